@@ -1,0 +1,1 @@
+"""GRPO and its relatives as pure functions, composed with torch.func and injected by gin."""

@@ -1,0 +1,92 @@
+"""From a rollout to rows one can learn from, and from rows to micro-batches. The data seam is checked here."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_fn.types import Batch, Reward, Rollout, Totals
+
+
+def check_rollout(rollout: Rollout) -> None:
+    """Raise ValueError, saying got and wanted, unless the rollout's fields agree and each row sampled something."""
+    shape = rollout.tokens.shape
+    for name in ("mask", "logp_sampled"):
+        got = getattr(rollout, name).shape
+        if got != shape:
+            raise ValueError(f"got rollout.{name} {tuple(got)}, wanted the shape of tokens, {tuple(shape)}")
+    if len(rollout.text) != shape[0] or rollout.truncated.shape != shape[:1]:
+        raise ValueError(
+            f"got {len(rollout.text)} texts and truncated {tuple(rollout.truncated.shape)}, wanted {shape[0]} of each"
+        )
+    if rollout.mask[:, 0].any():
+        raise ValueError("got a row whose first token is marked as sampled, wanted a prompt token before it")
+    if not rollout.mask.any(-1).all():
+        empty = int((~rollout.mask.any(-1)).nonzero()[0, 0])
+        raise ValueError(f"got row {empty} without a sampled token, wanted at least one (EOS counts)")
+    bad = rollout.mask & ~(rollout.logp_sampled <= 0)
+    if bad.any():
+        b, t = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"got logp_sampled {float(rollout.logp_sampled[b, t])} at row {b}, token {t}; wanted a log-probability <= 0"
+        )
+
+
+def make_batch(
+    rollout: Rollout,
+    reward: Reward,
+    adv: Float[Tensor, "P G"],
+    logp_old: Float[Tensor, "B T"],
+    logp_ref: Float[Tensor, "B T"],
+) -> Batch:
+    """Rows b = p * G + g. Samples that could not be scored are masked out whole: they neither learn nor count."""
+    if adv.numel() != len(rollout.tokens):
+        raise ValueError(f"got {tuple(adv.shape)} advantages for {len(rollout.tokens)} rows, wanted one a row")
+    if not torch.isfinite(adv).all():
+        raise ValueError(f"got advantages that are not finite, {adv[~adv.isfinite()][:3].tolist()}, wanted finite ones")
+    device = rollout.tokens.device
+    valid = reward.valid.reshape(-1).to(device)
+    return Batch(
+        tokens=rollout.tokens,
+        mask=rollout.mask & valid[:, None],
+        logp_sampled=rollout.logp_sampled,
+        logp_old=logp_old,
+        logp_ref=logp_ref,
+        adv=adv.reshape(-1).to(device, rollout.logp_sampled.dtype),
+    )
+
+
+def count(batch: Batch) -> Totals:
+    """The denominators this batch contributes: sampled tokens, and rows that have any."""
+    dtype = batch.logp_sampled.dtype
+    return Totals(tokens=batch.mask.sum().to(dtype), rows=batch.mask.any(-1).sum().to(dtype))
+
+
+def lengths(batch: Batch) -> Tensor:
+    """Columns each row needs, `[B]`: up to and including its last sampled token; 0 for a row without any."""
+    column = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)
+    return (column * batch.mask).amax(-1)
+
+
+def minibatches(batch: Batch, parts: int) -> list[Batch]:
+    """`parts` equal runs of whole groups, in prompt order: one optimizer step each. Raises ValueError if uneven."""
+    if len(batch.tokens) % parts:
+        raise ValueError(f"got {len(batch.tokens)} rows for {parts} minibatches, wanted a multiple")
+    return [Batch(*fields) for fields in zip(*(x.chunk(parts) for x in batch), strict=True)]
+
+
+def split(batch: Batch, micro_tokens: int) -> list[Batch]:
+    """Micro-batches of at most `micro_tokens` padded tokens, longest rows first, each cut to its longest row.
+
+    A row longer than the budget goes alone. Rows without a sampled token are left out. As every weight is a global
+    one, the sum over the parts is the whole, whatever the split.
+    """
+    length = lengths(batch)
+    order = length.argsort(descending=True, stable=True)
+    order = order[length[order] > 0]
+    parts, start, sizes = [], 0, length[order].tolist()
+    while start < len(order):
+        width = sizes[start]
+        rows = order[start : start + max(1, micro_tokens // width)]
+        parts.append(Batch(*(x[rows, :width] if x.ndim == 2 else x[rows] for x in batch)))
+        start += len(rows)
+    return parts

@@ -1,0 +1,51 @@
+"""The door for configuration: gin files in, plain keyword arguments out, and a text that launches the same run again.
+
+gin serves as a grammar and a table of bindings (`source.read`, the only file that imports it); nothing of it outlives
+`load`: no live reference, no lock, no scope. Then references, scopes and macros are resolved and every name is checked
+(`resolver`), and the result is frozen into plain `functools.partial`s (`frozen`) and written down (`text`).
+
+A later binding beats an earlier one; `@scope/f` takes the knobs bound for `f`, then those for `scope/f`; a reference
+without a scope inherits that of the function whose knob it is: all as in gin. Two things are simpler than in gin: a
+macro is a substitution, resolved where it is used, and `@f()` is called once for each distinct set of knobs.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_fn.config.frozen import fingerprint, freeze
+from grpo_fn.config.resolver import resolve
+from grpo_fn.config.source import read
+from grpo_fn.config.text import dump
+from grpo_fn.config.values import Node
+
+__all__ = ["Config", "fingerprint", "freeze", "load", "read"]
+
+ROOT = "grpo_fn.train.train"
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked configuration: what the root function will be called with."""
+
+    root: Node
+    text: str  # one gin file that needs no include; macros are kept, so STEPS can still be set from the command line
+    fingerprint: str  # of what the root receives: blind to macro names, import styles and bindings nothing uses
+
+    def kwargs(self) -> dict[str, Any]:
+        """The root's keyword arguments, frozen. Calls every `@f()`, so it raises whatever those raise."""
+        return freeze(self.root.knobs, {})
+
+
+def load(gin_files: Sequence[str], gin_params: Sequence[str], *, root: str = ROOT) -> Config:
+    """Read gin files, then `NAME=VALUE` parameters on top, and check everything that the root would receive.
+
+    The root's module may declare `SUPPLIED = {knob: names}`: keyword-only parameters of that knob's function which
+    the program passes itself. Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.
+    """
+    bindings = read(gin_files, gin_params)
+    module, _, name = root.rpartition(".")
+    room = importlib.import_module(module)  # after reading: a typing error must not wait for torch
+    node = resolve(bindings, getattr(room, name), getattr(room, "SUPPLIED", {}))
+    return Config(node, dump(bindings), fingerprint(node))

@@ -1,0 +1,1 @@
+"""Text to a number: what is right, what is well formed, and how the parts add up."""

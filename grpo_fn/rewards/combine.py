@@ -1,0 +1,72 @@
+"""Several rewards to one: a weighted sum that knows which of its rows could be scored."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from grpo_fn.problem import Completion, Problem, RewardFn, Scorer
+from grpo_fn.types import Reward, Rollout
+
+
+def serial(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+    """The plain scorer: one row after the other, in this process. For rewards that cannot hang."""
+    return [fn(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
+
+
+def combine(
+    problems: Sequence[Problem],
+    rollout: Rollout,
+    *,
+    parts: Sequence[RewardFn],
+    weights: Sequence[float],
+    score: Scorer,
+) -> Reward:
+    """value[p, g] = sum_k weights[k] * parts[k](problems[p], completion p * G + g), dimensionless, float32.
+
+    A sample is valid when every part with a non-zero weight could score it; the value of an invalid one is 0. In
+    `parts` what could not be scored is 0 as well: read it where `valid`. Parts are named after their functions.
+    Raises ValueError unless there is one weight per part, at least one part, distinct parts and whole groups.
+    """
+    if not parts or len(parts) != len(weights):
+        raise ValueError(f"reward parts: got {len(parts)} parts and {len(weights)} weights, wanted one weight per part")
+    names = part_names(parts)
+    completions = completions_of(rollout)
+    if not problems or len(completions) % len(problems):
+        raise ValueError(f"rollout: got {len(completions)} rows for {len(problems)} problems, wanted G rows for each")
+    group = len(completions) // len(problems)
+    asked = [problem for problem in problems for _ in range(group)]
+    scores = [score(fn, asked, completions) for fn in parts]
+
+    def grid(column: list[Any]) -> torch.Tensor:
+        return torch.tensor(column, device=rollout.mask.device).view(len(problems), group)
+
+    table = [grid([0.0 if s is None else float(s) for s in column]) for column in scores]
+    known = [grid([s is not None for s in column]) for column, w in zip(scores, weights, strict=True) if w != 0]
+    valid = torch.stack([torch.ones_like(table[0], dtype=torch.bool), *known]).all(0)
+    value = torch.stack([w * part for w, part in zip(weights, table, strict=True)]).sum(0)
+    return Reward(torch.where(valid, value, 0.0), valid, dict(zip(names, table, strict=True)))
+
+
+def completions_of(rollout: Rollout) -> list[Completion]:
+    """Every row's text, its length in sampled tokens, and whether it ran into the limit."""
+    lengths, truncated = rollout.mask.sum(-1).tolist(), rollout.truncated.tolist()
+    return [Completion(*row) for row in zip(rollout.text, lengths, truncated, strict=True)]
+
+
+def part_names(parts: Sequence[RewardFn]) -> list[str]:
+    """The functions' names, `module.name` where two share one. Raises ValueError when two parts are one function."""
+    bare = [_unwrapped(fn) for fn in parts]
+    shared = Counter(fn.__name__ for fn in bare)
+    names = [fn.__name__ if shared[fn.__name__] == 1 else f"{fn.__module__}.{fn.__name__}" for fn in bare]
+    if len(set(names)) != len(names):
+        raise ValueError(f"reward parts: got {names}, wanted different functions")
+    return names
+
+
+def _unwrapped(fn: Any) -> Any:
+    while isinstance(fn, partial):
+        fn = fn.func
+    return fn

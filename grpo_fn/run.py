@@ -1,0 +1,72 @@
+"""python -m grpo_fn.run --gin_file F: flags only.
+
+Nothing in here can be bound by gin: under `python -m` this module exists twice, as `__main__` and under its own name,
+and bindings to the one are lost on the other. Imports wait until the flags are understood, so --help is immediate.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+
+def flags() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_fn.run", description="Train as the gin files say.")
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="gin file, from here or from the gin/ folder; repeat it to lay one over another, the last one wins",
+    )
+    parser.add_argument(
+        "--gin_param",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="binding on top of the files: a macro (STEPS=10) or a knob (train.train.steps=10); repeatable",
+    )
+    parser.add_argument(
+        "--run_dir", type=Path, metavar="DIR", help="run folder, resumed when it exists (default: runs/<file>-<time>)"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="print what the run would be, load no weights, and exit")
+    parser.add_argument("--force", action="store_true", help="resume in a run folder that has another configuration")
+    return parser
+
+
+def default_run_dir(gin_file: str, now: datetime) -> Path:
+    """runs/<file>-<time>; a run.gin or config.gin goes by the name of its folder."""
+    path = Path(gin_file)
+    name = path.resolve().parent.name if path.stem in ("run", "config") else path.stem
+    return Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load, check, launch; returns the exit code. Bad input is 2 and one message; anything else keeps its traceback."""
+    args = flags().parse_args(argv)
+    from grpo_fn.config import load
+
+    try:
+        config = load(args.gin_file, args.gin_param)
+        kwargs = config.kwargs()
+        from grpo_fn import train
+
+        return train.launch(
+            kwargs,
+            config_text=config.text,
+            fingerprint=config.fingerprint,
+            run_dir=args.run_dir or default_run_dir(args.gin_file[0], datetime.now()),
+            dry_run=args.dry_run,
+            force=args.force,
+        )
+    except (ValueError, FileNotFoundError) as error:
+        if getattr(error, "__notes__", None):  # `launch` notes the step on what is raised after work has started
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""From logits and one uniform number to a token and its log-probability.
+
+Each sampler has the signature `(logits [V], u [], *, knobs) -> (token [], logp [])`, vectorised over leading axes: from
+logits [*B, V] and u [*B] come a token and a logp [*B], each a function of its own row alone (bit for bit on CPU). u is
+uniform on [0, 1); the same u always means the same token. Nothing waits for the device.
+
+logp is in nats, in float32 whatever the logits are in, and is the log-probability of the returned token *under the
+distribution it was drawn from*: tempered, truncated and renormalised. `greedy` alone returns it under the plain
+softmax, as it would be 0 under its own. A row with nan, with +inf, or with nothing but -inf gives some token and
+logp = nan.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Draw = tuple[Int[Tensor, "*B"], Float[Tensor, "*B"]]
+
+
+def greedy(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"]) -> Draw:
+    """The most likely token (the lowest id among equals) and its logp under softmax(logits); `u` is not looked at."""
+    logp = torch.log_softmax(logits.float(), dim=-1)
+    return _with_logp(logp, logp.argmax(dim=-1))
+
+
+def categorical(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"], *, temperature: float) -> Draw:
+    """A draw from softmax(logits / temperature), by inversion of its distribution function.
+
+    token = min {i : p_0 + ... + p_i > u}. Probabilities below the spacing of u (2^-24 in float32) are met as often as
+    the rounding of the sum lets them; a token of probability zero is never returned.
+
+    Raises ValueError unless 0 < temperature < inf.
+    """
+    return _invert(_tempered(logits, temperature), u)
+
+
+def nucleus(
+    logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"], *, temperature: float, top_k: int, top_p: float
+) -> Draw:
+    """A draw from softmax(logits / temperature) cut to the top_k likeliest tokens, then to their nucleus of mass top_p.
+
+    Both cuts look at logits x only, so that equal ones share their fate. Top-k keeps x_i >= the k-th largest; top-p,
+    with p renormalised after top-k, keeps i when sum {p_j : x_j > x_i} < top_p (Holtzman, Buys, Du, Forbes and Choi
+    2020, "The curious case of neural text degeneration"), which always includes the likeliest. The order is that of
+    transformers and vLLM. top_k = 0 and top_p = 1 switch a cut off; a top_p < 1 costs a sort of the vocabulary.
+
+    Raises ValueError unless 0 < temperature < inf, top_k >= 0 and 0 < top_p <= 1.
+    """
+    if top_k < 0:
+        raise ValueError(f"top_k: got {top_k}, wanted at least 0 (0 keeps every token)")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p: got {top_p}, wanted a number in (0, 1] (1 keeps every token)")
+    x = _tempered(logits, temperature)
+    if 0 < top_k < x.shape[-1]:
+        x = _keep_from(x, x.topk(top_k, dim=-1).values[..., -1:])
+    if top_p < 1:
+        x = _keep_from(x, _nucleus_edge(x, top_p))
+    return _invert(x, u)
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature: got {temperature}, wanted a positive number (sampling.greedy is the limit 0)")
+    return logits.float() / temperature
+
+
+def _keep_from(x: Tensor, edge: Tensor) -> Tensor:
+    return torch.where(x >= edge, x, -math.inf)
+
+
+def _nucleus_edge(x: Tensor, top_p: float) -> Tensor:
+    """The smallest logit of the nucleus, [*B, 1]."""
+    falling = x.sort(dim=-1, descending=True).values
+    p = torch.softmax(falling, dim=-1)
+    before = p.cumsum(dim=-1) - p  # mass of what stands in front
+    return torch.where(before < top_p, falling, math.inf).amin(dim=-1, keepdim=True)
+
+
+def _invert(x: Tensor, u: Tensor) -> Draw:
+    """The first token whose cumulative probability under softmax(x) exceeds u."""
+    logp = torch.log_softmax(x, dim=-1)
+    cdf = logp.exp().cumsum(dim=-1)
+    # The sum ends near 1, not at it: u is stretched to it, and kept below it, so that some token always exceeds u and
+    # the first one that does has added something to the sum.
+    total = cdf[..., -1]
+    goal = torch.minimum(u.float() * total, torch.nextafter(total, torch.zeros_like(total)))
+    token = torch.searchsorted(cdf, goal[..., None], right=True)[..., 0]
+    # That holds for a running sum. A parallel scan on a GPU may fall by an ulp between neighbours, and then a token of
+    # probability zero can be first: the likeliest takes its place.
+    mode = logp.argmax(dim=-1)
+    token = token.clamp(max=x.shape[-1] - 1)
+    possible = logp.gather(-1, token[..., None])[..., 0].exp() > 0
+    return _with_logp(logp, torch.where(possible, token, mode))
+
+
+def _with_logp(logp: Tensor, token: Tensor) -> Draw:
+    return token, logp.gather(-1, token[..., None])[..., 0]

@@ -1,0 +1,90 @@
+"""What a person watching sees: a bar with the time left on a terminal, plain lines elsewhere, all of it in log.txt."""
+
+import io
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tqdm import tqdm
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def step_line(step: int, steps: int, metrics: Mapping[str, float | int]) -> str:
+    """One step at a glance; `step` counts from 1 here, and what a step did not measure shows as `-`."""
+
+    def show(name: str, digits: int) -> str:
+        return number(metrics[name], digits) if name in metrics else "-"
+
+    def seconds(name: str) -> str:
+        return f"{metrics[name]:.1f}s" if name in metrics else "-"
+
+    shape = f"{show('generation/prompts', 0)} prompts x {show('generation/group_size', 0)}"
+    parts = [
+        f"step {step}/{steps}",
+        f"[generate] {shape} = {show('generation/rows', 0)} ({seconds('time/generate')})",
+        f"[reward] mean {show('reward/mean', 2)} std {show('reward/std', 2)}",
+        f"[train] loss {show('loss/objective', 3)} kl {show('loss/kl', 3)} grad {show('loss/grad_norm', 2)}",
+        f"[time] {seconds('time/total')}",
+    ]
+    if "eval/accuracy" in metrics:
+        parts.append(f"[eval] accuracy {show('eval/accuracy', 3)}")
+    return "  ".join(parts)
+
+
+def number(value: float | int, digits: int) -> str:
+    """Fixed point, unless that would show a small number as zero or a large one as a row of digits."""
+    if value != 0 and digits and (abs(value) < 0.5 * 10**-digits or abs(value) >= 1e6):
+        return f"{value:.0e}"
+    return f"{value:.{digits}f}"
+
+
+class Console:
+    """Lines for people, and the count of steps done. Everything is appended to `log_path` with the local time."""
+
+    def __init__(self, log_path: Path, steps: int, start: int, *, stream: io.TextIOBase | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._log = open(log_path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._steps, self._done = steps, start
+        self._bar = (
+            tqdm(total=steps, initial=start, file=self._stream, unit="step", dynamic_ncols=True)
+            if self._stream.isatty()
+            else None
+        )
+
+    def line(self, text: str) -> None:
+        """Show and log a text. Control characters appear as escapes: what a model wrote must not drive a terminal."""
+        text = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._log.writelines(f"{stamp} {part}\n" for part in _encodable(text, "utf-8").split("\n"))
+        self._log.flush()
+        text = _encodable(text, self._stream.encoding or "utf-8")
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.write(text, file=self._stream)
+
+    def step(self, metrics: Mapping[str, float | int]) -> None:
+        """Count one more step as done and show its line."""
+        self._done += 1
+        self.line(step_line(self._done, self._steps, metrics))
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def close(self) -> None:
+        """Leave the terminal in order and let go of the log."""
+        if self._bar is not None:
+            self._bar.close()
+        self._log.close()
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _encodable(text: str, encoding: str) -> str:
+    return text.encode(encoding, "backslashreplace").decode(encoding)

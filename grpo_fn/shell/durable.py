@@ -1,0 +1,73 @@
+"""Files that are whole or absent: written beside their place, flushed to the disk, renamed into it."""
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class NoSpace(OSError, ValueError):
+    """The disk is full or would be; a ValueError as well, because before a run starts it is bad input."""
+
+
+def no_space(path: Path, got: int, wanted: int) -> NoSpace:
+    """The error that says how many bytes were free at `path` and how many were needed."""
+    return NoSpace(errno.ENOSPC, f"no space left: got {got:,} bytes free, wanted {wanted:,}", str(path))
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written under `path`, which need not exist yet."""
+    return shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.is_dir())).free
+
+
+def check_space(path: Path, need_bytes: int) -> None:
+    """Raises NoSpace when fewer than `need_bytes` can be written under `path`."""
+    if (free := free_bytes(path)) < need_bytes:
+        raise no_space(path, free, need_bytes)
+
+
+def finite(value: Any) -> Any:
+    """`value` with every NaN and infinity replaced by None: JSON has no other honest word for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON in ASCII, so that no text can break a line or an encoding; NaN and infinities become null."""
+    return json.dumps(finite(value), allow_nan=False, indent=indent)
+
+
+def flush_file(path: Path) -> None:
+    """Wait until the file's bytes are on the disk; for a folder, its entries."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace the file at once: a reader, or a crash, finds the old bytes or the new ones."""
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        beside.write_bytes(data)
+        flush_file(beside)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    flush_file(path.parent)
+
+
+def write_json(path: Path, obj: Any) -> None:
+    """Replace the file at once with `obj` as indented JSON; NaN and infinities become null."""
+    write_bytes(path, (to_json(obj, indent=2) + "\n").encode())

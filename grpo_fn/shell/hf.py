@@ -1,0 +1,148 @@
+"""Hugging Face folders in and out: config, tokenizer, model, prompts as token ids."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@runtime_checkable
+class ModelSource(Protocol):
+    """Where a model comes from: its shape without its weights, and a folder that holds both."""
+
+    def config(self) -> PretrainedConfig: ...
+
+    def folder(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A Hugging Face folder on disk, or a name on a hub."""
+
+    name: str
+
+    def config(self) -> PretrainedConfig:
+        """The model's config; ValueError when the folder is not a model folder."""
+        self._check()
+        try:
+            return AutoConfig.from_pretrained(self.name)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"got model {self.name!r}, wanted a causal language model's folder or hub name: {error}"
+            ) from error
+
+    def folder(self) -> str:
+        """The name itself, once it is known to hold weights and a tokenizer."""
+        self._check()
+        path = Path(self.name)
+        if path.is_dir() and not [*path.glob("*.safetensors"), *path.glob("pytorch_model*.bin")]:
+            raise ValueError(f"got model folder {self.name} without weights (*.safetensors); it holds {_listing(path)}")
+        return self.name
+
+    def _check(self) -> None:
+        path = Path(self.name)
+        looks_local = path.is_absolute() or self.name.startswith((".", "~")) or self.name.count("/") != 1
+        if not path.exists():
+            if looks_local:
+                raise ValueError(f"got model {self.name!r}, which does not exist; wanted a Hugging Face model folder")
+            return
+        if not path.is_dir():
+            raise ValueError(
+                f"got model {self.name!r}, a file; wanted a folder with config.json, weights and tokenizer"
+            )
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"got folder {self.name} without config.json; wanted a Hugging Face model; it holds {_listing(path)}"
+            )
+
+
+def _listing(path: Path) -> str:
+    names = sorted(p.name for p in path.iterdir())
+    return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "") if names else "nothing"
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer; ValueError when there is none or when it has no EOS token to stop at."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"got no usable tokenizer in {folder}; wanted tokenizer.json or its like: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"got a tokenizer without an EOS token in {folder}; wanted one, or no completion could ever end"
+        )
+    return tokenizer
+
+
+def find_device(name: str) -> torch.device:
+    """The named device, or for "auto" the GPU where there is one. Raises ValueError for a GPU that is not there."""
+    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"got device {name!r}, wanted one that exists: this machine shows no CUDA device")
+    return torch.device(wanted)
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """float32, bfloat16 or float16; ValueError for anything else."""
+    if name not in DTYPES:
+        raise ValueError(f"got dtype {name!r}, wanted one of {sorted(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_model(folder: str, *, dtype: torch.dtype, device: torch.device, attention: str) -> nn.Module:
+    """The model in evaluation mode (no dropout anywhere: log-probs must be a function of the weights)."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    return model.to(device).eval()
+
+
+def empty_model(config: PretrainedConfig) -> nn.Module:
+    """The model's shape on the meta device: parameters to count, none to hold."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids the completion follows: the chat template with one user turn where there is one, else the bare text."""
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, add_special_tokens=True)["input_ids"]
+    turn = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[int]:
+    """Every token that ends a completion: the tokenizer's EOS and those of the model's generation config."""
+    named = model.generation_config.eos_token_id
+    named = named if isinstance(named, list) else [] if named is None else [named]
+    return sorted({tokenizer.eos_token_id, *named})
+
+
+def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write an ordinary Hugging Face folder that transformers and vLLM open; complete, or not there under its name."""
+    scratch, gone = (folder.with_name(f".{folder.name}-{kind}-{os.getpid()}") for kind in ("new", "old"))
+    for path in (scratch, gone):
+        shutil.rmtree(path, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    model.save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    if folder.exists():
+        folder.rename(gone)
+    scratch.rename(folder)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Distinct parameters (a tied one once)."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def as_tokens(rows: list[list[int]], pad: int, device: torch.device) -> Tensor:
+    """Left-padded `[B, L]` ids: the last column holds every prompt's last token."""
+    width = max(map(len, rows))
+    return torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)

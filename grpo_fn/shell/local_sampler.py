@@ -1,0 +1,149 @@
+"""Sampling from the policy's own module: one prefill per prompt, KV-cached decoding, rows that end leave the batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedTokenizerBase
+
+from grpo_fn import prng
+from grpo_fn.problem import Problem
+from grpo_fn.shell.hf import as_tokens, encode_prompt, stop_ids
+from grpo_fn.types import Policy, Rollout
+
+# (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
+Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Decoded(NamedTuple):
+    """Completions of some rows, `[R, N]` with N = max_new_tokens; columns past `length` are padding."""
+
+    tokens: Tensor
+    logp: Tensor
+    length: Tensor
+    stopped: Tensor
+
+
+@dataclass(frozen=True)
+class LocalSampler:
+    """Samples from `model`, whose weights are the policy's: there is no copy and nothing to load."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    choose: Choose
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    max_rows: int  # rows decoded at once; bounds the KV cache
+
+    def load(self, policy: Policy) -> None:
+        """Nothing to do: the module is shared."""
+
+    @torch.no_grad()
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """G completions of every problem. Row p * G + g draws from fold_in(key, uid, g) and from nothing else."""
+        device = next(self.model.parameters()).device
+        prompts = [encode_prompt(self.tokenizer, problem.prompt) for problem in problems]
+        self._check_lengths(problems, prompts)
+        uid = torch.tensor([p.uid for p in problems], device=device).repeat_interleave(group_size)
+        g = torch.arange(group_size, device=device).repeat(len(problems))
+        u = prng.uniform(
+            prng.fold_in(key.to(device), uid, g), self.max_new_tokens, low=0.0, high=1.0, dtype=torch.float32
+        )
+        at_once = max(1, self.max_rows // group_size)
+        parts = [
+            self._decode(prompts[i : i + at_once], group_size, u[i * group_size : (i + at_once) * group_size])
+            for i in range(0, len(prompts), at_once)
+        ]
+        decoded = Decoded(*(torch.cat(field) for field in zip(*parts, strict=True)))
+        return self._assemble(prompts, group_size, decoded)
+
+    def _check_lengths(self, problems: Sequence[Problem], prompts: list[list[int]]) -> None:
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        for problem, ids in zip(problems, prompts, strict=True):
+            if not ids:
+                raise ValueError(f"got problem {problem.uid} whose prompt has no tokens; wanted at least one")
+            if limit is not None and len(ids) + self.max_new_tokens > limit:
+                raise ValueError(
+                    f"got problem {problem.uid} with {len(ids)} prompt tokens and max_new_tokens {self.max_new_tokens}, "
+                    f"wanted at most {limit} positions together"
+                )
+
+    def _decode(self, prompts: list[list[int]], group_size: int, u: Tensor) -> Decoded:
+        device = u.device
+        pad = self.tokenizer.eos_token_id
+        ends = torch.tensor(stop_ids(self.tokenizer, self.model), device=device)
+        ids = as_tokens(prompts, pad, device)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        width = ids.shape[1]
+        attend = torch.arange(width, device=device) >= width - lengths[:, None]
+        cache = DynamicCache(config=self.model.config)
+        logits = self._forward(ids, attend, (attend.long().cumsum(-1) - 1).clamp(min=0), cache)
+
+        cache.batch_repeat_interleave(group_size)
+        logits, attend, position = (x.repeat_interleave(group_size, 0) for x in (logits, attend, lengths))
+        rows = len(u)
+        out = Decoded(
+            torch.full((rows, self.max_new_tokens), pad, device=device),
+            torch.zeros(rows, self.max_new_tokens, device=device),
+            torch.full((rows,), self.max_new_tokens, device=device),
+            torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+        row = torch.arange(rows, device=device)  # which output row each live row writes to
+        for t in range(self.max_new_tokens):
+            token, logp = self.choose(logits, u[row, t])
+            out.tokens[row, t], out.logp[row, t] = token, logp
+            ended = torch.isin(token, ends) | self._hit_stop_string(out.tokens[row, : t + 1])
+            out.stopped[row] = ended
+            out.length[row[ended]] = t + 1
+            live = (~ended).nonzero()[:, 0]
+            if not len(live) or t + 1 == self.max_new_tokens:
+                break
+            if len(live) < len(row):
+                cache.batch_select_indices(live)
+                row, token, attend, position = row[live], token[live], attend[live], position[live]
+            attend = torch.cat([attend, attend.new_ones(len(attend), 1)], 1)
+            logits = self._forward(token[:, None], attend, position[:, None], cache)
+            position = position + 1
+        return out
+
+    def _forward(self, ids: Tensor, attend: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
+        """Logits after the last column, `[R, V]`."""
+        return self.model(
+            input_ids=ids,
+            attention_mask=attend.long(),
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def _hit_stop_string(self, tokens: Tensor) -> Tensor:
+        """Rows whose text now ends in (or just completed) a stop string; the string stays part of the completion."""
+        if not self.stop:
+            return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        # Every token holds at least one byte, so the last len(stop) tokens are enough to see it.
+        tail = max(len(s.encode()) for s in self.stop)
+        texts = self.tokenizer.batch_decode(tokens[:, -tail:], skip_special_tokens=True)
+        return torch.tensor([any(s in text for s in self.stop) for text in texts], device=tokens.device)
+
+    def _assemble(self, prompts: list[list[int]], group_size: int, decoded: Decoded) -> Rollout:
+        """Rows `[prompt | completion | padding]`, as wide as the longest."""
+        completions = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
+        device = decoded.tokens.device
+        start = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(group_size)
+        column = torch.arange(int((start + decoded.length).max()), device=device)
+        mask = (column >= start[:, None]) & (column < (start + decoded.length)[:, None])
+        tokens = torch.full(mask.shape, self.tokenizer.eos_token_id, device=device)
+        for b, completion in enumerate(completions):
+            ids = prompts[b // group_size] + completion
+            tokens[b, : len(ids)] = torch.tensor(ids, device=device)
+        drawn = torch.arange(decoded.logp.shape[1], device=device) < decoded.length[:, None]
+        return Rollout(
+            tokens=tokens,
+            mask=mask,
+            logp_sampled=torch.zeros(mask.shape, device=device).masked_scatter(mask, decoded.logp[drawn]),
+            truncated=~decoded.stopped,
+            text=tuple(self.tokenizer.batch_decode(completions, skip_special_tokens=True)),
+        )

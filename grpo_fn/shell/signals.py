@@ -1,0 +1,36 @@
+"""Asking a run to stop: SIGTERM and SIGINT set a flag that the loop reads between steps."""
+
+import signal
+from types import FrameType
+
+# EX_TEMPFAIL of sysexits.h: everything is saved, the same command goes on from here.
+EXIT_STOPPED = 75
+
+
+class StopRequest:
+    """While entered, SIGTERM and SIGINT are noted instead of obeyed; a second SIGINT interrupts at once.
+
+    Raises KeyboardInterrupt at the second SIGINT, ValueError when entered outside the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None  # the name of the first signal that came
+        self._interrupts = 0
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            # None stands for a handler that was not installed from Python and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = self.requested or signal.Signals(number).name
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1:
+            raise KeyboardInterrupt

@@ -1,0 +1,24 @@
+"""What the process uses of its machine."""
+
+import psutil
+import torch
+
+
+def usage() -> dict[str, float]:
+    """Resident memory in GB (1e9 bytes) and, per visible GPU, memory allocated now and at most, and utilisation in %.
+
+    Utilisation needs nvidia-ml-py and a device that reports it; without either its key is left out.
+    """
+    found = {"system/memory_gb": psutil.Process().memory_info().rss / 1e9}
+    for i in range(torch.cuda.device_count()):
+        found[f"system/gpu{i}_memory_gb"] = torch.cuda.memory_allocated(i) / 1e9
+        found[f"system/gpu{i}_memory_peak_gb"] = torch.cuda.max_memory_allocated(i) / 1e9
+        found |= _utilization(i)
+    return found
+
+
+def _utilization(i: int) -> dict[str, float]:
+    try:
+        return {f"system/gpu{i}_utilization": float(torch.cuda.utilization(i))}
+    except Exception:  # no nvidia-ml-py, no driver library, a MIG slice: a missing gauge must not end a run
+        return {}

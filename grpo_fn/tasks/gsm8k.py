@@ -1,0 +1,40 @@
+"""GSM8K: grade-school word problems with integer answers (Cobbe et al. 2021, arXiv:2110.14168), as published."""
+
+from pathlib import Path
+
+from grpo_fn.problem import Problem
+from grpo_fn.tasks.jsonl_rows import Row, jsonl_rows
+from grpo_fn.tasks.task import Task, from_rows
+
+
+def task(*, data: str, template: str, test_size: int) -> Task:
+    r"""The problems of `train.jsonl` and `test.jsonl` in the folder `data`, each put to the model as `template` says.
+
+    `template` holds `{question}`; other braces in it, as of `\boxed{}`, stand for themselves. The held-out set is the
+    first `test_size` rows of the test file, in its order; 0 and numbers beyond the end of the file both mean all of
+    it. Raises ValueError naming file and line for a missing or empty file, a row without the fields and an answer
+    without `####`; also for a template without `{question}` and a negative test_size.
+    """
+    if "{question}" not in template:
+        raise ValueError(f"template: got {template!r}, wanted one that holds {{question}}")
+    if test_size < 0:
+        raise ValueError(f"test_size: got {test_size}, wanted 0 for the whole test file or a number of rows")
+    train = [_problem(row, template) for row in _rows(data, "train.jsonl")]
+    test = [_problem(row, template) for row in _rows(data, "test.jsonl")]
+    return from_rows(train, test[: test_size or None])
+
+
+def gold(answer: str) -> str | None:
+    """What follows the last `####` of a published answer, without thousands commas; None where nothing does."""
+    return answer.rpartition("####")[2].replace(",", "").strip() or None if "####" in answer else None
+
+
+def _rows(data: str, name: str) -> list[Row]:
+    return jsonl_rows(Path(data), name, fields=("question", "answer"))
+
+
+def _problem(row: Row, template: str) -> Problem:
+    answer = gold(row.value["answer"])
+    if answer is None:
+        raise ValueError(f"{row.where}: got answer {row.value['answer'][-80:]!r}, wanted it to end in '#### n'")
+    return Problem(0, template.replace("{question}", row.value["question"]), answer, {})

@@ -1,0 +1,550 @@
+"""Configuration: what a gin file says is what the root receives, and every mistake is told in a line of its own."""
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import fixture_module as fm
+import gin
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn import run
+from grpo_fn.config import Config, load, source
+
+HEADER = "from __gin__ import dynamic_registration\nimport fixture_module as fm\n"
+RUN = (
+    HEADER
+    + """
+STEPS = 10
+fm.root:
+    steps = %STEPS
+    rate = 1e-6
+    objective = @fm.objective
+    advantage = @fm.plain
+    task = @fm.task()
+fm.task.size = 3
+fm.objective:
+    token_loss = @fm.scale
+    beta = 0.5
+fm.scale.factor = 2
+fm.scale.offset = 3
+"""
+)
+
+
+def load_text(text: str, *params: str, root: str = "fixture_module.root", more: dict[str, str] | None = None) -> Config:
+    """Load a gin text, with other files beside it."""
+    with TemporaryDirectory() as folder:
+        for name, content in {"main.gin": text, **(more or {})}.items():
+            Path(folder, name).write_text(content.replace("$HERE", folder), encoding="utf-8")
+        return load([f"{folder}/main.gin"], params, root=root)
+
+
+def value_of(text: str, *params: str) -> Any:
+    """What `anything` is given by the text `text` in a gin file."""
+    return load_text(f"{HEADER}fm.anything.value = {text}\n", *params, root="fixture_module.anything").kwargs()["value"]
+
+
+def complaint(text: str, *params: str, **more: Any) -> str:
+    """The error of loading, as the user sees it."""
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        load_text(text, *params, **more)
+    return re.sub(r"/\S*/main\.gin", "main.gin", str(caught.value))
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec="utf-8"))
+    | st.binary(max_size=4)
+)
+literals = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=4) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+# What is said is what is received.
+
+
+@given(literals)
+def test_literals_come_through_unchanged_also_by_way_of_a_macro(value: Any) -> None:
+    text = source_text(value)
+    assert repr(value_of(text)) == repr(value)
+    assert repr(value_of(f"%X\nX = {text}")) == repr(value)
+
+
+@given(literals, st.booleans())
+def test_the_dumped_text_loads_to_the_same_values_and_the_same_text(value: Any, macro: bool) -> None:
+    literal = source_text(value)
+    text = f"{HEADER}fm.anything.value = " + (f"%X\nX = {literal}" if macro else literal)
+    first = load_text(text, root="fixture_module.anything")
+    again = load_text(first.text, root="fixture_module.anything")
+    assert repr(again.kwargs()) == repr(first.kwargs()) == repr({"value": value})
+    assert (again.text, again.fingerprint) == (first.text, first.fingerprint)
+
+
+def source_text(value: Any) -> str:
+    """A literal as gin writes it; Python writes infinity in a way that gin does not read."""
+    match value:
+        case float():
+            return repr(value).replace("inf", "1e999")
+        case list():
+            return f"[{', '.join(map(source_text, value))}]"
+        case tuple():
+            return f"({''.join(source_text(v) + ',' for v in value)})"
+        case dict():
+            return f"{{{', '.join(f'{key!r}: {source_text(v)}' for key, v in value.items())}}}"
+    return repr(value)
+
+
+def test_a_dictionary_keeps_its_order_through_the_dump() -> None:
+    config = load_text(RUN, 'fm.root.extra={"z": @fm.plain, "a": @fm.shift}')
+    assert list(load_text(config.text).kwargs()["extra"]) == ["z", "a"]
+
+
+def test_references_become_plain_functions_and_partials() -> None:
+    kwargs = load_text(RUN).kwargs()
+    assert kwargs["advantage"] is fm.plain
+    assert kwargs["steps"] == 10
+    objective = kwargs["objective"]
+    assert type(objective) is partial
+    assert objective.func is fm.objective
+    assert objective.keywords["token_loss"].func is fm.scale
+    assert objective(4, batch=1, totals=2) == (4 * 2 + 3) * 0.5 + 3
+
+
+def test_nothing_of_gin_is_handed_to_the_root() -> None:
+    kwargs = load_text(RUN, 'fm.root.extra={"x": [@fm.shift, (@a/fm.shift, %STEPS)], "y": @fm.Sampler}').kwargs()
+    again = pickle.loads(pickle.dumps(kwargs))
+    assert repr(again["extra"]) == repr(kwargs["extra"])
+    assert all(not type(leaf).__module__.startswith("gin") for leaf in leaves(kwargs))
+    assert kwargs["extra"]["y"] is fm.Sampler
+    assert gin.config_str() == ""  # nor does it stay behind in the module
+
+
+def leaves(value: Any) -> list[Any]:
+    """Every object inside, through containers, partials and what decorators wrap."""
+    match value:
+        case partial():
+            return [value, *leaves(value.func), *leaves(value.keywords)]
+        case dict():
+            return [value, *(leaf for item in value.items() for part in item for leaf in leaves(part))]
+        case list() | tuple():
+            return [value, *(leaf for item in value for leaf in leaves(item))]
+    return [value, *(leaves(value.__wrapped__) if hasattr(value, "__wrapped__") else [])]
+
+
+@given(st.integers(), st.integers(), st.integers())
+def test_a_frozen_function_equals_calling_by_hand(x: int, factor: int, offset: int) -> None:
+    frozen = value_of(f"@fm.outer\nfm.outer.inner = @fm.scale\nfm.scale.factor = {factor}\nfm.scale.offset = {offset}")
+    assert frozen(x) == fm.outer(x, inner=partial(fm.scale, factor=factor, offset=offset))
+
+
+def test_a_class_takes_constructor_parameters_of_any_kind() -> None:
+    assert value_of("@fm.Sampler()\nfm.Sampler.width = 4") == fm.Sampler(4)
+    later = value_of("@fm.Sampler\nfm.Sampler.depth = 5")
+    assert later(1) == fm.Sampler(1, 5)
+
+
+def test_an_evaluated_reference_is_called_once_for_equal_knobs() -> None:
+    fm.calls.clear()
+    first, second, other = value_of("[@fm.task(), @fm.task(), @a/fm.task()]\nfm.task.size = 3\na/fm.task.size = 4")
+    assert first is second
+    assert (first, other) == (("task", 3), ("task", 4))
+    assert fm.calls == [3, 4]
+
+
+def test_nothing_is_called_before_the_whole_configuration_is_sound() -> None:
+    fm.calls.clear()
+    complaint(RUN, "fm.root.steps=0.5")
+    load_text(RUN)
+    assert fm.calls == []
+
+
+scopes = st.sampled_from(["", "a/", "b/", "a/b/", "b/a/"])
+knobs = st.dictionaries(st.tuples(scopes, st.sampled_from(["factor", "offset"])), st.integers(0, 99), max_size=8)
+
+
+@given(knobs, scopes, scopes)
+def test_scopes_mean_what_they_mean_to_gin(bound: dict[tuple[str, str], int], outside: str, inside: str) -> None:
+    bound = {("", "factor"): 1, ("", "offset"): 2, **bound}
+    lines = [f"{scope}fm.scale.{knob} = {value}" for (scope, knob), value in bound.items()]
+    text = f"@{outside}fm.outer\nfm.outer.inner = @{inside}fm.scale\n" + "\n".join(lines)
+    frozen = value_of(text)
+    try:
+        gin.parse_config(f"{HEADER}fm.anything.value = {text}")
+        live = gin.get_configurable(fm.anything)()
+        assert frozen(10) == live(10)
+    finally:
+        gin.clear_config()
+
+
+def test_a_later_binding_beats_an_earlier_one_and_an_include() -> None:
+    base = {"base.gin": f"{HEADER}fm.anything.value = 1\n"}
+    include = f'include "$HERE/base.gin"\n{HEADER}'
+    assert load_text(include, root="fixture_module.anything", more=base).kwargs() == {"value": 1}
+    text = f"{include}fm.anything.value = 2\n"
+    assert load_text(text, root="fixture_module.anything", more=base).kwargs() == {"value": 2}
+    assert load_text(text, "fm.anything.value=3", root="fixture_module.anything", more=base).kwargs() == {"value": 3}
+    last = load_text(text, "fm.anything.value=3", "fm.anything.value=4", root="fixture_module.anything", more=base)
+    assert last.kwargs() == {"value": 4}
+
+
+def test_several_gin_files_are_laid_over_one_another(tmp_path: Path) -> None:
+    for name, value in (("one.gin", 1), ("two.gin", 2)):
+        (tmp_path / name).write_text(f"{HEADER}fm.anything.value = {value}\n")
+    files = [str(tmp_path / name) for name in ("one.gin", "two.gin")]
+    assert load(files, [], root="fixture_module.anything").kwargs() == {"value": 2}
+    assert load(files[::-1], [], root="fixture_module.anything").kwargs() == {"value": 1}
+
+
+# Command-line parameters.
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("/data/model", "/data/model"),
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+        ("../shared/x.jsonl", "../shared/x.jsonl"),
+        ("model", "model"),
+        ("2wiki", "2wiki"),
+        ("2024-01-01", "2024-01-01"),
+        ("a b=c", "a b=c"),
+        ("'quoted'", "quoted"),
+        ('"7"', "7"),
+        ("7", 7),
+        ("-1e-6", -1e-6),
+        ("True", True),
+        ("None", None),
+        ("[1, 'x']", [1, "x"]),
+        (" 3 ", 3),
+    ],
+)
+def test_a_macro_takes_what_shells_leave_of_a_value(said: str, meant: Any) -> None:
+    got = value_of("%X\nX = 0", f"X={said}")
+    assert got == meant
+    assert type(got) is type(meant)
+
+
+@pytest.mark.parametrize("said", ["'open", '"open', "[1, 2", "{1: ", "(", "@fm..x", "%", "", "true", "none", "FALSE"])
+def test_a_broken_literal_is_no_string(said: str) -> None:
+    message = complaint(RUN, f"STEPS={said}")
+    assert message.startswith(f"--gin_param 'STEPS={said}'" if "'" not in said else '--gin_param "STEPS=')
+    assert "wanted a gin value" in message
+
+
+def test_parameters_may_name_functions_and_knobs_through_the_imports_of_the_files() -> None:
+    config = load_text(RUN, "fm.root.advantage=@s/fm.shift", "s/fm.shift.by=%STEPS", "STEPS=7", "fm.root.rate=2")
+    assert config.kwargs()["advantage"](1) == 8
+    assert config.kwargs()["rate"] == 2
+
+
+def test_a_knob_is_never_taken_for_a_bare_string() -> None:
+    assert "got '/data/model', wanted a gin value" in complaint(RUN, "fm.root.steps=/data/model")
+
+
+def test_overriding_a_knob_does_not_make_its_macro_an_error() -> None:
+    config = load_text(RUN, "fm.root.steps=3")
+    assert config.kwargs()["steps"] == 3
+    assert load_text(config.text).kwargs()["steps"] == 3
+
+
+def test_a_name_that_two_files_use_differently_is_refused() -> None:
+    other = {"other.gin": "from __gin__ import dynamic_registration\nimport difflib as fm\n"}
+    message = complaint(f'include "$HERE/other.gin"\n{RUN}', "fm.root.steps=1", more=other)
+    assert "got fm, which stands for difflib and for fixture_module" in message
+
+
+# Mistakes, each told with its name.
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("STPES = 5", "STPES: nothing uses this macro (bound at main.gin:LINE); did you mean STEPS?"),
+        ("steps = 5", "steps: nothing uses this macro (bound at main.gin:LINE); did you mean STEPS?"),
+        ("ZZ = 5", "ZZ: nothing uses this macro (bound at main.gin:LINE); macros in use: STEPS"),
+        (
+            "fm.root.rate = %RATE",
+            "RATE: got no value for this macro (used at main.gin:LINE by fixture_module.root), wanted "
+            "--gin_param 'RATE=...' or a line `RATE = ...` in a gin file",
+        ),
+        ("STEPS = %STEPS", "%STEPS: got a circle, %STEPS -> %STEPS; wanted a value that does not need itself"),
+        (
+            "fm.root.stps = 1",
+            "main.gin:LINE: fm.root: got a binding for stps, wanted one of steps, rate, objective, advantage, task, "
+            "extra; did you mean steps?",
+        ),
+        (
+            "fm.shift.x = 1",
+            "fixture_module.shift: got a binding for x, which is data (positional), wanted a keyword-only parameter",
+        ),
+        ("fm.objective.batch = 1", "fixture_module.objective: got a binding for batch, wanted none, as the program"),
+        ("fm.root.rate = 'fast'", "fixture_module.root.rate: got 'fast' (str), wanted float"),
+        ("fm.root.steps = 1e3", "fixture_module.root.steps: got 1000.0 (float), wanted int"),
+        ("fm.root.steps = True", "fixture_module.root.steps: got True (bool), wanted int"),
+        ("fm.root.steps = None", "fixture_module.root.steps: got None (NoneType), wanted int"),
+        ("fm.root.steps = @fm.plain", "fixture_module.root.steps: got @fixture_module.plain, wanted int"),
+        ("fm.root.advantage = @fm.plan", "main.gin:LINE: fm.plan: fixture_module has no plan; did you mean plain?"),
+        ("fm.root.advantage = @am.plain", "main.gin:LINE: 'am' was not provided by an import statement."),
+        ("fm.root.advantage = @fm.nameless", "fixture_module.<lambda>: got <function <lambda>"),
+        ("fm.root.advantage = @fm", "main.gin:LINE: got fm, wanted module.function"),
+        ("fm.steps = 1", "main.gin:LINE: got fm, wanted module.function (and module.function.knob to bind a knob)"),
+        ("fm.root.advantage = %gin.REQUIRED", "got %gin.REQUIRED, wanted a value, a macro or a function"),
+        ("import no_such_module", "main.gin:LINE: No module named 'no_such_module'"),
+        ("fm.root.rate 1", "main.gin:LINE: "),
+        ("fm.root.rate = [1, 2", "main.gin:"),
+        ("fm.root.rate = 'open", "main.gin:"),
+        ("include 'no/such.gin'", "main.gin: got 'no/such.gin', wanted a gin file"),
+        ("include '$HERE/main.gin'", "main.gin: got an include of main.gin, which includes this file"),
+        ("fm.root.task = @fm.shift()", "@fixture_module.shift(): got no value for x, wanted @fixture_module.shift"),
+    ],
+)
+def test_every_mistake_is_one_line_that_names_it(line: str, wanted: str) -> None:
+    message = complaint(f"{RUN}{line}\n")
+    assert message.startswith(wanted.replace("LINE", str(RUN.count("\n") + 1)))
+    assert "\n" not in message
+
+
+def test_everything_unbound_is_listed_at_once() -> None:
+    text = f"{HEADER}fm.root.objective = @fm.objective\nfm.objective.beta = %BETA\nfm.root.advantage = @s/fm.scale\n"
+    assert complaint(text).splitlines() == [
+        "fixture_module.root: got no value for steps, rate, task, wanted each bound in a gin file or with --gin_param",
+        "s/fixture_module.scale: got no value for factor, offset, wanted each bound in a gin file or with --gin_param",
+        "fixture_module.objective: got no value for token_loss, wanted each bound in a gin file or with --gin_param",
+        "BETA: got no value for this macro (used at main.gin:4 by fixture_module.objective), wanted --gin_param "
+        "'BETA=...' or a line `BETA = ...` in a gin file",
+    ]
+
+
+def test_what_the_program_supplies_may_be_unbound_only_where_it_supplies_it() -> None:
+    load_text(RUN, "fm.root.objective=%OBJECTIVE", "OBJECTIVE=@fm.objective")
+    message = complaint(RUN, "fm.root.advantage=@fm.objective")
+    assert message.startswith("fixture_module.objective: got no value for batch, totals, wanted each bound")
+
+
+def test_knobs_of_a_function_that_was_replaced_are_no_error() -> None:
+    config = load_text(RUN, "fm.root.advantage=@fm.shift", "fm.shift.by=4", "fm.root.advantage=@fm.plain")
+    assert config.kwargs()["advantage"] is fm.plain
+
+
+def test_macros_of_a_function_that_was_replaced_need_no_value() -> None:
+    config = load_text(f"{RUN}fm.shift.by = %UNSET\n")
+    assert load_text(config.text).fingerprint == config.fingerprint
+
+
+def test_open_ended_functions_take_any_knob() -> None:
+    f = value_of("@fm.open_ended\nfm.open_ended.known = 1\nfm.open_ended.surprise = 2")
+    assert f(0) == (0, 1, {"surprise": 2})
+
+
+def test_plain_annotations_are_checked_and_an_integer_is_a_float() -> None:
+    knobs = {"count": "1", "ratio": "1", "name": "'x'", "flag": "False"}
+
+    def typed(**changed: str) -> str:
+        return "@fm.typed\n" + "\n".join(f"fm.typed.{k} = {v}" for k, v in {**knobs, **changed}.items())
+
+    assert value_of(typed()).keywords == {"count": 1, "ratio": 1, "name": "x", "flag": False}
+    for changed in ({"count": "1.0"}, {"ratio": "True"}, {"name": "1"}, {"flag": "0"}, {"flag": "[True]"}):
+        with pytest.raises(ValueError, match=r"fixture_module\.typed"):
+            value_of(typed(**changed))
+
+
+def test_functions_need_dynamic_registration_first() -> None:
+    message = complaint("import fixture_module as fm\nfm.shift.by = 1\n")
+    assert message == "main.gin:2: got fm.shift, wanted a line `from __gin__ import dynamic_registration` before it"
+
+
+def test_an_error_inside_an_imported_module_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "breaks_on_import.py").write_text("x = 1\ny = x / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = complaint(f"{HEADER}import breaks_on_import\n")
+    assert message.startswith("main.gin:3: ZeroDivisionError: division by zero (raised at ")
+    assert message.endswith("breaks_on_import.py:2)")
+
+
+def test_an_error_in_an_include_names_the_included_file() -> None:
+    message = complaint('include "$HERE/part.gin"\n', more={"part.gin": f"{HEADER}fm.root.stps = 1\n"})
+    assert re.match(r"\S*/part\.gin:3: fm\.root: got a binding for stps", message)
+
+
+def test_a_missing_gin_file_names_a_near_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "arithmetic.gin").write_text("")
+    monkeypatch.setattr(source, "GIN_FOLDER", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"got 'run/arithmetik.gin'.*did you mean run/arithmetic.gin\?"):
+        load(["run/arithmetik.gin"], [])
+
+
+def test_files_are_found_in_the_gin_folder_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "algo").mkdir()
+    (tmp_path / "algo" / "part.gin").write_text(f"{HEADER}fm.anything.value = 4\n")
+    (tmp_path / "whole.gin").write_text('include "algo/part.gin"\n')
+    monkeypatch.setattr(source, "GIN_FOLDER", tmp_path)
+    monkeypatch.setattr(gin.config, "_LOCATION_PREFIXES", ["", str(tmp_path)])
+    assert load(["whole.gin"], [], root="fixture_module.anything").kwargs() == {"value": 4}
+    assert caplog.records == []  # gin's own reader logs an error for every place it looks in vain
+
+
+@pytest.mark.parametrize("param", ["STEPS", "=3", "1X=3", "a b=3", "fm.root.=3", "--x=3"])
+def test_a_parameter_is_name_equals_value(param: str) -> None:
+    assert "wanted NAME=VALUE" in complaint(RUN, param)
+
+
+# Relaunching.
+
+
+def test_the_dump_needs_no_include_and_keeps_macros() -> None:
+    config = load_text(f'include "$HERE/base.gin"\n{HEADER}', "STEPS=11", more={"base.gin": RUN})
+    assert "include" not in config.text
+    assert "fixture_module.root.steps = %STEPS" in config.text
+    assert load_text(config.text).kwargs()["steps"] == 11
+    assert load_text(config.text, "STEPS=12").kwargs()["steps"] == 12
+    assert load_text(config.text).text == config.text
+
+
+def test_modules_that_share_a_last_name_keep_apart_in_the_dump() -> None:
+    text = (
+        f"{HEADER}from json import decoder\nfrom xml.dom import minidom as decoder2\nimport json.encoder\n"
+        "from importlib import machinery\nfrom multiprocessing.dummy import connection\n"
+        "from multiprocessing import connection as other\n"
+        "fm.anything.value = [@decoder.JSONDecoder, @decoder2.parse, @json.encoder.JSONEncoder, "
+        "@connection.Listener, @other.Listener]\n"
+    )
+    config = load_text(text, root="fixture_module.anything")
+    assert "from multiprocessing import connection as multiprocessing_connection" in config.text
+    again = load_text(config.text, root="fixture_module.anything")
+    assert again.kwargs() == config.kwargs()
+    assert (again.text, again.fingerprint) == (config.text, config.fingerprint)
+
+
+def test_the_fingerprint_is_blind_to_spelling_and_sees_every_value() -> None:
+    base = load_text(RUN).fingerprint
+    same = [
+        load_text(RUN.replace("STEPS", "HOW_MANY")),
+        load_text(
+            RUN.replace("import fixture_module as fm", "import fixture_module").replace("fm.", "fixture_module.")
+        ),
+        load_text(RUN, "fm.shift.by=9"),
+        load_text(RUN, "fm.root.steps=10"),
+        load_text(f"# a comment\n{RUN}"),
+        load_text(RUN, "fm.root.advantage=@fm.plain"),
+    ]
+    other = [
+        load_text(RUN, "STEPS=11"),
+        load_text(RUN, "fm.scale.offset=4"),
+        load_text(RUN, "fm.task.size=4"),
+        load_text(RUN, "fm.root.advantage=@fm.shift"),
+        load_text(RUN, "fm.root.extra=1"),
+    ]
+    assert {config.fingerprint for config in same} == {base}
+    assert len({base, *(config.fingerprint for config in other)}) == 1 + len(other)
+
+
+# The command line.
+
+
+def command_line(*flags: str) -> subprocess.CompletedProcess[str]:
+    """`python -m grpo_fn.run` in a fresh interpreter."""
+    here = Path(__file__).resolve().parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
+    command = [sys.executable, "-m", "grpo_fn.run", *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=here.parents[1], timeout=120)
+
+
+def test_a_mistake_on_the_command_line_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    (tmp_path / "x.gin").write_text(f"{HEADER}fm.root.stps = 1\n")
+    done = command_line("--gin_file", str(tmp_path / "x.gin"))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/x.gin:3: fm.root: got a binding for stps")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_and_reading_need_no_torch() -> None:
+    code = (
+        "import sys; from grpo_fn import run; import grpo_fn.config; run.flags().format_help(); "
+        "sys.exit('torch' in sys.modules or 'grpo_fn.train' in sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
+
+
+def test_the_default_run_folder_is_named_after_the_gin_file_and_the_time() -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5)
+    assert run.default_run_dir("gin/run/arithmetic.gin", now) == Path("runs/arithmetic-20260102-030405")
+    assert run.default_run_dir("experiments/idea/run.gin", now) == Path("runs/idea-20260102-030405")
+
+
+class FakeTrain:
+    """In the place of grpo_fn.train: a root, and a launch that records or raises."""
+
+    def __init__(self, launch: Callable[..., int]) -> None:
+        self.train, self.SUPPLIED, self.launch = fm.root, fm.SUPPLIED, launch
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launch: Callable[..., int], *flags: str) -> int:
+    """`main` on RUN with another train module."""
+    (tmp_path / "x.gin").write_text(RUN)
+    monkeypatch.setitem(sys.modules, "grpo_fn.train", FakeTrain(launch))
+    monkeypatch.setattr("grpo_fn.train", FakeTrain(launch), raising=False)
+    return run.main(["--gin_file", str(tmp_path / "x.gin"), *flags])
+
+
+def test_launch_receives_the_frozen_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    got: dict[str, Any] = {}
+
+    def launch(kwargs: dict[str, Any], **rest: Any) -> int:
+        got.update(rest, kwargs=kwargs)
+        return 17
+
+    assert launched(monkeypatch, tmp_path, launch, "--run_dir", "d", "--gin_param", "STEPS=4", "--force") == 17
+    config = load_text(RUN, "STEPS=4")
+    assert repr(got.pop("kwargs")) == repr(config.kwargs())
+    assert got == {
+        "config_text": config.text,
+        "fingerprint": config.fingerprint,
+        "run_dir": Path("d"),
+        "dry_run": False,
+        "force": True,
+    }
+
+
+def test_bad_input_is_a_message_and_a_failure_at_work_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise FileNotFoundError("got no data")
+
+    def fail_at_work(*_: Any, **__: Any) -> int:
+        error = ValueError("got a nan")
+        error.add_note("in step 3")
+        raise error
+
+    assert launched(monkeypatch, tmp_path, refuse) == 2
+    assert capsys.readouterr().err == "error: got no data\n"
+    broken = ["--gin_param", "fm.root.task=@fm.broken_task()", "--gin_param", "fm.broken_task.size=7"]
+    assert launched(monkeypatch, tmp_path, fail_at_work, *broken) == 2  # before launch
+    assert capsys.readouterr().err == "error: got no file for 7\n"
+    with pytest.raises(ValueError, match="got a nan"):
+        launched(monkeypatch, tmp_path, fail_at_work)

@@ -1,0 +1,90 @@
+"""Every gin file of the project says what exists, and every run file is whole, documented and relaunchable."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_fn.config import freeze, load, read
+from grpo_fn.config.values import Node
+
+PROJECT = Path(__file__).resolve().parents[2]
+FILES = sorted([*(PROJECT / "gin").rglob("*.gin"), *(PROJECT / "experiments").rglob("*.gin")])
+# What starts a run: the ready ones, and an experiment's own.
+RUNS = [p for p in FILES if PROJECT / "gin" / "run" in p.parents or p.name == "run.gin"]
+DUMMIES = {"MODEL": "some/model", "DATA": "some/data"}
+PARTS = {
+    "what it shows, on its first line": r"\A# .{20}",
+    "the command": r"python -m grpo_fn\.run --gin_file",
+    "the expected result": r"expect|result|accuracy",
+    "the citation": r"arXiv:|\(\d{4}\)|et al\.|Citation|Cite",
+}
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(PROJECT))
+
+
+def dummies(path: Path) -> list[str]:
+    """MODEL and DATA, where the file uses them without a value of its own."""
+    bindings = read([str(path)], [])
+    return [f"{name}={value}" for name, value in DUMMIES.items() if name in bindings.used_at.keys() - bindings.macros]
+
+
+def header(path: Path) -> str:
+    """The comment that a file opens with."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "\n".join(lines[:end])
+
+
+def uncalled(value: object) -> object:
+    """The resolved value with `@f()` left as `@f`: data and models of dummy paths cannot be opened."""
+    match value:
+        case Node():
+            return Node(value.target, {k: uncalled(v) for k, v in value.knobs.items()}, call=False)
+        case dict():
+            return {k: uncalled(v) for k, v in value.items()}
+        case list() | tuple():
+            return type(value)(uncalled(v) for v in value)
+    return value
+
+
+def test_there_are_run_files() -> None:
+    assert RUNS, "gin/run holds no gin file"
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_every_gin_file_names_only_what_exists(path: Path) -> None:
+    bindings = read([str(path)], [])
+    assert bindings.knobs or bindings.macros
+
+
+@pytest.mark.parametrize("path", RUNS, ids=named)
+def test_every_run_file_freezes_and_its_dump_relaunches(path: Path, tmp_path: Path) -> None:
+    config = load([str(path)], dummies(path))
+    kwargs = freeze(uncalled(config.root.knobs), {})
+    pickle.dumps(kwargs)
+    (tmp_path / "config.gin").write_text(config.text, encoding="utf-8")
+    again = load([str(tmp_path / "config.gin")], [])
+    assert (again.text, again.fingerprint) == (config.text, config.fingerprint)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=named)
+def test_every_run_file_knows_steps_and_seed(path: Path) -> None:
+    given = dummies(path)
+    base = load([str(path)], given)
+    assert {"STEPS", "SEED"} <= read([str(path)], given).macros.keys()
+    for name in ("STEPS", "SEED"):
+        assert load([str(path)], [*given, f"{name}=12345"]).fingerprint != base.fingerprint
+
+
+@pytest.mark.parametrize("path", RUNS, ids=named)
+def test_every_run_file_opens_with_what_it_shows_the_command_the_result_and_the_citation(path: Path) -> None:
+    text = header(path)
+    absent = [part for part, pattern in PARTS.items() if not re.search(pattern, text, re.IGNORECASE)]
+    assert not absent, f"{named(path)}: the comment at its top lacks {', '.join(absent)}"
+    command = re.search(r"--gin_file[ =](\S+)", text)
+    assert command, f"{named(path)}: no --gin_file in the command of its header"
+    assert (PROJECT / command[1]).is_file() or (PROJECT / "gin" / command[1]).is_file(), f"no such file: {command[1]}"

@@ -1,0 +1,277 @@
+"""Tasks: a problem is a function of (key, index), and no training draw touches a held-out problem."""
+
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn import prng
+from grpo_fn.problem import Completion, Problem
+from grpo_fn.rewards.format import boxed
+from grpo_fn.rewards.math import correct
+from grpo_fn.tasks import arithmetic, gsm8k
+from grpo_fn.tasks.task import TEST_UID, from_rows, train_problems
+
+DATA = Path(os.environ.get("GRPO_FN_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+seeds = st.integers(0, 2**31 - 1)
+
+
+def key(seed):
+    return prng.key(seed, device="cpu")
+
+
+def rows(count):
+    return [Problem(0, f"q{i}", f"a{i}", {"level": i}) for i in range(count)]
+
+
+# The stream over rows
+
+
+@given(seeds, st.integers(1, 12), st.integers(0, 4))
+def test_every_epoch_asks_every_row_once(seed, size, epoch):
+    task = from_rows(rows(size), [])
+    asked = train_problems(task, key(seed), epoch * size, size)
+    assert task.size == size
+    assert sorted(problem.meta["row"] for problem in asked) == list(range(size))
+    assert [problem.uid for problem in asked] == list(range(epoch * size, (epoch + 1) * size))
+    assert all(problem.prompt == f"q{problem.meta['row']}" == f"q{problem.meta['level']}" for problem in asked)
+
+
+@given(seeds, st.integers(5, 12), st.integers(1, 4), st.lists(st.integers(0, 24), max_size=4))
+def test_ranks_and_restarts_neither_skip_nor_repeat_a_row(seed, size, ranks, cuts):
+    task, whole = from_rows(rows(size), []), 24
+    straight = train_problems(task, key(seed), 0, whole)
+    edges = sorted({0, whole, *cuts})
+    resumed = [p for lo, hi in itertools.pairwise(edges) for p in train_problems(task, key(seed), lo, hi - lo)]
+    shared = [task.train(key(seed), index) for rank in range(ranks) for index in range(rank, whole, ranks)]
+    assert tuple(resumed) == straight
+    assert tuple(sorted(shared)) == straight
+
+
+def test_epochs_and_keys_have_orders_of_their_own():
+    task = from_rows(rows(50), [])
+
+    def order(seed, epoch):
+        return tuple(problem.meta["row"] for problem in train_problems(task, key(seed), 50 * epoch, 50))
+
+    assert len({order(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
+
+
+def test_held_out_problems_are_numbered_apart_and_keep_their_order():
+    task = from_rows(rows(3), rows(2))
+    assert [(problem.uid, problem.prompt) for problem in task.test] == [(TEST_UID, "q0"), (TEST_UID + 1, "q1")]
+
+
+def test_a_task_without_rows_and_an_index_below_zero_are_refused():
+    with pytest.raises(ValueError, match="got none"):
+        from_rows([], [])
+    for task in (from_rows(rows(1), []), arithmetic.task(max_value=3, test_size=2)):
+        with pytest.raises(ValueError, match="got -1"):
+            task.train(key(0), -1)
+
+
+# Arithmetic
+
+GAIN = re.compile(r"buys|finds|brings")
+LOSS = re.compile(r"sells|loses|takes")
+
+
+def content(problem):
+    """The content of a problem, read from its words alone by someone who knows English."""
+    start, *changes, _ = problem.prompt.split(". ")
+    subject = next(name for name, _ in arithmetic.NAMES if name in start)
+    numbers = [int(digits) for digits in re.findall(r"[0-9]+", problem.prompt)]
+    signs = []
+    for change in changes:
+        gives = "gives" in change
+        assert gives + bool(GAIN.search(change)) + bool(LOSS.search(change)) == 1
+        signs.append("+" if GAIN.search(change) or (gives and not change.startswith(subject)) else "-")
+    (a, b, c), (first, second) = numbers, signs
+    return arithmetic.Content(a, first, b, second, c)
+
+
+def value(content):
+    """What comes out, and what is there half-way."""
+    between = content.a + (1 if content.first == "+" else -1) * content.b
+    return between, between + (1 if content.second == "+" else -1) * content.c
+
+
+COUNTS = {max_value: len(arithmetic.contents(max_value=max_value)) for max_value in (2, 3)}
+sizes = st.sampled_from(list(COUNTS)).flatmap(lambda m: st.tuples(st.just(m), st.integers(1, COUNTS[m] - 1)))
+
+
+@given(seeds, sizes, st.integers(0, 10**6))
+def test_no_training_draw_touches_a_held_out_content(seed, size, start):
+    max_value, test_size = size
+    task = arithmetic.task(max_value=max_value, test_size=test_size)
+    held_out = {content(problem) for problem in task.test}
+    assert len(held_out) == len(task.test) == test_size
+    assert task.size == len(arithmetic.contents(max_value=max_value)) - test_size
+    assert held_out.isdisjoint(content(problem) for problem in train_problems(task, key(seed), start, 40))
+
+
+@given(sizes)
+def test_held_out_and_training_contents_are_all_contents_and_a_larger_test_extends_a_smaller(size):
+    max_value, test_size = size
+    every = arithmetic.contents(max_value=max_value)
+    held_out, rest = arithmetic.split(max_value=max_value, test_size=test_size)
+    assert sorted((*held_out, *rest)) == sorted(every)
+    whole = arithmetic.task(max_value=max_value, test_size=len(every) - 1).test
+    assert arithmetic.task(max_value=max_value, test_size=test_size).test == whole[:test_size]
+
+
+@given(st.integers(2, 6))
+def test_contents_are_those_that_never_go_below_zero(max_value):
+    operands = range(1, max_value + 1)
+    every = {
+        made
+        for a, first, b, second, c in itertools.product(operands, "+-", operands, "+-", operands)
+        if min(value(made := arithmetic.Content(a, first, b, second, c))) >= 0
+    }
+    assert set(arithmetic.contents(max_value=max_value)) == every
+    assert len(arithmetic.contents(max_value=max_value)) == len(every)
+
+
+def test_training_reaches_every_content_that_is_not_held_out():
+    task = arithmetic.task(max_value=2, test_size=5)
+    assert len({content(problem) for problem in train_problems(task, key(0), 0, 200)}) == task.size
+
+
+@given(seeds, st.integers(0, 10**9))
+def test_a_problem_is_a_function_of_key_and_index(seed, index):
+    first = arithmetic.task(max_value=9, test_size=2)
+    arithmetic.task(max_value=8, test_size=3).train(key(seed + 1), index)
+    problem = first.train(key(seed), index)
+    assert problem == arithmetic.task(max_value=9, test_size=2).train(key(seed), index)
+    assert problem.uid == index
+    assert problem in train_problems(first, key(seed), max(0, index - 2), 5)
+
+
+@given(seeds, st.integers(2, 12))
+def test_prompts_are_short_english_that_says_what_the_answer_is(seed, max_value):
+    task = arithmetic.task(max_value=max_value, test_size=2)
+    for problem in (*task.test, *train_problems(task, key(seed), 0, 8)):
+        asked = content(problem)
+        assert asked._asdict() == problem.meta
+        assert all(1 <= operand <= max_value for operand in (asked.a, asked.b, asked.c))
+        assert value(asked)[1] == int(problem.answer) >= 0
+        assert len(problem.prompt.split()) <= 32
+        assert problem.prompt.isascii()
+        assert problem.prompt.endswith("?")
+        assert not re.search(r"[{}]|\b1 [a-z]+s\b", problem.prompt)
+
+
+def test_every_sentence_name_and_thing_is_used():
+    task = arithmetic.task(max_value=9, test_size=10)
+    text = " ".join(problem.prompt for problem in train_problems(task, key(0), 0, 300))
+    for word in (*(name for name, _ in arithmetic.NAMES), *arithmetic.THINGS):
+        assert word in text
+    sentences = (*arithmetic.STARTS, *arithmetic.GAINS, *arithmetic.LOSSES, *arithmetic.QUESTIONS)
+    for sentence in sentences:
+        assert re.search(re.sub(r"\\\{\w+\\\}", r"[\\w ]+", re.escape(sentence)), text), sentence
+
+
+@given(seeds)
+def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed):
+    task = arithmetic.task(max_value=6, test_size=20)
+    held_out = {content(problem) for problem in task.test}
+    stream = arithmetic.demonstrations(task, key(seed))
+    for problem in train_problems(task, key(seed), 0, 8):
+        prompt, written = next(stream)
+        completion = Completion(written, 1, False)
+        assert prompt == problem.prompt
+        assert correct(problem, completion) == boxed(problem, completion) == 1.0
+        assert content(problem) not in held_out
+        for left, right in itertools.pairwise(written.partition(" ")[0].split("=")):
+            assert eval(left) == eval(right)  # the working is sound
+    assert arithmetic.corpus(task, key(seed), 3)[2].startswith(task.train(key(seed), 2).prompt)
+
+
+@pytest.mark.parametrize(("max_value", "test_size"), [(1, 1), (3, 0), (3, 10**6), (3, -1)])
+def test_arithmetic_sizes_that_leave_a_side_empty_are_refused(max_value, test_size):
+    with pytest.raises(ValueError, match=r"got .*wanted"):
+        arithmetic.task(max_value=max_value, test_size=test_size)
+
+
+# GSM8K
+
+GOOD = [{"question": f"What is {i}?", "answer": f"Well.\n#### 1,00{i}"} for i in range(3)]
+
+
+def folder(path, train=GOOD, test=GOOD):
+    for name, lines in (("train.jsonl", train), ("test.jsonl", test)):
+        text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        (path / name).write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_rows_become_prompts_by_the_template_and_golds_without_commas(tmp_path):
+    lines = ["", *GOOD, "  "]
+    task = gsm8k.task(data=folder(tmp_path, train=lines), template=r"Q: {question} Use \boxed{}.", test_size=0)
+    asked = sorted(train_problems(task, key(0), 0, 3), key=lambda problem: problem.meta["row"])
+    assert [problem.prompt for problem in asked] == [rf"Q: What is {i}? Use \boxed{{}}." for i in range(3)]
+    assert [problem.answer for problem in asked] == ["1000", "1001", "1002"]
+
+
+@pytest.mark.parametrize(("test_size", "want"), [(0, 3), (1, 1), (3, 3), (99, 3)])
+def test_test_size_takes_the_first_rows_and_zero_takes_all(tmp_path, test_size, want):
+    task = gsm8k.task(data=folder(tmp_path), template="{question}", test_size=test_size)
+    assert [problem.answer for problem in task.test] == ["1000", "1001", "1002"][:want]
+
+
+def test_a_line_separator_inside_a_question_does_not_cut_the_line(tmp_path):
+    odd = '{"question": "a\u2028b\u0085c", "answer": "#### 1"}'
+    task = gsm8k.task(data=folder(tmp_path, train=[odd]), template="{question}", test_size=0)
+    assert task.train(key(0), 0).prompt == "a\u2028b\u0085c"
+
+
+@pytest.mark.parametrize(
+    ("train", "want"),
+    [
+        ([], r"train\.jsonl: got an empty file"),
+        (["", " "], r"train\.jsonl: got an empty file"),
+        ([*GOOD, "{oops"], r"train\.jsonl:4: got '\{oops', wanted JSON"),
+        (["[" * 100_000], r"train\.jsonl:1: got .*wanted JSON"),
+        ([GOOD[0], "", "[1]"], r"train\.jsonl:3: got a JSON list, wanted an object with question, answer"),
+        ([{"question": "?"}], r"train\.jsonl:1: got the fields question, wanted text in 'answer'"),
+        ([{"question": 3, "answer": "#### 1"}], r"train\.jsonl:1: got the fields question, answer, wanted text in 'qu"),
+        ([*GOOD, {"question": "?", "answer": "42"}], r"train\.jsonl:4: got answer '42', wanted it to end in '#### n'"),
+        ([{"question": "?", "answer": "#### "}], r"train\.jsonl:1: got answer '#### ', wanted it to end in"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, train, want):
+    with pytest.raises(ValueError, match=want):
+        gsm8k.task(data=folder(tmp_path, train=train), template="{question}", test_size=0)
+
+
+def test_a_missing_folder_or_file_is_refused_with_what_is_there(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match=r"without train\.jsonl.*there are: notes\.txt"):
+        gsm8k.task(data=str(tmp_path), template="{question}", test_size=0)
+    with pytest.raises(ValueError, match=r"which is no folder.*has: notes\.txt"):
+        gsm8k.task(data=str(tmp_path / "nowhere"), template="{question}", test_size=0)
+    (tmp_path / "train.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="wanted UTF-8 text"):
+        gsm8k.task(data=str(tmp_path), template="{question}", test_size=0)
+
+
+@pytest.mark.parametrize(("template", "test_size"), [("question", 0), ("{question}", -1)])
+def test_gsm8k_knobs_that_make_no_sense_are_refused(tmp_path, template, test_size):
+    with pytest.raises(ValueError, match=r"got .*wanted"):
+        gsm8k.task(data=folder(tmp_path), template=template, test_size=test_size)
+
+
+def test_the_published_files_have_7473_and_1319_rows():
+    path = DATA / "gsm8k"
+    if not path.is_dir():
+        pytest.skip(f"NOT TESTED on the real GSM8K: no {path}; point GRPO_FN_DATA at the folder that holds gsm8k/")
+    task = gsm8k.task(data=str(path), template="{question}", test_size=0)
+    assert (task.size, len(task.test)) == (7473, 1319)
+    assert {problem.meta["row"] for problem in train_problems(task, key(0), 0, 7473)} == set(range(7473))
+    assert all(re.fullmatch(r"-?\d+(\.\d+)?", problem.answer) for problem in task.test)
