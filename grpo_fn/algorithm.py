@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from grpo_fn import metrics
-from grpo_fn.batch import check_rollout, count, make_batch, minibatches, split
+from grpo_fn.batch import check_reward, check_rollout, count, make_batch, minibatches, split
 from grpo_fn.problem import Problem
 from grpo_fn.types import Batch, Policy, Reward, Rollout, Sampler, Scores, Totals
 
@@ -64,6 +64,7 @@ def grpo_step(
         check_rollout(rollout)
     with span("score"):
         reward = algo.reward(problems, rollout)  # r
+        check_reward(reward, len(problems), algo.group_size)
         adv = vmap(algo.advantage)(reward.value, reward.valid)  # A, one group at a time
     with span("train"):
         logp_old = algo.old_logp(policy, rollout)

@@ -23,12 +23,21 @@ def check_rollout(rollout: Rollout) -> None:
     if not rollout.mask.any(-1).all():
         empty = int((~rollout.mask.any(-1)).nonzero()[0, 0])
         raise ValueError(f"got row {empty} without a sampled token, wanted at least one (EOS counts)")
-    bad = rollout.mask & ~(rollout.logp_sampled <= 0)
+    bad = rollout.mask & ~((rollout.logp_sampled <= 0) & rollout.logp_sampled.isfinite())
     if bad.any():
         b, t = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"got logp_sampled {float(rollout.logp_sampled[b, t])} at row {b}, token {t}; wanted a log-probability <= 0"
+            f"got logp_sampled {float(rollout.logp_sampled[b, t])} at row {b}, token {t}; wanted a finite "
+            "log-probability <= 0"
         )
+
+
+def check_reward(reward: Reward, problems: int, group_size: int) -> None:
+    """Raise ValueError unless value, valid and every part are `[problems, group_size]`: row b = p * G + g is [p, g]."""
+    wanted = (problems, group_size)
+    for name, x in {"value": reward.value, "valid": reward.valid, **reward.parts}.items():
+        if tuple(x.shape) != wanted:
+            raise ValueError(f"got reward {name} {tuple(x.shape)}, wanted problems by samples, {wanted}")
 
 
 def make_batch(
@@ -68,7 +77,10 @@ def lengths(batch: Batch) -> Tensor:
 
 
 def minibatches(batch: Batch, parts: int) -> list[Batch]:
-    """`parts` equal runs of whole groups, in prompt order: one optimizer step each. Raises ValueError if uneven."""
+    """`parts` equal runs of rows in prompt order, one optimizer step each: whole groups if `parts` divides the prompts.
+
+    Raises ValueError when it does not divide the rows.
+    """
     if len(batch.tokens) % parts:
         raise ValueError(f"got {len(batch.tokens)} rows for {parts} minibatches, wanted a multiple")
     return [Batch(*fields) for fields in zip(*(x.chunk(parts) for x in batch), strict=True)]

@@ -12,7 +12,7 @@ from grpo_fn.types import Reward, Rollout
 
 
 class Stat(NamedTuple):
-    """Count, mean, sum of squared deviations and range of some values, in float64: a commutative monoid under `merge`."""
+    """Count, mean, sum of squared deviations and range of values, in float64: a commutative monoid under `merge`."""
 
     count: Float[Tensor, ""]
     mean: Float[Tensor, ""]

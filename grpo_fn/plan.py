@@ -39,7 +39,8 @@ class Plan:
             f"rows a step           {self.prompts} prompts x {self.group_size} samples = {rows}",
             f"optimizer updates     {self.epochs} epochs x {self.minibatches} minibatches = "
             f"{self.epochs * self.minibatches} a step, {self.epochs * self.minibatches * self.steps} in all",
-            f"problems drawn        {drawn} in {self.steps} steps = {drawn / self.train_rows:.2f} epochs of {self.train_rows}",
+            f"problems drawn        {drawn} in {self.steps} steps = {drawn / self.train_rows:.2f} epochs "
+            f"of {self.train_rows}",
             f"held-out problems     {self.test_rows}",
             f"parameters            {self.parameters:,}",
             f"memory, weights       {self.parameters * self.weight_bytes * (2 if self.reference else 1) / GB:.3f} GB"
@@ -93,17 +94,17 @@ def check_advantage(advantage: Callable[[Tensor, Tensor], Tensor], group_size: i
     alone = advantage(torch.ones(1), torch.ones(1, dtype=torch.bool))
     if group_size == 1 and not alone.any():
         raise ValueError(
-            "group_size: got 1 with an advantage that compares within a group (always 0), wanted at least 2"
+            "group_size: got 1 with an advantage that compares within a group (always 0), wanted 2 or more"
         )
 
 
 def uses_reference(objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> bool:
     """Whether the objective looks at logp_ref, found by asking it: then a frozen reference has to be kept."""
     mask = torch.tensor([[False, True, True], [False, True, True]])
-    logp = torch.full((2, 3), -1.0)
+    logp = torch.full((2, 3), -1.0, dtype=torch.float64)  # a small beta must not drown in rounding
 
     def value(logp_ref: Tensor) -> Tensor:
-        batch = Batch(mask.long(), mask, logp, logp, logp_ref, torch.tensor([1.0, -1.0]))
+        batch = Batch(mask.long(), mask, logp, logp, logp_ref, torch.tensor([1.0, -1.0]).to(logp))
         return partial(objective, batch=batch, totals=count(batch))(Scores(logp, torch.ones_like(logp)))[0]
 
     return bool(value(logp - 1) != value(logp))

@@ -61,11 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             dry_run=args.dry_run,
             force=args.force,
         )
-    except (ValueError, FileNotFoundError) as error:
-        if getattr(error, "__notes__", None):  # `launch` notes the step on what is raised after work has started
+    except (ValueError, OSError) as error:
+        if getattr(error, "__notes__", None):  # the loop notes the step on what is raised after work has started
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class LinearScores(torch.autograd.Function):
         for part in _chunks(len(target), len(weight), elements):
             logprobs = _logits(hidden[part], weight, temperature).log_softmax(-1)
             logp[part] = logprobs.gather(-1, target[part, None])[:, 0]
-            entropy[part] = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)
+            entropy[part] = -(logprobs.exp() * logprobs).sum(-1)
         return logp, entropy
 
     @staticmethod
@@ -60,7 +60,7 @@ class LinearScores(torch.autograd.Function):
                 dz -= dlogp[part, None] * p
                 dz.scatter_add_(-1, target[part, None], dlogp[part, None].to(dz.dtype))
             if dentropy is not None:
-                dz -= dentropy[part, None] * (p * (logprobs + entropy[part, None])).nan_to_num(0.0)
+                dz -= dentropy[part, None] * p * (logprobs + entropy[part, None])
             dz = (dz / ctx.temperature).to(weight.dtype)
             dhidden[part] = (dz @ weight).to(hidden.dtype)
             dweight += dz.T @ hidden[part]
@@ -75,7 +75,7 @@ def linear_scores(
     temperature: float,
     elements: int,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """log p(target) and H(p), p = softmax(hidden W^T / temperature), in nats; at most `elements` logits live at once."""
+    """log p(target) and H(p) in nats, p = softmax(hidden W^T / temperature); about `elements` logits live at once."""
     return LinearScores.apply(hidden, weight, target, temperature, elements)
 
 

@@ -51,7 +51,10 @@ class Pretrained:
         looks_local = path.is_absolute() or self.name.startswith((".", "~")) or self.name.count("/") != 1
         if not path.exists():
             if looks_local:
-                raise ValueError(f"got model {self.name!r}, which does not exist; wanted a Hugging Face model folder")
+                raise ValueError(
+                    f"got model {self.name!r}, which does not exist; wanted a Hugging Face model folder or a hub name, "
+                    "owner/model"
+                )
             return
         if not path.is_dir():
             raise ValueError(
@@ -69,24 +72,35 @@ def _listing(path: Path) -> str:
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer; ValueError when there is none or when it has no EOS token to stop at."""
+    """The folder's tokenizer; ValueError when there is none, or no EOS token that the model could stop at."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
+        room = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"got no usable tokenizer in {folder}; wanted tokenizer.json or its like: {error}") from error
+    # For known model types transformers makes up a tokenizer of special tokens alone where the files are missing.
+    if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        raise ValueError(f"got no tokenizer in {folder}; wanted tokenizer.json or its like")
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"got a tokenizer without an EOS token in {folder}; wanted one, or no completion could ever end"
+        )
+    if tokenizer.eos_token_id >= room:
+        raise ValueError(
+            f"got EOS {tokenizer.eos_token!r} in {folder}, which is not in the vocabulary: its id "
+            f"{tokenizer.eos_token_id} was added; wanted one of the model's {room} ids"
         )
     return tokenizer
 
 
 def find_device(name: str) -> torch.device:
-    """The named device, or for "auto" the GPU where there is one. Raises ValueError for a GPU that is not there."""
+    """The named device, or for "auto" the GPU where there is one. Raises ValueError for one that is not there."""
     wanted = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"got device {name!r}, wanted one that exists: this machine shows no CUDA device")
-    return torch.device(wanted)
+    try:
+        return torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError) as error:  # an unknown name; a build without that backend; no such card
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise ValueError(f"got device {name!r}, wanted one that exists here: auto, {', '.join(there)}") from error
 
 
 def find_dtype(name: str) -> torch.dtype:

@@ -34,8 +34,16 @@ class LocalSampler:
     tokenizer: PreTrainedTokenizerBase
     choose: Choose
     max_new_tokens: int
-    stop: tuple[str, ...]
+    stop: Sequence[str]
     max_rows: int  # rows decoded at once; bounds the KV cache
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for limits below 1 and for stop strings that would stop at once or letter by letter."""
+        for name in ("max_new_tokens", "max_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop: got {self.stop!r}, wanted a tuple of strings that are not empty")
 
     def load(self, policy: Policy) -> None:
         """Nothing to do: the module is shared."""
@@ -51,10 +59,13 @@ class LocalSampler:
         u = prng.uniform(
             prng.fold_in(key.to(device), uid, g), self.max_new_tokens, low=0.0, high=1.0, dtype=torch.float32
         )
-        at_once = max(1, self.max_rows // group_size)
+        # Whole groups share one prefill, as many as fit; a group that does not fit alone comes in pieces.
+        at_once, width = max(1, self.max_rows // group_size), min(group_size, self.max_rows)
+        by_group = u.view(len(prompts), group_size, self.max_new_tokens)
         parts = [
-            self._decode(prompts[i : i + at_once], group_size, u[i * group_size : (i + at_once) * group_size])
+            self._decode(prompts[i : i + at_once], by_group[i : i + at_once, j : j + width])
             for i in range(0, len(prompts), at_once)
+            for j in range(0, group_size, width)
         ]
         decoded = Decoded(*(torch.cat(field) for field in zip(*parts, strict=True)))
         return self._assemble(prompts, group_size, decoded)
@@ -66,12 +77,14 @@ class LocalSampler:
                 raise ValueError(f"got problem {problem.uid} whose prompt has no tokens; wanted at least one")
             if limit is not None and len(ids) + self.max_new_tokens > limit:
                 raise ValueError(
-                    f"got problem {problem.uid} with {len(ids)} prompt tokens and max_new_tokens {self.max_new_tokens}, "
-                    f"wanted at most {limit} positions together"
+                    f"got problem {problem.uid} with {len(ids)} prompt tokens and max_new_tokens "
+                    f"{self.max_new_tokens}, wanted at most {limit} positions together"
                 )
 
-    def _decode(self, prompts: list[list[int]], group_size: int, u: Tensor) -> Decoded:
-        device = u.device
+    def _decode(self, prompts: list[list[int]], u: Tensor) -> Decoded:
+        """Completions of every prompt, as many as u `[P, G, N]` has numbers for; row p * G + g."""
+        device, group_size = u.device, u.shape[1]
+        u = u.flatten(0, 1)
         pad = self.tokenizer.eos_token_id
         ends = torch.tensor(stop_ids(self.tokenizer, self.model), device=device)
         ids = as_tokens(prompts, pad, device)
@@ -123,8 +136,9 @@ class LocalSampler:
         """Rows whose text now ends in (or just completed) a stop string; the string stays part of the completion."""
         if not self.stop:
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        # Every token holds at least one byte, so the last len(stop) tokens are enough to see it.
-        tail = max(len(s.encode()) for s in self.stop)
+        # Every token holds at least one byte, so the last len(stop) tokens hold it; one more in front, because decoders
+        # of the SentencePiece kind drop a leading space.
+        tail = max(len(s.encode()) for s in self.stop) + 1
         texts = self.tokenizer.batch_decode(tokens[:, -tail:], skip_special_tokens=True)
         return torch.tensor([any(s in text for s in self.stop) for text in texts], device=tokens.device)
 

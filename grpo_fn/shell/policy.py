@@ -43,19 +43,31 @@ def _decoder(model: nn.Module) -> nn.Module:
 
 
 def has_linear_head(model: nn.Module) -> bool:
-    """Whether the model's logits are `hidden @ W.T`, found by asking it: soft-capped, scaled or biased heads are not."""
-    device = next(model.parameters()).device
-    probe = torch.arange(4, device=device)[None]
+    """Whether the model's logits are `hidden @ W.T`, found by asking it: capped, scaled and biased ones are not.
+
+    What enters the head has to be the decoder's output, and what leaves it the logits. The latter is asked with numbers
+    far apart put in the head's place: a fresh model's logits are so small that a soft cap leaves no trace on them.
+    """
     head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
+    if not isinstance(head, nn.Linear) or head.bias is not None:
         return False
+    ids = torch.arange(4, device=head.weight.device)[None]
+    probe = torch.linspace(-1e3, 1e3, len(head.weight)).to(head.weight)
+    entered = []
+
+    def instead(_: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        entered.append(args[0])
+        return probe.expand_as(logits)
+
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        wanted = model(input_ids=probe, use_cache=False).logits
-        got = _decoder(model)(input_ids=probe, use_cache=False).last_hidden_state @ head.weight.T
+        hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        with head.register_forward_hook(instead, prepend=True):
+            left = model(input_ids=ids, use_cache=False).logits
     model.train(was_training)
-    return torch.allclose(got.float(), wanted.float(), rtol=1e-3, atol=1e-3)
+    untouched = torch.equal(left.float(), probe.float().expand_as(left))
+    return untouched and torch.allclose(entered[0].float(), hidden.float(), rtol=1e-3, atol=1e-3)
 
 
 class Local:
@@ -134,7 +146,10 @@ class Local:
         return out
 
     def update(self) -> dict[str, float]:
-        """Clip the global gradient norm, step, clear. Raises FloatingPointError, with nothing changed, on NaN or inf."""
+        """Clip the global gradient norm, step, clear; without any gradient, weights and moments stay as they are.
+
+        Raises FloatingPointError, weights unchanged, on NaN or inf.
+        """
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = float(nn.utils.clip_grad_norm_(params, self.max_grad_norm))
         if norm != norm or norm in (float("inf"), float("-inf")):
@@ -161,28 +176,31 @@ class Local:
                 yield name, tensor.detach()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """What `restore` needs besides the weights."""
+        """What `restore` needs besides the weights. Its tensors are the optimizer's own: copy what is to last."""
         return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Take back weights and optimizer state; raises ValueError naming the first tensor that does not fit."""
+        """Copy the weights, take over the optimizer state.
+
+        Raises ValueError, nothing changed, naming the first tensor that does not fit.
+        """
         own = dict(self.weights())
         if own.keys() != weights.keys():
             odd = sorted(own.keys() ^ weights.keys())[:3]
             raise ValueError(f"got a checkpoint of another model: {odd} in only one of checkpoint and model")
+        for name, tensor in own.items():  # all of them before the first one changes
+            got, wanted = ((x.dtype, tuple(x.shape)) for x in (weights[name], tensor))
+            if got != wanted:
+                raise ValueError(f"got {name} {got} in the checkpoint, wanted {wanted}")
         for name, tensor in own.items():
-            if tensor.shape != weights[name].shape:
-                raise ValueError(
-                    f"got {name} {tuple(weights[name].shape)} in the checkpoint, wanted {tuple(tensor.shape)}"
-                )
             tensor.copy_(weights[name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
 
 
 class Functional:
-    """The oracle: dense log-softmax through `functional_call` and `torch.func.vjp`, AdamW written out.
+    """The oracle: dense log-softmax through `functional_call` and `torch.func.vjp`.
 
     One device, no hooks, no fused anything; it shares nothing with `Local` but the shift. Its weights are a value,
     `params`, and its accumulated gradient another, `grads`.

@@ -69,6 +69,7 @@ class Recipe:
     """What decides every byte of the model: the arithmetic task's knobs, the shape, the warm start and the seed."""
 
     max_value: int
+    operations: int
     test_size: int
     shape: Shape
     warm_start: WarmStart
@@ -76,7 +77,7 @@ class Recipe:
     cache: str
 
     def _task(self) -> arithmetic.Task:
-        return arithmetic.task(max_value=self.max_value, test_size=self.test_size)
+        return arithmetic.task(max_value=self.max_value, operations=self.operations, test_size=self.test_size)
 
     def config(self) -> Qwen2Config:
         """The shape, without making the model."""
@@ -173,3 +174,38 @@ def collate(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) ->
         ids[b, : len(p) + len(a)] = torch.tensor(p + a)
         labels[b, len(p) : len(p) + len(a)] = torch.tensor(a)
     return ids, labels
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(*, chat: bool) -> PreTrainedTokenizerBase:
+    """Every byte a token, in Qwen2's own form, with its three special tokens; with `chat`, its turn format as well.
+
+    As in Qwen2's families, a turn ends with <|im_end|> where there is a chat template, a text with <|endoftext|>.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, EOS, "<|im_start|>", "<|im_end|>"])}
+    tokenizer = Qwen2TokenizerFast(
+        vocab=vocab,
+        merges=[],
+        eos_token="<|im_end|>" if chat else EOS,
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_random(shape: Shape, path: Path, *, seed: int, chat: bool) -> None:
+    """Write a model that knows nothing, with a tokenizer that can spell anything: to try a pipeline on real data.
+
+    Raises ValueError when the shape's vocabulary has no room for the 256 bytes and the special tokens.
+    """
+    tokenizer = byte_tokenizer(chat=chat)
+    if shape.vocabulary < len(tokenizer):
+        raise ValueError(f"vocabulary: got {shape.vocabulary}, wanted at least {len(tokenizer)}")
+    hf.export(random_model(shape, seed=seed, eos=tokenizer.eos_token_id), tokenizer, path)

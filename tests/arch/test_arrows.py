@@ -18,7 +18,7 @@ LAYERS = {
     },
     "L2": {"algorithm", "evaluate", "plan"},
     "S": {"shell"},
-    "L3": {"config", "train"},
+    "L3": {"config", "train", "loop", "resume"},
     "L4": {"run"},
 }
 BELOW = {

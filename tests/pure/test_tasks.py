@@ -71,104 +71,105 @@ def test_held_out_problems_are_numbered_apart_and_keep_their_order():
 def test_a_task_without_rows_and_an_index_below_zero_are_refused():
     with pytest.raises(ValueError, match="got none"):
         from_rows([], [])
-    for task in (from_rows(rows(1), []), arithmetic.task(max_value=3, test_size=2)):
+    for task in (from_rows(rows(1), []), make(3, 1, 2)):
         with pytest.raises(ValueError, match="got -1"):
             task.train(key(0), -1)
 
 
 # Arithmetic
 
-GAIN = re.compile(r"buys|finds|brings")
-LOSS = re.compile(r"sells|loses|takes")
+GAIN = re.compile(r"buys|finds|brings|come in")
+LOSS = re.compile(r"sells|loses|takes|are gone")
 
 
 def content(problem):
     """The content of a problem, read from its words alone by someone who knows English."""
-    start, *changes, _ = problem.prompt.split(". ")
-    subject = next(name for name, _ in arithmetic.NAMES if name in start)
-    numbers = [int(digits) for digits in re.findall(r"[0-9]+", problem.prompt)]
-    signs = []
+    _, *changes, _ = problem.prompt.split(". ")
+    start, *operands = [int(digits) for digits in re.findall(r"[0-9]+", problem.prompt)]
     for change in changes:
-        gives = "gives" in change
-        assert gives + bool(GAIN.search(change)) + bool(LOSS.search(change)) == 1
-        signs.append("+" if GAIN.search(change) or (gives and not change.startswith(subject)) else "-")
-    (a, b, c), (first, second) = numbers, signs
-    return arithmetic.Content(a, first, b, second, c)
+        assert bool(GAIN.search(change)) + bool(LOSS.search(change)) == 1
+    signs = ["+" if GAIN.search(change) else "-" for change in changes]
+    return arithmetic.Content(start, tuple(zip(signs, operands, strict=True)))
 
 
-def value(content):
-    """What comes out, and what is there half-way."""
-    between = content.a + (1 if content.first == "+" else -1) * content.b
-    return between, between + (1 if content.second == "+" else -1) * content.c
+def values(content):
+    """What is there at the start and after each change, counted by hand."""
+    there = [content.start]
+    for op, operand in content.changes:
+        there.append(there[-1] + operand if op == "+" else there[-1] - operand)
+    return there
 
 
-COUNTS = {max_value: len(arithmetic.contents(max_value=max_value)) for max_value in (2, 3)}
-sizes = st.sampled_from(list(COUNTS)).flatmap(lambda m: st.tuples(st.just(m), st.integers(1, COUNTS[m] - 1)))
+def make(max_value, operations, test_size):
+    return arithmetic.task(max_value=max_value, operations=operations, test_size=test_size)
+
+
+SHAPES = ((2, 1), (2, 2), (3, 2), (2, 3))
+COUNTS = {shape: len(arithmetic.contents(max_value=shape[0], operations=shape[1])) for shape in SHAPES}
+sizes = st.sampled_from(SHAPES).flatmap(lambda shape: st.tuples(st.just(shape), st.integers(1, COUNTS[shape] - 1)))
 
 
 @given(seeds, sizes, st.integers(0, 10**6))
 def test_no_training_draw_touches_a_held_out_content(seed, size, start):
-    max_value, test_size = size
-    task = arithmetic.task(max_value=max_value, test_size=test_size)
+    shape, test_size = size
+    task = make(*shape, test_size)
     held_out = {content(problem) for problem in task.test}
     assert len(held_out) == len(task.test) == test_size
-    assert task.size == len(arithmetic.contents(max_value=max_value)) - test_size
+    assert task.size == COUNTS[shape] - test_size
     assert held_out.isdisjoint(content(problem) for problem in train_problems(task, key(seed), start, 40))
 
 
 @given(sizes)
 def test_held_out_and_training_contents_are_all_contents_and_a_larger_test_extends_a_smaller(size):
-    max_value, test_size = size
-    every = arithmetic.contents(max_value=max_value)
-    held_out, rest = arithmetic.split(max_value=max_value, test_size=test_size)
+    shape, test_size = size
+    every = arithmetic.contents(max_value=shape[0], operations=shape[1])
+    held_out, rest = arithmetic.split(max_value=shape[0], operations=shape[1], test_size=test_size)
     assert sorted((*held_out, *rest)) == sorted(every)
-    whole = arithmetic.task(max_value=max_value, test_size=len(every) - 1).test
-    assert arithmetic.task(max_value=max_value, test_size=test_size).test == whole[:test_size]
+    whole = make(*shape, len(every) - 1).test
+    assert make(*shape, test_size).test == whole[:test_size]
 
 
-@given(st.integers(2, 6))
-def test_contents_are_those_that_never_go_below_zero(max_value):
+@given(st.integers(2, 4), st.integers(1, 3))
+def test_contents_are_those_that_never_go_below_zero(max_value, operations):
     operands = range(1, max_value + 1)
-    every = {
-        made
-        for a, first, b, second, c in itertools.product(operands, "+-", operands, "+-", operands)
-        if min(value(made := arithmetic.Content(a, first, b, second, c))) >= 0
-    }
-    assert set(arithmetic.contents(max_value=max_value)) == every
-    assert len(arithmetic.contents(max_value=max_value)) == len(every)
+    tails = itertools.product(itertools.product("+-", operands), repeat=operations)
+    every = {arithmetic.Content(start, tail) for start, tail in itertools.product(operands, tails)}
+    found = arithmetic.contents(max_value=max_value, operations=operations)
+    assert set(found) == {made for made in every if min(values(made)) >= 0}
+    assert len(found) == len(set(found))
 
 
 def test_training_reaches_every_content_that_is_not_held_out():
-    task = arithmetic.task(max_value=2, test_size=5)
-    assert len({content(problem) for problem in train_problems(task, key(0), 0, 200)}) == task.size
+    task = make(2, 2, 5)
+    assert len({content(problem) for problem in train_problems(task, key(0), 0, 300)}) == task.size
 
 
 @given(seeds, st.integers(0, 10**9))
 def test_a_problem_is_a_function_of_key_and_index(seed, index):
-    first = arithmetic.task(max_value=9, test_size=2)
-    arithmetic.task(max_value=8, test_size=3).train(key(seed + 1), index)
+    first = make(4, 2, 2)
+    make(3, 3, 3).train(key(seed + 1), index)
     problem = first.train(key(seed), index)
-    assert problem == arithmetic.task(max_value=9, test_size=2).train(key(seed), index)
+    assert problem == make(4, 2, 2).train(key(seed), index)
     assert problem.uid == index
     assert problem in train_problems(first, key(seed), max(0, index - 2), 5)
 
 
-@given(seeds, st.integers(2, 12))
-def test_prompts_are_short_english_that_says_what_the_answer_is(seed, max_value):
-    task = arithmetic.task(max_value=max_value, test_size=2)
+@given(seeds, st.integers(2, 5), st.integers(1, 3))
+def test_prompts_are_short_english_that_says_what_the_answer_is(seed, max_value, operations):
+    task = make(max_value, operations, 2)
     for problem in (*task.test, *train_problems(task, key(seed), 0, 8)):
         asked = content(problem)
-        assert asked._asdict() == problem.meta
-        assert all(1 <= operand <= max_value for operand in (asked.a, asked.b, asked.c))
-        assert value(asked)[1] == int(problem.answer) >= 0
-        assert len(problem.prompt.split()) <= 32
+        assert problem.meta == {"changes": asked.changes, "values": values(asked)}
+        assert all(1 <= operand <= max_value for operand in (asked.start, *(b for _, b in asked.changes)))
+        assert values(asked)[-1] == int(problem.answer) >= 0
+        assert len(problem.prompt.split()) <= 12 + 5 * operations
         assert problem.prompt.isascii()
         assert problem.prompt.endswith("?")
-        assert not re.search(r"[{}]|\b1 [a-z]+s\b", problem.prompt)
+        assert not re.search(r"[{}]|\b1 (?:apple|book|coin|pen|card|egg|cup|nut)s\b", problem.prompt)
 
 
 def test_every_sentence_name_and_thing_is_used():
-    task = arithmetic.task(max_value=9, test_size=10)
+    task = make(5, 2, 10)
     text = " ".join(problem.prompt for problem in train_problems(task, key(0), 0, 300))
     for word in (*(name for name, _ in arithmetic.NAMES), *arithmetic.THINGS):
         assert word in text
@@ -177,26 +178,38 @@ def test_every_sentence_name_and_thing_is_used():
         assert re.search(re.sub(r"\\\{\w+\\\}", r"[\\w ]+", re.escape(sentence)), text), sentence
 
 
-@given(seeds)
-def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed):
-    task = arithmetic.task(max_value=6, test_size=20)
+@given(seeds, st.sampled_from((0.0, 0.4, 1.0)))
+def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed, share):
+    task = make(4, 3, 20)
     held_out = {content(problem) for problem in task.test}
-    stream = arithmetic.demonstrations(task, key(seed))
+    stream = arithmetic.demonstrations(task, key(seed), worked_share=share)
     for problem in train_problems(task, key(seed), 0, 8):
         prompt, written = next(stream)
         completion = Completion(written, 1, False)
         assert prompt == problem.prompt
         assert correct(problem, completion) == boxed(problem, completion) == 1.0
         assert content(problem) not in held_out
-        for left, right in itertools.pairwise(written.partition(" ")[0].split("=")):
+        assert written in (arithmetic.worked(problem), arithmetic.terse(problem))
+        assert share not in (0.0, 1.0) or ("=" in written) == bool(share)
+        *steps, _ = arithmetic.worked(problem).split(" ")
+        for step in steps:
+            left, right = step.split("=")
             assert eval(left) == eval(right)  # the working is sound
     assert arithmetic.corpus(task, key(seed), 3)[2].startswith(task.train(key(seed), 2).prompt)
 
 
-@pytest.mark.parametrize(("max_value", "test_size"), [(1, 1), (3, 0), (3, 10**6), (3, -1)])
-def test_arithmetic_sizes_that_leave_a_side_empty_are_refused(max_value, test_size):
+def test_the_share_of_worked_demonstrations_is_the_one_asked_for():
+    stream = arithmetic.demonstrations(make(4, 2, 5), key(3), worked_share=0.4)
+    shown = sum("=" in next(stream)[1] for _ in range(2000)) / 2000
+    assert abs(shown - 0.4) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("max_value", "operations", "test_size"), [(1, 2, 1), (3, 0, 1), (3, 2, 0), (3, 2, 10**6), (3, 2, -1)]
+)
+def test_arithmetic_sizes_that_leave_a_side_empty_are_refused(max_value, operations, test_size):
     with pytest.raises(ValueError, match=r"got .*wanted"):
-        arithmetic.task(max_value=max_value, test_size=test_size)
+        make(max_value, operations, test_size)
 
 
 # GSM8K

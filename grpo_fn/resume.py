@@ -1,0 +1,80 @@
+"""What a run keeps besides its policy, and how it comes back after it stopped or died."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_fn.shell import checkpoint
+from grpo_fn.types import RunState
+
+BEST = "eval/accuracy"  # what keep_best goes by
+
+
+@dataclass
+class Progress:
+    """What the loop carries from step to step besides the policy; all of it is in every checkpoint."""
+
+    state: RunState
+    accuracy_before: float
+    accuracy: float  # of the newest evaluation
+    evaluated: int  # the step after which that was
+    seconds: float  # of work so far, over all starts
+
+
+def begun(run_dir: Path) -> bool:
+    """Whether a run folder holds anything that a run has found out."""
+    metrics = run_dir / "metrics.jsonl"
+    return bool(checkpoint.steps(run_dir / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def save(run_dir: Path, policy: Any, progress: Progress) -> None:
+    """Write a checkpoint of everything that a resumed run needs."""
+    measured_now = progress.evaluated == progress.state.step  # a score counts for the weights that earned it
+    meta = {
+        **progress.state._asdict(),
+        "accuracy_before": progress.accuracy_before,
+        "accuracy": progress.accuracy,
+        "evaluated": progress.evaluated,
+        "seconds": progress.seconds,
+        "metrics": {BEST: progress.accuracy} if measured_now else {},
+    }
+    tensors, blobs = dict(policy.weights()), {"optimizer": policy.optimizer_state()}
+    checkpoint.save(run_dir / "checkpoints", progress.state.step, tensors=tensors, blobs=blobs, meta=meta)
+
+
+def prune(run_dir: Path, *, keep_last: int, keep_best: int) -> None:
+    """Keep the newest checkpoints and the best."""
+    checkpoint.prune(run_dir / "checkpoints", keep_last=keep_last, keep_best=keep_best, metric=BEST)
+
+
+def restore(run_dir: Path, policy: Any, *, start_over: bool, said: list[str]) -> Progress | None:
+    """Take back the newest checkpoint that verifies; None when there is none. What was skipped is added to `said`.
+
+    Raises ValueError when there are checkpoints and none is whole, unless told to start over: that would drop the
+    metrics of the run so far.
+    """
+    root = run_dir / "checkpoints"
+    found = checkpoint.latest(root, warn=said.append)
+    broken = sorted(path.name for path in root.glob("broken-step_*"))
+    if found is None and broken and not start_over:
+        problem = (
+            f"got {root} with nothing but broken checkpoints ({', '.join(broken)}), wanted one to resume from: "
+            "choose another --run_dir, or pass --force to start over in this one"
+        )
+        raise ValueError("\n  ".join([problem, *said]))
+    if found is None:
+        return None
+    tensors, blobs, meta = checkpoint.load(found.path)
+    policy.restore(tensors, blobs["optimizer"])
+    return Progress(
+        state=RunState(meta["step"], meta["seed"]),
+        accuracy_before=number(meta["accuracy_before"]),
+        accuracy=number(meta["accuracy"]),
+        evaluated=meta["evaluated"],
+        seconds=meta["seconds"],
+    )
+
+
+def number(value: float | None) -> float:
+    """JSON's null back to the NaN that it stands for."""
+    return float("nan") if value is None else value

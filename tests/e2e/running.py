@@ -1,0 +1,168 @@
+"""Runs in processes of their own, each forked from a server that has everything imported: real signals, no waiting."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from grpo_fn import run
+
+torch.set_num_threads(1)
+SERVER = multiprocessing.get_context("forkserver")
+# All that a run imports, its lazy imports too. On Python 3.11 the server does not get this process's sys.path.
+NEEDED = ("e2e.running", "grpo_fn.train", "grpo_fn.rewards.math", "grpo_fn.shell.tiny_model")
+SERVER.set_forkserver_preload(list(NEEDED))
+TESTS = Path(__file__).resolve().parents[1]
+SMALL = TESTS / "e2e" / "small.gin"
+
+
+def serve() -> None:
+    """Start the server, with this process's sys.path."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+def command(cache: Path, run_dir: Path | None, *flags: str, **changes: Any) -> list[str]:
+    """The arguments of the small run; `changes` are gin names with `__` for the dot, and their values."""
+    bindings = {"tiny_model.Recipe.cache": repr(str(cache))}
+    bindings |= {name.replace("__", "."): value for name, value in changes.items()}
+    where = [] if run_dir is None else ["--run_dir", str(run_dir)]
+    params = [part for name, value in bindings.items() for part in ("--gin_param", f"{name}={value}")]
+    return ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL), *params, *where, *flags]
+
+
+def start(argv: Sequence[str], out: Path, doom: Callable[[], None] | None = None) -> BaseProcess:
+    """Start a run in a process of its own; what it prints goes to the file `out`. `doom` is called in it first."""
+    serve()
+    process = SERVER.Process(target=_work, args=(list(argv), str(out), doom, os.getcwd()))
+    process.start()
+    return process
+
+
+def finish(argv: Sequence[str], out: Path, doom: Callable[[], None] | None = None, seconds: float = 120) -> int:
+    """The exit code of such a run; -9 when SIGKILL ended it."""
+    process = start(argv, out, doom)
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"the run is not over after {seconds} s; it printed:\n{out.read_text()}")
+    return process.exitcode
+
+
+def _work(argv: list[str], out: str, doom: Callable[[], None] | None, folder: str) -> None:
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with open(out, "a") as file, redirect_stdout(file), redirect_stderr(file):
+        if doom is not None:
+            doom()
+        code = run.main(argv)
+    sys.exit(code)
+
+
+class AtFileEvent:
+    """Doom: the process gets `number` as it is about to open, rename, make or remove its n-th file in a folder."""
+
+    EVENTS = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"})
+
+    def __init__(self, run_dir: Path, n: int, number: int) -> None:
+        self.place, self.left, self.number = str(run_dir), n, number
+
+    def __call__(self) -> None:
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple) -> None:
+        if event in self.EVENTS and isinstance(args[0], str | os.PathLike) and self.place in os.fspath(args[0]):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), self.number)
+
+
+class AtPhase:
+    """Doom: the process gets `number` as it enters a phase for the n-th time, or some seconds later."""
+
+    def __init__(self, phase: str, n: int, number: int, later: float = 0.0, times: int = 1) -> None:
+        self.phase, self.left, self.number, self.later, self.times = phase, n, number, later, times
+
+    def __call__(self) -> None:
+        from grpo_fn.shell.clock import Stopwatch
+
+        span = Stopwatch.span
+
+        def watched(clock: Stopwatch, name: str) -> Any:
+            self.left -= name == self.phase
+            if self.left == 0 and name == self.phase:
+                if self.later:
+                    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), self.number))
+                    signal.setitimer(signal.ITIMER_REAL, self.later)
+                else:
+                    for _ in range(self.times):
+                        os.kill(os.getpid(), self.number)
+            return span(clock, name)
+
+        Stopwatch.span = watched
+
+
+class AfterStep:
+    """Doom: the process gets `number` when everything about a step is done, and the next has not begun."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
+
+    def __call__(self) -> None:
+        from grpo_fn.loop import noting
+
+        leave = noting.__exit__
+
+        def watched(inside: noting, *error: Any) -> None:
+            leave(inside, *error)
+            if inside.step == self.step:
+                os.kill(os.getpid(), self.number)
+
+        noting.__exit__ = watched
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the machine: seconds, memory and speed."""
+    clocks = ("time/", "system/", "generation/tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in metrics(run_dir)]
+
+
+def board(run_dir: Path) -> EventAccumulator:
+    """What TensorBoard itself reads there."""
+    return EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """All of a finished run that has to be the same however often it was interrupted."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    newest = max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return {
+        "model": (run_dir / "model" / "model.safetensors").read_bytes(),
+        "weights": (newest / "tensors.safetensors").read_bytes(),
+        "optimizer": (newest / "optimizer.pt").read_bytes(),
+        "metrics": timeless(run_dir),
+        "summary": {k: v for k, v in summary.items() if k != "wall_seconds"},
+        "rollouts": {path.name: path.read_bytes() for path in (run_dir / "rollouts").iterdir()},
+        "kept": sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")),
+    }

@@ -1,0 +1,217 @@
+"""Bad input ends with one message that says what was got and what was wanted, before anything is made or begun."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from e2e.running import command, finish
+
+from grpo_fn.shell import tiny_model
+
+ROWS = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(8)]
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=256)
+    path = tmp_path_factory.mktemp("random") / "model"
+    tiny_model.make_random(shape, path, seed=0, chat=False)
+    return path
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def model(random_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(random_model, tmp_path / "model"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data" / "train.jsonl", ROWS)
+    write_rows(tmp_path / "data" / "test.jsonl", ROWS[:4])
+    return tmp_path / "data"
+
+
+class FullDisk:
+    """Doom: there are ten bytes left."""
+
+    def __call__(self) -> None:
+        from grpo_fn.shell import durable
+
+        durable.free_bytes = lambda path: 10
+
+
+class NoNetwork:
+    """Doom: a hub name is looked up in no cache and on no hub."""
+
+    def __call__(self) -> None:
+        import huggingface_hub.constants
+
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+
+def gsm8k(model: Path | str, data: Path, run_dir: Path, **changes: object) -> list[str]:
+    bindings = {"MODEL": model, "DATA": data, "STEPS": 1, "PROMPTS": 2, "EVAL_PROBLEMS": 2, "MAX_NEW_TOKENS": 4}
+    bindings |= {"train.train.group_size": 2}
+    bindings |= {name.replace("__", "."): value for name, value in changes.items()}
+    params = [part for name, value in bindings.items() for part in ("--gin_param", f"{name}={value}")]
+    return ["--gin_file", "run/gsm8k.gin", *params, "--run_dir", str(run_dir)]
+
+
+def refused(argv: list[str], folder: Path, *said: str, doom: Callable[[], None] | None = None) -> None:
+    """The command ends with 2 and one message holding all of `said`, leaving no run folder."""
+    code = finish(argv, folder / "out", doom)
+    out = (folder / "out").read_text()
+    assert code == 2, out
+    assert out.startswith("error: "), out
+    assert "Traceback" not in out
+    for text in said:
+        assert text in out, f"{text!r} is not in:\n{out}"
+    assert not (folder / "run").exists(), "a run folder was left behind"
+
+
+def test_the_same_input_without_a_fault_runs(model: Path, data: Path, tmp_path: Path) -> None:
+    assert finish(gsm8k(model, data, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+BAD_DATA = {
+    "no folder": (shutil.rmtree, ["data: got", "which is no folder", "wanted one with train.jsonl"]),
+    "no file": (remove("test.jsonl"), ["without test.jsonl", "there are: train.jsonl"]),
+    "empty file": (write("train.jsonl", "\n"), ["train.jsonl: got an empty file", "wanted one JSON object a line"]),
+    "row without the field": (
+        write("train.jsonl", json.dumps(ROWS[0]) + '\n{"question": "How many?"}\n'),
+        ["train.jsonl:2: got the fields question", "wanted text in 'answer'"],
+    ),
+    "row that is not JSON": (write("test.jsonl", json.dumps(ROWS[0]) + "\n\n{oops\n"), ["test.jsonl:3: got", "JSON"]),
+    "answer without the mark": (
+        write("test.jsonl", json.dumps({"question": "?", "answer": "42"})),
+        ["test.jsonl:1: got answer '42'", "wanted it to end in '#### n'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_DATA)
+def test_bad_data(model: Path, data: Path, tmp_path: Path, fault: str) -> None:
+    harm, said = BAD_DATA[fault]
+    harm(data)
+    refused(gsm8k(model, data, tmp_path / "run"), tmp_path, *said)
+
+
+def without_eos(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": None}))
+
+
+def without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+
+
+BAD_MODELS = {
+    "no folder": (shutil.rmtree, ["got model", "which does not exist", "wanted a Hugging Face model folder"]),
+    "a folder of something else": (remove("config.json"), ["without config.json", "wanted a Hugging Face model"]),
+    "a config that is not one": (write("config.json", "{"), ["got model", "wanted a causal language model"]),
+    "no weights": (remove("model.safetensors"), ["without weights"]),
+    "no tokenizer": (without_tokenizer, ["tokenizer", "wanted"]),
+    "no EOS": (without_eos, ["got a tokenizer without an EOS token", "wanted one"]),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_MODELS)
+def test_a_bad_model_folder(model: Path, data: Path, tmp_path: Path, fault: str) -> None:
+    harm, said = BAD_MODELS[fault]
+    harm(model)
+    refused(gsm8k(model, data, tmp_path / "run"), tmp_path, *said)
+
+
+def test_a_prompt_too_long_for_the_model_is_found_wherever_it_is(model: Path, data: Path, tmp_path: Path) -> None:
+    write_rows(data / "train.jsonl", [*ROWS, {"question": "So? " * 99, "answer": "#### 1"}])
+    argv = gsm8k(model, data, tmp_path / "run", STEPS=9)
+    refused(argv, tmp_path, "got a prompt of 4", "max_new_tokens 4", "wanted at most 256 positions", "So? So?")
+
+
+BAD_NUMBERS = {
+    "minibatches": (
+        {"train__train__minibatches": 3},
+        ["prompts 4", "3 minibatches", "prompts 3 or 6", "minibatches 2"],
+    ),
+    "group of one": (
+        {"train__train__group_size": 1, "train__train__advantage": "@advantage.centered"},
+        ["group_size: got 1", "wanted 2 or more"],
+    ),
+    "no steps": ({"STEPS": 0}, ["steps: got 0", "wanted at least 1"]),
+    "a word for a number": ({"STEPS": "many"}, ["'many'", "wanted int"]),
+    "dtype": ({"train__train__dtype": '"float8"'}, ["got dtype 'float8'", "bfloat16"]),
+    "test set larger than the task": ({"TEST_SIZE": 10**9}, ["test_size: got 1000000000", "wanted 1 to"]),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_NUMBERS)
+def test_bad_numbers(cache: Path, tmp_path: Path, fault: str) -> None:
+    changes, said = BAD_NUMBERS[fault]
+    refused(command(cache, tmp_path / "run", **changes), tmp_path, *said)
+
+
+BAD_NAMES = {
+    "unknown knob": ({"train__train__promts": 4}, ["promts", "wanted one of", "prompts"]),
+    "unknown function": ({"train__train__advantage": "@advantage.centred"}, ["centred", "centered"]),
+    "unknown module": ({"train__train__advantage": "@advantages.centered"}, ["advantages", "advantage"]),
+    "mistyped macro": ({"STPES": 4}, ["STPES", "STEPS"]),
+    "unbound macro": ({"STEPS": "%LATER"}, ["LATER"]),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_NAMES)
+def test_bad_names(cache: Path, tmp_path: Path, fault: str) -> None:
+    changes, said = BAD_NAMES[fault]
+    refused(command(cache, tmp_path / "run", **changes), tmp_path, *said)
+
+
+def test_an_unbound_model_names_the_macro(data: Path, tmp_path: Path) -> None:
+    argv = ["--gin_file", "run/gsm8k.gin", "--gin_param", f"DATA={data}", "--run_dir", str(tmp_path / "run")]
+    refused(argv, tmp_path, "MODEL")
+
+
+def test_a_missing_gin_file_names_the_nearest(tmp_path: Path) -> None:
+    refused(["--gin_file", "run/gsm8.gin", "--run_dir", str(tmp_path / "run")], tmp_path, "run/gsm8k.gin")
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "banana"])
+def test_a_device_that_is_not_there(cache: Path, tmp_path: Path, device: str) -> None:
+    argv = command(cache, tmp_path / "run", train__train__device=repr(device))
+    refused(argv, tmp_path, f"got device '{device}'", "wanted one that")
+
+
+def test_no_space_left(cache: Path, tmp_path: Path) -> None:
+    refused(command(cache, tmp_path / "run"), tmp_path, "no space left: got 10 bytes", "wanted", doom=FullDisk())
+
+
+def test_a_run_folder_of_something_else_is_left_alone(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("all of it")
+    refused(command(cache, tmp_path / "mine"), tmp_path, "thesis.tex", "wanted an empty one")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_folder_that_cannot_be_made(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(command(cache, tmp_path / "file" / "run"), tmp_path, "file")
+
+
+def test_a_hub_name_that_cannot_be_reached(data: Path, tmp_path: Path) -> None:
+    argv = gsm8k("nobody/no-such-model", data, tmp_path / "run")
+    refused(argv, tmp_path, "got model 'nobody/no-such-model'", "wanted", doom=NoNetwork())

@@ -1,0 +1,112 @@
+"""The published GSM8K through the whole program with a small random model: every row, without a hitch.
+
+The data is looked for in $GSM8K, in data/gsm8k of the project and in shared/data/gsm8k beside it.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from e2e.running import TESTS, AtPhase, finish, metrics, outcome
+
+from grpo_fn import prng
+from grpo_fn.problem import Completion
+from grpo_fn.rewards import math
+from grpo_fn.shell import rollout_store, tiny_model
+from grpo_fn.shell.reward_pool import RewardPool
+from grpo_fn.tasks import gsm8k
+from grpo_fn.tasks.task import train_problems
+
+PROJECT = TESTS.parent
+PLACES = (PROJECT / "data" / "gsm8k", PROJECT.parent / "shared" / "data" / "gsm8k")
+TRAIN, TEST = 7473, 1319
+
+
+@pytest.fixture(scope="module")
+def data() -> Path:
+    named = os.environ.get("GSM8K")
+    places = [Path(named)] if named else PLACES
+    found = [path for path in places if (path / "train.jsonl").is_file()]
+    if not found:
+        pytest.skip(f"GSM8K IS NOT TESTED: no train.jsonl in {' or '.join(map(str, places))}; set GSM8K=<folder>")
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=2048)
+    path = tmp_path_factory.mktemp("gsm8k") / "model"
+    tiny_model.make_random(shape, path, seed=0, chat=True)
+    return path
+
+
+def gsm8k_command(model: Path, data: Path, run_dir: Path, **changes: object) -> list[str]:
+    bindings = {"MODEL": model, "DATA": data, **{k.replace("__", "."): v for k, v in changes.items()}}
+    params = [part for name, value in bindings.items() for part in ("--gin_param", f"{name}={value}")]
+    return ["--gin_file", "run/gsm8k.gin", *params, "--run_dir", str(run_dir)]
+
+
+SHORT = {
+    "STEPS": 3,
+    "PROMPTS": 3,
+    "EVAL_PROBLEMS": 8,
+    "MAX_NEW_TOKENS": 4,
+    "train__train__group_size": 2,
+    "loop__Cadence__save_every": 1,
+    "loop__Cadence__eval_every": 2,
+}
+
+
+def test_a_few_steps_on_the_real_files_resume_exactly(model: Path, data: Path, tmp_path: Path) -> None:
+    argv = gsm8k_command(model, data, tmp_path / "whole", **SHORT)
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    log = (tmp_path / "whole" / "log.txt").read_text()
+    assert f"epochs of {TRAIN}" in log
+    assert f"held-out problems     {TEST}" in log
+    rows = metrics(tmp_path / "whole")
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
+    assert all(row["reward/invalid"] == 0 for row in rows[1:])
+    again = gsm8k_command(model, data, tmp_path / "again", **SHORT)
+    assert finish(again, tmp_path / "out", AtPhase("train", 2, signal.SIGKILL)) == -signal.SIGKILL
+    assert finish(again, tmp_path / "out") == 0
+    assert "resumed after step 1" in (tmp_path / "again" / "log.txt").read_text()
+    assert outcome(tmp_path / "again") == outcome(tmp_path / "whole")
+
+
+def scores(pool: RewardPool, golds: Sequence[str], answers: Sequence[str]) -> list[float | None]:
+    asked = [gsm8k.Problem(i, "", gold, {}) for i, gold in enumerate(golds)]
+    return pool.score(math.correct, asked, [Completion(rf"\boxed{{{answer}}}", 9, False) for answer in answers])
+
+
+def test_every_published_answer_is_right_for_itself_and_wrong_for_another(data: Path) -> None:
+    task = gsm8k.task(data=str(data), template="{question}", test_size=0)
+    assert (task.size, len(task.test)) == (TRAIN, TEST)
+    train = train_problems(task, prng.key(0, device="cpu"), 0, TRAIN)
+    golds = [problem.answer for problem in (*train, *task.test)]
+    with RewardPool(workers=1, deadline=5.0, memory_mb=1024) as pool:
+        assert scores(pool, golds, golds) == [1.0] * (TRAIN + TEST)
+        assert scores(pool, golds, [f"{gold}1" for gold in golds]) == [0.0] * (TRAIN + TEST)
+
+
+@pytest.mark.slow
+def test_every_row_goes_through_prompt_sampling_verification_and_loss(model: Path, data: Path, tmp_path: Path) -> None:
+    prompts = 141  # 53 steps of 141 are the 7,473 rows, once each
+    changes = {"STEPS": 53, "PROMPTS": prompts, "EVAL_PROBLEMS": TEST, "MAX_NEW_TOKENS": 2}
+    changes |= {"train__train__group_size": 2, "train__train__micro_tokens": 65536}
+    changes |= {"loop__Cadence__eval_every": 0, "loop__Cadence__keep_rollouts": 53}
+    code = finish(gsm8k_command(model, data, tmp_path / "run", **changes), tmp_path / "out", seconds=1800)
+    assert code == 0, (tmp_path / "out").read_text()
+    rows = metrics(tmp_path / "run")
+    assert rows[0]["eval/problems"] == rows[-1]["eval/problems"] == TEST
+    assert rows[0]["eval/unscorable"] == rows[-1]["eval/unscorable"] == 0
+    assert all(row["reward/invalid"] == 0 for row in rows[1:])
+    seen = [row for n in range(1, 54) for row in rollout_store.load(next((tmp_path / "run").glob(f"*/step_{n:06d}.*")))]
+    assert len(seen) == 2 * TRAIN
+    assert {row["uid"] for row in seen} == set(range(TRAIN))
+    published = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    asked = {(row["prompt"].partition("\nPlease reason")[0], row["answer"]) for row in seen}
+    assert asked == {(row["question"], gsm8k.gold(row["answer"])) for row in published}
+    assert all(row["length"] > 0 for row in seen)

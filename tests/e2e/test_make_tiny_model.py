@@ -1,0 +1,75 @@
+"""tools/make_tiny_model.py makes ordinary folders: what AutoTokenizer opens in a fresh process spells any text."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from e2e.running import SMALL, TESTS
+from safetensors.torch import load_file
+
+FRESH = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+text = sys.argv[2]
+ids = tokenizer(text)["input_ids"]
+turn = [{"role": "user", "content": text}]
+spell = tokenizer.apply_chat_template
+chat = spell(turn, add_generation_prompt=True, tokenize=False) if tokenizer.chat_template else ""
+print(json.dumps({
+    "ids": len(ids), "same": tokenizer.decode(ids) == text, "chat": chat, "eos": tokenizer.eos_token,
+    "ends": model.generation_config.eos_token_id == tokenizer.eos_token_id,
+    "head": model.config.hidden_size // model.config.num_attention_heads,
+    "positions": model.config.max_position_embeddings,
+}))
+"""
+TEXT = "Tom’s  12 + $3\n\té 日本 <b>\\boxed{15}"
+
+
+def python(*args: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *args], env=env, cwd=TESTS.parent, capture_output=True, text=True)
+
+
+def tool(*args: str) -> subprocess.CompletedProcess:
+    return python("tools/make_tiny_model.py", *args)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_random_model_spells_any_text(chat: bool, tmp_path: Path) -> None:
+    made = tool("--random", "--out", str(tmp_path / "model"), *["--chat_template"][:chat])
+    assert made.returncode == 0, made.stderr
+    seen = python("-c", FRESH, str(tmp_path / "model"), TEXT)
+    assert seen.returncode == 0, seen.stderr
+    found = json.loads(seen.stdout)
+    assert found["same"]
+    assert found["ids"] == len(TEXT.encode())
+    assert found["ends"]
+    assert found["head"] == 32
+    assert found["positions"] >= 2048
+    assert found["eos"] == ("<|im_end|>" if chat else "<|endoftext|>")
+    assert found["chat"] == (f"<|im_start|>user\n{TEXT}<|im_end|>\n<|im_start|>assistant\n" if chat else "")
+
+
+def test_the_warm_started_model_is_that_of_the_recipe(cache: Path, whole: Path, tmp_path: Path) -> None:
+    """`whole` has put it into the cache."""
+    (cached,) = cache.glob("arithmetic-*")
+    (tmp_path / "both.gin").write_text(f'include "run/arithmetic.gin"\ninclude "{SMALL}"\n')
+    given = ["--gin_file", str(tmp_path / "both.gin"), "--gin_param", f"tiny_model.Recipe.cache={str(cache)!r}"]
+    made = tool("--out", str(tmp_path / "model"), *given)
+    assert made.returncode == 0, made.stderr
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", cached))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+    assert len([*cache.glob("arithmetic-*")]) == 1, "it was made anew"
+
+
+def test_it_refuses_to_write_over_what_is_there(tmp_path: Path) -> None:
+    made = tool("--random", "--out", str(tmp_path))
+    assert made.returncode == 2
+    assert "wanted a free name" in made.stderr

@@ -1,0 +1,209 @@
+"""A run that was interrupted, however often and wherever, ends as one that was not: same weights, same metrics."""
+
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from e2e.running import AfterStep, AtFileEvent, AtPhase, board, command, finish, metrics, outcome
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+Doom = Callable[[], None]
+Planned = Callable[[Path], Doom]  # a doom, once the run folder is known
+KILL = signal.SIGKILL
+PHASES = ("evaluate", "generate", "score", "train", "log", "checkpoint")
+
+
+def at_phase(phase: str, n: int, number: int = KILL, later: float = 0.0) -> Planned:
+    return lambda run_dir: AtPhase(phase, n, number, later)
+
+
+def at_file(n: int, within: str = "", number: int = KILL) -> Planned:
+    return lambda run_dir: AtFileEvent(run_dir / within, n, number)
+
+
+def interrupted(cache: Path, folder: Path, dooms: Sequence[Planned], **changes: object) -> tuple[Path, list[int]]:
+    """Start the same command once for every doom, then to the end; the run folder and the exit codes."""
+    argv = command(cache, folder / "run", **changes)
+    codes = [finish(argv, folder / "out", doom(folder / "run")) for doom in dooms]
+    codes.append(finish(argv, folder / "out"))
+    assert codes[-1] == 0, (folder / "out").read_text()
+    return folder / "run", codes
+
+
+def test_killed_in_every_phase_one_after_the_other(cache: Path, whole: Path, tmp_path: Path) -> None:
+    dooms = [at_phase(phase, n) for phase, n in zip(PHASES, (1, 2, 2, 4, 5, 1), strict=True)]
+    run, codes = interrupted(cache, tmp_path, dooms)
+    assert codes == [-KILL] * len(PHASES) + [0]
+    assert outcome(run) == outcome(whole)
+
+
+DOOMS = st.one_of(
+    st.builds(at_file, st.integers(1, 250)),
+    st.builds(partial(at_file, within="checkpoints"), st.integers(1, 60)),
+    st.builds(at_phase, st.sampled_from(PHASES), st.integers(1, 6), st.just(KILL), st.sampled_from([0, 1e-3, 1e-2])),
+)
+
+
+@settings(max_examples=max(4, settings.default.max_examples // 4))
+@given(dooms=st.lists(DOOMS, min_size=1, max_size=2))
+@example(dooms=[at_file(3, within="checkpoints")])
+def test_killed_at_any_moment(cache: Path, whole: Path, dooms: list[Planned]) -> None:
+    with TemporaryDirectory() as folder:
+        run, codes = interrupted(cache, Path(folder), dooms)
+        assert set(codes) <= {0, -KILL}
+        assert outcome(run) == outcome(whole)
+        assert not [path.name for path in (run / "checkpoints").glob(".*")]
+
+
+def test_every_file_event_of_a_checkpoint_is_survived(cache: Path, whole: Path, tmp_path: Path) -> None:
+    """The second checkpoint, so that there is one before it to fall back on."""
+    survived = 0
+    for n in range(1, 30, 5):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        run, codes = interrupted(cache, folder, [at_phase("checkpoint", 2), at_file(n, within="checkpoints")])
+        survived += codes[1] == -KILL
+        assert outcome(run) == outcome(whole)
+        shutil.rmtree(folder)
+    assert survived >= 4, "the dooms missed the checkpoints"
+
+
+def test_tensorboard_forgets_what_a_resume_has_undone(cache: Path, tmp_path: Path) -> None:
+    run, _ = interrupted(cache, tmp_path, [at_phase("train", 4), at_phase("generate", 2)])
+    events = board(run)
+    steps = [event.step for event in events.Scalars("reward/mean")]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    wanted = {row["step"]: row["reward/mean"] for row in metrics(run)[1:]}
+    assert {e.step: e.value for e in events.Scalars("reward/mean")} == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_polite_signal_finishes_the_step_saves_and_says_so(
+    cache: Path, whole: Path, tmp_path: Path, number: int
+) -> None:
+    run, codes = interrupted(cache, tmp_path, [at_phase("generate", 3, number)])
+    assert codes == [75, 0]
+    log = (run / "log.txt").read_text()
+    assert f"stopped by {signal.Signals(number).name} after step 3" in log
+    assert "resumed after step 3" in log
+    assert outcome(run) == outcome(whole)
+
+
+def test_a_signal_between_two_steps_loses_none(cache: Path, whole: Path, tmp_path: Path) -> None:
+    """Step 3 was found not to need a checkpoint; then it did."""
+    run, codes = interrupted(cache, tmp_path, [lambda run_dir: AfterStep(3, signal.SIGTERM)])
+    assert codes == [75, 0]
+    assert "resumed after step 3" in (run / "log.txt").read_text()
+    assert outcome(run) == outcome(whole)
+
+
+def test_a_signal_before_the_first_step_takes_none(cache: Path, whole: Path, tmp_path: Path) -> None:
+    run, codes = interrupted(cache, tmp_path, [at_phase("evaluate", 1, signal.SIGTERM)])
+    assert codes == [75, 0]
+    assert "after step 0" in (run / "log.txt").read_text()
+    ours, theirs = outcome(run), outcome(whole)
+    kept = {ours.pop("kept")[-1], theirs.pop("kept")[-1]}  # the checkpoint of step 0 may be among the best
+    assert kept == {"step_6"}
+    assert ours == theirs
+
+
+def test_a_second_interrupt_ends_at_once(cache: Path, whole: Path, tmp_path: Path) -> None:
+    run, codes = interrupted(cache, tmp_path, [lambda run_dir: AtPhase("generate", 4, signal.SIGINT, times=2)])
+    assert codes == [130, 0]
+    assert "resumed after step 2" in (run / "log.txt").read_text()
+    assert outcome(run) == outcome(whole)
+
+
+def test_an_interrupt_during_the_set_up_is_not_a_crash(cache: Path, whole: Path, tmp_path: Path) -> None:
+    run, codes = interrupted(cache, tmp_path, [at_file(1, within="log.txt", number=signal.SIGINT)])
+    assert codes == [130, 0]
+    assert "Traceback" not in (tmp_path / "out").read_text()
+    assert outcome(run) == outcome(whole)
+
+
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("harm", [flip, truncate, Path.unlink])
+@pytest.mark.parametrize("name", ["tensors.safetensors", "optimizer.pt", "manifest.json"])
+def test_a_broken_checkpoint_is_named_and_skipped(
+    cache: Path, whole: Path, tmp_path: Path, harm: Callable[[Path], None], name: str
+) -> None:
+    run = copied(whole, tmp_path)
+    harm(run / "checkpoints" / "step_6" / name)
+    interrupted(cache, tmp_path, [])
+    log = (run / "log.txt").read_text()
+    assert f"skipped checkpoint {run / 'checkpoints' / 'step_6'}: {name}" in log
+    assert "resumed after step 4" in log
+    assert outcome(run) == outcome(whole)
+
+
+def test_nothing_but_broken_checkpoints_is_refused_until_told_to_start_over(
+    cache: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    before = (run / "metrics.jsonl").read_bytes()
+    for path in (run / "checkpoints").glob("step_*"):
+        flip(path / "tensors.safetensors")
+    for _ in range(2):  # moving them aside must not make the next start think that there was nothing
+        assert finish(command(cache, run), tmp_path / "out") == 2
+        assert (run / "metrics.jsonl").read_bytes() == before
+    said = (tmp_path / "out").read_text()
+    assert "broken-step_4, broken-step_6" in said
+    assert "--force" in said
+    assert "sha256" in said
+    assert finish(command(cache, run, "--force"), tmp_path / "out") == 0
+    assert outcome(run) == outcome(whole)
+
+
+def test_a_finished_run_is_finished_again_at_once(cache: Path, whole: Path, tmp_path: Path) -> None:
+    run = copied(whole, tmp_path)
+    shutil.rmtree(run / "model")
+    before = (run / "metrics.jsonl").read_bytes()
+    interrupted(cache, tmp_path, [])
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert outcome(run) == outcome(whole)
+
+
+def test_another_configuration_is_refused_and_goes_on_when_forced(cache: Path, whole: Path, tmp_path: Path) -> None:
+    run = copied(whole, tmp_path)
+    before = outcome(run)
+    assert finish(command(cache, run, STEPS=8), tmp_path / "out") == 2
+    said = (tmp_path / "out").read_text()
+    assert "-STEPS = 6" in said
+    assert "+STEPS = 8" in said
+    assert outcome(run) == before
+    assert finish(command(cache, run, "--force", STEPS=8), tmp_path / "out") == 0
+    assert [row["step"] for row in metrics(run)] == list(range(9))
+    assert outcome(run)["summary"]["steps"] == 8
+
+
+def test_a_start_that_came_to_nothing_does_not_hold_the_folder(cache: Path, tmp_path: Path) -> None:
+    code = finish(command(cache, tmp_path / "run", STEPS=1), tmp_path / "out", at_phase("evaluate", 1)(tmp_path))
+    assert code == -KILL
+    assert finish(command(cache, tmp_path / "run", STEPS=2), tmp_path / "out") == 0
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_seconds_add_up_over_starts(cache: Path, tmp_path: Path) -> None:
+    run, _ = interrupted(cache, tmp_path, [at_phase("generate", 5, signal.SIGTERM)])
+    rows = metrics(run)
+    assert outcome(run)["summary"]["steps"] == 6
+    seconds = float((run / "summary.json").read_text().partition('"wall_seconds": ')[2].split()[0].rstrip(","))
+    assert seconds >= sum(row["time/total"] for row in rows)

@@ -1,0 +1,148 @@
+"""What a run leaves behind: every file that is promised, saying the same things, and enough to launch it again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.running import board, command, finish, metrics, outcome
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_fn import run
+from grpo_fn.config import load
+from grpo_fn.shell import rollout_store
+
+EVERY_STEP = {
+    "loss": "objective kl entropy grad_norm clip_low clip_high ratio_min ratio_mean ratio_max logp_gap_mean",
+    "reward": "mean std min max correct_rate invalid named digits",
+    "advantage": "mean std min max no_signal",
+    "generation": "rows tokens length_mean length_min length_max truncated tokens_per_second",
+    "time": "generate score train sync log total",
+    "optimizer": "lr step",
+    "system": "memory_gb",
+}
+KEYS = {f"{group}/{name}" for group, names in EVERY_STEP.items() for name in names.split()}
+
+
+def test_every_promised_file_is_there(whole: Path) -> None:
+    files = {path.name for path in whole.iterdir()}
+    assert files >= {"config.gin", "metrics.jsonl", "tensorboard", "rollouts", "checkpoints", "model"}
+    assert files >= {"summary.json", "log.txt"}
+    assert {path.name for path in (whole / "checkpoints").iterdir()} >= {"step_4", "step_6"}
+    assert rollout_store.stored(whole / "rollouts") == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_are_one_object_a_step_with_the_documented_names(whole: Path) -> None:
+    rows = metrics(whole)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    for row in rows[1:]:
+        assert row.keys() >= KEYS
+        assert ("eval/accuracy" in row) == (row["step"] % 2 == 0)
+        assert ("time/checkpoint" in row) == (row["step"] in (3, 5))  # written when the step is over: the next's time
+    assert "eval/accuracy" in rows[0]
+
+
+def test_tensorboard_holds_the_same_names_and_numbers(whole: Path) -> None:
+    events = board(whole)
+    seen = {(e.step, tag): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)}
+    wanted = {(row["step"], tag): value for row in metrics(whole) for tag, value in row.items() if tag != "step"}
+    assert seen == pytest.approx(wanted, rel=1e-6)
+
+
+def test_tensorboard_shows_the_configuration_and_samples_as_text(whole: Path) -> None:
+    events = board(whole)
+
+    def texts(tag: str) -> list[str]:
+        return [e.tensor_proto.string_val[0].decode() for e in events.Tensors(f"{tag}/text_summary")]
+
+    (config,) = texts("config")
+    assert (whole / "config.gin").read_text() in config
+    assert len(texts("samples")) == 3
+    assert "completion" in texts("samples")[0]
+    assert len(texts("eval/samples")) == 4
+
+
+def test_the_phases_of_a_step_add_up_to_its_time(whole: Path) -> None:
+    rows = metrics(whole)[1:]
+    total = sum(row["time/total"] for row in rows)
+    parts = sum(v for row in rows for k, v in row.items() if k.startswith("time/") and k != "time/total")
+    assert parts <= total * 1.0001
+    assert total - parts <= 0.1 * total + 0.02 * len(rows), "too much of a step's time is in no phase"
+
+
+def test_the_exported_model_opens_and_is_the_final_one(whole: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(whole / "model")
+    final = load_file(whole / "checkpoints" / "step_6" / "tensors.safetensors")
+    ours = dict(model.named_parameters())
+    assert ours.keys() == final.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in final.items())
+    tokenizer = AutoTokenizer.from_pretrained(whole / "model")
+    text = "Tom has 3 apples. How many apples now?"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_what_was_sampled_is_stored_with_its_rewards(whole: Path) -> None:
+    rows = rollout_store.load(whole / "rollouts" / "step_000003.jsonl.gz")
+    assert len(rows) == 16
+    measured = metrics(whole)[3]
+    assert sum(row["reward"] for row in rows) / 16 == pytest.approx(measured["reward/mean"])
+    assert sum(row["length"] for row in rows) == measured["generation/tokens"]
+
+
+def test_the_summary_and_the_log_say_what_came_of_it(whole: Path) -> None:
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary.keys() >= {"accuracy_before", "accuracy_after", "wall_seconds", "steps", "seed"}
+    rows = metrics(whole)
+    assert summary["accuracy_before"] == rows[0]["eval/accuracy"]
+    assert summary["accuracy_after"] == rows[-1]["eval/accuracy"]
+    assert (summary["steps"], summary["seed"]) == (6, 0)
+    assert summary["wall_seconds"] >= sum(row["time/total"] for row in rows)
+    log = (whole / "log.txt").read_text()
+    for said in ("problems drawn        24 in 6 steps", "step 6/6  [generate] 4 prompts x 4 = 16", "held-out accuracy"):
+        assert said in log
+
+
+def test_the_console_holds_no_bar_of_a_library(whole: Path) -> None:
+    assert "%|" not in (whole.parent / "out").read_text()
+
+
+def test_the_written_configuration_launches_the_same_run(whole: Path, tmp_path: Path) -> None:
+    config = str(whole / "config.gin")
+    assert load([config], []).fingerprint == json.loads((whole / "run.json").read_text())["fingerprint"]
+    code = finish(["--gin_file", config, "--run_dir", str(tmp_path / "again")], tmp_path / "out")
+    assert code == 0, (tmp_path / "out").read_text()
+    assert outcome(tmp_path / "again") == outcome(whole)
+
+
+def test_math_verify_scores_a_run(cache: Path, tmp_path: Path) -> None:
+    changes = {"train__train__verdict": "@math.correct", "combine__combine__parts": "[@math.correct, @format.boxed]"}
+    code = finish(command(cache, tmp_path / "run", STEPS=1, **changes), tmp_path / "out")
+    assert code == 0, (tmp_path / "out").read_text()
+    assert metrics(tmp_path / "run")[1].keys() >= {"reward/correct", "reward/boxed"}
+
+
+def test_every_shape_holds_through_a_run(cache: Path, whole: Path, tmp_path: Path) -> None:
+    """In this process, where jaxtyping looks at every annotated call."""
+    assert run.main(command(cache, tmp_path / "run")) == 0
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def test_a_dry_run_says_what_would_be_and_makes_nothing(tmp_path: Path) -> None:
+    argv = command(tmp_path / "cache", tmp_path / "run", "--dry_run")
+    assert finish(argv, tmp_path / "out") == 0
+    said = (tmp_path / "out").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "a dry run made something"
+    assert "train.train.prompts = 4" in said
+    assert "from __gin__ import dynamic_registration" in said
+    for line in (
+        "4 prompts x 4 samples = 16",
+        "1 epochs x 1 minibatches = 1 a step, 6 in all",
+        "24 in 6 steps",
+        "parameters            17,",
+        "memory, weights",
+        "memory, training",
+        "memory, KV cache",
+        "disk, one checkpoint",
+    ):
+        assert line in said

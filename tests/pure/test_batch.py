@@ -1,0 +1,253 @@
+"""Rows survive every cut: minibatches and micro-batches hold the same rows and add up to the same objective."""
+
+from functools import partial
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import batches, scores, totals
+from catalogue import bound
+from hypothesis import given
+from strategies import masks
+from torch import Tensor
+from torch.func import grad_and_value
+
+from grpo_fn import kl, objective, weights
+from grpo_fn.batch import check_reward, check_rollout, count, lengths, make_batch, minibatches, split
+from grpo_fn.types import Batch, Reward, Rollout, Scores
+
+LOSSES, KLS = (bound(room, "logp", "row") for room in (objective, kl))
+WEIGHTS = bound(weights, "mask", "totals")
+objectives = st.builds(
+    lambda loss, k, w, beta: partial(
+        objective.policy_objective, token_loss=LOSSES[loss], kl=KLS[k], weigh=WEIGHTS[w], beta=beta
+    ),
+    *(st.sampled_from(sorted(x)) for x in (LOSSES, KLS, WEIGHTS)),
+    st.sampled_from([0.0, 0.3]),
+)
+budgets = st.integers(1, 30)
+
+
+def numbered(batch: Batch) -> Batch:
+    """The batch with its row numbers as advantages, so that a row can be told wherever it goes."""
+    return batch._replace(adv=torch.arange(len(batch.adv), dtype=torch.float64))
+
+
+def rows_of(micro: Batch) -> list[int]:
+    return [int(a) for a in micro.adv]
+
+
+# -- split
+
+
+@given(batches(), budgets)
+def test_split_deals_out_every_row_that_sampled_something_once(drawn, budget):
+    batch = numbered(drawn[1])
+    dealt = sorted(b for micro in split(batch, budget) for b in rows_of(micro))
+    assert dealt == batch.mask.any(-1).nonzero()[:, 0].tolist()
+
+
+@given(batches(), budgets)
+def test_a_micro_batch_holds_its_rows_up_to_the_last_sampled_token(drawn, budget):
+    batch = numbered(drawn[1])
+    for micro in split(batch, budget):
+        rows, width = rows_of(micro), micro.tokens.shape[1]
+        assert width == int(lengths(batch)[rows].max())
+        for got, whole in zip(micro, batch, strict=True):
+            assert torch.equal(got, whole[rows, :width] if whole.ndim == 2 else whole[rows])
+
+
+@given(batches(), budgets)
+def test_a_micro_batch_fits_the_budget_or_is_one_row(drawn, budget):
+    assert all(micro.tokens.numel() <= budget or len(micro.tokens) == 1 for micro in split(drawn[1], budget))
+
+
+@given(batches(), budgets)
+def test_no_two_neighbouring_micro_batches_could_be_one(drawn, budget):
+    parts = split(drawn[1], budget)
+    for a, b in pairwise(parts):
+        assert a.tokens.shape[1] >= b.tokens.shape[1]  # longest first
+        assert (len(a.tokens) + 1) * a.tokens.shape[1] > budget
+
+
+@given(batches(), budgets, objectives)
+def test_the_sum_over_micro_batches_is_the_whole(drawn, budget, f):
+    logp, batch = drawn
+    batch = batch._replace(tokens=torch.arange(len(logp))[:, None].expand_as(batch.tokens))  # a row's number in it
+
+    def learn(x: Tensor, part: Batch) -> tuple[Scores, Tensor]:
+        signal, (value, _) = grad_and_value(partial(f, batch=part, totals=totals(batch)), has_aux=True)(scores(x))
+        return signal, value
+
+    wanted, whole = learn(logp, batch)
+    summed, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(logp)
+    for micro in split(batch, budget):
+        rows, width = micro.tokens[:, 0], micro.tokens.shape[1]
+        signal, value = learn(logp[rows, :width], micro)
+        gradient[rows, :width] += signal.logp
+        summed = summed + value
+    torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, wanted.logp, rtol=1e-12, atol=1e-12)
+
+
+@given(batches(), budgets)
+def test_counts_add_up(drawn, budget):
+    parts = [count(micro) for micro in split(drawn[1], budget)]
+    whole = count(drawn[1])
+    assert sum(int(p.tokens) for p in parts) == int(whole.tokens) == int(drawn[1].mask.sum())
+    assert sum(int(p.rows) for p in parts) == int(whole.rows) == int(drawn[1].mask.any(-1).sum())
+
+
+@given(batches())
+def test_lengths_reach_the_last_sampled_token(drawn):
+    wanted = [max([t + 1 for t, on in enumerate(row) if on], default=0) for row in drawn[1].mask.tolist()]
+    assert lengths(drawn[1]).tolist() == wanted
+
+
+# -- minibatches
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_minibatches_are_equal_runs_of_whole_groups_in_order(parts, each, group_size, data):
+    _, batch = data.draw(batches(rows=parts * each * group_size))
+    minis = minibatches(numbered(batch), parts)
+    assert [rows_of(mini) for mini in minis] == torch.arange(len(batch.adv)).view(parts, -1).tolist()
+    groups = [{b // group_size for b in rows_of(mini)} for mini in minis]
+    assert sum(map(len, groups)) == len(set().union(*groups)) == parts * each
+
+
+@given(batches(rows=4))
+def test_uneven_minibatches_are_refused(drawn):
+    with pytest.raises(ValueError, match="got 4 rows for 3 minibatches, wanted a multiple"):
+        minibatches(drawn[1], 3)
+
+
+# -- make_batch
+
+P, G, T = 2, 3, 5
+
+
+def rollout(**changes) -> Rollout:
+    mask = torch.zeros(P * G, T, dtype=torch.bool)
+    mask[:, 2:4] = True
+    tokens = torch.arange(P * G * T).view(P * G, T)
+    fields = {"tokens": tokens, "mask": mask, "logp_sampled": torch.full((P * G, T), -1.0)}
+    ended = torch.zeros(P * G, dtype=torch.bool)
+    return Rollout(**{**fields, "truncated": ended, "text": ("",) * (P * G), **changes})
+
+
+def reward(valid: Tensor) -> Reward:
+    return Reward(torch.zeros(P, G), valid, {"right": torch.zeros(P, G)})
+
+
+def adv() -> Tensor:
+    return torch.arange(6.0, dtype=torch.float64).view(P, G)
+
+
+@given(masks((P, G)))
+def test_what_could_not_be_scored_neither_learns_nor_counts(valid):
+    seen = rollout()
+    batch = make_batch(seen, reward(valid), adv(), torch.full((6, T), -2.0), torch.full((6, T), -3.0))
+    assert torch.equal(batch.mask, seen.mask & valid.flatten()[:, None])
+    assert int(count(batch).rows) == int(valid.sum())
+    assert int(count(batch).tokens) == 2 * int(valid.sum())
+    assert {b for micro in split(batch, 7) for b in rows_of(micro)} == set(valid.flatten().nonzero()[:, 0].tolist())
+
+
+def test_row_b_is_sample_g_of_prompt_p():
+    old, ref = torch.full((6, T), -2.0), torch.full((6, T), -3.0)
+    seen = rollout()
+    batch = make_batch(seen, reward(torch.ones(P, G, dtype=torch.bool)), adv(), old, ref)
+    assert batch.adv.tolist() == [float(adv()[p, g]) for p in range(P) for g in range(G)]
+    assert batch.adv.dtype == seen.logp_sampled.dtype
+    assert batch.tokens is seen.tokens
+    assert (batch.logp_sampled, batch.logp_old, batch.logp_ref) == (seen.logp_sampled, old, ref)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_advantages_that_are_not_finite_are_refused(broken):
+    bad, valid, some = adv(), torch.ones(P, G, dtype=torch.bool), torch.zeros(6, T)
+    bad[1, 2] = broken
+    with pytest.raises(ValueError, match=rf"got advantages that are not finite, \[{broken}\], wanted finite ones"):
+        make_batch(rollout(), reward(valid), bad, some, some)
+
+
+def test_advantages_for_other_rows_are_refused():
+    some = torch.zeros(6, T)
+    with pytest.raises(ValueError, match=r"got \(2, 2\) advantages for 6 rows, wanted one a row"):
+        make_batch(rollout(), reward(torch.ones(P, G, dtype=torch.bool)), torch.zeros(2, 2), some, some)
+
+
+# -- the data seam
+
+
+def changed(name: str, b: int, t: int, value: object) -> Rollout:
+    x = getattr(rollout(), name).clone()
+    x[b, t] = value
+    return rollout(**{name: x})
+
+
+def silent(b: int) -> Rollout:
+    mask = rollout().mask.clone()
+    mask[b] = False
+    return rollout(mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda: changed("mask", 2, 0, True), "got a row whose first token is marked as sampled, wanted a prompt"),
+        (lambda: silent(4), "got row 4 without a sampled token, wanted at least one"),
+        (lambda: changed("logp_sampled", 3, 2, 0.5), "got logp_sampled 0.5 at row 3, token 2; wanted a finite log-pr"),
+        (lambda: changed("logp_sampled", 3, 2, float("nan")), "got logp_sampled nan at row 3, token 2; wanted a fin"),
+        (lambda: changed("logp_sampled", 3, 2, float("-inf")), "got logp_sampled -inf at row 3, token 2; wanted a f"),
+    ],
+)
+def test_a_broken_rollout_says_what_was_got_and_wanted(bad, message):
+    with pytest.raises(ValueError, match=message):
+        check_rollout(bad())
+
+
+class Unchecked:
+    """A rollout from a sampler that checks no shapes of its own."""
+
+    def __init__(self, **changes) -> None:
+        self.__dict__.update({**rollout()._asdict(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            {"mask": torch.ones(6, 4, dtype=torch.bool)},
+            r"got rollout.mask \(6, 4\), wanted the shape of tokens, \(6, 5",
+        ),
+        ({"logp_sampled": torch.zeros(5, 5)}, r"got rollout.logp_sampled \(5, 5\), wanted the shape of tokens, \(6, 5"),
+        ({"text": ("",) * 5}, r"got 5 texts and truncated \(6,\), wanted 6 of each"),
+        ({"truncated": torch.zeros(7, dtype=torch.bool)}, r"got 6 texts and truncated \(7,\), wanted 6 of each"),
+    ],
+)
+def test_fields_that_do_not_agree_are_named(bad, message):
+    unchecked = check_rollout.__wrapped__ if hasattr(check_rollout, "__wrapped__") else check_rollout
+    with pytest.raises(ValueError, match=message):
+        unchecked(Unchecked(**bad))
+
+
+@pytest.mark.parametrize("garbage", [0.5, float("nan"), float("inf"), float("-inf")])
+def test_what_was_not_sampled_may_hold_anything(garbage):
+    seen = rollout()
+    check_rollout(seen._replace(logp_sampled=torch.where(seen.mask, -0.0, garbage)))
+
+
+@pytest.mark.parametrize("name", ["value", "valid", "right"])
+def test_a_reward_of_another_layout_is_refused(name):
+    good = reward(torch.ones(P, G, dtype=torch.bool))
+    check_reward(good, P, G)
+    unchecked = check_reward.__wrapped__ if hasattr(check_reward, "__wrapped__") else check_reward
+    if name == "right":
+        bad = good._replace(parts={"right": torch.zeros(G, P)})
+    else:
+        bad = good._replace(**{name: getattr(good, name).T})
+    with pytest.raises(ValueError, match=rf"got reward {name} \(3, 2\), wanted problems by samples, \(2, 3\)"):
+        unchecked(bad, P, G)
