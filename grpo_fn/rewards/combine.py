@@ -56,11 +56,19 @@ def completions_of(rollout: Rollout) -> list[Completion]:
     return [Completion(*row) for row in zip(rollout.text, lengths, truncated, strict=True)]
 
 
+# Names that reward/<part> would take from the metrics of the whole reward.
+TAKEN = {"mean", "std", "min", "max", "correct_rate", "invalid"}
+
+
 def part_names(parts: Sequence[RewardFn]) -> list[str]:
-    """The functions' names, `module.name` where two share one. Raises ValueError when two parts are one function."""
+    """The functions' names, `module.name` where two share one or the name is taken.
+
+    Raises ValueError when two parts are one function.
+    """
     bare = [_unwrapped(fn) for fn in parts]
     shared = Counter(fn.__name__ for fn in bare)
-    names = [fn.__name__ if shared[fn.__name__] == 1 else f"{fn.__module__}.{fn.__name__}" for fn in bare]
+    clash = TAKEN | {name for name, times in shared.items() if times > 1}
+    names = [f"{fn.__module__}.{fn.__name__}" if fn.__name__ in clash else fn.__name__ for fn in bare]
     if len(set(names)) != len(names):
         raise ValueError(f"reward parts: got {names}, wanted different functions")
     return names

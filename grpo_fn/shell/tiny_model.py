@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM,
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from grpo_fn import prng
-from grpo_fn.shell import hf
-from grpo_fn.shell.optimizer import adamw, linear_decay
+from grpo_fn.shell import hf, optimizer
 from grpo_fn.tasks import arithmetic
+from grpo_fn.tasks import task as tasks
 
 EOS = "<|endoftext|>"
 
@@ -87,7 +87,8 @@ class Recipe:
         """The cached folder, made now when it is not there."""
         fields = {k: v for k, v in asdict(self).items() if k != "cache"}
         made_with = {"torch": version("torch"), "transformers": version("transformers")}
-        source = hashlib.sha256(Path(__file__).read_bytes() + Path(arithmetic.__file__).read_bytes()).hexdigest()
+        code = "".join(Path(module.__file__).read_text() for module in (arithmetic, tasks, prng, hf, optimizer))
+        source = hashlib.sha256((code + Path(__file__).read_text()).encode()).hexdigest()
         name = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
         path = Path(self.cache).expanduser() / f"arithmetic-{name}"
         if not path.is_dir():
@@ -149,15 +150,15 @@ def supervise(
     report: Callable[[str], None] = print,
 ) -> None:
     """Minimise the cross-entropy of completion and EOS given the prompt, for `plan.steps` AdamW steps."""
-    optimizer = adamw(model.parameters(), lr=plan.lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.01)
+    updates = optimizer.adamw(model.parameters(), lr=plan.lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.01)
     for step in range(plan.steps):
         ids, labels = collate([next(pairs) for _ in range(plan.rows)], tokenizer)
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
-        for group in optimizer.param_groups:
-            group["lr"] = plan.lr * linear_decay(step, warmup=plan.steps // 20, total=plan.steps, final=0.1)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for group in updates.param_groups:
+            group["lr"] = plan.lr * optimizer.linear_decay(step, warmup=plan.steps // 20, total=plan.steps, final=0.1)
+        updates.step()
+        updates.zero_grad(set_to_none=True)
         if (step + 1) % 100 == 0 or step + 1 == plan.steps:
             report(f"[warm start] step {step + 1}/{plan.steps} loss {loss.item():.3f}")
 

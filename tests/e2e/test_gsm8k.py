@@ -1,16 +1,13 @@
-"""The published GSM8K through the whole program with a small random model: every row, without a hitch.
-
-The data is looked for in $GSM8K, in data/gsm8k of the project and in shared/data/gsm8k beside it.
-"""
+"""The published GSM8K through the whole program with a small random model: every row, without a hitch."""
 
 import json
-import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from e2e.running import TESTS, AtPhase, finish, metrics, outcome
+from published import published
 
 from grpo_fn import prng
 from grpo_fn.problem import Completion
@@ -21,18 +18,12 @@ from grpo_fn.tasks import gsm8k
 from grpo_fn.tasks.task import train_problems
 
 PROJECT = TESTS.parent
-PLACES = (PROJECT / "data" / "gsm8k", PROJECT.parent / "shared" / "data" / "gsm8k")
 TRAIN, TEST = 7473, 1319
 
 
 @pytest.fixture(scope="module")
 def data() -> Path:
-    named = os.environ.get("GSM8K")
-    places = [Path(named)] if named else PLACES
-    found = [path for path in places if (path / "train.jsonl").is_file()]
-    if not found:
-        pytest.skip(f"GSM8K IS NOT TESTED: no train.jsonl in {' or '.join(map(str, places))}; set GSM8K=<folder>")
-    return found[0]
+    return published("gsm8k")
 
 
 @pytest.fixture(scope="module")

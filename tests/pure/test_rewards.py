@@ -1,24 +1,22 @@
 """Rewards: three verdicts, one marked answer, and sums that know what they could not score."""
 
 import json
-import os
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from published import published
 
+from grpo_fn.metrics import of_reward
 from grpo_fn.problem import Completion, Problem
 from grpo_fn.rewards import math as reward_math
-from grpo_fn.rewards.combine import combine, part_names, serial
+from grpo_fn.rewards.combine import TAKEN, combine, part_names, serial
 from grpo_fn.rewards.format import boxed, last_box
 from grpo_fn.rewards.math import LONGEST_ANSWER, correct, lenient, marked_answer
 from grpo_fn.types import Rollout
-
-DATA = Path(os.environ.get("GRPO_FN_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
 def verdict(gold, text, fn=correct):
@@ -302,10 +300,18 @@ def test_parts_are_named_after_their_functions_and_by_module_where_names_collide
         part_names([correct, partial(correct)])
 
 
+@pytest.mark.parametrize("name", sorted(TAKEN))
+def test_a_part_never_takes_the_name_of_a_metric_of_the_whole_reward(name):
+    part = partial(lambda problem, completion: 0.0)
+    part.func.__name__, part.func.__module__ = name, "mine"
+    assert part_names([part]) == [f"mine.{name}"]
+    reward = combine(problems(1), rollout(["1", "2"]), parts=[part], weights=[1.0], score=serial)
+    whole = {f"reward/{taken}" for taken in TAKEN}
+    assert set(of_reward(reward)) == whole | {f"reward/mine.{name}"}
+
+
 def gold_rows(name):
-    path = DATA / "gsm8k" / name
-    if not path.exists():
-        pytest.skip(f"NOT TESTED on the real GSM8K: no {path}; point GRPO_FN_DATA at the folder that holds gsm8k/")
+    path = published(f"gsm8k/{name}")
     return [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 

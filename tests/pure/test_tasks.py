@@ -2,13 +2,12 @@
 
 import itertools
 import json
-import os
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from published import published
 
 from grpo_fn import prng
 from grpo_fn.problem import Completion, Problem
@@ -16,8 +15,6 @@ from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.math import correct
 from grpo_fn.tasks import arithmetic, gsm8k
 from grpo_fn.tasks.task import TEST_UID, from_rows, train_problems
-
-DATA = Path(os.environ.get("GRPO_FN_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -281,10 +278,7 @@ def test_gsm8k_knobs_that_make_no_sense_are_refused(tmp_path, template, test_siz
 
 
 def test_the_published_files_have_7473_and_1319_rows():
-    path = DATA / "gsm8k"
-    if not path.is_dir():
-        pytest.skip(f"NOT TESTED on the real GSM8K: no {path}; point GRPO_FN_DATA at the folder that holds gsm8k/")
-    task = gsm8k.task(data=str(path), template="{question}", test_size=0)
+    task = gsm8k.task(data=str(published("gsm8k")), template="{question}", test_size=0)
     assert (task.size, len(task.test)) == (7473, 1319)
     assert {problem.meta["row"] for problem in train_problems(task, key(0), 0, 7473)} == set(range(7473))
     assert all(re.fullmatch(r"-?\d+(\.\d+)?", problem.answer) for problem in task.test)
