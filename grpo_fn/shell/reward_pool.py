@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import IO, Any, NamedTuple
@@ -72,13 +72,15 @@ class _Worker:
         except BrokenPipeError:
             self.outgoing = b""  # its end of standard output tells the rest
 
-    def replies(self) -> list[list[Any]]:
-        """The complete replies that have come in. Raises _Lost at the end of the stream or on nonsense."""
+    def replies(self) -> Iterator[list[Any]]:
+        """The complete replies that have come in, one by one: those before some nonsense still count.
+
+        Raises _Lost at the end of the stream or on nonsense.
+        """
         data = os.read(self.stdout.fileno(), 65536)
         if not data:
             raise _Lost("deaths")
         self.incoming += data
-        found = []
         while len(self.incoming) >= HEADER.size:
             (size,) = HEADER.unpack_from(self.incoming)
             if size > LONGEST_REPLY:
@@ -87,10 +89,10 @@ class _Worker:
                 break
             body, self.incoming = self.incoming[HEADER.size : HEADER.size + size], self.incoming[HEADER.size + size :]
             try:
-                found.append(json.loads(body))
+                reply = json.loads(body)
             except ValueError as error:
                 raise _Lost("errors") from error
-        return found
+            yield reply
 
     def end(self, grace: float) -> None:
         """Close its input, wait up to `grace` seconds for it to end, then kill it and whatever it started."""
