@@ -1,6 +1,7 @@
 """From a rollout to rows one can learn from, and from rows to micro-batches. The data seam is checked here."""
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -53,14 +54,14 @@ def make_batch(
     if not torch.isfinite(adv).all():
         raise ValueError(f"got advantages that are not finite, {adv[~adv.isfinite()][:3].tolist()}, wanted finite ones")
     device = rollout.tokens.device
-    valid = reward.valid.reshape(-1).to(device)
+    valid = rearrange(reward.valid, "p g -> (p g)").to(device)
     return Batch(
         tokens=rollout.tokens,
         mask=rollout.mask & valid[:, None],
         logp_sampled=rollout.logp_sampled,
         logp_old=logp_old,
         logp_ref=logp_ref,
-        adv=adv.reshape(-1).to(device, rollout.logp_sampled.dtype),
+        adv=rearrange(adv, "p g -> (p g)").to(device, rollout.logp_sampled.dtype),
     )
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange
 
 from grpo_fn.problem import Completion, Problem, RewardFn, Scorer
 from grpo_fn.types import Reward, Rollout
@@ -41,7 +42,7 @@ def combine(
     scores = [score(fn, asked, completions) for fn in parts]
 
     def grid(column: list[Any]) -> torch.Tensor:
-        return torch.tensor(column, device=rollout.mask.device).view(len(problems), group)
+        return rearrange(torch.tensor(column, device=rollout.mask.device), "(p g) -> p g", g=group)
 
     table = [grid([0.0 if s is None else float(s) for s in column]) for column in scores]
     known = [grid([s is not None for s in column]) for column, w in zip(scores, weights, strict=True) if w != 0]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
@@ -61,7 +62,7 @@ class LocalSampler:
         )
         # Whole groups share one prefill, as many as fit; a group that does not fit alone comes in pieces.
         at_once, width = max(1, self.max_rows // group_size), min(group_size, self.max_rows)
-        by_group = u.view(len(prompts), group_size, self.max_new_tokens)
+        by_group = rearrange(u, "(p g) n -> p g n", g=group_size)
         parts = [
             self._decode(prompts[i : i + at_once], by_group[i : i + at_once, j : j + width])
             for i in range(0, len(prompts), at_once)
@@ -84,7 +85,7 @@ class LocalSampler:
     def _decode(self, prompts: list[list[int]], u: Tensor) -> Decoded:
         """Completions of every prompt, as many as u `[P, G, N]` has numbers for; row p * G + g."""
         device, group_size = u.device, u.shape[1]
-        u = u.flatten(0, 1)
+        u = rearrange(u, "p g n -> (p g) n")
         pad = self.tokenizer.eos_token_id
         ends = torch.tensor(stop_ids(self.tokenizer, self.model), device=device)
         ids = as_tokens(prompts, pad, device)

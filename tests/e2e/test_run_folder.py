@@ -1,11 +1,12 @@
 """What a run leaves behind: every file that is promised, saying the same things, and enough to launch it again."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from e2e.running import board, command, finish, metrics, outcome
+from e2e.running import TESTS, board, command, finish, metrics, outcome
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,6 +42,22 @@ def test_metrics_are_one_object_a_step_with_the_documented_names(whole: Path) ->
         assert ("eval/accuracy" in row) == (row["step"] % 2 == 0)
         assert ("time/checkpoint" in row) == (row["step"] in (3, 5))  # written when the step is over: the next's time
     assert "eval/accuracy" in rows[0]
+
+
+def explained() -> set[str]:
+    """The metrics in the first column of the README's table; a name without a group has that of the one before it."""
+    names, group = set(), ""
+    for row in re.findall(r"^\| (`[a-z]+/.*?) \|", (TESTS.parent / "README.md").read_text(), re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", row):
+            group = name.partition("/")[0] if "/" in name else group
+            names.add(name if "/" in name else f"{group}/{name}")
+    return names
+
+
+def test_every_metric_is_explained_in_the_readme(whole: Path) -> None:
+    own_rewards = {"reward/named", "reward/digits"}  # reward/<part> in the table
+    seen = {key for row in metrics(whole) for key in row} - {"step"} - own_rewards
+    assert {key for key in seen if not re.match(r"system/gpu\d", key)} <= explained()
 
 
 def test_tensorboard_holds_the_same_names_and_numbers(whole: Path) -> None:
