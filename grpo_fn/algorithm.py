@@ -17,7 +17,7 @@ from grpo_fn.collect import Explore, Harvest
 from grpo_fn.credit import first_token
 from grpo_fn.groups import by_group
 from grpo_fn.problem import Problem
-from grpo_fn.types import Batch, Carried, Gains, Gather, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
+from grpo_fn.types import Batch, Carried, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
@@ -28,9 +28,9 @@ MARKING = -1  # a child of the step's key beside those of the problems, whose ui
 class Stages:
     """From a scored rollout to the learning signal."""
 
-    credit: Callable[[Reward, Tensor, Tensor, Gather], Tensor]  # the advantage of every token, [P G T]
+    credit: Callable[[Reward, Tensor, Tensor], Tensor]  # the advantage of every token, [P G T]
     filters: Sequence[Callable[[Rollout, Tensor], Tensor]]  # which samples may learn, [P G]; all of them have to agree
-    mark: Callable[[Batch, Tensor, Gather], Tensor]  # tokens that the loss treats apart, [B T]
+    mark: Callable[[Batch, Tensor], Tensor]  # tokens that the loss treats apart, [B T]
     objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # scores; batch=, totals=, gains= -> loss, diagnostics
 
 
@@ -47,6 +47,7 @@ class Algo(Stages):
     epochs: int  # passes over one rollout
     minibatches: int  # optimizer steps in a pass
     micro_tokens: int  # padded tokens per forward and backward
+    devices: int  # that share a micro-batch; micro_tokens is for each of them
     min_signal: int  # groups with signal that a step needs to be trained on
 
 
@@ -79,7 +80,6 @@ def grpo_step(
     *,
     key: Tensor,
     algo: Algo,
-    gather: Gather,
     span: Span,
 ) -> tuple[Experience, Carried, dict[str, float]]:
     """Sample, score, compare within groups, and climb. `span` names the phases for whoever keeps time.
@@ -92,10 +92,10 @@ def grpo_step(
     with span("train"):
         logp_old, logp_ref = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
         logp_ref = logp_old if logp_ref is None else logp_ref
-        adv, batch = judged(groups, logp_old, logp_ref, carried.gains, key=key, stages=algo, gather=gather)  # A
-        signal = gather((adv != 0).any(-1).any(-1)).sum()
+        adv, batch = judged(groups, logp_old, logp_ref, carried.gains, key=key, stages=algo)  # A
+        signal = (adv != 0).any(-1).any(-1).sum()
         learned = [
-            climb(policy, mini, total(count(mini), gather), carried.gains, algo)
+            climb(policy, mini, count(mini), carried.gains, algo)
             for _ in range(algo.epochs if signal >= algo.min_signal else 0)
             for mini in minibatches(batch, algo.minibatches)
         ]
@@ -140,15 +140,14 @@ def judged(
     *,
     key: Tensor,
     stages: Stages,
-    gather: Gather,
 ) -> tuple[Float[Tensor, "P G T"], Batch]:
     """Every token's advantage, and the rows b = p * G + g to learn from."""
     _, rollout, reward = groups
     mask, drift = (by_group(x, len(reward.value)) for x in (rollout.mask, logp_old - logp_ref))
-    adv = stages.credit(reward, gains.kl * drift, mask, gather)
+    adv = stages.credit(reward, gains.kl * drift, mask)
     keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
     batch = make_batch(rollout, keep, adv, logp_old, logp_ref)
-    marked = stages.mark(batch, row_keys(groups, prng.fold_in(key, MARKING)), gather)
+    marked = stages.mark(batch, row_keys(groups, prng.fold_in(key, MARKING)))
     return adv, batch._replace(marked=marked)
 
 
@@ -162,11 +161,6 @@ def row_keys(groups: Groups, key: Tensor) -> Tensor:
     size = groups.reward.value.shape[1]
     uid = torch.tensor([problem.uid for problem in groups.problems]).repeat_interleave(size)
     return prng.fold_in(key, uid, torch.arange(size).repeat(len(groups.problems))).to(groups.rollout.tokens.device)
-
-
-def total(counts: Totals, gather: Gather) -> Totals:
-    """The counts of all ranks."""
-    return Totals(*gather(torch.stack([*counts])[None]).sum(0))
 
 
 def controlled(gains: Gains, figures: dict[str, float], algo: Algo) -> Gains:
@@ -189,7 +183,9 @@ class Learned(NamedTuple):
 def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo) -> Learned:
     """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
     objective, stats = 0.0, []
-    for micro in split(batch, algo.micro_tokens):
+    micros = split(batch, algo.micro_tokens, algo.devices)
+    policy.expect(len(micros))
+    for micro in micros:
         scores, pullback = policy.vjp(micro)  # log pi_theta
         loss = partial(algo.objective, batch=micro, totals=totals, gains=gains)
         signal, (value, tokens) = grad_and_value(loss, has_aux=True)(scores)
@@ -217,11 +213,6 @@ def summary(learned: list[Learned]) -> dict[str, float]:
         **metrics.of_learning(stats),
         **learned[-1].update,
     }
-
-
-def alone(rows: Tensor) -> Tensor:
-    """The gather of a single process."""
-    return rows
 
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)

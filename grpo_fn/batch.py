@@ -94,19 +94,24 @@ def minibatches(batch: Batch, parts: int) -> list[Batch]:
     return [Batch(*fields) for fields in zip(*(x.chunk(parts) for x in batch), strict=True)]
 
 
-def split(batch: Batch, micro_tokens: int) -> list[Batch]:
-    """Micro-batches of at most `micro_tokens` padded tokens, longest rows first, each cut to its longest row.
+def split(batch: Batch, micro_tokens: int, devices: int) -> list[Batch]:
+    """Micro-batches for `devices` devices of `micro_tokens` padded tokens each, longest rows first, cut to the longest.
 
-    A row longer than the budget goes alone. Rows without a sampled token are left out. As every weight is a global
-    one, the sum over the parts is the whole, whatever the split.
+        rows <= devices * max(1, micro_tokens // width)
+
+    Dealt out one by one, the rows of a micro-batch stay within every device's budget; a row longer than that is the
+    only one of its device. Rows without a sampled token are left out. As every weight is a global one, the sum over
+    the parts is the whole, whatever the split. Raises ValueError for less than one device.
     """
+    if devices < 1:
+        raise ValueError(f"devices: got {devices}, wanted at least 1")
     length = lengths(batch)
     order = length.argsort(descending=True, stable=True)
     order = order[length[order] > 0]
     parts, start, sizes = [], 0, length[order].tolist()
     while start < len(order):
         width = sizes[start]
-        rows = order[start : start + max(1, micro_tokens // width)]
+        rows = order[start : start + devices * max(1, micro_tokens // width)]
         parts.append(Batch(*(x[rows, :width] if x.ndim == 2 else x[rows] for x in batch)))
         start += len(rows)
     return parts

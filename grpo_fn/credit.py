@@ -1,10 +1,10 @@
 """From the rewards of a step to the advantage of every token.
 
-A credit function takes the whole step, `(reward, drift [P G T], mask [P G T], gather)`, and returns `[P G T]`. It says
+A credit function takes the whole step, `(reward, drift [P G T], mask [P G T])`, and returns `[P G T]`. It says
 which number the groups are compared by, and what a comparison over more than one group adds. `drift` is
 logp_old - logp_ref at every sampled token, in nats: summed over a row it is the single-sample estimate k1 of
-KL(pi_old || pi_ref). `gather` brings the rows of all ranks together, so that a mean over the batch is the same however
-many ranks share it. Behind the mask the result is 0; so it is for samples that are not valid.
+KL(pi_old || pi_ref). The step is whole wherever this runs, so that a mean over it is the same number however many
+processes share the work. Behind the mask the result is 0; so it is for samples that are not valid.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +15,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.func import vmap
 
-from grpo_fn.types import Gather, Reward
+from grpo_fn.types import Reward
 
 Advantage = Callable[[Tensor, Tensor], Tensor]  # one group: reward [G], valid [G] -> [G]
-Credit = Callable[[Reward, Tensor, Tensor, Gather], Tensor]
+Credit = Callable[[Reward, Tensor, Tensor], Tensor]
 
 
 def outcome(
     reward: Reward,
     drift: Float[Tensor, "P G T"],
     mask: Bool[Tensor, "P G T"],
-    gather: Gather,
     *,
     advantage: Advantage,
 ) -> Float[Tensor, "P G T"]:
@@ -40,7 +39,6 @@ def outcome_minus_kl(
     reward: Reward,
     drift: Float[Tensor, "P G T"],
     mask: Bool[Tensor, "P G T"],
-    gather: Gather,
     *,
     advantage: Advantage,
     beta: float,
@@ -57,7 +55,6 @@ def reward_to_go(
     reward: Reward,
     drift: Float[Tensor, "P G T"],
     mask: Bool[Tensor, "P G T"],
-    gather: Gather,
     *,
     beta: float,
 ) -> Float[Tensor, "P G T"]:
@@ -73,7 +70,6 @@ def per_part(
     reward: Reward,
     drift: Float[Tensor, "P G T"],
     mask: Bool[Tensor, "P G T"],
-    gather: Gather,
     *,
     advantage: Advantage,
     weights: Mapping[str, float],
@@ -95,20 +91,19 @@ def token_whitened(
     reward: Reward,
     drift: Float[Tensor, "P G T"],
     mask: Bool[Tensor, "P G T"],
-    gather: Gather,
     *,
     credit: Credit,
     eps: float,
 ) -> Float[Tensor, "P G T"]:
     """A = (a - mean a) / (std a + eps), a from `credit`, mean and std over the sampled tokens of all valid rows.
 
-    Every rank's; std with N in its denominator. REINFORCE++ (arXiv:2501.03262v9, eq. 5) and, around `outcome` with
-    `centered`, its baseline form (eq. 6 and 7). A batch of one value gives exactly 0. Long rows weigh more in the mean,
-    so a group without signal does not stay at 0 here unless the whole batch is without; in `row_whitened` it does.
+    The std has N in its denominator. REINFORCE++ (arXiv:2501.03262v9, eq. 5) and, around `outcome` with `centered`,
+    its baseline form (eq. 6 and 7). A batch of one value gives exactly 0. Long rows weigh more in the mean, so a group
+    without signal does not stay at 0 here unless the whole batch is without; in `row_whitened` it does.
     """
-    adv = credit(reward, drift, mask, gather)
+    adv = credit(reward, drift, mask)
     counted = mask & reward.valid[..., None]
-    mean, std = moments(gather(adv[counted]))
+    mean, std = moments(adv[counted])
     return torch.where(counted, standardised(adv, mean, std, eps), 0.0)
 
 
@@ -116,7 +111,6 @@ def row_whitened(
     reward: Reward,
     drift: Float[Tensor, "P G T"],
     mask: Bool[Tensor, "P G T"],
-    gather: Gather,
     *,
     credit: Credit,
     eps: float,
@@ -126,8 +120,8 @@ def row_whitened(
     As `token_whitened`, but a long row counts once: GDPO (arXiv:2601.05242, eq. 6), around `per_part`. For a `credit`
     that gives all tokens of a row the same. Where the advantages of a group sum to 0, groups without signal stay at 0.
     """
-    adv = credit(reward, drift, mask, gather)
-    mean, std = moments(gather(first_token(adv, mask)[reward.valid & mask.any(-1)]))
+    adv = credit(reward, drift, mask)
+    mean, std = moments(first_token(adv, mask)[reward.valid & mask.any(-1)])
     return torch.where(mask & reward.valid[..., None], standardised(adv, mean, std, eps), 0.0)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.func import grad, vmap
 
-from grpo_fn.algorithm import Stages, alone, judged
+from grpo_fn.algorithm import Stages, judged
 from grpo_fn.batch import count
 from grpo_fn.types import Batch, Gains, Groups, Scores, Totals
 
@@ -34,8 +34,8 @@ def view(
     gains: Gains,
     key: Tensor,
 ) -> View:
-    """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch on one rank."""
-    _, batch = judged(groups, logp_old, logp_ref, gains, key=key, stages=stages, gather=alone)
+    """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch."""
+    _, batch = judged(groups, logp_old, logp_ref, gains, key=key, stages=stages)
     return View(stages.objective, batch, count(batch))
 
 

@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Denominators of one optimizer step: over all micro-batches and all ranks, never over one of them."""
+    """Denominators of one optimizer step: over all of its micro-batches, never over one of them."""
 
     tokens: Float[Tensor, ""]  # sampled tokens
     rows: Float[Tensor, ""]  # rows with at least one sampled token
@@ -91,9 +91,6 @@ class RunState(NamedTuple):
 
 Pullback = Callable[[Scores], None]
 
-# The rows `[n, ...]` of this rank to those of all ranks, `[N, ...]`, in rank order; alone it is the identity.
-Gather = Callable[[Tensor], Tensor]
-
 
 @runtime_checkable
 class Policy(Protocol):
@@ -101,6 +98,10 @@ class Policy(Protocol):
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         """Scores of the batch's tokens, and the map from their cotangent to accumulated parameter gradients."""
+        ...
+
+    def expect(self, parts: int) -> None:
+        """So many pullbacks come before the next update: what devices tell each other may wait for the last."""
         ...
 
     def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:

@@ -16,7 +16,7 @@ from grpo_fn.collect import Harvest
 from grpo_fn.config import freeze, load
 from grpo_fn.groups import take
 from grpo_fn.problem import Problem
-from grpo_fn.types import Batch, Carried, Gather, Groups, Pullback, Reward, Rollout, Scores
+from grpo_fn.types import Batch, Carried, Groups, Pullback, Reward, Rollout, Scores
 
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[1] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")
@@ -107,6 +107,8 @@ class TokenPolicy:
         self.grad = torch.zeros_like(step.logp)
         self.signals: list[Tensor] = []
 
+    def expect(self, parts: int) -> None: ...
+
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         where = batch.tokens[:, :1], torch.arange(batch.tokens.shape[1])
         logp = torch.where(batch.mask, self.logp_now[where], 0.0)
@@ -148,13 +150,13 @@ def learn(
     step: Step,
     *,
     only: Sequence[int] | None = None,
-    gather: Gather = algorithm.alone,
     lr: float = 0.0,
     epochs: int = 1,
     minibatches: int = 1,
     micro_tokens: int = 10**6,
+    devices: int = 1,
 ) -> Learned:
-    """What grpo_step makes of the step's groups, or of the groups `only` as one rank's."""
+    """What grpo_step makes of the step's groups, or of the groups `only` in that order."""
     groups = step.groups if only is None else take(step.groups, only)
     algo = algorithm.Algo(
         collect=partial(as_sampled, groups),
@@ -170,11 +172,12 @@ def learn(
         epochs=epochs,
         minibatches=minibatches,
         micro_tokens=micro_tokens,
+        devices=devices,
         min_signal=0,
     )
     policy = TokenPolicy(step, lr)
     _, _, figures = algorithm.grpo_step(
-        policy, policy, unasked, algorithm.AT_THE_START, key=KEY, algo=algo, gather=gather, span=silent
+        policy, policy, unasked, algorithm.AT_THE_START, key=KEY, algo=algo, span=silent
     )
     return Learned(torch.stack(policy.signals), figures["loss/objective"])
 

@@ -22,7 +22,6 @@ from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from grpo_fn import advantage, credit, filters, kl, losses, prng, weights
-from grpo_fn.algorithm import alone
 from grpo_fn.types import Batch, Reward, Rollout, Totals
 
 V, EOS = 3, 0
@@ -192,7 +191,7 @@ def by_step(
         valid, written = torch.ones(step.shape, dtype=torch.bool), MASK[step]
         graded, solved = (x.gather(1, step) for x in (w.reward, w.solved))
         reward = Reward(paid * graded, valid, {"graded": graded, "solved": solved})
-        adv = assign(reward, drift.gather(1, step[..., None].expand(written.shape)), written, alone)
+        adv = assign(reward, drift.gather(1, step[..., None].expand(written.shape)), written)
         return adv, valid if keeps is None else keeps(rollout(step.flatten()), adv)
 
     def signal(w: World) -> Tensor:

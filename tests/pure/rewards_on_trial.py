@@ -61,12 +61,6 @@ def counts(problem, completion, *, so_far=[]):  # noqa: B006
     return float(len(so_far))
 
 
-def knows_it(problem, completion, *, seen=set()):  # noqa: B006
-    again = completion in seen
-    seen.add(completion)
-    return float(again)
-
-
 def remembers(problem, completion, *, before=[None]):  # noqa: B006
     before[0], again = completion.text, completion.text == before[0]
     return float(again)

@@ -1,7 +1,9 @@
 """The box, on a policy that is one table: what happens in which order, what is learned, and what is reported."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from grpo_fn import collect, control, credit, filters, kl, losses, marks, objective, prng, weights
 from grpo_fn.advantage import centered, group_normalized, leave_one_out
-from grpo_fn.algorithm import AT_THE_START, Algo, Experience, alone, from_sampler, grpo_step, of_samples, recomputed
+from grpo_fn.algorithm import AT_THE_START, Algo, Experience, from_sampler, grpo_step, of_samples, recomputed
 from grpo_fn.groups import by_group
 from grpo_fn.problem import Completion, Problem
 from grpo_fn.rewards.combine import combine, serial
@@ -67,7 +69,7 @@ def algo(
         entropy_bonus=entropy_bonus,
     )
     reward = partial(combine, parts=parts, weights=[1.0, 0.5][: len(parts)], score=serial)
-    numbers = {"group_size": 4, "epochs": 1, "minibatches": 1, "micro_tokens": 20, "min_signal": 0}
+    numbers = {"group_size": 4, "epochs": 1, "minibatches": 1, "micro_tokens": 20, "devices": 1, "min_signal": 0}
     plain = {"filters": [], "mark": marks.nothing, "kl_control": control.fixed, "entropy_control": control.fixed}
     drawn = {"collect": partial(collect.every, prompts=n), "reward": reward, "credit": outcome(centered)}
     return Algo(**{**numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes})
@@ -83,9 +85,9 @@ def stream(first: int, count: int) -> list[Problem]:
 
 
 def onwards(
-    policy, sampler, how: Algo, carried: Carried, key: Tensor = KEY, gather=alone, span=lambda name: nullcontext()
+    policy, sampler, how: Algo, carried: Carried, key: Tensor = KEY, span=lambda name: nullcontext()
 ) -> tuple[Experience, Carried, dict[str, float]]:
-    return grpo_step(policy, sampler, stream, carried, key=key, algo=how, gather=gather, span=span)
+    return grpo_step(policy, sampler, stream, carried, key=key, algo=how, span=span)
 
 
 def step(policy, sampler, how: Algo, **options) -> tuple[Experience, dict[str, float]]:
@@ -134,18 +136,18 @@ def test_a_step_samples_scores_trains_and_syncs(old_logp, asked):
 @given(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(1, 40))
 def test_every_epoch_takes_one_update_for_each_minibatch(epochs, minibatches, micro_tokens):
     policy, sampler = pair()
-    seen: list[list[float]] = []
-
-    def noted(rows: Tensor) -> Tensor:
-        if rows.shape == (1, 2):  # tokens and rows of a minibatch
-            seen.extend(rows.tolist())
-        return rows
-
+    seen: dict[int, set[tuple[float, ...]]] = defaultdict(set)  # the totals that each update was made with
     how = algo(n=4, epochs=epochs, minibatches=minibatches, micro_tokens=micro_tokens)
-    experience, figures = step(policy, sampler, how, gather=noted)
+
+    def noted(scores, *, totals, **rest):
+        seen[len(policy.steps)].add(tuple(map(float, totals)))
+        return how.objective(scores, totals=totals, **rest)
+
+    experience, figures = step(policy, sampler, replace(how, objective=noted))
     assert len(policy.steps) == len(seen) == epochs * minibatches == figures["optimizer/step"]
-    assert sum(tokens for tokens, _ in seen) == epochs * int(experience.groups.rollout.mask.sum())
-    assert sum(rows for _, rows in seen) == epochs * 16
+    tokens, rows = zip(*(only for (only,) in seen.values()), strict=True)  # of all its micro-batches the same
+    assert sum(tokens) == epochs * int(experience.groups.rollout.mask.sum())
+    assert set(rows) == {16 / minibatches}
     assert sum(len(micro.tokens) for micro in policy.seen) == epochs * 16
     assert torch.equal(sampler.table, policy.table)
 
@@ -207,28 +209,25 @@ def test_entropy_and_unsampled_tokens_get_no_signal():
 
 
 @COSTLY
-@given(st.integers(0, 99), st.integers(1, 80), st.integers(1, 80))
+@given(st.integers(0, 99), *(st.tuples(st.integers(1, 80), st.integers(1, 4)) for _ in range(2)))
 def test_the_size_of_micro_batches_does_not_matter(seed, one, other):
     results = []
-    for micro_tokens in (one, other):
+    for micro_tokens, devices in (one, other):
         policy, sampler = pair(reference=torch.zeros(WORDS))
-        how = algo(beta=0.1, epochs=2, minibatches=3, micro_tokens=micro_tokens)
+        how = algo(beta=0.1, epochs=2, minibatches=3, micro_tokens=micro_tokens, devices=devices)
         _, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
         results.append((policy.table, figures))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-9, atol=1e-9)
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-6, abs=1e-9)
 
 
-def test_other_ranks_count_in_the_denominator():
-    def twice(rows: Tensor) -> Tensor:
-        """Two ranks with the same rows."""
-        return torch.cat([rows, rows])
-
-    (here, sampler), (there, other) = pair(), pair()
-    _, whole = step(here, sampler, algo())
-    _, half = step(there, other, algo(), gather=twice)
-    torch.testing.assert_close(there.steps[0], here.steps[0] / 2)
-    assert half["loss/objective"] == pytest.approx(whole["loss/objective"] / 2)
+def test_micro_tokens_are_those_of_each_device():
+    shown = []
+    for devices in (1, 3):
+        policy, sampler = pair()
+        step(policy, sampler, algo(micro_tokens=1, devices=devices))
+        shown.append([len(micro.tokens) for micro in policy.seen])
+    assert shown == [[1] * 12, [3] * 4]
 
 
 def test_a_second_epoch_is_off_policy_against_the_same_old_policy():
@@ -334,17 +333,6 @@ def test_a_step_with_too_little_signal_is_refused_and_said(min_signal):
     assert "loss/kl" not in figures
 
 
-def test_signal_is_counted_over_all_ranks():
-    def with_others(rows: Tensor) -> Tensor:
-        """The other rank's groups have signal."""
-        return torch.cat([rows, torch.ones_like(rows)])
-
-    policy, sampler = pair()
-    _, figures = step(policy, sampler, algo(parts=[constant], min_signal=2), gather=with_others)
-    assert figures["advantage/refused"] == 0.0
-    assert policy.log.count("update") == 1
-
-
 # -- filters, marks, entropy, controllers
 
 
@@ -362,7 +350,7 @@ def test_a_sample_that_a_filter_leaves_out_stays_in_the_baseline():
 def test_marks_reach_the_loss_and_their_keys_are_the_rows_own():
     keys: list[Tensor] = []
 
-    def first_words(batch, key, gather):
+    def first_words(batch, key):
         keys.append(key)
         return batch.mask & (prng.uniform(key, batch.mask.shape[1], dtype=torch.float32, low=0.0, high=1.0) < 0.5)
 

@@ -26,7 +26,7 @@ objectives = st.builds(
     *(st.sampled_from(sorted(x)) for x in (LOSSES, KLS, WEIGHTS)),
     st.sampled_from([0.0, 0.3]),
 )
-budgets = st.integers(1, 30)
+budgets = st.tuples(st.one_of(st.integers(1, 8), st.integers(1, 30)), st.integers(1, 3))  # micro_tokens, devices
 
 
 def numbered(batch: Batch) -> Batch:
@@ -45,14 +45,14 @@ def rows_of(micro: Batch) -> list[int]:
 @given(batches(), budgets)
 def test_split_deals_out_every_row_that_sampled_something_once(drawn, budget):
     batch = numbered(drawn[1])
-    dealt = sorted(b for micro in split(batch, budget) for b in rows_of(micro))
+    dealt = sorted(b for micro in split(batch, *budget) for b in rows_of(micro))
     assert dealt == batch.mask.any(-1).nonzero()[:, 0].tolist()
 
 
 @given(batches(), budgets)
 def test_a_micro_batch_holds_its_rows_up_to_the_last_sampled_token(drawn, budget):
     batch = numbered(drawn[1])
-    for micro in split(batch, budget):
+    for micro in split(batch, *budget):
         rows, width = rows_of(micro), micro.tokens.shape[1]
         assert width == int(lengths(batch)[rows].max())
         for got, whole in zip(micro, batch, strict=True):
@@ -60,16 +60,35 @@ def test_a_micro_batch_holds_its_rows_up_to_the_last_sampled_token(drawn, budget
 
 
 @given(batches(), budgets)
-def test_a_micro_batch_fits_the_budget_or_is_one_row(drawn, budget):
-    assert all(micro.tokens.numel() <= budget or len(micro.tokens) == 1 for micro in split(drawn[1], budget))
+def test_dealt_out_one_by_one_a_micro_batch_fits_every_device_or_is_one_row_there(drawn, budget):
+    micro_tokens, devices = budget
+    for micro in split(drawn[1], micro_tokens, devices):
+        shares = [micro.tokens[device::devices] for device in range(devices)]
+        assert all(share.numel() <= micro_tokens or len(share) == 1 for share in shares)
+
+
+@given(batches(), st.integers(1, 30))
+def test_more_devices_never_make_more_micro_batches(drawn, micro_tokens):
+    parts = [len(split(drawn[1], micro_tokens, devices)) for devices in range(1, 5)]
+    assert parts == sorted(parts, reverse=True)
+    assert len(split(drawn[1], micro_tokens, len(drawn[0]))) <= 1  # a device for every row
+
+
+@pytest.mark.parametrize("devices", [0, -1])
+@given(batches())
+def test_less_than_one_device_is_refused(devices, drawn):
+    with pytest.raises(ValueError, match=f"devices: got {devices}, wanted at least 1"):
+        split(drawn[1], 10, devices)
 
 
 @given(batches(), budgets)
 def test_no_two_neighbouring_micro_batches_could_be_one(drawn, budget):
-    parts = split(drawn[1], budget)
+    parts = split(drawn[1], *budget)
     for a, b in pairwise(parts):
         assert a.tokens.shape[1] >= b.tokens.shape[1]  # longest first
-        assert (len(a.tokens) + 1) * a.tokens.shape[1] > budget
+        fullest = -(-(len(a.tokens) + 1) // budget[1])  # rows of a device, had `a` one more
+        assert fullest > 1
+        assert fullest * a.tokens.shape[1] > budget[0]
 
 
 @given(batches(), budgets, objectives)
@@ -85,7 +104,7 @@ def test_the_sum_over_micro_batches_is_the_whole(drawn, budget, f):
 
     wanted, whole = learn(logp, batch)
     summed, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(logp)
-    for micro in split(batch, budget):
+    for micro in split(batch, *budget):
         rows, width = micro.tokens[:, 0], micro.tokens.shape[1]
         signal, value = learn(logp[rows, :width], micro)
         gradient[rows, :width] += signal.logp
@@ -96,7 +115,7 @@ def test_the_sum_over_micro_batches_is_the_whole(drawn, budget, f):
 
 @given(batches(), budgets)
 def test_counts_add_up(drawn, budget):
-    parts = [count(micro) for micro in split(drawn[1], budget)]
+    parts = [count(micro) for micro in split(drawn[1], *budget)]
     whole = count(drawn[1])
     assert sum(int(p.tokens) for p in parts) == int(whole.tokens) == int(drawn[1].mask.sum())
     assert sum(int(p.rows) for p in parts) == int(whole.rows) == int(drawn[1].mask.any(-1).sum())
@@ -154,7 +173,7 @@ def test_what_could_not_be_scored_neither_learns_nor_counts(valid):
     assert torch.equal(batch.mask, seen.mask & valid.flatten()[:, None])
     assert int(count(batch).rows) == int(valid.sum())
     assert int(count(batch).tokens) == 2 * int(valid.sum())
-    assert {b // T for micro in split(batch, 7) for b in rows_of(micro)} == set(
+    assert {b // T for micro in split(batch, 7, 1) for b in rows_of(micro)} == set(
         valid.flatten().nonzero()[:, 0].tolist()
     )
 

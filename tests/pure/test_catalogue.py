@@ -19,11 +19,11 @@ ROOMS = [
     ),
     (
         credit,
-        ("reward", "drift", "mask", "gather"),
+        ("reward", "drift", "mask"),
         {"outcome", "outcome_minus_kl", "reward_to_go", "per_part", "token_whitened", "row_whitened"},
     ),
     (filters, ("rollout", "adv"), {"finished", "comparable"}),
-    (marks, ("batch", "key", "gather"), {"nothing", "clip_cov", "kl_cov"}),
+    (marks, ("batch", "key"), {"nothing", "clip_cov", "kl_cov"}),
     (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
     (
         losses,

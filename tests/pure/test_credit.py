@@ -1,9 +1,8 @@
-"""Invariants of every credit function: an advantage for each token of a step, however many ranks share the step."""
+"""Invariants of every credit function: an advantage for each token of a step."""
 
 import math
 import statistics
 from functools import partial
-from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -11,15 +10,13 @@ import torch
 from batches import GARBAGE
 from catalogue import bound, each
 from hypothesis import given, settings
-from ranks import in_lockstep
 from strategies import masks, tensors
 from torch import Tensor
 
 from grpo_fn import advantage, credit
-from grpo_fn.algorithm import alone
 from grpo_fn.types import Reward
 
-ALL = bound(credit, "reward", "drift", "mask", "gather")
+ALL = bound(credit, "reward", "drift", "mask")
 WITH_BETA = {"outcome_minus_kl", "reward_to_go"}
 WHITENED = {"token_whitened", "row_whitened"}
 COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))  # of each function at each setting
@@ -29,9 +26,9 @@ Step = tuple[Reward, Tensor, Tensor]  # reward, drift [P G T], mask [P G T]
 
 
 @st.composite
-def steps(draw, least: int = 1) -> Step:
+def steps(draw) -> Step:
     """Rewards, drift and mask of P prompts with G samples of T tokens; rows without a token and invalid ones too."""
-    p, g, t = draw(st.integers(least, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    p, g, t = (draw(st.integers(1, 3)) for _ in range(3))
     numbers = st.one_of(eighths, st.sampled_from([0.0, 1.0]))
     same = draw(masks((p, 1)))  # groups of one reward
     value = draw(tensors((p, g), numbers))
@@ -41,7 +38,7 @@ def steps(draw, least: int = 1) -> Step:
 
 
 def run(f, step: Step) -> Tensor:
-    return f(*step, alone)
+    return f(*step)
 
 
 def counted(step: Step) -> Tensor:
@@ -54,17 +51,6 @@ def spoiled(step: Step, garbage: float) -> Step:
     value, *parts = (torch.where(reward.valid, x, garbage) for x in (reward.value, *reward.parts.values()))
     named = dict(zip(reward.parts, parts, strict=True))
     return Reward(value, reward.valid, named), torch.where(mask, drift, garbage), mask
-
-
-def deal(step: Step, cuts: list[int]) -> list[Step]:
-    """The step's prompts to as many ranks as there are parts between the cuts."""
-    reward, drift, mask = step
-    ends = [0, *cuts, len(drift)]
-    parts = [slice(a, b) for a, b in pairwise(ends)]
-    return [
-        (Reward(reward.value[s], reward.valid[s], {k: x[s] for k, x in reward.parts.items()}), drift[s], mask[s])
-        for s in parts
-    ]
 
 
 def cast(step: Step, dtype: torch.dtype) -> Step:
@@ -105,14 +91,6 @@ def test_every_sampled_token_of_a_valid_sample_gets_a_finite_advantage_and_the_r
 @given(steps(), st.sampled_from(GARBAGE))
 def test_what_was_not_sampled_or_not_scored_has_no_say(f, step, garbage):
     assert torch.equal(run(f, spoiled(step, garbage)), run(f, step))
-
-
-@each(ALL)
-@COSTLY
-@given(steps(least=2), st.data())
-def test_how_the_prompts_are_dealt_to_ranks_does_not_matter(f, step, data):
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(step[1]) - 1), min_size=1)))
-    close(torch.cat(in_lockstep(f, deal(step, cuts))), run(f, step), 1e-12)
 
 
 @each(ALL)

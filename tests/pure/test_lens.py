@@ -13,7 +13,7 @@ from torch.func import grad
 
 from grpo_fn import collect, control, credit, filters, kl, lens, losses, marks, objective, prng, weights
 from grpo_fn.advantage import centered, group_normalized
-from grpo_fn.algorithm import AT_THE_START, Algo, Stages, alone, from_sampler, grpo_step
+from grpo_fn.algorithm import AT_THE_START, Algo, Stages, from_sampler, grpo_step
 from grpo_fn.rewards.combine import combine, serial
 from grpo_fn.types import Gains, Scores
 
@@ -54,6 +54,7 @@ def one_step(mine: Stages):
         epochs=1,
         minibatches=1,
         micro_tokens=10**6,
+        devices=1,
         min_signal=0,
     )
     experience, _, _ = grpo_step(
@@ -63,7 +64,6 @@ def one_step(mine: Stages):
         AT_THE_START,
         key=KEY,
         algo=algo,
-        gather=alone,
         span=lambda name: nullcontext(),
     )
     return policy, experience

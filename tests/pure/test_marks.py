@@ -1,7 +1,6 @@
-"""Which tokens of a step are treated apart: as many as asked for, the right ones, the same for any number of ranks."""
+"""Which tokens of a step are treated apart: as many as asked for, and the right ones."""
 
 from functools import partial
-from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -9,14 +8,12 @@ import torch
 from batches import GARBAGE, batches, padded, spoiled
 from catalogue import bound, each
 from hypothesis import given, settings
-from ranks import in_lockstep
 from torch import Tensor
 
 from grpo_fn import marks, prng
-from grpo_fn.algorithm import alone
 from grpo_fn.types import Batch
 
-ALL = bound(marks, "batch", "key", "gather")
+ALL = bound(marks, "batch", "key")
 COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))  # of each function at each setting
 
 
@@ -25,9 +22,9 @@ def keys(rows: int, seed: int = 0) -> Tensor:
 
 
 @st.composite
-def steps(draw, rows: int | None = None) -> tuple[Batch, Tensor]:
+def steps(draw) -> tuple[Batch, Tensor]:
     """Rows to choose from, with the key of each."""
-    _, batch = draw(batches(rows=rows))
+    _, batch = draw(batches())
     return batch, keys(len(batch.mask), draw(st.integers(0, 2**32)))
 
 
@@ -51,11 +48,11 @@ def wide(rows: int, width: int, seed: int) -> Batch:
 @given(steps(), st.sampled_from(GARBAGE))
 def test_only_sampled_tokens_are_marked_and_only_they_have_a_say(f, step, garbage):
     batch, key = step
-    marked = f(batch, key, alone)
+    marked = f(batch, key)
     assert marked.shape == batch.mask.shape
     assert marked.dtype == torch.bool
     assert not (marked & ~batch.mask).any()
-    assert torch.equal(f(spoiled(batch.logp_old, batch, garbage)[1], key, alone), marked)
+    assert torch.equal(f(spoiled(batch.logp_old, batch, garbage)[1], key), marked)
 
 
 @each(ALL)
@@ -63,18 +60,8 @@ def test_only_sampled_tokens_are_marked_and_only_they_have_a_say(f, step, garbag
 @given(steps(), st.integers(1, 3))
 def test_padding_columns_change_nothing(f, step, extra):
     batch, key = step
-    marked = f(padded(batch.logp_old, batch, extra)[1], key, alone)
-    assert torch.equal(marked[:, :-extra], f(batch, key, alone))
-
-
-@each(ALL)
-@COSTLY
-@given(steps(rows=4), st.sets(st.integers(1, 3), min_size=1))
-def test_how_the_rows_are_dealt_to_ranks_does_not_matter(f, step, cuts):
-    batch, key = step
-    parts = [slice(a, b) for a, b in pairwise([0, *sorted(cuts), 4])]
-    dealt = in_lockstep(f, [(Batch(*(x[s] for x in batch)), key[s]) for s in parts])
-    assert torch.equal(torch.cat(dealt), f(batch, key, alone))
+    marked = f(padded(batch.logp_old, batch, extra)[1], key)
+    assert torch.equal(marked[:, :-extra], f(batch, key))
 
 
 @each(ALL)
@@ -86,8 +73,8 @@ def test_a_row_keeps_its_marks_wherever_it_stands(f, step, random):
     batch = batch._replace(adv=(batch.adv * 8).round() / 8, logp_old=(batch.logp_old * 8).round() / 8)
     order = list(range(len(key)))
     random.shuffle(order)
-    shuffled = f(Batch(*(x[order] for x in batch)), key[order], alone)
-    assert torch.equal(shuffled, f(batch, key, alone)[order])
+    shuffled = f(Batch(*(x[order] for x in batch)), key[order])
+    assert torch.equal(shuffled, f(batch, key)[order])
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-9, 0.1, 0.37, 1.0])
@@ -95,15 +82,15 @@ def test_a_row_keeps_its_marks_wherever_it_stands(f, step, random):
 def test_as_many_are_marked_as_asked_for(share, seed):
     batch = wide(8, 25, seed)
     wanted = max(1, int(share * 200)) if share else 0
-    assert int(marks.kl_cov(batch, keys(8), alone, share=share).sum()) == wanted
+    assert int(marks.kl_cov(batch, keys(8), share=share).sum()) == wanted
     everything = partial(marks.clip_cov, low=-1e9, high=1e9)
-    assert int(everything(batch, keys(8), alone, share=share).sum()) == wanted
+    assert int(everything(batch, keys(8), share=share).sum()) == wanted
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_kl_cov_marks_the_highest_covariances(seed):
     batch = wide(8, 25, seed)
-    marked, cov = marks.kl_cov(batch, keys(8), alone, share=0.1), covariances(batch)
+    marked, cov = marks.kl_cov(batch, keys(8), share=0.1), covariances(batch)
     assert cov[marked].min() > cov[~marked].max()
 
 
@@ -112,13 +99,13 @@ def test_clip_cov_draws_from_the_band_alone(seed):
     batch = wide(8, 25, seed)
     cov, band = covariances(batch), partial(marks.clip_cov, low=0.5, high=1.5)
     inside = (cov > 0.5) & (cov < 1.5)
-    assert not (band(batch, keys(8), alone, share=0.02) & ~inside).any()
-    assert torch.equal(band(batch, keys(8), alone, share=1.0), inside)  # fewer than asked for: all there are
+    assert not (band(batch, keys(8), share=0.02) & ~inside).any()
+    assert torch.equal(band(batch, keys(8), share=1.0), inside)  # fewer than asked for: all there are
 
 
 def test_clip_cov_draws_evenly_and_by_the_key_alone():
     batch, times = wide(4, 10, 0), 2000
-    band = partial(marks.clip_cov, batch, gather=alone, low=-1e9, high=1e9, share=0.25)
+    band = partial(marks.clip_cov, batch, low=-1e9, high=1e9, share=0.25)
     counts = sum(band(keys(4, seed)).int() for seed in range(times))
     assert torch.equal(band(keys(4, 7)), band(keys(4, 7)))
     # 500 of 2000 each, in expectation; a binomial's standard deviation is 19.4
@@ -128,7 +115,7 @@ def test_clip_cov_draws_evenly_and_by_the_key_alone():
 def test_equal_covariances_are_decided_by_the_key():
     """All tokens alike: which of them are marked is a draw, not the order of the rows."""
     batch = wide(4, 10, 0)._replace(adv=torch.zeros(4, 10, dtype=torch.float64))
-    one, other = (marks.kl_cov(batch, keys(4, seed), alone, share=0.25) for seed in (1, 2))
+    one, other = (marks.kl_cov(batch, keys(4, seed), share=0.25) for seed in (1, 2))
     assert int(one.sum()) == int(other.sum()) == 10
     assert not torch.equal(one, other)
 
@@ -136,9 +123,9 @@ def test_equal_covariances_are_decided_by_the_key():
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_a_share_that_is_none_is_refused(share):
     with pytest.raises(ValueError, match=f"share: got {share}, wanted 0 to 1"):
-        marks.kl_cov(wide(1, 2, 0), keys(1), alone, share=share)
+        marks.kl_cov(wide(1, 2, 0), keys(1), share=share)
 
 
 @given(steps())
 def test_nothing_marks_nothing(step):
-    assert not marks.nothing(*step, alone).any()
+    assert not marks.nothing(*step).any()

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.func import grad
 
 from grpo_fn import advantage, credit, kl, losses, weights
-from grpo_fn.algorithm import alone
 from grpo_fn.types import Batch, Reward, Totals
 
 U = 2.0**-24  # 6e-8
@@ -181,7 +180,7 @@ NESTED: dict[str, tuple] = {
 def credits() -> dict[str, partial]:
     """Every credit function at every combination of its knobs, as `catalogue.bound` does it for the other rooms."""
     found = {}
-    for name, f in functions(credit, "reward", "drift", "mask", "gather").items():
+    for name, f in functions(credit, "reward", "drift", "mask").items():
         knobs = signature(f)[1]
         if unknown := [knob for knob in knobs if knob not in KNOBS | NESTED]:
             raise LookupError(f"got knobs {unknown} of {name}, wanted an example value of each in tests/catalogue.py")
@@ -217,12 +216,12 @@ def reach(f: partial, reward: Reward, drift: Tensor, mask: Tensor) -> float:
     Parts that cancel leave the rounding of the parts; a whitened advantage is divided by the spread of what it
     whitens, which may be far smaller than that itself.
     """
-    result = float(f(reward, drift, mask, alone).abs().max())
+    result = float(f(reward, drift, mask).abs().max())
     if "weights" in f.keywords:
         single = (partial(f, weights={name: w}) for name, w in f.keywords["weights"].items())
-        return sum(float(one(reward, drift, mask, alone).abs().max()) for one in single)
+        return sum(float(one(reward, drift, mask).abs().max()) for one in single)
     if "credit" in f.keywords:
-        values = f.keywords["credit"](reward, drift, mask, alone)[mask & reward.valid[..., None]]
+        values = f.keywords["credit"](reward, drift, mask)[mask & reward.valid[..., None]]
         gaps = values.sort().values.diff()
         if (gaps > 0).any():
             return result * (1 + float(values.abs().max() / gaps[gaps > 0].min()))
@@ -235,7 +234,7 @@ def reach(f: partial, reward: Reward, drift: Tensor, mask: Tensor) -> float:
 def test_a_credit_is_off_by_a_rounding_for_each_token(f, step):
     """|float32 - float64| <= 8 n U `reach`, n the tokens of the step, where what is compared is exact in float32."""
     reward, drift, mask = step
-    exact, got = f(in_double(reward), drift.double(), mask, alone), f(reward, drift, mask, alone)
+    exact, got = f(in_double(reward), drift.double(), mask), f(reward, drift, mask)
     assert got.dtype == torch.float32
     slack = 8 * mask.numel() * U * reach(f, in_double(reward), drift.double(), mask)
     assert ((got.double() - exact).abs() <= slack).all(), (got.tolist(), exact.tolist())
@@ -252,4 +251,4 @@ def test_a_step_of_equal_rewards_gives_exactly_nothing(f, value, p, g, data):
     same = torch.where(valid, torch.full((p, g), value, dtype=torch.float32), torch.nan)
     reward = Reward(same, valid, {"correct": same, "boxed": same})
     mask = torch.arange(3) < 1 + torch.arange(p * g).view(p, g, 1) % 3
-    assert (f(reward, torch.zeros(p, g, 3), mask, alone) == 0).all()
+    assert (f(reward, torch.zeros(p, g, 3), mask) == 0).all()

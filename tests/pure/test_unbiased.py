@@ -315,7 +315,7 @@ def test_every_function_of_the_catalogue_is_in_the_table():
         (losses, ("logp", "row")),
         (kl, ("logp", "row")),
         (weights, ("mask", "totals")),
-        (credit, ("reward", "drift", "mask", "gather")),
+        (credit, ("reward", "drift", "mask")),
         (filters, ("rollout", "adv")),
     ]
     absent = [name for room, positional in rooms for name in functions(room, *positional) if name not in shown]
