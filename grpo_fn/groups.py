@@ -19,20 +19,25 @@ def join(parts: Sequence[Groups]) -> Groups:
     """
     device = parts[-1].rollout.tokens.device
     parts = [tree_map_only(torch.Tensor, lambda x: x.to(device), part) for part in parts]
-    width = max(part.rollout.tokens.shape[1] for part in parts)
-    rollouts = [widened(part.rollout, width) for part in parts]
     rewards = [part.reward for part in parts]
     return Groups(
         tuple(problem for part in parts for problem in part.problems),
-        Rollout(
-            *(torch.cat(field) for field in zip(*(r[:4] for r in rollouts), strict=True)),
-            tuple(text for r in rollouts for text in r.text),
-        ),
+        stacked([part.rollout for part in parts]),
         Reward(
             torch.cat([r.value for r in rewards]),
             torch.cat([r.valid for r in rewards]),
             {name: torch.cat([r.parts[name] for r in rewards]) for name in rewards[0].parts},
         ),
+    )
+
+
+def stacked(parts: Sequence[Rollout]) -> Rollout:
+    """The rows of all parts in their order, padded on the right to the widest. Wants at least one part."""
+    width = max(part.tokens.shape[1] for part in parts)
+    rollouts = [widened(part, width) for part in parts]
+    return Rollout(
+        *(torch.cat(field) for field in zip(*(r[:4] for r in rollouts), strict=True)),
+        tuple(text for r in rollouts for text in r.text),
     )
 
 

@@ -1,25 +1,26 @@
 """Where the weights are that a name on the command line means: a model folder, a hub name, a run or one checkpoint."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from grpo_fn.config import load
-from grpo_fn.shell import checkpoint, hf
+from grpo_fn.shell import checkpoint, hf, lora, shards
+from grpo_fn.shell.load import is_adapter
 from grpo_fn.shell.manifest import MANIFEST, Broken, verify
 from grpo_fn.shell.run_dir import MARKER
+
+WEIGHTS = "weights."  # what the names of the model's tensors begin with in a checkpoint
 
 
 @dataclass(frozen=True)
 class Found:
-    """The model of `source`, with the weights of the checkpoint where there is one."""
+    """The model of `source`, with the weights of the checkpoint where there is one; adapters go on top of its own."""
 
     source: hf.ModelSource
     checkpoint: Path | None
@@ -41,7 +42,7 @@ def locate(name: str, *, warn: Callable[[str], None]) -> Found:
     saved = whole(path) if path != run else newest(run, warn)
     if saved is None:
         return Found(hf.Pretrained(str(run / "model")), None, str(run / "model"))
-    return Found(beginning(run), saved, str(saved))
+    return Found(beginning(run) if adapters(saved) is None else origin(run), saved, str(saved))
 
 
 def run_of(name: str) -> Path | None:
@@ -84,6 +85,11 @@ def beginning(run: Path) -> hf.ModelSource:
     """The model that a run began with: its shape, tokenizer and stop tokens are those of all of its checkpoints."""
     if (run / "model").is_dir():  # once it is over it has a copy
         return hf.Pretrained(str(run / "model"))
+    return origin(run)
+
+
+def origin(run: Path) -> hf.ModelSource:
+    """The model that a run's configuration names. Adapters need its weights: `model/` has them merged already."""
     return model_source(**load([str(run / "config.gin")], [], taker="grpo_fn.locate.model_source").kwargs())
 
 
@@ -92,26 +98,65 @@ def model_source(*, model: str | hf.ModelSource) -> hf.ModelSource:
     return hf.Pretrained(model) if isinstance(model, str) else model
 
 
+def adapters(saved: Path) -> lora.LoRA | None:
+    """How the adapters that the checkpoint holds were made; None when it holds all weights."""
+    how = checkpoint.meta(saved).get("lora")
+    return None if how is None else lora.LoRA(**how)
+
+
 def check_fits(saved: Path, config: PretrainedConfig) -> None:
-    """Raise ValueError unless the checkpoint holds every weight of the model and no other, each of its shape."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in weights_of(hf.empty_model(config)).items()}
-    with safe_open(saved / checkpoint.TENSORS, framework="pt") as file:
-        got = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    """Raise ValueError unless the checkpoint holds every weight of the model and no other, each of its shape.
+
+    Of adapters: unless each belongs to a weight of the model and fits it.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(hf.empty_model(config)).items()}
+    how, stored = adapters(saved), checkpoint.names(saved)
+    got = {name.removeprefix(WEIGHTS): shape for name, (shape, _) in stored.items() if name.startswith(WEIGHTS)}
+    wanted = shapes if how is None else {name: _adapter_shape(name, shapes, how) for name in got}
     odd = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
     if odd:
         name = odd[0]
         raise ValueError(
             f"got checkpoint {saved} of another model: {name} {got.get(name, 'is not in it')}, wanted "
-            f"{wanted.get(name, 'nothing of that name')} ({len(odd)} weights differ)"
+            f"{wanted.get(name) or 'nothing of that name'} ({len(odd)} weights differ)"
         )
+
+
+def _adapter_shape(name: str, shapes: Mapping[str, tuple[int, ...]], how: lora.LoRA) -> tuple[int, ...] | None:
+    """A [rank, in] and B [out, rank] of a weight [out, in]; None where there is no such weight."""
+    layer = name.removesuffix(lora.A).removesuffix(lora.B)
+    weight = shapes.get(f"{layer}.weight") if is_adapter(name) else None
+    if weight is None:
+        return None
+    return (how.rank, weight[1]) if name.endswith(lora.A) else (weight[0], how.rank)
 
 
 @torch.no_grad()
 def take(model: nn.Module, saved: Path) -> None:
-    """Copy the checkpoint's weights into the model, which `check_fits` has found to be the right one."""
-    tensors = load_file(saved / checkpoint.TENSORS)
-    for name, weight in weights_of(model).items():
-        weight.copy_(tensors[name])
+    """Copy the checkpoint's weights into the model, which `check_fits` has found to be the right one.
+
+    Adapters are merged into what the model has: the weights that its source gave it.
+    """
+    own, how = weights_of(model), adapters(saved)
+    if how is None:
+        shards.read_into(saved, {f"{WEIGHTS}{name}": weight for name, weight in own.items()})
+        return
+    for name, weight in lora.merged(with_adapters(own, checkpoint.read(saved, WEIGHTS)), how):
+        if weight is not own[name]:
+            own[name].copy_(weight)
+
+
+def with_adapters(weights: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a model and the adapters of a checkpoint, under the names that they have in a run."""
+    layers = {name.removesuffix(lora.A) for name in trained if name.endswith(lora.A)}
+    device = next(iter(weights.values())).device
+    base = {_inside(name, layers): tensor for name, tensor in weights.items()}
+    return {**base, **{name: tensor.to(device) for name, tensor in trained.items()}}
+
+
+def _inside(name: str, layers: set[str]) -> str:
+    layer, dot, leaf = name.rpartition(".")
+    return f"{layer}.base_layer.{leaf}" if layer in layers else f"{layer}{dot}{leaf}"
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from grpo_fn.shell import eval_store, hf
 from grpo_fn.shell.clock import Stopwatch
 from grpo_fn.shell.durable import check_space, write_bytes, write_json
 from grpo_fn.shell.reward_pool import RewardPool
+from grpo_fn.shell.world import find_device
 from grpo_fn.tasks.task import Task, held_out
 from grpo_fn.train import prepare
 
@@ -72,7 +73,7 @@ def measure(
     planning.check_positive(eval_problems=eval_problems)
     judge_names(judges)
     check_sandboxes(judges)
-    place, precision = hf.find_device(device), hf.find_dtype(dtype)
+    place, precision = find_device(device, 0), hf.find_dtype(dtype)
     check_free(request.out)
     found = locate(request.model, warn=warn)
     config = found.source.config()

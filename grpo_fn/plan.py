@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_fn.batch import count
 from grpo_fn.credit import Credit
-from grpo_fn.types import Batch, Gains, Gather, Reward, Scores
+from grpo_fn.types import Batch, Gains, Reward, Scores
 
 GB = 1e9
 
@@ -90,6 +90,12 @@ def check_divides(prompts: int, minibatches: int) -> None:
     )
 
 
+def check_shared(prompts: int, ranks: int) -> None:
+    """Raise ValueError unless every rank has a problem to sample for."""
+    if prompts < ranks:
+        raise ValueError(f"prompts: got {prompts} a step for {ranks} ranks, wanted at least one for each of them")
+
+
 def check_credit(credit: Credit, group_size: int, parts: Sequence[str]) -> None:
     """Raise ValueError when groups of one can carry no signal: normalised advantages compare within a group.
 
@@ -108,11 +114,11 @@ def check_signal(min_signal: int, prompts: int) -> None:
         raise ValueError(f"min_signal: got {min_signal}, wanted 0 to prompts, {prompts}")
 
 
-def small_step(drift: Tensor, parts: Sequence[str]) -> tuple[Reward, Tensor, Tensor, Gather]:
+def small_step(drift: Tensor, parts: Sequence[str]) -> tuple[Reward, Tensor, Tensor]:
     """A step to ask a credit about: drift `[P, G, T]`, every token sampled, every sample rewarded differently."""
     value = torch.arange(drift.shape[0] * drift.shape[1], dtype=drift.dtype).reshape(drift.shape[:2])
     everything = torch.ones_like(drift, dtype=torch.bool)
-    return Reward(value, everything[..., 0], dict.fromkeys(parts, value)), drift, everything, _same
+    return Reward(value, everything[..., 0], dict.fromkeys(parts, value)), drift, everything
 
 
 def uses_reference(
@@ -132,10 +138,6 @@ def uses_reference(
     drift = torch.tensor([[[0.3], [0.1]], [[0.2], [0.7]]], dtype=torch.float64)
     with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
     return bool(value(logp - 1) != value(logp)) or not torch.equal(with_drift, without)
-
-
-def _same(rows: Tensor) -> Tensor:
-    return rows
 
 
 def kv_bytes_per_token(config: object, bytes_per_value: int) -> int:

@@ -1,15 +1,18 @@
 """What a step shows of itself: rows for tables, and the lens that every preset holds over it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn import lens, presets
+from grpo_fn import lens, page, presets
 from grpo_fn.algorithm import Experience, Stages, of_samples
+from grpo_fn.evaluate import Judged
+from grpo_fn.shell import eval_store, rollout_store
+from grpo_fn.shell.writer import Writer, table
 from grpo_fn.types import Gains, Scores
 
 Row = dict[str, str]
@@ -60,3 +63,44 @@ def compared(names: Sequence[str], alike: Float[Tensor, "K"], share: Float[Tenso
 def left_out(refused: dict[str, str]) -> list[Row]:
     """A line for each preset that does not fit the run."""
     return [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
+
+
+def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, writer: Writer) -> None:
+    """Store the rollout; put distributions, a few samples and the lens where TensorBoard shows them."""
+    cadence = built.cadence
+    (problems, rollout, reward), adv = seen.groups, of_samples(seen.adv, seen.groups)
+    rollout_store.store(
+        built.run_dir / "rollouts",
+        step,
+        problems,
+        built.algo.group_size,
+        rollout,
+        reward,
+        adv,
+        keep=cadence.keep_rollouts,
+    )
+    writer.histogram(step, "advantage/distribution", adv)
+    writer.histogram(step, "generation/length", rollout.mask.sum(-1))
+    if due(step, cadence.show_every):
+        show(writer, step, "samples", samples(seen, cadence.show_rows))
+    if due(step, cadence.lens_every):
+        found = compare(built.run_dir / "config.gin", built.algo, seen, gains, key)
+        show(writer, step, "lens/presets", found.rows)
+        writer.image(step, "lens/cosines", page.heat(found.cosine, cell=16))
+
+
+def record_evaluation(run_dir: Path, step: int, judged: Sequence[Judged], rows: int, writer: Writer) -> None:
+    """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
+    eval_store.store(run_dir / "eval", step, [one.row() for one in judged])
+    show(writer, step, "eval/samples", [one.shown() for one in judged[:rows]])
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps happens now; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def show(writer: Writer, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Rows as a table in TensorBoard's text tab."""
+    if rows:
+        writer.text(step, tag, table(rows))

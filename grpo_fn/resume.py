@@ -1,12 +1,16 @@
 """What a run keeps besides its policy, and how it comes back after it stopped or died."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_fn.problem import Problem
 from grpo_fn.shell import checkpoint
+from grpo_fn.shell.lora import LoRA
+from grpo_fn.shell.policy import Sharded
+from grpo_fn.shell.world import World
 from grpo_fn.types import Carried, Gains, Groups, Reward, Rollout, RunState
 
 BEST = "eval/accuracy"  # what keep_best goes by
@@ -30,8 +34,8 @@ def begun(run_dir: Path) -> bool:
     return bool(checkpoint.steps(run_dir / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def save(run_dir: Path, policy: Any, progress: Progress) -> None:
-    """Write a checkpoint of everything that a resumed run needs."""
+def packed_progress(progress: Progress, policy: Sharded, adapters: LoRA | None) -> tuple[dict[str, Any], dict]:
+    """What a checkpoint holds besides tensors: (blobs, meta)."""
     measured_now = progress.evaluated == progress.state.step  # a score counts for the weights that earned it
     meta = {
         **progress.state._asdict(),
@@ -40,28 +44,48 @@ def save(run_dir: Path, policy: Any, progress: Progress) -> None:
         "evaluated": progress.evaluated,
         "seconds": progress.seconds,
         "metrics": {BEST: progress.accuracy} if measured_now else {},
+        "lora": None if adapters is None else asdict(adapters),
     }
-    tensors = dict(policy.weights())
-    blobs = {"optimizer": policy.optimizer_state(), "carried": packed(progress.carried)}
-    checkpoint.save(run_dir / "checkpoints", progress.state.step, tensors=tensors, blobs=blobs, meta=meta)
-
-
-def prune(run_dir: Path, *, keep_last: int, keep_best: int) -> None:
-    """Keep the newest checkpoints and the best."""
-    checkpoint.prune(run_dir / "checkpoints", keep_last=keep_last, keep_best=keep_best, metric=BEST)
+    return {"policy": policy.counters(), "carried": packed(progress.carried)}, meta
 
 
 def restore(
-    run_dir: Path, policy: Any, problem: Callable[[int], Problem], *, start_over: bool, said: list[str]
+    run_dir: Path,
+    policy: Sharded,
+    problem: Callable[[int], Problem],
+    world: World,
+    *,
+    start_over: bool,
+    said: list[str],
 ) -> Progress | None:
     """Take back the newest checkpoint that verifies; None when there is none. What was skipped is added to `said`.
 
-    `problem` gives the problem of a uid, of which a checkpoint holds no text.
+    `problem` gives the problem of a uid, of which a checkpoint holds no text. The number of ranks that wrote it, and
+    how the model was spread over them, may have been others.
 
     Raises ValueError when there are checkpoints and none is whole, unless told to start over: that would drop the
     metrics of the run so far.
     """
-    root = run_dir / "checkpoints"
+    path, blobs, meta, skipped = world.agree(
+        partial(newest, run_dir / "checkpoints", start_over=start_over), what="the newest checkpoint"
+    )
+    said += skipped
+    if path is None:
+        return None
+    policy.restore(partial(checkpoint.load_into, path, world=world), blobs["policy"])
+    return Progress(
+        state=RunState(meta["step"], meta["seed"]),
+        carried=unpacked(blobs["carried"], problem),
+        accuracy_before=number(meta["accuracy_before"]),
+        accuracy=number(meta["accuracy"]),
+        evaluated=meta["evaluated"],
+        seconds=meta["seconds"],
+    )
+
+
+def newest(root: Path, *, start_over: bool) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
+    """(path, blobs, meta, what was skipped) of the newest checkpoint that verifies."""
+    said: list[str] = []
     found = checkpoint.latest(root, warn=said.append)
     broken = sorted(path.name for path in root.glob("broken-step_*"))
     if found is None and broken and not start_over:
@@ -71,17 +95,8 @@ def restore(
         )
         raise ValueError("\n  ".join([problem, *said]))
     if found is None:
-        return None
-    tensors, blobs, meta = checkpoint.load(found.path)
-    policy.restore(tensors, blobs["optimizer"])
-    return Progress(
-        state=RunState(meta["step"], meta["seed"]),
-        carried=unpacked(blobs["carried"], problem),
-        accuracy_before=number(meta["accuracy_before"]),
-        accuracy=number(meta["accuracy"]),
-        evaluated=meta["evaluated"],
-        seconds=meta["seconds"],
-    )
+        return None, {}, {}, said
+    return found.path, checkpoint.blobs(found.path), found.meta, said
 
 
 def packed(carried: Carried) -> dict[str, Any]:

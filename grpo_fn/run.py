@@ -5,6 +5,7 @@ and bindings to the one are lost on the other. Imports wait until the flags are 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -36,11 +37,15 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def default_run_dir(gin_file: str, now: datetime) -> Path:
-    """runs/<file>-<time>; a run.gin or config.gin goes by the name of its folder."""
+def default_run_dir(gin_file: str, now: datetime, launch: str | None) -> Path:
+    """runs/<file>-<time>; a run.gin or config.gin goes by the name of its folder.
+
+    Under torchrun the launch's id stands for the time: all ranks have to find the same folder, and a job that is
+    started again its own.
+    """
     path = Path(gin_file)
     name = path.resolve().parent.name if path.stem in ("run", "config") else path.stem
-    return Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
+    return Path("runs") / f"{name}-{launch or format(now, '%Y%m%d-%H%M%S')}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,23 +53,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags().parse_args(argv)
     from grpo_fn.config import load
 
+    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
         config = load(args.gin_file, args.gin_param)
         kwargs = config.kwargs()
         from grpo_fn import train
 
+        launch = os.environ.get("TORCHELASTIC_RUN_ID")
         return train.launch(
             kwargs,
             config_text=config.text,
             fingerprint=config.fingerprint,
-            run_dir=args.run_dir or default_run_dir(args.gin_file[0], datetime.now()),
+            run_dir=args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch),
             dry_run=args.dry_run,
             force=args.force,
         )
     except (ValueError, OSError) as error:
         if getattr(error, "__notes__", None):  # the loop notes the step on what is raised after work has started
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{who}error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)

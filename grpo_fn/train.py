@@ -1,5 +1,6 @@
 """The one configurable root: check what gin named, put the pieces together, and hand them to the loop."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -16,20 +18,27 @@ from grpo_fn import prng, sampling
 from grpo_fn.algorithm import Algo
 from grpo_fn.collect import Harvest
 from grpo_fn.evaluate import Evaluation, judge_names
-from grpo_fn.loop import DATA, Built, Cadence, work
+from grpo_fn.loop import ADAPTERS, DATA, Built, Cadence, work
 from grpo_fn.problem import Problem, RewardFn
 from grpo_fn.ready import check_sandboxes
 from grpo_fn.resume import begun
 from grpo_fn.rewards.combine import part_names
 from grpo_fn.shell import hf
+from grpo_fn.shell.lora import LoRA
+from grpo_fn.shell.place import Placing, place
 from grpo_fn.shell.reward_pool import RewardPool
 from grpo_fn.shell.run_dir import open_run
+from grpo_fn.shell.scale import Scale
+from grpo_fn.shell.scorer import Scorer
+from grpo_fn.shell.spread import Spread, spread_score
+from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, join
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, first, train_problems
 
 # Keyword-only parameters that the program passes to what gin names here; gin binds the others.
 SUPPLIED = {
-    "policy": ("temperature", "reference", "micro_tokens"),
+    "scorer": ("temperature",),
+    "policy": ("world", "data", "frozen", "noisy", "seed", "micro_tokens"),
     "sampler": ("choose", "encode"),
     "choose": ("temperature",),
     "reward": ("score",),
@@ -50,8 +59,16 @@ class Request:
 
 
 def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
-    """Run `train` with the configured arguments; returns the exit code."""
-    return train(Request(**request), **kwargs)
+    """Run `train` with the configured arguments; returns the exit code, EXIT_LOST when another rank is gone."""
+    try:
+        return train(Request(**request), **kwargs)
+    except (Elsewhere, LostRank) as error:
+        notes = getattr(error, "__notes__", [])
+        if isinstance(error, Elsewhere) and not notes:  # bad input, and the rank that found it says so
+            return 2
+        told = ", ".join([str(error), *notes])
+        print(f"{told}; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
+        return EXIT_LOST
 
 
 def train(
@@ -64,6 +81,9 @@ def train(
     dtype: str,
     device: str,
     attention: str,
+    scale: Scale,
+    adapters: LoRA | None,
+    scorer: Callable[..., Scorer],
     policy: Callable[..., Any],
     sampler: Callable[..., Any],
     choose: Callable[..., tuple[Tensor, Tensor]],
@@ -92,8 +112,9 @@ def train(
 ) -> int:
     """Train a policy on a task and leave a run folder; every argument is named in a gin file.
 
-    Returns 0 when all steps are done and EXIT_STOPPED when a signal asked to stop. Raises ValueError, before any
-    weights are loaded, for numbers, data, folders or a model that do not fit together.
+    Under torchrun every rank calls it with the same arguments, and the main rank writes. Returns 0 when all steps are
+    done and EXIT_STOPPED when a signal asked to stop. Raises ValueError, before any weights are loaded, for numbers,
+    data, folders or a model that do not fit together.
     """
     started = time.perf_counter()
     planning.check_positive(
@@ -114,7 +135,7 @@ def train(
     planning.check_credit(credit, group_size, parts)
     planning.check_signal(min_signal, prompts)
     reference = planning.uses_reference(objective, credit, parts)
-    place, precision = hf.find_device(device), hf.find_dtype(dtype)
+    precision = hf.find_dtype(dtype)
     source = hf.Pretrained(model) if isinstance(model, str) else model
     config = source.config()
     problems = first(task(), eval_problems)
@@ -138,6 +159,9 @@ def train(
         print(request.config_text, *plan.lines(), *problems.notes, sep="\n")
         return 0
     disable_progress_bar()  # transformers' bars, one a file: they would bury the lines of the run
+    world = join(device, deadline=scale.deadline)
+    world.same((request.fingerprint, torch.__version__, world.device.type), what="configuration, torch and device")
+    planning.check_shared(prompts, world.size)
     key = prng.key(seed, device="cpu")
     drawn = train_problems(problems, prng.fold_in(key, DATA), 0, min(problems.size, prompts * cadence.steps))
     asked = partial(prepare, encode=encode, overlong_prompts=overlong_prompts)
@@ -151,25 +175,49 @@ def train(
         need_bytes=plan.need_bytes(),
     )
     if isinstance(model, str):  # all there to be looked at before a run folder is made
-        folder, tokenizer, problems = ready()
-        enter()
+        folder, tokenizer, problems = world.together(ready, what="looking at model and data")
+        world.agree(enter, what="opening the run folder")
     else:  # to be made, which takes time: not before the run folder is known to be ours
-        enter()
-        folder, tokenizer, problems = ready()
-    module = hf.load_model(folder, dtype=precision, device=place, attention=attention)
-    drawing = sampler(module, tokenizer, choose=partial(choose, temperature=temperature), encode=encode)
+        world.agree(enter, what="opening the run folder")
+        world.agree(source.folder, what="making the model")
+        folder, tokenizer, problems = world.together(ready, what="looking at model and data")
+    placing = Placing(
+        folder=folder,
+        config=config,
+        dtype=precision,
+        attention=attention,
+        adapters=adapters,
+        scorer=partial(scorer, temperature=temperature),
+        scale=scale,
+        key=prng.fold_in(key, ADAPTERS),
+    )
+    placed = world.together(partial(place, world, placing, reference=reference), what="loading the model")
+    trained = policy(
+        placed.scorer,
+        world=world,
+        data=placed.data,
+        frozen=placed.frozen,
+        noisy=placed.noisy,
+        seed=seed,
+        micro_tokens=micro_tokens,
+    )
+    drawing = sampler(placed.decoding(), tokenizer, choose=partial(choose, temperature=temperature), encode=encode)
     with reward_pool() as pool:
+        score = spread_score(pool.score, world)
         built = Built(
             run_dir=request.run_dir,
             key=key,
             seed=seed,
-            policy=policy(module, temperature=temperature, reference=reference, micro_tokens=micro_tokens),
-            sampler=drawing,
-            greedy=replace(drawing, choose=sampling.greedy),
+            world=world,
+            policy=trained,
+            adapters=adapters,
+            sampler=Spread(drawing, world),
+            greedy=Spread(replace(drawing, choose=sampling.greedy), world),
+            sampled=Spread(replace(drawing, choose=evaluation.choose), world),
             tokenizer=tokenizer,
             algo=Algo(
                 collect=partial(collect, prompts=prompts),
-                reward=partial(reward, score=pool.score),
+                reward=partial(reward, score=score),
                 credit=credit,
                 filters=filters,
                 mark=mark,
@@ -181,6 +229,7 @@ def train(
                 epochs=epochs,
                 minibatches=minibatches,
                 micro_tokens=micro_tokens,
+                devices=trained.devices,
                 min_signal=min_signal,
             ),
             task=problems,
@@ -189,12 +238,15 @@ def train(
             judges=judges,
             evaluation=evaluation,
             pool=pool,
+            score=score,
             cadence=cadence,
             plan=[*replace(plan, train_rows=problems.size).lines(), *problems.notes],
             start_over=request.force,
             started=started,
         )
-        return work(built)
+        code = work(built)
+    world.leave()
+    return code
 
 
 class Prepared(NamedTuple):

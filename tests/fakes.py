@@ -103,6 +103,8 @@ class TablePolicy:
         self.signals: list[Scores] = []
         self.steps: list[Tensor] = []
 
+    def expect(self, parts: int) -> None: ...
+
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         self.log.append("vjp")
         self.seen.append(batch)

@@ -25,7 +25,7 @@ from grpo_fn.locate import check_fits, locate, take
 from grpo_fn.loop import SAMPLING
 from grpo_fn.shell import hf, rollout_store
 from grpo_fn.shell.durable import write_bytes
-from grpo_fn.shell.policy import Functional
+from grpo_fn.shell.oracle import Functional
 from grpo_fn.types import Batch, Gains, Groups, Rollout, Scores
 
 LARGEST = 2**29  # entries of the table of row gradients

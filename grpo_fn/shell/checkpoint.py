@@ -1,30 +1,30 @@
 """Checkpoints that are whole or absent: folders `step_N` with a manifest of hashes, renamed into place when complete.
 
-`root` is the folder that holds them. Inside it, names with a leading dot are unfinished business of one process:
-`.tmp-step_N-PID` is being written, `.old-step_N-PID` is being replaced, `.gone-step_N-PID` is being deleted.
+`shell/saver.py` writes them; here is what is done with them on the disk. `root` is the folder that holds them. Inside
+it, names with a leading dot are unfinished business of one process, the main rank's: `.tmp-step_N-OWNER` is being
+written, `.old-step_N-OWNER` is being replaced, `.gone-step_N-OWNER` is being deleted. OWNER is its process id and, of
+what is written, a word that no other process says: a rank of a job that died cannot write into the next one's folder.
 """
 
-import errno
 import os
 import re
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_fn.shell.durable import check_space, flush_file, free_bytes, no_space
-from grpo_fn.shell.manifest import Broken, read_manifest, seal, verify
+from grpo_fn.shell import shards
+from grpo_fn.shell.blobs import SUFFIX, unpacked
+from grpo_fn.shell.durable import flush_file
+from grpo_fn.shell.manifest import Broken, read_manifest, verify
+from grpo_fn.shell.world import World
 
-TENSORS = "tensors.safetensors"
-UNFINISHED = re.compile(r"\.(tmp|old|gone)-(step_\d+)-(\d+)")
-# What torch.load(weights_only=True) gives back as it was.
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+UNFINISHED = re.compile(r"\.(tmp|old|gone)-(step_\d+)-(\d+)(?:-[0-9a-f]+)?")
 
 
 class Checkpoint(NamedTuple):
@@ -33,42 +33,6 @@ class Checkpoint(NamedTuple):
     path: Path
     step: int
     meta: Mapping[str, Any]
-
-
-class Contents(NamedTuple):
-    """What `save` was given, on the CPU."""
-
-    tensors: dict[str, Tensor]
-    blobs: dict[str, Any]
-    meta: Mapping[str, Any]
-
-
-def save(
-    root: Path, step: int, *, tensors: Mapping[str, Tensor], blobs: Mapping[str, Any], meta: Mapping[str, Any]
-) -> Path:
-    """Write `root/step_N`: at every moment it is absent, as it was, or complete, and on the disk when this returns.
-
-    `tensors` go to safetensors and share no storage; `blobs` are plain containers, numbers and tensors
-    (optimizer states) and go to torch.save; `meta` is JSON, where NaN and infinities become null.
-    Raises ValueError for tensors or blobs that would not come back as they are, NoSpace when the disk is full;
-    checkpoints saved before stay as they were.
-    """
-    _check_unique(tensors)
-    _check_names(blobs)
-    need = sum(t.nbytes for t in tensors.values()) + sum(_weigh(name, b) for name, b in blobs.items()) + 2**16
-    root.mkdir(parents=True, exist_ok=True)
-    tidy(root)
-    check_space(root, need)
-    building = _unfinished(root, "tmp", step)
-    try:
-        _write(building, step, tensors, blobs, meta)
-        return _commit(building, step)
-    except BaseException as error:
-        free = free_bytes(root)
-        tidy(root)
-        if _is_full(error):
-            raise no_space(root / f"step_{step}", free, need) from error
-        raise
 
 
 def latest(root: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -90,15 +54,38 @@ def latest(root: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def load(path: Path) -> Contents:
-    """What was saved, bit for bit. Raises Broken (a ValueError) when the files are not what was saved."""
-    manifest = verify(path)
-    blobs = {
-        Path(name).stem: torch.load(path / name, map_location="cpu", weights_only=True)
-        for name in manifest["files"]
-        if name.endswith(".pt")
-    }
-    return Contents(load_file(path / TENSORS), blobs, manifest["meta"])
+def load_into(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """Copy what the checkpoint holds under these names into the tensors, sharded or not, whoever wrote it and how.
+
+    Every rank calls it. Raises ValueError, nothing changed, naming the first tensor that the checkpoint does not hold,
+    or holds with another shape or dtype; what else it holds is left alone.
+    """
+    world.together(partial(_check_fits, path, tensors), what="comparing the checkpoint with the model")
+    world.together(partial(shards.read_into, path, tensors), what="reading the checkpoint")
+
+
+def read(path: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, under the rest of their names, each whole and on the CPU."""
+    found = {name: spec for name, spec in shards.names(path).items() if name.startswith(prefix)}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in found.items()}
+    shards.read_into(path, tensors)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Every tensor in the checkpoint with its whole shape and its dtype."""
+    return shards.names(path)
+
+
+def blobs(path: Path) -> dict[str, Any]:
+    """The blobs by name, their tensors on the CPU."""
+    files = [path / name for name in read_manifest(path)["files"] if name.endswith(SUFFIX)]
+    return {file.stem: unpacked(file) for file in files}
+
+
+def meta(path: Path) -> dict[str, Any]:
+    """The meta that it was saved with."""
+    return read_manifest(path)["meta"]
 
 
 def prune(root: Path, *, keep_last: int, keep_best: int, metric: str) -> list[int]:
@@ -115,9 +102,7 @@ def prune(root: Path, *, keep_last: int, keep_best: int, metric: str) -> list[in
     keep = {*list(scores)[-keep_last:], *(step for _, step in ranked[:keep_best])}
     doomed = [step for step in scores if step not in keep]
     for step in doomed:
-        gone = _unfinished(root, "gone", step)
-        os.rename(root / f"step_{step}", gone)  # no moment at which half a checkpoint bears its name
-        shutil.rmtree(gone)
+        _remove(root / f"step_{step}")
     return doomed
 
 
@@ -128,31 +113,29 @@ def steps(root: Path) -> list[int]:
 
 
 def tidy(root: Path) -> None:
-    """Undo what dead processes left unfinished: restore what was being replaced, remove the rest."""
+    """Undo what dead processes left unfinished: restore what was being replaced, remove the rest.
+
+    What this process left counts as dead, so it is for moments in which it writes nothing.
+    """
     for path in _folders(root):
         match = UNFINISHED.fullmatch(path.name)
         if match and _abandoned(path, int(match[3])):
             if match[1] == "old" and not (root / match[2]).exists():
                 os.rename(path, root / match[2])
             else:
-                shutil.rmtree(path)
+                _remove(path)
 
 
-def _write(folder: Path, step: int, tensors: Mapping[str, Tensor], blobs: Mapping[str, Any], meta: Mapping) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TENSORS)
-    for name, blob in blobs.items():
-        with open(folder / f"{name}.pt", "wb") as file:  # a file object: torch's own writer hides the errno
-            torch.save(blob, file)
-    seal(folder, step, meta)
+def unfinished(root: Path, kind: str, step: int, owner: str) -> Path:
+    """The name of unfinished business; `owner` begins with the id of the process whose business it is."""
+    return root / f".{kind}-step_{step}-{owner}"
 
 
-def _commit(building: Path, step: int) -> Path:
+def commit(building: Path, step: int) -> Path:
     """Rename into place. A folder cannot be renamed over a full one: the old one steps aside, and `tidy` brings it
     back if the process dies in between."""
     root, final = building.parent, building.parent / f"step_{step}"
-    retired = _unfinished(root, "old", step)
+    retired = unfinished(root, "old", step, str(os.getpid()))
     if final.exists():
         os.rename(final, retired)
     os.rename(building, final)
@@ -161,42 +144,39 @@ def _commit(building: Path, step: int) -> Path:
     return final
 
 
+def _check_fits(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    there = shards.names(path)
+    for name, tensor in tensors.items():
+        wanted = (tuple(tensor.shape), tensor.dtype)
+        if (got := there.get(name)) != wanted:
+            found = "no such tensor" if got is None else f"{got[0]} {got[1]}"
+            raise ValueError(f"got {found} for {name} in checkpoint {path}, wanted {wanted[0]} {wanted[1]}")
+
+
+def _remove(path: Path) -> None:
+    """Delete under a name of its own, so that at no moment half a checkpoint bears a name that counts.
+
+    That name also keeps it from a process that is not as dead as it seemed: what it renames is no longer there.
+    """
+    match = UNFINISHED.fullmatch(path.name) or re.fullmatch(r"()(step_\d+)", path.name)
+    assert match is not None
+    gone = unfinished(path.parent, "gone", int(match[2].removeprefix("step_")), str(os.getpid()))
+    if path != gone:
+        if gone.exists():
+            shutil.rmtree(gone)
+        try:
+            os.rename(path, gone)
+        except FileNotFoundError:  # it was finished, or removed by another, in this moment
+            return
+    shutil.rmtree(gone)
+
+
 def _meta_if_whole(path: Path) -> dict[str, Any] | None:
     """Sizes only: hashing every checkpoint at every save would cost more than the save."""
     try:
         return read_manifest(path)["meta"]
     except Broken:
         return None
-
-
-def _check_unique(tensors: Mapping[str, Tensor]) -> None:
-    owner: dict[int, str] = {}
-    for name, t in tensors.items():
-        first = owner.setdefault(t.untyped_storage().data_ptr(), name) if t.numel() else name
-        if first != name:
-            raise ValueError(f"got tensors {first!r} and {name!r} in one storage, wanted each to own its memory")
-
-
-def _check_names(blobs: Mapping[str, Any]) -> None:
-    if odd := [name for name in blobs if not name.isidentifier()]:
-        raise ValueError(f"got blob names {odd}, wanted identifiers: they become file names")
-
-
-def _weigh(where: str, value: Any) -> int:
-    """Bytes of the tensors inside. Raises ValueError at whatever weights_only loading would refuse on resume."""
-    if isinstance(value, Tensor):
-        return value.nbytes + 1024
-    if type(value) in (dict, OrderedDict):
-        return sum(_weigh(where, key) + _weigh(f"{where}[{key!r}]", item) for key, item in value.items())
-    if type(value) in (list, tuple):
-        return sum(_weigh(f"{where}[{i}]", item) for i, item in enumerate(value))
-    if type(value) in PLAIN:
-        return 64
-    raise ValueError(f"got a {type(value).__name__} at {where}, wanted tensors, numbers, strings and plain containers")
-
-
-def _unfinished(root: Path, kind: str, step: int) -> Path:
-    return root / f".{kind}-step_{step}-{os.getpid()}"
 
 
 def _abandoned(path: Path, pid: int) -> bool:
@@ -212,13 +192,3 @@ def _abandoned(path: Path, pid: int) -> bool:
 
 def _folders(root: Path) -> Iterator[Path]:
     return iter(sorted(p for p in root.iterdir() if p.is_dir())) if root.is_dir() else iter(())
-
-
-def _is_full(error: BaseException | None) -> bool:
-    """safetensors reports the system's message without its number; torch raises its own error while handling ours."""
-    codes = (errno.ENOSPC, errno.EDQUOT)
-    if error is None:
-        return False
-    if isinstance(error, OSError) and error.errno in codes:
-        return True
-    return any(os.strerror(code) in str(error) for code in codes) or _is_full(error.__cause__ or error.__context__)

@@ -3,7 +3,10 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from grpo_fn.shell.world import World
 
 
 class Stopwatch:
@@ -32,3 +35,21 @@ class Stopwatch:
         self._seconds.clear()
         self._lap = now
         return out
+
+
+class noting(AbstractContextManager):
+    """Adds the step, the phase and the rank to whatever is raised inside, and tells the world where it is."""
+
+    def __init__(self, world: World, step: int, clock: Stopwatch) -> None:
+        self.world, self.step, self.clock = world, step, clock
+
+    def __enter__(self) -> None:
+        self.world.where = self.place
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            error.add_note(f"at {self.place()}")
+
+    def place(self) -> str:
+        rank = f", rank {self.world.rank}" if self.world.size > 1 else ""
+        return f"step {self.step}, phase {self.clock.phase}{rank}"

@@ -71,3 +71,16 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_json(path: Path, obj: Any) -> None:
     """Replace the file at once with `obj` as indented JSON; NaN and infinities become null."""
     write_bytes(path, (to_json(obj, indent=2) + "\n").encode())
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind the error.
+
+    Libraries report the system's message without its number, or raise an error of their own while handling ours.
+    """
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    if error is None:
+        return False
+    if isinstance(error, OSError) and error.errno in codes:
+        return True
+    return any(os.strerror(code) in str(error) for code in codes) or is_full(error.__cause__ or error.__context__)

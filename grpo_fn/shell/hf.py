@@ -2,14 +2,21 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 # A prompt to the token ids that the completion follows: encode_prompt, with_system, bare.
 Encode = Callable[[PreTrainedTokenizerBase, str], list[int]]
@@ -97,16 +104,6 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def find_device(name: str) -> torch.device:
-    """The named device, or for "auto" the GPU where there is one. Raises ValueError for one that is not there."""
-    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-    try:
-        return torch.empty(0, device=wanted).device
-    except (RuntimeError, AssertionError) as error:  # an unknown name; a build without that backend; no such card
-        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-        raise ValueError(f"got device {name!r}, wanted one that exists here: auto, {', '.join(there)}") from error
-
-
 def find_dtype(name: str) -> torch.dtype:
     """float32, bfloat16 or float16; ValueError for anything else."""
     if name not in DTYPES:
@@ -156,17 +153,37 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[int]:
 
 
 def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write an ordinary Hugging Face folder that transformers and vLLM open; complete, or not there under its name."""
+    """Write a model that is whole as an ordinary Hugging Face folder."""
+    export_weights(model, model.state_dict(), tokenizer, folder)
+
+
+def export_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Write an ordinary Hugging Face folder that transformers and vLLM open; complete, or not there under its name.
+
+    The model gives its config alone: `weights` are what is written, a tied one under either name.
+    """
     scratch, gone = (folder.with_name(f".{folder.name}-{kind}-{os.getpid()}") for kind in ("new", "old"))
     for path in (scratch, gone):
         shutil.rmtree(path, ignore_errors=True)
     scratch.mkdir(parents=True)
-    model.save_pretrained(scratch)
+    bare = empty_model(model.config)
+    bare.generation_config = model.generation_config
+    bare.save_pretrained(scratch, state_dict=dict(weights))
     tokenizer.save_pretrained(scratch)
     if folder.exists():
         folder.rename(gone)
     scratch.rename(folder)
     shutil.rmtree(gone, ignore_errors=True)
+
+
+def generation_config(folder: str, config: PretrainedConfig) -> GenerationConfig:
+    """The folder's generation config, which may name further tokens that end a completion."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:  # there is none: not every model has one
+        return GenerationConfig.from_model_config(config)
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -29,7 +29,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalSampler:
-    """Samples from `model`, whose weights are the policy's: there is no copy and nothing to load."""
+    """Samples from `model`: the policy's own module where that is whole and computes in its dtype, else one of ours."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
@@ -47,8 +47,14 @@ class LocalSampler:
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop: got {self.stop!r}, wanted a tuple of strings that are not empty")
 
+    @torch.no_grad()
     def load(self, policy: Policy) -> None:
-        """Nothing to do: the module is shared."""
+        """Take the policy's weights, tensor by tensor; nothing to do where the module is shared."""
+        if policy.model is self.model:
+            return
+        own = self.model.state_dict(keep_vars=True)
+        for name, weight in policy.weights(trained=True):
+            own[name].copy_(weight)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:

@@ -8,22 +8,31 @@ from typing import Any
 
 from grpo_fn.shell.durable import finite, flush_file, to_json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
+Entry = Mapping[str, int | str]  # size in bytes, sha256 in hexadecimal
 
 
 class Broken(ValueError):
     """A checkpoint that is not what was saved; the message says which file and why."""
 
 
-def seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
-    """Write the manifest over the files that are there, and wait until all of it is on the disk."""
-    names = sorted(p.name for p in folder.iterdir())
-    files = {name: {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in names}
+def seal(folder: Path, step: int, meta: Mapping[str, Any], hashed: Mapping[str, Entry]) -> None:
+    """Write the manifest over the files that are there, and wait until all of it is on the disk.
+
+    `hashed` has the entries of the files that others wrote, hashed and flushed; the rest is done here.
+    """
+    rest = sorted(p.name for p in folder.iterdir() if p.name not in hashed)
+    files = {**hashed, **{name: entry(folder / name) for name in rest}}
     (folder / MANIFEST).write_text(_text({"format": FORMAT, "step": step, "meta": finite(meta), "files": files}))
-    for name in (*names, MANIFEST):
+    for name in (*rest, MANIFEST):
         flush_file(folder / name)
     flush_file(folder)
+
+
+def entry(path: Path) -> Entry:
+    """What the manifest says of a file."""
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def verify(path: Path) -> dict[str, Any]:

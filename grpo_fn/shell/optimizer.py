@@ -1,9 +1,22 @@
-"""Optimizers and learning-rate schedules, named from gin."""
+"""Optimizers and learning-rate schedules, named from gin.
 
-from collections.abc import Iterable
+AdamW (Loshchilov and Hutter, arXiv:1711.05101, Algorithm 2), g the gradient at step t, p a weight:
+
+    m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
+    p = p - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)
+
+Decay applies to matrices only, not to norms and biases. Parameters are plain tensors or DTensors, whose moments lie
+where they lie.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+SMALLEST = 1e-12  # scale of a block of zeros, as torchao has it
 
 
 def adamw(
@@ -15,12 +28,144 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv:1711.05101, Algorithm 2), fused; decay applies to matrices only, not to norms and biases."""
+    """AdamW in one fused kernel: the fastest. Two moments of the weight's dtype, 8 bytes a float32 weight."""
+    groups = _groups(params, weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
+
+
+def adamw_foreach(
+    params: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """AdamW in one kernel for each operation, for devices without the fused one. While it steps, it holds one more
+    copy of the weights."""
+    groups = _groups(params, weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, foreach=True)
+
+
+def adamw_8bit(
+    params: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """AdamW whose moments lie in 8 bits between steps, 2 bytes a weight: torchao's, which knows DTensors.
+
+    A block of 256 numbers is kept as codes of a dynamic map and one scale, its largest magnitude (Dettmers et al.
+    2021, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, section 2). A rank's part of a weight with
+    fewer than 4096 numbers, or not a multiple of 256, keeps its moments in float32. Compiled on CUDA, one kernel for
+    each shape; run as written on the CPU.
+
+    Raises ValueError where torchao is not installed.
+    """
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ValueError(
+            f"optimizer: got adamw_8bit without torchao ({error}), wanted it installed: "
+            "pip install 'grpo-fn[adamw8bit]'; or optimizer.adamw"
+        ) from error
+    made = AdamW8bit(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
+    for group in made.param_groups:
+        group["lr"] = lr
+    made.step = _between(made.step, made.param_groups)
+    return made
+
+
+def _groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     params = list(params)
-    matrices = [p for p in params if p.ndim >= 2]
-    vectors = [p for p in params if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
+    decayed = {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay}
+    free = {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}
+    return [group for group in (decayed, free) if group["params"]]
+
+
+def _between(step: Callable[[], Any], groups: list[dict[str, Any]]) -> Callable[[], Any]:
+    """`step` for torchao: its learning rates are tensors while it steps, so that another rate compiles nothing anew."""
+    on_cpu = all(p.device.type == "cpu" for group in groups for p in group["params"])
+
+    def stepping() -> Any:
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+        try:
+            with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
+                return step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    return stepping
+
+
+# -- moments in a checkpoint
+
+
+def plain(moment: Tensor) -> Tensor:
+    """The moment as a checkpoint holds it: itself, or its values in float32 where it lies in 8 bits.
+
+    Values, not codes: a block of codes belongs to one way of dividing a weight, values can be divided anew.
+    """
+    local = _local(moment)
+    return _like(moment, local.dequantize()) if _in_codes(local) else moment
+
+
+@torch.no_grad()
+def take(moment: Tensor, value: Tensor) -> None:
+    """Write back what `plain` gave, loaded anew; nothing to do where that was the moment itself.
+
+    Values that were the same blocks of codes before come back exactly; others (another world size cuts the weights
+    elsewhere) go to the nearest code.
+    """
+    local, values = _local(moment), _local(value)
+    if not _in_codes(local):
+        return
+    local.copy_(values)
+    if local.signed:
+        _exactly(local, values.reshape(-1, local.block_size))
+
+
+def _exactly(state: Tensor, blocks: Tensor) -> None:
+    """Codes and scales that give the blocks `[n, block_size]` exactly, for every block that has such.
+
+    The signed map ends at 1 and at -0.993, so the largest magnitude of the values is not always the scale they had.
+    Any scale that gives all of a block exactly will do; division rounds, so the nearest few are tried.
+    """
+    between = (state.qmap[1:] + state.qmap[:-1]) / 2
+    nearby = (blocks.abs().amax(-1) / state.qmap[0].abs()).view(torch.int32)
+    codes, scale = state.codes.view_as(blocks), state.scale
+    for ulps in range(-2, 3):
+        tried = (nearby + ulps).clamp(min=0).view(torch.float32).clamp(min=SMALLEST)[:, None]
+        found = torch.bucketize(blocks / tried, between, out_int32=True)
+        exact = (state.qmap[found] * tried == blocks).all(-1, keepdim=True)
+        codes.copy_(torch.where(exact, found, codes))
+        scale.copy_(torch.where(exact, tried, scale[:, None])[:, 0])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _in_codes(local: Tensor) -> bool:
+    return hasattr(local, "codes")  # torchao's tensor class, without importing torchao
+
+
+def _like(moment: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(moment, DTensor):
+        return local
+    mesh, placements = moment.device_mesh, moment.placements
+    whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=moment.shape, stride=moment.stride())
+    return whole.to(moment.device)  # from_local moves what is offloaded to the mesh's device
+
+
+# -- schedules
 
 
 def constant(step: int, *, warmup: int) -> float:

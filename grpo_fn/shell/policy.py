@@ -1,230 +1,280 @@
-"""The policies behind the seam: `Local`, a module trained in place, and `Functional`, the oracle it is held against."""
+"""The policy behind the seam: a module on one device or many, trained in place."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+import torch.distributed as dist
+from einops import rearrange
+from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
-from grpo_fn.shell.head import dense_scores, linear_scores
+from grpo_fn.shell.scorer import Scorer, check_rows
+from grpo_fn.shell.world import World
 from grpo_fn.types import Batch, Pullback, Rollout, Scores
 
 Optimizer = Callable[..., torch.optim.Optimizer]
 Schedule = Callable[[int], float]
+LossScale = Callable[[float, int, bool], tuple[float, int]]
+Frozen = Callable[[], AbstractContextManager[Scorer]]  # the reference policy, while entered
+
+WEIGHTS, OPTIMIZER = "weights.", "optimizer."
 
 
-def predicting(
-    state: Float[Tensor, "B T X"], tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> tuple[Float[Tensor, "N X"], Int[Tensor, "N"]]:
-    """The states that predict the masked tokens, and those tokens: state[b, t-1] predicts tokens[b, t].
+class Sharded:
+    """A causal language model with its optimizer, on one device or spread over the ranks of `data`.
 
-    This is the only place where the shift by one happens. Only sampled tokens are looked at: prompts and padding
-    never reach the head.
-    """
-    chosen = mask[:, 1:]
-    return state[:, :-1][chosen], tokens[:, 1:][chosen]
+    Every rank is shown the same batch and sees the same scores; which rank computes which row is nobody else's
+    business. Gradients of any objective of the scores reach the parameters through `vjp`'s pullback, micro-batch by
+    micro-batch, summed over ranks; `update` clips their global norm and steps.
 
-
-def placed(values: Float[Tensor, "N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Values of the masked tokens back at their `[b, t]`; zero elsewhere. The inverse of `predicting`'s selection."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
-
-
-def check_rows(mask: Bool[Tensor, "B T"]) -> None:
-    """Raise ValueError when a row's first token claims to be sampled: nothing precedes it that could predict it."""
-    if mask[:, 0].any():
-        raise ValueError("got a row whose first token is marked as sampled; wanted at least one prompt token before it")
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    return model.get_decoder()
-
-
-def has_linear_head(model: nn.Module) -> bool:
-    """Whether the model's logits are `hidden @ W.T`, found by asking it: capped, scaled and biased ones are not.
-
-    What enters the head has to be the decoder's output, and what leaves it the logits. The latter is asked with numbers
-    far apart put in the head's place: a fresh model's logits are so small that a soft cap leaves no trace on them.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        return False
-    ids = torch.arange(4, device=head.weight.device)[None]
-    probe = torch.linspace(-1e3, 1e3, len(head.weight)).to(head.weight)
-    entered = []
-
-    def instead(_: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-        entered.append(args[0])
-        return probe.expand_as(logits)
-
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        hidden = _decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
-        with head.register_forward_hook(instead, prepend=True):
-            left = model(input_ids=ids, use_cache=False).logits
-    model.train(was_training)
-    untouched = torch.equal(left.float(), probe.float().expand_as(left))
-    return untouched and torch.allclose(entered[0].float(), hidden.float(), rtol=1e-3, atol=1e-3)
-
-
-class Local:
-    """A causal language model on one device with its optimizer.
-
-    Gradients of any objective of the scores reach the parameters through `vjp`'s pullback, micro-batch by
-    micro-batch; `update` clips their global norm and steps. With `reference` a frozen copy of the weights as they
-    are now stays beside it.
+    What trains is what `requires_grad` says, plain parameters or DTensors. `frozen` is the reference, None without one.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        scorer: Scorer,
         *,
-        temperature: float,
-        reference: bool,
+        world: World,
+        data: dist.ProcessGroup | None,  # ranks that have rows of their own; None: this one has all
+        frozen: Frozen | None,
+        noisy: list[nn.Module],  # dropout of adapters: on while training, off whenever log-probs are asked for
+        seed: int,
         micro_tokens: int,
         optimizer: Optimizer,
         schedule: Schedule,
+        loss_scale: LossScale,
+        initial_scale: float,
         max_grad_norm: float,
-        head_elements: int,
     ) -> None:
-        self.model = model
-        self.frozen = copy.deepcopy(model).requires_grad_(False) if reference else None
-        self.temperature = temperature
-        self.optimizer = optimizer(p for p in model.parameters() if p.requires_grad)
+        self.scorer = scorer
+        self.world = world
+        self.frozen = frozen
+        self.noisy = [module for module in noisy if getattr(module, "p", 0.0) > 0]
+        self.seed = seed
+        self.optimizer = optimizer(p for p in scorer.parameters() if p.requires_grad)
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = schedule
-        self.micro_tokens = micro_tokens
+        self.loss_scale = loss_scale
         self.max_grad_norm = max_grad_norm
-        self.head_elements = head_elements
-        self.linear_head = has_linear_head(model)
-        self.updates = 0
+        self.micro_tokens = micro_tokens
+        self.updates = self.skipped = self.good_steps = self.passes = 0
+        self.scale = initial_scale
+        self._expected = 0  # pullbacks before the next update
+        self._owed = False  # gradients that copies of the model have not added up yet
+        self._data = data
+        self._rank, self.devices = (0, 1) if data is None else (dist.get_rank(data), dist.get_world_size(data))
 
-    def _scores(self, model: nn.Module, tokens: Tensor, mask: Tensor) -> Scores:
-        check_rows(mask)
-        if self.linear_head:
-            hidden = _decoder(model)(input_ids=tokens, use_cache=False).last_hidden_state
-            state, target = predicting(hidden, tokens, mask)
-            weight = model.get_output_embeddings().weight
-            logp, entropy = linear_scores(
-                state, weight, target, temperature=self.temperature, elements=self.head_elements
-            )
-        else:
-            logits, target = predicting(model(input_ids=tokens, use_cache=False).logits, tokens, mask)
-            logp, entropy = dense_scores(logits, target, temperature=self.temperature)
-        return Scores(placed(logp, mask), placed(entropy, mask))
+    @property
+    def model(self) -> nn.Module:
+        """The Hugging Face model inside."""
+        return self.scorer.model
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         """Scores of the batch's sampled tokens and the map `dscores -> theta.grad += J^T dscores`."""
-        scores = self._scores(self.model, batch.tokens, batch.mask)
+        check_rows(batch.mask)
+        tokens, mask = self._dealt(batch.tokens), self._dealt(batch.mask)
+        with self.world.talking("forward"), self._noise():
+            mine = self.scorer(tokens, mask)
+            scores = Scores(*(self._gathered(x.detach(), len(batch.mask)) for x in mine))
 
         def pullback(dscores: Scores) -> None:
-            # A zero cotangent is left out: the head then skips the entropy's share of the work.
-            pairs = [(y, d) for y, d in zip(scores, dscores, strict=True) if bool(d.any())]
+            # A zero cotangent is left out: the head then skips the entropy's share of the work. All ranks are shown
+            # the same one, and so leave out the same.
+            pairs = [(y, self._dealt(d) * self.scale) for y, d in zip(mine, dscores, strict=True) if bool(d.any())]
+            last = self._counted()
+            if last and self._owed and not pairs:
+                pairs = [(mine[0], torch.zeros_like(mine[0]))]
             if pairs:
-                torch.autograd.backward([y for y, _ in pairs], [d for _, d in pairs])
+                self._owed = not last
+                with self.world.talking("backward"):
+                    torch.autograd.backward([y for y, _ in pairs], [d for _, d in pairs])
 
-        return Scores(scores.logp.detach(), scores.entropy.detach()), pullback
+        return scores, pullback
+
+    def expect(self, parts: int) -> None:
+        """So many pullbacks come before the next update: copies of the model add their gradients up in the last."""
+        self._expected = parts
+
+    def _counted(self) -> bool:
+        """Whether this pullback is the last before the update, as far as `expect` was told; FSDP2 is told so, too."""
+        self._expected -= 1
+        last = self._expected <= 0
+        if isinstance(self.scorer, FSDPModule):
+            self.scorer.set_requires_all_reduce(last)
+        return last
 
     def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:
         """log pi_theta of the rollout's tokens under the weights as they stand."""
-        return self._logp(self.model, rollout)
+        return self._logp(self.scorer, rollout)
 
     def reference(self, rollout: Rollout) -> Float[Tensor, "B T"] | None:
         """log pi_ref of the rollout's tokens; None when no reference is kept."""
-        return None if self.frozen is None else self._logp(self.frozen, rollout)
+        if self.frozen is None:
+            return None
+        with self.frozen() as scorer:
+            return self._logp(scorer, rollout)
 
     @torch.no_grad()
-    def _logp(self, model: nn.Module, rollout: Rollout) -> Float[Tensor, "B T"]:
+    def _logp(self, scorer: Scorer, rollout: Rollout) -> Float[Tensor, "B T"]:
+        check_rows(rollout.mask)
         out = torch.zeros_like(rollout.logp_sampled)
-        rows = max(1, self.micro_tokens // rollout.tokens.shape[1])
+        rows = self.devices * max(1, self.micro_tokens // rollout.tokens.shape[1])
         for i in range(0, len(out), rows):
             part = slice(i, i + rows)
-            out[part] = self._scores(model, rollout.tokens[part], rollout.mask[part]).logp
+            with self.world.talking("log-probs"):
+                logp, _ = scorer(self._dealt(rollout.tokens[part]), self._dealt(rollout.mask[part]))
+                out[part] = self._gathered(logp, len(out[part]))
         return out
 
     def update(self) -> dict[str, float]:
         """Clip the global gradient norm, step, clear; without any gradient, weights and moments stay as they are.
 
-        Raises FloatingPointError, weights unchanged, on NaN or inf.
+        A norm of NaN or inf changes nothing but the loss scale, and raises FloatingPointError when that cannot shrink.
         """
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = float(nn.utils.clip_grad_norm_(params, self.max_grad_norm))
-        if norm != norm or norm in (float("inf"), float("-inf")):
-            self.optimizer.zero_grad(set_to_none=True)
+        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with self.world.talking("gradient norm"):
+            norm = float(total_norm([p.grad for p in params])) / self.scale
+        scale, finite = self.scale, norm == norm and abs(norm) != float("inf")
+        self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
+        if finite:
+            shrink_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
+            self._step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.passes = 0
+        if not finite and self.scale >= scale:
             raise FloatingPointError(
-                f"got a gradient norm of {norm} at optimizer step {self.updates}, wanted a finite one; the weights are "
-                "those before this step"
+                f"got a gradient norm of {norm} at optimizer step {self.updates}, wanted a finite one; the weights "
+                "are those before this step"
             )
+        self.skipped += not finite
+        return {
+            "loss/grad_norm": norm,
+            "optimizer/lr": self.optimizer.param_groups[0]["lr"],
+            "optimizer/step": float(self.updates),
+            "optimizer/loss_scale": scale,
+            "optimizer/overflows": float(self.skipped),
+        }
+
+    def _step(self) -> None:
         factor = self.schedule(self.updates)
         for group, lr in zip(self.optimizer.param_groups, self.base_lr, strict=True):
             group["lr"] = lr * factor
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        lr = self.optimizer.param_groups[0]["lr"]
-        return {"loss/grad_norm": norm, "optimizer/lr": lr, "optimizer/step": float(self.updates)}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and persistent buffer once (a tied one under its first name), detached."""
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor.detach()
+    def weights(self, *, trained: bool) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and persistent buffer once (a tied one under its first name), whole, one at a time.
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """What `restore` needs besides the weights. Its tensors are the optimizer's own: copy what is to last."""
-        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
-
-    @torch.no_grad()
-    def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Copy the weights, take over the optimizer state.
-
-        Raises ValueError, nothing changed, naming the first tensor that does not fit.
+        Every rank has to take part. With `trained` only those that train.
         """
-        own = dict(self.weights())
-        if own.keys() != weights.keys():
-            odd = sorted(own.keys() ^ weights.keys())[:3]
-            raise ValueError(f"got a checkpoint of another model: {odd} in only one of checkpoint and model")
-        for name, tensor in own.items():  # all of them before the first one changes
-            got, wanted = ((x.dtype, tuple(x.shape)) for x in (weights[name], tensor))
-            if got != wanted:
-                raise ValueError(f"got {name} {got} in the checkpoint, wanted {wanted}")
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]
+        for name, tensor in self.named().items():
+            if tensor.requires_grad or not trained:
+                with self.world.talking(f"gathering {name}"):
+                    gathered = whole(tensor)
+                yield name, gathered
+
+    def named(self) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer once, as it lies on this rank, under the model's own names."""
+        first: dict[int, str] = {}
+        state = self.model.state_dict(keep_vars=True)
+        return {name: x for name, x in state.items() if first.setdefault(id(x), name) == name}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, live: what trains (with the buffers, if that is the whole model) and its moments."""
+        named = self.named()
+        partial = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in named.values())
+        kept = {name: x for name, x in named.items() if x.requires_grad or not partial}
+        moments = {
+            f"{OPTIMIZER}{name}.{key}": value
+            for name, x in kept.items()
+            for key, value in self.optimizer.state.get(x, {}).items()
+        }
+        return {**{f"{WEIGHTS}{name}": x.detach() for name, x in kept.items()}, **moments}
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        return {
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "loss_scale": self.scale,
+            "good_steps": self.good_steps,
+        }
+
+    def restore(self, load: Callable[[dict[str, Tensor]], None], counters: Mapping[str, Any]) -> None:
+        """Have `load` fill in what `tensors` names, and take over the counters."""
+        self.optimizer.state.clear()
+        if counters["updates"]:
+            self._make_moments()
+        load(self.tensors())
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # weights gathered before are old ones now
+        self.updates, self.skipped = counters["updates"], counters["skipped"]
+        self.scale, self.good_steps = counters["loss_scale"], counters["good_steps"]
+
+    def _make_moments(self) -> None:
+        """Moments to be filled in: those of a step without gradient at a learning rate of zero."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _dealt(self, rows: Tensor) -> Tensor:
+        """This rank's rows, as many on every rank; rows that are missing are empty ones."""
+        missing = -len(rows) % self.devices
+        return pad(rows, (0, 0, 0, missing))[self._rank :: self.devices] if self.devices > 1 else rows
+
+    def _gathered(self, mine: Tensor, rows: int) -> Tensor:
+        """The inverse of `_dealt`: the rows of all ranks, in their order."""
+        if self.devices == 1:
+            return mine
+        everyone = [torch.empty_like(mine) for _ in range(self.devices)]
+        dist.all_gather(everyone, mine.contiguous(), group=self._data)
+        return rearrange(everyone, "r k t -> (k r) t")[:rows]
+
+    @contextmanager
+    def _noise(self) -> Iterator[None]:
+        """Adapter dropout on, drawn from (seed, pass, rank) and from nothing else, so that a resumed run repeats it."""
+        self.passes += 1
+        if not self.noisy:
+            yield
+            return
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(hash((self.seed, self.updates, self.skipped, self.passes, self._rank)) % 2**63)
+            for module in self.noisy:
+                module.train()
+            yield
+        for module in self.noisy:
+            module.eval()
 
 
-class Functional:
-    """The oracle: dense log-softmax through `functional_call` and `torch.func.vjp`.
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """The Euclidean norm of all gradients together, the same number on every rank; 0 of none."""
+    if not grads:
+        return torch.zeros(())
+    by_mesh: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    norms = [whole(nn.utils.get_total_norm(part)) for part in by_mesh.values()]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
-    One device, no hooks, no fused anything; it shares nothing with `Local` but the shift. Its weights are a value,
-    `params`, and its accumulated gradient another, `grads`.
-    """
 
-    def __init__(self, model: nn.Module, *, temperature: float) -> None:
-        self.model = model
-        self.temperature = temperature
-        self.params = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self.grads = {name: torch.zeros_like(p) for name, p in self.params.items()}
+def shrink_(params: list[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients, what clipping and the loss scale ask for at once."""
+    if factor != 1.0:
+        for p in params:
+            (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).mul_(factor)
 
-    def scores(self, params: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Scores:
-        """Scores as a pure function of the parameters."""
-        out = torch.func.functional_call(self.model, params, (), {"input_ids": tokens, "use_cache": False})
-        logits, target = predicting(out.logits, tokens, mask)
-        return Scores(*(placed(x, mask) for x in dense_scores(logits, target, temperature=self.temperature)))
 
-    def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
-        """As `Local.vjp`, with `torch.func.vjp` doing the work."""
-        check_rows(batch.mask)
-        scores, vjp_fn = torch.func.vjp(lambda params: self.scores(params, batch.tokens, batch.mask), self.params)
-
-        def pullback(dscores: Scores) -> None:
-            (grads,) = vjp_fn(dscores)
-            self.grads = {name: self.grads[name] + g for name, g in grads.items()}
-
-        return scores, pullback
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, gathered from all ranks where it is spread over them; detached."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -81,7 +81,7 @@ class RewardPool:
     to each of these, at most COMPLAINTS different ones; clear it when they are told.
     """
 
-    def __init__(self, *, workers: int, deadline: float, memory_mb: int, stop_on_error: bool = True) -> None:
+    def __init__(self, *, workers: int, deadline: float, memory_mb: int, stop_on_error: bool) -> None:
         for name, value in (("workers", workers), ("deadline", deadline), ("memory_mb", memory_mb)):
             if not value > 0:
                 raise ValueError(f"reward pool {name}: got {value}, wanted more than 0")

@@ -15,12 +15,12 @@ LAYERS = {
     "L0": {"types", "problem", "prng", "masked"},
     "L1": {
         *{"advantage", "losses", "objective", "kl", "ratio", "weights", "correction", "sampling", "rewards", "batch"},
-        *{"metrics", "page", "tasks", "groups", "credit", "filters", "marks", "control", "proportions"},
+        *{"metrics", "page", "tasks", "groups", "credit", "filters", "marks", "control", "proportions", "loss_scale"},
     },
     "L2": {"algorithm", "collect", "lens", "evaluate", "plan"},
     "S": {"shell"},
     "L3": {
-        *{"config", "train", "loop", "resume", "presets", "record", "ready"},
+        *{"config", "train", "loop", "resume", "finish", "presets", "record", "ready"},
         *{"scoring", "named_reward", "measure", "locate"},
     },
     "L4": {"run", "score", "eval"},

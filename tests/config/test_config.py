@@ -536,8 +536,9 @@ def test_help_and_reading_need_no_torch() -> None:
 
 def test_the_default_run_folder_is_named_after_the_gin_file_and_the_time() -> None:
     now = datetime(2026, 1, 2, 3, 4, 5)
-    assert run.default_run_dir("gin/run/arithmetic.gin", now) == Path("runs/arithmetic-20260102-030405")
-    assert run.default_run_dir("experiments/idea/run.gin", now) == Path("runs/idea-20260102-030405")
+    assert run.default_run_dir("gin/run/arithmetic.gin", now, None) == Path("runs/arithmetic-20260102-030405")
+    assert run.default_run_dir("experiments/idea/run.gin", now, None) == Path("runs/idea-20260102-030405")
+    assert run.default_run_dir("experiments/idea/run.gin", now, "job-7") == Path("runs/idea-job-7")
 
 
 class FakeTrain:

@@ -16,6 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_fn import run
+from grpo_fn.shell import checkpoint
 
 torch.set_num_threads(1)
 SERVER = multiprocessing.get_context("forkserver")
@@ -159,8 +160,8 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     newest = max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     return {
         "model": (run_dir / "model" / "model.safetensors").read_bytes(),
-        "weights": (newest / "tensors.safetensors").read_bytes(),
-        "optimizer": (newest / "optimizer.pt").read_bytes(),
+        "tensors": {name: x.numpy().tobytes() for name, x in checkpoint.read(newest, "").items()},
+        "policy": (newest / "policy.pt").read_bytes(),
         "carried": (newest / "carried.pt").read_bytes(),
         "eval": {path.name: path.read_bytes() for path in (run_dir / "eval").iterdir()},
         "metrics": timeless(run_dir),

@@ -153,12 +153,12 @@ def test_of_a_run_that_goes_on_the_newest_whole_checkpoint(run: Path, tmp_path: 
     shutil.rmtree(run / "model")
     (run / "summary.json").unlink()
     assert measured(run, tmp_path / "six")["weights"].endswith("step_6")
-    damage(run / "checkpoints" / "step_6" / "tensors.safetensors")
+    damage(run / "checkpoints" / "step_6" / "__0_0.distcp")
     said: list[str] = []
     assert locate(str(run), warn=said.append).path.endswith("step_4")
     (line,) = said
     assert "skipped" in line
-    assert "step_6, which is broken: tensors.safetensors has sha256" in line
+    assert "step_6, which is broken: __0_0.distcp has sha256" in line
     assert (run / "checkpoints" / "step_6").is_dir(), "the run's own business"
     results = measured(run, tmp_path / "four")
     assert figures(results) == of_training(run, 4)
@@ -209,12 +209,12 @@ HARM: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
         ["without model/ and without a whole checkpoint"],
     ),
     "a broken checkpoint": (
-        lambda run: damage(run / "checkpoints" / "step_4" / "tensors.safetensors"),
+        lambda run: damage(run / "checkpoints" / "step_4" / "__0_0.distcp"),
         "checkpoints/step_4",
-        ["step_4, which is broken: tensors.safetensors has sha256", "wanted a whole one"],
+        ["step_4, which is broken: __0_0.distcp has sha256", "wanted a whole one"],
     ),
     "a checkpoint cut short": (
-        lambda run: os.truncate(run / "checkpoints" / "step_4" / "tensors.safetensors", 99),
+        lambda run: os.truncate(run / "checkpoints" / "step_4" / "__0_0.distcp", 99),
         "checkpoints/step_4",
         ["has 99 bytes, wanted"],
     ),

@@ -141,7 +141,7 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [flip, truncate, Path.unlink])
-@pytest.mark.parametrize("name", ["tensors.safetensors", "optimizer.pt", "manifest.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "policy.pt", "manifest.json"])
 def test_a_broken_checkpoint_is_named_and_skipped(
     cache: Path, whole: Path, tmp_path: Path, harm: Callable[[Path], None], name: str
 ) -> None:
@@ -160,7 +160,7 @@ def test_nothing_but_broken_checkpoints_is_refused_until_told_to_start_over(
     run = copied(whole, tmp_path)
     before = (run / "metrics.jsonl").read_bytes()
     for path in (run / "checkpoints").glob("step_*"):
-        flip(path / "tensors.safetensors")
+        flip(path / "__0_0.distcp")
     for _ in range(2):  # moving them aside must not make the next start think that there was nothing
         assert finish(command(cache, run), tmp_path / "out") == 2
         assert (run / "metrics.jsonl").read_bytes() == before

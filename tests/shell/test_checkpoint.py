@@ -2,14 +2,17 @@
 
 import errno
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,8 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from grpo_fn.shell import checkpoint, durable, manifest
-from grpo_fn.shell.checkpoint import Contents, latest, load, prune, save, steps
+from grpo_fn.shell import blobs as small
+from grpo_fn.shell import checkpoint, durable, manifest, saver, shards
+from grpo_fn.shell.checkpoint import latest, prune, steps
+from grpo_fn.shell.saver import Keep, Saver
+from grpo_fn.shell.world import alone
+
+ALONE = alone(torch.device("cpu"))
+PIECES = "__0_0.distcp"  # the tensors of rank 0
 
 DTYPES = [
     torch.float64,
@@ -45,7 +54,6 @@ def tensor(draw: st.DrawFn) -> torch.Tensor:
 
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=8)
-names = names.filter(lambda name: name != "__metadata__")  # reserved by the safetensors format
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False)
 plain = st.recursive(
     st.none() | st.booleans() | numbers | st.text(max_size=5),
@@ -78,6 +86,27 @@ def root(tmp_path: Path) -> Path:
 def fresh() -> "tempfile.TemporaryDirectory[str]":
     """A folder of its own for every generated example."""
     return tempfile.TemporaryDirectory()
+
+
+class Contents(NamedTuple):
+    """All of a checkpoint."""
+
+    tensors: dict[str, torch.Tensor]
+    blobs: dict[str, Any]
+    meta: dict[str, Any]
+
+
+def save(root: Path, step: int, **what: Any) -> Path:
+    """One checkpoint, waited for."""
+    with Saver(root, ALONE) as writer:
+        writer.save(step, **what)
+    return root / f"step_{step}"
+
+
+def load(path: Path) -> Contents:
+    """All of a checkpoint that verifies."""
+    manifest.verify(path)
+    return Contents(checkpoint.read(path, ""), checkpoint.blobs(path), checkpoint.meta(path))
 
 
 def state(n: float) -> dict:
@@ -137,6 +166,171 @@ def test_views_and_parameters_are_saved_as_the_values_they_show(root):
     assert torch.equal(loaded["p"], torch.ones(2))
 
 
+@given(st.dictionaries(names, tensor(), max_size=4), st.dictionaries(names, tensor(), max_size=2))
+def test_the_tensors_under_a_prefix_are_read_without_it_and_nothing_else(tensors, others):
+    with fresh() as folder:
+        both = {f"w.{k}": v for k, v in tensors.items()} | {f"optimizer.{k}": v for k, v in others.items()}
+        path = save(Path(folder), 0, tensors=both, blobs={}, meta={})
+        assert {k: bits(v) for k, v in checkpoint.read(path, "w.").items()} == {k: bits(v) for k, v in tensors.items()}
+        assert checkpoint.names(path) == {k: (tuple(v.shape), v.dtype) for k, v in both.items()}
+
+
+@given(st.dictionaries(names, tensor(), min_size=1, max_size=4), st.data())
+def test_what_is_loaded_into_is_changed_in_place_and_wholly_or_not_at_all(tensors, data):
+    with fresh() as folder:
+        path = save(Path(folder), 0, tensors=tensors, blobs={}, meta={})
+        into = {k: torch.zeros_like(v) for k, v in tensors.items()}
+        places = {k: v.data_ptr() for k, v in into.items()}
+        odd = data.draw(st.sampled_from(list(tensors)))
+        wrong = data.draw(st.sampled_from(["name", "shape", "dtype"]))
+        asked = {k: v for k, v in into.items() if k != odd} | {
+            f"{odd}!" if wrong == "name" else odd: torch.zeros(5, 5, 5, 5)
+            if wrong == "shape"
+            else into[odd].to(torch.complex64)
+        }
+        with pytest.raises(ValueError, match=r"got .* wanted"):
+            checkpoint.load_into(path, asked, ALONE)
+        assert all(not v.any() for v in into.values())
+        checkpoint.load_into(path, into, ALONE)
+        assert {k: bits(v) for k, v in into.items()} == {k: bits(v) for k, v in tensors.items()}
+        assert {k: v.data_ptr() for k, v in into.items()} == places
+
+
+def test_an_index_that_would_run_something_is_refused(root):
+    path = save(root, 0, **state(1.0))
+
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, (str(root / "broken_into"),)
+
+    class Dotted:
+        def __reduce__(self) -> tuple:
+            return getattr, (torch.distributed.checkpoint.metadata.Metadata, "__init__")
+
+    for value in (Evil(), Dotted(), torch.nn.Linear):
+        (path / shards.INDEX).write_bytes(pickle.dumps(value))
+        with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
+            checkpoint.names(path)
+    dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.system\x93."
+    (path / shards.INDEX).write_bytes(dotted.replace(b"\x27", bytes([len("torch.distributed.checkpoint.filesystem")])))
+    with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
+        checkpoint.names(path)
+    assert not (root / "broken_into").exists()
+
+
+# -- beside the training
+
+
+def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What lets go of the thread that writes."""
+    go, real = threading.Event(), shards.write
+
+    def late(*args: Any) -> Any:
+        assert go.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(shards, "write", late)
+    return go
+
+
+def test_save_returns_before_anything_is_written_and_what_it_was_given_may_change(root, monkeypatch):
+    go, given = held_back(monkeypatch), state(1.0)
+    with Saver(root, ALONE) as writer:
+        held = writer.save(1, **given)
+        for value in (*given["tensors"].values(), given["blobs"]["optimizer"]["state"][0]["exp_avg"]):
+            value.zero_()
+        given["blobs"]["optimizer"]["lr"] = 9
+        given["meta"]["metrics"]["eval/accuracy"] = 9
+        assert steps(root) == []
+        go.set()
+        writer.wait()
+        assert_state(load(root / "step_1"), 1.0)
+        assert held.staged > 0
+        assert held.waited < held.staged + 1
+
+
+def test_the_next_save_waits_for_the_one_before_and_says_how_long(root, monkeypatch):
+    go = held_back(monkeypatch)
+    with Saver(root, ALONE) as writer:
+        writer.save(1, **state(1.0))
+        threading.Timer(0.5, go.set).start()
+        assert 0.2 < writer.save(2, **state(2.0)).waited < 30
+        assert steps(root) == [1]
+    assert steps(root) == [1, 2]
+    assert_state(load(root / "step_1"), 1.0)
+
+
+def test_what_goes_wrong_beside_is_raised_by_the_next_call_and_once(root, monkeypatch):
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Saver(root, ALONE) as writer:
+        monkeypatch.setattr(shards, "write", broken)
+        writer.save(1, **state(1.0))
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="Input/output error"):
+            writer.save(2, **state(2.0))
+        assert list(root.iterdir()) == []
+        writer.save(2, **state(2.0))
+    assert steps(root) == [2]
+
+
+def fail_after_save(root: Path) -> None:
+    with Saver(root, ALONE) as writer:
+        writer.save(1, **state(1.0))
+        raise KeyError("of the training")
+
+
+def test_an_error_in_the_training_is_not_hidden_by_one_beside_it(root, monkeypatch):
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(shards, "write", broken)
+    with pytest.raises(KeyError) as caught:
+        fail_after_save(root)
+    assert "Input/output error" in caught.value.__notes__[0]
+
+
+def test_a_save_that_is_under_way_when_the_training_fails_is_finished(root):
+    with pytest.raises(KeyError):
+        fail_after_save(root)
+    assert_state(load(root / "step_1"), 1.0)
+
+
+def test_those_not_kept_go_once_the_new_one_is_there(root, monkeypatch):
+    with Saver(root, ALONE) as writer:
+        for step in range(1, 4):
+            writer.save(step, **state(float(-step)))
+        writer.wait()
+        go = held_back(monkeypatch)
+        writer.save(4, **state(-4.0), keep=Keep(1, 1, "eval/accuracy"))
+        assert steps(root) == [1, 2, 3]
+        go.set()
+    assert steps(root) == [1, 4]
+
+
+def test_no_two_savers_ever_write_into_one_folder(root):
+    owners = [Saver(root, ALONE)._owner for _ in range(3)]
+    assert len({checkpoint.unfinished(root, "tmp", 1, owner) for owner in owners}) == 3
+    assert all(owner.startswith(f"{os.getpid()}-") for owner in owners)
+
+
+def test_what_a_process_not_quite_dead_would_rename_is_gone_before_it_is_deleted(root, monkeypatch):
+    save(root, 1, **state(1.0))
+    building = root / ".tmp-step_2-999999999-abc"
+    shutil.copytree(root / "step_1", building)
+    real = shutil.rmtree
+
+    def in_this_moment(path: Path, **how: Any) -> None:
+        with pytest.raises(FileNotFoundError):
+            os.rename(building, root / "step_2")
+        real(path, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", in_this_moment)
+    checkpoint.tidy(root)
+    assert [p.name for p in root.iterdir()] == ["step_1"]
+
+
 def test_non_finite_meta_becomes_null(root):
     path = save(root, 0, tensors={}, blobs={}, meta={"metrics": {"a": float("nan"), "b": float("inf"), "c": 1}})
     assert load(path).meta == {"metrics": {"a": None, "b": None, "c": 1}}
@@ -149,8 +343,6 @@ class Custom:
 @pytest.mark.parametrize(
     ("tensors", "blobs", "message"),
     [
-        (lambda w: {"lm_head": w, "embed": w}, {}, "'lm_head' and 'embed' in one storage"),
-        (lambda w: {"row": w[0], "rest": w[1:]}, {}, "'row' and 'rest' in one storage"),
         (lambda w: {"w": w}, {"optimizer": {"groups": [Custom()]}}, r"Custom at optimizer\['groups'\]\[0\]"),
         (lambda w: {"w": w}, {"optimizer": {frozenset(): 1}}, "got a frozenset at optimizer"),
         (lambda w: {"w": w}, {"../x": 1}, "wanted identifiers"),
@@ -205,10 +397,10 @@ def test_a_checkpoint_under_another_steps_name_is_broken(root):
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_kept(root, monkeypatch):
-    monkeypatch.setattr(manifest, "FORMAT", 2)
+    monkeypatch.setattr(manifest, "FORMAT", 3)
     path = save(root, 1, **state(1.0))
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"got .* format 2, wanted 1"):
+    with pytest.raises(ValueError, match=r"got .* format 3, wanted 2"):
         latest(root, warn=refuse)
     assert path.exists()
 
@@ -235,9 +427,16 @@ def test_a_permission_error_is_no_proof_of_damage(root, monkeypatch):
 # -- a process that dies ---------------------------------------------------------------------------------------------
 
 
+class AtOnce(threading.Thread):
+    """A thread that is over when it has started, so that lines come in one order."""
+
+    def start(self) -> None:
+        self.run()
+
+
 def on_each_line(action: Callable[[], object], tick: Callable[[], None]) -> None:
     """Run the action and call `tick` before every line of our own code."""
-    ours = {module.__file__ for module in (checkpoint, durable, manifest)}
+    ours = {module.__file__ for module in (checkpoint, durable, manifest, saver, shards, small)}
 
     def trace(frame, event, arg):
         if frame.f_code.co_filename not in ours:
@@ -247,18 +446,20 @@ def on_each_line(action: Callable[[], object], tick: Callable[[], None]) -> None
         return trace
 
     before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "Thread", AtOnce)
+        sys.settrace(trace)
+        try:
+            action()
+        finally:
+            sys.settrace(before)
 
 
 def places(action: Callable[[], object]) -> list[int]:
     """Lines to die at: every few while files are written, every single one at the end, where names change."""
     lines: list[None] = []
     on_each_line(action, lambda: lines.append(None))
-    return [*range(0, len(lines) - 40, 9), *range(max(0, len(lines) - 40), len(lines))]
+    return [*range(0, len(lines) - 40, 15), *range(max(0, len(lines) - 40), len(lines))]
 
 
 def die_at(line: int, action: Callable[[], object]) -> None:
@@ -330,7 +531,7 @@ def test_a_checkpoint_half_deleted_no_longer_bears_its_name(root, monkeypatch):
         save(root, step, **state(float(step)))
 
     def cut_short(path: Path) -> None:
-        (path / checkpoint.TENSORS).unlink()
+        (path / PIECES).unlink()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "rmtree", cut_short)
@@ -376,7 +577,7 @@ def test_a_disk_that_fills_up_names_path_and_bytes_and_keeps_the_old(tiny_disk, 
     too_much = {**state(2.0), big: {"x": torch.ones(2**19)}}
     with pytest.raises(durable.NoSpace, match=r"no space left: got [\d,]+ bytes free, wanted [\d,]+"):
         save(tiny_disk, 2, **too_much)  # seen before anything is written
-    monkeypatch.setattr(checkpoint, "check_space", lambda path, need_bytes: None)  # another process was quicker
+    monkeypatch.setattr(saver, "check_space", lambda path, need_bytes: None)  # another process was quicker
     with pytest.raises(
         OSError, match=r"no space left: got [\d,]+ bytes free, wanted 2,\d\d\d,\d\d\d: .*step_2"
     ) as caught:
@@ -386,7 +587,7 @@ def test_a_disk_that_fills_up_names_path_and_bytes_and_keeps_the_old(tiny_disk, 
     assert_state(load(tiny_disk / "step_1"), 1.0)
 
 
-FLUSHES = 5  # both files, the manifest, the folder, and the folder it is renamed in
+FLUSHES = 6  # tensors, index, blobs, manifest, the folder, and the folder it is renamed in
 
 
 @given(st.integers(0, FLUSHES + 1), st.sampled_from([errno.ENOSPC, errno.EDQUOT, errno.EIO]), st.booleans())
@@ -444,7 +645,7 @@ def test_prune_keeps_the_last_and_the_best_and_nothing_else(found, keep_last, ke
 def test_a_visibly_broken_folder_never_displaces_a_whole_one(root):
     for step in (1, 2):
         save(root, step, **state(float(step)))
-    (root / "step_2" / checkpoint.TENSORS).write_bytes(b"")
+    (root / "step_2" / PIECES).write_bytes(b"")
     assert prune(root, keep_last=1, keep_best=0, metric="eval/accuracy") == []
     found = latest(root, warn=lambda text: None)
     assert found is not None

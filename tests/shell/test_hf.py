@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from grpo_fn.shell import hf
 from grpo_fn.shell.tiny_model import CHAT_TEMPLATE
+from grpo_fn.shell.world import find_device
 
 TRICKY = [
     *("0123456789", "12 + 34 = 46", "a b  c   d", " lead", "trail ", "\n", "\n\n\nx\n", "\t\r\n", "Tom's 3.5%"),
@@ -219,9 +220,9 @@ def test_tokens_are_padded_on_the_left():
 
 def test_devices_and_dtypes_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert hf.find_device("auto") == hf.find_device("cpu") == torch.device("cpu")
+    assert find_device("auto", 0) == find_device("cpu", 0) == torch.device("cpu")
     with pytest.raises(ValueError, match="got device 'cuda:0', wanted one that exists"):
-        hf.find_device("cuda:0")
+        find_device("cuda:0", 0)
     assert hf.find_dtype("bfloat16") == torch.bfloat16
     with pytest.raises(ValueError, match=r"got dtype 'int8', wanted one of \['bfloat16', 'float16', 'float32'\]"):
         hf.find_dtype("int8")

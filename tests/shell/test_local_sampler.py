@@ -8,6 +8,7 @@ import pytest
 import torch
 from fakes import MODELS, VOCABULARY, problem, qwen2_tied, tokenizer
 from hypothesis import given, settings
+from policies import local
 from torch import Tensor, nn
 
 from grpo_fn import prng
@@ -16,7 +17,7 @@ from grpo_fn.sampling import categorical, greedy, nucleus
 from grpo_fn.shell.hf import encode_prompt
 from grpo_fn.shell.local_sampler import Choose, LocalSampler
 from grpo_fn.shell.optimizer import adamw
-from grpo_fn.shell.policy import Local
+from grpo_fn.shell.policy import Sharded
 from grpo_fn.types import Batch, Rollout, Sampler, Scores
 
 EOS = VOCABULARY - 1
@@ -103,10 +104,10 @@ def test_logp_sampled_is_the_policys_logp(name, temperature, texts, group_size):
     assert float(gap[rollout.mask].abs().max()) < 1e-4
 
 
-def policy(module: nn.Module, temperature: float, lr: float = 0.1) -> Local:
+def policy(module: nn.Module, temperature: float, lr: float = 0.1) -> Sharded:
     optimizer = partial(adamw, lr=lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
-    knobs = {"reference": False, "micro_tokens": 60, "max_grad_norm": 1.0, "head_elements": 10**4}
-    return Local(module, temperature=temperature, optimizer=optimizer, schedule=lambda step: 1.0, **knobs)
+    knobs = {"micro_tokens": 60, "max_grad_norm": 1.0, "head_elements": 10**4}
+    return local(module, temperature=temperature, optimizer=optimizer, **knobs)
 
 
 # -- a row depends on (weights, prompt, key, uid, g) alone

@@ -11,13 +11,16 @@ from batches import UNMOVED
 from catalogue import bound
 from fakes import MODELS, qwen2_tied, qwen3_untied
 from hypothesis import given, settings
+from policies import DEFAULTS, handed_over, local
 from torch import Tensor, nn
 from torch.func import grad_and_value
 
 from grpo_fn import kl, losses, objective, weights
 from grpo_fn.batch import count, split
-from grpo_fn.shell.optimizer import adamw, linear_decay
-from grpo_fn.shell.policy import Functional, Local, has_linear_head
+from grpo_fn.shell.optimizer import linear_decay
+from grpo_fn.shell.oracle import Functional
+from grpo_fn.shell.policy import Sharded
+from grpo_fn.shell.scorer import has_linear_head
 from grpo_fn.types import Batch, Policy, Rollout, Scores
 
 V = 12
@@ -36,16 +39,6 @@ def composed(loss: str, penalty: str, weigh: str) -> partial:
 # Every function in some objective; the whole product is a slow test.
 OBJECTIVES = {"-".join(names): composed(*names) for names in zip(LOSSES, cycle(KLS), cycle(WEIGHTS), strict=False)}
 PRODUCT = {"-".join(names): composed(*names) for names in product(LOSSES, KLS, WEIGHTS)}
-DEFAULTS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-
-
-def local(model: nn.Module, **knobs) -> Local:
-    """A Local policy; the chunks of its head hold three rows, its passes without gradient some thirty tokens."""
-    chosen = {
-        **{"temperature": 0.7, "reference": False, "micro_tokens": 30, "max_grad_norm": 1e9, "head_elements": 3 * V},
-        **{"optimizer": partial(adamw, **DEFAULTS), "schedule": lambda step: 1.0},
-    }
-    return Local(model, **{**chosen, **knobs})
 
 
 def tokens_and_mask(seed: int, rows: int, prompt: int = 2, width: int = 9) -> tuple[Tensor, Tensor]:
@@ -94,7 +87,7 @@ def climb(policy, micros: list[Batch], f, totals) -> None:
         pullback(grad_and_value(partial(f, batch=micro, totals=totals, gains=UNMOVED), has_aux=True)(scores)[0])
 
 
-def grads(policy: Local | Functional) -> dict[str, Tensor]:
+def grads(policy: Sharded | Functional) -> dict[str, Tensor]:
     if isinstance(policy, Functional):
         return policy.grads
     return {name: p.grad for name, p in policy.model.named_parameters()}
@@ -160,8 +153,8 @@ def test_and_more_closely_in_float64_at_any_temperature_size_and_token_budget(
     oracle = Functional(MODELS[name](V).double(), temperature=temperature)
     mine = local(MODELS[name](V).double(), temperature=temperature)
     climb(oracle, [batch], PRODUCT[which], count(batch))
-    climb(mine, split(batch, micro_tokens), PRODUCT[which], count(batch))
-    assert_same(grads(mine), grads(oracle), 1e-7)  # not 1e-12: norms and angles of these models are float32 in any case
+    climb(mine, split(batch, micro_tokens, 1), PRODUCT[which], count(batch))
+    assert_same(grads(mine), grads(oracle), 3e-7)  # not 1e-12: norms and angles of these models are float32 in any case
 
 
 @settings(max_examples=max(5, EXAMPLES // 4))
@@ -257,20 +250,25 @@ def test_steps_are_written_out_adamw_on_the_oracles_gradients(name, limit):
         rate = DEFAULTS["lr"] * schedule(step)
         oracle.params, moments = adamw_step(oracle.params, gradients, moments, step + 1, **{**DEFAULTS, "lr": rate})
         oracle.grads = {name: torch.zeros_like(g) for name, g in oracle.grads.items()}
-        assert said == pytest.approx({"loss/grad_norm": norm, "optimizer/lr": rate, "optimizer/step": step + 1})
+        assert said == pytest.approx(
+            {
+                **{"loss/grad_norm": norm, "optimizer/lr": rate, "optimizer/step": step + 1},
+                **{"optimizer/loss_scale": 1.0, "optimizer/overflows": 0.0},
+            }
+        )
         for weight, theta in mine.model.named_parameters():
             torch.testing.assert_close(theta.detach(), oracle.params[weight], rtol=0, atol=1e-9 * rate)
         assert all(p.grad is None for p in mine.model.parameters())
 
 
-def step_once(policy: Local, seed: int = 0) -> dict[str, float]:
+def step_once(policy: Sharded, seed: int = 0) -> dict[str, float]:
     batch = batch_for("qwen2_tied", seed)
     climb(policy, [batch], OBJECTIVES[next(iter(OBJECTIVES))], count(batch))
     return policy.update()
 
 
-def snapshot(policy: Local) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in policy.weights()}
+def snapshot(policy: Sharded) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in policy.weights(trained=False)}
 
 
 def identical(a, b) -> bool:
@@ -295,7 +293,7 @@ def test_a_broken_gradient_raises_and_changes_nothing(broken):
     with pytest.raises(FloatingPointError, match=r"got a gradient norm of (nan|inf) at optimizer step 1"):
         policy.update()
     assert identical(snapshot(policy), before)
-    assert identical(policy.optimizer_state(), untouched.optimizer_state())
+    assert identical(policy.tensors(), untouched.tensors())
     assert identical([step_once(p, 2) for p in (policy,)], [step_once(untouched, 2)])
     assert identical(snapshot(policy), snapshot(untouched))
 
@@ -332,7 +330,8 @@ def test_the_reference_stays_where_the_policy_began():
     step_once(policy)
     assert torch.equal(policy.reference(seen), began)
     assert not torch.equal(policy.logp(seen), began)
-    assert all(not p.requires_grad for p in policy.frozen.parameters())
+    with policy.frozen() as beside:
+        assert all(not p.requires_grad for p in beside.parameters())
 
 
 def test_without_a_reference_there_is_none():
@@ -341,9 +340,10 @@ def test_without_a_reference_there_is_none():
 
 def test_every_weight_is_named_once_and_shared():
     tied, untied = local(qwen2_tied(V)), local(qwen3_untied(V))
-    assert dict(tied.weights()).keys() == dict(tied.model.named_parameters()).keys()
-    assert "lm_head.weight" in dict(untied.weights())
-    assert all(x.data_ptr() == dict(tied.model.named_parameters())[n].data_ptr() for n, x in tied.weights())
+    assert dict(tied.weights(trained=False)).keys() == dict(tied.model.named_parameters()).keys()
+    assert "lm_head.weight" in dict(untied.weights(trained=False))
+    own = dict(tied.model.named_parameters())
+    assert all(x.data_ptr() == own[name].data_ptr() for name, x in tied.weights(trained=False))
 
 
 def test_restored_policies_go_on_bit_for_bit():
@@ -355,39 +355,11 @@ def test_restored_policies_go_on_bit_for_bit():
         for p in other.parameters():
             p.add_(1.0)
     second = local(other, schedule=first.schedule)
-    second.restore(snapshot(first), deepcopy(first.optimizer_state()))
-    assert identical(snapshot(second), snapshot(first))
-    assert identical(second.optimizer_state(), first.optimizer_state())
+    second.restore(handed_over(deepcopy(first.tensors())), first.counters())
+    assert identical(second.tensors(), first.tensors())
+    assert second.counters() == first.counters()
     assert step_once(first, 3) == step_once(second, 3)
-    assert identical(snapshot(second), snapshot(first))
-    assert identical(second.optimizer_state(), first.optimizer_state())
-
-
-def cut(table: dict[str, Tensor]) -> None:
-    table["model.norm.weight"] = table["model.norm.weight"][:-1]
-
-
-def halve(table: dict[str, Tensor]) -> None:
-    table["model.norm.weight"] = table["model.norm.weight"].half()
-
-
-def lose(table: dict[str, Tensor]) -> None:
-    del table["model.norm.weight"]
-
-
-def gain(table: dict[str, Tensor]) -> None:
-    table["model.norm.weight2"] = table["model.norm.weight"]
-
-
-@pytest.mark.parametrize("spoil", [cut, halve, lose, gain])
-def test_restore_names_the_odd_tensor_and_leaves_the_weights_alone(spoil):
-    policy, other = local(qwen2_tied(V)), local(qwen2_tied(V))
-    step_once(other)
-    before, table = snapshot(policy), snapshot(other)
-    spoil(table)
-    with pytest.raises(ValueError, match=r"got .*model\.norm\.weight"):
-        policy.restore(table, other.optimizer_state())
-    assert identical(snapshot(policy), before)
+    assert identical(second.tensors(), first.tensors())
 
 
 # -- rows are alone
@@ -425,5 +397,5 @@ def test_rows_without_a_sampled_token_score_nothing():
     assert policy.update()["loss/grad_norm"] == 0.0
 
 
-def test_local_speaks_the_protocol():
+def test_it_speaks_the_protocol():
     assert isinstance(local(qwen2_tied(V)), Policy)

@@ -413,7 +413,7 @@ def test_a_reward_worker_that_is_late_takes_its_program_with_it():
                     seen.update(worker.children(recursive=True))
 
     done = threading.Event()
-    with RewardPool(workers=1, deadline=6.0, memory_mb=1024) as pool:
+    with RewardPool(workers=1, deadline=6.0, memory_mb=1024, stop_on_error=True) as pool:
         workers = psutil.Process().children()
         watcher = threading.Thread(target=watch)
         watcher.start()

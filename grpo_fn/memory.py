@@ -1,0 +1,143 @@
+"""What a run keeps in memory on each device: sums over the model's weights, made before anything is allocated."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+GB = 1e9
+WIDE = 4  # bytes of what trains, of its gradients, and of what is reduced over ranks: float32
+# Of a chunk of logits: as the product gives them, and in float32 divided by the temperature, their logarithms,
+# probabilities, derivatives and one product of two of these at a time.
+LOGITS_WIDE = 5
+
+
+class Weight(NamedTuple):
+    """One weight of the model, in numbers, as its devices have it."""
+
+    part: int  # kept by the device that keeps most of it
+    whole: int  # of it while its module computes, gathered
+    trained: bool
+    block: int | None  # which block gathers it; None: the root, with embedding, last norm and head
+
+
+class Arrangement(NamedTuple):
+    """How a device handles weights."""
+
+    width: int  # bytes of a number in the dtype that is computed in
+    gathers: bool  # weights are gathered to compute: FSDP2; else they lie whole, in that dtype, where they train
+    reshard_after_forward: bool
+    prefetch: int
+    offload: bool
+    offload_reference: bool
+    reference: bool  # there is a second, frozen copy
+
+
+class Passing(NamedTuple):
+    """Bytes that live within a step only."""
+
+    activations: int  # of one micro-batch, at their most
+    logits: int
+    cache: int
+
+
+class Part(NamedTuple):
+    """So many bytes of one kind."""
+
+    name: str
+    bytes: int
+    host: bool = False
+
+
+class Memory(NamedTuple):
+    """What one device holds: all the time, while it trains, while it samples."""
+
+    standing: tuple[Part, ...]
+    training: tuple[Part, ...]
+    sampling: tuple[Part, ...]
+
+    def peak(self) -> int:
+        """Bytes on the device at the fuller of the two times."""
+        training, sampling = (
+            sum(part.bytes for part in phase if not part.host) for phase in (self.training, self.sampling)
+        )
+        return sum(part.bytes for part in self.standing if not part.host) + max(training, sampling)
+
+    def host(self) -> int:
+        """Bytes in the host's memory for each of its devices."""
+        return sum(part.bytes for phase in self for part in phase if part.host)
+
+    def lines(self) -> list[str]:
+        """One line for each part, and the sums."""
+        phases = (("", self.standing), (", training", self.training), (", sampling", self.sampling))
+        shown = [
+            f"  {part.name + when:<34}{part.bytes / GB:9.3f} GB" + (" on the host" if part.host else "")
+            for when, phase in phases
+            for part in phase
+            if part.bytes
+        ]
+        host = f", and {self.host() / GB:.3f} GB on the host" if self.host() else ""
+        return [
+            *shown,
+            f"  {'at most at once':<34}{self.peak() / GB:9.3f} GB{host}",
+            "  not counted: prompts in the KV cache, buffers of gathers and reductions, the allocator's gaps, kernels",
+        ]
+
+
+def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: Arrangement) -> Memory:
+    """The parts that add up, for the device that holds most.
+
+    Kept: weights that train in float32, frozen ones in the dtype of the computation, each device its part; of what
+    trains the gradients in float32 and the `moments`, in bytes as the optimizer has them. Gathered: the root, which
+    stays, and the blocks: all of them unless they are given back after the forward pass, else the largest and
+    `prefetch` more like it. A sampler beside gathered weights has a whole copy of its own.
+    """
+    trained = sum(w.part for w in weights if w.trained)
+    frozen = sum(w.part for w in weights if not w.trained)
+    standing = (
+        Part("weights", WIDE * trained + how.width * frozen, how.offload),
+        Part("optimizer state", moments, how.offload),
+        Part("reference copy", how.reference * how.width * (trained + frozen), how.offload_reference),
+        Part("reference, gathered root", how.reference * how.gathers * how.width * _whole(weights, _in_root)),
+        Part("sampler's own copy", how.gathers * how.width * _whole(weights, _any)),
+    )
+    training = (
+        Part("gradients", WIDE * trained, how.offload),
+        Part("gathered weights", how.gathers * how.width * gathered(weights, how)),
+        Part("gradients of a block, whole", how.gathers * (how.width + WIDE) * _largest(weights, _trains)),
+        Part("activations", passing.activations),
+        Part("logits", passing.logits),
+    )
+    return Memory(standing, training, (Part("KV cache", passing.cache),))
+
+
+def gathered(weights: Sequence[Weight], how: Arrangement) -> int:
+    """Numbers that lie gathered at once, at their most."""
+    blocks = [_whole(weights, lambda w, i=i: w.block == i) for i in sorted({w.block for w in weights} - {None})]
+    at_once = len(blocks) if not how.reshard_after_forward else 1 + how.prefetch
+    return _whole(weights, _in_root) + sum(sorted(blocks, reverse=True)[:at_once])
+
+
+def logit_bytes(elements: int, vocabulary: int, hidden: int, tokens: int, width: int) -> int:
+    """Of the head's backward pass: a chunk of logits several times over, and the gradient of the head's matrix."""
+    chunk = min(max(1, elements // vocabulary), tokens) * vocabulary
+    return chunk * (width + LOGITS_WIDE * WIDE) + vocabulary * hidden * (WIDE + width)
+
+
+def _whole(weights: Sequence[Weight], which: Callable[[Weight], bool]) -> int:
+    return sum(w.whole for w in weights if which(w))
+
+
+def _largest(weights: Sequence[Weight], which: Callable[[Weight], bool]) -> int:
+    units = {w.block for w in weights}
+    return max(sum(w.whole for w in weights if w.block == unit and which(w)) for unit in units)
+
+
+def _any(_: Weight) -> bool:
+    return True
+
+
+def _trains(weight: Weight) -> bool:
+    return weight.trained
+
+
+def _in_root(weight: Weight) -> bool:
+    return weight.block is None

@@ -1,0 +1,154 @@
+"""Tensors in pieces on many ranks, as the files of torch.distributed.checkpoint in one folder.
+
+Every rank offers the pieces it holds (`offered`); of all offers each piece is given to one rank (`shared_out`), which
+copies it to the CPU (`stage`) and writes it (`write`); one rank writes the index of all files (`write_index`). Reading
+takes what it needs from whichever files have it, so that any number of ranks, sharded in any way, reads what any other
+wrote. Nothing here talks to other ranks.
+"""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+INDEX = ".metadata"  # the library's own name
+Shape = tuple[int, ...]
+
+
+class Shares(NamedTuple):
+    """What each rank writes, in rank order, and the index without the places in the files."""
+
+    plans: list[SavePlan]
+    index: Metadata
+
+
+def offered(tensors: Mapping[str, Tensor]) -> SavePlan:
+    """The pieces that this rank holds. Raises ValueError for a DTensor that is not summed up yet."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(f"got {name} placed {tensor.placements}, wanted it reduced before it is saved")
+    plan = _planner(tensors).create_local_plan()
+    return replace(plan, items=[item for item in plan.items if not _is_empty_piece(item)])
+
+
+def shared_out(offers: Sequence[SavePlan]) -> Shares:
+    """Give every piece that several ranks hold to one of them; the same on every rank for the same offers."""
+    plans, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(list(offers))
+    return Shares(_Writer("").prepare_global_plan(plans), index)
+
+
+@torch.no_grad()
+def stage(
+    tensors: Mapping[str, Tensor], plan: SavePlan, buffers: Mapping[MetadataIndex, Tensor], *, pin: bool
+) -> dict[MetadataIndex, Tensor]:
+    """Copies on the CPU of the pieces in `plan`, in the `buffers` of the last time where they fit."""
+    planner, staged = _planner(tensors), {}
+    for item in plan.items:
+        piece = planner.resolve_data(item).detach()
+        buffer = buffers.get(item.index)
+        if buffer is None or (buffer.shape, buffer.dtype) != (piece.shape, piece.dtype):
+            buffer = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=pin)
+        staged[item.index] = buffer.copy_(piece, non_blocking=pin)
+    if pin:
+        torch.cuda.synchronize()
+    return staged
+
+
+def write(folder: Path, plan: SavePlan, staged: Mapping[MetadataIndex, Tensor]) -> list[WriteResult]:
+    """Write the pieces of `plan` and wait until they are on the disk; where each one lies is for `write_index`."""
+    return _Writer(folder).write_data(plan, _Staged(staged)).wait()
+
+
+def files(folder: Path, rank: int) -> list[Path]:
+    """The files that `write` made of the plan of that rank."""
+    return sorted(folder.glob(f"__{rank}_*"))
+
+
+def write_index(folder: Path, index: Metadata, written: Sequence[list[WriteResult]]) -> None:
+    """Write which tensors there are and where their pieces lie, with what `write` returned on every rank."""
+    _Writer(folder).finish(replace(index), list(written))
+
+
+def names(folder: Path) -> dict[str, tuple[Shape, torch.dtype]]:
+    """Every tensor in the folder with its whole shape and its dtype."""
+    entries = _Reader(folder).read_metadata().state_dict_metadata
+    return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
+
+
+@torch.no_grad()
+def read_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy into the tensors, of a DTensor into the piece that is here, what the folder holds under their names."""
+    reader, planner = _Reader(folder), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    index = reader.read_metadata()
+    planner.set_up_planner(dict(tensors), index, is_coordinator=True)
+    reader.set_up_storage_reader(index, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+class _Staged(DefaultSavePlanner):
+    """Hands out the copies instead of the tensors, which may have changed by now."""
+
+    def __init__(self, staged: Mapping[MetadataIndex, Tensor]) -> None:
+        super().__init__()
+        self.staged = staged
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.staged[write_item.index]
+
+
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> None:
+        """No word of the folder's name in the index: it is about to change."""
+
+
+class _Reader(FileSystemReader):
+    """Reads the index, which is a pickle, without running whatever a stranger may have put into it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(self.path / INDEX, "rb") as file:
+            return _Unpickler(file).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Exact names alone: a dotted one would reach whatever an allowed class can see."""
+        if (module, name) in _DESCRIPTIONS:
+            return super().find_class(module, name)
+        found = vars(torch).get(name) if module == "torch" else None
+        if found is torch.Size or isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"got {module}.{name} in {INDEX}, wanted nothing but descriptions of tensors")
+
+
+_DESCRIPTIONS = {
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+def _planner(tensors: Mapping[str, Tensor]) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=False)
+    return planner
+
+
+def _is_empty_piece(item: WriteItem) -> bool:
+    """The part of a rank that comes away with nothing: too few rows for all of them."""
+    data = item.tensor_data
+    return prod(data.chunk.sizes) == 0 != prod(data.size)

@@ -1,0 +1,202 @@
+"""The ranks of a run: who this process is among them, and the few ways in which they talk to one another.
+
+Objects (texts, figures, errors) travel over a gloo group, tensors over the device's. Every call in which a rank waits
+for others has a deadline and a name, so that a run never hangs in silence: either the backend raises, which becomes
+`LostRank`, or a watching thread ends the process and says where it was.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+T = TypeVar("T")
+
+EXIT_LOST = 71  # EX_OSERR of sysexits.h: another rank is gone or does not answer; the run goes on from its checkpoint
+GRACE = 5.0  # seconds that the backend has to raise by itself, which says more, before the watching thread ends it
+
+
+class LostRank(RuntimeError):
+    """Another rank is gone, or has not answered within the deadline."""
+
+
+class Elsewhere(RuntimeError):
+    """Another rank found something wrong; the message is the one that it gave."""
+
+
+class World:
+    """All ranks of a run, seen from one of them. Alone (`alone`) it costs nothing and talks to nobody."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, *, deadline: float) -> None:
+        if deadline <= 0:
+            raise ValueError(f"deadline: got {deadline} s, wanted more than 0")
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.deadline = deadline
+        self.where: Callable[[], str] = lambda: "the start"  # step and phase, told by the loop
+        self._waits: list[tuple[float, str]] = []  # since when, for what; the innermost last
+        self._objects: dist.ProcessGroup | None = None
+        if size > 1:
+            self._objects = self.group()
+            threading.Thread(target=self._watch, daemon=True, name="watch").start()
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+    def group(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks, for objects, with this world's deadline. Every rank has to ask for it."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline))
+
+    def exchange(self, mine: T, *, what: str) -> list[T]:
+        """What every rank brings, in rank order, the tensors in it on this rank's device."""
+        if self.size == 1:
+            return [mine]
+        brought: list[Any] = [None] * self.size
+        with self.talking(what):
+            dist.all_gather_object(brought, tree_map_only(Tensor, lambda x: x.cpu(), mine), group=self._objects)
+        return [tree_map_only(Tensor, lambda x: x.to(self.device), one) for one in brought]
+
+    def agree(self, f: Callable[[], T], *, what: str) -> T:
+        """What `f` returns on the main rank, on all of them; what it raises there is raised on all of them."""
+        value, error = _attempt(f) if self.main else (None, None)
+        value, told = self.exchange((value, None if error is None else str(error)), what=what)[0]
+        if error is not None:
+            raise error
+        if told is not None:
+            raise Elsewhere(f"rank 0: {told}")
+        return value
+
+    def together(self, f: Callable[[], T], *, what: str) -> T:
+        """What `f` returns on this rank, once it has returned on every rank; where it raised on one, all raise."""
+        value, error = _attempt(f)
+        told = self.exchange(None if error is None else f"{type(error).__name__}: {error}", what=what)
+        if error is not None:
+            raise error
+        if failed := [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]:
+            raise Elsewhere(f"{what}: " + "; ".join(failed))
+        return value
+
+    def any(self, mine: bool, *, what: str) -> bool:
+        """Whether it is so on any rank."""
+        return any(self.exchange(bool(mine), what=what))
+
+    def same(self, value: Any, *, what: str) -> None:
+        """Raise RuntimeError on all ranks unless they bring the same: going on would deadlock, or train nonsense."""
+        brought = self.exchange(value, what=what)
+        if odd := [rank for rank, other in enumerate(brought) if other != brought[0]]:
+            raise RuntimeError(f"{what}: got {brought[odd[0]]} on rank {odd[0]}, wanted {brought[0]} as on rank 0")
+
+    @contextmanager
+    def talking(self, what: str) -> Iterator[None]:
+        """Everything in which this rank may wait for others happens inside: it has a name and a deadline."""
+        if self.size == 1:
+            yield
+            return
+        self._waits.append((time.monotonic(), what))
+        try:
+            yield
+        except (dist.DistError, RuntimeError) as error:
+            if not _is_lost(error):
+                raise
+            waited = time.monotonic() - self._waits[-1][0]
+            raise LostRank(
+                f"rank {self.rank} of {self.size} lost another rank after {waited:.1f} s in {what}: {error}"
+            ) from error
+        finally:
+            self._waits.pop()
+
+    def leave(self) -> None:
+        """Part in peace: for the end of a run in which nothing went wrong."""
+        if self.size > 1 and dist.is_initialized():
+            with self.talking("leaving"):
+                dist.barrier(self._objects)
+            dist.destroy_process_group()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(1.0, self.deadline / 10))
+            for since, what in tuple(self._waits[-1:]):
+                if (waited := time.monotonic() - since) > self.deadline + GRACE:
+                    self._give_up(waited, what)
+
+    def _give_up(self, waited: float, what: str) -> None:
+        message = (
+            f"rank {self.rank} of {self.size} at {self.where()}: waited {waited:.0f} s for the other ranks in {what}, "
+            f"wanted at most {self.deadline:g}; the same command goes on from the newest checkpoint"
+        )
+        print(message, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(EXIT_LOST)
+
+
+def alone(device: torch.device) -> World:
+    """The world of a single process."""
+    return World(0, 1, device, deadline=float("inf"))
+
+
+def join(name: str, *, deadline: float) -> World:
+    """The world that torchrun describes in the environment; alone without it.
+
+    `name` is the device: "auto" is the GPU of this rank where there is one. Raises ValueError for a device that is not
+    there, LostRank when the others do not come within the deadline.
+    """
+    size, rank, local = (int(os.environ.get(key, at)) for key, at in _TORCHRUN.items())
+    device = find_device(name, local if size > 1 else 0)
+    if size == 1:
+        return alone(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(seconds=deadline),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise LostRank(f"rank {rank} of {size} did not find the others within {deadline:g} s: {error}") from error
+    return World(rank, size, device, deadline=deadline)
+
+
+def find_device(name: str, local: int) -> torch.device:
+    """The named device, or for "auto" GPU number `local` where there is one.
+
+    Raises ValueError for a device that is not there.
+    """
+    if name == "auto":
+        name = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # an unknown name; a build without that backend; no such card
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise ValueError(f"got device {name!r}, wanted one that exists here: auto, {', '.join(there)}") from error
+
+
+_TORCHRUN = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+# What gloo, NCCL and the rendezvous say when a peer is gone or late; anything else is a fault of the program.
+_LOST = ("gloo", "nccl", "connection", "timed out", "timeout", "broken pipe")
+
+
+def _is_lost(error: Exception) -> bool:
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in _LOST)
+
+
+def _attempt(f: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return f(), None
+    except Exception as error:
+        return None, error

@@ -1,0 +1,425 @@
+"""torchrun jobs of the small run, and what may befall one of their ranks.
+
+A job is torchrun's own main in a process forked from the server of `running.py`, so nothing waits for its imports. Its
+ranks are processes that torchrun starts, watches, ends and starts again as ever; they too are forked, from a process
+that has everything imported, unless `executed`: then they are what torchrun would execute, Python from the beginning.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from e2e.running import SERVER, serve
+
+from grpo_fn import run
+
+PATIENCE = 240.0  # seconds that a job may take; a loaded machine is slow
+DEATH = 2  # seconds that torchrun gives a rank between SIGTERM and SIGKILL; its own 30 would be waited for in vain
+MARK = "GRPO_FN_TEST_JOB"  # environment variable by which a job's processes are known, their workers' too
+LIBC = ctypes.CDLL(None)
+PR_SET_CHILD_SUBREAPER = 36
+
+Harm = Callable[[], None]
+
+
+# -- what befalls a rank
+
+
+def signalled(number: int) -> None:
+    """Harm: the signal, to this process."""
+    os.kill(os.getpid(), number)
+
+
+def full_disk() -> None:
+    """Harm: what a write to a full disk raises."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+KILL, STOP = partial(signalled, signal.SIGKILL), partial(signalled, signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Doom:
+    """What befalls one rank, once, and only in the job's first attempt: `plan` prepares it, in that rank."""
+
+    rank: int
+    plan: Callable[[Harm], None]
+    harm: Harm
+
+
+def after(calls: int, room: Any, name: str, then: Callable[..., Any]) -> None:
+    """Replace `room.name` by `then(real, *args, **kwargs)` for the call with that number alone, counted from 1."""
+    real, left = getattr(room, name), [calls]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        return then(real, *args, **kwargs) if left[0] == 0 else real(*args, **kwargs)
+
+    setattr(room, name, counted)
+
+
+def generating(calls: int, harm: Harm) -> None:
+    """The harm comes after some tokens of the n-th decoding."""
+    from grpo_fn.shell.local_sampler import LocalSampler
+
+    def decode(real: Callable, sampler: LocalSampler, *args: Any) -> Any:
+        object.__setattr__(sampler, "choose", Interrupted(sampler.choose, 3, harm))
+        return real(sampler, *args)
+
+    after(calls, LocalSampler, "_decode", decode)
+
+
+class Interrupted:
+    """A function that does harm in its n-th call."""
+
+    def __init__(self, real: Callable, left: int, harm: Harm) -> None:
+        self.real, self.left, self.harm = real, left, harm
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.harm()
+        return self.real(*args, **kwargs)
+
+
+def backward(calls: int, harm: Harm) -> None:
+    """The harm comes when half of the graph of the n-th backward pass is done."""
+
+    def halfway(real: Callable, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        nodes = list(graph(tensors[0].grad_fn))
+        nodes[len(nodes) // 2].register_prehook(lambda grads: harm())
+        real(tensors, grads)
+
+    after(calls, torch.autograd, "backward", halfway)
+
+
+def graph(root: Any) -> Iterator[Any]:
+    """The nodes of an autograd graph, nearest first."""
+    seen, line = {root}, [root]
+    while line:
+        yield (node := line.pop(0))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                line.append(following)
+
+
+def spoilt(calls: int, harm: Harm) -> None:
+    """In the n-th backward pass this rank's rows have a learning signal of NaN."""
+
+    def pull(real: Callable, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        harm()
+        real(tensors, [grad * float("nan") for grad in grads])
+
+    after(calls, torch.autograd, "backward", pull)
+
+
+def staging(calls: int, harm: Harm) -> None:
+    """The harm comes as the rank begins to copy its pieces of the n-th checkpoint."""
+    from grpo_fn.shell import shards
+
+    after(calls, shards, "stage", partial(first_the_harm, harm))
+
+
+def first_the_harm(harm: Harm, real: Callable, *args: Any, **kwargs: Any) -> Any:
+    harm()
+    return real(*args, **kwargs)
+
+
+def writing(calls: int, harm: Harm) -> None:
+    """The harm comes in the thread that writes the n-th checkpoint, half of the rank's file being there."""
+    from grpo_fn.shell import shards
+
+    def half(real: Callable, folder: Path, *args: Any) -> Any:
+        (folder / f"__{os.environ['RANK']}_0.distcp").write_bytes(b"half")
+        harm()
+        return real(folder, *args)
+
+    after(calls, shards, "write", half)
+
+
+def sealing(calls: int, harm: Harm) -> None:
+    """The harm comes as the main rank is about to write the n-th manifest; all pieces are on the disk."""
+    from grpo_fn.shell import saver
+
+    after(calls, saver, "seal", partial(first_the_harm, harm))
+
+
+# -- a rank
+
+
+def nothing() -> None:
+    """Harm done elsewhere."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """FOLDER and the flags of grpo_fn.run: what torchrun starts as a rank."""
+    folder, attempt, rank = Path(argv[0]), os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    torch.set_num_threads(1)
+    doom = pickle.loads((folder / "doom").read_bytes())
+    if doom is not None and attempt == "0" and rank == str(doom.rank):
+        doom.plan(partial(strike, folder, doom.harm))
+    return run.main(argv[1:])
+
+
+def strike(folder: Path, harm: Harm) -> None:
+    """Note the moment, and do it."""
+    (folder / "struck").write_text(repr(time.time()))
+    harm()
+
+
+# -- torchrun, and ranks that are forked
+
+
+class End(NamedTuple):
+    """How a rank of an attempt ended."""
+
+    attempt: int
+    rank: int
+    code: int  # minus the signal that ended it
+    at: float  # time.time()
+
+
+class Rank:
+    """A process that torchrun takes for a subprocess.Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = time.monotonic() + (PATIENCE if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("rank", timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+
+def agent(argv: list[str], folder: Path, executed: bool) -> None:
+    """Be torchrun, with the exit code that it ends with."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    os.environ[MARK] = str(folder)
+    os.setpgid(0, 0)
+    out = os.open(folder / "torchrun", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the ranks' parent, though it is not this process that forks them
+    nest = hatched()
+    execute = SubprocessHandler._popen
+
+    def popen(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        rank = execute(handler, args, env) if executed else asked(nest, handler, args, env)
+        threading.Thread(target=note_end, args=(folder, env, rank.pid), daemon=True).start()
+        return rank
+
+    SubprocessHandler._popen = popen
+    close = api.PContext.close
+    api.PContext.close = lambda context, death_sig=None, timeout=DEATH: close(context, death_sig, timeout)
+    torchrun.main(argv)
+
+
+def note_end(folder: Path, env: dict[str, str], pid: int) -> None:
+    """Wait for a rank and write down how it ended; torchrun still finds it as it was."""
+    attempt, rank = int(env["TORCHELASTIC_RESTART_COUNT"]), int(env["RANK"])
+    note(folder / "begun", [attempt, rank, pid])
+    seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+    note(folder / "ended", End(attempt, rank, code, time.time()))
+
+
+def note(path: Path, line: Sequence[Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def asked(nest: socket.socket, handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Rank:
+    """A rank from the nest, instead of one that is executed."""
+    flags = args[args.index("e2e.faults") + 1 :]
+    streams = [handler._stdout or sys.stdout, handler._stderr or sys.stderr]
+    socket.send_fds(nest, [pickle.dumps((flags, env, os.getcwd()))], [stream.fileno() for stream in streams])
+    return Rank(int(nest.recv(64)))
+
+
+def hatched() -> socket.socket:
+    """The way to a process that forks ranks: without threads, sockets or anything else of torchrun's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        while True:
+            data, fds, _, _ = socket.recv_fds(theirs, 2**20, 2)
+            if not data:
+                os._exit(0)
+            theirs.send(str(born(theirs, data, fds)).encode())
+            for fd in fds:
+                os.close(fd)
+    theirs.close()
+    return ours
+
+
+def born(nest: socket.socket, data: bytes, fds: list[int]) -> int:
+    """The process id of a new rank; its parent ends at once, so that torchrun inherits it."""
+    here, there = os.pipe()
+    if (between := os.fork()) == 0:
+        if (pid := os.fork()) == 0:
+            nest.close()
+            live(*pickle.loads(data), fds)
+        os.write(there, str(pid).encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    pid = int(os.read(here, 64))
+    os.close(here)
+    os.close(there)
+    return pid
+
+
+def live(flags: Sequence[str], env: dict[str, str], folder: str, fds: Sequence[int]) -> None:
+    """Be a rank, and end as a program does: whatever Python does at its end, it does here."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for fd, stream in zip(fds, (1, 2), strict=True):
+        os.dup2(fd, stream)
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    try:
+        code = main(flags)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)
+
+
+# -- a job
+
+
+@dataclass(frozen=True)
+class Job:
+    """A torchrun job that is over."""
+
+    folder: Path
+    code: int  # torchrun's own
+    seconds: float
+
+    @property
+    def ends(self) -> list[End]:
+        """How every rank ended, in the order of attempts and ranks."""
+        path = self.folder / "ended"
+        return sorted(End(*json.loads(line)) for line in path.read_text().splitlines()) if path.exists() else []
+
+    def codes(self, attempt: int) -> dict[int, int]:
+        """The exit code of every rank of an attempt."""
+        return {end.rank: end.code for end in self.ends if end.attempt == attempt}
+
+    @property
+    def struck(self) -> float:
+        """When the doom struck."""
+        path = self.folder / "struck"
+        assert path.exists(), f"the doom missed; {self.everything()}"
+        return float(path.read_text())
+
+    def lasted(self, rank: int) -> float:
+        """Seconds from the stroke to a rank's end, in the first attempt."""
+        return next(end.at for end in self.ends if (end.attempt, end.rank) == (0, rank)) - self.struck
+
+    def said(self, attempt: int, rank: int) -> str:
+        """What a rank printed."""
+        found = (self.folder / "logs").glob(f"*/attempt_{attempt}/{rank}/std*.log")
+        return "\n".join(path.read_text() for path in sorted(found))
+
+    def everything(self) -> str:
+        """All that anybody printed."""
+        logs = sorted((self.folder / "logs").glob("*/attempt_*/*/std*.log"))
+        texts = [f"-- {path.relative_to(self.folder)}\n{path.read_text()}" for path in [self.folder / "torchrun", *logs]]
+        return re.sub(r"\n\n+", "\n", "\n".join([*map(str, self.ends), *texts]))
+
+
+def job(
+    folder: Path, ranks: int, argv: Sequence[str], *, doom: Doom | None = None, restarts: int = 0, executed: bool = False
+) -> Job:
+    """Run grpo_fn.run with these arguments under torchrun. Fails when a process of it is left over."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "doom").write_bytes(pickle.dumps(doom))
+    flags = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    flags += ["--log-dir", str(folder / "logs"), "--redirects", "3", "-m", "e2e.faults", str(folder)]
+    serve()
+    begun = time.monotonic()
+    process = SERVER.Process(target=_be_agent, args=([*flags, *argv], folder, executed, os.getcwd()))
+    process.start()
+    process.join(PATIENCE)
+    seconds = time.monotonic() - begun
+    late = process.exitcode is None
+    process.kill()
+    process.join()
+    over = Job(folder, process.exitcode, seconds)
+    left = leftovers(folder, seconds=0.0 if late else 10.0)
+    for one in left:
+        one.kill()
+    assert not late, f"torchrun is not over after {seconds:.0f} s; {over.everything()}"
+    assert not left, f"left over: {left}; {over.everything()}"
+    return over
+
+
+def _be_agent(argv: list[str], folder: Path, executed: bool, here: str) -> None:
+    os.chdir(here)
+    path = os.pathsep.join(entry or here for entry in sys.path)
+    os.environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    agent(argv, folder, executed)
+
+
+def leftovers(folder: Path, *, seconds: float) -> list[psutil.Process]:
+    """Processes of a job that are still there after so many seconds: its ranks, and whatever bears its mark."""
+    until = time.monotonic() + seconds
+    while (left := _alive(folder)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
+
+
+def _alive(folder: Path) -> list[psutil.Process]:
+    begun = folder / "begun"
+    ranks = {json.loads(line)[2] for line in begun.read_text().splitlines()} if begun.exists() else set()
+    found = []
+    for one in psutil.process_iter():
+        try:
+            marked = one.pid in ranks or one.environ().get(MARK) == str(folder)
+            if marked and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    # The doom names what is in the module that everybody else imports.
+    from e2e import faults
+
+    sys.exit(faults.main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""A policy on this process alone, as `place` puts it together, around whatever module a test has."""
+
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fn import loss_scale
+from grpo_fn.shell.optimizer import adamw
+from grpo_fn.shell.policy import Sharded
+from grpo_fn.shell.scorer import Scorer
+from grpo_fn.shell.world import alone
+
+DEFAULTS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+CPU = torch.device("cpu")
+
+
+def local(
+    model: nn.Module, *, temperature: float = 0.7, head_elements: int = 36, reference: bool = False, **knobs
+) -> Sharded:
+    """Its passes without gradient take some thirty tokens."""
+    scorer = partial(Scorer, temperature=temperature, head_elements=head_elements)
+    chosen = {
+        "world": alone(CPU),
+        "data": None,
+        "frozen": partial(nullcontext, scorer(deepcopy(model).requires_grad_(False))) if reference else None,
+        "noisy": [],
+        "seed": 0,
+        "micro_tokens": 30,
+        "optimizer": partial(adamw, **DEFAULTS),
+        "schedule": constantly,
+        "loss_scale": loss_scale.constant,
+        "initial_scale": 1.0,
+        "max_grad_norm": 1e9,
+    }
+    return Sharded(scorer(model), **{**chosen, **knobs})
+
+
+def constantly(step: int) -> float:
+    return 1.0
+
+
+def handed_over(saved: dict[str, Tensor]):
+    """A `load` of `Sharded.restore` that fills in tensors from memory."""
+
+    def load(into: dict[str, Tensor]) -> None:
+        for name, tensor in into.items():
+            tensor.copy_(saved[name])
+
+    return load
