@@ -110,9 +110,9 @@ def work(built: Built) -> int:
         else:
             voice.console.line(f"resumed after step {start} from {built.run_dir / 'checkpoints'}")
         for step in range(start + 1, built.cadence.steps + 1):
-            if stopped(built, stop):
-                break
             with noting(built.world, step, voice.clock):
+                if stopped(built, stop):
+                    break
                 advance(built, progress, step, voice)
                 progress.seconds = past + time.perf_counter() - built.started
                 if stopped(built, stop) or step == built.cadence.steps or due(step, built.cadence.save_every):
@@ -129,7 +129,8 @@ def work(built: Built) -> int:
             voice.console.line(f"stopped by {by} after step {done}; the same command goes on from here")
             return EXIT_STOPPED
         progress.seconds = past + time.perf_counter() - built.started
-        finish(built, progress, voice.console)
+        with noting(built.world, done, voice.clock), voice.clock.span("export"):
+            finish(built, progress, voice.console)
     return 0
 
 

@@ -69,7 +69,7 @@ class Memory(NamedTuple):
         """One line for each part, and the sums."""
         phases = (("", self.standing), (", training", self.training), (", sampling", self.sampling))
         shown = [
-            f"  {part.name + when:<34}{part.bytes / GB:9.3f} GB" + (" on the host" if part.host else "")
+            f"  {part.name + when:<38}{part.bytes / GB:9.3f} GB" + (" on the host" if part.host else "")
             for when, phase in phases
             for part in phase
             if part.bytes
@@ -77,7 +77,7 @@ class Memory(NamedTuple):
         host = f", and {self.host() / GB:.3f} GB on the host" if self.host() else ""
         return [
             *shown,
-            f"  {'at most at once':<34}{self.peak() / GB:9.3f} GB{host}",
+            f"  {'at most at once':<38}{self.peak() / GB:9.3f} GB{host}",
             "  not counted: prompts in the KV cache, buffers of gathers and reductions, the allocator's gaps, kernels",
         ]
 
@@ -102,7 +102,7 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
     training = (
         Part("gradients", WIDE * trained, how.offload),
         Part("gathered weights", how.gathers * how.width * gathered(weights, how)),
-        Part("gradients of a block, whole", how.gathers * (how.width + WIDE) * _largest(weights, _trains)),
+        Part("gathered gradients", how.gathers * (how.width + WIDE) * _largest(weights, _trains)),
         Part("activations", passing.activations),
         Part("logits", passing.logits),
     )

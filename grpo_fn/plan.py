@@ -9,9 +9,8 @@ from torch import Tensor
 
 from grpo_fn.batch import count
 from grpo_fn.credit import Credit
+from grpo_fn.memory import GB, WIDE, Memory
 from grpo_fn.types import Batch, Gains, Reward, Scores
-
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,12 @@ class Plan:
     test_rows: int
     max_new_tokens: int
     parameters: int
+    trained: int  # of them
     kv_bytes_per_token: int
-    weight_bytes: int  # per parameter
-    reference: bool
     max_rows: int
+    ranks: int
+    arrangement: str  # how the ranks share the model, in words
+    memory: Memory | None  # of one device; None where nobody asked
 
     def lines(self) -> list[str]:
         """The plan as a person would read it."""
@@ -43,30 +44,32 @@ class Plan:
             f"problems drawn        {drawn} in {self.steps} steps = {drawn / self.train_rows:.2f} epochs "
             f"of {self.train_rows}",
             f"held-out problems     {self.test_rows}",
-            f"parameters            {self.parameters:,}",
-            f"memory, weights       {self.parameters * self.weight_bytes * (2 if self.reference else 1) / GB:.3f} GB"
-            + (" (with the reference copy)" if self.reference else ""),
-            f"memory, training      {self.training_bytes() / GB:.3f} GB (gradients and AdamW's two moments)",
-            f"memory, KV cache      {self.kv_bytes() / GB:.3f} GB (at most {min(rows, self.max_rows)} rows of "
-            f"{self.max_new_tokens} new tokens; prompts come on top)",
+            f"parameters            {self.parameters:,}" + self._of_which(),
             f"disk, one checkpoint  {self.checkpoint_bytes() / GB:.3f} GB",
+            *self.memory_lines(),
         ]
 
-    def training_bytes(self) -> int:
-        """Gradients and both moments of AdamW, in the weights' dtype as torch keeps them."""
-        return 3 * self.parameters * self.weight_bytes
+    def _of_which(self) -> str:
+        return f", of which {self.trained:,} train" if self.trained != self.parameters else ""
+
+    def memory_lines(self) -> list[str]:
+        """What one device holds, where that has been estimated."""
+        if self.memory is None:
+            return []
+        return [f"memory, each of {self.ranks:<6} {self.arrangement}; estimated:", *self.memory.lines()]
 
     def kv_bytes(self) -> int:
-        """Keys and values of the completions decoded at once."""
-        return min(self.prompts * self.group_size, self.max_rows) * self.max_new_tokens * self.kv_bytes_per_token
+        """Keys and values of the completions that one rank decodes at once, `max_rows` rows at most."""
+        rows = -(-self.prompts // self.ranks) * self.group_size
+        return min(rows, self.max_rows) * self.max_new_tokens * self.kv_bytes_per_token
 
     def checkpoint_bytes(self) -> int:
-        """Weights and both moments on disk."""
-        return 3 * self.parameters * self.weight_bytes
+        """What trains and both of its moments on disk, in float32."""
+        return 3 * self.trained * WIDE
 
     def need_bytes(self) -> int:
         """Free disk space to start with: the newest checkpoint, the one being written, and the exported model."""
-        return 2 * self.checkpoint_bytes() + self.parameters * self.weight_bytes + 2**24
+        return 2 * self.checkpoint_bytes() + self.parameters * WIDE + 2**24
 
 
 def check_positive(**numbers: int) -> None:

@@ -33,6 +33,10 @@ def flags() -> argparse.ArgumentParser:
         "--run_dir", type=Path, metavar="DIR", help="run folder, resumed when it exists (default: runs/<file>-<time>)"
     )
     parser.add_argument("--dry_run", action="store_true", help="print what the run would be, load no weights, and exit")
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="with --dry_run: so many devices, without starting them"
+    )
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="with --ranks: on so many hosts")
     parser.add_argument("--force", action="store_true", help="resume in a run folder that has another configuration")
     return parser
 
@@ -51,6 +55,10 @@ def default_run_dir(gin_file: str, now: datetime, launch: str | None) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, check, launch; returns the exit code. Bad input is 2 and one message; anything else keeps its traceback."""
     args = flags().parse_args(argv)
+    if args.ranks < 1 or args.hosts < 1 or args.ranks % args.hosts:
+        flags().error(f"--ranks {args.ranks} --hosts {args.hosts}: wanted as many ranks on every host")
+    if not args.dry_run and args.ranks > 1:
+        flags().error("--ranks is for --dry_run; torchrun --nproc-per-node starts ranks")
     from grpo_fn.config import load
 
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
@@ -66,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             fingerprint=config.fingerprint,
             run_dir=args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch),
             dry_run=args.dry_run,
+            ranks=args.ranks,
+            hosts=args.hosts,
             force=args.force,
         )
     except (ValueError, OSError) as error:

@@ -1,10 +1,12 @@
 """The one configurable root: check what gin named, put the pieces together, and hand them to the loop."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ from grpo_fn.problem import Problem, RewardFn
 from grpo_fn.ready import check_sandboxes
 from grpo_fn.resume import begun
 from grpo_fn.rewards.combine import part_names
-from grpo_fn.shell import hf
+from grpo_fn.shell import estimate, hf
 from grpo_fn.shell.lora import LoRA
 from grpo_fn.shell.place import Placing, place
 from grpo_fn.shell.reward_pool import RewardPool
@@ -46,6 +48,9 @@ SUPPLIED = {
     "collect": ("prompts",),
 }
 
+# Knobs that may be others when a run goes on: over which devices the model is spread, and not what is computed.
+CHANGEABLE = ("scale",)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -55,11 +60,13 @@ class Request:
     fingerprint: str
     run_dir: Path
     dry_run: bool
+    ranks: int  # that a dry run is asked about, evenly on so many hosts
+    hosts: int
     force: bool
 
 
 def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
-    """Run `train` with the configured arguments; returns the exit code, EXIT_LOST when another rank is gone."""
+    """Run `train` with the configured arguments; returns the exit code. Ends with EXIT_LOST when a rank is gone."""
     try:
         return train(Request(**request), **kwargs)
     except (Elsewhere, LostRank) as error:
@@ -68,7 +75,8 @@ def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
             return 2
         told = ", ".join([str(error), *notes])
         print(f"{told}; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
-        return EXIT_LOST
+        sys.stdout.flush()
+        os._exit(EXIT_LOST)  # taking Python down, a backend that has lost its peers may wait for them, or abort
 
 
 def train(
@@ -151,16 +159,36 @@ def train(
         max_new_tokens=sampler.keywords["max_new_tokens"],
         max_rows=sampler.keywords["max_rows"],
         parameters=hf.parameter_count(hf.empty_model(config)),
+        trained=estimate.trained(config, adapters),
         kv_bytes_per_token=planning.kv_bytes_per_token(config, precision.itemsize),
-        weight_bytes=precision.itemsize,
-        reference=reference,
+        ranks=request.ranks,
+        arrangement="",
+        memory=None,
     )
     if request.dry_run:
+        mesh = scale.shape(request.ranks, request.ranks // request.hosts)
+        held = estimate.on_device(
+            config,
+            adapters,
+            scale,
+            policy.keywords["optimizer"],
+            mesh=mesh,
+            dtype=precision,
+            attention=attention,
+            reference=reference,
+            micro_tokens=micro_tokens,
+            width=plan.max_new_tokens,
+            head_elements=scorer.keywords["head_elements"],
+            cache=plan.kv_bytes(),
+        )
+        shape = "replicate {} x shard {} x tensor {}".format(*mesh)
+        plan = replace(plan, arrangement=shape, memory=held)
         print(request.config_text, *plan.lines(), *problems.notes, sep="\n")
         return 0
     disable_progress_bar()  # transformers' bars, one a file: they would bury the lines of the run
     world = join(device, deadline=scale.deadline)
-    world.same((request.fingerprint, torch.__version__, world.device.type), what="configuration, torch and device")
+    text = sha256(request.config_text.encode()).hexdigest()  # the fingerprint is blind to `scale`
+    world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
     planning.check_shared(prompts, world.size)
     key = prng.key(seed, device="cpu")
     drawn = train_problems(problems, prng.fold_in(key, DATA), 0, min(problems.size, prompts * cadence.steps))
@@ -240,7 +268,7 @@ def train(
             pool=pool,
             score=score,
             cadence=cadence,
-            plan=[*replace(plan, train_rows=problems.size).lines(), *problems.notes],
+            plan=[*replace(plan, train_rows=problems.size, ranks=world.size).lines(), *problems.notes],
             start_over=request.force,
             started=started,
         )

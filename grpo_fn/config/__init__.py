@@ -11,7 +11,7 @@ macro is a substitution, resolved where it is used, and `@f()` is called once fo
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_fn.config.frozen import fingerprint, freeze
@@ -31,7 +31,9 @@ class Config:
 
     root: Node
     text: str  # one gin file that needs no include; macros are kept, so STEPS can still be set from the command line
-    fingerprint: str  # of what the root receives: blind to macro names, import styles and bindings nothing uses
+    # Of what the root receives: blind to macro names, import styles, bindings nothing uses, and to what may change
+    # while a run is interrupted.
+    fingerprint: str
 
     def kwargs(self) -> dict[str, Any]:
         """The root's keyword arguments, frozen. Calls every `@f()`, so it raises whatever those raise."""
@@ -42,8 +44,9 @@ def load(gin_files: Sequence[str], gin_params: Sequence[str], *, root: str = ROO
     """Read gin files, then `NAME=VALUE` parameters on top, and check everything that the root would receive.
 
     The root's module may declare `SUPPLIED = {knob: names}`: keyword-only parameters of that knob's function which
-    the program passes itself. A `taker` is another function that takes some of the root's knobs, under their names: it
-    needs no bindings of its own, only what it takes is resolved and called, and the rest may be unbound.
+    the program passes itself, and `CHANGEABLE = (knob, ...)`, which the fingerprint does not count. A `taker` is another
+    function that takes some of the root's knobs, under their names: it needs no bindings of its own, only what it takes
+    is resolved and called, and the rest may be unbound.
     Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.
     """
     bindings = read(gin_files, gin_params)
@@ -51,7 +54,8 @@ def load(gin_files: Sequence[str], gin_params: Sequence[str], *, root: str = ROO
     wanted = knobs_of(target if taker is None else found(taker)[1])
     assert set(wanted) <= set(knobs_of(target)), f"{taker} takes {wanted}, some of which {root} does not have"
     node = resolve(bindings, target, getattr(room, "SUPPLIED", {}), wanted)
-    return Config(node, dump(bindings), fingerprint(node))
+    counted = {knob: value for knob, value in node.knobs.items() if knob not in getattr(room, "CHANGEABLE", ())}
+    return Config(node, dump(bindings), fingerprint(replace(node, knobs=counted)))
 
 
 def found(name: str) -> tuple[Any, Callable[..., Any]]:

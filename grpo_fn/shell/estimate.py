@@ -13,19 +13,68 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from grpo_fn.memory import Weight
+from grpo_fn.memory import Arrangement, Memory, Passing, Weight, logit_bytes, per_device
 from grpo_fn.shell import load, lora, tensor_parallel
 from grpo_fn.shell.blocks import blocks
+from grpo_fn.shell.scale import Scale
 
 SAMPLE = 2**14  # numbers of a weight that an optimizer is asked about in a larger one's place
+SHORT = 8
 
 
-def empty(config: PretrainedConfig, adapters: lora.LoRA | None) -> nn.Module:
-    """The model's shape, adapters included, on the meta device."""
-    model = load.empty(config, dtype=torch.float32, attention="eager")
+def on_device(
+    config: PretrainedConfig,
+    adapters: lora.LoRA | None,
+    scale: Scale,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    *,
+    mesh: tuple[int, int, int],
+    dtype: torch.dtype,
+    attention: str,
+    reference: bool,
+    micro_tokens: int,
+    width: int,
+    head_elements: int,
+    cache: int,
+) -> Memory:
+    """What one device of the `mesh` (replicate, shard, tensor) holds, rows being about `width` tokens wide.
+
+    `cache` is the sampler's, in bytes. Under tensor parallelism activations are counted as without it: too many.
+    """
+    replicate, shard, tensor = mesh
+    text = config.get_text_config()
+    parts = weights(empty(config, adapters, attention), shard, tensor)
+    kept_wide = adapters is None and dtype is not torch.float32
+    how = Arrangement(
+        width=dtype.itemsize,
+        gathers=replicate * shard * tensor > 1 or scale.offload or kept_wide,
+        reshard_after_forward=scale.reshard_after_forward,
+        prefetch=scale.prefetch,
+        offload=scale.offload,
+        offload_reference=scale.offload_reference,
+        reference=reference and adapters is None,
+    )
+    rows = max(1, micro_tokens // width)
+    passing = Passing(
+        activation_bytes(config, adapters, scale.activations, dtype=dtype, attention=attention, rows=rows, width=width),
+        logit_bytes(head_elements, text.vocab_size, text.hidden_size, rows * width, dtype.itemsize),
+        cache,
+    )
+    return per_device([weight for weight, _ in parts], moment_bytes(optimizer, parts), passing, how)
+
+
+def empty(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) -> nn.Module:
+    """The model's shape, adapters included, on the meta device. Attention is as it is written out, or else fused."""
+    attention = "eager" if attention == "eager" else "sdpa"
+    model = load.empty(config, dtype=torch.float32, attention=attention)
     return model if adapters is None else lora.attach(model, adapters)
+
+
+def trained(config: PretrainedConfig, adapters: lora.LoRA | None) -> int:
+    """Numbers that train: all of the model, or its adapters alone."""
+    return sum(p.numel() for p in empty(config, adapters, "eager").parameters() if p.requires_grad)
 
 
 def weights(model: nn.Module, shard: int, tensor: int) -> list[tuple[Weight, bool]]:
@@ -120,13 +169,15 @@ def activation_bytes(
     """Most bytes alive at once in forward and backward of a `[rows, width]` batch, weights and gradients apart.
 
     The passes run without data, through every block as `activations` changes it; the head is left to `logit_bytes`.
-    Attention other than eager counts as the CPU's fused kernel, which keeps what those of other devices keep.
+    Fused attention counts as the CPU's kernel, which keeps what those of other devices keep: a number of bytes a token,
+    however long the rows are. So its rows are made short, which leaves little of the mask that only this pass has;
+    with it, keys and values count as repeated for every query head, a few per cent too many.
     """
-    attention = "eager" if attention == "eager" else "sdpa"
+    if attention != "eager":
+        rows, width = -(-rows * width // SHORT), SHORT
+    model = empty(config, adapters, attention)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
-        if adapters is not None:
-            _gathered_in(lora.attach(model, adapters), dtype)
+        _without_data(model, dtype)
         for block in blocks(model):
             activations(block)
         for p in model.parameters():
@@ -139,12 +190,11 @@ def activation_bytes(
     return alive.most
 
 
-def _gathered_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Adapters, kept in float32, are gathered in the dtype of the computation, as all that trains."""
-    for module in model.modules():
+def _without_data(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters of the fake mode in which it is called; all in `dtype`, as what is gathered."""
+    for module in list(model.modules()):
         for name, p in list(module.named_parameters(recurse=False)):
-            if p.dtype is not dtype:
-                setattr(module, name, nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad))
+            setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=dtype), requires_grad=p.requires_grad))
 
 
 def _forget(parameter: nn.Parameter) -> None:

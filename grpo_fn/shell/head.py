@@ -51,7 +51,8 @@ class LinearScores(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dlogp: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, target, entropy = ctx.saved_tensors
         dhidden = torch.empty_like(hidden)
-        dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        trained = ctx.needs_input_grad[1]  # a head under adapters is not
+        dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if trained else None
         for part in _chunks(len(target), len(weight), ctx.elements):
             logprobs = _logits(hidden[part], weight, ctx.temperature).log_softmax(-1)
             p = logprobs.exp()
@@ -63,8 +64,9 @@ class LinearScores(torch.autograd.Function):
                 dz -= dentropy[part, None] * p * (logprobs + entropy[part, None])
             dz = (dz / ctx.temperature).to(weight.dtype)
             dhidden[part] = (dz @ weight).to(hidden.dtype)
-            dweight += dz.T @ hidden[part]
-        return dhidden, dweight.to(weight.dtype), None, None, None
+            if trained:
+                dweight += dz.T @ hidden[part]
+        return dhidden, dweight.to(weight.dtype) if trained else None, None, None, None
 
 
 def linear_scores(

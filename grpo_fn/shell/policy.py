@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
+from grpo_fn.shell.optimizer import plain, take
 from grpo_fn.shell.scorer import Scorer, check_rows
 from grpo_fn.shell.world import World
 from grpo_fn.types import Batch, Pullback, Rollout, Scores
@@ -180,9 +181,16 @@ class Sharded:
 
     def named(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once, as it lies on this rank, under the model's own names."""
+        self._reshard()
         first: dict[int, str] = {}
         state = self.model.state_dict(keep_vars=True)
         return {name: x for name, x in state.items() if first.setdefault(id(x), name) == name}
+
+    def _reshard(self) -> None:
+        """Let go of weights that a pass without gradient has left gathered: they are copies, soon old ones."""
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, live: what trains (with the buffers, if that is the whole model) and its moments."""
@@ -190,7 +198,7 @@ class Sharded:
         partial = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in named.values())
         kept = {name: x for name, x in named.items() if x.requires_grad or not partial}
         moments = {
-            f"{OPTIMIZER}{name}.{key}": value
+            f"{OPTIMIZER}{name}.{key}": plain(value)
             for name, x in kept.items()
             for key, value in self.optimizer.state.get(x, {}).items()
         }
@@ -210,10 +218,11 @@ class Sharded:
         self.optimizer.state.clear()
         if counters["updates"]:
             self._make_moments()
-        load(self.tensors())
-        for module in self.scorer.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # weights gathered before are old ones now
+        kept = self.tensors()
+        load(kept)
+        for name, x in self.named().items():
+            for key, moment in self.optimizer.state.get(x, {}).items():
+                take(moment, kept[f"{OPTIMIZER}{name}.{key}"])
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.scale, self.good_steps = counters["loss_scale"], counters["good_steps"]
 

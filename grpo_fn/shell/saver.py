@@ -29,7 +29,7 @@ from grpo_fn.shell import checkpoint, shards
 from grpo_fn.shell.blobs import packed
 from grpo_fn.shell.durable import NoSpace, check_space, finite, free_bytes, is_full, no_space
 from grpo_fn.shell.manifest import Entry, entry, seal
-from grpo_fn.shell.world import Elsewhere, LostRank, World
+from grpo_fn.shell.world import GRACE, Elsewhere, LostRank, World
 
 T = TypeVar("T")
 Written = tuple[list[WriteResult], dict[str, Entry]]  # where the pieces lie, and the files' entries in the manifest
@@ -89,6 +89,7 @@ class Saver(AbstractContextManager):
         self._offers: list[SavePlan] = []
         self._shares: shards.Shares | None = None
         self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._step = 0  # of the one that is being written
         self._writing: Future[None] | None = None
 
     def save(
@@ -120,7 +121,7 @@ class Saver(AbstractContextManager):
         except BaseException:
             self._discard()
             raise
-        self._writing = Future()
+        self._writing, self._step = Future(), step
         Thread(target=_finish, args=(self._writing, partial(self._write, job)), name="checkpoint", daemon=True).start()
         return Held(waited=free - begun, staged=time.perf_counter() - free)
 
@@ -132,13 +133,13 @@ class Saver(AbstractContextManager):
         if self._writing is None:
             return
         try:
-            self._writing.result(self.world.deadline if isfinite(self.world.deadline) else None)
+            self._writing.result(self.world.deadline + GRACE if isfinite(self.world.deadline) else None)
         except TimeoutError as error:
             if self._writing.done():
                 raise
             raise LostRank(
-                f"rank {self.world.rank} of {self.world.size} waited {self.world.deadline:g} s for the checkpoint in "
-                f"{self.root} to be written, wanted it sooner"
+                f"rank {self.world.rank} of {self.world.size} waited for the checkpoint of step {self._step} to be "
+                f"written, wanted at most {self.world.deadline:g} s"
             ) from error
         finally:
             if self._writing.done():

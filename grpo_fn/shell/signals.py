@@ -10,7 +10,9 @@ EXIT_STOPPED = 75
 class StopRequest:
     """While entered, SIGTERM and SIGINT are noted instead of obeyed; a second SIGINT interrupts at once.
 
-    Raises KeyboardInterrupt at the second SIGINT, ValueError when entered outside the main thread.
+    Left by an error, SIGTERM is noted still: torchrun sends it to the ranks that are left when one has died, and what
+    they have to say of it, and their exit code, come first. Raises KeyboardInterrupt at the second SIGINT, ValueError
+    when entered outside the main thread.
     """
 
     def __init__(self) -> None:
@@ -23,8 +25,10 @@ class StopRequest:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for number, handler in self._before.items():
+            if number == signal.SIGTERM and kind is not None:
+                continue
             # None stands for a handler that was not installed from Python and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()

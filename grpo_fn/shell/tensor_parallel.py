@@ -10,6 +10,7 @@ parameters become DTensors over which `fully_shard` may be applied. What the pla
 out: log-probs come from `hidden @ W.T` chunk by chunk, with the whole of W.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 
@@ -42,7 +43,7 @@ ROWS = {
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),  # its name before
 }
 # A norm over each head by itself: whole on every rank, which applies it to its own heads, so the gradient is to be
-# summed over ranks. Its input counts as divided in some dimension that is not normalised; which one makes no difference.
+# summed over ranks. Its input counts as divided in some dimension that is not normalised; which one does not matter.
 PER_HEAD = {"replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True)}
 WHOLE = "replicate"
 KNOWN = (*COLUMNS, *ROWS, *PER_HEAD, WHOLE)
@@ -60,6 +61,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if mesh.size() == 1:
         return model
     plan = check(model, mesh.size())
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_worth_saying)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parallelize_module(model, mesh, _styles(model, plan), src_data_rank=None)
     for name, parameter in model.named_parameters():
@@ -115,7 +117,7 @@ def _odd(model: nn.Module, name: str, style: str, ranks: int) -> str | None:
     width = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
     if style in PER_HEAD:
         shapes = {tuple(parameter.shape) for parameter in part.parameters()}
-        return f"of shapes {shapes}, wanted {width}, one head's features" if shapes - {(width,)} else None
+        return f"of shapes {shapes}, wanted one head's features alone, {width}" if shapes - {(width,)} else None
     linear = part.get_base_layer() if isinstance(part, LoraLayer) else part
     if not isinstance(linear, nn.Linear):
         return f"that is a {type(linear).__name__}, wanted a linear layer; or tensor 1"
@@ -146,6 +148,12 @@ def _with_style(plan: Plan, style: str) -> set[str]:
 
 
 # -- what divides it
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    # Every rank would say once that what is divided twice (weights, norms of gradients) takes two collectives to become
+    # whole, perhaps not the same on all ranks. All take the two in the same order, so it is the same.
+    return "operations will be performed" not in str(record.msg)
 
 
 def _styles(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:

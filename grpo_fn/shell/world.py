@@ -160,15 +160,32 @@ def join(name: str, *, deadline: float) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=deadline)
     try:
         dist.init_process_group(
             backend,
-            timeout=timedelta(seconds=deadline),
+            store=meeting_place(timeout),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError) as error:
         raise LostRank(f"rank {rank} of {size} did not find the others within {deadline:g} s: {error}") from error
     return World(rank, size, device, deadline=deadline)
+
+
+def meeting_place(timeout: timedelta) -> dist.Store:
+    """The store in which the ranks find one another's addresses.
+
+    torchrun keeps one for all attempts of a job, with the addresses of the dead in it (pytorch#135712), so every
+    attempt has a corner of its own. Where all ranks are on one host: hosts do not count attempts alike, and
+    tools/launch/agent.py sees to it that theirs is a new one.
+    """
+    store, _, size = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(size):
+        return store
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def find_device(name: str, local: int) -> torch.device:

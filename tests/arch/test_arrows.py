@@ -15,7 +15,8 @@ LAYERS = {
     "L0": {"types", "problem", "prng", "masked"},
     "L1": {
         *{"advantage", "losses", "objective", "kl", "ratio", "weights", "correction", "sampling", "rewards", "batch"},
-        *{"metrics", "page", "tasks", "groups", "credit", "filters", "marks", "control", "proportions", "loss_scale"},
+        *{"metrics", "page", "tasks", "groups", "credit", "filters", "marks", "control", "proportions"},
+        *{"loss_scale", "memory"},
     },
     "L2": {"algorithm", "collect", "lens", "evaluate", "plan"},
     "S": {"shell"},

@@ -570,6 +570,8 @@ def test_launch_receives_the_frozen_configuration(monkeypatch: pytest.MonkeyPatc
         "config_text": config.text,
         "fingerprint": config.fingerprint,
         "run_dir": Path("d"),
+        "ranks": 1,
+        "hosts": 1,
         "dry_run": False,
         "force": True,
     }

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_fn.shell import checkpoint
+from grpo_fn.locate import check_fits, locate, take, weights_of
+from grpo_fn.shell import checkpoint, hf
 from grpo_fn.shell.saver import Saver
 from grpo_fn.shell.world import World
 
@@ -95,6 +96,27 @@ def test_adapters_are_merged_into_the_model_that_the_run_began_with(adapted: Pat
     assert same(weights(out), weights(adapted / "model"))
     earlier = exported(adapted / "checkpoints" / "step_4", tmp_path / "earlier")
     assert not same(weights(earlier), weights(out))
+
+
+@pytest.mark.parametrize("step", [4, 6])
+@pytest.mark.parametrize("run", ["whole", "adapted"])
+def test_a_model_takes_what_is_exported(run: str, step: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    saved = request.getfixturevalue(run) / "checkpoints" / f"step_{step}"
+    found = locate(str(saved), warn=pytest.fail)
+    check_fits(saved, found.source.config())
+    model = hf.load_model(found.source.folder(), dtype=torch.float32, device=torch.device("cpu"), attention="eager")
+    take(model, saved)
+    ours, theirs = weights_of(model), weights(exported(saved, tmp_path / "out"))
+    assert same({name: ours[name].detach() for name in theirs}, theirs)
+
+
+def test_adapters_of_another_model_are_refused(adapted: Path) -> None:
+    saved = adapted / "checkpoints" / "step_6"
+    config = locate(str(saved), warn=pytest.fail).source.config()
+    for change in ({"hidden_size": 64}, {"intermediate_size": 64}):
+        other = type(config)(**{**config.to_dict(), **change})
+        with pytest.raises(ValueError, match=r"of another model: .*lora_"):
+            check_fits(saved, other)
 
 
 def test_the_adapter_folder_on_its_base_says_what_the_merged_model_says(adapted: Path, tmp_path: Path) -> None:

@@ -157,9 +157,7 @@ def test_a_dry_run_says_what_would_be_and_makes_nothing(tmp_path: Path) -> None:
         "1 epochs x 1 minibatches = 1 a step, 6 in all",
         "24 in 6 steps",
         "parameters            17,",
-        "memory, weights",
-        "memory, training",
-        "memory, KV cache",
+        "memory, each of 1",
         "disk, one checkpoint",
     ):
         assert line in said

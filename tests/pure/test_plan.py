@@ -8,6 +8,7 @@ from catalogue import bound, each
 from hypothesis import given
 
 from grpo_fn import advantage, credit, kl, losses, objective, plan, weights
+from grpo_fn.memory import Memory, Part
 from grpo_fn.plan import Plan
 
 LOSSES, KLS = (bound(room, "logp", "row") for room in (losses, kl))
@@ -122,8 +123,8 @@ SMALL = {
         "train_rows": 480,
         "test_rows": 128,
     },
-    **{"max_new_tokens": 32, "parameters": 10**6, "kv_bytes_per_token": 2048, "weight_bytes": 4, "reference": False},
-    **{"max_rows": 256},
+    **{"max_new_tokens": 32, "parameters": 10**6, "trained": 10**6, "kv_bytes_per_token": 2048, "max_rows": 256},
+    **{"ranks": 1, "arrangement": "1 x 1 x 1", "memory": None},
 }
 
 
@@ -134,16 +135,35 @@ def test_the_plan_says_what_follows_from_its_numbers():
     assert lines["problems drawn"].endswith("960 in 40 steps = 2.00 epochs of 480")
     assert lines["held-out problems"].endswith("128")
     assert lines["parameters"].endswith("1,000,000")
-    assert lines["memory, weights"].endswith("0.004 GB")
-    assert lines["memory, training"].split("  ")[-1].startswith("0.012 GB")
-    assert "0.017 GB (at most 256 rows of 32 new tokens" in lines["memory, KV cache"]  # 256 * 32 * 2048 bytes
     assert lines["disk, one checkpoint"].endswith("0.012 GB")
     assert len(lines) == len(Plan(**SMALL).lines())
 
 
-def test_a_reference_is_a_second_copy_of_the_weights():
-    (line,) = (x for x in Plan(**{**SMALL, "reference": True}).lines() if x.startswith("memory, weights"))
-    assert line.endswith("0.008 GB (with the reference copy)")
+def test_adapters_are_counted_apart():
+    (line,) = (x for x in Plan(**{**SMALL, "trained": 1000}).lines() if x.startswith("parameters"))
+    assert line.endswith("1,000,000, of which 1,000 train")
+    assert Plan(**{**SMALL, "trained": 1000}).checkpoint_bytes() == 3 * 4 * 1000
+
+
+def test_a_dry_run_shows_the_memory_of_a_device():
+    held = Memory(
+        (Part("weights", 3 * 10**9), Part("reference copy", 10**9, host=True)), (), (Part("KV cache", 10**9),)
+    )
+    shown = Plan(**{**SMALL, "ranks": 16, "arrangement": "replicate 2 x shard 8 x tensor 1", "memory": held}).lines()
+    assert shown[: len(Plan(**SMALL).lines())] == Plan(**SMALL).lines()
+    head, *parts = shown[len(Plan(**SMALL).lines()) :]
+    assert head == "memory, each of 16     replicate 2 x shard 8 x tensor 1; estimated:"
+    assert [" ".join(x.split()) for x in parts[:4]] == [
+        "weights 3.000 GB",
+        "reference copy 1.000 GB on the host",
+        "KV cache, sampling 1.000 GB",
+        "at most at once 4.000 GB, and 1.000 GB on the host",
+    ]
+
+
+def test_ranks_share_the_prompts_and_so_the_cache():
+    assert Plan(**{**SMALL, "ranks": 5, "max_rows": 10**6}).kv_bytes() == 5 * 16 * 32 * 2048
+    assert Plan(**SMALL).kv_bytes() == 256 * 32 * 2048
 
 
 def test_fewer_rows_than_the_limit_need_a_smaller_cache():

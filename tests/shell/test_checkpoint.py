@@ -267,9 +267,9 @@ def test_what_goes_wrong_beside_is_raised_by_the_next_call_and_once(root, monkey
     with Saver(root, ALONE) as writer:
         monkeypatch.setattr(shards, "write", broken)
         writer.save(1, **state(1.0))
-        monkeypatch.undo()
         with pytest.raises(OSError, match="Input/output error"):
             writer.save(2, **state(2.0))
+        monkeypatch.undo()
         assert list(root.iterdir()) == []
         writer.save(2, **state(2.0))
     assert steps(root) == [2]

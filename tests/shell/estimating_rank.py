@@ -1,0 +1,104 @@
+"""One rank of test_estimate: trains one step in every way that is asked for, and writes down what it allocated.
+
+`estimating_rank.py rank size store out model`
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
+
+from grpo_fn import prng
+from grpo_fn.shell import blocks, lora, optimizer
+from grpo_fn.shell.estimate import stored
+from grpo_fn.shell.place import Placing, place
+from grpo_fn.shell.scale import Scale
+from grpo_fn.shell.scorer import Scorer
+from grpo_fn.shell.world import World, alone
+
+ADAMW = partial(optimizer.adamw, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
+HOW = lora.LoRA(rank=3, alpha=6.0, dropout=0.0, targets="all-linear")
+STRATEGIES = {"full": (1, "rest", True), "grad_op": (1, "rest", False), "none": ("rest", 1, False)}
+WAYS = list(product(STRATEGIES, (None, HOW), (torch.float32, torch.bfloat16)))
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes of storages, and of moments."""
+
+    weights: int
+    gradients: int
+    moments: int
+
+
+def scale(strategy: str) -> Scale:
+    replicate, shard, reshard = STRATEGIES[strategy]
+    return Scale(
+        replicate=replicate,
+        shard=shard,
+        tensor=1,
+        reshard_after_forward=reshard,
+        offload=False,
+        offload_reference=False,
+        prefetch=1,
+        activations=blocks.kept,
+        execution=blocks.eager,
+        deadline=60.0,
+    )
+
+
+def placing(folder: Path, strategy: str, adapters: lora.LoRA | None, dtype: torch.dtype) -> Placing:
+    return Placing(
+        folder=str(folder),
+        config=AutoConfig.from_pretrained(folder),
+        dtype=dtype,
+        attention="sdpa",
+        adapters=adapters,
+        scorer=partial(Scorer, temperature=1.0, head_elements=2**20),
+        scale=scale(strategy),
+        key=prng.key(0, device="cpu"),
+    )
+
+
+def storages(tensors: list[torch.Tensor]) -> int:
+    """Bytes of what these tensors lie in, each storage once."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+
+def allocated(world: World, how: Placing) -> Allocated:
+    scorer = place(world, how, reference=False).scorer
+    made = ADAMW(p for p in scorer.parameters() if p.requires_grad)
+    tokens, mask = torch.arange(24).reshape(2, 12), torch.arange(12).expand(2, 12) > 4
+    logp, entropy = scorer(tokens, mask)
+    (logp.sum() + entropy.sum()).backward()
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what is gathered for the computation is another line of the estimate
+    params = list(scorer.parameters())
+    weights, gradients = storages(params), storages([p.grad for p in params if p.grad is not None])
+    made.step()
+    return Allocated(weights, gradients, sum(stored(state.values()) for state in made.state.values()))
+
+
+def main(rank: int, size: int, store: str, out: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        world = World(rank, size, torch.device("cpu"), deadline=60.0)
+    else:
+        world = alone(torch.device("cpu"))
+    torch.save([vars(allocated(world, placing(folder, *way))) for way in WAYS], out / f"{rank}of{size}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), Path(sys.argv[5]))
