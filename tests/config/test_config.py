@@ -595,3 +595,9 @@ def test_bad_input_is_a_message_and_a_failure_at_work_keeps_its_traceback(
     assert capsys.readouterr().err == "error: got no file for 7\n"
     with pytest.raises(ValueError, match="got a nan"):
         launched(monkeypatch, tmp_path, fail_at_work)
+
+
+def test_the_exit_code_of_a_lost_rank_is_written_once_more_for_a_fast_start() -> None:
+    from grpo_fn.shell.world import EXIT_LOST
+
+    assert run.LOST == EXIT_LOST

@@ -1,0 +1,92 @@
+"""tools/launch/kubernetes.yaml: valid, consistent, and its container's command run as two pods would run it."""
+
+import re
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+from launch.hosts import Host
+from launch.launching import LAUNCH, Started, environment, flags, program, steps, trace
+
+TEXT = (LAUNCH / "kubernetes.yaml").read_text()
+SERVICE, CLAIM, JOB = yaml.safe_load_all(TEXT)
+POD = JOB["spec"]["template"]["spec"]
+(TRAINER,) = POD["containers"]
+ENV = {entry["name"]: entry["value"] for entry in TRAINER["env"]}
+OPTIONS = re.compile(r"^(\s*)# (- \{name: (?:NCCL|FI)_.*\}|vpc\.amazonaws.*|hugepages.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", [TEXT, OPTIONS.sub(r"\1\2", TEXT)], ids=["as it is", "with every option"])
+@pytest.mark.parametrize("version", ["1.33", "1.34", "1.35"])
+def test_the_manifests_are_valid(version: str, text: str) -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for document in yaml.safe_load_all(text):
+        validator.validate(document, version, strict=True)
+
+
+def test_the_validator_sees_a_mistake() -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    with pytest.raises(validator.ValidationError):
+        validator.validate(yaml.safe_load(TEXT.split("---")[-1].replace("completions:", "completion:")), "1.33", True)
+
+
+def test_the_options_are_there_to_be_uncommented() -> None:
+    assert [found[1].split(",")[0].split(":")[0] for found in OPTIONS.findall(TEXT)].count("- {name") >= 4
+    with_options = list(yaml.safe_load_all(OPTIONS.sub(r"\1\2", TEXT)))[-1]["spec"]["template"]["spec"]
+    assert "vpc.amazonaws.com/efa" in with_options["containers"][0]["resources"]["limits"]
+
+
+def test_what_has_to_agree_agrees() -> None:
+    spec = JOB["spec"]
+    assert str(spec["completions"]) == str(spec["parallelism"]) == ENV["NODES"]
+    assert str(TRAINER["resources"]["limits"]["nvidia.com/gpu"]) == ENV["GPUS"]
+    assert spec["completionMode"] == "Indexed"
+    assert SERVICE["spec"]["clusterIP"] == "None"
+    assert SERVICE["spec"]["selector"] == {"job-name": JOB["metadata"]["name"]}
+    assert POD["subdomain"] == SERVICE["metadata"]["name"]
+    assert f"--rdzv-endpoint={JOB['metadata']['name']}-0.{POD['subdomain']}:29400" in TRAINER["args"][0]
+    (claimed,) = [v["persistentVolumeClaim"]["claimName"] for v in POD["volumes"] if "persistentVolumeClaim" in v]
+    assert claimed == CLAIM["metadata"]["name"]
+    assert {mount["name"] for mount in TRAINER["volumeMounts"]} == {volume["name"] for volume in POD["volumes"]}
+
+
+def test_a_pod_has_longer_to_end_than_its_ranks_have_to_save() -> None:
+    assert POD["terminationGracePeriodSeconds"] >= int(ENV["GRACE"]) + 30  # torchrun's own wait after it
+
+
+def test_every_exit_code_means_to_the_job_what_it_means_to_the_trainer() -> None:
+    rules = JOB["spec"]["podFailurePolicy"]["rules"]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {TRAINER["name"]}
+    action = {code: rule["action"] for rule in rules if "onExitCodes" in rule for code in rule["onExitCodes"]["values"]}
+    assert action == {2: "FailJob", 75: "Ignore"}  # all others count as failures, and are tried again
+
+
+def test_kubernetes_finds_nothing_to_expand_in_the_command() -> None:
+    assert not any("$(" in arg for arg in [*TRAINER["command"], *TRAINER["args"]])
+
+
+def pod(host: Host, index: int, folder: Path, given: list[str]) -> Started:
+    """The container's command with its environment, with two things in place of the cluster's: devices and program."""
+    script, name, *_ = TRAINER["args"]
+    assert script.count("grpo_fn.run") == 1
+    more = {"JOB_COMPLETION_INDEX": str(index), "GPUS": "1", "RUN_DIR": str(folder / "run"), "JOIN_TIMEOUT": "120"}
+    command = [*TRAINER["command"], script.replace("grpo_fn.run", "launch.stand_in"), name, *given]
+    return host.start(command, environment(folder / "bin") | ENV | more, folder / f"log{index}")
+
+
+def test_two_pods_meet_train_and_stop_together(two_hosts: list[Host], tmp_path: Path) -> None:
+    program(tmp_path / "bin", "python", f'#!/usr/bin/env bash\nexec "{environment()["PYTHON"]}" "$@"\n')
+    given = [arg for arg in flags(tmp_path, STEPS=100_000) if arg not in ("--run_dir", str(tmp_path / "run"))]
+    with ExitStack() as stack:
+        # The second pod is first: until pod 0 is there, nobody answers under its name.
+        late, early = (stack.enter_context(pod(two_hosts[n], n, tmp_path, given)) for n in (1, 0))
+        early.until(lambda: len(steps(tmp_path / "run")) >= 2)
+        early.process.send_signal(signal.SIGTERM)
+        assert [early.code(), late.code()] == [75, 75], early.log.read_text() + late.log.read_text()
+    assert steps(tmp_path / "run", 0) == steps(tmp_path / "run", 1)
+    assert {(line["host"], line["size"], line["run_id"]) for line in trace(tmp_path / "run")} == {
+        ("grpo-0", 2, "grpo"),
+        ("grpo-1", 2, "grpo"),
+    }

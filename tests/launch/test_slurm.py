@@ -1,0 +1,219 @@
+"""tools/launch/slurm.sbatch under a fake Slurm: what it derives, passes on and records, when it queues itself again."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch.fake_slurm import calls, install, job
+from launch.launching import (
+    LAUNCH,
+    ROOT,
+    Started,
+    documented,
+    environment,
+    flags,
+    heard,
+    listening_python,
+    program,
+    run,
+    steps,
+    trace,
+)
+
+args = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12), max_size=5)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Path:
+    """A folder with the commands in bin/, and the script as Slurm has it: a copy far from the repository."""
+    install(tmp_path / "bin")
+    shutil.copy(LAUNCH / "slurm.sbatch", tmp_path / "slurm_script")
+    return tmp_path
+
+
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return str(one.getsockname()[1])
+
+
+def summary(run_dir: Path, restart: int = 0) -> dict:
+    return json.loads((run_dir / f"job_4242_{restart}.json").read_text())
+
+
+def ended(slurm: Path, code: int, *, told: bool, **more: str) -> tuple[int, dict, bool]:
+    """Exit code, summary and whether it was queued again, of a job whose step ends with `code`."""
+    (slurm / "run").mkdir()
+    (slurm / "run" / "run.json").touch()
+    short = "" if told else "yes"
+    env = environment(slurm / "bin", **job(slurm, FAKE_CODE=str(code), FAKE_SHORT=short, **more))
+    with Started(["bash", slurm / "slurm_script", *flags(slurm)], env, slurm / "log", cwd=slurm) as launch:
+        if told:
+            launch.until((slurm / "running").exists)
+            launch.process.send_signal(signal.SIGTERM)
+        got = launch.code()
+    requeued = calls(slurm, "scontrol").count("requeue 4242")
+    assert requeued in (0, 1)
+    return got, summary(slurm / "run", int(more.get("SLURM_RESTART_COUNT", "0"))), bool(requeued)
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "more", "again"),
+    [
+        (75, True, {}, True),  # saved
+        (71, True, {}, True),  # not saved, but the newest checkpoint is there
+        (143, True, {}, True),
+        (0, True, {}, False),  # it was the last step
+        (2, True, {}, False),
+        (75, False, {}, False),  # stopped by hand
+        (71, False, {}, False),
+        (0, False, {}, False),
+        (75, True, {"FAKE_STATE": "COMPLETING"}, False),  # scancel, or Slurm queues it again itself
+        (75, True, {"FAKE_STATE": "CANCELLED"}, False),
+        (75, True, {"SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "4"}, True),
+        (75, True, {"SLURM_RESTART_COUNT": "4", "MAX_REQUEUES": "4"}, False),
+    ],
+)
+def test_a_preempted_job_is_queued_again_and_no_other(
+    slurm: Path, code: int, told: bool, more: dict[str, str], again: bool
+) -> None:
+    got, record, requeued = ended(slurm, code, told=told, **more)
+    assert (got, requeued) == (code, again), (slurm / "log").read_text()
+    assert (record["exit_code"], record["requeued"]) == (code, again)
+    assert record["restarts"] == int(more.get("SLURM_RESTART_COUNT", "0"))
+
+
+def test_the_summary_says_what_the_job_was(slurm: Path) -> None:
+    _, record, _ = ended(slurm, 0, told=False)
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert record["git_commit"].removesuffix("+changes") == head
+    assert record["nodes"] == ["localhost", "node-b"]
+    assert record["command"] == ["launch.stand_in", *flags(slurm)]
+    assert (record["job_id"], record["job_name"]) == ("4242", "grpo")
+    assert record["start"] <= record["end"]
+
+
+def test_the_record_is_written_though_slurm_repeats_its_signal(slurm: Path) -> None:
+    hurried = "if [[ $1 == *job_summary.py ]]; then kill -TERM $$; fi"
+    python = program(slurm, "python", f'#!/usr/bin/env bash\n{hurried}\nexec "{environment()["PYTHON"]}" "$@"\n')
+    assert ended(slurm, 75, told=True, PYTHON=str(python))[2]
+
+
+def test_the_summary_of_a_run_that_made_no_folder_lies_beside_it(slurm: Path) -> None:
+    env = environment(slurm / "bin", **job(slurm, FAKE_CODE="2", FAKE_SHORT="yes"))
+    assert run(["bash", slurm / "slurm_script", *flags(slurm)], env, cwd=slurm).returncode == 2
+    assert not (slurm / "run").exists()
+    assert json.loads((slurm / "run.job_4242_0.json").read_text())["exit_code"] == 2
+
+
+@settings(max_examples=10)
+@given(args)
+def test_every_argument_arrives_on_every_node_as_it_was_given(
+    tmp_path_factory: pytest.TempPathFactory, given: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("slurm")
+    install(folder / "bin")
+    env = environment(folder / "bin", **job(folder, nodes="node-a", FAKE_GPUS="2"))
+    env |= {"PYTHON": str(listening_python(folder)), "RUN_DIR": str(folder / "run")}
+    done = run(["bash", LAUNCH / "slurm.sbatch", "--gin_file", "f", *given], env, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert heard(folder) == [
+        *("tools/launch/agent.py", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d"),
+        *("--rdzv-endpoint=node-a:24242", "--rdzv-id=4242"),
+        *("--rdzv-conf=is_host=1,join_timeout=600,read_timeout=300", "-m", "launch.stand_in"),
+        *("--gin_file", "f", *given, "--run_dir", str(folder / "run")),
+    ]
+
+
+def test_the_documented_commands_start_what_they_say(slurm: Path) -> None:
+    commands = documented("sbatch")
+    assert len(commands) == 2
+    for command in commands:
+        before, given = command.split(" tools/launch/slurm.sbatch ")
+        asked = dict(option.split("=") for option in before.split()[1:])
+        nodes = ",".join(f"node-{n}" for n in range(int(asked["--nodes"])))
+        env = environment(slurm / "bin", **job(slurm, nodes=nodes, FAKE_GPUS=asked["--gpus-per-node"]))
+        env |= {"PYTHON": str(listening_python(slurm)), "RUN_DIR": str(slurm / "run")}
+        assert run(["bash", slurm / "slurm_script", *given.split()], env, cwd=slurm).returncode == 0
+        assert heard(slurm)[1:3] == [f"--nnodes={asked['--nodes']}", f"--nproc-per-node={asked['--gpus-per-node']}"]
+        assert heard(slurm)[-len(given.split()) - 2 : -2] == given.split()
+
+
+def test_the_run_folder_is_the_jobs_unless_one_is_given(slurm: Path) -> None:
+    def folder_of(*given: str, **more: str) -> list[str]:
+        env = environment(slurm / "bin", **job(slurm, nodes="node-a", **more))
+        done = run(["bash", slurm / "slurm_script", "--gin_file=f", *given], env | {"PYTHON": str(python)}, cwd=slurm)
+        assert done.returncode == 0, done.stderr
+        return heard(slurm)[heard(slurm).index("--gin_file=f") + 1 :]
+
+    python, given = listening_python(slurm), str(slurm / "given")
+    assert folder_of(RUN_DIR=given) == ["--run_dir", given]
+    assert folder_of("--run_dir", given) == ["--run_dir", given]
+    assert folder_of(f"--run_dir={given}", RUN_DIR="x") == [f"--run_dir={given}"]
+    (slurm / "repo" / "tools").mkdir(parents=True)
+    (slurm / "repo" / "tools" / "launch").symlink_to(LAUNCH)
+    for restart in ("0", "1"):
+        here = folder_of(SLURM_SUBMIT_DIR=str(slurm / "repo"), SLURM_RESTART_COUNT=restart)
+        assert here == ["--run_dir", "runs/grpo-4242"]
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "complaint"),
+    [
+        ([], {}, "got no --gin_file, wanted one, as in --gin_file run/gsm8k.gin"),
+        (["--gin_file=f"], {"SLURM_JOB_ID": ""}, "got no SLURM_JOB_ID, wanted a job of Slurm's: sbatch tools/launch/"),
+        (["--gin_file=f"], {"SLURM_SUBMIT_DIR": "/"}, "got / to start in, wanted the repository's root: call sbatch"),
+        (["--gin_file=f", "--run_dir"], {}, "--run_dir: got nothing after it, wanted a folder"),
+        (
+            ["--gin_file=f"],
+            {"SLURM_NNODES": "3"},
+            "got 2 names for SLURM_JOB_NODELIST=node-[a-b], wanted SLURM_NNODES=3",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(
+    slurm: Path, given: list[str], more: dict[str, str], complaint: str
+) -> None:
+    done = run(["bash", slurm / "slurm_script", *given], environment(slurm / "bin", **job(slurm) | more), cwd=slurm)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {complaint}")
+    assert done.stderr.count("\n") == 1
+    assert not calls(slurm, "srun")
+
+
+def test_a_stop_that_comes_before_the_step_reaches_it(slurm: Path) -> None:
+    slow = (slurm / "bin" / "srun").read_text().replace("pids=()\n", "pids=()\ntouch $FAKE/early; sleep 1\n", 1)
+    (slurm / "bin" / "srun").write_text(slow)
+    env = environment(slurm / "bin", **job(slurm, FAKE_CODE="75", FAKE_SHORT=""))
+    with Started(["bash", slurm / "slurm_script", *flags(slurm)], env, slurm / "log", cwd=slurm) as launch:
+        launch.until((slurm / "early").exists)
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.code() == 75, launch.log.read_text()
+    assert len(calls(slurm, "scancel")) > 1
+    assert "requeue 4242" in calls(slurm, "scontrol")
+
+
+def test_a_preempted_job_saves_and_goes_on_where_it_stopped(slurm: Path) -> None:
+    command = ["bash", slurm / "slurm_script", *flags(slurm, STEPS=60, SAVE=0.5)]
+    env = environment(slurm / "bin", **job(slurm), PORT=free_port())
+    with Started(command, env, slurm / "log", cwd=slurm) as launch:
+        launch.until(lambda: len(steps(slurm / "run")) >= 2)
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.code() == 75, launch.log.read_text()
+    assert calls(slurm, "scancel") == ["--signal=TERM 4242.0"]
+    assert calls(slurm, "scontrol")[-1] == "requeue 4242"
+    assert 2 <= len(steps(slurm / "run")) < 60
+    done = run(command, env | {"SLURM_RESTART_COUNT": "1", "PORT": free_port()}, cwd=slurm)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert steps(slurm / "run", rank) == list(range(1, 61))
+    assert {(line["size"], line["run_id"]) for line in trace(slurm / "run")} == {(2, "4242")}
+    assert trace(slurm / "run")[0]["argv"] == flags(slurm, STEPS=60, SAVE=0.5)
+    assert [summary(slurm / "run", n)["exit_code"] for n in (0, 1)] == [75, 0]
+    assert [summary(slurm / "run", n)["requeued"] for n in (0, 1)] == [True, False]

@@ -1,0 +1,201 @@
+"""torchrun with the trainer's exit code, and with time to save when it is asked to stop.
+
+    python tools/launch/agent.py <flags of torchrun> -m grpo_fn.run <flags of grpo_fn.run>
+
+The engine is torch.distributed.run, unchanged: the same flags, the same rendezvous, the same restarts. Three things are
+done around it, because torchrun itself ends with 1 whatever happened, kills its workers 30 s after a SIGTERM, and
+starts them again when they end with 2 or 75:
+
+- the exit code is the trainer's: 0 done, 2 bad input, 75 stopped after saving, 71 the other hosts were lost, 128 + n
+  killed by signal n;
+- SIGTERM, SIGINT and SIGHUP are passed to the workers, which then have GRACE seconds (an environment variable, 120 when
+  it is not set) to save; a second SIGINT kills them;
+- a worker that ends with 2 or 75 ends the launch (worker.py tells the agent so): trying again would not help.
+
+And the ranks get a store of their own at every restart: torchrun shares its own with them, in which the addresses of
+the attempt before are still written, and the new ranks then call ports that nobody listens at (pytorch#135712).
+"""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+BAD_INPUT, LOST, STOPPED = 2, 71, 75
+FINAL = (BAD_INPUT, STOPPED)  # said by one rank, true for all of them
+TOLD = signal.SIGUSR1  # a worker's word that its exit code is final
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+AGENT = "GRPO_FN_AGENT"  # environment variable with the agent's process id, for worker.py
+OTHERS = 10.0  # seconds that the other workers of this host have to end by themselves after one's exit code was final
+POLL = 0.05
+STORE_GRACE = 10.0  # seconds beyond read_timeout that torch has to raise by itself, which says more
+
+
+class Stop:
+    """Handler of the signals that end a launch: let the workers save, note how they ended, leave torchrun."""
+
+    def __init__(self, grace: float) -> None:
+        self.grace = grace
+        self.codes: list[int] | None = None  # of the workers, negative for a signal; None while nobody wants to stop
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        workers = psutil.Process().children()
+        if self.codes is None:
+            self.codes = []
+            self._let_end(workers, told=number == TOLD)
+        elif number == signal.SIGINT:
+            for worker in workers:
+                worker.kill()
+            self._wait(workers, self.grace)
+        else:
+            return
+        self.codes = [-signal.SIGKILL if (code := exit_code(w.pid)) is None else code for w in workers]
+        # torchrun knows this exception from its own handlers: it kills what is left and leaves the rendezvous open.
+        raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
+
+    def _let_end(self, workers: Sequence[psutil.Process], *, told: bool) -> None:
+        if told:
+            self._wait(workers, OTHERS)
+        for worker in workers:
+            if exit_code(worker.pid) is None:
+                worker.send_signal(signal.SIGTERM)
+        self._wait(workers, self.grace)
+
+    def _wait(self, workers: Sequence[psutil.Process], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(exit_code(worker.pid) is None for worker in workers):
+            time.sleep(POLL)
+
+
+class StoreWatch(threading.Thread):
+    """Ends the agent with LOST when the rendezvous host has gone without a word.
+
+    torch waits for that host's answer without a deadline in some places, and then hears neither its workers end nor a
+    signal. A call of its store that lasts longer than read_timeout, while no worker of this host runs, is such a wait.
+    """
+
+    def __init__(self, read_timeout: float) -> None:
+        super().__init__(daemon=True, name="store-watch")
+        self.limit = read_timeout + STORE_GRACE
+
+    def run(self) -> None:
+        """Look once a second."""
+        since: dict[FrameType, float] = {}  # the frames themselves: the address of one that is gone is used again
+        while True:
+            time.sleep(1.0)
+            now = time.monotonic()
+            since = {frame: since.get(frame, now) for frame in _in_the_store()}
+            waited = max((now - start for start in since.values()), default=0.0)
+            if waited > self.limit and not any(exit_code(w.pid) is None for w in psutil.Process().children()):
+                print(
+                    f"error: waited {waited:.0f} s for the rendezvous host to answer, wanted at most {self.limit:g}; "
+                    "the same command goes on from the newest checkpoint",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(LOST)
+
+
+def _in_the_store() -> Iterator[FrameType]:
+    for frame in sys._current_frames().values():
+        inner: FrameType | None = frame
+        while inner is not None and inner.f_code.co_name != "_call_store":  # of the c10d rendezvous backend
+            inner = inner.f_back
+        if inner is not None:
+            yield inner
+
+
+def exit_code(pid: int) -> int | None:
+    """How a child ended, -n for signal n; None while it runs.
+
+    Leaves it to torchrun to reap; 0 for one that it has reaped.
+    """
+    try:
+        seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    if seen is None:
+        return None
+    return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+
+
+def verdict(codes: Sequence[int]) -> int:
+    """The exit code of a host from its workers': a final one first, then an error's, then a signal's as 128 + n."""
+    for final in FINAL:
+        if final in codes:
+            return final
+    errors = [code for code in codes if code > 0]
+    signals = [128 - code for code in codes if code < 0]
+    # LOST is what an error on one rank looks like to the others: the error itself says more.
+    return min((code for code in errors if code != LOST), default=LOST if errors else max(signals, default=0))
+
+
+def through_worker(args: Sequence[str]) -> list[str]:
+    """torchrun's arguments with worker.py in front of the module.
+
+    Raises ValueError when they do not start a module with -m.
+    """
+    asked = torchrun.parse_args(list(args))
+    if not asked.module:
+        raise ValueError(f"got {asked.training_script!r} to start, wanted a module: -m grpo_fn.run")
+    own = list(args[: len(args) - len(asked.training_script_args) - 1])
+    while own and own[-1] in ("-m", "--module"):
+        own.pop()
+    # SIGQUIT stays torchrun's: it ends the launch without waiting for anything.
+    worker = str(Path(__file__).resolve().with_name("worker.py"))
+    return [*own, "--signals-to-handle=SIGQUIT", worker, asked.training_script, *asked.training_script_args]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run torchrun; returns the exit code."""
+    try:
+        args = torchrun.parse_args(through_worker(sys.argv[1:] if argv is None else argv))
+        grace = seconds("GRACE", os.environ.get("GRACE", "120"))
+        read_timeout = seconds("read_timeout", re.findall(r"(?:^|,)read_timeout=([^,]*)|$", args.rdzv_conf)[0] or "60")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    os.environ[AGENT] = str(os.getpid())
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    stop = Stop(grace)
+    for number in (*ASKED, TOLD):
+        signal.signal(number, stop)
+    StoreWatch(read_timeout).start()
+    try:
+        torchrun.run(args)
+        return 0
+    except SignalException as left:
+        print(f"{left}; workers ended with {stop.codes}", file=sys.stderr)
+        # Nobody was at work: there was nothing to save, and the same command goes on.
+        return verdict(stop.codes) if stop.codes else STOPPED
+    except ChildFailedError as failed:
+        print(failed, file=sys.stderr)
+        return verdict([failure.exitcode for failure in failed.failures.values()])
+    except RendezvousError as lost:
+        wanted = f"{args.nnodes} at {args.rdzv_endpoint or 'this host'}"
+        print(f"error: got no rendezvous of the hosts ({lost}), wanted {wanted}", file=sys.stderr)
+        return LOST
+
+
+def seconds(name: str, text: str) -> float:
+    """A time as a number; ValueError unless it is one above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < float("inf"):
+            return number
+    raise ValueError(f"{name}: got {text!r}, wanted seconds above 0")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
