@@ -6,7 +6,7 @@ run: .venv/ready
 	.venv/bin/python -m grpo_fn.run --gin_file run/arithmetic.gin
 
 test: .venv/ready
-	.venv/bin/python -m pytest -n auto --maxprocesses 8
+	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
+from grpo_fn.digests import chained, shown
+from grpo_fn.shell.digest import Noted, joined, shares
 from grpo_fn.shell.optimizer import plain, take
 from grpo_fn.shell.scorer import Scorer, check_rows
 from grpo_fn.shell.world import World
@@ -65,6 +67,7 @@ class Sharded:
         self.micro_tokens = micro_tokens
         self.updates = self.skipped = self.good_steps = self.passes = 0
         self.scale = initial_scale
+        self._noted: Noted | None = None
         self._expected = 0  # pullbacks before the next update
         self._owed = False  # gradients that copies of the model have not added up yet
         self._data = data
@@ -84,6 +87,8 @@ class Sharded:
             scores = Scores(*(self._gathered(x.detach(), len(batch.mask)) for x in mine))
 
         def pullback(dscores: Scores) -> None:
+            if self._noted is not None:
+                self._noted.signals.append((batch, dscores))
             # A zero cotangent is left out: the head then skips the entropy's share of the work. All ranks are shown
             # the same one, and so leave out the same.
             pairs = [(y, self._dealt(d) * self.scale) for y, d in zip(mine, dscores, strict=True) if bool(d.any())]
@@ -144,6 +149,9 @@ class Sharded:
         self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
         if finite:
             shrink_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
+            if self._noted is not None:
+                grads = {name: x.grad for name, x in self.named().items() if x.grad is not None}
+                self._noted.gradients.append(shares(grads))
             self._step()
         self.optimizer.zero_grad(set_to_none=True)
         self.passes = 0
@@ -178,6 +186,21 @@ class Sharded:
                 with self.world.talking(f"gathering {name}"):
                     gathered = whole(tensor)
                 yield name, gathered
+
+    def note(self) -> Noted:
+        """From here to `digests`, keep the learning signals and the digests of the gradients that the optimizer gets."""
+        self._noted = Noted()
+        return self._noted
+
+    def digests(self) -> dict[str, str]:
+        """Checksums of what trains, as it stands, and of the gradients since `note`, clipped and of scale 1.
+
+        The same however the model is spread over the ranks, all of which have to take part.
+        """
+        noted, self._noted = self._noted or Noted(), None
+        mine = [*noted.gradients, shares({name: x for name, x in self.named().items() if x.requires_grad})]
+        *gradients, weights = map(joined, zip(*self.world.exchange(mine, what="digests"), strict=True))
+        return {"gradients": shown(chained(gradients)), "weights": shown(weights)}
 
     def named(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once, as it lies on this rank, under the model's own names."""

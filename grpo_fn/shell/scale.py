@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from grpo_fn.shell.blocks import blocks
+from grpo_fn.shell.blocks import blocks, compiled
 from grpo_fn.shell.world import World
 
 REST, HOST = "rest", "host"
@@ -39,6 +39,13 @@ class Scale:
     activations: Callable[[nn.Module], None]  # what of a block's forward is kept for its backward
     execution: Callable[[nn.Module], None]  # how a block is run: eager, compiled
     deadline: float  # seconds that a rank waits for the others
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what does not go together."""
+        if self.tensor > 1 and compiled in (self.execution, getattr(self.execution, "func", None)):
+            raise ValueError(  # torch.compile runs into a recursion over DTensors of open sizes (2.13)
+                f"scale: got tensor {self.tensor} with compiled blocks, wanted eager ones (blocks.eager) or tensor 1"
+            )
 
     def shape(self, ranks: int, on_host: int) -> tuple[int, int, int]:
         """(replicate, shard, tensor) for so many ranks. Raises ValueError when they cannot be arranged like that."""

@@ -85,11 +85,12 @@ def has_linear_head(model: nn.Module) -> bool:
         entered.append(args[0])
         return probe.expand_as(logits)
 
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]  # some may be: the dropout of adapters
     model.eval()
     hidden = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
     with head.register_forward_hook(instead, prepend=True):
         left = model(input_ids=ids, use_cache=False).logits
-    model.train(was_training)
+    for module in training:
+        module.training = True
     untouched = torch.equal(left.float(), probe.float().expand_as(left))
     return untouched and torch.allclose(entered[0].float(), hidden.float(), rtol=1e-3, atol=1e-3)

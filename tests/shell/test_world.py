@@ -1,0 +1,396 @@
+"""Ranks that talk: whoever asks is told the same, an error on one is an error on all, and nobody waits for ever."""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from crew import CPU, Outcome, crew
+from hypothesis import given, settings
+
+from grpo_fn.shell import blocks, world
+from grpo_fn.shell.scale import HOST, REST, Scale
+from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, alone, find_device, join
+
+pytestmark = pytest.mark.xdist_group("world")
+EXAMPLES = settings.default.max_examples
+QUICK = settings(max_examples=max(10, EXAMPLES // 2))
+SIZES = [2, 4]
+sizes = st.sampled_from(SIZES)
+
+
+def told(world: World, f: Any) -> tuple[str, str, Any]:
+    """What came of it, an error as its type's name and its text."""
+    try:
+        return "", "", f()
+    except (ValueError, OSError, RuntimeError) as error:
+        return type(error).__name__, str(error), None
+
+
+# -- exchange
+
+
+def exchanging(world: World, brought: Sequence[Any]) -> tuple[Any, str]:
+    found = world.exchange(brought[world.rank], what="objects")
+    return found, str(found[0].device) if isinstance(found[0], torch.Tensor) else ""
+
+
+objects = st.one_of(st.none(), st.text(max_size=300), st.lists(st.integers(), max_size=9), st.binary(max_size=2000))
+
+
+@QUICK
+@given(st.data(), sizes)
+def test_every_rank_gets_what_each_brought_in_their_order(data, size):
+    brought = data.draw(st.lists(objects, min_size=size, max_size=size))
+    for found, _ in crew(size).run(exchanging, brought):
+        assert found == brought
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensors_come_bit_for_bit_whatever_their_shape_on_the_ranks_own_device(size):
+    brought = [torch.randn(rank, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    for found, device in crew(size).run(exchanging, brought):
+        assert device == "cpu"
+        assert all(torch.equal(x, y) for x, y in zip(found, brought, strict=True))
+        assert [x.shape for x in found] == [x.shape for x in brought]
+
+
+def nested(world: World) -> Any:
+    return world.exchange({"a": [torch.tensor(world.rank), "text"], "b": (1, None)}, what="a tree")
+
+
+def test_tensors_inside_of_objects_are_tensors_again():
+    for found in crew(2).run(nested):
+        assert [one["a"][0].item() for one in found] == [0, 1]
+        assert all(one["a"][1] == "text" and one["b"] == (1, None) for one in found)
+
+
+# -- agree, together, any, same
+
+
+def raising(world: World, how: str, bad: set[int]) -> tuple[str, str, Any]:
+    ran = []
+
+    def f() -> int:
+        ran.append(world.rank)
+        if world.rank in bad:
+            raise ValueError(f"bad weather at {world.rank}")
+        return 10 * world.rank
+
+    outcome = told(world, partial(getattr(world, how), f, what="looking out"))
+    world.exchange(None, what="the next thing")  # and whatever came of it, they are still in step
+    return *outcome, ran
+
+
+@QUICK
+@given(sizes, st.sets(st.integers(0, 3)))
+def test_together_returns_each_its_own_unless_any_raised(size, bad):
+    bad = {rank for rank in bad if rank < size}
+    for rank, (error, text, value, ran) in enumerate(crew(size).run(raising, "together", bad)):
+        assert ran == [rank]
+        if not bad:
+            assert (error, value) == ("", 10 * rank)
+        elif rank in bad:
+            assert (error, text) == ("ValueError", f"bad weather at {rank}")
+        else:
+            assert error == Elsewhere.__name__
+            everyone = "; ".join(f"rank {r}: ValueError: bad weather at {r}" for r in sorted(bad))
+            assert text == f"looking out: {everyone}"
+
+
+@QUICK
+@given(sizes, st.sets(st.integers(0, 3)))
+def test_agree_asks_the_main_rank_alone_and_tells_all(size, bad):
+    for rank, (error, text, value, ran) in enumerate(crew(size).run(raising, "agree", bad)):
+        assert ran == ([0] if rank == 0 else [])
+        if 0 not in bad:
+            assert (error, value) == ("", 0)
+        elif rank == 0:
+            assert (error, text) == ("ValueError", "bad weather at 0")
+        else:
+            assert (error, text) == (Elsewhere.__name__, "rank 0: bad weather at 0")
+
+
+def any_of(world: World, true: set[int]) -> bool:
+    return world.any(world.rank in true, what="a question")
+
+
+@QUICK
+@given(sizes, st.sets(st.integers(0, 3)))
+def test_any_is_true_on_all_when_it_is_on_one(size, true):
+    assert crew(size).run(any_of, true) == [bool(true & set(range(size)))] * size
+
+
+def same_as(world: World, brought: Sequence[Any]) -> tuple[str, str, Any]:
+    return told(world, partial(world.same, brought[world.rank], what="the seed"))
+
+
+@QUICK
+@given(st.data(), sizes)
+def test_same_raises_on_all_and_names_the_first_that_differs(data, size):
+    brought = data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size))
+    odd = [rank for rank, x in enumerate(brought) if x != brought[0]]
+    for error, text, _ in crew(size).run(same_as, brought):
+        if odd:
+            wanted = f"the seed: got {brought[odd[0]]} on rank {odd[0]}, wanted {brought[0]} as on rank 0"
+            assert (error, text) == ("RuntimeError", wanted)
+        else:
+            assert error == ""
+
+
+def test_alone_nobody_is_asked():
+    one = alone(CPU)
+    assert (one.rank, one.size, one.main) == (0, 1, True)
+    assert one.exchange("x", what="") == ["x"]
+    assert one.any(True, what="")
+    assert not one.any(False, what="")
+    one.same(1, what="")
+    assert one.agree(int, what="") == one.together(int, what="") == 0
+    for ask in (one.agree, one.together):
+        with pytest.raises(ValueError, match=r"^mine$"):
+            ask(partial(complain, "mine"), what="")
+    one.leave()
+
+
+def complain(text: str) -> None:
+    raise ValueError(text)
+
+
+# -- deadlines
+
+
+def late(world: World, sleeper: int, deadline: float) -> tuple[str, str, Any, float]:
+    """One rank comes too late; in a world of its own, whose deadline is short."""
+    small = World(world.rank, world.size, CPU, deadline=deadline)
+    small.exchange(None, what="the first, in time")
+    if world.rank == sleeper:
+        time.sleep(3 * deadline)
+        return "", "", None, 0.0
+    begun = time.monotonic()
+    outcome = told(small, partial(small.exchange, None, what="the verdicts"))
+    return *outcome, time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("size", "sleeper"), [(2, 0), (2, 1), (4, 0), (4, 3)])
+def test_who_waits_for_a_rank_that_sleeps_says_so_in_time(size, sleeper):
+    ranks = crew(size)
+    outcomes = ranks.run(late, sleeper, 1.0)
+    ranks.dismiss()
+    for rank, (error, text, _, waited) in enumerate(outcomes):
+        if rank != sleeper:
+            assert error == LostRank.__name__
+            assert re.match(rf"rank {rank} of {size} lost another rank after \d\.\d s in the verdicts: ", text)
+            assert 0.5 < waited < 2.5
+
+
+def gone(world: World, dead: int) -> None:
+    """One rank dies; who finds out goes, too, as a run does, which is how those that do not talk to it find out."""
+    if world.rank == dead:
+        os._exit(3)
+    error, text, _ = told(world, partial(world.exchange, None, what="the verdicts"))
+    os.write(2, f"{error}: {text}".encode())
+    os._exit(EXIT_LOST)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_who_waits_for_a_rank_that_is_gone_says_so_at_once(size):
+    begun = time.monotonic()
+    outcomes = crew(size).outcomes(gone, 1, grace=20.0)
+    assert time.monotonic() - begun < 20.0  # the crew's own deadline is a minute
+    assert outcomes[1].status == 3
+    for rank in set(range(size)) - {1}:
+        assert outcomes[rank].status == EXIT_LOST
+        lost = rf"{LostRank.__name__}: rank {rank} of {size} lost another rank after \d+\.\d s in the verdicts: "
+        assert re.search(lost, outcomes[rank].said)
+
+
+def stuck(here: World, rank: int, deadline: float) -> None:
+    """Waits for something that raises nothing; the watching thread alone can end it."""
+    world.GRACE = 0.2
+    small = World(here.rank, here.size, CPU, deadline=deadline)
+    small.where = place
+    if here.rank == rank:
+        with small.talking("something without an end"):
+            time.sleep(100)
+
+
+def place() -> str:
+    return "step 4, phase train"
+
+
+def test_a_rank_that_waits_where_nothing_raises_is_ended_and_says_where_it_was():
+    outcomes = crew(2).outcomes(stuck, 1, 0.5, patience=20.0)
+    assert not outcomes[0].failed
+    assert outcomes[1].status == EXIT_LOST
+    said = outcomes[1].said
+    assert "rank 1 of 2 at step 4, phase train: waited 1 s for the other ranks in something without an end" in said
+    assert "wanted at most 0.5; the same command goes on from the newest checkpoint" in said
+    assert "in stuck" in said  # where every thread was
+
+
+def own_fault(world: World) -> tuple[str, str, Any]:
+    def wrong() -> None:
+        with world.talking("a product"):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+
+    return told(world, wrong)
+
+
+def test_an_error_of_the_program_is_not_taken_for_a_lost_rank():
+    for error, text, _ in crew(2).run(own_fault):
+        assert error == "RuntimeError"
+        assert "lost" not in text
+
+
+def outer_and_inner(world: World, deadline: float) -> tuple[str, ...]:
+    with world.talking("outside"):
+        with world.talking("inside"):
+            one = world._waits[-1][1]
+        other = world._waits[-1][1]
+    return one, other, *(what for _, what in world._waits)
+
+
+def test_what_is_waited_for_is_the_innermost_and_then_nothing():
+    assert crew(2).run(outer_and_inner, 1.0) == [("inside", "outside")] * 2
+
+
+@pytest.mark.parametrize("deadline", [0.0, -1.0])
+def test_a_deadline_that_is_none_is_refused(deadline):
+    with pytest.raises(ValueError, match=rf"deadline: got {deadline} s, wanted more than 0"):
+        World(0, 1, CPU, deadline=deadline)
+
+
+# -- joining
+
+
+def alone_in_a_world_of_two(world: World, port: int, rank: int) -> tuple[str, str, Any]:
+    """Torchrun said that there would be another; there is none."""
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return told(world, partial(join, "cpu", deadline=1.0))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_come_are_not_waited_for_for_ever(rank):
+    one = crew(1)
+    [outcome] = one.outcomes(alone_in_a_world_of_two, free_port(), rank, patience=30.0)
+    one.dismiss()
+    assert isinstance(outcome, Outcome)
+    error, text, _ = outcome.value
+    assert error == LostRank.__name__
+    assert text.startswith(f"rank {rank} of 2 did not find the others within 1 s: ")
+    assert outcome.seconds < 10.0
+
+
+def joined(world: World, port: int) -> tuple[int, int, bool, str, list[int]]:
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world.size)}
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank)}
+    mine = join("cpu", deadline=20.0)
+    met = mine.exchange(mine.rank, what="who is there")
+    mine.leave()
+    return mine.rank, mine.size, mine.main, str(mine.device), met
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_torchrun_describes_find_each_other_and_part_in_peace(size):
+    ranks = crew(size)
+    found = ranks.run(joined, free_port())
+    ranks.dismiss()
+    assert found == [(rank, size, rank == 0, "cpu", list(range(size))) for rank in range(size)]
+
+
+def test_without_torchrun_one_is_alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert (join("cpu", deadline=1.0).size, join("auto", deadline=1.0).rank) == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["cuda:77", "abacus", ""])
+def test_a_device_that_is_not_there_is_refused(name):
+    with pytest.raises(ValueError, match=f"got device {name!r}, wanted one that exists here: auto, cpu"):
+        find_device(name, 0)
+
+
+# -- the mesh
+
+
+def scale(replicate: int | str, shard: int | str, tensor: int) -> Scale:
+    return Scale(
+        replicate=replicate,
+        shard=shard,
+        tensor=tensor,
+        reshard_after_forward=True,
+        offload=False,
+        offload_reference=False,
+        prefetch=1,
+        activations=blocks.kept,
+        execution=blocks.eager,
+        deadline=1.0,
+    )
+
+
+few = st.integers(1, 4)
+
+
+@given(few, few, few, few)
+def test_the_shape_multiplies_to_the_ranks_and_rest_is_what_is_left(replicate, shard, tensor, on_host):
+    ranks = prod((replicate, shard, tensor))
+    wanted = (replicate, shard, tensor)
+    assert scale(replicate, shard, tensor).shape(ranks, on_host) == wanted
+    assert scale(REST, shard, tensor).shape(ranks, on_host) == wanted
+    assert scale(replicate, REST, tensor).shape(ranks, on_host) == wanted
+
+
+@given(few, few, few)
+def test_host_is_what_is_left_of_this_hosts_ranks(hosts, per_host, tensor):
+    ranks, on_host = hosts * per_host * tensor, per_host * tensor
+    assert scale(REST, HOST, tensor).shape(ranks, on_host) == (hosts, per_host, tensor)
+    assert scale(HOST, REST, tensor).shape(ranks, on_host) == (per_host, hosts, tensor)
+    assert scale(hosts, HOST, tensor).shape(ranks, on_host) == (hosts, per_host, tensor)
+
+
+sizes_of_mesh = st.one_of(st.integers(-1, 5), st.sampled_from([REST, HOST, "all"]))
+
+
+@given(sizes_of_mesh, sizes_of_mesh, st.integers(0, 4), st.integers(1, 12), st.integers(1, 4))
+def test_a_shape_is_right_or_refused(replicate, shard, tensor, ranks, on_host):
+    error, text, shape = told(alone(CPU), partial(scale(replicate, shard, tensor).shape, ranks, on_host))
+    if error:
+        assert (error, bool(re.match(r"scale: got .*, wanted ", text))) == ("ValueError", True)
+        return
+    assert prod(shape) == ranks
+    assert all(n >= 1 for n in shape)
+    for got, asked in zip(shape, (replicate, shard, tensor), strict=True):
+        assert asked in (REST, HOST) or got == asked
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ((0, REST, 1), "got {'replicate': 0}"),
+        ((1, "all", 1), "got {'shard': 'all'}"),
+        ((1, REST, 0), "got {'tensor': 0}"),
+        ((REST, REST, 1), "got replicate and shard both 'rest'"),
+        ((3, REST, 1), "got replicate 3 x shard rest x tensor 1 for 4 ranks (2 on this host)"),
+        ((1, 2, 1), "wanted a product of 4"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_named(wrong, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        scale(*wrong).shape(4, 2)
