@@ -111,11 +111,12 @@ def work(built: Built) -> int:
             voice.console.line(f"resumed after step {start} from {built.run_dir / 'checkpoints'}")
         for step in range(start + 1, built.cadence.steps + 1):
             with noting(built.world, step, voice.clock):
-                if stopped(built, stop):
+                if stopped(built, stop, voice.saver):
                     break
                 advance(built, progress, step, voice)
                 progress.seconds = past + time.perf_counter() - built.started
-                if stopped(built, stop) or step == built.cadence.steps or due(step, built.cadence.save_every):
+                last = stopped(built, stop, voice.saver) or step == built.cadence.steps
+                if last or due(step, built.cadence.save_every):
                     with voice.clock.span("checkpoint"):
                         keep(built, progress, voice)
                     saved = step
@@ -145,9 +146,14 @@ def speaking(built: Built, stack: ExitStack, start: int, *, first: bool) -> Voic
     )
 
 
-def stopped(built: Built, stop: StopRequest) -> bool:
-    """Whether any rank was asked to stop: all of them do, after the same step."""
-    return built.world.any(stop.requested is not None, what="whether to stop")
+def stopped(built: Built, stop: StopRequest, saver: Saver) -> bool:
+    """Whether any rank was asked to stop: all of them do, after the same step. Raises where a save has failed."""
+    asked, failed = zip(
+        *built.world.exchange((stop.requested is not None, saver.failed), what="whether to stop"), strict=True
+    )
+    if any(failed):
+        saver.wait()
+    return any(asked)
 
 
 def begin(built: Built, voice: Voice) -> Progress:

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-LOST = 71  # shell.world.EXIT_LOST, which takes torch to import
-
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
@@ -91,9 +89,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    if code == LOST:  # the threads of a group that lost a rank may abort the interpreter on its way out
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.exit(main())

@@ -125,6 +125,12 @@ class Saver(AbstractContextManager):
         Thread(target=_finish, args=(self._writing, partial(self._write, job)), name="checkpoint", daemon=True).start()
         return Held(waited=free - begun, staged=time.perf_counter() - free)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint that was being written has come to nothing: `wait` says why."""
+        done = self._writing is not None and self._writing.done()
+        return done and self._writing.exception() is not None
+
     def wait(self) -> None:
         """Until the checkpoint that is being written is whole on the disk; raises what went wrong on any rank.
 

@@ -597,7 +597,7 @@ def test_bad_input_is_a_message_and_a_failure_at_work_keeps_its_traceback(
         launched(monkeypatch, tmp_path, fail_at_work)
 
 
-def test_the_exit_code_of_a_lost_rank_is_written_once_more_for_a_fast_start() -> None:
-    from grpo_fn.shell.world import EXIT_LOST
-
-    assert run.LOST == EXIT_LOST
+def test_how_the_work_is_spread_is_no_part_of_what_a_run_is() -> None:
+    here, there = (load(["run/arithmetic.gin"], params) for params in ([], ["scale.Scale.shard=1"]))
+    assert here.fingerprint == there.fingerprint
+    assert here.text != there.text

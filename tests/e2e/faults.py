@@ -7,6 +7,7 @@ that has everything imported, unless `executed`: then they are what torchrun wou
 
 import ctypes
 import errno
+import gc
 import json
 import os
 import pickle
@@ -20,18 +21,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from e2e.running import SERVER, serve
+from e2e.running import SERVER, command, serve
 
 from grpo_fn import run
 
 PATIENCE = 240.0  # seconds that a job may take; a loaded machine is slow
-DEATH = 2  # seconds that torchrun gives a rank between SIGTERM and SIGKILL; its own 30 would be waited for in vain
+DEATH = 4  # seconds that torchrun gives a rank between SIGTERM and SIGKILL: a stopped one lets its own 30 pass
 MARK = "GRPO_FN_TEST_JOB"  # environment variable by which a job's processes are known, their workers' too
 LIBC = ctypes.CDLL(None)
 PR_SET_CHILD_SUBREAPER = 36
@@ -52,7 +53,7 @@ def full_disk() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-KILL, STOP = partial(signalled, signal.SIGKILL), partial(signalled, signal.SIGSTOP)
+KILL, STOP, ASK = (partial(signalled, number) for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM))
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,27 @@ def writing(calls: int, harm: Harm) -> None:
     after(calls, shards, "write", half)
 
 
+def scoring(calls: int, harm: Harm) -> None:
+    """The harm comes as the rank begins to score its n-th share of rows."""
+    from grpo_fn.shell.reward_pool import RewardPool
+
+    after(calls, RewardPool, "judge", partial(first_the_harm, harm))
+
+
+def between_steps(step: int, harm: Harm) -> None:
+    """The harm comes when everything about a step is done."""
+    from grpo_fn.loop import noting
+
+    leave = noting.__exit__
+
+    def watched(inside: noting, *error: Any) -> None:
+        leave(inside, *error)
+        if inside.step == step:
+            harm()
+
+    noting.__exit__ = watched
+
+
 def sealing(calls: int, harm: Harm) -> None:
     """The harm comes as the main rank is about to write the n-th manifest; all pieces are on the disk."""
     from grpo_fn.shell import saver
@@ -166,7 +188,15 @@ def sealing(calls: int, harm: Harm) -> None:
 
 
 def nothing() -> None:
-    """Harm done elsewhere."""
+    """Harm: done elsewhere."""
+
+
+def worker_killed() -> None:
+    """Harm: SIGKILL to this rank's reward workers."""
+    for worker in psutil.Process().children():
+        if "grpo_fn.shell.reward_worker" in worker.cmdline():
+            worker.kill()
+            worker.wait()  # a dead one, and not one that is about to die
 
 
 def main(argv: Sequence[str]) -> int:
@@ -203,11 +233,13 @@ class Rank:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._one_at_a_time = threading.Lock()
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        with self._one_at_a_time:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -232,26 +264,32 @@ def agent(argv: list[str], folder: Path, executed: bool) -> None:
     os.dup2(out, 2)
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the ranks' parent, though it is not this process that forks them
     nest = hatched()
-    execute = SubprocessHandler._popen
+    execute, watching = SubprocessHandler._popen, []
 
     def popen(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
         rank = execute(handler, args, env) if executed else asked(nest, handler, args, env)
-        threading.Thread(target=note_end, args=(folder, env, rank.pid), daemon=True).start()
+        note(folder / "begun", [rank.pid])
+        watching.append(threading.Thread(target=note_end, args=(folder, env, rank, os.pidfd_open(rank.pid))))
+        watching[-1].start()
         return rank
 
     SubprocessHandler._popen = popen
-    close = api.PContext.close
-    api.PContext.close = lambda context, death_sig=None, timeout=DEATH: close(context, death_sig, timeout)
-    torchrun.main(argv)
+    if not executed:
+        close = api.PContext.close
+        api.PContext.close = lambda context, death_sig=None, timeout=DEATH: close(context, death_sig, timeout)
+    torchrun.main(argv)  # which ends in an exception, or returns; Python waits for the watching threads
 
 
-def note_end(folder: Path, env: dict[str, str], pid: int) -> None:
-    """Wait for a rank and write down how it ended; torchrun still finds it as it was."""
-    attempt, rank = int(env["TORCHELASTIC_RESTART_COUNT"]), int(env["RANK"])
-    note(folder / "begun", [attempt, rank, pid])
-    seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
-    note(folder / "ended", End(attempt, rank, code, time.time()))
+def note_end(folder: Path, env: dict[str, str], rank: Any, pidfd: int) -> None:
+    """Write down how and when a rank ended, and leave it to torchrun to reap, which signals its group before."""
+    try:
+        seen = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        code = seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+    except ChildProcessError:  # torchrun was faster
+        code = rank.wait()
+    at = time.time()
+    os.close(pidfd)
+    note(folder / "ended", End(int(env["TORCHELASTIC_RESTART_COUNT"]), int(env["RANK"]), code, at))
 
 
 def note(path: Path, line: Sequence[Any]) -> None:
@@ -272,6 +310,7 @@ def hatched() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
+        gc.freeze()  # the ranks need not look at all that was imported whenever they collect garbage
         while True:
             data, fds, _, _ = socket.recv_fds(theirs, 2**20, 2)
             if not data:
@@ -300,7 +339,7 @@ def born(nest: socket.socket, data: bytes, fds: list[int]) -> int:
 
 
 def live(flags: Sequence[str], env: dict[str, str], folder: str, fds: Sequence[int]) -> None:
-    """Be a rank, and end as a program does: whatever Python does at its end, it does here."""
+    """Be a rank. It ends without taking its interpreter down piece by piece, which ranks that are executed do."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -310,13 +349,15 @@ def live(flags: Sequence[str], env: dict[str, str], folder: str, fds: Sequence[i
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for fd, stream in zip(fds, (1, 2), strict=True):
         os.dup2(fd, stream)
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     try:
         code = main(flags)
     except BaseException:
         traceback.print_exc()
         code = 1
-    ctypes.pythonapi.Py_Exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 # -- a job
@@ -359,12 +400,20 @@ class Job:
     def everything(self) -> str:
         """All that anybody printed."""
         logs = sorted((self.folder / "logs").glob("*/attempt_*/*/std*.log"))
-        texts = [f"-- {path.relative_to(self.folder)}\n{path.read_text()}" for path in [self.folder / "torchrun", *logs]]
+        texts = [
+            f"-- {path.relative_to(self.folder)}\n{path.read_text()}" for path in [self.folder / "torchrun", *logs]
+        ]
         return re.sub(r"\n\n+", "\n", "\n".join([*map(str, self.ends), *texts]))
 
 
 def job(
-    folder: Path, ranks: int, argv: Sequence[str], *, doom: Doom | None = None, restarts: int = 0, executed: bool = False
+    folder: Path,
+    ranks: int,
+    argv: Sequence[str],
+    *,
+    doom: Doom | None = None,
+    restarts: int = 0,
+    executed: bool = False,
 ) -> Job:
     """Run grpo_fn.run with these arguments under torchrun. Fails when a process of it is left over."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -389,6 +438,14 @@ def job(
     return over
 
 
+@cache
+def undisturbed(models: Path, ranks: int) -> Path:
+    """The folder of the small run on so many ranks, from beginning to end."""
+    over = job(models / f"undisturbed-{ranks}", ranks, command(models, models / f"undisturbed-{ranks}" / "run"))
+    assert over.code == 0, over.everything()
+    return over.folder / "run"
+
+
 def _be_agent(argv: list[str], folder: Path, executed: bool, here: str) -> None:
     os.chdir(here)
     path = os.pathsep.join(entry or here for entry in sys.path)
@@ -406,7 +463,7 @@ def leftovers(folder: Path, *, seconds: float) -> list[psutil.Process]:
 
 def _alive(folder: Path) -> list[psutil.Process]:
     begun = folder / "begun"
-    ranks = {json.loads(line)[2] for line in begun.read_text().splitlines()} if begun.exists() else set()
+    ranks = {json.loads(line)[0] for line in begun.read_text().splitlines()} if begun.exists() else set()
     found = []
     for one in psutil.process_iter():
         try:

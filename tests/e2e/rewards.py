@@ -1,5 +1,7 @@
 """Rewards that a model can get before it has learnt anything, and that start without a parser of mathematics."""
 
+import os
+
 from grpo_fn.problem import Completion, Problem
 
 
@@ -11,3 +13,8 @@ def named(problem: Problem, completion: Completion) -> float:
 def digits(problem: Problem, completion: Completion) -> float:
     """The share of characters that are digits."""
     return sum(c.isdigit() for c in completion.text) / max(1, len(completion.text))
+
+
+def deadly(problem: Problem, completion: Completion) -> float:
+    """None of its workers outlives it."""
+    os._exit(1)

@@ -1,0 +1,194 @@
+"""How many ranks there are, and how the model is spread over them, is nobody's business but the shell's."""
+
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e import faults
+from e2e.faults import ASK, KILL, Doom, Job, job, undisturbed
+from e2e.running import command, finish, outcome, timeless
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from grpo_fn.shell import checkpoint, rollout_store
+from grpo_fn.shell.signals import EXIT_STOPPED
+
+CLOSE = 1e-6
+
+
+def rollouts(run: Path) -> dict[int, list[dict[str, Any]]]:
+    """The rows of every step."""
+    folder = run / "rollouts"
+    return {n: rollout_store.load(folder / f"step_{n:06d}.jsonl.gz") for n in rollout_store.stored(folder)}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """All that the newest checkpoint holds: weights and moments."""
+    return checkpoint.read(run / "checkpoints" / f"step_{checkpoint.steps(run / 'checkpoints')[-1]}", "")
+
+
+def same_run(ours: Path, theirs: Path) -> None:
+    """The same tokens, texts and rewards; log-probs, figures and weights to 1e-6."""
+    assert rollouts(ours).keys() == rollouts(theirs).keys()
+    for step, rows in rollouts(theirs).items():
+        for mine, row in zip(rollouts(ours)[step], rows, strict=True):
+            assert mine.keys() == row.keys()
+            same = mine.keys() - {"logp_sampled", "advantage"}
+            assert {k: mine[k] for k in same} == {k: row[k] for k in same}, f"step {step}"
+            for name in mine.keys() - same:
+                assert mine[name] == pytest.approx(row[name], abs=CLOSE), f"{name} of step {step}"
+    for mine, row in zip(timeless(ours), timeless(theirs), strict=True):
+        assert mine.keys() == row.keys()
+        for name, value in row.items():
+            assert mine[name] == pytest.approx(value, abs=CLOSE, rel=CLOSE), f"{name} of step {row['step']}"
+    found, wanted = weights(ours), weights(theirs)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x, rtol=0, atol=CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture(scope="module")
+def alone(cache: Path) -> Path:
+    """The run folder of the small run, torchrun not involved."""
+    folder = cache / "alone"
+    folder.mkdir()
+    assert finish(command(cache, folder / "run"), folder / "out") == 0, (folder / "out").read_text()
+    return folder / "run"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_world_size_does_not_change_a_run(cache: Path, alone: Path, ranks: int) -> None:
+    same_run(undisturbed(cache, ranks), alone)
+
+
+def test_one_rank_under_torchrun_is_a_run_without_torchrun(cache: Path, alone: Path) -> None:
+    assert outcome(undisturbed(cache, 1)) == outcome(alone)
+
+
+# -- going on
+
+
+def difference(ours: Path, theirs: Path) -> float:
+    """sum |x - y| / sum |y| over all weights and moments, in percent."""
+    found, wanted = weights(ours), weights(theirs)
+    assert found.keys() == wanted.keys()
+    apart = math.fsum(float((found[name].double() - x.double()).abs().sum()) for name, x in wanted.items())
+    return 100 * apart / math.fsum(float(x.double().abs().sum()) for x in wanted.values())
+
+
+def test_five_and_five_steps_are_ten(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert job(whole, 2, command(cache, whole / "run", STEPS=10)).code == 0
+    argv = command(cache, halves / "run", STEPS=10)
+    first = job(halves, 2, argv, doom=Doom(1, partial(faults.between_steps, 5), ASK))
+    assert set(first.codes(0).values()) == {EXIT_STOPPED}, first.everything()
+    assert "stopped by a signal to another rank after step 5" in first.said(0, 0)
+    assert checkpoint.steps(halves / "run" / "checkpoints")[-1] == 5
+    second = job(tmp_path / "second", 2, argv)
+    assert second.code == 0, second.everything()
+    assert "resumed after step 5" in (halves / "run" / "log.txt").read_text()
+    percent = difference(halves / "run", whole / "run")
+    with capsys.disabled():
+        print(f"\n5 + 5 steps against 10, on 2 ranks: {percent:.2f} % difference")
+    assert percent == 0.0
+    ours, theirs = outcome(halves / "run"), outcome(whole / "run")
+    kept = {*theirs.pop("kept")} ^ {*ours.pop("kept")}
+    assert kept <= {"step_5"}  # saved because it was asked to stop, and kept if its accuracy was the best
+    assert ours == theirs
+
+
+def gone_on(cache: Path, before: int, folder: Path, ranks: int, *flags: str) -> None:
+    """Take a run of `before` ranks back to step 4 and let others finish it: it ends as it had ended."""
+    run = Path(shutil.copytree(undisturbed(cache, before), folder / "run"))
+    shutil.rmtree(run / "checkpoints" / "step_6")
+    shutil.rmtree(run / "model")
+    over = job(folder, ranks, [*command(cache, run), *flags])
+    assert over.code == 0, over.everything()
+    assert "resumed after step 4" in (run / "log.txt").read_text()
+    same_run(run, undisturbed(cache, before))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
+def test_another_number_of_ranks_goes_on_with_the_same_tokens(
+    cache: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    gone_on(cache, before, tmp_path, after)
+
+
+@pytest.mark.parametrize(
+    "scale", ["no_shard", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shard_grad_op", "hybrid_shard"))]
+)
+def test_another_strategy_goes_on_with_the_same_tokens(cache: Path, tmp_path: Path, scale: str) -> None:
+    gone_on(cache, 2, tmp_path, 2, "--gin_file", f"scale/{scale}.gin")
+
+
+# -- bad input
+
+
+def refused(over: Job, ranks: int, *said: str) -> None:
+    """Every rank ends with 2 and at most one line, which begins with its name and `error: `; some rank says it all."""
+    codes = over.codes(0)
+    assert 2 in codes.values(), over.everything()
+    assert set(codes.values()) <= {2, -15}, over.everything()  # the first to go may take the others with it
+    lines = {rank: over.said(0, rank).strip() for rank in range(ranks)}
+    told = [rank for rank, text in lines.items() if text]
+    assert told
+    for rank in told:
+        assert lines[rank].startswith(f"rank {rank}: error: "), lines[rank]
+        assert lines[rank].count("error:") == 1, lines[rank]
+        for text in said:
+            assert text in lines[rank], lines[rank]
+
+
+def test_bad_numbers_are_refused_by_every_rank_and_nothing_starts(cache: Path, tmp_path: Path) -> None:
+    over = job(tmp_path, 2, command(cache, tmp_path / "run", train__train__prompts=0))
+    refused(over, 2, "prompts", "wanted")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mesh_that_does_not_fit_is_refused_and_nothing_starts(cache: Path, tmp_path: Path) -> None:
+    over = job(tmp_path, 2, command(cache, tmp_path / "run", scale__Scale__shard=3))
+    refused(over, 2, "scale: got replicate 1 x shard 3 x tensor 1 for 2 ranks")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_main_rank_alone_finds_is_said_once(cache: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(undisturbed(cache, 2), tmp_path / "run"))
+    over = job(tmp_path, 2, command(cache, run, optimizer__adamw__lr=1.0))
+    refused(over, 2, "of another configuration")
+    assert [over.said(0, rank).count("error:") for rank in (0, 1)] == [1, 0]
+    assert outcome(run) == outcome(undisturbed(cache, 2))
+
+
+# -- adapters
+
+
+def test_adapters_on_two_ranks_go_on_bit_for_bit_and_are_left_as_two_folders(cache: Path, tmp_path: Path) -> None:
+    flags = ["--gin_file", "scale/lora.gin", "--gin_param", "lora.LoRA.rank=4", "--gin_param", "STEPS=4"]
+    calm = job(tmp_path / "calm", 2, [*command(cache, tmp_path / "calm" / "run"), *flags])
+    assert calm.code == 0, calm.everything()
+    doom = Doom(1, partial(faults.backward, 3), KILL)
+    folder = tmp_path / "doomed"
+    over = job(folder, 2, [*command(cache, folder / "run"), *flags], doom=doom, restarts=1)
+    assert over.code == 0, over.everything()
+    assert over.codes(1) == {0: 0, 1: 0}
+    run = folder / "run"
+    assert outcome(run) == outcome(tmp_path / "calm" / "run")
+    assert {name.split(".")[0] for name in weights(run)} == {"weights", "optimizer"}
+    assert all("lora_" in name for name in weights(run))
+
+    adapters = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert any(bool(x.any()) for name, x in adapters.items() if "lora_B" in name), "nothing was learnt"
+    (base,) = (path.parent for path in cache.glob("*/config.json"))
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(run / "model")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
+        torch.testing.assert_close(merged(ids).logits, opened(ids).logits, rtol=0, atol=1e-5)
+        assert (merged(ids).logits - plain).abs().max() > 1e-4
