@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fn import prng
+from grpo_fn import health, prng
 from grpo_fn.algorithm import AT_THE_START, Algo, grpo_step
 from grpo_fn.evaluate import Evaluation, evaluate, summarise
 from grpo_fn.finish import finish
 from grpo_fn.problem import Problem, RewardFn, Scorer
-from grpo_fn.record import due, record, record_evaluation
-from grpo_fn.resume import BEST, Progress, packed_progress, restore
+from grpo_fn.record import due, examine, record, record_evaluation
+from grpo_fn.resume import BEST, Progress, packed_progress, recalled, restore
 from grpo_fn.shell import system
 from grpo_fn.shell.clock import Stopwatch, noting
 from grpo_fn.shell.console import Console
@@ -26,7 +26,7 @@ from grpo_fn.shell.mute import Mute
 from grpo_fn.shell.policy import Sharded
 from grpo_fn.shell.reward_pool import RewardPool
 from grpo_fn.shell.saver import Keep, Saver
-from grpo_fn.shell.signals import EXIT_STOPPED, StopRequest
+from grpo_fn.shell.signals import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.shell.spread import Spread
 from grpo_fn.shell.world import World
 from grpo_fn.shell.writer import Writer
@@ -74,6 +74,8 @@ class Built:
     pool: RewardPool
     score: Scorer
     cadence: Cadence
+    health: Sequence[health.Rule]  # what they find is said
+    stop_on: Sequence[health.Rule]  # what these find ends the run, saved
     plan: Sequence[str]  # the numbers of the run, for the log
     start_over: bool  # when every checkpoint is broken
     started: float  # time.perf_counter() when the program began to work
@@ -87,6 +89,7 @@ class Voice:
     writer: Writer | Mute
     saver: Saver
     clock: Stopwatch
+    history: list[health.Line]  # of the metrics, for the rules of health; on the main rank
 
 
 def work(built: Built) -> int:
@@ -96,6 +99,7 @@ def work(built: Built) -> int:
     first, past = progress is None, 0.0 if progress is None else progress.seconds
     start = 0 if progress is None else progress.state.step
     saved = -1 if progress is None else start
+    fatal: list[health.Finding] = []
     with ExitStack() as stack:
         voice = speaking(built, stack, start, first=first)
         stop = stack.enter_context(StopRequest())
@@ -108,6 +112,8 @@ def work(built: Built) -> int:
             voice.writer.text(0, "config", "```\n" + (built.run_dir / "config.gin").read_text() + "\n```")
             progress = begin(built, voice)
         else:
+            if built.world.main:
+                voice.history[:] = recalled(built.run_dir)
             voice.console.line(f"resumed after step {start} from {built.run_dir / 'checkpoints'}")
         for step in range(start + 1, built.cadence.steps + 1):
             with noting(built.world, step, voice.clock):
@@ -115,16 +121,26 @@ def work(built: Built) -> int:
                     break
                 advance(built, progress, step, voice)
                 progress.seconds = past + time.perf_counter() - built.started
-                last = stopped(built, stop, voice.saver) or step == built.cadence.steps
+                fatal = examine(built, step, voice.history, voice.console, voice.writer)
+                last = stopped(built, stop, voice.saver) or bool(fatal) or step == built.cadence.steps
                 if last or due(step, built.cadence.save_every):
                     with voice.clock.span("checkpoint"):
                         keep(built, progress, voice)
                     saved = step
+                if fatal:
+                    break
         done = progress.state.step
         with noting(built.world, done, voice.clock), voice.clock.span("checkpoint"):
             if done < built.cadence.steps and saved < done:  # the signal came between two steps, or before the first
                 keep(built, progress, voice)
             voice.saver.wait()
+        if done < built.cadence.steps and fatal:
+            rules = ", ".join(found.rule for found in fatal)
+            voice.console.line(
+                f"ended by {rules} (train.train.stop_on) after step {done}, which is saved; the same command goes on "
+                "from here, and ends again when a rule fires anew"
+            )
+            return EXIT_UNHEALTHY
         if done < built.cadence.steps:
             by = stop.requested or "a signal to another rank"
             voice.console.line(f"stopped by {by} after step {done}; the same command goes on from here")
@@ -143,6 +159,7 @@ def speaking(built: Built, stack: ExitStack, start: int, *, first: bool) -> Voic
         writer=stack.enter_context(Writer(run_dir, start_step=0 if first else start + 1) if main else Mute()),
         saver=stack.enter_context(Saver(run_dir / "checkpoints", built.world)),
         clock=Stopwatch(),
+        history=[],
     )
 
 
@@ -161,6 +178,7 @@ def begin(built: Built, voice: Voice) -> Progress:
     with noting(built.world, 0, voice.clock), voice.clock.span("evaluate"):
         figures = judge(built, 0, voice)
     voice.writer.scalars(0, {**figures, **voice.clock.lap()})
+    voice.history.append(health.line(0, figures))
     voice.console.line(f"before training: accuracy {figures[BEST]:.3f} on {len(built.held_out)} held-out problems")
     return Progress(RunState(0, built.seed), AT_THE_START, figures[BEST], figures[BEST], 0, 0.0)
 
@@ -206,6 +224,7 @@ def advance(built: Built, progress: Progress, step: int, voice: Voice) -> None:
     with clock.span("log"):  # in the next step's time: this one's is among what is written
         voice.writer.scalars(step, figures)
         voice.console.step(figures)
+    voice.history[:] = health.kept([*voice.history, health.line(step, figures)])
     progress.state = RunState(step, built.seed)
 
 

@@ -1,6 +1,7 @@
 """What a step shows of itself: rows for tables, and the lens that every preset holds over it."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,10 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn import lens, page, presets
+from grpo_fn import health, lens, page, presets
 from grpo_fn.algorithm import Experience, Stages, of_samples
 from grpo_fn.evaluate import Judged
 from grpo_fn.shell import eval_store, rollout_store
+from grpo_fn.shell.console import Console
+from grpo_fn.shell.mute import Mute
 from grpo_fn.shell.writer import Writer, table
 from grpo_fn.types import Gains, Scores
 
@@ -95,12 +98,32 @@ def record_evaluation(run_dir: Path, step: int, judged: Sequence[Judged], rows: 
     show(writer, step, "eval/samples", [one.shown() for one in judged[:rows]])
 
 
+def examine(
+    built: Any, step: int, history: health.History, console: Console | Mute, writer: Writer | Mute
+) -> list[health.Finding]:
+    """Say what the rules newly find in the metrics; what ends the run is returned, the same on every rank.
+
+    The main rank judges: seconds and memory differ between ranks, and a rule may look at them.
+    """
+    said, fatal = built.world.agree(partial(findings, built, history), what="the rules of health")
+    every = [*dict.fromkeys([*said, *fatal])]
+    for found in every:
+        console.line(f"health, {found.rule}: {found.text}")
+    show(writer, step, "health", [found._asdict() for found in every])
+    return fatal
+
+
+def findings(built: Any, history: health.History) -> tuple[list[health.Finding], list[health.Finding]]:
+    """What is new to the rules that warn, and to those that end the run."""
+    return health.news(built.health, history), health.news(built.stop_on, history)
+
+
 def due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps happens now; 0 is never."""
     return every > 0 and step % every == 0
 
 
-def show(writer: Writer, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
+def show(writer: Writer | Mute, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Rows as a table in TensorBoard's text tab."""
     if rows:
         writer.text(step, tag, table(rows))

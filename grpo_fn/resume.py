@@ -1,11 +1,13 @@
 """What a run keeps besides its policy, and how it comes back after it stopped or died."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_fn import health
 from grpo_fn.problem import Problem
 from grpo_fn.shell import checkpoint
 from grpo_fn.shell.lora import LoRA
@@ -26,6 +28,12 @@ class Progress:
     accuracy: float  # of the newest evaluation
     evaluated: int  # the step after which that was
     seconds: float  # of work so far, over all starts
+
+
+def recalled(run_dir: Path) -> list[health.Line]:
+    """What the rules of health remember of a run, from its metrics.jsonl."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    return health.kept([health.line(row.pop("step"), row) for row in rows])
 
 
 def begun(run_dir: Path) -> bool:

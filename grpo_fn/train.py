@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_fn import health as rules
 from grpo_fn import plan as planning
 from grpo_fn import prng, sampling
 from grpo_fn.algorithm import Algo
@@ -33,7 +34,7 @@ from grpo_fn.shell.run_dir import open_run
 from grpo_fn.shell.scale import Scale
 from grpo_fn.shell.scorer import Scorer
 from grpo_fn.shell.spread import Spread, spread_score
-from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, join
+from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, join
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, first, train_problems
 
@@ -48,8 +49,9 @@ SUPPLIED = {
     "collect": ("prompts",),
 }
 
-# Knobs that may be others when a run goes on: over which devices the model is spread, and not what is computed.
-CHANGEABLE = ("scale",)
+# Knobs that may be others when a run goes on: over which devices the model is spread and what is complained of, and not
+# what is computed.
+CHANGEABLE = ("scale", "health", "stop_on")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class Request:
     ranks: int  # that a dry run is asked about, evenly on so many hosts
     hosts: int
     force: bool
+    enter: Callable[..., object] = open_run  # how the run folder is entered
+    work: Callable[[Built], int] = work  # what is done with the pieces; returns the exit code
+    world: World | None = None  # where the ranks are together already; they stay so
 
 
 def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
@@ -70,13 +75,17 @@ def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
     try:
         return train(Request(**request), **kwargs)
     except (Elsewhere, LostRank) as error:
-        notes = getattr(error, "__notes__", [])
-        if isinstance(error, Elsewhere) and not notes:  # bad input, and the rank that found it says so
-            return 2
-        told = ", ".join([str(error), *notes])
-        print(f"{told}; the same command goes on from the newest checkpoint", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(EXIT_LOST)  # taking Python down, a backend that has lost its peers may wait for them, or abort
+        return parted(error, then="the same command goes on from the newest checkpoint")
+
+
+def parted(error: Elsewhere | LostRank, *, then: str) -> int:
+    """The exit code when another rank found bad input; ends the process with EXIT_LOST when one is gone."""
+    notes = getattr(error, "__notes__", [])
+    if isinstance(error, Elsewhere) and not notes:  # the rank that found it says so
+        return 2
+    print(f"{', '.join([str(error), *notes])}; {then}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_LOST)  # taking Python down, a backend that has lost its peers may wait for them, or abort
 
 
 def train(
@@ -116,13 +125,16 @@ def train(
     prompts: int,
     eval_problems: int,
     cadence: Cadence,
+    health: Sequence[rules.Rule],
+    stop_on: Sequence[rules.Rule],
     seed: int,
 ) -> int:
     """Train a policy on a task and leave a run folder; every argument is named in a gin file.
 
     Under torchrun every rank calls it with the same arguments, and the main rank writes. Returns 0 when all steps are
-    done and EXIT_STOPPED when a signal asked to stop. Raises ValueError, before any weights are loaded, for numbers,
-    data, folders or a model that do not fit together.
+    done, EXIT_STOPPED when a signal asked to stop and EXIT_UNHEALTHY when a rule of `stop_on` did; what `request.work`
+    returns where that is another. Raises ValueError, before any weights are loaded, for numbers, data, folders, rules
+    or a model that do not fit together.
     """
     started = time.perf_counter()
     planning.check_positive(
@@ -140,6 +152,7 @@ def train(
     parts = part_names(reward.keywords.get("parts", ()))
     judge_names(judges)
     check_sandboxes([reward, *judges])
+    rules.check([*health, *stop_on])
     planning.check_credit(credit, group_size, parts)
     planning.check_signal(min_signal, prompts)
     reference = planning.uses_reference(objective, credit, parts)
@@ -186,16 +199,17 @@ def train(
         print(request.config_text, *plan.lines(), *problems.notes, sep="\n")
         return 0
     disable_progress_bar()  # transformers' bars, one a file: they would bury the lines of the run
-    world = join(device, deadline=scale.deadline)
+    world = join(device, deadline=scale.deadline) if request.world is None else request.world
     text = sha256(request.config_text.encode()).hexdigest()  # the fingerprint is blind to `scale`
     world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
     planning.check_shared(prompts, world.size)
+    scale.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))  # before anything is made
     key = prng.key(seed, device="cpu")
     drawn = train_problems(problems, prng.fold_in(key, DATA), 0, min(problems.size, prompts * cadence.steps))
     asked = partial(prepare, encode=encode, overlong_prompts=overlong_prompts)
     ready = partial(asked, source, problems, drawn, config, plan.max_new_tokens)
     enter = partial(
-        open_run,
+        request.enter,
         request.run_dir,
         config_text=request.config_text,
         fingerprint=request.fingerprint,
@@ -268,12 +282,15 @@ def train(
             pool=pool,
             score=score,
             cadence=cadence,
+            health=health,
+            stop_on=stop_on,
             plan=[*replace(plan, train_rows=problems.size, ranks=world.size).lines(), *problems.notes],
             start_over=request.force,
             started=started,
         )
-        code = work(built)
-    world.leave()
+        code = request.work(built)
+    if request.world is None:
+        world.leave()
     return code
 
 

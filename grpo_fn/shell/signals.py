@@ -5,6 +5,8 @@ from types import FrameType
 
 # EX_TEMPFAIL of sysexits.h: everything is saved, the same command goes on from here.
 EXIT_STOPPED = 75
+# A rule of train.train.stop_on fired: everything is saved, and a person should look before the same command goes on.
+EXIT_UNHEALTHY = 76
 
 
 class StopRequest:

@@ -60,7 +60,7 @@ def test_every_exit_code_means_to_the_job_what_it_means_to_the_trainer() -> None
     rules = JOB["spec"]["podFailurePolicy"]["rules"]
     assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {TRAINER["name"]}
     action = {code: rule["action"] for rule in rules if "onExitCodes" in rule for code in rule["onExitCodes"]["values"]}
-    assert action == {2: "FailJob", 75: "Ignore"}  # all others count as failures, and are tried again
+    assert action == {2: "FailJob", 76: "FailJob", 75: "Ignore"}  # all others count as failures, and are tried again
 
 
 def test_kubernetes_finds_nothing_to_expand_in_the_command() -> None:

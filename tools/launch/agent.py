@@ -4,13 +4,13 @@
 
 The engine is torch.distributed.run, unchanged: the same flags, the same rendezvous, the same restarts. Three things are
 done around it, because torchrun itself ends with 1 whatever happened, kills its workers 30 s after a SIGTERM, and
-starts them again when they end with 2 or 75:
+starts them again when they end with 2, 75 or 76:
 
-- the exit code is the trainer's: 0 done, 2 bad input, 75 stopped after saving, 71 the other hosts were lost, 128 + n
-  killed by signal n;
+- the exit code is the trainer's: 0 done, 2 bad input, 75 stopped after saving, 76 ended after saving by a rule of
+  health, 71 the other hosts were lost, 128 + n killed by signal n;
 - SIGTERM, SIGINT and SIGHUP are passed to the workers, which then have GRACE seconds (an environment variable, 120 when
   it is not set) to save; a second SIGINT kills them;
-- a worker that ends with 2 or 75 ends the launch (worker.py tells the agent so): trying again would not help.
+- a worker that ends with 2, 75 or 76 ends the launch (worker.py tells the agent so): trying again would not help.
 
 And the ranks get a store of their own at every restart: torchrun shares its own with them, in which the addresses of
 the attempt before are still written, and the new ranks then call ports that nobody listens at (pytorch#135712).
@@ -33,8 +33,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-BAD_INPUT, LOST, STOPPED = 2, 71, 75
-FINAL = (BAD_INPUT, STOPPED)  # said by one rank, true for all of them
+BAD_INPUT, LOST, STOPPED, UNHEALTHY = 2, 71, 75, 76
+FINAL = (BAD_INPUT, UNHEALTHY, STOPPED)  # said by one rank, true for all of them
 TOLD = signal.SIGUSR1  # a worker's word that its exit code is final
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AGENT = "GRPO_FN_AGENT"  # environment variable with the agent's process id, for worker.py

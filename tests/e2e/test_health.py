@@ -1,0 +1,51 @@
+"""The rules of health in a run: said once, where people look; one that ends the run leaves it whole."""
+
+from pathlib import Path
+
+import pytest
+from e2e.running import board, command, finish, outcome
+
+from grpo_fn.shell.signals import EXIT_UNHEALTHY
+
+
+def warned(run: Path, rule: str) -> list[str]:
+    """The lines of the log in which a rule speaks."""
+    return [line for line in (run / "log.txt").read_text().splitlines() if f"health, {rule}:" in line]
+
+
+def test_a_rule_that_ends_the_run_saves_it_and_the_same_command_goes_on(
+    cache: Path, whole: Path, tmp_path: Path
+) -> None:
+    changes = {"train__train__stop_on": "[@health.grad_norm_high]", "health__grad_norm_high__limit": 1e-9}
+    argv = command(cache, tmp_path / "run", **changes)
+    assert finish(argv, tmp_path / "out") == EXIT_UNHEALTHY, (tmp_path / "out").read_text()
+    said = (tmp_path / "out").read_text()
+    assert "health, grad_norm_high: loss/grad_norm is" in said
+    assert "ended by grad_norm_high (train.train.stop_on) after step 1, which is saved" in said
+    assert (tmp_path / "run" / "checkpoints" / "step_1").is_dir()
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()  # no news since
+    assert len(warned(tmp_path / "run", "grad_norm_high")) == 1
+    assert outcome(tmp_path / "run") == outcome(whole)
+    texts = board(tmp_path / "run").Tensors("health/text_summary")
+    assert "grad&#95;norm&#95;high" in texts[0].tensor_proto.string_val[0].decode()
+    assert texts[0].step == 1
+
+
+def test_what_complains_may_be_changed_while_a_run_is_interrupted(cache: Path, tmp_path: Path) -> None:
+    changes = {"train__train__stop_on": "[@health.grad_norm_high]", "health__grad_norm_high__limit": 1e-9}
+    ended = command(cache, tmp_path / "run", **changes)
+    assert finish(ended, tmp_path / "out") == EXIT_UNHEALTHY, (tmp_path / "out").read_text()
+    assert finish(command(cache, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
+
+
+def test_a_warning_is_said_once_and_changes_nothing(whole: Path) -> None:
+    assert len(warned(whole, "truncated_high")) == 1  # a model that knows nothing does not stop
+    assert "Raise local_sampler.LocalSampler.max_new_tokens" in warned(whole, "truncated_high")[0]
+
+
+@pytest.mark.parametrize("knob", ["health__kl_high__limit", "health__grad_norm_high__limit"])
+def test_a_rule_that_cannot_work_is_bad_input(knob: str, cache: Path, tmp_path: Path) -> None:
+    assert finish(command(cache, tmp_path / "run", **{knob: -1.0}), tmp_path / "out") == 2
+    assert "limit: got -1.0, wanted a number above 0" in (tmp_path / "out").read_text()
+    assert not (tmp_path / "run").exists()
