@@ -49,6 +49,8 @@ class Cadence:
     show_every: int  # sample tables in TensorBoard; 0: never
     show_rows: int
     lens_every: int  # what every preset would have made of the step, in TensorBoard; 0: never
+    signal_every: int  # the learning signal token by token, in signal/ and TensorBoard; 0: never
+    signal_rows: int  # of the most influential rows
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a step shows of itself: rows for tables, and the lens that every preset holds over it."""
+"""What a step shows of itself: rows for tables, its signal token by token, and the lens that every preset holds."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,16 +9,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn import health, lens, page, presets
+from grpo_fn import health, lens, page, presets, signal_page, token_signal
 from grpo_fn.algorithm import Experience, Stages, of_samples
 from grpo_fn.evaluate import Judged
 from grpo_fn.shell import eval_store, rollout_store
 from grpo_fn.shell.console import Console
+from grpo_fn.shell.durable import write_bytes
 from grpo_fn.shell.mute import Mute
 from grpo_fn.shell.writer import Writer, table
 from grpo_fn.types import Gains, Scores
 
 Row = dict[str, str]
+STRONGEST = 40  # tokens in TensorBoard's table
+COLUMNS, CELL = 512, 4  # of TensorBoard's picture: tokens of a row, pixels of a token
+AS_SAMPLED = (
+    "As the policy that sampled it saw it, before the first update of the step: every ratio is 1, nothing is clipped "
+    "yet, the entropy is not known."
+)
+REFUSED = " The step was refused: too few groups had a signal, and no update was made."
 
 
 def samples(seen: Experience, count: int) -> list[Row]:
@@ -90,6 +98,25 @@ def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, w
         found = compare(built.run_dir / "config.gin", built.algo, seen, gains, key)
         show(writer, step, "lens/presets", found.rows)
         writer.image(step, "lens/cosines", page.heat(found.cosine, cell=16))
+    if due(step, cadence.signal_every):
+        record_signal(built, step, seen, gains, writer)
+
+
+def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer: Writer) -> None:
+    """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
+    algo, tokenizer = built.algo, built.tokenizer
+    signal, figures = token_signal.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    special = {*tokenizer.all_special_ids}
+    shown = token_signal.shown(seen, signal, figures, decode, special, rows=built.cadence.signal_rows)
+    refused = int((seen.adv != 0).any(-1).any(-1).sum()) < algo.min_signal
+    said = AS_SAMPLED + REFUSED * refused
+    document = signal_page.document(shown, title=f"Step {step} of {built.run_dir.name}", said=said)
+    path = built.run_dir / "signal" / f"step_{step}.html"
+    path.parent.mkdir(exist_ok=True)
+    write_bytes(path, document.encode())
+    show(writer, step, "signal/strongest", token_signal.strongest(shown, count=STRONGEST))
+    writer.image(step, "signal/rows", token_signal.strip(shown, columns=COLUMNS, cell=CELL))
 
 
 def record_evaluation(run_dir: Path, step: int, judged: Sequence[Judged], rows: int, writer: Writer) -> None:

@@ -4,7 +4,8 @@ python tools/lens.py RUN --step 20                                  seen with th
 python tools/lens.py RUN --step 20 --policy RUN/checkpoints/step_20 with others: a model folder, or a checkpoint
 python tools/lens.py RUN --step 20 --on_policy                      as the policy that sampled it saw it: every ratio 1
 
-Prints the figures and writes one HTML file (default RUN/lens/step_N.html) that opens without a network.
+Prints the figures and writes one HTML file (default RUN/lens/step_N.html) that opens without a network. With
+--signal FILE.html also every token of the run's own view: signal, ratio, clip, KL, entropy (docs/signal.md).
 """
 
 import argparse
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn import lens, page, presets, prng
+from grpo_fn import lens, page, presets, prng, signal_page, token_signal
+from grpo_fn.algorithm import Experience
+from grpo_fn.groups import by_group
 from grpo_fn.locate import check_fits, locate, take
 from grpo_fn.loop import SAMPLING
 from grpo_fn.shell import hf, rollout_store
@@ -30,6 +33,7 @@ from grpo_fn.types import Batch, Gains, Groups, Rollout, Scores
 
 LARGEST = 2**29  # entries of the table of row gradients
 MICRO_TOKENS = 4096  # padded tokens in one forward pass: the logits are dense here
+SIGNAL_ROWS = 64  # on the page of the signal
 UNMOVED = Gains(kl=1.0, entropy=1.0)
 MINE = "this run"
 
@@ -44,6 +48,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--reference", metavar="NAME", help="reference model (default: none, every KL is to logp_old)")
     parser.add_argument("--parameters", metavar="REGEX", help="of the row gradients (default: the last layer's)")
     parser.add_argument("--show", type=int, default=6, metavar="K", help="rollouts shown token by token (default 6)")
+    parser.add_argument("--signal", type=Path, metavar="FILE", help="the run's own signal, token by token")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default RUN/lens/step_N.html")
     return parser
 
@@ -62,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(out, document(seen, f"Step {args.step} of {args.run}", args.show).encode())
     print(f"written to {out}")
+    if args.signal is not None:
+        args.signal.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(args.signal, signal_document(seen, f"Step {args.step} of {args.run}", args).encode())
+        print(f"written to {args.signal}")
     return 0
 
 
@@ -77,6 +86,8 @@ class Seen(NamedTuple):
     """What the lens shows."""
 
     groups: Groups
+    scores: Scores
+    mine: lens.View
     names: list[str]
     signal: Tensor  # [K B T], the first one is the run's own
     rows: Rows | None
@@ -101,7 +112,7 @@ def look(args: argparse.Namespace) -> Seen:
     views = {name: lens.view(s, groups, logp_old, logp_ref, UNMOVED, key) for name, s in algorithms.items()}
     signal = lens.signals(scores, views, UNMOVED)
     rows = None if args.on_policy else moved_by(oracle, views[MINE].batch, signal[0], groups, args.parameters)
-    return Seen(groups, list(views), signal, rows, tokenizer, refused)
+    return Seen(groups, scores, views[MINE], list(views), signal, rows, tokenizer, refused)
 
 
 def stored(run: Path, step: int) -> tuple[str, Groups]:
@@ -230,6 +241,19 @@ def document(seen: Seen, title: str, show: int) -> str:
         *disagreement_sections(seen, apart, show),
     ]
     return page.document(title, sections)
+
+
+def signal_document(seen: Seen, title: str, args: argparse.Namespace) -> str:
+    """The run's own signal, token by token."""
+    view, tokenizer = seen.mine, seen.tokenizer
+    signal, figures = token_signal.signal_of(view.batch, seen.scores, view.objective, view.totals, UNMOVED)
+    if args.on_policy:
+        figures.pop("entropy")  # of what is stored it is not known
+    experience = Experience(seen.groups, by_group(view.batch.adv, len(seen.groups.problems)), view.batch)
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    found = token_signal.shown(experience, signal, figures, decode, set(tokenizer.all_special_ids), rows=SIGNAL_ROWS)
+    by = "the stored log-probs" if args.on_policy else f"the weights of {args.policy or args.run}"
+    return signal_page.document(found, title=title, said=f"Sampled in that step, seen with {by}.")
 
 
 def influence_sections(seen: Seen, show: int) -> list[str]:

@@ -15,16 +15,16 @@ LAYERS = {
     "L0": {"types", "problem", "prng", "masked"},
     "L1": {
         *{"advantage", "losses", "objective", "kl", "ratio", "weights", "correction", "sampling", "rewards", "batch"},
-        *{"metrics", "page", "tasks", "groups", "credit", "filters", "marks", "control", "proportions"},
-        *{"loss_scale", "memory"},
+        *{"metrics", "page", "tasks", "groups", "credit", "filters", "marks", "control", "proportions", "digests"},
+        *{"health", "loss_scale", "memory", "signal_style", "visible"},
     },
-    "L2": {"algorithm", "collect", "lens", "evaluate", "plan"},
+    "L2": {"algorithm", "collect", "lens", "differences", "token_signal", "signal_page", "evaluate", "plan"},
     "S": {"shell"},
     "L3": {
         *{"config", "train", "loop", "resume", "finish", "presets", "record", "ready"},
-        *{"scoring", "named_reward", "measure", "locate"},
+        *{"scoring", "named_reward", "measure", "locate", "again", "recall"},
     },
-    "L4": {"run", "score", "eval"},
+    "L4": {"run", "score", "eval", "replay"},
     "T": {"testing"},
 }
 BELOW = {
@@ -56,7 +56,8 @@ IMPURE = {
     },
 }
 READS_FILES = {"tasks", "rewards"}  # these may use pathlib and json
-NO_TORCH = {"problem", "run", "score", "scoring", "named_reward", "eval"}  # reward workers and --help start without it
+# Reward workers and --help start without it.
+NO_TORCH = {"problem", "run", "score", "scoring", "named_reward", "eval", "replay"}
 GIN = {"config/source.py"}  # the only file that imports gin
 
 
