@@ -5,7 +5,9 @@ from copy import deepcopy
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grpo_fn import loss_scale
 from grpo_fn.shell.optimizer import adamw
@@ -40,6 +42,13 @@ def local(
 
 def constantly(step: int) -> float:
     return 1.0
+
+
+def mesh_of_one() -> DeviceMesh:
+    """A mesh of this process alone; its group stays for the tests that come after."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,))
 
 
 def handed_over(saved: dict[str, Tensor]):

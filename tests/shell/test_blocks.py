@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from families import FAMILIES, family
+from policies import mesh_of_one
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -246,12 +245,8 @@ def test_a_call_with_a_cache_runs_as_written() -> None:
 
 
 @pytest.fixture
-def mesh() -> Iterator[object]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
+def mesh() -> object:
+    return mesh_of_one()
 
 
 @pytest.mark.parametrize(

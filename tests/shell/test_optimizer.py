@@ -2,15 +2,13 @@
 
 import importlib.util
 import sys
-from functools import cache
 
 import hypothesis.strategies as st
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
+from policies import mesh_of_one
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from grpo_fn.shell import optimizer
@@ -118,17 +116,10 @@ def test_steps_in_8_bits_stay_as_near_to_adamw_as_the_moments_are():
         assert (p.numel() < 4096) == torch.allclose(p.detach().double(), wanted, rtol=2e-6, atol=2e-7)
 
 
-@cache
-def world_of_one():
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh("cpu", (1,))
-
-
 def sharded(model: nn.Module) -> nn.Module:
     for layer in model:
-        fully_shard(layer, mesh=world_of_one())
-    return fully_shard(model, mesh=world_of_one())
+        fully_shard(layer, mesh=mesh_of_one())
+    return fully_shard(model, mesh=mesh_of_one())
 
 
 @pytest.mark.parametrize("make", ALL)
