@@ -57,6 +57,7 @@ class Experience(NamedTuple):
     groups: Groups
     adv: Float[Tensor, "P G T"]
     batch: Batch
+    ratio: Float[Tensor, "N"] = torch.zeros(0)  # of every token at every update, in no order
 
 
 def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
@@ -103,7 +104,7 @@ def grpo_step(
         sampler.load(policy)  # pi_old <- pi_theta
     found = summary(learned)
     return (
-        Experience(groups, adv, batch),
+        Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])),
         carried._replace(gains=controlled(carried.gains, found, algo)),
         {
             **figures,
@@ -177,12 +178,13 @@ class Learned(NamedTuple):
 
     objective: float
     stats: dict[str, metrics.Stat]
+    ratio: Float[Tensor, "N"]  # of the sampled tokens
     update: dict[str, float]
 
 
 def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo) -> Learned:
     """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
-    objective, stats = 0.0, []
+    objective, stats, ratio = 0.0, [], [batch.adv.new_zeros(0)]
     micros = split(batch, algo.micro_tokens, algo.devices)
     policy.expect(len(micros))
     for micro in micros:
@@ -192,7 +194,8 @@ def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo
         pullback(signal)  # theta.grad += J^T dlogp
         objective += float(value)
         stats.append(diagnose(scores, micro, tokens))
-    return Learned(objective, metrics.merge_all(stats), policy.update())
+        ratio.append(tokens["ratio"].detach()[micro.mask].to(batch.adv.dtype))
+    return Learned(objective, metrics.merge_all(stats), torch.cat(ratio), policy.update())
 
 
 def diagnose(scores: Scores, micro: Batch, tokens: dict[str, Tensor]) -> dict[str, metrics.Stat]:

@@ -12,16 +12,17 @@ from typing import Any
 from torch import Tensor
 
 from grpo_fn import health, prng
-from grpo_fn.algorithm import AT_THE_START, Algo, grpo_step
+from grpo_fn.algorithm import AT_THE_START, Algo, Experience, Span, grpo_step
 from grpo_fn.evaluate import Evaluation, evaluate, summarise
 from grpo_fn.finish import finish
 from grpo_fn.problem import Problem, RewardFn, Scorer
-from grpo_fn.record import due, examine, record, record_evaluation
+from grpo_fn.record import digested, due, examine, record, record_evaluation
 from grpo_fn.resume import BEST, Progress, packed_progress, recalled, restore
-from grpo_fn.shell import system
+from grpo_fn.shell import board, digest, system
 from grpo_fn.shell.clock import Stopwatch, noting
 from grpo_fn.shell.console import Console
 from grpo_fn.shell.lora import LoRA
+from grpo_fn.shell.mirror import Mirror
 from grpo_fn.shell.mute import Mute
 from grpo_fn.shell.policy import Sharded
 from grpo_fn.shell.reward_pool import RewardPool
@@ -29,9 +30,9 @@ from grpo_fn.shell.saver import Keep, Saver
 from grpo_fn.shell.signals import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.shell.spread import Spread
 from grpo_fn.shell.world import World
-from grpo_fn.shell.writer import Writer
+from grpo_fn.shell.writer import Writer, rewind
 from grpo_fn.tasks.task import Task, train_problems
-from grpo_fn.types import RunState
+from grpo_fn.types import Carried, RunState
 
 DATA, SAMPLING, EVALUATION, ADAPTERS = range(4)  # streams of the run's key
 
@@ -48,6 +49,7 @@ class Cadence:
     keep_rollouts: int
     show_every: int  # sample tables in TensorBoard; 0: never
     show_rows: int
+    digest_every: int  # checksums of the step, for replay; 0: never
     lens_every: int  # what every preset would have made of the step, in TensorBoard; 0: never
     signal_every: int  # the learning signal token by token, in signal/ and TensorBoard; 0: never
     signal_rows: int  # of the most influential rows
@@ -75,6 +77,7 @@ class Built:
     evaluation: Evaluation
     pool: RewardPool
     score: Scorer
+    mirror: Mirror
     cadence: Cadence
     health: Sequence[health.Rule]  # what they find is said
     stop_on: Sequence[health.Rule]  # what these find ends the run, saved
@@ -111,7 +114,7 @@ def work(built: Built) -> int:
         if progress is None:
             for line in built.plan:
                 voice.console.line(line)
-            voice.writer.text(0, "config", "```\n" + (built.run_dir / "config.gin").read_text() + "\n```")
+            board.begin(voice.writer, built.run_dir / "config.gin")
             progress = begin(built, voice)
         else:
             if built.world.main:
@@ -150,12 +153,18 @@ def work(built: Built) -> int:
         progress.seconds = past + time.perf_counter() - built.started
         with noting(built.world, done, voice.clock), voice.clock.span("export"):
             finish(built, progress, voice.console)
+            if start < done:  # the events of a run that was done before say so already
+                voice.writer.finished()
     return 0
 
 
 def speaking(built: Built, stack: ExitStack, start: int, *, first: bool) -> Voice:
     """The run's console, writer and saver; the latter is the only one that every rank has."""
     run_dir, main = built.run_dir, built.world.main
+    mirrored = partial(stack.enter_context, built.mirror(run_dir))  # before the writer, whose events it follows
+    built.world.agree(mirrored, what="opening the mirror")
+    if main:
+        rewind(run_dir / digest.FILE, 0 if first else start + 1)
     return Voice(
         console=stack.enter_context(Console(run_dir / "log.txt", built.cadence.steps, start) if main else Mute()),
         writer=stack.enter_context(Writer(run_dir, start_step=0 if first else start + 1) if main else Mute()),
@@ -188,15 +197,8 @@ def begin(built: Built, voice: Voice) -> Progress:
 def advance(built: Built, progress: Progress, step: int, voice: Voice) -> None:
     """One step of the algorithm, its evaluation when one is due, and the record of both."""
     gains, troubles, clock = progress.carried.gains, Counter(built.pool.counts), voice.clock
-    experience, progress.carried, figures = grpo_step(
-        built.policy,
-        built.sampler,
-        partial(train_problems, built.task, prng.fold_in(built.key, DATA)),
-        progress.carried,
-        key=prng.fold_in(built.key, SAMPLING),  # a problem's uid is its place in the stream: no step is needed
-        algo=built.algo,
-        span=clock.span,
-    )
+    noted = built.policy.note() if due(step, built.cadence.digest_every) else None
+    experience, progress.carried, figures = climbed(built, progress.carried, clock.span)
     built.world.same(repr(sorted(figures.items())), what=f"figures of step {step}")
     if figures["advantage/refused"]:
         share = figures["advantage/no_signal"]
@@ -210,6 +212,11 @@ def advance(built: Built, progress: Progress, step: int, voice: Voice) -> None:
             measured = judge(built, step, voice)
         progress.accuracy, progress.evaluated = measured[BEST], step
         figures |= measured
+    if noted is not None:
+        with clock.span("log"):
+            line = digested(built, step, experience, noted)
+            if built.world.main:
+                digest.append(built.run_dir, line)
     if built.world.main:
         with clock.span("log"):
             record(built, step, experience, gains, prng.fold_in(built.key, SAMPLING), voice.writer)
@@ -228,6 +235,19 @@ def advance(built: Built, progress: Progress, step: int, voice: Voice) -> None:
         voice.console.step(figures)
     voice.history[:] = health.kept([*voice.history, health.line(step, figures)])
     progress.state = RunState(step, built.seed)
+
+
+def climbed(built: Built, carried: Carried, span: Span) -> tuple[Experience, Carried, dict[str, float]]:
+    """One step of the algorithm; nothing of it is recorded."""
+    return grpo_step(
+        built.policy,
+        built.sampler,
+        partial(train_problems, built.task, prng.fold_in(built.key, DATA)),
+        carried,
+        key=prng.fold_in(built.key, SAMPLING),  # a problem's uid is its place in the stream: no step is needed
+        algo=built.algo,
+        span=span,
+    )
 
 
 def drawing(built: Built) -> Callable[[int], Problem]:

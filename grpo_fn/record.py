@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn import health, lens, page, presets, signal_page, token_signal
+from grpo_fn import digests, health, lens, page, presets, signal_page, token_signal
 from grpo_fn.algorithm import Experience, Stages, of_samples
 from grpo_fn.evaluate import Judged
 from grpo_fn.shell import eval_store, rollout_store
 from grpo_fn.shell.console import Console
+from grpo_fn.shell.digest import Noted
 from grpo_fn.shell.durable import write_bytes
 from grpo_fn.shell.mute import Mute
 from grpo_fn.shell.writer import Writer, table
@@ -92,6 +93,7 @@ def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, w
     )
     writer.histogram(step, "advantage/distribution", adv)
     writer.histogram(step, "generation/length", rollout.mask.sum(-1))
+    writer.histogram(step, "loss/ratio", seen.ratio)
     if due(step, cadence.show_every):
         show(writer, step, "samples", samples(seen, cadence.show_rows))
     if due(step, cadence.lens_every):
@@ -117,6 +119,20 @@ def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer:
     write_bytes(path, document.encode())
     show(writer, step, "signal/strongest", token_signal.strongest(shown, count=STRONGEST))
     writer.image(step, "signal/rows", token_signal.strip(shown, columns=COLUMNS, cell=CELL))
+
+
+def digested(built: Any, step: int, seen: Experience, noted: Noted) -> dict[str, Any]:
+    """The step's line in digests.jsonl: its checksums, and what they may depend on besides. Every rank takes part."""
+    (_, rollout, reward), world = seen.groups, built.world
+    return {
+        "step": step,
+        **digests.of_step(rollout, reward, seen.adv, seen.batch.logp_old, noted.signals),
+        **built.policy.digests(),
+        "width": rollout.tokens.shape[1],
+        "ranks": world.size,
+        "device": world.device.type,
+        "torch": torch.__version__,
+    }
 
 
 def record_evaluation(run_dir: Path, step: int, judged: Sequence[Judged], rows: int, writer: Writer) -> None:

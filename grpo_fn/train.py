@@ -28,6 +28,7 @@ from grpo_fn.resume import begun
 from grpo_fn.rewards.combine import part_names
 from grpo_fn.shell import estimate, hf
 from grpo_fn.shell.lora import LoRA
+from grpo_fn.shell.mirror import Mirror
 from grpo_fn.shell.place import Placing, place
 from grpo_fn.shell.reward_pool import RewardPool
 from grpo_fn.shell.run_dir import open_run
@@ -49,9 +50,9 @@ SUPPLIED = {
     "collect": ("prompts",),
 }
 
-# Knobs that may be others when a run goes on: over which devices the model is spread and what is complained of, and not
-# what is computed.
-CHANGEABLE = ("scale", "health", "stop_on")
+# Knobs that may be others when a run goes on: over which devices the model is spread, what is complained of and who
+# else is told, and not what is computed.
+CHANGEABLE = ("scale", "health", "stop_on", "mirror")
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def train(
     prompts: int,
     eval_problems: int,
     cadence: Cadence,
+    mirror: Mirror,
     health: Sequence[rules.Rule],
     stop_on: Sequence[rules.Rule],
     seed: int,
@@ -281,6 +283,7 @@ def train(
             evaluation=evaluation,
             pool=pool,
             score=score,
+            mirror=mirror,
             cadence=cadence,
             health=health,
             stop_on=stop_on,

@@ -1,6 +1,6 @@
 """What a rank that does not write has in the place of a writer and a console: the same calls, to no effect."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -19,6 +19,12 @@ class Mute:
     def histogram(self, step: int, tag: str, values: Tensor) -> None: ...
 
     def image(self, step: int, tag: str, pixels: Tensor) -> None: ...
+
+    def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None: ...
+
+    def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None: ...
+
+    def finished(self) -> None: ...
 
     def __enter__(self) -> "Mute":
         return self

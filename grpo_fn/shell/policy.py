@@ -188,7 +188,7 @@ class Sharded:
                 yield name, gathered
 
     def note(self) -> Noted:
-        """From here to `digests`, keep the learning signals and the digests of the gradients that the optimizer gets."""
+        """From here to `digests`, keep learning signals and digests of the gradients that the optimizer is given."""
         self._noted = Noted()
         return self._noted
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from grpo_fn.shell.durable import to_json, write_bytes
 
@@ -59,6 +60,21 @@ class Writer:
     def image(self, step: int, tag: str, pixels: Tensor) -> None:
         """A picture `[3, H, W]` of numbers from 0 to 1."""
         self._board.add_image(tag, pixels.detach().cpu().numpy(), step)
+
+    def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None:
+        """The charts of the tab "Custom Scalars", by heading and title: ("Multiline" or "Margin", tags)."""
+        self._board.add_custom_scalars(charts)
+
+    def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None:
+        """A line of the tab "HParams": the knobs, beside the newest values of the scalars `measures`."""
+        experiment, started, _ = hparams(dict(knobs), dict.fromkeys(measures))
+        for summary in (experiment, started):
+            self._board._get_file_writer().add_summary(summary)
+
+    def finished(self) -> None:
+        """Say in the tab "HParams" that the run came to its end."""
+        *_, ended = hparams({}, {})
+        self._board._get_file_writer().add_summary(ended)
 
     def close(self) -> None:
         """Write out everything and let go of the files."""

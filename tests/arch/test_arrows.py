@@ -16,7 +16,7 @@ LAYERS = {
     "L1": {
         *{"advantage", "losses", "objective", "kl", "ratio", "weights", "correction", "sampling", "rewards", "batch"},
         *{"metrics", "page", "tasks", "groups", "credit", "filters", "marks", "control", "proportions", "digests"},
-        *{"health", "loss_scale", "memory", "signal_style", "visible"},
+        *{"health", "loss_scale", "memory", "plots", "signal_style", "visible"},
     },
     "L2": {"algorithm", "collect", "lens", "differences", "token_signal", "signal_page", "evaluate", "plan"},
     "S": {"shell"},

@@ -1,0 +1,105 @@
+"""What TensorBoard's own readers find in the events of real runs: charts for every metric, and none without one."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from e2e.running import AfterStep, command, finish, metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as BoardView
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import metadata
+
+from grpo_fn.shell.board import LAYOUT, MEASURES, hparams
+
+# Charts of what this run does not measure: no compiler, no dynamic sampling, problems of one kind.
+ELSEWHERE = {"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"}
+
+
+@pytest.fixture(scope="module")
+def rich(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that also draws samples in its evaluation, killed after step 5, which it took again."""
+    folder = tmp_path_factory.mktemp("rich")
+    more = {"evaluate__Evaluation__samples": 2, "evaluate__Evaluation__ks": "(1, 2)"}
+    more["train__train__judges"] = "[@rewards.named, @rewards.digits]"
+    argv = command(cache, folder / "run", **more)
+    assert finish(argv, folder / "out", AfterStep(5, signal.SIGKILL)) == -9
+    assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
+    assert "resumed after step " in (folder / "out").read_text()
+    return folder / "run"
+
+
+def board(run_dir: Path) -> EventAccumulator:
+    """Scalars and histograms as they were written."""
+    return EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+
+
+def pages(run_dir: Path) -> BoardView:
+    """What the plugins behind TensorBoard's pages read."""
+    return BoardView(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+
+
+def charts(run_dir: Path) -> dict[str, list[str]]:
+    """The patterns of every chart in the event file, by title."""
+    (event,) = pages(run_dir).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    found = {}
+    for chart in (chart for category in layout.category for chart in category.chart):
+        exact = [tag for one in chart.margin.series for tag in (one.value, one.lower, one.upper)]
+        found[chart.title] = [*chart.multiline.tag, *(f"{re.escape(tag)}$" for tag in exact)]
+    return found
+
+
+def test_every_chart_has_lines_and_every_metric_is_in_a_chart(rich: Path) -> None:
+    tags = board(rich).Tags()["scalars"]
+    shown = charts(rich)
+    for title, patterns in shown.items():
+        if title not in ELSEWHERE:
+            for pattern in patterns:
+                assert any(re.match(pattern, tag) for tag in tags), f"{title}: {pattern} shows nothing"
+    anywhere = [pattern for patterns in shown.values() for pattern in patterns]
+    assert [tag for tag in tags if not any(re.match(pattern, tag) for pattern in anywhere)] == []
+    assert shown.keys() >= ELSEWHERE
+
+
+def test_a_run_without_more_has_the_same_charts(whole: Path) -> None:
+    assert list(charts(whole)) == [title for charts in LAYOUT.values() for title in charts]
+
+
+def test_a_resumed_run_has_nothing_twice(rich: Path) -> None:
+    events = pages(rich)
+    for tag in ("custom_scalars__config__", "config/text_summary"):
+        assert len(events.Tensors(tag)) == 1
+    for tag in {key for row in metrics(rich) for key in row} - {"step"}:
+        assert [e.step for e in events.Tensors(tag)] == [row["step"] for row in metrics(rich) if tag in row], tag
+    for tag in ("advantage/distribution", "generation/length", "loss/ratio"):
+        assert [event.step for event in events.Tensors(tag)] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in events.Tensors("samples/text_summary")] == [2, 4, 6]
+
+
+def test_the_histograms_are_of_what_the_metrics_summarise(whole: Path) -> None:
+    events, rows = board(whole), metrics(whole)
+    for tag, low, high in (
+        ("generation/length", "generation/length_min", "generation/length_max"),
+        ("advantage/distribution", "advantage/min", "advantage/max"),
+        ("loss/ratio", "loss/ratio_min", "loss/ratio_max"),
+    ):
+        for event in events.Histograms(tag):
+            value, row = event.histogram_value, rows[event.step]
+            assert (value.min, value.max) == pytest.approx((row[low], row[high]), rel=1e-5, abs=1e-6)
+        assert [event.step for event in events.Histograms(tag)] == [1, 2, 3, 4, 5, 6]
+    for event in events.Histograms("loss/ratio"):
+        value, row = event.histogram_value, rows[event.step]
+        assert value.num == row["generation/tokens"]
+        assert value.sum / value.num == pytest.approx(row["loss/ratio_mean"], rel=1e-5)
+
+
+def test_the_tab_hparams_has_the_run_its_knobs_and_its_end(rich: Path) -> None:
+    content = pages(rich).PluginTagToContent("hparams")
+    started = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    knobs = {name: value.string_value or value.number_value for name, value in started.hparams.items()}
+    assert knobs == {name: value or 0.0 for name, value in hparams((rich / "config.gin").read_text()).items()}
+    assert knobs["loop.Cadence.steps"] == 6
+    assert metadata.SESSION_END_INFO_TAG in content
+    assert {*MEASURES} <= {*board(rich).Tags()["scalars"]}
