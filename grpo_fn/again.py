@@ -20,9 +20,10 @@ from grpo_fn.differences import Recorded, Stored, Taken, beside, circumstances, 
 from grpo_fn.digests import QUANTITIES, differing
 from grpo_fn.loop import Built, climbed
 from grpo_fn.recall import Before, before, from_store, held, kept_of, metrics, put_back, restored
-from grpo_fn.record import digested
+from grpo_fn.record import digested, token_by_token
 from grpo_fn.shell import digest, hf
 from grpo_fn.shell.clock import Stopwatch, noting
+from grpo_fn.shell.durable import write_bytes
 from grpo_fn.shell.run_dir import MARKER
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join
 from grpo_fn.train import Request, parted, train
@@ -39,6 +40,7 @@ class Asked:
     step: int
     overrides: Sequence[str]  # NAME=VALUE or a gin file
     stored: bool  # tokens from RUN/rollouts
+    show: Path | None  # where the learning signal goes as a page
 
 
 @dataclass
@@ -151,7 +153,11 @@ def repeat(built: Built, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]]
         kept = built.world.agree(partial(kept_of, asked.run_dir, step, line.get("width", 0)), what="the stored rollout")
         was = Recorded(line, figures.get(step, {}), kept)
         story.stored = held(was.stored, built.run_dir, step) if stored else None
+        gains = carried.gains
         story.taken, carried = taken(built, carried, step, story.stored)
+        if step == asked.step and asked.show is not None and built.world.main:
+            write_bytes(asked.show, token_by_token(built, step, story.taken.seen, gains)[1].encode())
+            say(f"the learning signal of step {step} is in {asked.show}")
         compare(built, step, was, story, eps, say)
     return SAME
 

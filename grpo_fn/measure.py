@@ -74,6 +74,7 @@ def measure(
     judge_names(judges)
     check_sandboxes(judges)
     place, precision = find_device(device, 0), hf.find_dtype(dtype)
+    hf.check_attention(attention)
     check_free(request.out)
     found = locate(request.model, warn=warn)
     config = found.source.config()

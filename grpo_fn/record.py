@@ -106,6 +106,16 @@ def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, w
 
 def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer: Writer) -> None:
     """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
+    shown, document = token_by_token(built, step, seen, gains)
+    path = built.run_dir / "signal" / f"step_{step}.html"
+    path.parent.mkdir(exist_ok=True)
+    write_bytes(path, document.encode())
+    show(writer, step, "signal/strongest", token_signal.strongest(shown, count=STRONGEST))
+    writer.image(step, "signal/rows", token_signal.strip(shown, columns=COLUMNS, cell=CELL))
+
+
+def token_by_token(built: Any, step: int, seen: Experience, gains: Gains) -> tuple[token_signal.Shown, str]:
+    """The learning signal of a step, and the page that shows it."""
     algo, tokenizer = built.algo, built.tokenizer
     signal, figures = token_signal.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -113,12 +123,7 @@ def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer:
     shown = token_signal.shown(seen, signal, figures, decode, special, rows=built.cadence.signal_rows)
     refused = int((seen.adv != 0).any(-1).any(-1).sum()) < algo.min_signal
     said = AS_SAMPLED + REFUSED * refused
-    document = signal_page.document(shown, title=f"Step {step} of {built.run_dir.name}", said=said)
-    path = built.run_dir / "signal" / f"step_{step}.html"
-    path.parent.mkdir(exist_ok=True)
-    write_bytes(path, document.encode())
-    show(writer, step, "signal/strongest", token_signal.strongest(shown, count=STRONGEST))
-    writer.image(step, "signal/rows", token_signal.strip(shown, columns=COLUMNS, cell=CELL))
+    return shown, signal_page.document(shown, title=f"Step {step} of {built.run_dir.name}", said=said)
 
 
 def digested(built: Any, step: int, seen: Experience, noted: Noted) -> dict[str, Any]:

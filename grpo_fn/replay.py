@@ -28,6 +28,9 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stored", action="store_true", help="learn from the tokens in RUN/rollouts instead of sampling them again"
     )
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE.html", help="write the step's learning signal, token by token, as a page"
+    )
     return parser
 
 
@@ -38,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     try:
-        return again.launch(run_dir=args.run, step=args.step, overrides=args.override, stored=args.stored)
+        return again.launch(
+            run_dir=args.run, step=args.step, overrides=args.override, stored=args.stored, show=args.show
+        )
     except (ValueError, OSError) as error:
         if getattr(error, "__notes__", None):  # noted once a step has begun
             raise

@@ -200,6 +200,7 @@ def train(
         plan = replace(plan, arrangement=shape, memory=held)
         print(request.config_text, *plan.lines(), *problems.notes, sep="\n")
         return 0
+    hf.check_attention(attention)  # not in a dry run, which may be about another machine
     disable_progress_bar()  # transformers' bars, one a file: they would bury the lines of the run
     world = join(device, deadline=scale.deadline) if request.world is None else request.world
     text = sha256(request.config_text.encode()).hexdigest()  # the fingerprint is blind to `scale`

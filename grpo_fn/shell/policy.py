@@ -97,7 +97,7 @@ class Sharded:
                 pairs = [(mine[0], torch.zeros_like(mine[0]))]
             if pairs:
                 self._owed = not last
-                with self.world.talking("backward"):
+                with self.world.talking("backward"), self._dropping():
                     torch.autograd.backward([y for y, _ in pairs], [d for _, d in pairs])
 
         return scores, pullback
@@ -281,11 +281,19 @@ class Sharded:
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(hash((self.seed, self.updates, self.skipped, self.passes, self._rank)) % 2**63)
-            for module in self.noisy:
-                module.train()
-            yield
+            with self._dropping():
+                yield
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Adapter dropout on. In the backward pass, too: a block that is computed again there draws what it drew."""
         for module in self.noisy:
-            module.eval()
+            module.train()
+        try:
+            yield
+        finally:
+            for module in self.noisy:
+                module.eval()
 
 
 def total_norm(grads: list[Tensor]) -> Tensor:

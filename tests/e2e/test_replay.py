@@ -144,6 +144,15 @@ def test_without_sampling_again(whole: Path, replayed: Replayed, monkeypatch: py
     assert code == 0, said
 
 
+def test_the_learning_signal_is_shown_as_a_page(whole: Path, tmp_path: Path, replayed: Replayed) -> None:
+    code, said, *_ = replayed(whole, 3, "--show", str(tmp_path / "step.html"))
+    assert code == 0
+    assert f"the learning signal of step 3 is in {tmp_path / 'step.html'}" in said
+    page = (tmp_path / "step.html").read_text()
+    assert "Step 3 of" in page
+    assert page.count('class="row') >= 1
+
+
 def test_an_engine_that_cannot_repeat_its_tokens(
     whole: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Model folders: what is wrong with a bad one is said, and an exported one opens anywhere as what it was."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import MODELS, VOCABULARY, qwen2_tied, tokenizer
-from safetensors.torch import save_file
 
 from grpo_fn.shell import hf
 from grpo_fn.shell.tiny_model import CHAT_TEMPLATE
@@ -169,15 +169,11 @@ def test_an_export_that_fails_leaves_what_was_there(good: Path, tmp_path: Path, 
 
     class Full:
         def save_pretrained(self, to: Path) -> None:
+            assert (to / "model.safetensors").exists()
             raise OSError("no space left on device")
 
-    model = qwen2_tied(VOCABULARY)
-    model.save_pretrained = lambda to: (
-        save_file({"half": torch.zeros(1)}, to / "model.safetensors"),
-        Full().save_pretrained(to),
-    )
     with pytest.raises(OSError, match="no space left"):
-        hf.export(model, tokenizer(), folder)
+        hf.export(qwen2_tied(VOCABULARY), Full(), folder)
     assert folder.exists() is before
     if before:
         opened(folder)
@@ -226,3 +222,13 @@ def test_devices_and_dtypes_that_do_not_exist_are_refused(monkeypatch: pytest.Mo
     assert hf.find_dtype("bfloat16") == torch.bfloat16
     with pytest.raises(ValueError, match=r"got dtype 'int8', wanted one of \['bfloat16', 'float16', 'float32'\]"):
         hf.find_dtype("int8")
+
+
+def test_an_attention_that_cannot_be_had_is_named_before_anything_is_loaded() -> None:
+    for name in ("sdpa", "eager"):
+        hf.check_attention(name)
+    with pytest.raises(ValueError, match=r"attention: got 'flash', wanted one of .*sdpa"):
+        hf.check_attention("flash")
+    if importlib.util.find_spec("flash_attn") is None:
+        with pytest.raises(ValueError, match=r"got 'flash_attention_2' without the package flash-attn.*pip install"):
+            hf.check_attention("flash_attention_2")

@@ -1,0 +1,15 @@
+config = GRPOConfig(
+    output_dir="out",
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=8,
+    num_generations=8,
+    max_completion_length=256,
+    learning_rate=1e-5,
+    beta=0.04,
+    loss_type="grpo",
+    num_train_epochs=3,
+    warmup_ratio=0.1,
+    use_vllm=True,
+    bf16=True,
+    made_up=3,
+)

@@ -1,0 +1,370 @@
+"""tools/import_config.py: what it writes can be launched, what it cannot carry is listed, and bad input is said."""
+
+import json
+import re
+import sys
+import tempfile
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from e2e.running import TESTS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn import run
+from grpo_fn.config import load
+from grpo_fn.shell import tiny_model
+
+sys.path.append(str(TESTS.parent / "tools"))
+import import_config as tool
+
+CONFIGS = TESTS / "e2e" / "configs"
+SAMPLES = {"nemo_rl.yaml": [], "trl.yaml": ["--world", "2"], "trl.py": ["--world", "2", "--rows", "7473"]}
+
+
+@pytest.fixture(scope="module")
+def given_params(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model and rows for the file that was written."""
+    folder = tmp_path_factory.mktemp("import")
+    shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32, positions=1024)
+    tiny_model.make_random(shape, folder / "model", seed=0, chat=False)
+    rows = [{"problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"MODEL": folder / "model", "DATA": folder / "rows.jsonl", "rows.split.test_size": 2}
+    values |= {"train.train.eval_problems": 2}
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def written(name: str, folder: Path) -> Path:
+    assert tool.main([str(CONFIGS / name), *SAMPLES[name], "--out", str(folder / "made.gin")]) == 0
+    return folder / "made.gin"
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_is_written_says_what_it_would_be(
+    name: str, given_params: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = written(name, tmp_path)
+    notes = capsys.readouterr().err.strip().splitlines()
+    assert [f"# {line}" for line in notes] == made.read_text().splitlines()[1 : 1 + len(notes)]
+    params = [part for param in given_params for part in ("--gin_param", param)]
+    assert run.main(["--gin_file", str(made), *params, "--dry_run"]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    rows = {"nemo_rl.yaml": "32 prompts x 16 samples = 512", "trl.yaml": "16 prompts x 8", "trl.py": "8 prompts x 8"}
+    assert rows[name] in said
+    updates = {"nemo_rl.yaml": "2 a step, 1000 in all", "trl.yaml": "8 a step, 400 in all", "trl.py": "1 a step, 2803"}
+    assert updates[name] in said
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_unknown_keys_are_listed(name: str, tmp_path: Path) -> None:
+    text = written(name, tmp_path).read_text()
+    unknown = [line for line in text.splitlines() if line.startswith("# unknown: ")]
+    assert len(unknown) == {"nemo_rl.yaml": 2, "trl.yaml": 0, "trl.py": 1}[name]
+    assert all("made_up" in line for line in unknown)
+
+
+# -- any configuration
+
+NUMBERS = st.sampled_from([0, 1, 2, 0.1, 0.5, 1.5, 5.0, 1e-6, "1e-6", -1, 1e300, float("nan"), float("inf"), 10**400])
+JUNK = st.one_of(NUMBERS, st.none(), st.booleans(), st.text(max_size=3), st.just([]), st.just({}), st.just({"a": 1}))
+COUNTS = st.sampled_from([1, 2, 4, 8, 8, 16])
+TRL = {
+    "per_device_train_batch_size": COUNTS,
+    "gradient_accumulation_steps": COUNTS,
+    "num_generations": st.sampled_from([2, 4, 8]),
+    "steps_per_generation": st.one_of(st.none(), COUNTS),
+    "generation_batch_size": st.one_of(st.none(), st.none(), st.sampled_from([16, 32, 48])),
+    "num_iterations": st.integers(1, 3),
+    "max_steps": st.integers(1, 500),
+    "max_completion_length": st.integers(1, 4096),
+    "loss_type": st.sampled_from([*tool.WEIGHTS, "luspo"]),
+    "importance_sampling_level": st.sampled_from(["token", "token", "sequence"]),
+    "epsilon": st.sampled_from([0.2, 0.1]),
+    "epsilon_high": st.sampled_from([None, 0.28, 5.0]),
+    "delta": st.sampled_from([None, None, 1.5, 0.5]),
+    "beta": st.sampled_from([0.0, 0.04]),
+    "use_bias_correction_kl": st.booleans(),
+    "scale_rewards": st.sampled_from(["group", "batch", "none", "mean", True, False]),
+    "mask_truncated_completions": st.booleans(),
+    "learning_rate": st.sampled_from([1e-6, "1e-5", 0.0]),
+    "lr_scheduler_type": st.sampled_from(["linear", "cosine", "constant", "constant_with_warmup", "polynomial"]),
+    "warmup_ratio": st.sampled_from([0.0, 0.1]),
+    "warmup_steps": st.sampled_from([0, 10, 0.05]),
+    "optim": st.sampled_from([*tool.OPTIMIZERS]),
+    "max_grad_norm": st.sampled_from([1.0, 0, 0.1]),
+    "weight_decay": st.sampled_from([0.0, 0.01]),
+    "temperature": st.sampled_from([1.0, 0.7]),
+    "bf16": st.booleans(),
+    "fp16": st.booleans(),
+    "gradient_checkpointing": st.booleans(),
+    "torch_compile": st.booleans(),
+    "fsdp": st.sampled_from(["", "full_shard auto_wrap", "shard_grad_op offload", ["no_shard"], True]),
+    "save_steps": st.sampled_from([100, 0.1]),
+    "eval_strategy": st.sampled_from(["no", "steps", "epoch"]),
+    "save_total_limit": st.sampled_from([None, 3]),
+    "seed": st.integers(0, 99),
+    "use_vllm": st.booleans(),
+    "top_p": st.just(0.9),
+}
+NEMO = {
+    "grpo.num_prompts_per_step": COUNTS,
+    "grpo.num_generations_per_prompt": COUNTS,
+    "grpo.max_num_steps": st.integers(1, 500),
+    "grpo.normalize_rewards": st.booleans(),
+    "grpo.use_leave_one_out_baseline": st.booleans(),
+    "grpo.adv_estimator.normalize_rewards": st.booleans(),
+    "grpo.use_dynamic_sampling": st.booleans(),
+    "grpo.overlong_filtering": st.booleans(),
+    "grpo.reward_shaping.enabled": st.booleans(),
+    "grpo.reward_shaping.overlong_buffer_length": st.sampled_from([16, 1024]),
+    "loss_fn.reference_policy_kl_penalty": st.sampled_from([0.0, 0.01]),
+    "loss_fn.reference_policy_kl_type": st.sampled_from(["k1", "k2", "k3", "k4"]),
+    "loss_fn.use_on_policy_kl_approximation": st.booleans(),
+    "loss_fn.ratio_clip_c": st.sampled_from([None, None, 3, 1]),
+    "loss_fn.sequence_level_importance_ratios": st.booleans(),
+    "loss_fn.token_level_loss": st.booleans(),
+    "loss_fn.force_on_policy_ratio": st.booleans(),
+    "policy.model_name": st.sampled_from(["a/b", "@math.correct", "%X", "it's"]),
+    "policy.train_global_batch_size": st.one_of(st.none(), COUNTS),
+    "policy.max_total_sequence_length": st.sampled_from([64, 512]),
+    "policy.precision": st.sampled_from([*tool.PRECISIONS, "fp8"]),
+    "policy.dtensor_cfg.cpu_offload": st.booleans(),
+    "policy.dtensor_cfg.tensor_parallel_size": st.sampled_from([1, 2]),
+    "policy.dtensor_cfg.lora_cfg.enabled": st.booleans(),
+    "policy.dtensor_cfg.lora_cfg.match_all_linear": st.booleans(),
+    "policy.dtensor_cfg.lora_cfg.target_modules": st.sampled_from([[], ["q_proj", "v_proj"]]),
+    "policy.generation.stop_strings": st.sampled_from([None, ["</s>"], ["@losses.cispo", "%STEPS", "a\nb"]]),
+    "policy.generation.max_new_tokens": st.sampled_from([8, "${policy.max_total_sequence_length}", "${policy.gone}"]),
+    "policy.optimizer.kwargs.betas": st.sampled_from([[0.9, 0.999], [0.9], [2, 0.5]]),
+    "data.dataset_name": st.sampled_from(["OpenMathInstruct-2", "mine"]),
+}
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """A mapping of mappings from dotted keys."""
+    whole: dict[str, Any] = {"grpo": {}}
+    for key, value in flat.items():
+        *folders, last = key.split(".")
+        place = whole
+        for name in folders:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return whole
+
+
+def carried(config: dict[str, Any], *, nemo: bool) -> tool.Draft | str:
+    """The draft, or what is said instead."""
+    try:
+        return tool.from_nemo_rl(config) if nemo else tool.from_trl(config, 2, None)
+    except ValueError as error:
+        return str(error)
+
+
+def reasonable(said: str) -> bool:
+    return "got" in said and "wanted" in said
+
+
+@pytest.mark.parametrize("nemo", [False, True], ids=["trl", "nemo_rl"])
+@given(st.data())
+def test_a_configuration_of_known_keys_can_be_launched_or_says_why_not(nemo: bool, data: st.DataObject) -> None:
+    flat = data.draw(st.fixed_dictionaries({}, optional=NEMO if nemo else TRL))
+    flat.setdefault("grpo.max_num_steps" if nemo else "max_steps", 7)
+    made = carried(nested(flat) if nemo else flat, nemo=nemo)
+    if isinstance(made, str):
+        assert reasonable(made), made
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "made.gin"
+        path.write_text(made.text("x"), encoding="utf-8")
+        given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
+        config = load([str(path)], given)
+    knobs = config.root.knobs
+    group = knobs["group_size"]
+    if nemo:
+        assert (knobs["prompts"], group) == tuple(
+            flat.get(key, value)
+            for key, value in (("grpo.num_prompts_per_step", 32), ("grpo.num_generations_per_prompt", 16))
+        )
+        assert knobs["cadence"].knobs["steps"] == flat["grpo.max_num_steps"]
+    else:
+        update = flat.get("per_device_train_batch_size", 8) * 2 * flat.get("gradient_accumulation_steps", 1)
+        rows = knobs["prompts"] * group / knobs["minibatches"]
+        assert rows == update or any("would split groups" in said for _, _, said in made.notes)
+        assert knobs["prompts"] % knobs["minibatches"] == 0
+
+
+ARITHMETIC = {  # a device, processes, accumulation, steps a generation, group: prompts, minibatches
+    (4, 2, 8, None, 8): (8, 1),
+    (4, 2, 8, 32, 8): (32, 4),
+    (4, 2, 8, 2, 8): (8, 1),
+    (2, 1, 1, 8, 2): (8, 8),
+    (2, 1, 1, 4, 8): (1, 1),  # four optimizer steps of a quarter group each: a group is not split
+}
+
+
+@pytest.mark.parametrize("case", ARITHMETIC)
+def test_completions_become_prompts_and_minibatches(case: tuple[int | None, ...]) -> None:
+    device, world, accumulate, rounds, group = case
+    config = {"per_device_train_batch_size": device, "gradient_accumulation_steps": accumulate, "max_steps": 1}
+    made = tool.from_trl(config | {"steps_per_generation": rounds, "num_generations": group}, world, None)
+    found = tuple(made.knobs[f"train.train.{name}"] for name in ("prompts", "minibatches"))
+    assert found == ARITHMETIC[case]
+
+
+@pytest.mark.parametrize("nemo", [False, True], ids=["trl", "nemo_rl"])
+@given(st.data())
+def test_whatever_stands_there_is_carried_listed_or_refused(nemo: bool, data: st.DataObject) -> None:
+    known = NEMO if nemo else TRL
+    odd = data.draw(st.dictionaries(st.sampled_from([*known]), JUNK, max_size=2))
+    keys = st.text(st.characters(exclude_characters="."), min_size=1, max_size=6)
+    strange = data.draw(st.dictionaries(keys, JUNK, max_size=2))
+    flat = dict(odd)
+    flat.setdefault("grpo.max_num_steps" if nemo else "max_steps", 7)
+    config = nested(flat) if nemo else dict(flat)
+    config = {**{f"zz{key}": value for key, value in strange.items()}, **config}
+    made = carried(config, nemo=nemo)
+    if isinstance(made, str):
+        assert reasonable(made), made
+        return
+    text = made.text("x")
+    compile_comments(text)
+    for key in strange:
+        shown = tool.one_line(f"unknown: zz{key}")
+        assert any(line.startswith(f"# {shown}") for line in text.splitlines()), (key, text)
+
+
+def compile_comments(text: str) -> None:
+    """Nothing of the original gets out of its comment: before the first statement there are comments alone."""
+    head = text.split("from __gin__ import dynamic_registration\n")[0]
+    assert all(line.startswith("# ") for line in head.splitlines()), head
+    text.encode("utf-8")
+
+
+def test_every_key_of_nemo_rls_file_is_carried_or_listed() -> None:
+    config = yaml.safe_load((CONFIGS / "nemo_rl.yaml").read_text())
+    made = tool.from_nemo_rl(config)
+    reader = tool.Reader(tool.interpolated(config))
+    text = "\n".join(made.listed())
+    taken = {key for key in reader.values if not re.search(rf"\b{re.escape(key)}\b", text)}
+    assert {"grpo.num_prompts_per_step", "policy.dtensor_cfg.lora_cfg.dim", "loss_fn.ratio_clip_max"} <= taken
+    assert not taken & {"made_up.knob", "made_up.empty", "cluster.num_nodes", "policy.generation.vllm_kwargs"}
+
+
+# -- bad files
+
+BAD = {
+    "not there": (None, ["cannot be read", "wanted a configuration"]),
+    "no mapping": ("[1, 2]", ["got list", "wanted keys and values"]),
+    "broken": ("{a: [", ["wanted JSON or YAML"]),
+    "of verl": ("actor_rollout_ref: {actor: {}}", ["got a configuration of verl", "from_verl.md"]),
+    "of something else": ("layers: 12", ["got the keys layers", "wanted `grpo`"]),
+    "no steps": ("learning_rate: 1e-6", ["got none", "wanted --rows"]),
+    "a word for a number": ("{num_generations: many, max_steps: 1}", ["num_generations: got 'many'", "wanted int"]),
+    "both batches": (
+        "{num_generations: 8, max_steps: 1, generation_batch_size: 8, steps_per_generation: 2}",
+        ["wanted one of them"],
+    ),
+    "groups that do not fit": (
+        "{num_generations: 7, max_steps: 1}",
+        ["generation_batch_size: got 8", "multiple of num_generations 7"],
+    ),
+    "a loss of its own": ("{loss_type: luspo, max_steps: 1}", ["loss_type: got 'luspo'", "wanted one of grpo"]),
+    "round in circles": ("grpo: {max_num_steps: '${grpo.max_num_steps}'}", ["refers to itself"]),
+    "Megatron": (
+        "{grpo: {max_num_steps: 1}, policy: {megatron_cfg: {enabled: true}}}",
+        ["megatron_cfg.enabled: got true", "wanted a file for dtensor_cfg"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_bad_input_is_one_line(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, said = BAD[fault]
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert tool.main([str(path), "--out", str(tmp_path / "made.gin")]) == 2
+    out = capsys.readouterr()
+    assert out.err.startswith("error: ")
+    assert out.err.count("\n") == 1
+    assert "got" in out.err or fault == "broken"
+    for part in said:
+        assert part in out.err, out.err
+    assert not (tmp_path / "made.gin").exists()
+
+
+def test_what_is_there_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = written("trl.yaml", tmp_path)
+    before = made.read_text()
+    assert tool.main([str(CONFIGS / "trl.yaml"), "--out", str(made)]) == 2
+    assert "which exists" in capsys.readouterr().err
+    assert made.read_text() == before
+
+
+@pytest.mark.parametrize("form", ["json", "literal", "call"])
+def test_a_configuration_means_the_same_in_every_form(form: str, tmp_path: Path) -> None:
+    config = {"num_generations": 4, "max_steps": 3, "loss_type": "dr_grpo", "bf16": False}
+    texts = {
+        "json": ("c.json", json.dumps(config)),
+        "literal": ("c.py", repr(config)),
+        "call": ("c.py", "a = GRPOConfig(" + ", ".join(f"{k}={v!r}" for k, v in config.items()) + ")"),
+    }
+    name, text = texts[form]
+    (tmp_path / name).write_text(text)
+    assert tool.read(tmp_path / name) == config
+
+
+def test_python_is_read_and_never_run(tmp_path: Path) -> None:
+    (tmp_path / "c.py").write_text(f"GRPOConfig(seed=open({str(tmp_path / 'ran')!r}, 'w'))")
+    assert tool.main([str(tmp_path / "c.py")]) == 2
+    assert not (tmp_path / "ran").exists()
+
+
+# -- the pages
+
+PAGES = sorted((TESTS.parent / "docs").glob("from_*.md"))
+ROOMS = ("grpo_fn", "grpo_fn.rewards", "grpo_fn.shell", "grpo_fn.tasks")
+
+
+def room(name: str) -> ModuleType | None:
+    """The module that gin files import under that name."""
+    found = [f"{place}.{name}" for place in ROOMS if find_spec(f"{place}.{name}")]
+    return import_module(found[0]) if found else None
+
+
+def ours(text: str) -> list[str]:
+    """What a page names of ours: the second cell of every row, and references anywhere."""
+    cells = [line.split("|")[2] for line in text.splitlines() if line.startswith("|") and line.count("|") >= 3]
+    return [
+        *re.findall(r"`([a-z_]+\.[A-Za-z_]\w*(?:\.\w+)?)(?:`| =)", " ".join(cells)),
+        *re.findall(r"@([\w.]+\w)", text),
+    ]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_names_only_functions_and_knobs_that_there_are(path: Path) -> None:
+    named = [name for name in ours(path.read_text()) if name != "module.function"]
+    assert len(named) > 20
+    for name in named:
+        place, function, *knob = name.split(".")
+        module = room(place)
+        assert module is not None, name
+        assert hasattr(module, function), name
+        assert not knob or knob[0] in signature(getattr(module, function)).parameters, name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_names_only_files_that_there_are(path: Path) -> None:
+    text = path.read_text()
+    files = set(re.findall(r"\b(?:algo|eval|run|scale|task)/\w+\.gin", text))
+    assert files
+    assert all((TESTS.parent / "gin" / name).exists() for name in files), files
+    for link in re.findall(r"\]\(([^)h#][^)]*)\)", text):
+        assert (path.parent / link).exists(), link

@@ -1,0 +1,294 @@
+"""The recipes of experiments/: each parses, says what it would be, and takes two real steps, made small."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from e2e.faults import job
+from e2e.running import TESTS, finish, metrics
+from launch.launching import environment, program, run
+from published import published
+
+from grpo_fn.shell import rollout_store, sandbox
+
+sys.path.append(str(TESTS.parent / "tools"))
+import make_tiny_model
+
+PROJECT = TESTS.parent
+RECIPES = PROJECT / "experiments"
+TINY = {"STEPS": 2, "PROMPTS": 2, "EVAL_PROBLEMS": 4, "MAX_NEW_TOKENS": 16, "train.train.group_size": 4}
+TINY |= {"loop.Cadence.save_every": 1, "loop.Cadence.eval_every": 1, "reward_pool.RewardPool.workers": 1}
+TINY |= {"reward_pool.RewardPool.deadline": 60.0}  # a loaded machine imports slowly
+# A reward that even a random model gets now and then, beside the recipe's own: a step without signal trains nothing.
+SIGNAL = """
+from __gin__ import dynamic_registration
+from e2e import rewards
+from grpo_fn.rewards import code
+from grpo_fn.rewards import combine
+from grpo_fn.rewards import math
+
+combine.combine.parts = [{verdict}, @rewards.digits]
+combine.combine.weights = [1.0, 1.0]
+"""
+
+
+class Recipe(NamedTuple):
+    """A recipe of experiments/, what it is given, and what it says of itself in a dry run."""
+
+    name: str
+    given: Mapping[str, Any]  # that it cannot do without
+    smaller: Mapping[str, Any]  # besides TINY
+    says: tuple[str, ...]
+    ranks: int = 1
+    hosts: int = 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights; the longest problem of MATH has to fit in bytes."""
+    path = tmp_path_factory.mktemp("recipes") / "model"
+    flags = ["--random", "--chat_template", "--hidden", "32", "--layers", "2", "--positions", "8192"]
+    assert make_tiny_model.main([*flags, "--out", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def instructions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Problems of MATH under the field names of OpenMathInstruct-2, of which there is no copy here."""
+    rows = map(json.loads, (published("math") / "train.jsonl").read_text().splitlines()[:40])
+    named = ({"problem": r["problem"], "expected_answer": r["answer"], "problem_source": "math"} for r in rows)
+    path = tmp_path_factory.mktemp("openmath") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in named))
+    return path
+
+
+def no_sandbox() -> None:
+    if all(sandbox.available()[name] for name in ("bubblewrap", "namespaces")):
+        pytest.skip(f"NOT TESTED: no sandbox on this machine: {sandbox.available()}")
+
+
+@pytest.fixture(params=["qwen_math_2gpu", "code_slurm_v100", "math_k8s_16gpu", "gsm8k_lora_8gb", "cluster_practice"])
+def recipe(request: pytest.FixtureRequest) -> Recipe:
+    """One recipe after the other, with what of the published data it needs."""
+    return RECIPE[request.param](request)
+
+
+def qwen(request: pytest.FixtureRequest) -> Recipe:
+    given = {"DATA": published("math"), "GSM8K": published("gsm8k")}
+    smaller = {"train.train.attention": '"sdpa"', "scale.Scale.execution": "@blocks.eager"}
+    smaller |= {"gsm8k.task.test_size": 2, "math_task.task.test_size": 2}
+    says = ("256 prompts x 8 samples = 2048", "replicate 1 x shard 2 x tensor 1", "problems     1819", "51200 in 200")
+    return Recipe("qwen_math_2gpu", given, smaller, says, ranks=2)
+
+
+def code(request: pytest.FixtureRequest) -> Recipe:
+    no_sandbox()
+    says = ("64 prompts x 8 samples = 512", "replicate 2 x shard 1 x tensor 1", "problems     500", "epochs of 374")
+    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"policy.Sharded.initial_scale": 1024.0}, says, 2)
+
+
+def k8s(request: pytest.FixtureRequest) -> Recipe:
+    given = {"DATA": published("math") / "math500.jsonl", "openmath/rows.problems.read": "@read.file"}
+    given |= {"openmath/read.file.path": repr(str(request.getfixturevalue("instructions")))}
+    says = ("32 prompts x 16 samples = 512", "replicate 2 x shard 8 x tensor 1", "of which", "problems     256")
+    return Recipe("math_k8s_16gpu", given, {}, says, ranks=16, hosts=2)
+
+
+def lora(request: pytest.FixtureRequest) -> Recipe:
+    says = ("4 prompts x 8 samples = 32", "= 3.00 epochs of 7473", "of which", "on the host", "problems     1319")
+    return Recipe("gsm8k_lora_8gb", {"DATA": published("gsm8k")}, {}, says)
+
+
+def practice(request: pytest.FixtureRequest) -> Recipe:
+    cache = {"tiny_model.Recipe.cache": repr(str(request.getfixturevalue("cache")))}
+    smaller = {"TEST_SIZE": 4, "tiny_model.WarmStart.steps": 5, "train.train.prompts": 2}
+    says = ("8 prompts x 8 samples = 64", "80 in 10 steps")
+    return Recipe("cluster_practice", cache, smaller, says, ranks=4)
+
+
+RECIPE = {"qwen_math_2gpu": qwen, "code_slurm_v100": code, "math_k8s_16gpu": k8s, "gsm8k_lora_8gb": lora}
+RECIPE |= {"cluster_practice": practice}
+
+
+def flags(name: str, bindings: Mapping[str, Any]) -> list[str]:
+    params = [part for knob, value in bindings.items() for part in ("--gin_param", f"{knob}={value}")]
+    return ["--gin_file", f"experiments/{name}/run.gin", *params]
+
+
+def small(recipe: Recipe, model: Path, folder: Path) -> list[str]:
+    """The arguments of a run of seconds."""
+    tiny = dict(TINY)
+    if recipe.name == "cluster_practice":  # it makes its own model, and has no macros for these
+        tiny = {k: v for k, v in tiny.items() if k not in ("PROMPTS", "EVAL_PROBLEMS")}
+    else:
+        tiny["MODEL"] = model
+    verdict = "@code.passed" if recipe.name == "code_slurm_v100" else "@math.correct"
+    (folder / "signal.gin").write_text(SIGNAL.format(verdict=verdict))
+    first, file, *params = flags(recipe.name, recipe.given | tiny | recipe.smaller)
+    return [first, file, "--gin_file", str(folder / "signal.gin"), *params, "--run_dir", str(folder / "run")]
+
+
+def test_it_says_what_it_would_be(recipe: Recipe, model: Path, tmp_path: Path) -> None:
+    given = recipe.given if recipe.name == "cluster_practice" else {"MODEL": model, **recipe.given}
+    argv = [*flags(recipe.name, given), "--dry_run", "--ranks", str(recipe.ranks), "--hosts", str(recipe.hosts)]
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    said = (tmp_path / "out").read_text()
+    assert [text for text in recipe.says if text not in said] == [], said
+
+
+def learnt(run_dir: Path, *, overflows: bool) -> None:
+    """Two steps, each with an update of gradients that were not all zero; and an evaluation before and after."""
+    rows = metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [(row["advantage/refused"], row["reward/invalid"]) for row in rows[1:]] == [(0, 0)] * 2
+    assert all(row["loss/grad_norm"] > 0 for row in rows[1:])
+    assert rows[-1]["optimizer/step"] + (rows[-1]["optimizer/overflows"] if overflows else 0) == 2
+    assert {"eval/accuracy"} <= rows[0].keys() & rows[-1].keys()
+    assert (run_dir / "model" / "config.json").exists()
+
+
+def test_two_steps_of_it(recipe: Recipe, model: Path, tmp_path: Path) -> None:
+    argv = small(recipe, model, tmp_path)
+    if recipe.name == "qwen_math_2gpu":
+        over = job(tmp_path / "job", 2, argv)
+        assert over.code == 0, over.everything()
+        row = metrics(tmp_path / "run")[-1]
+        assert {"eval/task/gsm8k", "eval/task/math"} <= row.keys()
+        assert any(name.startswith("eval/level/") for name in row)
+    else:
+        assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    learnt(tmp_path / "run", overflows=recipe.name == "code_slurm_v100")
+    assert (tmp_path / "run" / "adapter").exists() == (recipe.name in ("math_k8s_16gpu", "gsm8k_lora_8gb"))
+    dtype = {"code_slurm_v100": "float16", "cluster_practice": "float32"}.get(recipe.name, "bfloat16")
+    assert f'"{dtype}"' in (tmp_path / "run" / "config.gin").read_text().replace("'", '"')
+
+
+def sampled(run_dir: Path) -> list[list[tuple[Any, ...]]]:
+    """Tokens and rewards of every step."""
+    files = sorted((run_dir / "rollouts").glob("step_*"))
+    return [[(row["uid"], tuple(row["tokens"]), row["reward"]) for row in rollout_store.load(file)] for file in files]
+
+
+def test_weights_that_lie_on_the_host_make_the_same_run(cache: Path, model: Path, tmp_path: Path) -> None:
+    """A check of cluster_practice: offload."""
+    runs = {}
+    for name, more in {"kept": [], "offloaded": ["--gin_file", "scale/offload.gin"]}.items():
+        (folder := tmp_path / name).mkdir()
+        smaller = {"TEST_SIZE": 4, "tiny_model.WarmStart.steps": 5, "train.train.prompts": 2}
+        given = {"tiny_model.Recipe.cache": repr(str(cache))}
+        argv = small(Recipe("cluster_practice", given, smaller, ()), model, folder)
+        assert finish([*argv, *more], folder / "out") == 0, (folder / "out").read_text()
+        runs[name] = folder / "run"
+    assert sampled(runs["kept"]) == sampled(runs["offloaded"])
+    ours, theirs = (metrics(runs[name])[-1]["loss/grad_norm"] for name in ("kept", "offloaded"))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+# -- what starts them
+
+
+def test_the_manifest_is_the_launchers_own_with_this_runs_name_and_flags() -> None:
+    own = (RECIPES / "math_k8s_16gpu" / "job.yaml").read_text()
+    general = re.sub(r"\bgrpo\b(?!-fn)", "math-k8s", (PROJECT / "tools" / "launch" / "kubernetes.yaml").read_text())
+    ours, theirs = (list(yaml.safe_load_all(text)) for text in (own, general))
+    assert ours[:-1] == theirs[:-1]
+    mine, other = (found[-1]["spec"]["template"]["spec"]["containers"][0] for found in (ours, theirs))
+    assert [entry for entry in mine["env"] if entry not in other["env"]] == [{"name": "HF_HOME", "value": "/runs/hf"}]
+    script, name, *given = mine["args"]
+    assert (script, name) == tuple(other["args"][:2])
+    assert given[:2] == ["--gin_file", "experiments/math_k8s_16gpu/run.gin"]
+    env = {entry["name"]: entry["value"] for entry in mine["env"]}
+    assert int(env["NODES"]) * int(env["GPUS"]) == 16
+    for found in (mine, other):
+        found.pop("env")
+        found.pop("args")
+    assert ours == theirs
+
+
+def test_the_job_goes_to_slurm_with_a_run_folder_that_the_next_one_finds(tmp_path: Path) -> None:
+    program(tmp_path, "sbatch", f'#!/usr/bin/env bash\nprintf "%s\\n" "$RUN_DIR" "$@" >"{tmp_path}/asked"\n')
+    launch = RECIPES / "code_slurm_v100" / "launch.sh"
+    done = run([launch, "--gin_param", "MODEL=a b"], environment(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder, *asked = (tmp_path / "asked").read_text().splitlines()
+    assert folder == "runs/code_slurm_v100"
+    script = asked.index("tools/launch/slurm.sbatch")
+    assert {"--nodes=1", "--gpus-per-node=2"} <= {*asked[:script]}
+    file = "experiments/code_slurm_v100/run.gin"
+    assert asked[script + 1 :] == ["--gin_file", file, "--gin_param", "MODEL=a b"]
+
+
+def test_the_launchers_of_one_host_start_what_they_say(tmp_path: Path) -> None:
+    listen = f'if [[ $1 == *agent.py ]]; then printf "%s\\n" "$@" >"{tmp_path}/heard"; exit; fi'
+    listening = program(tmp_path, "python", f'#!/usr/bin/env bash\n{listen}\nexec "{sys.executable}" "$@"\n')
+    for name, ranks, files in (("qwen_math_2gpu", 2, 1), ("gsm8k_lora_8gb", 1, 2)):
+        done = run([RECIPES / name / "launch.sh", "--dry_run"], environment(PYTHON=str(listening)), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        heard = (tmp_path / "heard").read_text().splitlines()
+        assert f"--nproc-per-node={ranks}" in heard
+        assert heard[-3:] == ["--run_dir", f"runs/{name}", "--dry_run"]
+        named = [Path(heard[i + 1]) for i, word in enumerate(heard) if word == "--gin_file"]
+        assert len(named) == files
+        assert all(path.exists() and path.resolve().parent == RECIPES / name for path in named)
+
+
+def test_every_test_that_the_practice_names_is_there() -> None:
+    folder = RECIPES / "cluster_practice"
+    text = (folder / "check.sh").read_text() + (folder / "README.md").read_text()
+    named = set(re.findall(r"\btests/[\w/]+(?:\.py(?:::\w+)?)?", text))
+    assert len(named) > 10
+    for name in named:
+        path, _, test = name.partition("::")
+        assert (PROJECT / path).exists(), name
+        assert not test or f"def {test}(" in (PROJECT / path).read_text(), name
+
+
+def test_a_check_that_there_is_not_is_refused() -> None:
+    done = run([RECIPES / "cluster_practice" / "check.sh", "colour"], environment())
+    assert done.returncode == 2
+    assert "got check 'colour', wanted strategies" in done.stderr
+
+
+def documented(text: str) -> set[str]:
+    """The names of ours in the tables of a README: `room.function.knob`, of any module that gin files import."""
+    return set(re.findall(r"`([a-z_]+(?:\.[A-Za-z_0-9]+){1,2})(?:`| =)", text))
+
+
+@pytest.mark.parametrize("name", [*RECIPE])
+def test_every_knob_that_its_table_names_is_one_of_the_recipe(name: str) -> None:
+    from grpo_fn.config import read
+
+    bound = read([f"experiments/{name}/run.gin"], [])
+    known = {str(label) for label in knob_names(bound)}
+    text = (RECIPES / name / "README.md").read_text()
+    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("|") and line.count("|") >= 4]
+    named = {knob for row in rows for knob in documented(row) if knob.count(".") == 2}
+    assert named <= known, named - known
+    for part in ("**Claim.**", "**Command.**", "**Result.**"):
+        assert part in text, part
+
+
+def knob_names(bindings: Any) -> set[str]:
+    """`module.function.knob` of everything that is bound."""
+    dumped = partial(re.findall, r"^(?:\w+/)?([\w.]+) =", flags=re.MULTILINE)
+    from grpo_fn.config.text import dump
+
+    return {name.split("/")[-1] for name in dumped(dump(bindings))}
+
+
+@pytest.mark.slow
+def test_the_real_launcher_and_compiled_blocks_on_two_ranks(model: Path, tmp_path: Path) -> None:
+    found = qwen(None)  # type: ignore[arg-type]
+    kept = {k: v for k, v in found.smaller.items() if k != "scale.Scale.execution"}
+    _, _, *argv = small(found._replace(smaller=kept), model, tmp_path)
+    env = environment(MODULE="grpo_fn.run") | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(PROJECT)))}
+    done = run([RECIPES / "qwen_math_2gpu" / "launch.sh", *argv], env)
+    assert done.returncode == 0, done.stderr
+    learnt(tmp_path / "run", overflows=False)
