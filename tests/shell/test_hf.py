@@ -167,13 +167,14 @@ def test_an_export_that_fails_leaves_what_was_there(good: Path, tmp_path: Path, 
     if before:
         copied(good, folder)
 
-    class Full:
-        def save_pretrained(self, to: Path) -> None:
-            assert (to / "model.safetensors").exists()
-            raise OSError("no space left on device")
+    def fill_up(to: Path) -> None:
+        assert (to / "model.safetensors").exists()
+        raise OSError("no space left on device")
 
+    broken = tokenizer()
+    broken.save_pretrained = fill_up
     with pytest.raises(OSError, match="no space left"):
-        hf.export(qwen2_tied(VOCABULARY), Full(), folder)
+        hf.export(qwen2_tied(VOCABULARY), broken, folder)
     assert folder.exists() is before
     if before:
         opened(folder)
