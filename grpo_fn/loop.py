@@ -19,20 +19,18 @@ from grpo_fn.problem import Problem, RewardFn, Scorer
 from grpo_fn.record import digested, due, examine, record, record_evaluation
 from grpo_fn.resume import BEST, Progress, packed_progress, recalled, restore
 from grpo_fn.shell import board, digest, system
-from grpo_fn.shell.clock import Stopwatch, noting
-from grpo_fn.shell.console import Console
+from grpo_fn.shell.clock import noting
 from grpo_fn.shell.lora import LoRA
 from grpo_fn.shell.mirror import Mirror
-from grpo_fn.shell.mute import Mute
 from grpo_fn.shell.policy import Sharded
 from grpo_fn.shell.reward_pool import RewardPool
 from grpo_fn.shell.saver import Keep, Saver
 from grpo_fn.shell.signals import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.shell.spread import Spread
 from grpo_fn.shell.world import World
-from grpo_fn.shell.writer import Writer, rewind
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.types import Carried, RunState
+from grpo_fn.voice import Voice, lost_rows, speaking
 
 DATA, SAMPLING, EVALUATION, ADAPTERS = range(4)  # streams of the run's key
 
@@ -84,17 +82,6 @@ class Built:
     plan: Sequence[str]  # the numbers of the run, for the log
     start_over: bool  # when every checkpoint is broken
     started: float  # time.perf_counter() when the program began to work
-
-
-@dataclass(frozen=True)
-class Voice:
-    """Where a run speaks: to people, to the metrics, to its checkpoints. On all ranks but the main one mostly mute."""
-
-    console: Console | Mute
-    writer: Writer | Mute
-    saver: Saver
-    clock: Stopwatch
-    history: list[health.Line]  # of the metrics, for the rules of health; on the main rank
 
 
 def work(built: Built) -> int:
@@ -158,22 +145,6 @@ def work(built: Built) -> int:
     return 0
 
 
-def speaking(built: Built, stack: ExitStack, start: int, *, first: bool) -> Voice:
-    """The run's console, writer and saver; the latter is the only one that every rank has."""
-    run_dir, main = built.run_dir, built.world.main
-    mirrored = partial(stack.enter_context, built.mirror(run_dir))  # before the writer, whose events it follows
-    built.world.agree(mirrored, what="opening the mirror")
-    if main:
-        rewind(run_dir / digest.FILE, 0 if first else start + 1)
-    return Voice(
-        console=stack.enter_context(Console(run_dir / "log.txt", built.cadence.steps, start) if main else Mute()),
-        writer=stack.enter_context(Writer(run_dir, start_step=0 if first else start + 1) if main else Mute()),
-        saver=stack.enter_context(Saver(run_dir / "checkpoints", built.world)),
-        clock=Stopwatch(),
-        history=[],
-    )
-
-
 def stopped(built: Built, stop: StopRequest, saver: Saver) -> bool:
     """Whether any rank was asked to stop: all of them do, after the same step. Raises where a save has failed."""
     asked, failed = zip(
@@ -220,7 +191,7 @@ def advance(built: Built, progress: Progress, step: int, voice: Voice) -> None:
     if built.world.main:
         with clock.span("log"):
             record(built, step, experience, gains, prng.fold_in(built.key, SAMPLING), voice.writer)
-    lost = losses(built, troubles, voice.console)
+    lost = lost_rows(built, troubles, voice.console)
     times = clock.lap()
     figures |= {
         "generation/prompts": figures["generation/rows"] / built.algo.group_size,
@@ -271,17 +242,6 @@ def judge(built: Built, step: int, voice: Voice) -> dict[str, float]:
     if built.world.main:
         record_evaluation(built.run_dir, step, judged, built.cadence.show_rows, voice.writer)
     return summarise(judged, ks=how.ks, by=how.by)
-
-
-def losses(built: Built, before: Counter, console: Console | Mute) -> dict[str, float]:
-    """How many rows each kind of trouble has cost on all ranks; what rewards complained of goes to the log."""
-    mine = ({kind: number - before[kind] for kind, number in built.pool.counts.items()}, [*built.pool.complaints])
-    built.pool.complaints.clear()
-    parts = built.world.exchange(mine, what="the others' troubles with rewards")
-    for rank, (_, complaints) in enumerate(parts):
-        for complaint in complaints:
-            console.line(complaint if len(parts) == 1 else f"rank {rank}: {complaint}")
-    return {f"reward/{kind}": float(sum(counts[kind] for counts, _ in parts)) for kind in parts[0][0]}
 
 
 def keep(built: Built, progress: Progress, voice: Voice) -> None:

@@ -19,6 +19,7 @@ from grpo_fn import prng, sampling
 from grpo_fn.evaluate import Evaluation, Judged, evaluate, grouped, judge_names, summarise, tally
 from grpo_fn.locate import check_fits, locate, take
 from grpo_fn.loop import EVALUATION
+from grpo_fn.prepare import prepare
 from grpo_fn.problem import Problem, RewardFn, Scorer
 from grpo_fn.proportions import wilson
 from grpo_fn.ready import check_sandboxes
@@ -28,7 +29,6 @@ from grpo_fn.shell.durable import check_space, write_bytes, write_json
 from grpo_fn.shell.reward_pool import RewardPool
 from grpo_fn.shell.world import find_device
 from grpo_fn.tasks.task import Task, held_out
-from grpo_fn.train import prepare
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
 BYTES_A_TOKEN = 16  # of samples.jsonl, generously: four of English, six a character of other scripts

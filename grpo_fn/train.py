@@ -5,14 +5,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_fn import health as rules
@@ -22,7 +21,8 @@ from grpo_fn.algorithm import Algo
 from grpo_fn.collect import Harvest
 from grpo_fn.evaluate import Evaluation, judge_names
 from grpo_fn.loop import ADAPTERS, DATA, Built, Cadence, work
-from grpo_fn.problem import Problem, RewardFn
+from grpo_fn.prepare import prepare
+from grpo_fn.problem import RewardFn
 from grpo_fn.ready import check_sandboxes
 from grpo_fn.resume import begun
 from grpo_fn.rewards.combine import part_names
@@ -36,7 +36,6 @@ from grpo_fn.shell.scale import Scale
 from grpo_fn.shell.scorer import Scorer
 from grpo_fn.shell.spread import Spread, spread_score
 from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, join
-from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, first, train_problems
 
 # Keyword-only parameters that the program passes to what gin names here; gin binds the others.
@@ -296,41 +295,3 @@ def train(
     if request.world is None:
         world.leave()
     return code
-
-
-class Prepared(NamedTuple):
-    """A model's folder and tokenizer, and the problems whose prompts leave room for a completion."""
-
-    folder: str
-    tokenizer: PreTrainedTokenizerBase
-    task: Task
-
-
-def prepare(
-    source: hf.ModelSource,
-    task: Task,
-    drawn: Sequence[Problem],
-    config: PretrainedConfig,
-    max_new_tokens: int,
-    *,
-    encode: hf.Encode,
-    overlong_prompts: Callable[..., tuple[Task, int]],
-) -> Prepared:
-    """Make the model's folder there, and look at every prompt: those of the task, and those `drawn` from it.
-
-    Raises ValueError for a prompt without tokens, and as `overlong_prompts` does for one that leaves no room.
-    """
-    folder = source.folder()
-    tokenizer = hf.load_tokenizer(folder)
-    length = cache(lambda prompt: len(encode(tokenizer, prompt)))
-    if empty := [problem.prompt for problem in (*drawn, *task.test) if not length(problem.prompt)]:
-        raise ValueError(
-            f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, wanted at least one: is "
-            "the prompt empty, or the folder without the tokenizer's files?"
-        )
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is None:
-        return Prepared(folder, tokenizer, task)
-    if drawn and not task.rows:  # made as they are drawn: nothing can be left out
-        overlong.refuse(task._replace(rows=tuple(drawn)), length, positions - max_new_tokens)
-    return Prepared(folder, tokenizer, overlong_prompts(task, length, positions - max_new_tokens)[0])

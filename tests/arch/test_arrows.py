@@ -21,7 +21,7 @@ LAYERS = {
     "L2": {"algorithm", "collect", "lens", "differences", "token_signal", "signal_page", "evaluate", "plan"},
     "S": {"shell"},
     "L3": {
-        *{"config", "train", "loop", "resume", "finish", "presets", "record", "ready"},
+        *{"config", "train", "loop", "voice", "resume", "finish", "prepare", "presets", "record", "ready"},
         *{"scoring", "named_reward", "measure", "locate", "again", "recall"},
     },
     "L4": {"run", "score", "eval", "replay"},

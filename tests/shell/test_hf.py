@@ -171,7 +171,7 @@ def test_an_export_that_fails_leaves_what_was_there(good: Path, tmp_path: Path, 
         assert (to / "model.safetensors").exists()
         raise OSError("no space left on device")
 
-    broken = tokenizer()
+    broken = deepcopy(tokenizer())
     broken.save_pretrained = fill_up
     with pytest.raises(OSError, match="no space left"):
         hf.export(qwen2_tied(VOCABULARY), broken, folder)

@@ -39,11 +39,12 @@ from grpo_fn import loss_scale, prng
 from grpo_fn.batch import count
 from grpo_fn.config import freeze, load
 from grpo_fn.shell import blocks, hf, lora
+from grpo_fn.shell.gradients import whole
 from grpo_fn.shell.load import give, part
 from grpo_fn.shell.optimizer import adamw
 from grpo_fn.shell.oracle import Functional
 from grpo_fn.shell.place import Placed, Placing, place
-from grpo_fn.shell.policy import WEIGHTS, Sharded, whole
+from grpo_fn.shell.policy import WEIGHTS, Sharded
 from grpo_fn.shell.scale import Scale
 from grpo_fn.shell.scorer import Scorer
 from grpo_fn.shell.world import World

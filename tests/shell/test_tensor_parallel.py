@@ -49,10 +49,11 @@ from transformers import (
 from grpo_fn import loss_scale
 from grpo_fn.batch import count
 from grpo_fn.shell import blocks, checkpoint, load, lora, tensor_parallel
+from grpo_fn.shell.gradients import whole
 from grpo_fn.shell.optimizer import adamw
 from grpo_fn.shell.oracle import Functional
 from grpo_fn.shell.place import Placing, place
-from grpo_fn.shell.policy import Sharded, whole
+from grpo_fn.shell.policy import Sharded
 from grpo_fn.shell.saver import Saver
 from grpo_fn.shell.scorer import Scorer
 from grpo_fn.shell.world import World

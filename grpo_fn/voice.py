@@ -1,0 +1,53 @@
+"""Where a run speaks, and what it has to tell of its rewards."""
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from grpo_fn import health
+from grpo_fn.shell import digest
+from grpo_fn.shell.clock import Stopwatch
+from grpo_fn.shell.console import Console
+from grpo_fn.shell.mute import Mute
+from grpo_fn.shell.saver import Saver
+from grpo_fn.shell.writer import Writer, rewind
+
+
+@dataclass(frozen=True)
+class Voice:
+    """Where a run speaks: to people, to the metrics, to its checkpoints. On all ranks but the main one mostly mute."""
+
+    console: Console | Mute
+    writer: Writer | Mute
+    saver: Saver
+    clock: Stopwatch
+    history: list[health.Line]  # of the metrics, for the rules of health; on the main rank
+
+
+def speaking(built: Any, stack: ExitStack, start: int, *, first: bool) -> Voice:
+    """The run's console, writer and saver; the latter is the only one that every rank has."""
+    run_dir, main = built.run_dir, built.world.main
+    mirrored = partial(stack.enter_context, built.mirror(run_dir))  # before the writer, whose events it follows
+    built.world.agree(mirrored, what="opening the mirror")
+    if main:
+        rewind(run_dir / digest.FILE, 0 if first else start + 1)
+    return Voice(
+        console=stack.enter_context(Console(run_dir / "log.txt", built.cadence.steps, start) if main else Mute()),
+        writer=stack.enter_context(Writer(run_dir, start_step=0 if first else start + 1) if main else Mute()),
+        saver=stack.enter_context(Saver(run_dir / "checkpoints", built.world)),
+        clock=Stopwatch(),
+        history=[],
+    )
+
+
+def lost_rows(built: Any, before: Counter, console: Console | Mute) -> dict[str, float]:
+    """How many rows each kind of trouble has cost on all ranks; what rewards complained of goes to the log."""
+    mine = ({kind: number - before[kind] for kind, number in built.pool.counts.items()}, [*built.pool.complaints])
+    built.pool.complaints.clear()
+    parts = built.world.exchange(mine, what="the others' troubles with rewards")
+    for rank, (_, complaints) in enumerate(parts):
+        for complaint in complaints:
+            console.line(complaint if len(parts) == 1 else f"rank {rank}: {complaint}")
+    return {f"reward/{kind}": float(sum(counts[kind] for counts, _ in parts)) for kind in parts[0][0]}
