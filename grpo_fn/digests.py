@@ -153,4 +153,4 @@ def of_step(
 
 def differing(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """The quantities that differ, in the order in which a step makes them; one that was not recorded does not."""
-    return [name for name in QUANTITIES if recorded.get(name) not in (None, found[name])]
+    return [name for name in QUANTITIES if recorded.get(name) not in (None, found.get(name))]

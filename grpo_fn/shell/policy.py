@@ -234,13 +234,14 @@ class Sharded:
             "skipped": self.skipped,
             "loss_scale": self.scale,
             "good_steps": self.good_steps,
+            # A parameter has no moments before its first gradient; a step without any signal gives none.
+            "moments": [name for name, x in self.named().items() if self.optimizer.state.get(x)],
         }
 
     def restore(self, load: Callable[[dict[str, Tensor]], None], counters: Mapping[str, Any]) -> None:
         """Have `load` fill in what `tensors` names, and take over the counters."""
         self.optimizer.state.clear()
-        if counters["updates"]:
-            self._make_moments()
+        self._make_moments({*counters["moments"]})
         kept = self.tensors()
         load(kept)
         for name, x in self.named().items():
@@ -249,12 +250,12 @@ class Sharded:
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.scale, self.good_steps = counters["loss_scale"], counters["good_steps"]
 
-    def _make_moments(self) -> None:
-        """Moments to be filled in: those of a step without gradient at a learning rate of zero."""
+    def _make_moments(self, names: set[str]) -> None:
+        """Moments to be filled in: those of a step with gradients of zero at a learning rate of zero."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
+        for name, x in self.named().items():
+            x.grad = torch.zeros_like(x) if name in names else None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 

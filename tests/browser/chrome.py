@@ -36,7 +36,12 @@ class Chrome:
 
     def __init__(self, folder: Path, *, browser: str, driver: str) -> None:
         self._log = open(folder / "chromedriver.log", "w+")  # noqa: SIM115 - closed by close()
-        self._driver = subprocess.Popen([driver, "--port=0"], stdout=self._log, stderr=subprocess.STDOUT)
+        self._driver = subprocess.Popen(
+            [driver, "--port=0"],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # what other tests send to a group is not for the browser
+        )
         try:
             self._root = f"http://127.0.0.1:{self._port()}"
             self._session = self._start(folder, browser)
@@ -128,6 +133,8 @@ class Chrome:
         """End the browser and its driver."""
         try:
             self.ask("DELETE", "")
+        except urllib.error.URLError:
+            pass  # it is gone already
         finally:
             self._driver.terminate()
             self._driver.wait(DEADLINE)

@@ -54,7 +54,7 @@ def test_a_run_on_programs_resumes_exactly_and_judges_every_time_alike(params: l
     assert asked[0] == asked[1]
     again = argv(params, tmp_path / "again")
     assert finish(again, tmp_path / "out", AtPhase("train", 2, signal.SIGKILL)) == -signal.SIGKILL
-    assert finish(again, tmp_path / "out") == 0
+    assert finish(again, tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert outcome(tmp_path / "again") == outcome(tmp_path / "whole")
 
 

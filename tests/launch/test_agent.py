@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,17 @@ def test_looking_at_how_a_child_ended_leaves_it_for_its_owner(how: str, code: in
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert agent.exit_code(child.pid) == agent.exit_code(child.pid) == code
     assert child.wait() == code
+
+
+@pytest.fixture(autouse=True)
+def own_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session has children of its own (servers, a browser), which are no workers: only shells are asked to stop."""
+    every = psutil.Process.children
+
+    def shells(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+        return [child for child in every(process, recursive) if child.name() == "bash"]
+
+    monkeypatch.setattr(psutil.Process, "children", shells)
 
 
 def stopped(program: str, number: int, grace: float) -> list[int]:

@@ -95,6 +95,7 @@ class Step(NamedTuple):
     groups: Groups
     adv: torch.Tensor
     batch: Any
+    ratio: torch.Tensor
     figures: dict[str, float]
 
 
