@@ -87,6 +87,11 @@ class Chrome:
         self.ask("POST", "/url", {"url": "about:blank"})  # the first page of a new window asks for its own things
         self.logged("browser"), self.logged("performance")
         self.ask("POST", "/url", {"url": page.absolute().as_uri()})
+        ready, until = "return document.readyState === 'complete' && location.href === arguments[0]", time.monotonic()
+        while not self.run(ready, page.absolute().as_uri()):  # on a busy machine the driver comes back earlier
+            if time.monotonic() - until > DEADLINE:
+                raise BrowserError(f"{page} was not loaded within {DEADLINE:g} s")
+            time.sleep(0.05)
 
     def devtools(self, command: str, **params: object) -> Any:
         """One command of the DevTools protocol."""
