@@ -87,10 +87,15 @@ class Chrome:
         self.ask("POST", "/url", {"url": "about:blank"})  # the first page of a new window asks for its own things
         self.logged("browser"), self.logged("performance")
         self.ask("POST", "/url", {"url": page.absolute().as_uri()})
-        ready, until = "return document.readyState === 'complete' && location.href === arguments[0]", time.monotonic()
-        while not self.run(ready, page.absolute().as_uri()):  # on a busy machine the driver comes back earlier
-            if time.monotonic() - until > DEADLINE:
-                raise BrowserError(f"{page} was not loaded within {DEADLINE:g} s")
+        ready = "return document.readyState === 'complete' && location.href === arguments[0]"
+        self.wait(ready, page.absolute().as_uri())  # on a busy machine the driver comes back before that
+
+    def wait(self, script: str, *args: object) -> None:
+        """Until what a script returns is true."""
+        until = time.monotonic() + DEADLINE
+        while not self.run(script, *args):
+            if time.monotonic() > until:
+                raise BrowserError(f"got no true answer within {DEADLINE:g} s, wanted one: {script} {args}")
             time.sleep(0.05)
 
     def devtools(self, command: str, **params: object) -> Any:

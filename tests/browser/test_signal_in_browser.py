@@ -133,8 +133,8 @@ def test_the_filter_leaves_the_rows_that_have_every_word(window: Chrome, shown: 
         row for row in shown.rows if "two  spaces" in "".join(t.text for t in row.tokens).replace("two ", "two  ")
     ]
     assert len(wanted) == 1
+    window.wait("return document.querySelector('#found').textContent === arguments[0]", f"1 of {len(shown.rows)} rows")
     assert window.run(ORDER) == [f"{row.influence:.6g}" for row in wanted]
-    assert window.run("return document.querySelector('#found').textContent") == f"1 of {len(shown.rows)} rows"
     window.run("document.querySelector('#group').click()")
     assert window.run("return [...document.querySelectorAll('.group')].filter(g => g.checkVisibility()).length") == 1
 
