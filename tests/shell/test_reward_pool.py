@@ -322,11 +322,15 @@ def test_megabytes_of_text_pass_through_the_pipes(pool):
     assert lost(pool, correct, *asked(*texts)) == ([float(i == 42) for i in range(40, 50)], {})
 
 
-def test_a_worker_killed_between_calls_is_replaced_and_no_row_is_lost(pool):
-    pool.score(length_of_text, *asked(*"abcdefgh"))
-    for worker in psutil.Process().children():
-        worker.kill()
-    assert lost(pool, length_of_text, *asked("a", "bc", "d")) == ([1.0, 2.0, 1.0], {})
+def test_a_worker_killed_between_calls_is_replaced_and_no_row_is_lost():
+    before = set(psutil.Process().children())  # what other tests keep: the server that forks, its tracker, a browser
+    with RewardPool(workers=2, deadline=60.0, memory_mb=1024, stop_on_error=True) as pool:
+        pool.score(length_of_text, *asked(*"abcdefgh"))
+        mine = set(psutil.Process().children()) - before
+        assert mine
+        for worker in mine:
+            worker.kill()
+        assert lost(pool, length_of_text, *asked("a", "bc", "d")) == ([1.0, 2.0, 1.0], {})
 
 
 def test_a_memory_limit_that_nothing_can_start_under_is_named():

@@ -413,8 +413,9 @@ def test_a_reward_worker_that_is_late_takes_its_program_with_it():
                     seen.update(worker.children(recursive=True))
 
     done = threading.Event()
+    before = set(psutil.Process().children())
     with RewardPool(workers=1, deadline=6.0, memory_mb=1024, stop_on_error=True) as pool:
-        workers = psutil.Process().children()
+        workers = set(psutil.Process().children()) - before
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
