@@ -1,16 +1,8 @@
 """What a run would be, worked out and checked before anything expensive starts."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
-from torch import Tensor
-
-from grpo_fn.batch import count
-from grpo_fn.credit import Credit
 from grpo_fn.memory import GB, WIDE, Memory
-from grpo_fn.types import Batch, Gains, Reward, Scores
 
 
 @dataclass(frozen=True)
@@ -99,48 +91,10 @@ def check_shared(prompts: int, ranks: int) -> None:
         raise ValueError(f"prompts: got {prompts} a step for {ranks} ranks, wanted at least one for each of them")
 
 
-def check_credit(credit: Credit, group_size: int, parts: Sequence[str]) -> None:
-    """Raise ValueError when groups of one can carry no signal: normalised advantages compare within a group.
-
-    `parts` are the names of the reward's parts; a credit that asks for others says so here.
-    """
-    signal = credit(*small_step(torch.zeros(2, 1, 1), parts)).any()
-    if group_size == 1 and not signal:
-        raise ValueError(
-            "group_size: got 1 with an advantage that compares within a group (always 0), wanted 2 or more"
-        )
-
-
 def check_signal(min_signal: int, prompts: int) -> None:
     """Raise ValueError unless a step can have as many groups with signal as it needs."""
     if not 0 <= min_signal <= prompts:
         raise ValueError(f"min_signal: got {min_signal}, wanted 0 to prompts, {prompts}")
-
-
-def small_step(drift: Tensor, parts: Sequence[str]) -> tuple[Reward, Tensor, Tensor]:
-    """A step to ask a credit about: drift `[P, G, T]`, every token sampled, every sample rewarded differently."""
-    value = torch.arange(drift.shape[0] * drift.shape[1], dtype=drift.dtype).reshape(drift.shape[:2])
-    everything = torch.ones_like(drift, dtype=torch.bool)
-    return Reward(value, everything[..., 0], dict.fromkeys(parts, value)), drift, everything
-
-
-def uses_reference(
-    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]], credit: Credit, parts: Sequence[str]
-) -> bool:
-    """Whether objective or credit look at logp_ref, found by asking them: then a frozen reference has to be kept."""
-    mask = torch.tensor([[False, True, True], [False, True, True]])
-    logp = torch.full((2, 3), -1.0, dtype=torch.float64)  # a small beta must not drown in rounding
-    adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(logp)
-
-    def value(logp_ref: Tensor) -> Tensor:
-        batch = Batch(mask.long(), mask, logp, logp, logp_ref, adv, mask)
-        entropy = torch.ones_like(logp)
-        loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))
-        return loss(Scores(logp, entropy))[0]
-
-    drift = torch.tensor([[[0.3], [0.1]], [[0.2], [0.7]]], dtype=torch.float64)
-    with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
-    return bool(value(logp - 1) != value(logp)) or not torch.equal(with_drift, without)
 
 
 def kv_bytes_per_token(config: object, bytes_per_value: int) -> int:

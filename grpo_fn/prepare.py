@@ -8,6 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo_fn.problem import Problem
 from grpo_fn.shell import hf
+from grpo_fn.shell.completions import positions
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task
 
@@ -42,9 +43,9 @@ def prepare(
             f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, wanted at least one: is "
             "the prompt empty, or the folder without the tokenizer's files?"
         )
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is None:
+    room = positions(config)
+    if room is None:
         return Prepared(folder, tokenizer, task)
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out
-        overlong.refuse(task._replace(rows=tuple(drawn)), length, positions - max_new_tokens)
-    return Prepared(folder, tokenizer, overlong_prompts(task, length, positions - max_new_tokens)[0])
+        overlong.refuse(task._replace(rows=tuple(drawn)), length, room - max_new_tokens)
+    return Prepared(folder, tokenizer, overlong_prompts(task, length, room - max_new_tokens)[0])

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from grpo_fn import advantage, credit
+from grpo_fn import advantage, correction, credit
 
 # Example values of every knob; each function is tested at every combination of its knobs' values.
 KNOBS: dict[str, tuple] = {
@@ -42,6 +42,8 @@ KNOBS: dict[str, tuple] = {
     "limit": (0.2,),
     "step": (0.05,),
     "highest": (2.0,),
+    "weight": (partial(correction.truncated, cap=3.0),),
+    "mask": (partial(correction.off_policy_sequence_mask, delta=0.2),),
 }
 
 

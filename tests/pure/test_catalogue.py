@@ -9,7 +9,7 @@ from types import ModuleType
 import catalogue
 import pytest
 
-from grpo_fn import advantage, control, credit, filters, kl, losses, marks, weights
+from grpo_fn import advantage, control, correction, credit, filters, kl, losses, marks, weights
 
 ROOMS = [
     (
@@ -31,6 +31,14 @@ ROOMS = [
         {
             *("reinforce", "clipped_ratio", "dual_clip", "sequence_ratio", "sequence_ratio_token", "cispo", "sapo"),
             *("gmpo", "dppo_tv", "clip_cov", "kl_cov"),
+        },
+    ),
+    (
+        correction,
+        ("logp", "row"),
+        {
+            *("none", "truncated", "masked", "sequence_truncated", "sequence_masked", "off_policy_sequence_mask"),
+            "both",
         },
     ),
     (weights, ("mask", "totals"), {"token_mean", "sequence_mean", "constant_length"}),

@@ -12,19 +12,21 @@ from catalogue import bound
 from hypothesis import given
 from torch.func import grad_and_value, vmap
 
-from grpo_fn import kl, losses, objective, weights
+from grpo_fn import correction, kl, losses, objective, weights
 from grpo_fn.types import Batch, Gains, Scores
 
 LOSSES = bound(losses, "logp", "row")
+CORRECTIONS = bound(correction, "logp", "row")
 KLS = bound(kl, "logp", "row")
 WEIGHTS = bound(weights, "mask", "totals")
-DIAGNOSTICS = {"ratio", "clip_low", "clip_high"}
+DIAGNOSTICS = {"ratio", "clip_low", "clip_high", "correction"}
 
 
-def composed(loss: str, k: str, w: str, beta: float, bonus: float) -> partial:
+def composed(loss: str, c: str, k: str, w: str, beta: float, bonus: float) -> partial:
     return partial(
         objective.policy_objective,
         token_loss=LOSSES[loss],
+        correct=CORRECTIONS[c],
         kl=KLS[k],
         weigh=WEIGHTS[w],
         beta=beta,
@@ -34,7 +36,7 @@ def composed(loss: str, k: str, w: str, beta: float, bonus: float) -> partial:
 
 coefficients = st.sampled_from([0.0, 0.04, 1.0])
 objectives = st.builds(
-    composed, *(st.sampled_from(sorted(x)) for x in (LOSSES, KLS, WEIGHTS)), coefficients, coefficients
+    composed, *(st.sampled_from(sorted(x)) for x in (LOSSES, CORRECTIONS, KLS, WEIGHTS)), coefficients, coefficients
 )
 
 
@@ -62,7 +64,8 @@ def test_the_objective_is_a_sum_over_rows_also_when_b_equals_t(f, data):
     wanted = 0.0
     for b, x in enumerate(logp):
         row = row_of(batch, b)
-        token = f.keywords["token_loss"](x, row)[0] + f.keywords["beta"] * f.keywords["kl"](x, row)
+        token = f.keywords["correct"](x, row) * f.keywords["token_loss"](x, row)[0]
+        token = token + f.keywords["beta"] * f.keywords["kl"](x, row)
         token = token - f.keywords["entropy_bonus"] * torch.where(row.mask, scores(x).entropy, 0.0)
         wanted += sum((w * t).item() for w, t in zip(weight[b], token, strict=True))
     assert learn(f, logp, batch)[1].item() == pytest.approx(wanted, rel=1e-12, abs=1e-12)
@@ -144,6 +147,36 @@ def test_diagnostics_are_per_token_and_detached(f, data):
     exactly(aux["kl"], vmap(kl.k3)(logp, batch))
 
 
+@given(objectives, batches(drift=3.0))
+def test_a_correction_weighs_the_token_loss_and_nothing_else(f, data):
+    """signal = c signal of the token loss + signal of the rest; the denominators do not notice."""
+    whole, (_, seen) = signals(f, *data)
+    rest, _ = signals(partial(f, token_loss=silent), *data)
+    exactly(whole.entropy, rest.entropy)
+    c = vmap(f.keywords["correct"])(*data)
+    assert torch.equal(seen["correction"], c)
+    if f.keywords["token_loss"].func in (losses.sequence_ratio, losses.gmpo):
+        return  # there a token's loss is moved by the whole row
+    own, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, correct=correction.none), *data)
+    exactly(whole.logp, c * own.logp + rest.logp)
+
+
+def silent(logp, row):
+    """A token loss that teaches nothing."""
+    nothing = torch.zeros_like(logp)
+    return nothing, dict.fromkeys(("ratio", "clip_low", "clip_high"), nothing)
+
+
+@given(objectives, batches(drift=3.0), st.sampled_from(GARBAGE))
+def test_without_a_correction_nothing_asks_the_sampler_unless_the_loss_does(f, data, garbage):
+    if f.keywords["token_loss"].func is losses.dppo_tv:
+        return
+    f = partial(f, correct=correction.none)
+    logp, batch = data
+    blind = learn(f, logp, batch._replace(logp_sampled=torch.full_like(logp, garbage)))
+    assert all(torch.equal(a, b) for a, b in zip(blind[:2], learn(f, logp, batch)[:2], strict=True))
+
+
 @given(objectives, batches())
 def test_beta_weighs_the_penalty_linearly(f, data):
     """signal(beta) = signal(0) + beta (signal(1) - signal(0))."""
@@ -180,6 +213,7 @@ def test_grpo_golden_step():
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+        correct=correction.none,
         kl=kl.k3,
         weigh=weights.sequence_mean,
         beta=0.04,

@@ -1,17 +1,20 @@
 """A run's numbers are checked before it starts, and what does not fit is said with what would."""
 
+import math
 from functools import partial
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from catalogue import bound, each
 from hypothesis import given
 
-from grpo_fn import advantage, credit, kl, losses, objective, plan, weights
+from grpo_fn import advantage, asking, correction, credit, kl, losses, objective, plan, sampling, weights
+from grpo_fn.algorithm import from_sampler, recomputed
 from grpo_fn.memory import Memory, Part
 from grpo_fn.plan import Plan
 
-LOSSES, KLS = (bound(room, "logp", "row") for room in (losses, kl))
+LOSSES, CORRECTIONS, KLS = (bound(room, "logp", "row") for room in (losses, correction, kl))
 WEIGHTS = bound(weights, "mask", "totals")
 ADVANTAGES = bound(advantage, "reward", "valid")
 
@@ -23,6 +26,7 @@ def composed(loss: str, penalty: str, weigh: str, beta: float) -> partial:
     return partial(
         objective.policy_objective,
         token_loss=LOSSES[loss],
+        correct=correction.none,
         kl=KLS[penalty],
         weigh=WEIGHTS[weigh],
         beta=beta,
@@ -33,8 +37,8 @@ def composed(loss: str, penalty: str, weigh: str, beta: float) -> partial:
 @pytest.mark.parametrize("penalty", list(KLS))
 @given(loss=st.sampled_from(sorted(LOSSES)), weigh=st.sampled_from(sorted(WEIGHTS)), beta=st.floats(1e-9, 10))
 def test_a_reference_is_needed_exactly_when_beta_is_positive(penalty, loss, weigh, beta):
-    assert plan.uses_reference(composed(loss, penalty, weigh, beta), CENTERED, ())
-    assert not plan.uses_reference(composed(loss, penalty, weigh, 0.0), CENTERED, ())
+    assert asking.uses_reference(composed(loss, penalty, weigh, beta), CENTERED, ())
+    assert not asking.uses_reference(composed(loss, penalty, weigh, 0.0), CENTERED, ())
 
 
 @given(beta=st.floats(1e-6, 10))
@@ -45,29 +49,159 @@ def test_a_reference_is_needed_for_a_kl_in_the_reward(beta):
         partial(credit.reward_to_go, beta=beta),
         partial(credit.token_whitened, credit=partial(credit.reward_to_go, beta=beta), eps=1e-8),
     ):
-        assert plan.uses_reference(objective, penalised, ())
-    assert not plan.uses_reference(objective, partial(credit.reward_to_go, beta=0.0), ())
+        assert asking.uses_reference(objective, penalised, ())
+    assert not asking.uses_reference(objective, partial(credit.reward_to_go, beta=0.0), ())
     within = partial(credit.outcome_minus_kl, advantage=leave_one_out, beta=beta)
-    assert plan.uses_reference(objective, within, ())
+    assert asking.uses_reference(objective, within, ())
+
+
+# -- what the sampler may do
+
+
+def lying(logits, u, *, top_k, temperature):
+    """Cuts the tail and reports the log-probabilities of what was not cut."""
+    token, _ = sampling.nucleus(logits, u, temperature=temperature, top_k=top_k, top_p=1.0)
+    return token, torch.log_softmax(logits / temperature, -1).gather(-1, token[..., None])[..., 0]
+
+
+def min_p(logits, u, *, temperature, share):
+    """Leaves out tokens less likely than a share of the likeliest."""
+    x = logits / temperature
+    return sampling.categorical(
+        torch.where(x - x.amax(-1, keepdim=True) >= math.log(share), x, -torch.inf), u, temperature=1.0
+    )
+
+
+def backwards(logits, u, *, temperature):
+    """As good as sampling.categorical, in another order."""
+    token, logp = sampling.categorical(logits.flip(-1), u, temperature=temperature)
+    return logits.shape[-1] - 1 - token, logp
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.6, 1.0, 1.7, 10.0])
+@pytest.mark.parametrize("f", [sampling.categorical, partial(sampling.nucleus, top_k=0, top_p=1.0), backwards])
+def test_draws_from_the_full_support_are_taken(f, temperature):
+    asking.check_full_support(partial(f, temperature=temperature), temperature, False)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *(partial(sampling.nucleus, top_k=0, top_p=p) for p in (0.1, 0.95, 0.999)),
+        *(partial(sampling.nucleus, top_k=k, top_p=1.0) for k in (1, 50, 32000)),
+        *(partial(lying, top_k=k) for k in (1, 50, 1000)),
+        partial(min_p, share=0.05),
+        partial(min_p, share=0.3),
+    ],
+)
+def test_a_sampler_that_cuts_its_tail_is_refused_unless_the_bias_is_accepted(cut, temperature):
+    choose = partial(cut, temperature=temperature)
+    with pytest.raises(ValueError, match=rf"^choose: got .* wanted draws from softmax\(logits / {temperature:g}\)"):
+        asking.check_full_support(choose, temperature, False)
+    asking.check_full_support(choose, temperature, True)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_greedy_is_for_evaluation(temperature):
+    """At temperature 1 its log-probabilities are right and only the draws give it away."""
+    with pytest.raises(
+        ValueError, match=r"train\.train\.choose = @sampling\.categorical, or train\.train\.accept_bias"
+    ):
+        asking.check_full_support(sampling.greedy, temperature, False)
+
+
+@given(st.floats(0.3, 3), st.floats(0.3, 3))
+def test_a_sampler_at_another_temperature_than_the_trainers_is_refused(mine, trainers):
+    choose = partial(sampling.categorical, temperature=mine)
+    if abs(mine / trainers - 1) > 0.01:
+        with pytest.raises(ValueError, match="got log-probabilities up to"):
+            asking.check_full_support(choose, trainers, False)
+
+
+def test_a_sampler_of_nan_is_refused():
+    def broken(logits, u):
+        token, logp = sampling.greedy(logits, u)
+        return token, logp * torch.nan
+
+    with pytest.raises(ValueError, match="got log-probabilities up to inf nats off"):
+        asking.check_full_support(broken, 1.0, False)
+
+
+# -- what stale samples ask of the objective
+
+AROUND_THE_SAMPLER = {"dppo_tv"}
+WITHOUT_A_RATIO = {"reinforce"}
+
+
+def with_correction(loss: str, correct: str, beta: float = 0.3) -> partial:
+    return partial(composed(loss, "k1_ratio()", "token_mean()", beta), correct=CORRECTIONS[correct])
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+@pytest.mark.parametrize("correct", list(CORRECTIONS))
+def test_stale_samples_need_an_objective_that_asks_the_sampler(loss, correct):
+    """Through a ratio to the sampler, a correction, or the loss itself; a KL to the sampler is none of them."""
+    objective, name = with_correction(loss, correct), LOSSES[loss].func.__name__
+    corrects = CORRECTIONS[correct].func.__name__ != "none"
+    by_the_mask = CORRECTIONS[correct].func.__name__ in BY_THE_POLICY
+    fine = {
+        from_sampler: name not in WITHOUT_A_RATIO or by_the_mask,
+        recomputed: corrects or name in AROUND_THE_SAMPLER,
+    }
+    for old_logp, good in fine.items():
+        asking.check_stale(objective, old_logp, 0)
+        if good:
+            asking.check_stale(objective, old_logp, 3)
+            continue
+        with pytest.raises(
+            ValueError, match=r"^max_staleness: got 3 .*recomputed and .*correct = @correction\.truncated"
+        ):
+            asking.check_stale(objective, old_logp, 3)
+
+
+BY_THE_POLICY = {"off_policy_sequence_mask", "both"}  # these ask the policy as it is, whatever logp_old is
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+@pytest.mark.parametrize("correct", list(CORRECTIONS))
+def test_a_correction_that_compares_the_sampler_with_itself_is_refused(loss, correct):
+    objective, name = with_correction(loss, correct), CORRECTIONS[correct].func.__name__
+    asking.check_correction(objective, recomputed)
+    if name in {"none", *BY_THE_POLICY}:
+        return asking.check_correction(objective, from_sampler)
+    with pytest.raises(ValueError, match=r"^correct: got a correction by logp_old - logp_sampled"):
+        asking.check_correction(objective, from_sampler)
+    return None
+
+
+def test_an_objective_of_ones_own_that_knows_no_correction_is_none_of_its_business():
+    def own(scores, *, batch, totals, gains):
+        return (scores.logp * batch.adv).sum(), {}
+
+    asking.check_correction(own, from_sampler)
+    asking.check_stale(own, from_sampler, 0)
+    with pytest.raises(ValueError, match="max_staleness: got 1"):
+        asking.check_stale(own, from_sampler, 1)
 
 
 @each(ADVANTAGES)
 def test_a_group_of_one_has_nothing_to_compare_with(f):
-    plan.check_credit(partial(credit.outcome, advantage=f), 2, ())
+    asking.check_credit(partial(credit.outcome, advantage=f), 2, ())
     with pytest.raises(ValueError, match="group_size: got 1 with an advantage that compares within a group"):
-        plan.check_credit(partial(credit.outcome, advantage=f), 1, ())
+        asking.check_credit(partial(credit.outcome, advantage=f), 1, ())
 
 
 def test_a_group_of_one_is_fine_where_the_batch_is_the_baseline():
-    plan.check_credit(partial(credit.reward_to_go, beta=0.0), 1, ())
-    plan.check_credit(partial(credit.token_whitened, credit=partial(credit.reward_to_go, beta=0.0), eps=1e-8), 1, ())
+    asking.check_credit(partial(credit.reward_to_go, beta=0.0), 1, ())
+    asking.check_credit(partial(credit.token_whitened, credit=partial(credit.reward_to_go, beta=0.0), eps=1e-8), 1, ())
 
 
 def test_a_credit_that_weighs_a_part_that_there_is_not_is_refused():
     weighs = partial(credit.per_part, advantage=advantage.centered, weights={"correct": 1.0, "polite": 0.5})
-    plan.check_credit(weighs, 4, ["correct", "polite"])
+    asking.check_credit(weighs, 4, ["correct", "polite"])
     with pytest.raises(ValueError, match=r"weights: got parts \['polite'\], wanted some of \['boxed', 'correct'\]"):
-        plan.check_credit(weighs, 4, ["correct", "boxed"])
+        asking.check_credit(weighs, 4, ["correct", "boxed"])
 
 
 @given(st.integers(-3, 12), st.integers(1, 8))
