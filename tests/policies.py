@@ -1,5 +1,6 @@
 """A policy on this process alone, as `place` puts it together, around whatever module a test has."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from grpo_fn import loss_scale
 from grpo_fn.shell.optimizer import adamw
 from grpo_fn.shell.policy import Sharded
+from grpo_fn.shell.reading import Rows, padded
 from grpo_fn.shell.scorer import Scorer
 from grpo_fn.shell.world import alone
 
@@ -20,10 +22,19 @@ CPU = torch.device("cpu")
 
 
 def local(
-    model: nn.Module, *, temperature: float = 0.7, head_elements: int = 36, reference: bool = False, **knobs
+    model: nn.Module,
+    *,
+    temperature: float = 0.7,
+    head_elements: int = 36,
+    reference: bool = False,
+    rows: Callable[[nn.Module], Rows] = padded,
+    **knobs,
 ) -> Sharded:
-    """Its passes without gradient take some thirty tokens."""
-    scorer = partial(Scorer, temperature=temperature, head_elements=head_elements)
+    """Its passes without gradient take some thirty tokens.
+
+    Rows are padded, as the oracle's are: gradients agree to the last digits, in whatever dtype a model has its norms.
+    """
+    scorer = partial(Scorer, temperature=temperature, head_elements=head_elements, rows=rows)
     chosen = {
         "world": alone(CPU),
         "data": None,

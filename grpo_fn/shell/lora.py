@@ -9,16 +9,16 @@ it stays a Hugging Face model: names become `...q_proj.base_layer.weight`, `...q
 
 import json
 import math
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import LoraConfig, TaskType, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -72,6 +72,8 @@ def attach(model: nn.Module, how: LoRA) -> nn.Module:
         raise ValueError("got a model that has LoRA adapters already, wanted one without")
     targets = _targets(model, how.targets)
     config = _config(how, targets, base_name=None)
+    from peft import inject_adapter_in_model  # seconds, and notes of whatever it finds installed: not for other runs
+
     inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
@@ -188,7 +190,9 @@ def adapter_folder(tensors: Mapping[str, Tensor], how: LoRA, base_name: str, fol
     )
 
 
-def _config(how: LoRA, targets: Sequence[str], *, base_name: str | None) -> LoraConfig:
+def _config(how: LoRA, targets: Sequence[str], *, base_name: str | None) -> Any:
+    from peft import LoraConfig, TaskType
+
     return LoraConfig(
         r=how.rank,
         lora_alpha=int(how.alpha) if float(how.alpha).is_integer() else how.alpha,  # other readers expect an integer
@@ -200,8 +204,14 @@ def _config(how: LoRA, targets: Sequence[str], *, base_name: str | None) -> Lora
     )
 
 
-def _layers(model: nn.Module) -> list[LoraLayer]:
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+def is_layer(module: nn.Module) -> bool:
+    """Whether an adapter stands beside this layer; where PEFT was never asked for one, there is none."""
+    tuners = sys.modules.get("peft.tuners.lora")
+    return tuners is not None and isinstance(module, tuners.LoraLayer)
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if is_layer(module)]
 
 
 def _targets(model: nn.Module, targets: Sequence[str] | str) -> list[str]:

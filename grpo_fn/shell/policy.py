@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
 from grpo_fn.digests import chained, shown
+from grpo_fn.shell import hf
 from grpo_fn.shell.digest import Noted, joined, shares
 from grpo_fn.shell.gradients import shrink_, total_norm, whole
 from grpo_fn.shell.optimizer import plain, take
@@ -205,9 +206,7 @@ class Sharded:
     def named(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once, as it lies on this rank, under the model's own names."""
         self._reshard()
-        first: dict[int, str] = {}
-        state = self.model.state_dict(keep_vars=True)
-        return {name: x for name, x in state.items() if first.setdefault(id(x), name) == name}
+        return hf.named(self.model)
 
     def _reshard(self) -> None:
         """Let go of weights that a pass without gradient has left gathered: they are copies, soon old ones."""

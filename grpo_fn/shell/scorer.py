@@ -1,16 +1,21 @@
 """From token ids to log-probabilities and entropies of the sampled tokens: the module that is sharded and trained."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
+from grpo_fn.shell.attention import taken
 from grpo_fn.shell.head import dense_scores, linear_scores
+from grpo_fn.shell.reading import Rows, undisturbed
 
 
 def predicting(
-    state: Float[Tensor, "B T X"], tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> tuple[Float[Tensor, "N X"], Int[Tensor, "N"]]:
-    """The states that predict the masked tokens, and those tokens: state[b, t-1] predicts tokens[b, t].
+    state: Shaped[Tensor, "B T ..."], tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> tuple[Shaped[Tensor, "N ..."], Int[Tensor, "N"]]:
+    """The states (or where they are) that predict the masked tokens, and those: state[b, t-1] predicts tokens[b, t].
 
     This is the only place where the shift by one happens. Only sampled tokens are looked at: prompts and padding
     never reach the head.
@@ -34,32 +39,40 @@ class Scorer(nn.Module):
     """A causal language model that is asked for scores, not for logits.
 
     It is the root of whatever shards the model: embedding, last norm and head belong to it, and are whole while its
-    forward runs. About `head_elements` logits live at once.
+    forward runs. About `head_elements` logits live at once. `rows` is how the model is shown the rows: padded, or end
+    to end.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float, head_elements: int) -> None:
+    def __init__(
+        self, model: nn.Module, *, temperature: float, head_elements: int, rows: Callable[[nn.Module], Rows]
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.head_elements = head_elements
+        self.rows = rows(model)
         self._linear: bool | None = None  # asked in the first forward: only there is a sharded head whole
 
     def forward(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy in nats, `[B T]` each; zero where ~mask."""
         if self._linear is None:
             self._linear = has_linear_head(self.model)
-        logp, entropy = self._linear_scores(tokens, mask) if self._linear else self._dense_scores(tokens, mask)
+        stream = self.rows(tokens, mask)
+        before, target = predicting(stream.at, tokens, mask)
+        told = {"input_ids": stream.tokens, "use_cache": False, **stream.told}
+        logp, entropy = (self._linear_scores if self._linear else self._dense_scores)(told, before, target)
         return placed(logp, mask), placed(entropy, mask)
 
-    def _linear_scores(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = decoder(self.model)(input_ids=tokens, use_cache=False).last_hidden_state
-        state, target = predicting(hidden, tokens, mask)
+    def _linear_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = decoder(self.model)(**told).last_hidden_state.flatten(0, 1)
         weight = self.model.get_output_embeddings().weight
-        return linear_scores(state, weight, target, temperature=self.temperature, elements=self.head_elements)
+        return linear_scores(
+            taken(hidden, before), weight, target, temperature=self.temperature, elements=self.head_elements
+        )
 
-    def _dense_scores(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        logits, target = predicting(self.model(input_ids=tokens, use_cache=False).logits, tokens, mask)
-        return dense_scores(logits, target, temperature=self.temperature)
+    def _dense_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(**told).logits.flatten(0, 1)
+        return dense_scores(taken(logits, before), target, temperature=self.temperature)
 
 
 def decoder(model: nn.Module) -> nn.Module:
@@ -85,12 +98,9 @@ def has_linear_head(model: nn.Module) -> bool:
         entered.append(args[0])
         return probe.expand_as(logits)
 
-    training = [module for module in model.modules() if module.training]  # some may be: the dropout of adapters
-    model.eval()
-    hidden = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
-    with head.register_forward_hook(instead, prepend=True):
-        left = model(input_ids=ids, use_cache=False).logits
-    for module in training:
-        module.training = True
+    with undisturbed(model):  # some may be training: the dropout of adapters
+        hidden = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        with head.register_forward_hook(instead, prepend=True):
+            left = model(input_ids=ids, use_cache=False).logits
     untouched = torch.equal(left.float(), probe.float().expand_as(left))
     return untouched and torch.allclose(entered[0].float(), hidden.float(), rtol=1e-3, atol=1e-3)

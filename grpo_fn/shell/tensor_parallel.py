@@ -14,7 +14,6 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -27,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from grpo_fn.shell.blocks import blocks
-from grpo_fn.shell.lora import ADAPTER
+from grpo_fn.shell.lora import ADAPTER, is_layer
 
 Plan = dict[str, str]  # name of a module, or of a parameter, in the model -> style
 
@@ -118,7 +117,7 @@ def _odd(model: nn.Module, name: str, style: str, ranks: int) -> str | None:
     if style in PER_HEAD:
         shapes = {tuple(parameter.shape) for parameter in part.parameters()}
         return f"of shapes {shapes}, wanted one head's features alone, {width}" if shapes - {(width,)} else None
-    linear = part.get_base_layer() if isinstance(part, LoraLayer) else part
+    linear = part.get_base_layer() if is_layer(part) else part
     if not isinstance(linear, nn.Linear):
         return f"that is a {type(linear).__name__}, wanted a linear layer; or tensor 1"
     return _uneven(linear, style, width if style in (APART, "rowwise") else None, ranks)
@@ -162,7 +161,7 @@ def _styles(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
         if style == WHOLE:
             continue
         how = {**COLUMNS, **ROWS, **PER_HEAD}[style]
-        if isinstance(model.get_submodule(name), LoraLayer):
+        if is_layer(model.get_submodule(name)):
             adapter = "lora_B" if style in COLUMNS else "lora_A"
             found |= {f"{name}.base_layer": how, f"{name}.{adapter}.{ADAPTER}": how}
         else:

@@ -1,13 +1,13 @@
 """A folder filled into an empty model is what from_pretrained makes of it, whole or divided among ranks."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import filling_rank
 import pytest
 import torch
+from crew import crew
 from fakes import VOCABULARY
 from families import FAMILIES, family
 from safetensors.torch import load_file, save_file
@@ -340,8 +340,6 @@ def test_a_name_that_cannot_be_is_an_error(name: str) -> None:
 
 # -- among ranks
 
-DEADLINE = 180.0  # seconds; a rank that does not come is a fault, not a wait
-
 RANKS = 2
 
 
@@ -349,20 +347,8 @@ def test_every_rank_reads_its_rows_alone_and_together_they_are_the_model(folders
     odd = tmp_path / "odd"
     FAMILIES["qwen3_untied"](VOCABULARY + 1).save_pretrained(odd)  # its embedding and head cannot be halved
     models = [folders("gemma2_capped", "4KB"), odd]
-    worker = Path(__file__).with_name("filling_rank.py")
-    given = [str(RANKS), str(tmp_path / "store"), str(tmp_path), *map(str, models)]
-    ranks = [
-        subprocess.Popen([sys.executable, str(worker), str(rank), *given], stderr=subprocess.PIPE)
-        for rank in range(RANKS)
-    ]
-    try:
-        told = [rank.communicate(timeout=DEADLINE)[1].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(told)
-    for rank in range(RANKS):
-        for folder, seen in zip(models, torch.load(tmp_path / f"{rank}.pt"), strict=True):
+    for told in crew(RANKS).run(filling_rank.told, models):
+        for folder, seen in zip(models, told, strict=True):
             wanted = pretrained(folder)
             for key, tensor in wanted.named_parameters():
                 assert torch.equal(seen["full"][f"model.{key}"], tensor), key

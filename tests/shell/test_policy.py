@@ -15,7 +15,7 @@ from policies import DEFAULTS, handed_over, local
 from torch import Tensor, nn
 from torch.func import grad_and_value
 
-from grpo_fn import kl, losses, objective, weights
+from grpo_fn import correction, kl, losses, objective, weights
 from grpo_fn.batch import count, split
 from grpo_fn.shell.optimizer import linear_decay
 from grpo_fn.shell.oracle import Functional
@@ -33,9 +33,12 @@ EXAMPLES = settings.default.max_examples
 def composed(loss: str, penalty: str, weigh: str) -> partial:
     """The objective of these three with a KL penalty and an entropy bonus."""
     three = {"token_loss": LOSSES[loss], "kl": KLS[penalty], "weigh": WEIGHTS[weigh]}
-    return partial(objective.policy_objective, **three, beta=0.1, entropy_bonus=0.01)
+    correct = partial(correction.truncated, cap=2.0)
+    return partial(objective.policy_objective, **three, correct=correct, beta=0.1, entropy_bonus=0.01)
 
 
+# Gemma2 computes its norms and angles in float32 whatever its weights are in; the others lose nothing in float64.
+IN_FLOAT64 = {name: 1e-6 if name == "gemma2_capped" else 1e-12 for name in MODELS}
 # Every function in some objective; the whole product is a slow test.
 OBJECTIVES = {"-".join(names): composed(*names) for names in zip(LOSSES, cycle(KLS), cycle(WEIGHTS), strict=False)}
 PRODUCT = {"-".join(names): composed(*names) for names in product(LOSSES, KLS, WEIGHTS)}
@@ -154,7 +157,7 @@ def test_and_in_float64_at_any_temperature_size_and_token_budget(name, which, se
     mine = local(MODELS[name](V).double(), temperature=temperature)
     climb(oracle, [batch], PRODUCT[which], count(batch))
     climb(mine, split(batch, micro_tokens, 1), PRODUCT[which], count(batch))
-    assert_same(grads(mine), grads(oracle), 1e-6)  # not 1e-12: norms and angles of these models are float32 in any case
+    assert_same(grads(mine), grads(oracle), IN_FLOAT64[name])
 
 
 @settings(max_examples=max(5, EXAMPLES // 4))
@@ -168,7 +171,7 @@ def test_any_cotangent_is_pulled_back_alike(name, seed, silent):
     oracle, mine = Functional(MODELS[name](V).double(), temperature=0.7), local(MODELS[name](V).double())
     for policy in (oracle, mine):
         policy.vjp(batch)[1](signal)
-    assert_same(grads(mine), grads(oracle), 1e-7)
+    assert_same(grads(mine), grads(oracle), IN_FLOAT64[name])
 
 
 @pytest.mark.parametrize("name", list(MODELS))

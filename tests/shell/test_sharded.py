@@ -45,6 +45,7 @@ from grpo_fn.shell.optimizer import adamw
 from grpo_fn.shell.oracle import Functional
 from grpo_fn.shell.place import Placed, Placing, place
 from grpo_fn.shell.policy import WEIGHTS, Sharded
+from grpo_fn.shell.reading import shared
 from grpo_fn.shell.scale import Scale
 from grpo_fn.shell.scorer import Scorer
 from grpo_fn.shell.world import World
@@ -200,7 +201,7 @@ def built(world: World, folder: str, case: Case, **knobs: Any) -> Sharded:
         dtype=dtype,
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=ADAPTERS if case.adapted else None,
-        scorer=partial(Scorer, temperature=TEMPERATURE, head_elements=3 * V),
+        scorer=partial(Scorer, temperature=TEMPERATURE, head_elements=3 * V, rows=shared),
         scale=scale_of(case),
         key=KEY,
     )

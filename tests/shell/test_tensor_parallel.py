@@ -1,6 +1,7 @@
 """Matrix products divided over ranks compute what one process computes: scores, gradients, steps, weights, resumes."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -12,7 +13,19 @@ import torch
 from crew import crew
 from fakes import _filled, _sizes
 from hypothesis import given, settings
-from test_policy import PRODUCT, V, adamw_step, assert_same, climb, clipped, identical, plain, rollout, shuffled_parts
+from test_policy import (
+    PRODUCT,
+    V,
+    adamw_step,
+    assert_same,
+    climb,
+    clipped,
+    doubled,
+    identical,
+    plain,
+    rollout,
+    shuffled_parts,
+)
 from test_policy import tokens_and_mask as drawn
 from test_sharded import (
     ADAPTERS,
@@ -54,6 +67,7 @@ from grpo_fn.shell.optimizer import adamw
 from grpo_fn.shell.oracle import Functional
 from grpo_fn.shell.place import Placing, place
 from grpo_fn.shell.policy import Sharded
+from grpo_fn.shell.reading import shared
 from grpo_fn.shell.saver import Saver
 from grpo_fn.shell.scorer import Scorer
 from grpo_fn.shell.world import World
@@ -81,8 +95,9 @@ MODELS = {
     ),
 }
 ATTENTION = {"gemma2": "eager"}  # the one that knows of its soft cap
-# The share of the largest gradient that rounding may be; gemma2's float32 oracle is itself 6e-6 off the float64 one.
+# The share of the largest gradient that rounding may always be; gemma2's float32 oracle is itself 6e-6 off float64's.
 ROUNDING = {**dict.fromkeys(MODELS, 1e-6), "gemma2": 1e-5, "gemma3": 3e-6}
+LOGP = {**dict.fromkeys(MODELS, 5e-6), "gemma2": 1e-5}  # nats; up to 7.6e-6 of 4 was seen
 ACTIVATIONS = {f.__name__: f for f in (blocks.kept, blocks.recomputed, blocks.recomputed_but_products)}
 LAYOUTS = {2: [1], 4: [1, 2]}  # ranks -> copies; two ranks share every product, what is left shares a copy
 
@@ -175,6 +190,22 @@ def largest(grads: Mapping[str, Tensor]) -> float:
     return max(float(g.abs().max()) for g in grads.values())
 
 
+@lru_cache(maxsize=256)
+def tolerance(folders: Path, model: str, adapted: bool, which: str, seed: int, rows: int) -> float:
+    """The share of the largest gradient by which ranks and one process may differ.
+
+    Each is the float64 gradient, rounded in an order of its own. How far float32 alone takes the one process is found
+    here, for the very case: two ranks were at most 2.3 times as far from it, in 49 cases.
+    """
+    grads = wanted(folders, model, adapted, which, seed, rows, 1.0).grads
+    batch = doubled(batch_of(folders, model, seed, rows))
+    alone = oracle(folders, Case(model, adapted=adapted))
+    precise = Functional(deepcopy(alone.model).double(), temperature=TEMPERATURE)
+    climb(precise, [batch], PRODUCT[which], count(batch))
+    off = max(float((g.double() - precise.grads[name]).abs().max()) for name, g in grads.items())
+    return max(ROUNDING[model], 3 * off / largest(grads))
+
+
 # -- what ranks do
 
 
@@ -186,7 +217,7 @@ def built(world: World, folder: str, case: Case, *, reference: bool = False, lim
         dtype=torch.float32,
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=replace(ADAPTERS, dropout=case.dropout) if case.adapted else None,
-        scorer=partial(Scorer, temperature=TEMPERATURE, head_elements=3 * V),
+        scorer=partial(Scorer, temperature=TEMPERATURE, head_elements=3 * V, rows=shared),
         scale=scale_of(case),
         key=KEY,
     )
@@ -245,14 +276,15 @@ def check_step(folders: Path, size: int, case: Case, which: str, seed: int, rows
     micros = shuffled_parts(batch, parts, seed) if parts > 1 else [batch]
     asked = (str(folders / case.model), case, micros, PRODUCT[which], batch, limit, largest(right.grads))
     seen = alike(crew(size).run(one_step, *asked))
-    assert_same(seen.grads, right.grads, ROUNDING[case.model])
+    share = tolerance(*about)
+    assert_same(seen.grads, right.grads, share)
     assert seen.norm == pytest.approx(right.norm, rel=1e-5)
     assert seen.before.keys() == seen.after.keys() == right.after.keys()
     for name, x in right.after.items():
         assert torch.equal(seen.before[name], right.before[name]), name
         rounding = 2e-7 * float(x.abs().max())  # of a float32 weight
-        torch.testing.assert_close(seen.after[name], x, rtol=0, atol=ROUNDING[case.model] * STEP["lr"] + rounding)
-    torch.testing.assert_close(seen.logp, right.logp, rtol=0, atol=5e-6)
+        torch.testing.assert_close(seen.after[name], x, rtol=0, atol=share * STEP["lr"] + rounding)
+    torch.testing.assert_close(seen.logp, right.logp, rtol=0, atol=LOGP[case.model])
 
 
 # -- what every rank holds, and says
@@ -280,7 +312,9 @@ def holding(world: World, folder: str, case: Case, batch: Batch) -> Held:
 def test_every_rank_holds_its_share_and_all_send_alike(folders, size, replicate):
     case, batch = Case("llama", replicate), batch_of(folders, "llama", 1, 5)
     found = crew(size).run(holding, str(folders / case.model), case, batch)
-    alike([one.sent for one in found])
+    alike([[operation for operation, _ in one.sent] for one in found])
+    for first, second in zip(found[::2], found[1::2], strict=True):  # those that share every product, of equal rows
+        alike([first.sent, second.sent])
     assert found[0].sent
     copies = size // 2 // replicate
     divided = tensor_parallel.check(load.empty(MODELS["llama"], attention="sdpa", dtype=torch.float32), 2)

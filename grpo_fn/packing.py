@@ -1,0 +1,149 @@
+"""Rows without their padding: which tokens of a row are read, and which rows read the same prompt."""
+
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from grpo_fn.batch import lengths
+from grpo_fn.types import Batch
+
+
+class Spans(NamedTuple):
+    """What of each row goes into the model: columns `start` to `end`; what is before, row `first` reads for it.
+
+    Of the row that is the first to read a prompt, `start` is 0. Of a row without a sampled token nothing is read.
+    """
+
+    start: Int[Tensor, "B"]
+    end: Int[Tensor, "B"]
+    first: Int[Tensor, "B"]
+
+
+Share = Callable[[Tensor, Tensor], Spans]
+
+
+def prompt_lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
+    """Columns before a row's first sampled token; 0 for a row without any."""
+    return torch.where(mask.any(-1), mask.int().argmax(-1), 0)
+
+
+def read_lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
+    """Columns that predict anything, or are seen by one that does: those before the last sampled token."""
+    column = torch.arange(mask.shape[1], device=mask.device)
+    return (column * mask).amax(-1) if mask.shape[1] else mask.new_zeros(len(mask), dtype=torch.long)
+
+
+def first_alike(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
+    """The first row with the same prompt, to the last token; a row without a prompt has none like it."""
+    length, seen = prompt_lengths(mask).tolist(), {}
+    prompts = [tuple(row[:n]) or b for b, (row, n) in enumerate(zip(tokens.tolist(), length, strict=True))]
+    return torch.tensor([seen.setdefault(prompt, b) for b, prompt in enumerate(prompts)], device=tokens.device)
+
+
+def together(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
+    """Every prompt is read once, by the first of the rows that begin with it.
+
+    (Liu et al. 2025, "Prefix Grouper", arXiv:2506.05433: gradients are those of reading it in every row.)
+    """
+    first = first_alike(tokens, mask)
+    row = torch.arange(len(tokens), device=tokens.device)
+    return Spans(torch.where(first == row, 0, prompt_lengths(mask)), read_lengths(mask), first)
+
+
+def each(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
+    """Every row reads its own prompt."""
+    row = torch.arange(len(tokens), device=tokens.device)
+    return Spans(torch.zeros_like(row), read_lengths(mask), row)
+
+
+def places(spans: Spans, width: int) -> Int[Tensor, "B T"]:
+    """Where each row finds what it sees in the stream of all that is read, row after row.
+
+    What nobody reads is put where the row's first token is: there is something, and it is the row's own.
+    """
+    taken = spans.end - spans.start
+    begin = taken.cumsum(0) - taken
+    column = torch.arange(width, device=taken.device)
+    at = torch.where(
+        column < spans.start[:, None], begin[spans.first][:, None] + column, (begin - spans.start)[:, None] + column
+    )
+    return torch.where(column < spans.end[:, None], at, begin[spans.first][:, None])
+
+
+# -- micro-batches by what is read
+
+Load = list[int]  # rows of one device in one micro-batch
+
+
+class Piece(NamedTuple):
+    """Rows that read one prompt."""
+
+    tokens: int  # read, the prompt once
+    rows: Load
+
+
+def packed_split(batch: Batch, micro_tokens: int, devices: int, *, share: Share) -> list[Batch]:
+    """Micro-batches in which each of `devices` devices reads `micro_tokens` tokens at most, a shared prompt once.
+
+    Rows that read one prompt stay together, unless they are more than a device's budget or its part of the whole. A row
+    that is too long by itself is the only one of its device. Of each micro-batch rows `rank::devices` are one device's;
+    where that makes fewer rows than another has, rows without a sampled token are put in, which read nothing and count
+    nowhere. Every other row is in exactly one micro-batch, cut to its longest. As every weight is a global one, the sum
+    over the parts is the whole, whatever the split. Raises ValueError for less than one device.
+    """
+    if devices < 1:
+        raise ValueError(f"devices: got {devices}, wanted at least 1")
+    spans = share(batch.tokens, batch.mask)
+    limit = min(micro_tokens, -(-int((spans.end - spans.start).sum()) // devices))
+    loads = level(pieces(batch.mask, spans, limit), micro_tokens, devices)
+    return [dealt(batch, loads[i : i + devices]) for i in range(0, len(loads), devices)]
+
+
+def pieces(mask: Bool[Tensor, "B T"], spans: Spans, limit: int) -> list[Piece]:
+    """Rows by the prompt they read, cut where they would read more than `limit` tokens together; most tokens first."""
+    prompt, made = prompt_lengths(mask), {}
+    for row in mask.any(-1).nonzero()[:, 0].tolist():
+        parts = made.setdefault(int(spans.first[row]), [])
+        begun, behind = int(prompt[row]), int(spans.end[row] - prompt[row])
+        if parts and parts[-1].tokens + behind <= limit:
+            parts[-1] = joined(parts[-1], Piece(behind, [row]))
+        else:
+            parts.append(Piece(begun + behind, [row]))
+    return sorted((piece for parts in made.values() for piece in parts), key=lambda piece: (-piece.tokens, piece.rows))
+
+
+def level(found: list[Piece], room: int, devices: int) -> list[Load]:
+    """The pieces in as many loads as first fit makes of them, and a few empty ones to give every device as many.
+
+    Spread evenly over them where that leaves every load within the `room`; most tokens first.
+    """
+    fitted: list[Piece] = []
+    for piece in found:
+        at = next((i for i, load in enumerate(fitted) if load.tokens + piece.tokens <= room), len(fitted))
+        fitted[at:] = [joined(fitted[at], piece), *fitted[at + 1 :]] if at < len(fitted) else [piece]
+    fitted += [Piece(0, [])] * (-len(fitted) % devices)
+    even = [Piece(0, [])] * len(fitted)
+    for piece in found:
+        least = min(range(len(even)), key=lambda i: even[i].tokens)
+        even[least] = joined(even[least], piece)
+    chosen = even if all(load.tokens <= room or load in found for load in even) else fitted
+    return [sorted(load.rows) for load in sorted(chosen, key=lambda load: -load.tokens)]
+
+
+def joined(a: Piece, b: Piece) -> Piece:
+    """Both on one device."""
+    return Piece(a.tokens + b.tokens, [*a.rows, *b.rows])
+
+
+def dealt(batch: Batch, loads: list[Load]) -> Batch:
+    """The loads of all devices as one micro-batch, dealt out row by row."""
+    turns = [row for turn in zip_longest(*loads) for row in turn]
+    real = torch.tensor([row is not None for row in turns], device=batch.mask.device)
+    rows = torch.tensor([turns[0] if row is None else row for row in turns], device=batch.mask.device)
+    width = int(lengths(batch)[rows].max())
+    taken = Batch(*(x[rows, :width] if x.ndim == 2 else x[rows] for x in batch))
+    return taken._replace(mask=taken.mask & real[:, None])
