@@ -25,7 +25,10 @@ _SIZED = re.compile(r"\\(?:left|right)(?![A-Za-z])")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
 # Names that eval/<judge> would take from the other figures.
-TAKEN = {"accuracy", "accuracy_low", "accuracy_high", "problems", "unscorable", "length_mean", "truncated", "samples"}
+TAKEN = {
+    *{"accuracy", "accuracy_low", "accuracy_high", "problems", "unscorable", "length_mean", "truncated", "samples"},
+    *{"came_after", "seconds"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)

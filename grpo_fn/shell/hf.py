@@ -200,6 +200,13 @@ def generation_config(folder: str, config: PretrainedConfig) -> GenerationConfig
         return GenerationConfig.from_model_config(config)
 
 
+def named(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer once (a tied one under its first name), under the model's own names."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: x for name, x in state.items() if first.setdefault(id(x), name) == name}
+
+
 def parameter_count(model: nn.Module) -> int:
     """Distinct parameters (a tied one once)."""
     return sum(p.numel() for p in model.parameters())

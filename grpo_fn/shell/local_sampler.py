@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
@@ -11,8 +11,12 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from grpo_fn import prng
 from grpo_fn.problem import Problem
+from grpo_fn.shell.completions import assemble, check_lengths, check_limits, positions
+from grpo_fn.shell.engine import Seat
 from grpo_fn.shell.hf import Encode, as_tokens, stop_ids
-from grpo_fn.types import Policy, Rollout
+from grpo_fn.shell.outgoing import Fixed
+from grpo_fn.shell.policy import Sharded
+from grpo_fn.types import Rollout
 
 # (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -27,6 +31,20 @@ class Decoded(NamedTuple):
     stopped: Tensor
 
 
+def local(
+    seat: Seat,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    choose: Choose,
+    encode: Encode,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    max_rows: int,
+) -> "LocalSampler":
+    """A sampler from a module in this process: no engine besides torch and transformers."""
+    return LocalSampler(seat.whole(), tokenizer, choose, encode, max_new_tokens, stop, max_rows)
+
+
 @dataclass(frozen=True)
 class LocalSampler:
     """Samples from `model`: the policy's own module where that is whole and computes in its dtype, else one of ours."""
@@ -38,17 +56,22 @@ class LocalSampler:
     max_new_tokens: int
     stop: Sequence[str]
     max_rows: int  # rows decoded at once; bounds the KV cache
+    ranks: ClassVar[int] = 1  # that have one of it together
+    overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
+    repeatable: ClassVar[bool] = True
+    mixes: ClassVar[bool] = False
+
+    @property
+    def complaints(self) -> list[str]:
+        """It has none."""
+        return []
 
     def __post_init__(self) -> None:
         """Raise ValueError for limits below 1 and for stop strings that would stop at once or letter by letter."""
-        for name in ("max_new_tokens", "max_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, wanted at least 1")
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop: got {self.stop!r}, wanted a tuple of strings that are not empty")
+        check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
 
     @torch.no_grad()
-    def load(self, policy: Policy) -> None:
+    def load(self, policy: Sharded | Fixed) -> None:
         """Take the policy's weights, tensor by tensor; nothing to do where the module is shared."""
         if policy.model is self.model:
             return
@@ -56,12 +79,22 @@ class LocalSampler:
         for name, weight in policy.weights(trained=True):
             own[name].copy_(weight)
 
+    def rest(self) -> None:
+        """Nothing is held between two calls but the weights."""
+
+    def figures(self) -> dict[str, float]:
+        """There is nothing to tell."""
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g draws from fold_in(key, uid, g) and from nothing else."""
         device = next(self.model.parameters()).device
         prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
-        self._check_lengths(problems, prompts)
+        check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=positions(self.model.config))
         uid = torch.tensor([p.uid for p in problems], device=device).repeat_interleave(group_size)
         g = torch.arange(group_size, device=device).repeat(len(problems))
         u = prng.uniform(
@@ -76,18 +109,9 @@ class LocalSampler:
             for j in range(0, group_size, width)
         ]
         decoded = Decoded(*(torch.cat(field) for field in zip(*parts, strict=True)))
-        return self._assemble(prompts, group_size, decoded)
-
-    def _check_lengths(self, problems: Sequence[Problem], prompts: list[list[int]]) -> None:
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        for problem, ids in zip(problems, prompts, strict=True):
-            if not ids:
-                raise ValueError(f"got problem {problem.uid} whose prompt has no tokens; wanted at least one")
-            if limit is not None and len(ids) + self.max_new_tokens > limit:
-                raise ValueError(
-                    f"got problem {problem.uid} with {len(ids)} prompt tokens and max_new_tokens "
-                    f"{self.max_new_tokens}, wanted at most {limit} positions together"
-                )
+        completions = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
+        drawn = torch.arange(self.max_new_tokens, device=device) < decoded.length[:, None]
+        return assemble(self.tokenizer, prompts, completions, decoded.logp[drawn], decoded.stopped)
 
     def _decode(self, prompts: list[list[int]], u: Tensor) -> Decoded:
         """Completions of every prompt, as many as u `[P, G, N]` has numbers for; row p * G + g."""
@@ -149,23 +173,3 @@ class LocalSampler:
         tail = max(len(s.encode()) for s in self.stop) + 1
         texts = self.tokenizer.batch_decode(tokens[:, -tail:], skip_special_tokens=True)
         return torch.tensor([any(s in text for s in self.stop) for text in texts], device=tokens.device)
-
-    def _assemble(self, prompts: list[list[int]], group_size: int, decoded: Decoded) -> Rollout:
-        """Rows `[prompt | completion | padding]`, as wide as the longest."""
-        completions = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
-        device = decoded.tokens.device
-        start = torch.tensor([len(p) for p in prompts], device=device).repeat_interleave(group_size)
-        column = torch.arange(int((start + decoded.length).max()), device=device)
-        mask = (column >= start[:, None]) & (column < (start + decoded.length)[:, None])
-        tokens = torch.full(mask.shape, self.tokenizer.eos_token_id, device=device)
-        for b, completion in enumerate(completions):
-            ids = prompts[b // group_size] + completion
-            tokens[b, : len(ids)] = torch.tensor(ids, device=device)
-        drawn = torch.arange(decoded.logp.shape[1], device=device) < decoded.length[:, None]
-        return Rollout(
-            tokens=tokens,
-            mask=mask,
-            logp_sampled=torch.zeros(mask.shape, device=device).masked_scatter(mask, decoded.logp[drawn]),
-            truncated=~decoded.stopped,
-            text=tuple(self.tokenizer.batch_decode(completions, skip_special_tokens=True)),
-        )

@@ -28,6 +28,7 @@ from grpo_fn.shell.lora import LoRA
 from grpo_fn.shell.optimizer import adamw
 from grpo_fn.shell.place import Placing, place
 from grpo_fn.shell.policy import Sharded
+from grpo_fn.shell.reading import shared
 from grpo_fn.shell.scorer import Scorer
 from grpo_fn.shell.spread import Spread, share, spread_score
 from grpo_fn.shell.world import World, alone
@@ -121,7 +122,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         dtype=torch.float32,
         attention="sdpa",
         adapters=ADAPTERS if plan.adapted else None,
-        scorer=partial(Scorer, temperature=1.0, head_elements=2**20),
+        scorer=partial(Scorer, temperature=1.0, head_elements=2**20, rows=shared),
         scale=scale_of(Case("", strategy)),
         key=KEY,
     )

@@ -1,0 +1,23 @@
+"""A stand-in for servers: a sampler with a module of its own, which may be asked while the policy trains."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from grpo_fn.shell.engine import Seat
+from grpo_fn.shell.local_sampler import LocalSampler, local
+
+
+@dataclass(frozen=True)
+class Apart(LocalSampler):
+    """A local sampler on a module that is not the trained one."""
+
+    overlaps: ClassVar[bool] = True
+
+
+def apart(seat: Seat, tokenizer: Any, **knobs: Any) -> Apart:
+    """As local_sampler.local, whose knobs it takes."""
+    from grpo_fn.shell import hf
+
+    module = hf.load_model(seat.folder, dtype=seat.dtype, device=seat.world.device, attention="sdpa")
+    one = local(replace(seat, whole=lambda: module), tokenizer, **knobs)
+    return Apart(**vars(one))

@@ -1,0 +1,72 @@
+"""Runs that sample ahead: no staler than they may be, and interrupted they end as they would have."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.running import AtPhase, command, finish, metrics, outcome
+
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+AHEAD: dict[str, Any] = {
+    "train__train__sampler": "@engines.apart",
+    "engines__apart__max_rows": 64,
+    "train__train__max_staleness": 2,
+    "train__train__old_logp": "@algorithm.recomputed",
+    "objective__policy_objective__correct": "@correction.truncated",
+    "optimizer__adamw__lr": 3e-2,
+}
+IMPORTS = "from __gin__ import dynamic_registration\nfrom e2e import engines\n"
+
+
+def arguments(cache: Path, folder: Path, **changes: Any) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "engines.gin").write_text(IMPORTS)
+    return [*command(cache, folder / "run", **{**AHEAD, **changes}), "--gin_file", str(folder / "engines.gin")]
+
+
+def ended(cache: Path, folder: Path, *dooms: Callable[[], None], **changes: Any) -> Path:
+    """The run, started again after each doom until it is done."""
+    argv = arguments(cache, folder, **changes)
+    for doom in dooms:
+        assert finish(argv, folder / "out", doom) in (-KILL, 75), (folder / "out").read_text()
+    assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def ahead(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ended(cache, tmp_path_factory.mktemp("ahead"))
+
+
+def test_batches_are_as_stale_as_they_may_be_and_the_weights_differ_from_the_sampled_ones(ahead: Path) -> None:
+    rows = metrics(ahead)[1:]
+    assert [row["generation/staleness"] for row in rows] == [0, 1, 2, 2, 2, 2]
+    assert [row["loss/logp_gap_max"] > 1e-3 for row in rows] == [False, True, True, True, True, True]
+    assert all(row["loss/mismatch_ess"] < 1 for row in rows[1:])
+
+
+@pytest.mark.parametrize("how", [AtPhase("train", 4, KILL), AtPhase("checkpoint", 2, KILL), AtPhase("train", 3, TERM)])
+def test_one_that_is_interrupted_learns_from_the_same_batches(cache: Path, ahead: Path, tmp_path: Path, how) -> None:
+    run = ended(cache, tmp_path / "broken", how)
+    if how.number == KILL:
+        assert outcome(run) == outcome(ahead)
+    else:  # its checkpoint is one more than the other run has
+        one, other = outcome(run), outcome(ahead)
+        assert {name: one[name] for name in ("model", "metrics", "rollouts", "eval")} == {
+            name: other[name] for name in ("model", "metrics", "rollouts", "eval")
+        }
+
+
+def test_nothing_that_corrects_is_refused_before_anything_starts(cache: Path, tmp_path: Path) -> None:
+    argv = arguments(cache, tmp_path / "none", objective__policy_objective__correct="@correction.none")
+    assert finish(argv, tmp_path / "out") == 2
+    assert "max_staleness: got 2 with an objective that does not ask" in (tmp_path / "out").read_text()
+    assert not (tmp_path / "none" / "run").exists()
+
+
+def test_a_sampler_on_the_device_that_trains_is_refused(cache: Path, tmp_path: Path) -> None:
+    argv = arguments(cache, tmp_path / "local", train__train__sampler="@local_sampler.local")
+    assert finish(argv, tmp_path / "out") == 2
+    assert "max_staleness: got 2 with LocalSampler" in (tmp_path / "out").read_text()

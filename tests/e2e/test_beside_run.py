@@ -1,0 +1,360 @@
+"""Evaluation beside the training: the same figures at the same steps as in its midst, whenever they come."""
+
+import json
+import re
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from e2e.faults import ASK, Doom, between_steps, job
+from e2e.running import AtFileEvent, AtPhase, board, command, finish, metrics, outcome
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_fn import run
+from grpo_fn.shell import checkpoint
+
+KILL = signal.SIGKILL
+BESIDE = {"train__train__evaluator": "@local_sampler.local"}
+# Sampled answers and long steps, so that no two policies give the same ones.
+CHANGES: dict[str, Any] = {
+    "evaluate__Evaluation__samples": 3,
+    "evaluate__Evaluation__ks": (1, 2),
+    "train__train__judges": "[@rewards.named, @rewards.digits]",
+    "optimizer__adamw__lr": 3e-2,
+}
+LATE = {"eval/came_after", "eval/seconds"}
+
+Harm = Callable[[], None]
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """All of a finished run that does not depend on when an evaluation came."""
+    found = outcome(folder)
+    rows = [{name: value for name, value in row.items() if name not in LATE} for row in found["metrics"]]
+    return {**found, "metrics": rows}
+
+
+def arguments(cache: Path, folder: Path, **changes: Any) -> list[str]:
+    return command(cache, folder, **{**CHANGES, **BESIDE, **changes})
+
+
+@pytest.fixture(scope="module")
+def midst(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of the run with its evaluations in its midst."""
+    folder = tmp_path_factory.mktemp("midst")
+    assert finish(command(cache, folder / "run", **CHANGES), folder / "out") == 0, (folder / "out").read_text()
+    return outcome(folder / "run")
+
+
+# -- what befalls an evaluation
+
+
+class Coming:
+    """Doom: an evaluation is over when it has been looked for so many times, and not before; then one more doom.
+
+    But for none, when it runs beside the steps, it is all done after the last look: with the weights of then, were they
+    not its own.
+    """
+
+    def __init__(self, looks: int, then: Harm | None = None) -> None:
+        self.looks, self.then = looks, then
+
+    def __call__(self) -> None:
+        from grpo_fn import beside
+
+        ask, take_in, left = beside.ask, beside.take_in, [0]
+        free = threading.Event()
+
+        def asked(*args: Any) -> Any:
+            left[0] = self.looks
+            free.clear()
+            while self.looks and not free.wait(0.01):  # in pieces: a thread that waits cannot be given up
+                pass
+            return ask(*args)
+
+        def looked(*args: Any, patience: float, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                free.set()
+                patience = 30.0
+            return take_in(*args, patience=patience, **kwargs)
+
+        beside.ask, beside.take_in = asked, looked
+        if self.then is not None:
+            self.then()
+
+
+class Never:
+    """Doom: no evaluation is ever over but the first `but`; then one more doom."""
+
+    def __init__(self, but: int, then: Harm | None = None) -> None:
+        self.left, self.then = but, then
+
+    def __call__(self) -> None:
+        from grpo_fn import beside
+
+        ask, take_in = beside.ask, beside.take_in
+
+        def asked(*args: Any) -> Any:
+            self.left -= 1
+            while self.left < 0:
+                time.sleep(0.01)
+            return ask(*args)
+
+        def looked(*args: Any, patience: float, **kwargs: Any) -> Any:
+            return take_in(*args, patience=30.0 if self.left >= 0 else patience, **kwargs)
+
+        beside.ask, beside.take_in = asked, looked
+        if self.then is not None:
+            self.then()
+
+
+class Raising:
+    """Doom: the n-th evaluation raises."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self) -> None:
+        from grpo_fn import beside
+
+        ask = beside.ask
+
+        def asked(*args: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise ConnectionError("the engine is gone")
+            return ask(*args)
+
+        beside.ask = asked
+
+
+class Traced:
+    """Doom: what ends the run is printed where the run prints; then one more doom."""
+
+    def __init__(self, then: Harm) -> None:
+        self.then = then
+
+    def __call__(self) -> None:
+        main = run.main
+
+        def traced(argv: Sequence[str]) -> int:
+            try:
+                return main(argv)
+            except Exception:
+                traceback.print_exc()
+                raise
+
+        run.main = traced
+        self.then()
+
+
+def interrupted(cache: Path, folder: Path, dooms: Sequence[Harm], **changes: Any) -> tuple[Path, list[int]]:
+    """Start the same command once for every doom, then to the end; the run folder and the exit codes."""
+    argv = arguments(cache, folder / "run", **changes)
+    codes = [finish(argv, folder / "out", doom) for doom in dooms]
+    codes.append(finish(argv, folder / "out"))
+    assert codes[-1] == 0, (folder / "out").read_text()
+    return folder / "run", codes
+
+
+# -- the same run
+
+
+@pytest.mark.parametrize("looks", [0, 1, 4])
+def test_it_measures_what_evaluation_in_the_midst_measures(
+    cache: Path, midst: dict[str, Any], tmp_path: Path, looks: int
+) -> None:
+    """Bit for bit, however late it comes. Evaluations are due every second step: one of four looks is waited for."""
+    argv = arguments(cache, tmp_path / "run")
+    assert finish(argv, tmp_path / "out", Coming(looks)) == 0, (tmp_path / "out").read_text()
+    assert told(tmp_path / "run") == midst
+    assert len({row["eval/pass@1"] for row in midst["metrics"] if "eval/pass@1" in row}) > 2  # policies do differ
+    assert len({row["eval/accuracy"] for row in midst["metrics"] if "eval/accuracy" in row}) > 1
+    came = {row["step"]: row["eval/came_after"] for row in metrics(tmp_path / "run") if "eval/came_after" in row}
+    said = (tmp_path / "run" / "log.txt").read_text()
+    match looks:
+        case 0:
+            assert came == {0: 1, 2: 1, 4: 1, 6: 0}
+        case 1:
+            assert came == {0: 2, 2: 2, 4: 2, 6: 0}
+        case _:
+            assert came == {0: 2, 2: 2, 4: 2, 6: 0}
+            assert len(re.findall("waiting for the evaluation of step [024]", said)) == 3
+    for row in metrics(tmp_path / "run"):
+        assert ("eval/accuracy" in row) == (row["step"] % 2 == 0)
+        assert ("eval/seconds" in row) == (row["step"] % 2 == 0)
+    assert "before training: accuracy" in said
+    assert "evaluation of step 4: accuracy" in said
+    events = board(tmp_path / "run").Scalars("eval/accuracy")
+    assert [event.step for event in events] == [0, 2, 4, 6]
+
+
+def test_two_ranks_train_beside_one_evaluation(cache: Path, tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert job(ours, 2, arguments(cache, ours / "run")).code == 0
+    assert job(theirs, 2, command(cache, theirs / "run", **CHANGES)).code == 0
+    found, wanted = told(ours / "run"), outcome(theirs / "run")
+    assert found == wanted
+
+
+# -- a run that ends meanwhile
+
+
+def test_asked_to_stop_it_does_not_wait_and_makes_the_evaluation_again(
+    cache: Path, midst: dict[str, Any], tmp_path: Path
+) -> None:
+    argv = arguments(cache, tmp_path / "run", loop__Cadence__save_every=50)  # what is pending is saved all the same
+    began = time.monotonic()
+    code = finish(argv, tmp_path / "out", Never(1, AtPhase("generate", 3, signal.SIGTERM)))
+    assert code == 75, (tmp_path / "out").read_text()
+    assert time.monotonic() - began < 60
+    assert "stopped by SIGTERM after step 3" in (tmp_path / "out").read_text()
+    assert checkpoint.meta(tmp_path / "run" / "checkpoints" / "step_3")["pending"] == [2]
+    assert "eval/accuracy" not in metrics(tmp_path / "run")[2]
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert {**told(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
+
+
+def test_asked_to_stop_while_one_is_due_and_one_at_work_both_are_made_again(
+    cache: Path, midst: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, codes = interrupted(cache, tmp_path, [Never(1, AtPhase("generate", 4, signal.SIGTERM))])
+    assert codes == [75, 0]
+    assert "stopped by SIGTERM after step 4" in (tmp_path / "out").read_text()
+    assert told(folder) == midst
+
+
+@pytest.mark.parametrize(("but", "pending"), [(0, 0), (3, 6)])
+def test_the_first_and_the_last_one_are_no_others(
+    cache: Path, midst: dict[str, Any], tmp_path: Path, but: int, pending: int
+) -> None:
+    """Stopped before the first step, or as the last evaluation is waited for."""
+    stop = AtPhase("generate", 1, signal.SIGTERM) if but == 0 else Waiting(6)
+    argv = arguments(cache, tmp_path / "run")
+    assert finish(argv, tmp_path / "out", Never(but, stop)) == 75, (tmp_path / "out").read_text()
+    assert not (tmp_path / "run" / "summary.json").exists()
+    newest = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1]
+    assert checkpoint.meta(tmp_path / "run" / "checkpoints" / f"step_{newest}")["pending"] == [pending]
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert told(tmp_path / "run") == midst
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()  # of a run that is done: nothing
+    assert told(tmp_path / "run") == midst
+    assert (tmp_path / "run" / "log.txt").read_text().count("evaluation of step 6: accuracy") == 1
+
+
+class Waiting:
+    """Doom: SIGTERM as the run says that it waits for the evaluation of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.text = f"waiting for the evaluation of step {step}"
+
+    def __call__(self) -> None:
+        from grpo_fn.shell.console import Console
+
+        line = Console.line
+
+        def heard(console: Console, text: str) -> None:
+            line(console, text)
+            if text == self.text:
+                signal.raise_signal(signal.SIGTERM)
+
+        Console.line = heard
+
+
+def test_with_a_newer_checkpoint_the_older_weights_are_measured(
+    cache: Path, midst: dict[str, Any], tmp_path: Path
+) -> None:
+    """A checkpoint every step, none kept but the newest: what is pending is kept until it has come."""
+    few = {"loop__Cadence__save_every": 1, "loop__Cadence__keep_last": 1, "loop__Cadence__keep_best": 0}
+    argv = arguments(cache, tmp_path / "run", **few)
+    assert finish(argv, tmp_path / "out", Never(1, AtPhase("generate", 3, signal.SIGTERM))) == 75
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [2, 3]
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [6]
+    assert {**told(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
+
+
+def test_weights_that_are_gone_are_named_and_the_run_goes_on(
+    cache: Path, midst: dict[str, Any], tmp_path: Path
+) -> None:
+    argv = arguments(cache, tmp_path / "run")
+    assert finish(argv, tmp_path / "out", Never(1, AtPhase("generate", 3, signal.SIGTERM))) == 75
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_2")
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert (
+        "the evaluation of step 2 is lost, its weights are not there any more: manifest.json is missing"
+        in (tmp_path / "run" / "log.txt").read_text()
+    )
+    found = told(tmp_path / "run")
+    assert found["metrics"][2].keys() == midst["metrics"][1].keys()
+    found["metrics"].pop(2)
+    assert found["metrics"] == [row for row in midst["metrics"] if row["step"] != 2]
+
+
+DOOMS = st.one_of(
+    st.builds(lambda n: lambda folder: AtFileEvent(folder, n, KILL), st.integers(1, 250)),
+    st.builds(
+        lambda phase, n, later: lambda folder: AtPhase(phase, n, KILL, later),
+        st.sampled_from(["evaluate", "generate", "train", "log", "checkpoint"]),
+        st.integers(1, 6),
+        st.sampled_from([0, 1e-2, 1e-1]),
+    ),
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=settings.default.max_examples // 2)
+@given(dooms=st.lists(st.tuples(DOOMS, st.integers(0, 3)), min_size=1, max_size=2), every=st.sampled_from([1, 2, 3]))
+def test_killed_at_any_moment(
+    cache: Path, midst: dict[str, Any], dooms: list[tuple[Callable[[Path], Harm], int]], every: int
+) -> None:
+    with TemporaryDirectory() as where:
+        planned = [Coming(looks, doom(Path(where) / "run")) for doom, looks in dooms]
+        folder, codes = interrupted(cache, Path(where), planned, loop__Cadence__save_every=every)
+        assert set(codes) <= {0, -KILL}
+        assert {**told(folder), "kept": None} == {**midst, "kept": None}
+
+
+# -- an evaluation that fails
+
+
+def test_what_it_raises_ends_the_run_with_its_name_and_the_same_command_goes_on(
+    cache: Path, midst: dict[str, Any], tmp_path: Path
+) -> None:
+    argv = arguments(cache, tmp_path / "run")
+    assert finish(argv, tmp_path / "out", Traced(Raising(2))) == 1
+    said = (tmp_path / "out").read_text()
+    assert "ConnectionError: the engine is gone" in said
+    assert "in the evaluation of step 2, beside the training" in said
+    assert "at step 3, phase evaluate" in said or "at step 4, phase evaluate" in said
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert told(tmp_path / "run") == midst
+
+
+def test_a_hang_meets_the_deadline(cache: Path, tmp_path: Path) -> None:
+    argv = arguments(cache, tmp_path / "run", loop__Cadence__eval_deadline=1.5)
+    assert finish(argv, tmp_path / "out", Traced(Never(1))) == 1
+    said = (tmp_path / "out").read_text()
+    assert "got no result of the evaluation of step 2 within 1.5 s, wanted one by then" in said
+    assert "in the evaluation of step 2, beside the training" in said
+
+
+def test_asked_on_two_ranks_both_stop_and_go_on(cache: Path, tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert job(whole, 2, arguments(cache, whole / "run")).code == 0
+    argv = arguments(cache, halves / "run")
+    first = job(halves, 2, argv, doom=Doom(1, partial(between_steps, 3), ASK))
+    assert set(first.codes(0).values()) == {75}, first.everything()
+    assert job(tmp_path / "second", 2, argv).code == 0
+    assert told(halves / "run") == told(whole / "run")
+    assert json.loads((halves / "run" / "summary.json").read_text())["ranks"] == 2
