@@ -1,0 +1,192 @@
+"""One vLLM server over HTTP: completions of token ids, and the routes with which a trainer changes its weights.
+
+A call ends in an answer, in `Unreachable` (nobody listens, the time is up, the server broke: others may be asked) or in
+`Refused` (the request is wrong, or the way the server was started: asking again would not help).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import httpx2
+
+KEEP_ALIVE = 2.0  # seconds; the server hangs up after 5, and a request sent at that moment would be lost
+NO_LOGP = -9999.0  # what the server sends for a log-prob that is missing, NaN or minus infinity
+ENDED = {"stop": True, "length": False}  # finish_reason -> by itself
+# Fields of vLLM's SamplingParams that go over the wire. One that it does not know the server ignores without a word.
+FIELDS = {
+    *("n", "seed", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
+    *("ignore_eos", "include_stop_str_in_output", "bad_words", "logit_bias", "allowed_token_ids", "detokenize"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "repetition_detection", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "logprobs", "watermarking", "thinking_token_budget", "structured_outputs"),
+    *("extra_args", "skip_reading_prefix_cache", "skip_clone"),
+}
+SHOWN = 500  # characters of a server's complaint
+
+
+class Unreachable(RuntimeError):
+    """No answer, or one that says that the server cannot go on."""
+
+
+class Refused(RuntimeError):
+    """The server is well and will not do this."""
+
+
+class Completion(NamedTuple):
+    """What one request was answered with."""
+
+    tokens: list[int]
+    logp: list[float]
+    stopped: bool
+    versions: list[str]  # labels of the weights that drew the tokens, in their order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Seconds that a call may take."""
+
+    connect: float
+    control: float  # a short question; everything but the rest
+    generate: float  # one completion, with its wait in the server's queue and through a swap of weights
+    swap: float  # pausing, or taking in a chunk of weights
+
+
+class Server:
+    """A server at `url`. For one event loop; many calls may be under way at once."""
+
+    def __init__(self, url: str, *, patience: Patience, connections: int, api_key: str | None) -> None:
+        """Raise ValueError for an address that is none. Nothing is sent yet."""
+        if not url.startswith(("http://", "https://")) or not httpx2.URL(url).host:
+            raise ValueError(f"server: got {url!r}, wanted an address like http://host:8000")
+        self.url = url.rstrip("/")
+        self._patience = patience
+        # Proxies of the environment are for the world outside; weights and rollouts stay inside.
+        self._client = httpx2.AsyncClient(
+            base_url=self.url,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+            limits=httpx2.Limits(max_connections=connections, keepalive_expiry=KEEP_ALIVE),
+            trust_env=False,
+            verify=self.url.startswith("https"),  # reading the certificates takes its time
+        )
+
+    async def close(self) -> None:
+        """Hang up; the server drops requests of ours that still wait."""
+        await self._client.aclose()
+
+    async def generate(self, prompt: tuple[int, ...], seed: int, how: Mapping[str, Any]) -> Completion:
+        """One completion; `how` are fields of vLLM's SamplingParams.
+
+        One request for each seed: of several samples in one request vLLM gives sample i the seed plus i.
+        """
+        params = {**how, "seed": seed, "n": 1, "logprobs": 0}
+        sent = {"token_ids": list(prompt), "sampling_params": params}
+        answer = await self._post("/inference/v1/generate", sent, seconds=self._patience.generate)
+        return self._read(answer["choices"][0])
+
+    def _read(self, choice: Mapping[str, Any]) -> Completion:
+        if choice["finish_reason"] not in ENDED:
+            raise Unreachable(f"{self.url}: got a completion that ended with {choice['finish_reason']!r}")
+        logp = [one["logprob"] for one in choice["logprobs"]["content"]]
+        if len(logp) != len(choice["token_ids"]) or NO_LOGP in logp:
+            raise Refused(
+                f"{self.url}: got {len(logp)} log-probs for {len(choice['token_ids'])} tokens, {logp.count(NO_LOGP)} "
+                "of them missing or no number, wanted one for each: is there a NaN among the weights?"
+            )
+        spans = choice.get("weight_versions") or []
+        versions = [span["version"] for span in spans]
+        return Completion(choice["token_ids"], logp, ENDED[choice["finish_reason"]], versions)
+
+    async def check_health(self) -> None:
+        """Raise Unreachable unless it says that it is well."""
+        await self._call("GET", "/health", seconds=self._patience.control)
+
+    async def version(self) -> str:
+        """The label of the weights that it has."""
+        return (await self._call("GET", "/weight_info", seconds=self._patience.control))["weight_version"]
+
+    async def workers(self) -> int:
+        """How many processes hold its weights."""
+        return (await self._call("GET", "/get_world_size", seconds=self._patience.control))["world_size"]
+
+    async def ask_workers(self, method: str) -> list[dict[str, Any]]:
+        """What a method of the worker extension says on each worker."""
+        return (await self._post("/collective_rpc", {"method": method}, seconds=self._patience.swap))["results"]
+
+    async def pause(self, mode: str) -> None:
+        """Draw no more tokens, once the requests that are at work are done ("wait") or right away ("keep")."""
+        await self._post("/pause", params={"mode": mode, "clear_cache": True}, seconds=self._patience.swap)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._post("/resume", seconds=self._patience.control)
+
+    async def forget(self) -> None:
+        """Drop what was computed of prompts and of requests at work: with new weights it is wrong."""
+        done = await self._post(
+            "/reset_prefix_cache", params={"reset_running_requests": True}, seconds=self._patience.control
+        )
+        if not done.get("success", True):
+            raise Unreachable(f"{self.url}: got its cache of prefixes held, wanted it dropped")
+
+    async def abort(self) -> None:
+        """End every request that is at work or waits."""
+        await self._post("/abort_requests", {}, seconds=self._patience.control)
+
+    async def join(self, init_info: Mapping[str, Any]) -> None:
+        """Meet the trainer for the transfers to come."""
+        await self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)}, seconds=self._patience.swap)
+
+    async def begin(self) -> None:
+        """Weights are about to come."""
+        await self._post("/start_weight_update", seconds=self._patience.swap)
+
+    async def take(self, update_info: Mapping[str, Any]) -> None:
+        """Load these."""
+        await self._post("/update_weights", {"update_info": dict(update_info)}, seconds=self._patience.swap)
+
+    async def finish(self) -> None:
+        """That was all of them."""
+        await self._post("/finish_weight_update", seconds=self._patience.swap)
+
+    async def relabel(self, label: str) -> None:
+        """From now on the weights are called this."""
+        await self._post("/update_weight_version", {"new_version": label}, seconds=self._patience.control)
+
+    async def _post(
+        self, path: str, body: Any = None, *, params: Mapping[str, Any] | None = None, seconds: float
+    ) -> dict[str, Any]:
+        return await self._call("POST", path, json=body, params=params, seconds=seconds)
+
+    async def _call(self, verb: str, path: str, *, seconds: float, **sent: Any) -> dict[str, Any]:
+        timeout = httpx2.Timeout(seconds, connect=self._patience.connect)
+        try:
+            answer = await self._client.request(verb, path, timeout=timeout, **sent)
+        except httpx2.TimeoutException as error:
+            raise Unreachable(f"{self.url}{path}: got no answer ({type(error).__name__}) within {timeout}") from error
+        except (httpx2.HTTPError, RuntimeError) as error:  # RuntimeError: closed meanwhile
+            raise Unreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        text = answer.text[:SHOWN]
+        if answer.status_code >= 500:
+            raise Unreachable(f"{self.url}{path}: got status {answer.status_code}: {text}")
+        if answer.status_code >= 400:
+            raise Refused(f"{self.url}{path}: got status {answer.status_code}{_meaning(answer.status_code)}: {text}")
+        try:
+            return answer.json() if answer.content else {}
+        except ValueError as error:
+            raise Unreachable(f"{self.url}{path}: got {text!r}, wanted JSON") from error
+
+
+def _meaning(status: int) -> str:
+    if status == 401:
+        return ", wanted the server's key in VLLM_API_KEY"
+    if status in (403, 404):
+        return ", wanted a vLLM server started as tools/launch/vllm_server.sh does"
+    return ""
+
+
+def check(how: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field of SamplingParams that is none."""
+    if unknown := sorted(set(how) - FIELDS):
+        raise ValueError(
+            f"sampling: got {', '.join(unknown)}, wanted fields of vLLM's SamplingParams: {sorted(FIELDS)}"
+        )

@@ -1,0 +1,79 @@
+"""A rank of a torchrun job that trains and samples: argv is a model folder, tensor_parallel, and where to tell.
+
+It has a process group of its own, as the trainer has; the engine is made in it, pushed to twice and closed, and the
+group goes on.
+"""
+
+import json
+import sys
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engines import ENDS, KNOBS, Case, asked, completions, refill
+from fakes import tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_fn import prng
+from grpo_fn.shell.engine import Seat, StaleEngine
+from grpo_fn.shell.outgoing import outgoing
+from grpo_fn.shell.spread import Spread
+from grpo_fn.shell.vllm_sampler import colocated
+from grpo_fn.shell.world import World, join
+
+TEXTS = ["Tom has", "a", "7 + 7", "He buys 30 more. " * 20]
+
+
+def told(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
+    """What this rank found."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    config = AutoConfig.from_pretrained(folder)
+    seat = Seat(folder=folder, config=config, dtype=torch.float32, world=world, adapters=None, whole=lambda: model)
+    with closing(colocated(seat, tokenizer(), **{**KNOBS, "tensor_parallel": tensor_parallel})) as sampler:
+        case, spread, gaps = Case(model, seat, sampler), Spread(sampler, world), []
+        for seed in (1, 2):
+            refill(model, seed)
+            receipt = sampler.engine.push(outgoing(case.policy(), seat), version=seed)
+            rollout = spread.sample(asked(TEXTS), 3, key=prng.key(5, device="cpu"))
+            gaps.append(case.gap(rollout))
+        found = {
+            "gaps": gaps,
+            "engines": spread.engines,
+            "completions": completions(rollout),
+            "truncated": rollout.truncated.tolist(),
+            "held": str(receipt.held),
+            "sent": str(receipt.sent),
+            "stale": lost_on(world, world.size - 1, case),
+        }
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return {**found, "ranks": int(total), "ends": ENDS}
+
+
+def lost_on(world: World, rank: int, case: Case) -> bool:
+    """Whether this rank finds its engine stale when one rank loses a tensor on the way."""
+    llm = case.sampler.engine.llm
+    if world.rank == rank:
+        llm.collective_rpc = partial(losing, llm.collective_rpc)
+    try:
+        case.renewed(3)
+    except StaleEngine:
+        return True
+    return False
+
+
+def losing(real: Any, method: str, kwargs: dict[str, Any]) -> Any:
+    """A reload without the last block's down projection."""
+    kept = ((name, x) for name, x in kwargs["weights_iterator"] if "1.mlp.down_proj" not in name)
+    return real(method, kwargs={"weights_iterator": kept})
+
+
+if __name__ == "__main__":
+    folder, ranks, out = sys.argv[1:]
+    world = join("cpu", deadline=120.0)
+    found = told(world, folder, int(ranks))
+    Path(out, f"{world.rank}.json").write_text(json.dumps(found))
+    world.leave()

@@ -1,0 +1,293 @@
+"""Dedicated servers, real ones: two are started for this file with tools/launch/vllm_server.sh, and are killed."""
+
+import ast
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_fn.shell import vllm_chunks, vllm_transfer
+from grpo_fn.shell.engine import Ask, verified
+from grpo_fn.shell.vllm_http import FIELDS, Patience, Server, Unreachable
+from grpo_fn.shell.vllm_servers import Dedicated
+from grpo_fn.shell.world import World
+
+ROOT = Path(__file__).parents[2]
+START = 300.0  # seconds that a server may take to start where other work goes on; alone it takes 30 to 50
+PATIENCE = Patience(connect=5.0, control=60.0, generate=120.0, swap=120.0)
+TEMPERATURE = 0.7
+HOW = {"temperature": TEMPERATURE, "max_tokens": 8, "ignore_eos": True}
+LONG = tuple(i * 7 % 300 for i in range(300))  # two blocks of cached prefixes and a part of one
+ASKS = [Ask((1, 2, 3), (5, 6, 2**31 - 1)), Ask(LONG, (7, 5))]
+CLOSE = 2e-5  # nats between log-probs of float32 from here and from there
+
+
+def model(seed):
+    """The smallest that vLLM takes, tied."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=300,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=128,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        eos_token_id=0,
+    )
+    return Qwen2ForCausalLM(config).float().eval()
+
+
+def weights(module):
+    """As `outgoing` has them."""
+    for name, weight in module.named_parameters():
+        yield name, weight.detach()
+        if name.endswith("embed_tokens.weight"):
+            yield "lm_head.weight", weight.detach()
+
+
+@torch.no_grad()
+def own_logp(module, prompt, tokens):
+    """What the module itself makes of a completion, `[T]`."""
+    logits = module(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / TEMPERATURE).log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)]
+
+
+def gap(module, asks, answers):
+    """The largest over all tokens."""
+    pairs = [(ask.prompt, one) for ask, row in zip(asks, answers, strict=True) for one in row]
+    return max(float((own_logp(module, p, a.tokens) - torch.tensor(a.logp)).abs().max()) for p, a in pairs)
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, folder, log):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url, self.folder, self.log = f"http://127.0.0.1:{self.port}", folder, log
+        self.start()
+
+    def start(self):
+        env = {**os.environ, "PYTHON": sys.executable, "PORT": str(self.port), "TRANSFER": "file"}
+        env |= {"KV_CACHE_BYTES": str(2**26), "OMP_NUM_THREADS": "1"}
+        command = [ROOT / "tools/launch/vllm_server.sh", self.folder, "--dtype", "float32"]
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+
+    def kill(self):
+        """It and its workers, without a word."""
+        if self.process.poll() is not None:
+            return
+        whole = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+        for one in whole:
+            one.send_signal(signal.SIGKILL)
+        self.process.wait(20)
+        psutil.wait_procs(whole, 20)
+
+    def wait(self):
+        """Until the script says that it is ready."""
+        end = time.monotonic() + START
+        while f"vLLM server: ready on {self.url}" not in self.log.read_text(errors="replace"):
+            assert self.process.poll() is None, self.log.read_text(errors="replace")[-3000:]
+            assert time.monotonic() < end, self.log.read_text(errors="replace")[-3000:]
+            time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    model(0).save_pretrained(folder / "model")
+    subprocess.run(
+        [
+            sys.executable,
+            ROOT / "tools/make_tiny_model.py",
+            "--random",
+            "--vocabulary",
+            "300",
+            "--out",
+            folder / "made",
+        ],
+        check=True,
+    )
+    for one in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "made" / one).rename(folder / "model" / one)
+    started = [Process(folder / "model", folder / f"{name}.log") for name in ("first", "second")]
+    try:
+        for one in started:
+            one.wait()
+        yield started
+    finally:
+        for one in started:
+            one.kill()
+
+
+def engine(processes, folder, **knobs):
+    """An engine of these."""
+    quick = {"request_seconds": 120.0, "swap_seconds": 120.0, "check_seconds": 0.5, "deadline": START}
+    return Dedicated(
+        World(0, 1, torch.device("cpu"), deadline=600.0),
+        torch.float32,
+        servers=[one.url for one in processes],
+        transfer=partial(vllm_transfer.file, folder=str(folder), chunk_bytes=40_000, keep=True),
+        **{"pause": "wait", "max_requests": 16, **quick, **knobs},
+    )
+
+
+def running(processes, wanted):
+    """Wait until the servers are at work on so many completions."""
+    end = time.monotonic() + 60
+    while True:
+        texts = [httpx2.get(f"{one.url}/metrics", timeout=30).text for one in processes]
+        lines = [line for text in texts for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+        if sum(float(line.split()[-1]) for line in lines) >= wanted:
+            return
+        assert time.monotonic() < end, lines
+        time.sleep(0.05)
+
+
+def both_well(servers):
+    """Wait until both servers are asked."""
+    end = time.monotonic() + 60
+    while servers.figures()["engine/servers"] < 2:
+        assert time.monotonic() < end, servers.complaints
+        time.sleep(0.2)
+
+
+# Before `servers` begins to look after the same servers: what another run has given them it takes for old weights.
+def test_a_swap_in_mid_decode_goes_on_with_the_new_weights(processes, tmp_path):
+    old, new = model(1), model(2)
+    asks = [Ask(LONG, (1, 2))]
+    with_keep = engine(processes, tmp_path, pause="keep")
+    with_keep.push(weights(old), version=1)
+    found = []
+    asking = partial(with_keep.generate, asks, how={**HOW, "max_tokens": 800})
+    thread = threading.Thread(target=lambda: found.extend(asking()))
+    thread.start()
+    running(processes, 2)
+    with_keep.push(weights(new), version=2)
+    assert not found, "the swap came after the end"
+    thread.join(120)
+    ((*answers,),) = found
+    for answer in answers:
+        assert len(answer.tokens) == 800
+        assert answer.oldest == 1
+        said = torch.tensor(answer.logp)
+        by_old = (own_logp(old, LONG, answer.tokens) - said).abs() < CLOSE * 10
+        by_new = (own_logp(new, LONG, answer.tokens) - said).abs() < CLOSE * 10
+        turn = int(by_old.int().cumprod(0).sum())
+        assert 0 < turn < 800
+        assert by_new[turn:].all(), "what comes after the swap is not the new weights' alone"
+    assert gap(new, ASKS, with_keep.generate(ASKS, how=HOW)) < CLOSE
+    with_keep.close()
+
+
+@pytest.fixture(scope="module")
+def servers(processes, tmp_path_factory):
+    made = engine(processes, tmp_path_factory.mktemp("weights"))
+    yield made
+    made.close()
+
+
+def test_tokens_and_log_probs_are_of_the_weights_pushed_last(servers):
+    for version in (1, 2, 3):
+        trained = model(version)
+        receipt = verified(servers.push(weights(trained), version=version))
+        assert receipt.held == receipt.sent
+        answers = servers.generate(ASKS, how=HOW)
+        assert gap(trained, ASKS, answers) < CLOSE
+        assert gap(model(version - 1), ASKS, answers) > 0.1
+        assert {one.oldest for row in answers for one in row} == {version}
+        assert all(len(one.tokens) == 8 and not one.stopped for row in answers for one in row)
+
+
+def test_a_completion_depends_on_its_prompt_and_seed_alone(servers):
+    servers.push(weights(model(1)), version=4)
+    together = servers.generate(ASKS, how=HOW)
+    for ask, row in zip(ASKS, together, strict=True):
+        for seed, answer in zip(ask.seeds, row, strict=True):
+            ((alone,),) = servers.generate([Ask(ask.prompt, (seed,))], how=HOW)
+            assert alone == answer
+    assert len({tuple(one.tokens) for one in together[0]}) == 3
+
+
+def test_the_token_that_stops_is_part_of_the_completion(servers):
+    servers.push(weights(model(1)), version=5)
+    (plain,) = servers.generate([ASKS[0]], how=HOW)
+    third = plain[0].tokens[2]
+    (cut,) = servers.generate([ASKS[0]], how={**HOW, "stop_token_ids": [third]})
+    assert cut[0].tokens == plain[0].tokens[: plain[0].tokens.index(third) + 1]
+    assert cut[0].stopped
+
+
+def test_an_update_that_broke_off_is_given_up_and_a_wrong_file_is_refused(processes, servers, tmp_path):
+    import asyncio
+
+    async def half():
+        server = Server(processes[0].url, patience=PATIENCE, connections=4, api_key=None)
+        transfer = vllm_transfer.file(folder=str(tmp_path), chunk_bytes=40_000, keep=True)
+        parts = list(vllm_chunks.chunks(weights(model(9)), transfer.chunk_bytes))
+        info, _ = transfer.meeting(server.url, 1)
+        await server.join(info)
+        await server.pause("keep")
+        await server.begin()
+        await server.take(transfer.offer(parts[0]))
+        await server.take(transfer.offer(parts[1]))
+        with pytest.raises(Unreachable, match="hash"):
+            await server.take({**transfer.offer(parts[2]), "sha256": "0" * 64})
+        await server.close()
+        transfer.close()
+
+    asyncio.run(half())
+    servers.push(weights(model(3)), version=6)
+    assert gap(model(3), ASKS, servers.generate(ASKS, how=HOW)) < CLOSE
+    both_well(servers)
+    assert gap(model(3), ASKS * 4, servers.generate(ASKS * 4, how=HOW)) < CLOSE
+
+
+def test_what_a_killed_server_was_asked_another_one_answers_and_it_is_taken_back(processes, servers):
+    trained = model(4)
+    servers.push(weights(trained), version=7)
+    servers.figures()
+    how = {**HOW, "max_tokens": 400}
+    asks = [Ask((1, 2, 3), (1, 2, 3, 4)), Ask((4, 5), (5, 6))]
+    calm = servers.generate(asks, how=how)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(servers.generate(asks, how=how)))
+    thread.start()
+    running(processes, 6)
+    processes[1].kill()
+    thread.join(120)
+    assert found == calm
+    told = servers.figures()
+    assert told["engine/servers"] == 1
+    assert told["engine/retried"] >= 1
+    assert any(processes[1].url in text for text in servers.complaints)
+
+    processes[1].log.write_text("")
+    processes[1].start()
+    processes[1].wait()
+    both_well(servers)
+    processes[0].kill()  # now it has to answer itself, with the weights that nobody has pushed since
+    assert servers.generate(asks, how=how) == calm
+
+
+def test_the_fields_that_may_be_sent_are_fields_of_sampling_params():
+    source = Path(find_spec("vllm").submodule_search_locations[0]) / "sampling_params.py"
+    (params,) = [n for n in ast.parse(source.read_text()).body if getattr(n, "name", "") == "SamplingParams"]
+    assert {line.target.id for line in params.body if isinstance(line, ast.AnnAssign)} >= FIELDS
