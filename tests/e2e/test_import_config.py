@@ -17,12 +17,15 @@ from e2e.running import TESTS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn import run
-from grpo_fn.config import load
+from grpo_fn import asking, run
+from grpo_fn.config import freeze, load
 from grpo_fn.shell import tiny_model
 
 sys.path.append(str(TESTS.parent / "tools"))
 import import_config as tool
+import import_draft
+import import_nemo_rl
+import import_trl
 
 CONFIGS = TESTS / "e2e" / "configs"
 SAMPLES = {"nemo_rl.yaml": [], "trl.yaml": ["--world", "2"], "trl.py": ["--world", "2", "--rows", "7473"]}
@@ -84,7 +87,7 @@ TRL = {
     "num_iterations": st.integers(1, 3),
     "max_steps": st.integers(1, 500),
     "max_completion_length": st.integers(1, 4096),
-    "loss_type": st.sampled_from([*tool.WEIGHTS, "luspo"]),
+    "loss_type": st.sampled_from([*import_trl.WEIGHTS, "luspo"]),
     "importance_sampling_level": st.sampled_from(["token", "token", "sequence"]),
     "epsilon": st.sampled_from([0.2, 0.1]),
     "epsilon_high": st.sampled_from([None, 0.28, 5.0]),
@@ -97,7 +100,7 @@ TRL = {
     "lr_scheduler_type": st.sampled_from(["linear", "cosine", "constant", "constant_with_warmup", "polynomial"]),
     "warmup_ratio": st.sampled_from([0.0, 0.1]),
     "warmup_steps": st.sampled_from([0, 10, 0.05]),
-    "optim": st.sampled_from([*tool.OPTIMIZERS]),
+    "optim": st.sampled_from([*import_trl.OPTIMIZERS]),
     "max_grad_norm": st.sampled_from([1.0, 0, 0.1]),
     "weight_decay": st.sampled_from([0.0, 0.01]),
     "temperature": st.sampled_from([1.0, 0.7]),
@@ -111,6 +114,15 @@ TRL = {
     "save_total_limit": st.sampled_from([None, 3]),
     "seed": st.integers(0, 99),
     "use_vllm": st.booleans(),
+    "vllm_mode": st.sampled_from(["server", "colocate", "colocate", "elsewhere"]),
+    "vllm_server_base_url": st.sampled_from([None, "http://gpu-a:8000", "@losses.cispo"]),
+    "vllm_gpu_memory_utilization": st.sampled_from([0.3, 0.9, 1.1]),
+    "vllm_tensor_parallel_size": st.sampled_from([1, 2]),
+    "vllm_importance_sampling_correction": st.booleans(),
+    "vllm_importance_sampling_mode": st.sampled_from([*import_trl.CORRECTIONS, "none"]),
+    "vllm_importance_sampling_cap": st.sampled_from([2.0, 3.0, 0.5]),
+    "vllm_importance_sampling_clip_min": st.sampled_from([None, 0.5]),
+    "off_policy_mask_threshold": st.sampled_from([None, 0.5, -1]),
     "top_p": st.just(0.9),
 }
 NEMO = {
@@ -134,7 +146,7 @@ NEMO = {
     "policy.model_name": st.sampled_from(["a/b", "@math.correct", "%X", "it's"]),
     "policy.train_global_batch_size": st.one_of(st.none(), COUNTS),
     "policy.max_total_sequence_length": st.sampled_from([64, 512]),
-    "policy.precision": st.sampled_from([*tool.PRECISIONS, "fp8"]),
+    "policy.precision": st.sampled_from([*import_nemo_rl.PRECISIONS, "fp8"]),
     "policy.dtensor_cfg.cpu_offload": st.booleans(),
     "policy.dtensor_cfg.tensor_parallel_size": st.sampled_from([1, 2]),
     "policy.dtensor_cfg.lora_cfg.enabled": st.booleans(),
@@ -143,6 +155,17 @@ NEMO = {
     "policy.generation.stop_strings": st.sampled_from([None, ["</s>"], ["@losses.cispo", "%STEPS", "a\nb"]]),
     "policy.generation.max_new_tokens": st.sampled_from([8, "${policy.max_total_sequence_length}", "${policy.gone}"]),
     "policy.optimizer.kwargs.betas": st.sampled_from([[0.9, 0.999], [0.9], [2, 0.5]]),
+    "policy.generation.backend": st.sampled_from(["vllm", "vllm", "sglang"]),
+    "policy.generation.colocated.enabled": st.booleans(),
+    "policy.generation.vllm_cfg.gpu_memory_utilization": st.sampled_from([0.6, 2]),
+    "policy.generation.vllm_cfg.enforce_eager": st.booleans(),
+    "grpo.async_grpo.enabled": st.booleans(),
+    "grpo.async_grpo.max_trajectory_age_steps": st.sampled_from([1, 2]),
+    "grpo.async_grpo.in_flight_weight_updates": st.booleans(),
+    "loss_fn.use_importance_sampling_correction": st.booleans(),
+    "loss_fn.truncated_importance_sampling_ratio": st.sampled_from([None, 2.0, 1.002]),
+    "loss_fn.truncated_importance_sampling_ratio_min": st.sampled_from([None, 0.5]),
+    "loss_fn.truncated_importance_sampling_type": st.sampled_from([None, "tis", "icepop", "seq-mask-tis", "odd"]),
     "data.dataset_name": st.sampled_from(["OpenMathInstruct-2", "mine"]),
 }
 
@@ -159,7 +182,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def carried(config: dict[str, Any], *, nemo: bool) -> tool.Draft | str:
+def carried(config: dict[str, Any], *, nemo: bool) -> import_draft.Draft | str:
     """The draft, or what is said instead."""
     try:
         return tool.from_nemo_rl(config) if nemo else tool.from_trl(config, 2, None)
@@ -186,6 +209,9 @@ def test_a_configuration_of_known_keys_can_be_launched_or_says_why_not(nemo: boo
         given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
         config = load([str(path)], given)
     knobs = config.root.knobs
+    objective, old_logp = (freeze(knobs[name], {}) for name in ("objective", "old_logp"))
+    asking.check_correction(objective, old_logp)
+    asking.check_stale(objective, old_logp, knobs["max_staleness"])
     group = knobs["group_size"]
     if nemo:
         assert (knobs["prompts"], group) == tuple(
@@ -236,7 +262,7 @@ def test_whatever_stands_there_is_carried_listed_or_refused(nemo: bool, data: st
     text = made.text("x")
     compile_comments(text)
     for key in strange:
-        shown = tool.one_line(f"unknown: zz{key}")
+        shown = import_draft.one_line(f"unknown: zz{key}")
         assert any(line.startswith(f"# {shown}") for line in text.splitlines()), (key, text)
 
 
@@ -250,11 +276,106 @@ def compile_comments(text: str) -> None:
 def test_every_key_of_nemo_rls_file_is_carried_or_listed() -> None:
     config = yaml.safe_load((CONFIGS / "nemo_rl.yaml").read_text())
     made = tool.from_nemo_rl(config)
-    reader = tool.Reader(tool.interpolated(config))
+    reader = import_draft.Reader(import_nemo_rl.interpolated(config))
     text = "\n".join(made.listed())
     taken = {key for key in reader.values if not re.search(rf"\b{re.escape(key)}\b", text)}
     assert {"grpo.num_prompts_per_step", "policy.dtensor_cfg.lora_cfg.dim", "loss_fn.ratio_clip_max"} <= taken
     assert not taken & {"made_up.knob", "made_up.empty", "cluster.num_nodes", "policy.generation.vllm_kwargs"}
+
+
+# -- engines, and what their samples are worth
+
+OF_TRL = {  # a configuration: the engine file, and some of what is bound
+    "local": ({}, None, {}),
+    "colocated": (
+        {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
+        "engine/vllm_colocated.gin",
+        {"vllm_sampler.colocated.gpu_memory_utilization": 0.3, "vllm_sampler.colocated.tensor_parallel": 2},
+    ),
+    "server": (
+        {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "gpu-a", "vllm_server_port": 8001},
+        "engine/vllm_dedicated.gin",
+        {"SERVERS": ["http://gpu-a:8001"]},
+    ),
+    "the older name of a bound": (
+        {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_cap": 4.0},
+        "engine/vllm_dedicated.gin",
+        {"correction.masked.low": 0.0, "correction.masked.high": 4.0},
+    ),
+    "a row's weight": (
+        {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.9},
+        "engine/vllm_dedicated.gin",
+        {"correction.sequence_masked.low": 0.9, "correction.sequence_masked.high": 3.0},
+    ),
+    "nothing corrected": (
+        {"use_vllm": True, "vllm_importance_sampling_correction": False},
+        "engine/vllm_dedicated.gin",
+        {"train.train.old_logp": "@algorithm.recomputed", "objective.policy_objective.correct": None},
+    ),
+    "a mask alone": (
+        {"off_policy_mask_threshold": 0.5},
+        None,
+        {"objective.policy_objective.correct": "@correction.off_policy_sequence_mask", "train.train.old_logp": None},
+    ),
+    "a mask and a weight": (
+        {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.5},
+        "engine/vllm_dedicated.gin",
+        {
+            "objective.policy_objective.correct": "@correction.both",
+            "correction.both.weight": "@correction.truncated",
+            "correction.both.mask": "@correction.off_policy_sequence_mask",
+        },
+    ),
+}
+VLLM = {"policy.generation.backend": "vllm"}
+TIS = "loss_fn.truncated_importance_sampling_"
+ON = {"loss_fn.use_importance_sampling_correction": True}
+AHEAD = {"policy.generation.colocated.enabled": False, "grpo.async_grpo.enabled": True} | VLLM | ON
+OF_NEMO = {
+    "local": ({"policy.generation.backend": "sglang"}, None, {}),
+    "colocated": (
+        {"policy.generation.vllm_cfg.enforce_eager": True} | VLLM,
+        "engine/vllm_colocated.gin",
+        {"vllm_sampler.colocated.gpu_memory_utilization": 0.6, "vllm_sampler.colocated.enforce_eager": True},
+    ),
+    "ahead": (
+        {"grpo.async_grpo.max_trajectory_age_steps": 3, "grpo.async_grpo.in_flight_weight_updates": True} | AHEAD,
+        "engine/one_batch_ahead.gin",
+        {"train.train.max_staleness": 3, "vllm_servers.Dedicated.pause": "keep", "correction.truncated.cap": 1e15},
+    ),
+    "tis": (ON | {f"{TIS}ratio": 2.0}, None, {"correction.truncated.cap": 2.0}),
+    "icepop": (
+        ON | {f"{TIS}ratio": 5.0, f"{TIS}ratio_min": 0.5, f"{TIS}type": "icepop"},
+        None,
+        {"correction.masked.low": 0.5, "correction.masked.high": 5.0},
+    ),
+    "seq-mask-tis": (
+        ON | {f"{TIS}ratio": 1.002, f"{TIS}ratio_min": 0.999, f"{TIS}type": "seq-mask-tis"},
+        None,
+        {
+            "correction.both.weight": "@correction.truncated",
+            "correction.both.mask": "@correction.sequence_masked",
+            "correction.truncated.cap": 1e15,
+            "correction.sequence_masked.high": 1.002,
+        },
+    ),
+}
+CASES = [(False, name) for name in OF_TRL] + [(True, name) for name in OF_NEMO]
+
+
+@pytest.mark.parametrize(("nemo", "name"), CASES)
+def test_an_engine_and_a_correction_are_carried(nemo: bool, name: str, tmp_path: Path) -> None:
+    flat, file, bound = (OF_NEMO if nemo else OF_TRL)[name]
+    made = carried(nested(flat | {"grpo.max_num_steps": 7}) if nemo else flat | {"max_steps": 7}, nemo=nemo)
+    assert isinstance(made, import_draft.Draft), made
+    engines = [include for include in made.includes if include.startswith("engine/")]
+    assert engines[-1:] == ([] if file is None else [file])
+    found = made.knobs | made.macros
+    assert {knob: found.get(knob) for knob in bound} == bound
+    (tmp_path / "made.gin").write_text(made.text("x"))
+    given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
+    root = load([str(tmp_path / "made.gin")], given).root.knobs
+    asking.check_correction(*(freeze(root[knob], {}) for knob in ("objective", "old_logp")))
 
 
 # -- bad files
@@ -277,6 +398,23 @@ BAD = {
     ),
     "a loss of its own": ("{loss_type: luspo, max_steps: 1}", ["loss_type: got 'luspo'", "wanted one of grpo"]),
     "round in circles": ("grpo: {max_num_steps: '${grpo.max_num_steps}'}", ["refers to itself"]),
+    "an engine beyond the device": (
+        "{use_vllm: true, vllm_mode: colocate, vllm_gpu_memory_utilization: 1.5, max_steps: 1, num_generations: 8}",
+        ["vllm_gpu_memory_utilization: got 1.5", "wanted at most 1"],
+    ),
+    "a bound below 1": (
+        "{use_vllm: true, vllm_importance_sampling_cap: 0.5, max_steps: 1, num_generations: 8}",
+        ["vllm_importance_sampling_clip_max: got 0 to 0.5", "wanted 1 within"],
+    ),
+    "ahead of itself": (
+        "grpo: {max_num_steps: 1, async_grpo: {enabled: true}}",
+        ["async_grpo.enabled: got true", "backend vllm with colocated.enabled false"],
+    ),
+    "ahead, uncorrected": (
+        "{grpo: {max_num_steps: 1, async_grpo: {enabled: true}}, "
+        "policy: {generation: {backend: vllm, colocated: {enabled: false}}}}",
+        ["use_importance_sampling_correction: got false", "wanted true"],
+    ),
     "Megatron": (
         "{grpo: {max_num_steps: 1}, policy: {megatron_cfg: {enabled: true}}}",
         ["megatron_cfg.enabled: got true", "wanted a file for dtensor_cfg"],
@@ -363,7 +501,7 @@ def test_a_page_names_only_functions_and_knobs_that_there_are(path: Path) -> Non
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_names_only_files_that_there_are(path: Path) -> None:
     text = path.read_text()
-    files = set(re.findall(r"\b(?:algo|eval|run|scale|task)/\w+\.gin", text))
+    files = set(re.findall(r"\b(?:algo|engine|eval|run|scale|task)/\w+\.gin", text))
     assert files
     assert all((TESTS.parent / "gin" / name).exists() for name in files), files
     for link in re.findall(r"\]\(([^)h#][^)]*)\)", text):
