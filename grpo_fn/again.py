@@ -19,7 +19,7 @@ from grpo_fn.config import Config, load
 from grpo_fn.differences import Recorded, Stored, Taken, beside, circumstances, explained, rounding, tampered
 from grpo_fn.digests import QUANTITIES, differing
 from grpo_fn.loop import Built, climbed
-from grpo_fn.recall import Before, before, from_store, held, kept_of, metrics, put_back, restored
+from grpo_fn.recall import Before, Unasked, before, from_store, held, kept_of, metrics, put_back, restored
 from grpo_fn.record import digested, token_by_token
 from grpo_fn.shell import digest, hf
 from grpo_fn.shell.clock import Stopwatch, noting
@@ -138,6 +138,9 @@ def spans(steps: Sequence[int]) -> str:
 def repeat(built: Built, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float) -> int:
     """Restore, take every step up to the one asked for, and compare each with what was recorded."""
     say = speaker(built.world)
+    stored = asked.stored or unrepeatable(built, say)
+    if stored:
+        built = replace(built, sampler=Unasked())
     start, carried, said = restored(built, asked.step - 1)
     for line in said:
         say(line)
@@ -145,10 +148,9 @@ def repeat(built: Built, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]]
     if wanted not in (None, here):
         story.first = [f"step {start}, weights: {wanted} recorded, {here} in the checkpoint"]
     figures = metrics(asked.run_dir)
-    stored = asked.stored or unrepeatable(built, say)
     for step in range(start + 1, asked.step + 1):
         if step == asked.step and asked.overrides:
-            story.before = before(built.policy, carried)
+            story.before = before(built.policy, built.sampler, carried)
         line = lines.get(step, {})
         kept = built.world.agree(partial(kept_of, asked.run_dir, step, line.get("width", 0)), what="the stored rollout")
         was = Recorded(line, figures.get(step, {}), kept)
@@ -164,10 +166,12 @@ def repeat(built: Built, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]]
 
 def unrepeatable(built: Built, say: Callable[[str], None]) -> bool:
     """Whether the tokens have to be the stored ones, because the engine would draw others."""
-    repeatable = getattr(built.sampler.sampler, "repeatable", True)
-    if not repeatable:
-        say(f"{type(built.sampler.sampler).__name__} cannot repeat its tokens: the stored ones are learned from")
-    return not repeatable
+    sampler = built.sampler.sampler
+    if not built.sampler.repeatable:
+        say(f"{type(sampler).__name__} cannot repeat its tokens: the stored ones are learned from")
+    elif sampler.overlaps:
+        say("the servers may be at work for the run itself: the stored tokens are learned from")
+    return sampler.overlaps or not built.sampler.repeatable
 
 
 def taken(built: Built, carried: Carried, step: int, stored: Stored | None) -> tuple[Taken, Carried]:
@@ -241,7 +245,10 @@ def instead(built: Built, *, asked: Asked, story: Story) -> int:
     """The step from the same state, under these knobs, beside the run's own."""
     say, step = speaker(built.world), asked.step
     built.policy.restore(partial(put_back, story.before.tensors), story.before.counters)
+    if story.stored is not None:
+        built = replace(built, sampler=Unasked())
     built.sampler.load(built.policy)
+    built.sampler.refill(story.before.ahead)
     other, _ = taken(built, story.before.carried, step, story.stored)
     say(f"step {step} with {', '.join(asked.overrides)}:", *beside(story.taken, other), sep="\n")
     return SAME

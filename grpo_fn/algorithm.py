@@ -17,7 +17,7 @@ from grpo_fn.collect import Explore, Harvest
 from grpo_fn.credit import first_token
 from grpo_fn.groups import by_group
 from grpo_fn.problem import Problem
-from grpo_fn.types import Batch, Carried, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
+from grpo_fn.types import Batch, Carried, Gains, Groups, Policy, Reward, Rollout, Sampler, Totals
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
@@ -90,6 +90,7 @@ def grpo_step(
     """
     explore = partial(explored, sampler, stream, key=key, algo=algo, span=span)
     groups, fresh, carried, figures = algo.collect(explore, carried)  # o ~ pi_old(. | q), r
+    sampler.rest()  # the device is the trainer's now
     with span("train"):
         logp_old, logp_ref = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
         logp_ref = logp_old if logp_ref is None else logp_ref
@@ -102,7 +103,7 @@ def grpo_step(
         ]
     with span("sync"):
         sampler.load(policy)  # pi_old <- pi_theta
-    found = summary(learned)
+    found = summary(batch, learned)
     return (
         Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])),
         carried._replace(gains=controlled(carried.gains, found, algo)),
@@ -178,13 +179,14 @@ class Learned(NamedTuple):
 
     objective: float
     stats: dict[str, metrics.Stat]
+    mismatch: dict[str, metrics.Stat]  # this update's log-probs against the sampler's
     ratio: Float[Tensor, "N"]  # of the sampled tokens
     update: dict[str, float]
 
 
 def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo) -> Learned:
     """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
-    objective, stats, ratio = 0.0, [], [batch.adv.new_zeros(0)]
+    objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
     micros = split(batch, algo.micro_tokens, algo.devices)
     policy.expect(len(micros))
     for micro in micros:
@@ -193,18 +195,30 @@ def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo
         signal, (value, tokens) = grad_and_value(loss, has_aux=True)(scores)
         pullback(signal)  # theta.grad += J^T dlogp
         objective += float(value)
-        stats.append(diagnose(scores, micro, tokens))
+        stats.append(diagnose(micro, tokens))
+        apart.append(metrics.mismatch(scores.logp - micro.logp_sampled, micro.mask))
         ratio.append(tokens["ratio"].detach()[micro.mask].to(batch.adv.dtype))
-    return Learned(objective, metrics.merge_all(stats), torch.cat(ratio), policy.update())
+    return Learned(objective, metrics.merge_all(stats), metrics.merge_all(apart), torch.cat(ratio), policy.update())
 
 
-def diagnose(scores: Scores, micro: Batch, tokens: dict[str, Tensor]) -> dict[str, metrics.Stat]:
+def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, metrics.Stat]:
     """Statistics of the objective's per-token diagnostics over the sampled tokens."""
-    gap = {"logp_gap": (scores.logp - micro.logp_sampled).abs()}
-    return {name: metrics.stat(x, micro.mask) for name, x in {**tokens, **gap}.items()}
+    zero = {"correction_zero": (tokens["correction"] == 0).double()}
+    return {name: metrics.stat(x, micro.mask) for name, x in {**tokens, **zero}.items()}
 
 
-def summary(learned: list[Learned]) -> dict[str, float]:
+def mismatch(batch: Batch, learned: list[Learned]) -> dict[str, metrics.Stat]:
+    """How far the trainer was from the sampler before the first update moved it, in the statistics of `metrics`.
+
+    Over every token of the step where logp_old is the trainer's own. Where it is the sampler's, no other log-prob is
+    known before the first update than the first update's: then over the tokens of that minibatch.
+    """
+    if bool((batch.logp_old == batch.logp_sampled)[batch.mask].all()):
+        return learned[0].mismatch
+    return metrics.mismatch(batch.logp_old - batch.logp_sampled, batch.mask)
+
+
+def summary(batch: Batch, learned: list[Learned]) -> dict[str, float]:
     """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last."""
     if not learned:  # a refused step
         return {"loss/objective": 0.0}
@@ -214,6 +228,7 @@ def summary(learned: list[Learned]) -> dict[str, float]:
     return {
         "loss/objective": sum(step.objective for step in learned) / len(learned),
         **metrics.of_learning(stats),
+        **metrics.of_mismatch(mismatch(batch, learned)),
         **learned[-1].update,
     }
 

@@ -23,7 +23,13 @@ def finished(built: Any, progress: Progress, weights: dict[str, Tensor], console
     """What the main rank does of it."""
     # A process killed after its last checkpoint may not have come to it.
     cadence = built.cadence
-    prune(built.run_dir / "checkpoints", keep_last=cadence.keep_last, keep_best=cadence.keep_best, metric=BEST)
+    prune(
+        built.run_dir / "checkpoints",
+        keep_last=cadence.keep_last,
+        keep_best=cadence.keep_best,
+        metric=BEST,
+        scores=progress.scores,
+    )
     model = built.policy.model
     if built.adapters is not None:
         lora.adapter_folder(weights, built.adapters, model.name_or_path, built.run_dir / "adapter")

@@ -105,19 +105,16 @@ def grad_norm_high(history: History, *, limit: float) -> str | None:
 
 
 def logp_gap_high(history: History, *, limit: float) -> str | None:
-    """loss/logp_gap_mean > limit nats: trainer and sampler disagree about the tokens that were sampled.
-
-    After the first of several updates on a rollout the gap holds the policy's own movement, too.
-    """
+    """loss/logp_gap_mean > limit nats: trainer and sampler disagree about the tokens that were sampled."""
     check_above_zero(limit=limit)
     value = newest(history, "loss/logp_gap_mean")
     if value is None or value <= limit:
         return None
     return (
         f"loss/logp_gap_mean is {value:.3g}{at(history)}, above {limit:g}: trainer and sampler give the same tokens "
-        "other log-probs, so the gradient is that of another policy. With train.train.epochs and "
-        "train.train.minibatches at 1 nothing but rounding may be left: check that the sampler got the weights, and "
-        f"train.train.dtype; else {SLOWER} or train.train.epochs"
+        "other log-probs, so the gradient is that of another policy. Check that the sampler got the weights, and "
+        "train.train.dtype; or correct for it: train.train.old_logp = @algorithm.recomputed and "
+        "objective.policy_objective.correct = @correction.truncated"
     )
 
 
@@ -173,7 +170,7 @@ def truncated_high(history: History, *, share: float, steps: int) -> str | None:
     return (
         f"generation/truncated was at least {min(values):.2f} for {steps} steps{at(history)}: so many answers ran into "
         "the limit, most of them before they came to a result, and lose their reward for it. Raise "
-        "local_sampler.LocalSampler.max_new_tokens, or reward shorter answers (docs/catalogue.md)"
+        "train.train.max_new_tokens, or reward shorter answers (docs/catalogue.md)"
     )
 
 

@@ -3,15 +3,16 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from grpo_fn import health, prng
+from grpo_fn import beside, health, prng
 from grpo_fn.algorithm import AT_THE_START, Algo, Experience, Span, grpo_step
 from grpo_fn.evaluate import Evaluation, evaluate, summarise
 from grpo_fn.finish import finish
@@ -32,7 +33,7 @@ from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.types import Carried, RunState
 from grpo_fn.voice import Voice, lost_rows, speaking
 
-DATA, SAMPLING, EVALUATION, ADAPTERS = range(4)  # streams of the run's key
+DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING = range(5)  # streams of the run's key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Cadence:
 
     steps: int
     eval_every: int  # 0: only before and after
+    eval_deadline: float  # seconds that an evaluation beside the training may take (train.train.evaluator)
     save_every: int
     keep_last: int
     keep_best: int
@@ -63,7 +65,7 @@ class Built:
     world: World
     policy: Sharded
     adapters: LoRA | None
-    sampler: Spread
+    sampler: Any  # an Ahead, or what stands in for one
     greedy: Spread
     sampled: Spread  # as the evaluation draws
     tokenizer: Any
@@ -73,6 +75,8 @@ class Built:
     prompts: int
     judges: Sequence[RewardFn]
     evaluation: Evaluation
+    # Beside the training, on an engine of its own, which is started here. None: on the training's, which waits for it.
+    evaluator: Callable[[], AbstractContextManager[beside.Evaluator]] | None
     pool: RewardPool
     score: Scorer
     mirror: Mirror
@@ -95,6 +99,7 @@ def work(built: Built) -> int:
     with ExitStack() as stack:
         voice = speaking(built, stack, start, first=first)
         stop = stack.enter_context(StopRequest())
+        halt = partial(stopped, built, stop, voice.saver)
         for line in said:
             voice.console.line(line)
         built.sampler.load(built.policy)
@@ -103,25 +108,40 @@ def work(built: Built) -> int:
                 voice.console.line(line)
             board.begin(voice.writer, built.run_dir / "config.gin")
             progress = begin(built, voice)
+            if progress.pending:
+                with voice.clock.span("checkpoint"):
+                    keep(built, progress, voice)
+                saved = 0
         else:
             if built.world.main:
                 voice.history[:] = recalled(built.run_dir)
+            built.sampler.refill(progress.ahead)
             voice.console.line(f"resumed after step {start} from {built.run_dir / 'checkpoints'}")
+            with noting(built.world, start, voice.clock), voice.clock.span("evaluate"):
+                fatal = beside.again(built, progress, voice, stop=halt)
         for step in range(start + 1, built.cadence.steps + 1):
             with noting(built.world, step, voice.clock):
-                if stopped(built, stop, voice.saver):
+                if halt() or fatal:
                     break
                 advance(built, progress, step, voice)
                 progress.seconds = past + time.perf_counter() - built.started
                 fatal = examine(built, step, voice.history, voice.console, voice.writer)
-                last = stopped(built, stop, voice.saver) or bool(fatal) or step == built.cadence.steps
-                if last or due(step, built.cadence.save_every):
+                if built.evaluator is not None:
+                    with voice.clock.span("evaluate"):  # in the next step's time: what of it holds up the training
+                        fatal += beside.look_after(built, progress, voice, due=evaluates(built, step), stop=halt)
+                last = halt() or bool(fatal) or step == built.cadence.steps
+                if last or due(step, built.cadence.save_every) or step in progress.pending:
                     with voice.clock.span("checkpoint"):
                         keep(built, progress, voice)
                     saved = step
                 if fatal:
                     break
         done = progress.state.step
+        if done == built.cadence.steps and not beside.last(built, progress, voice, stop=halt):
+            voice.saver.wait()
+            by = stop.requested or "a signal to another rank"
+            voice.console.line(f"stopped by {by} before the last evaluation; the same command makes it")
+            return EXIT_STOPPED
         with noting(built.world, done, voice.clock), voice.clock.span("checkpoint"):
             if done < built.cadence.steps and saved < done:  # the signal came between two steps, or before the first
                 keep(built, progress, voice)
@@ -145,6 +165,11 @@ def work(built: Built) -> int:
     return 0
 
 
+def evaluates(built: Built, step: int) -> bool:
+    """Whether the policy is measured after a step."""
+    return step == built.cadence.steps or due(step, built.cadence.eval_every)
+
+
 def stopped(built: Built, stop: StopRequest, saver: Saver) -> bool:
     """Whether any rank was asked to stop: all of them do, after the same step. Raises where a save has failed."""
     asked, failed = zip(
@@ -157,6 +182,13 @@ def stopped(built: Built, stop: StopRequest, saver: Saver) -> bool:
 
 def begin(built: Built, voice: Voice) -> Progress:
     """Measure the policy before training; its line in the metrics is step 0."""
+    if built.evaluator is not None:
+        voice.writer.scalars(0, voice.clock.lap())
+        voice.history.append(health.line(0, {}))
+        progress = Progress(RunState(0, built.seed), AT_THE_START, nan, nan, 0, 0.0, pending=[0])
+        with noting(built.world, 0, voice.clock), voice.clock.span("evaluate"):
+            beside.begin(built, 0, voice)
+        return progress
     with noting(built.world, 0, voice.clock), voice.clock.span("evaluate"):
         figures = judge(built, 0, voice)
     voice.writer.scalars(0, {**figures, **voice.clock.lap()})
@@ -177,8 +209,7 @@ def advance(built: Built, progress: Progress, step: int, voice: Voice) -> None:
             f"step {step} is not trained on: got too few groups with signal, all rewards within {share:.0%} of the "
             "groups were alike"
         )
-    cadence = built.cadence
-    if step == cadence.steps or due(step, cadence.eval_every):
+    if evaluates(built, step) and built.evaluator is None:
         with clock.span("evaluate"):
             measured = judge(built, step, voice)
         progress.accuracy, progress.evaluated = measured[BEST], step
@@ -192,12 +223,16 @@ def advance(built: Built, progress: Progress, step: int, voice: Voice) -> None:
         with clock.span("log"):
             record(built, step, experience, gains, prng.fold_in(built.key, SAMPLING), voice.writer)
     lost = lost_rows(built, troubles, voice.console)
+    for line in built.sampler.said():
+        voice.console.line(line)
     times = clock.lap()
+    generating = times["time/total" if built.sampler.max_staleness else "time/generate"]  # ahead, it fills the step
     figures |= {
         "generation/prompts": figures["generation/rows"] / built.algo.group_size,
         "generation/group_size": float(built.algo.group_size),
-        "generation/tokens_per_second": figures["generation/tokens"] / times["time/generate"],
+        "generation/tokens_per_second": figures["generation/tokens"] / generating,
         **lost,
+        **built.sampler.figures(),
         **system.usage(),
         **times,
     }
@@ -246,6 +281,8 @@ def judge(built: Built, step: int, voice: Voice) -> dict[str, float]:
 
 def keep(built: Built, progress: Progress, voice: Voice) -> None:
     """Begin to save a checkpoint; those no longer kept go when it is there."""
+    progress.ahead = built.sampler.drain()
     blobs, meta = packed_progress(progress, built.policy, built.adapters)
-    kept = Keep(built.cadence.keep_last, built.cadence.keep_best, BEST)
+    cadence = built.cadence
+    kept = Keep(cadence.keep_last, cadence.keep_best, BEST, {**progress.scores}, [*progress.pending])
     voice.saver.save(progress.state.step, tensors=built.policy.tensors(), blobs=blobs, meta=meta, keep=kept)

@@ -6,28 +6,32 @@ one for evaluation too.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_fn import plan as planning
 from grpo_fn import prng, sampling
 from grpo_fn.evaluate import Evaluation, Judged, evaluate, grouped, judge_names, summarise, tally
-from grpo_fn.locate import check_fits, locate, take
+from grpo_fn.locate import Found, check_fits, locate, take
 from grpo_fn.loop import EVALUATION
 from grpo_fn.prepare import prepare
 from grpo_fn.problem import Problem, RewardFn, Scorer
 from grpo_fn.proportions import wilson
-from grpo_fn.ready import check_sandboxes
+from grpo_fn.ready import check_engines, check_sandboxes
 from grpo_fn.shell import eval_store, hf
 from grpo_fn.shell.clock import Stopwatch
 from grpo_fn.shell.durable import check_space, write_bytes, write_json
+from grpo_fn.shell.engine import Seat
+from grpo_fn.shell.outgoing import Fixed
 from grpo_fn.shell.reward_pool import RewardPool
-from grpo_fn.shell.world import find_device
+from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import Task, held_out
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
@@ -59,6 +63,8 @@ def measure(
     device: str,
     attention: str,
     sampler: Callable[..., Any],
+    max_new_tokens: int,
+    stop: Sequence[str],
     judges: Sequence[RewardFn],
     evaluation: Evaluation,
     reward_pool: Callable[[], RewardPool],
@@ -70,9 +76,10 @@ def measure(
     Raises ValueError, before any weights are loaded, for numbers, data, folders or a model that do not fit together.
     """
     clock = Stopwatch()
-    planning.check_positive(eval_problems=eval_problems)
+    planning.check_positive(eval_problems=eval_problems, max_new_tokens=max_new_tokens)
     judge_names(judges)
     check_sandboxes(judges)
+    check_engines([sampler])
     place, precision = find_device(device, 0), hf.find_dtype(dtype)
     hf.check_attention(attention)
     check_free(request.out)
@@ -83,7 +90,6 @@ def measure(
     asked = held_out(task().test[:eval_problems])
     if not asked.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
-    max_new_tokens = sampler.keywords["max_new_tokens"]
     disable_progress_bar()
     folder, tokenizer, fitting = prepare(
         found.source, asked, (), config, max_new_tokens, encode=encode, overlong_prompts=overlong_prompts
@@ -94,12 +100,17 @@ def measure(
     check_space(request.out, len(problems) * (1 + evaluation.samples) * max_new_tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
     write_bytes(request.out / "config.gin", request.config_text.encode())
+    world = alone(place)
+    whole = cache(
+        partial(loaded, found, partial(hf.load_model, folder, dtype=precision, device=place, attention=attention))
+    )
+    seat = Seat(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
     with clock.span("load"):
-        module = hf.load_model(folder, dtype=precision, device=place, attention=attention)
+        make = partial(sampler, encode=encode, max_new_tokens=max_new_tokens, stop=stop)
+        greedy = make(seat, tokenizer, choose=sampling.greedy)
         if found.checkpoint is not None:
-            take(module, found.checkpoint)
-    greedy = sampler(module, tokenizer, choose=sampling.greedy, encode=encode)
-    with noting(f"evaluating {found.path}"), reward_pool() as pool, clock.span("evaluate"):
+            greedy.load(Fixed(whole(), world))
+    with noting(f"evaluating {found.path}"), closing(greedy), reward_pool() as pool, clock.span("evaluate"):
         judged = answers(greedy, problems, seed=seed, judges=judges, how=evaluation, score=timed(pool.score, clock))
     figures = summarise(judged, ks=evaluation.ks, by=evaluation.by)
     parts = {key: {value: counted(rows) for value, rows in grouped(judged, key).items()} for key in evaluation.by}
@@ -107,7 +118,7 @@ def measure(
     results = {
         "model": request.model,
         "weights": found.path,
-        "parameters": hf.parameter_count(module),
+        "parameters": hf.parameter_count(hf.empty_model(config)),
         "dtype": dtype,
         "device": str(place),
         "seed": seed,
@@ -118,6 +129,14 @@ def measure(
     write_json(request.out / RESULTS, results)  # the last one: where it is, the others are whole
     print(*report(results), f"written to {request.out}", sep="\n")
     return 0
+
+
+def loaded(found: Found, load: Callable[[], nn.Module]) -> nn.Module:
+    """The model of the folder, with the checkpoint's weights in it where there is one."""
+    module = load()
+    if found.checkpoint is not None:
+        take(module, found.checkpoint)
+    return module
 
 
 def answers(

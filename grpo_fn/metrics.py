@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_fn.ratio import capped
 from grpo_fn.types import Reward, Rollout
 
 
@@ -111,6 +112,44 @@ def of_learning(stats: Mapping[str, Stat]) -> dict[str, float]:
         **mean("loss/clip_low", stats["clip_low"]),
         **mean("loss/clip_high", stats["clip_high"]),
         **extent("loss/ratio_", stats["ratio"]),
-        "loss/logp_gap_mean": float(stats["logp_gap"].mean),
-        "loss/logp_gap_max": float(stats["logp_gap"].high) if stats["logp_gap"].count else 0.0,
+        **mean("loss/correction_mean", stats["correction"]),
+        **mean("loss/correction_zero", stats["correction_zero"]),
     }
+
+
+def mismatch(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> dict[str, Stat]:
+    """Statistics of x = logp - logp_sampled, trainer against sampler, in nats, over the sampled tokens: |x|, k3, ratio.
+
+    With w = exp(x) and tokens drawn from the sampler, w - 1 - x estimates KL(sampler || trainer) without bias.
+    """
+    x = x.detach().double()
+    log_w = capped(x)
+    return {
+        "logp_gap": stat(x.abs(), mask),
+        "mismatch_kl": stat(torch.expm1(log_w) - log_w, mask),
+        "mismatch_ratio": stat(log_w.exp(), mask),
+    }
+
+
+def of_mismatch(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """Trainer against sampler, before a step's first update, from what `mismatch` gathered; nothing of no tokens."""
+    gap = stats.get("logp_gap")
+    if gap is None or not gap.count:
+        return {}
+    return {
+        **mean("loss/logp_gap_mean", gap),
+        "loss/logp_gap_max": float(gap.high),
+        **mean("loss/mismatch_kl", stats["mismatch_kl"]),
+        "loss/mismatch_ess": effective(stats["mismatch_ratio"]),
+    }
+
+
+def effective(w: Stat) -> float:
+    """(sum w)^2 / (N sum w^2), the effective sample size of N weights as a share of N: 1 when all are equal.
+
+    mean^2 / (mean^2 + variance), so it is the same whatever micro-batches the Stat was merged from. 0 of weights that
+    are all 0. Kish 1965; Kong 1992 for importance weights.
+    """
+    square = w.mean**2
+    total = square + w.m2 / w.count.clamp(min=1)
+    return float(square / total) if total else 0.0

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from grpo_fn.algorithm import Stages
+from grpo_fn.asking import check_credit
 from grpo_fn.config import load
 from grpo_fn.config.source import GIN_FOLDER
-from grpo_fn.plan import check_credit
 
 
 def names() -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +18,11 @@ from grpo_fn.differences import Stored
 from grpo_fn.groups import widened
 from grpo_fn.locate import whole
 from grpo_fn.loop import Built, drawing
+from grpo_fn.problem import Problem
 from grpo_fn.resume import unpacked
 from grpo_fn.shell import checkpoint, rollout_store
 from grpo_fn.shell.policy import Sharded
-from grpo_fn.types import Carried, Groups
+from grpo_fn.types import Carried, Groups, Rollout
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, float | None]]:
@@ -85,6 +86,27 @@ def from_store(built: Built, stored: Stored) -> Callable[[Explore, Carried], Har
     return collect
 
 
+class Unasked:
+    """Stands where a sampler does in steps that learn from what is stored: it takes no weights, and draws nothing."""
+
+    def load(self, policy: Sharded) -> None:
+        """It has no use for them."""
+
+    def rest(self) -> None:
+        """It holds nothing."""
+
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """Raise RuntimeError: who asks has lost what was stored."""
+        raise RuntimeError(f"got {len(problems)} problems to sample, wanted none: the step learns from stored tokens")
+
+    def refill(self, ahead: object) -> None:
+        """It hands out nothing."""
+
+    def drain(self) -> list[dict[str, Any]]:
+        """It has begun nothing."""
+        return []
+
+
 class Restored(NamedTuple):
     """The state that a policy was brought to."""
 
@@ -99,13 +121,14 @@ def restored(built: Built, last: int) -> Restored:
     found = built.world.agree(partial(nearest, root, last, said), what="the checkpoint before the step")
     if found is None:
         said.append("no checkpoint is kept before this step: from the model that the run began with")
-        step, carried = 0, AT_THE_START
+        step, carried, ahead = 0, AT_THE_START, []
     else:
         step, path, blobs = found
         said.append(f"restored {path}")
         built.policy.restore(partial(checkpoint.load_into, path, world=built.world), blobs["policy"])
-        carried = unpacked(blobs["carried"], drawing(built))
+        carried, ahead = unpacked(blobs["carried"], drawing(built)), blobs.get("ahead", [])
     built.sampler.load(built.policy)
+    built.sampler.refill(ahead)
     return Restored(step, carried, said)
 
 
@@ -126,12 +149,13 @@ class Before(NamedTuple):
     tensors: dict[str, Tensor]
     counters: Mapping[str, Any]
     carried: Carried
+    ahead: list[dict[str, Any]]  # batches that are sampled and not yet learned from
 
 
-def before(policy: Sharded, carried: Carried) -> Before:
+def before(policy: Sharded, sampler: Any, carried: Carried) -> Before:
     """A copy of all that the step begins with."""
     tensors = {name: local(x).detach().cpu().clone() for name, x in policy.tensors().items()}
-    return Before(tensors, policy.counters(), carried)
+    return Before(tensors, policy.counters(), carried, sampler.drain())
 
 
 def put_back(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:

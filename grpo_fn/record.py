@@ -153,12 +153,22 @@ def examine(
 
     The main rank judges: seconds and memory differ between ranks, and a rule may look at them.
     """
-    said, fatal = built.world.agree(partial(findings, built, history), what="the rules of health")
+    return tell(built.world.agree(partial(findings, built, history), what="the rules of health"), step, console, writer)
+
+
+def tell(
+    found: tuple[Sequence[health.Finding], Sequence[health.Finding]],
+    step: int,
+    console: Console | Mute,
+    writer: Writer | Mute,
+) -> list[health.Finding]:
+    """Say what was found of a step: what warns, and what ends the run, which is returned."""
+    said, fatal = found
     every = [*dict.fromkeys([*said, *fatal])]
     for found in every:
         console.line(f"health, {found.rule}: {found.text}")
     show(writer, step, "health", [found._asdict() for found in every])
-    return fatal
+    return [*fatal]
 
 
 def findings(built: Any, history: health.History) -> tuple[list[health.Finding], list[health.Finding]]:

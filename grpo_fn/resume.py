@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,21 @@ class Progress:
     accuracy: float  # of the newest evaluation
     evaluated: int  # the step after which that was
     seconds: float  # of work so far, over all starts
+    ahead: list[dict[str, Any]] = field(default_factory=list)  # batches that are sampled and not yet learned from
+    pending: list[int] = field(default_factory=list)  # evaluations beside the training that have not come in yet
+    scores: dict[int, float] = field(default_factory=dict)  # of those that came in, by step: what keep_best goes by
 
 
 def recalled(run_dir: Path) -> list[health.Line]:
     """What the rules of health remember of a run, from its metrics.jsonl."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
     return health.kept([health.line(row.pop("step"), row) for row in rows])
+
+
+def figures_of(run_dir: Path, step: int) -> dict[str, float]:
+    """The figures of a step in metrics.jsonl; none where it has no line."""
+    rows = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines())
+    return next((health.line(step, row) for row in rows if row.pop("step") == step), {})
 
 
 def begun(run_dir: Path) -> bool:
@@ -52,9 +61,11 @@ def packed_progress(progress: Progress, policy: Sharded, adapters: LoRA | None) 
         "evaluated": progress.evaluated,
         "seconds": progress.seconds,
         "metrics": {BEST: progress.accuracy} if measured_now else {},
+        "pending": [*progress.pending],
+        "scores": {str(step): score for step, score in progress.scores.items()},
         "lora": None if adapters is None else asdict(adapters),
     }
-    return {"policy": policy.counters(), "carried": packed(progress.carried)}, meta
+    return {"policy": policy.counters(), "carried": packed(progress.carried), "ahead": progress.ahead}, meta
 
 
 def restore(
@@ -88,7 +99,17 @@ def restore(
         accuracy=number(meta["accuracy"]),
         evaluated=meta["evaluated"],
         seconds=meta["seconds"],
+        ahead=blobs.get("ahead", []),
+        pending=[*meta.get("pending", ())],
+        scores={int(step): score for step, score in meta.get("scores", {}).items()},
     )
+
+
+def reload(run_dir: Path, step: int, policy: Sharded, world: World) -> None:
+    """The policy as the checkpoint of a step holds it; every rank takes part."""
+    path = run_dir / "checkpoints" / f"step_{step}"
+    blobs = world.agree(partial(checkpoint.blobs, path), what=f"reading the checkpoint of step {step}")
+    policy.restore(partial(checkpoint.load_into, path, world=world), blobs["policy"])
 
 
 def newest(root: Path, *, start_over: bool) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:

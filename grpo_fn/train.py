@@ -1,9 +1,11 @@
 """The one configurable root: check what gin named, put the pieces together, and hand them to the loop."""
 
+import copy
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -14,22 +16,26 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_fn import asking, beside, prng, sampling
 from grpo_fn import health as rules
 from grpo_fn import plan as planning
-from grpo_fn import prng, sampling
 from grpo_fn.algorithm import Algo
 from grpo_fn.collect import Harvest
 from grpo_fn.evaluate import Evaluation, judge_names
-from grpo_fn.loop import ADAPTERS, DATA, Built, Cadence, work
+from grpo_fn.loop import ADAPTERS, DATA, EVALUATION, PROBING, Built, Cadence, work
 from grpo_fn.prepare import prepare
 from grpo_fn.problem import RewardFn
-from grpo_fn.ready import check_sandboxes
+from grpo_fn.ready import check_engines, check_sandboxes
 from grpo_fn.resume import begun
 from grpo_fn.rewards.combine import part_names
 from grpo_fn.shell import estimate, hf
+from grpo_fn.shell.ahead import Ahead
+from grpo_fn.shell.completions import positions
+from grpo_fn.shell.engine import Seat
 from grpo_fn.shell.lora import LoRA
 from grpo_fn.shell.mirror import Mirror
 from grpo_fn.shell.place import Placing, place
+from grpo_fn.shell.probe import Probe
 from grpo_fn.shell.reward_pool import RewardPool
 from grpo_fn.shell.run_dir import open_run
 from grpo_fn.shell.scale import Scale
@@ -42,7 +48,8 @@ from grpo_fn.tasks.task import Task, first, train_problems
 SUPPLIED = {
     "scorer": ("temperature",),
     "policy": ("world", "data", "frozen", "noisy", "seed", "micro_tokens"),
-    "sampler": ("choose", "encode"),
+    "sampler": ("choose", "encode", "max_new_tokens", "stop"),
+    "evaluator": ("choose", "encode", "max_new_tokens", "stop"),
     "choose": ("temperature",),
     "reward": ("score",),
     "objective": ("batch", "totals", "gains"),
@@ -103,8 +110,15 @@ def train(
     scorer: Callable[..., Scorer],
     policy: Callable[..., Any],
     sampler: Callable[..., Any],
+    evaluator: Callable[..., Any] | None,
+    probe: Probe | None,
     choose: Callable[..., tuple[Tensor, Tensor]],
     temperature: float,
+    accept_bias: bool,
+    max_staleness: int,
+    sample_deadline: float,
+    max_new_tokens: int,
+    stop: Sequence[str],
     reward: Callable[..., Any],
     judges: Sequence[RewardFn],
     evaluation: Evaluation,
@@ -143,6 +157,7 @@ def train(
         epochs=epochs,
         minibatches=minibatches,
         micro_tokens=micro_tokens,
+        max_new_tokens=max_new_tokens,
         prompts=prompts,
         steps=cadence.steps,
         save_every=cadence.save_every,
@@ -153,10 +168,15 @@ def train(
     parts = part_names(reward.keywords.get("parts", ()))
     judge_names(judges)
     check_sandboxes([reward, *judges])
+    if not request.dry_run:  # which may be about another machine
+        check_engines([sampler, evaluator])
     rules.check([*health, *stop_on])
-    planning.check_credit(credit, group_size, parts)
+    asking.check_credit(credit, group_size, parts)
     planning.check_signal(min_signal, prompts)
-    reference = planning.uses_reference(objective, credit, parts)
+    asking.check_full_support(partial(choose, temperature=temperature), temperature, accept_bias)
+    asking.check_correction(objective, old_logp)
+    asking.check_stale(objective, old_logp, max_staleness)
+    reference = asking.uses_reference(objective, credit, parts)
     precision = hf.find_dtype(dtype)
     source = hf.Pretrained(model) if isinstance(model, str) else model
     config = source.config()
@@ -170,8 +190,8 @@ def train(
         steps=cadence.steps,
         train_rows=problems.size,
         test_rows=len(problems.test),
-        max_new_tokens=sampler.keywords["max_new_tokens"],
-        max_rows=sampler.keywords["max_rows"],
+        max_new_tokens=max_new_tokens,
+        max_rows=sampler.keywords.get("max_rows", 0),  # a sampler elsewhere holds nothing here
         parameters=hf.parameter_count(hf.empty_model(config)),
         trained=estimate.trained(config, adapters),
         kv_bytes_per_token=planning.kv_bytes_per_token(config, precision.itemsize),
@@ -191,7 +211,7 @@ def train(
             attention=attention,
             reference=reference,
             micro_tokens=micro_tokens,
-            width=plan.max_new_tokens,
+            width=max_new_tokens,
             head_elements=scorer.keywords["head_elements"],
             cache=plan.kv_bytes(),
         )
@@ -209,7 +229,7 @@ def train(
     key = prng.key(seed, device="cpu")
     drawn = train_problems(problems, prng.fold_in(key, DATA), 0, min(problems.size, prompts * cadence.steps))
     asked = partial(prepare, encode=encode, overlong_prompts=overlong_prompts)
-    ready = partial(asked, source, problems, drawn, config, plan.max_new_tokens)
+    ready = partial(asked, source, problems, drawn, config, max_new_tokens)
     enter = partial(
         request.enter,
         request.run_dir,
@@ -245,8 +265,26 @@ def train(
         seed=seed,
         micro_tokens=micro_tokens,
     )
-    drawing = sampler(placed.decoding(), tokenizer, choose=partial(choose, temperature=temperature), encode=encode)
-    with reward_pool() as pool:
+    seat = Seat(folder=folder, config=config, dtype=precision, world=world, adapters=adapters, whole=placed.decoding)
+    asks = {"encode": encode, "max_new_tokens": max_new_tokens, "stop": stop}
+    start = partial(sampler, seat, tokenizer, choose=partial(choose, temperature=temperature), **asks)
+    drawing = world.together(start, what="starting the sampler")
+    evaluating = evaluator and partial(
+        beside.opened,
+        partial(
+            evaluator,
+            replace(seat, whole=partial(placing.whole, world.device, precision)),  # its own, whatever trains
+            copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
+            choose=sampling.greedy,
+            **asks,
+        ),
+        evaluation.choose,
+        reward_pool,
+        prng.fold_in(key, EVALUATION),
+        world,
+    )
+    probing = probe and partial(probe, key=prng.fold_in(key, PROBING), room=positions(config))
+    with closing(drawing), reward_pool() as pool:
         score = spread_score(pool.score, world)
         built = Built(
             run_dir=request.run_dir,
@@ -255,7 +293,12 @@ def train(
             world=world,
             policy=trained,
             adapters=adapters,
-            sampler=Spread(drawing, world),
+            sampler=Ahead(
+                Spread(drawing, world, probing),
+                partial(train_problems, problems, prng.fold_in(key, DATA)),
+                max_staleness=max_staleness,
+                deadline=sample_deadline,
+            ),
             greedy=Spread(replace(drawing, choose=sampling.greedy), world),
             sampled=Spread(replace(drawing, choose=evaluation.choose), world),
             tokenizer=tokenizer,
@@ -281,6 +324,7 @@ def train(
             prompts=prompts,
             judges=judges,
             evaluation=evaluation,
+            evaluator=evaluating,
             pool=pool,
             score=score,
             mirror=mirror,

@@ -128,3 +128,7 @@ class Sampler(Protocol):
     def load(self, policy: Policy) -> None:
         """Take the policy's weights."""
         ...
+
+    def rest(self) -> None:
+        """Nothing is sampled before the next `load`: the device is wanted for training."""
+        ...

@@ -1,13 +1,15 @@
 """Where a run speaks, and what it has to tell of its rewards."""
 
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from grpo_fn import health
+from grpo_fn.beside import Evaluator
 from grpo_fn.shell import digest
+from grpo_fn.shell.background import Background
 from grpo_fn.shell.clock import Stopwatch
 from grpo_fn.shell.console import Console
 from grpo_fn.shell.mute import Mute
@@ -23,6 +25,8 @@ class Voice:
     writer: Writer | Mute
     saver: Saver
     clock: Stopwatch
+    evaluator: Evaluator | None  # beside the training; None: evaluation is the training engine's business
+    background: Background
     history: list[health.Line]  # of the metrics, for the rules of health; on the main rank
 
 
@@ -38,6 +42,8 @@ def speaking(built: Any, stack: ExitStack, start: int, *, first: bool) -> Voice:
         writer=stack.enter_context(Writer(run_dir, start_step=0 if first else start + 1) if main else Mute()),
         saver=stack.enter_context(Saver(run_dir / "checkpoints", built.world)),
         clock=Stopwatch(),
+        evaluator=stack.enter_context(nullcontext() if built.evaluator is None else built.evaluator()),
+        background=stack.enter_context(Background(built.world, deadline=built.cadence.eval_deadline)),
         history=[],
     )
 

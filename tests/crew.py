@@ -1,8 +1,8 @@
 """Gloo ranks that a test session keeps: `crew(4).run(f, x)` is what `f(world, x)` returned on each of four ranks.
 
-They are forked, when first asked for, from a server that has loaded torch and is otherwise empty, so a crew costs what
-its group costs. `f` is a module-level function, or a partial of one. A crew of which any rank raised, died or hung is
-put away, and the next one that asks gets a new one. No rank outlives the process that asked for it.
+They are forked, when first asked for, from the server that `warm` prepares, so a crew costs what its group costs. `f`
+is a module-level function, or a partial of one. A crew of which any rank raised, died or hung is put away, and the
+next one that asks gets a new one. No rank outlives the process that asked for it.
 """
 
 import atexit
@@ -30,13 +30,6 @@ from grpo_fn.shell.world import World
 PATIENCE = 120.0  # seconds that a call may take
 GRACE = 2.0  # seconds that the other ranks get to say something once one has failed
 CPU = torch.device("cpu")
-# What ranks would otherwise load one by one. tests/e2e use the same server, whoever of the two starts it.
-LOADED = [
-    *("grpo_fn.loop", "grpo_fn.shell.place", "grpo_fn.shell.oracle", "grpo_fn.config", "hypothesis.strategies"),
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "gemma2")),
-    *("pytest", "torch.distributed.tensor", "transformers.generation", "transformers.loss.loss_utils"),
-    *("e2e.running", "grpo_fn.train", "grpo_fn.rewards.math", "grpo_fn.shell.tiny_model"),
-]
 
 
 class Outcome(NamedTuple):
@@ -136,7 +129,7 @@ class Crew:
 def serving() -> Any:
     """The context of the server, which runs, with this process's sys.path: on Python 3.11 it would not have it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
+    context.set_forkserver_preload(["warm"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     try:

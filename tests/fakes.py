@@ -153,6 +153,9 @@ class TableSampler:
         self.log.append("load")
         self.table = policy.table
 
+    def rest(self) -> None:
+        self.log.append("rest")
+
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         self.log.append("sample")
         uid = torch.tensor([p.uid for p in problems]).repeat_interleave(group_size)

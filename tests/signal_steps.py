@@ -7,7 +7,7 @@ import torch
 from fakes import tokenizer
 from torch import Tensor
 
-from grpo_fn import kl, losses, objective, prng, token_signal, weights
+from grpo_fn import correction, kl, losses, objective, prng, token_signal, weights
 from grpo_fn.algorithm import Experience
 from grpo_fn.batch import make_batch
 from grpo_fn.problem import Problem
@@ -17,6 +17,7 @@ UNMOVED = Gains(kl=1.0, entropy=1.0)
 CLIPPED = partial(
     objective.policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+    correct=correction.none,
     kl=kl.k3,
     weigh=weights.token_mean,
     beta=0.01,

@@ -38,7 +38,7 @@ class Preset(NamedTuple):
 def preset(name: str) -> Preset:
     """As a run would get it from `--gin_file run/arithmetic.gin --gin_file algo/NAME.gin`."""
     knobs = load(["run/arithmetic.gin", f"algo/{name}.gin"], []).root.knobs
-    return Preset(**freeze({k: knobs[k] for k in CHOSEN}, {}), max_new_tokens=knobs["sampler"].knobs["max_new_tokens"])
+    return Preset(**freeze({k: knobs[k] for k in CHOSEN}, {}), max_new_tokens=knobs["max_new_tokens"])
 
 
 class Step(NamedTuple):
@@ -133,6 +133,9 @@ class TokenPolicy:
 
     def load(self, policy: object) -> None:
         """It is its own sampler."""
+
+    def rest(self) -> None:
+        """It has no device."""
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         raise AssertionError("everything was sampled before")

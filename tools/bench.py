@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from grpo_fn import kl, loss_scale, losses, prng, sampling, weights
+from grpo_fn import correction, kl, loss_scale, losses, prng, sampling, weights
 from grpo_fn.algorithm import UNMOVED
 from grpo_fn.batch import count, make_batch, split
 from grpo_fn.config import load
@@ -39,6 +39,7 @@ from grpo_fn.shell.local_sampler import LocalSampler
 from grpo_fn.shell.lora import LoRA
 from grpo_fn.shell.place import Placing, place
 from grpo_fn.shell.policy import Sharded
+from grpo_fn.shell.reading import shared
 from grpo_fn.shell.saver import Saver
 from grpo_fn.shell.scale import Scale
 from grpo_fn.shell.scorer import Scorer
@@ -170,6 +171,7 @@ class Bench(NamedTuple):
 OBJECTIVE = partial(
     policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+    correct=correction.none,
     kl=kl.k3,
     weigh=weights.token_mean,
     beta=0.0,
@@ -196,7 +198,7 @@ def built(world: World, args: argparse.Namespace) -> Bench:
         dtype=getattr(torch, knobs["dtype"]),
         attention="sdpa",
         adapters=knobs["adapters"],
-        scorer=partial(Scorer, temperature=1.0, head_elements=2**24),
+        scorer=partial(Scorer, temperature=1.0, head_elements=2**24, rows=shared),
         scale=knobs["scale"],
         key=prng.key(0, device="cpu"),
     )

@@ -26,8 +26,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
+from grpo_fn import correction, losses, objective, prng, weights
 from grpo_fn import kl as kls
-from grpo_fn import losses, objective, prng, weights
 from grpo_fn.algorithm import UNMOVED
 from grpo_fn.shell import lora, optimizer
 from grpo_fn.shell.tiny_model import Shape, random_model
@@ -41,6 +41,7 @@ LOSS = partial(
     objective.policy_objective,
     gains=UNMOVED,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+    correct=correction.none,
     kl=kls.k3,
     weigh=partial(weights.constant_length, max_length=WIDTH - PROMPT),
     beta=0.0,

@@ -31,15 +31,18 @@ def margin(tag: str) -> Chart:
 
 
 OF_REWARD = "mean|std|min|max|correct_rate|invalid|timeouts|deaths|errors|raised"
-OF_EVAL = r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|(pass|maj)@\d+"
+OF_EVAL = (
+    r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|came_after|seconds|(pass|maj)@\d+"
+)
 
 LAYOUT: dict[str, dict[str, Chart]] = {
     "Health": {
-        "trainer against sampler, nats": lines("loss/logp_gap_(mean|max)"),
+        "trainer against sampler, nats": lines("loss/(logp_gap_(mean|max)|mismatch_kl)"),
         "KL to the reference": lines("loss/kl"),
         "entropy": lines("loss/entropy"),
         "gradient norm before clipping": lines("loss/grad_norm"),
         "ratio to the sampling policy": lines("loss/ratio_(mean|min|max)"),
+        "samples of another policy: effective share, weights": lines("loss/(mismatch_ess|correction_(mean|zero))"),
         "share of tokens clipped": lines("loss/clip_(low|high)"),
         "groups without signal, steps refused": lines("advantage/(no_signal|refused)"),
         "share without a score": lines("reward/invalid"),
@@ -55,6 +58,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "held-out accuracy by kind": lines("eval/[^/]+/.+"),
         "held-out, of several samples": lines(r"eval/(pass|maj)@\d+"),
         "held-out problems, those without a score": lines("eval/(problems|unscorable)"),
+        "evaluation beside the training, steps late": lines("eval/came_after"),
         "share right of what is trained on": lines("reward/correct_rate"),
         "reward": lines("reward/(mean|min|max)"),
         "reward, spread": lines("reward/std"),
@@ -73,10 +77,15 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "dynamic sampling": lines("generation/(batches|waited|filled)"),
         "dynamic sampling, share accepted": lines("generation/accepted"),
         "tokens a second": lines("generation/tokens_per_second"),
+        "versions between sampling and learning": lines("generation/staleness(_max)?"),
+        "engine against policy after a push, nats": lines("engine/probe_gap_(mean|max)"),
+        "engine": lines("engine/(?!probe_gap_|.*_seconds$).+"),
     },
     "Time": {
         "seconds a step": lines("time/total"),
         "seconds by phase": lines("time/(?!total$).+"),
+        "seconds of the engine": lines("generation/waited_seconds", "engine/.*_seconds"),
+        "seconds of an evaluation beside the training": lines("eval/seconds"),
     },
 }
 

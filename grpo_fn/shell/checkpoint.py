@@ -9,9 +9,10 @@ what is written, a word that no other process says: a rank of a job that died ca
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -25,6 +26,8 @@ from grpo_fn.shell.manifest import Broken, read_manifest, verify
 from grpo_fn.shell.world import World
 
 UNFINISHED = re.compile(r"\.(tmp|old|gone)-(step_\d+)-(\d+)(?:-[0-9a-f]+)?")
+
+NONE_LATE: Mapping[int, float] = MappingProxyType({})
 
 
 class Checkpoint(NamedTuple):
@@ -88,19 +91,37 @@ def meta(path: Path) -> dict[str, Any]:
     return read_manifest(path)["meta"]
 
 
-def prune(root: Path, *, keep_last: int, keep_best: int, metric: str) -> list[int]:
-    """Delete all but the newest `keep_last` and the `keep_best` with the largest `meta["metrics"][metric]`.
+def flaw(root: Path, step: int) -> str | None:
+    """What is wrong with the checkpoint of a step; None where it verifies."""
+    try:
+        verify(root / f"step_{step}")
+    except Broken as error:
+        return str(error)
+    return None
 
-    The newest always stays; equal scores favour the newer; no score (null or absent) is never best. A folder that is
-    visibly broken counts for nothing and is left for `latest` to name. Returns the deleted steps.
+
+def prune(
+    root: Path,
+    *,
+    keep_last: int,
+    keep_best: int,
+    metric: str,
+    scores: Mapping[int, float] = NONE_LATE,
+    spare: Collection[int] = (),
+) -> list[int]:
+    """Delete all but the newest `keep_last`, the `keep_best` with the largest `meta["metrics"][metric]`, and `spare`.
+
+    `scores` are those that came, by step, after their checkpoints were written. The newest always stays; equal scores
+    favour the newer; no score (null or absent) is never best. A folder that is visibly broken counts for nothing and
+    is left for `latest` to name. Returns the deleted steps.
     """
     if keep_last < 1 or keep_best < 0:
         raise ValueError(f"got keep_last {keep_last}, keep_best {keep_best}; wanted at least 1 and at least 0")
     metas = {step: meta for step in steps(root) if (meta := _meta_if_whole(root / f"step_{step}")) is not None}
-    scores = {step: meta.get("metrics", {}).get(metric) for step, meta in metas.items()}
-    ranked = sorted(((score, step) for step, score in scores.items() if score is not None), reverse=True)
-    keep = {*list(scores)[-keep_last:], *(step for _, step in ranked[:keep_best])}
-    doomed = [step for step in scores if step not in keep]
+    known = {step: scores.get(step, meta.get("metrics", {}).get(metric)) for step, meta in metas.items()}
+    ranked = sorted(((score, step) for step, score in known.items() if score is not None), reverse=True)
+    keep = {*list(known)[-keep_last:], *(step for _, step in ranked[:keep_best]), *spare}
+    doomed = [step for step in known if step not in keep]
     for step in doomed:
         _remove(root / f"step_{step}")
     return doomed

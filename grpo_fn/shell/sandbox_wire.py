@@ -184,9 +184,17 @@ def _changeable(argument):
     return argument if type(argument) in (list, dict, set, bytearray) else None
 
 
+def _equal(one, other):
+    """Whether they are; a signalling NaN, which refuses to be compared, is not."""
+    try:
+        return bool(one == other)
+    except ArithmeticError:
+        return False
+
+
 def _restore(argument, new):
     """Give an argument the value that the call at the other end left it with."""
-    if type(argument) is not type(new) or argument == new:
+    if type(argument) is not type(new) or _equal(argument, new):
         return
     if isinstance(argument, list | bytearray):
         argument[:] = new

@@ -9,7 +9,7 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -43,6 +43,8 @@ class Keep(NamedTuple):
     keep_last: int
     keep_best: int
     metric: str
+    scores: Mapping[int, float] = checkpoint.NONE_LATE
+    spare: Collection[int] = ()
 
 
 class Held(NamedTuple):

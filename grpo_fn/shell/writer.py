@@ -46,6 +46,24 @@ class Writer:
         self._lines.flush()
         os.fsync(self._lines.fileno())  # a checkpoint of this step must never outlive the step's line
 
+    def amend(self, step: int, values: Mapping[str, float | int]) -> None:
+        """What a step is found out about after its line was written goes into that line; the file is replaced at once.
+
+        Raises ValueError for a step without a line.
+        """
+        path = Path(self._lines.name)
+        lines = path.read_bytes().splitlines(keepends=True)
+        place = next((i for i in reversed(range(len(lines))) if json.loads(lines[i])["step"] == step), None)
+        if place is None:
+            raise ValueError(f"got figures for step {step}, wanted a step with a line in {path}")
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+        lines[place] = (to_json({**json.loads(lines[place]), **values}) + "\n").encode("ascii")
+        self._lines.close()
+        write_bytes(path, b"".join(lines))
+        self._lines = open(path, "a", encoding="ascii")  # noqa: SIM115 - closed by close()
+
     def text(self, step: int, tag: str, text: str) -> None:
         """Markdown for TensorBoard's text tab; put what a model wrote through `table` first."""
         self._board.add_text(tag, text.encode("utf-8", "replace").decode("utf-8"), step)

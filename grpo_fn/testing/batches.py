@@ -1,6 +1,6 @@
 """Generated rows and batches in float64, shapes with B == T and rows without a sampled token among them."""
 
-from functools import partial
+from functools import lru_cache, partial
 
 import hypothesis.strategies as st
 import torch
@@ -14,15 +14,25 @@ GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
 MASKED_FIELDS = ("logp_sampled", "logp_old", "logp_ref", "adv")
 
 
+LOGP = st.floats(-6, 0)
+ADVANTAGE = st.one_of(st.sampled_from([0.0, 1.0, -1.5]), st.floats(-3, 3))  # floats alone are too often 0
+between = lru_cache(maxsize=64)(st.floats)
+
+
+@lru_cache(maxsize=64)
+def advantages(b: int, t: int) -> st.SearchStrategy[Tensor]:
+    """adv [b, t]: half of the time one for each row."""
+    return st.one_of(tensors(b, ADVANTAGE).map(partial(each_token, t)), tensors((b, t), ADVANTAGE))
+
+
 @st.composite
 def batches(draw: Draw, rows: int | None = None, drift: float = 1.0) -> tuple[Tensor, Batch]:
     """logp [B, T] and a Batch whose other policies are at most `drift` nats a token away; 0 puts all of them at one."""
     b = rows or draw(st.integers(1, 5))
     t = draw(st.integers(1, 5))
-    logp = draw(tensors((b, t), st.floats(-6, 0)))
-    near = [logp + draw(tensors((b, t), st.floats(-drift, drift))) if drift else logp.clone() for _ in range(3)]
-    advantage = st.one_of(st.sampled_from([0.0, 1.0, -1.5]), st.floats(-3, 3))  # floats alone are too often 0
-    adv = draw(st.one_of(tensors(b, advantage).map(partial(each_token, t)), tensors((b, t), advantage)))
+    logp = draw(tensors((b, t), LOGP))
+    near = [logp + draw(tensors((b, t), between(-drift, drift))) if drift else logp.clone() for _ in range(3)]
+    adv = draw(advantages(b, t))
     mask = draw(masks((b, t)))
     marked = mask & draw(masks((b, t)))
     return logp, Batch(torch.zeros(b, t, dtype=torch.long), mask, *near, adv, marked)

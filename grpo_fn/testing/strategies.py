@@ -1,7 +1,7 @@
 """Small tensors: numbers, masks and groups of rewards, drawn element by element, so that failures shrink."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,17 +13,20 @@ Draw = Callable[..., Any]  # hypothesis's own type for it cannot be checked at r
 NO_NUMBERS = (float("nan"), float("inf"), float("-inf"), 3e38)  # and one that float32 can just hold
 
 
+@lru_cache(maxsize=1024)
 def finite(bound: float = 100.0) -> st.SearchStrategy[float]:
     """Numbers in [-bound, bound] that float32 can hold too, so a test may cast and lose nothing."""
     return st.floats(-bound, bound, width=32)
 
 
+@lru_cache(maxsize=1024)
 def tensors(shape: Shape, elements: st.SearchStrategy | None = None) -> st.SearchStrategy[Tensor]:
     """float64 tensors of one shape; finite elements unless told otherwise."""
     filled = _filled(shape, finite() if elements is None else elements)
     return filled.map(lambda x: x.to(torch.float64))
 
 
+@lru_cache(maxsize=1024)
 def masks(shape: Shape) -> st.SearchStrategy[Tensor]:
     """bool tensors of one shape; all False and all True come up often enough to matter, the latter more often."""
     constant = st.sampled_from([False, True, True, True]).map(lambda b: torch.full(_sizes(shape), b))

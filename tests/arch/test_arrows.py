@@ -16,15 +16,17 @@ LAYERS = {
     "L1": {
         *{"advantage", "losses", "objective", "kl", "ratio", "weights", "correction", "sampling", "rewards", "batch"},
         *{"metrics", "page", "tasks", "groups", "credit", "filters", "marks", "control", "proportions", "digests"},
-        *{"health", "loss_scale", "memory", "plots", "signal_style", "visible"},
+        *{"health", "loss_scale", "memory", "packing", "plots", "signal_style", "visible"},
+        *{"findings", "verdicts", "versions"},
     },
-    "L2": {"algorithm", "collect", "lens", "differences", "token_signal", "signal_page", "evaluate", "plan"},
+    "L2": {"algorithm", "collect", "lens", "differences", "token_signal", "signal_page", "evaluate", "plan", "asking"},
     "S": {"shell"},
     "L3": {
         *{"config", "train", "loop", "voice", "resume", "finish", "prepare", "presets", "record", "ready"},
-        *{"scoring", "named_reward", "measure", "locate", "again", "recall"},
+        *{"scoring", "named_reward", "measure", "locate", "again", "recall", "beside"},
+        *{"diagnosis", "wants"},
     },
-    "L4": {"run", "score", "eval", "replay"},
+    "L4": {"run", "score", "eval", "replay", "doctor"},
     "T": {"testing"},
 }
 BELOW = {
@@ -56,8 +58,11 @@ IMPURE = {
     },
 }
 READS_FILES = {"tasks", "rewards"}  # these may use pathlib and json
-# Reward workers and --help start without it.
-NO_TORCH = {"problem", "run", "score", "scoring", "named_reward", "eval", "replay"}
+# Reward workers and --help start without it, and so does what looks at machines on which it may be broken.
+NO_TORCH = {
+    *{"problem", "run", "score", "scoring", "named_reward", "eval", "replay"},
+    *{"doctor", "diagnosis", "findings", "verdicts", "versions"},
+}
 GIN = {"config/source.py"}  # the only file that imports gin
 
 

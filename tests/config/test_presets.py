@@ -9,10 +9,10 @@ import pytest
 from catalogue import public
 from test_gin_files import header, uncalled
 
-from grpo_fn import advantage, filters, kl, losses, marks, weights
+from grpo_fn import advantage, correction, filters, kl, losses, marks, weights
+from grpo_fn.asking import check_credit, uses_reference
 from grpo_fn.config import freeze, load, read
 from grpo_fn.config.values import Node
-from grpo_fn.plan import check_credit, uses_reference
 from grpo_fn.run import main
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -72,6 +72,14 @@ def test_a_preset_binds_every_stage(name):
     }
     wanted = {("train", stage) for stage in ROOT} | {("policy_objective", knob) for knob in OBJECTIVE}
     assert wanted <= bound, f"not bound: {sorted(wanted - bound)}"
+
+
+@each_preset
+def test_a_preset_leaves_it_to_the_run_how_its_sampler_is_corrected(name):
+    """That belongs to the engine that samples: laid over a run, a preset must not switch it off."""
+    bound = read([f"algo/{name}.gin"], []).knobs
+    assert not any(target.__name__ == "policy_objective" and "correct" in knobs for (_, target), knobs in bound.items())
+    assert correction.none in named(algorithm(name)["objective"])
 
 
 @pytest.mark.parametrize("below", PRESETS)

@@ -10,7 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,9 +20,7 @@ from grpo_fn.shell import checkpoint
 
 torch.set_num_threads(1)
 SERVER = multiprocessing.get_context("forkserver")
-# All that a run imports, its lazy imports too. On Python 3.11 the server does not get this process's sys.path.
-NEEDED = ("e2e.running", "grpo_fn.train", "grpo_fn.rewards.math", "grpo_fn.shell.tiny_model")
-SERVER.set_forkserver_preload(list(NEEDED))
+SERVER.set_forkserver_preload(["warm"])  # on Python 3.11 the server does not get this process's sys.path
 TESTS = Path(__file__).resolve().parents[1]
 SMALL = TESTS / "e2e" / "small.gin"
 
@@ -64,6 +62,16 @@ def finish(argv: Sequence[str], out: Path, doom: Callable[[], None] | None = Non
         process.kill()
         raise TimeoutError(f"the run is not over after {seconds} s; it printed:\n{out.read_text()}")
     return process.exitcode
+
+
+class Forked:
+    """Such a run, for a program that takes it for a subprocess.Popen of `python -m grpo_fn.run`."""
+
+    def __init__(self, command: Sequence[str], *, stdout: IO[bytes], **settings: Any) -> None:
+        assert command[:3] == [sys.executable, "-m", "grpo_fn.run"], command
+        self._process = start(command[3:], Path(stdout.name))
+        self.poll = lambda: self._process.exitcode
+        self.terminate, self.kill = self._process.terminate, self._process.kill
 
 
 def _work(argv: list[str], out: str, doom: Callable[[], None] | None, folder: str) -> None:
@@ -145,7 +153,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def timeless(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the machine: seconds, memory and speed."""
-    clocks = ("time/", "system/", "generation/tokens_per_second")
+    clocks = ("time/", "system/", "generation/tokens_per_second", "generation/waited_seconds")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in metrics(run_dir)]
 
 
@@ -163,6 +171,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
         "tensors": {name: x.numpy().tobytes() for name, x in checkpoint.read(newest, "").items()},
         "policy": (newest / "policy.pt").read_bytes(),
         "carried": (newest / "carried.pt").read_bytes(),
+        "ahead": (newest / "ahead.pt").read_bytes(),
         "eval": {path.name: path.read_bytes() for path in (run_dir / "eval").iterdir()},
         "metrics": timeless(run_dir),
         "summary": {k: v for k, v in summary.items() if k != "wall_seconds"},

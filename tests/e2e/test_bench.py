@@ -1,25 +1,45 @@
 """The bench runs, at a size at which its figures mean nothing."""
 
+import argparse
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from crew import crew
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+import bench
 
 
-def printed(what: str, *flags: str) -> list[list[str]]:
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[list[str]]]:
     """The cells of the table's rows."""
-    command = [sys.executable, str(ROOT / "tools" / "bench.py"), what, "--size", "tiny", "--steps", "1", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1:]]
+
+    def cells(what: str, *flags: str) -> list[list[str]]:
+        assert bench.main([what, "--size", "tiny", "--steps", "1", *flags]) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+        return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1:]]
+
+    return cells
 
 
-def test_scaling_has_a_row_for_each_number_of_ranks() -> None:
+def test_scaling_has_a_row_for_each_number_of_ranks(
+    printed: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks are started as ever; one is there already."""
+    start = bench.started
+
+    def started(args: argparse.Namespace, ranks: int, model: Path, out: Path) -> dict[str, Any]:
+        if ranks > 1:
+            return start(args, ranks, model, out)
+        args.model = model
+        (found,) = crew(ranks).run(bench.scaling, args)
+        return found
+
+    monkeypatch.setattr(bench, "started", started)
     one, two = printed("scaling", "--ranks", "1,2")
     assert [one[0], two[0]] == ["1", "2"]
     assert one[1].endswith("(1.00x)")
@@ -29,7 +49,7 @@ def test_scaling_has_a_row_for_each_number_of_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_costs_a_step_something() -> None:
+def test_a_checkpoint_costs_a_step_something(printed: Callable[..., list[list[str]]]) -> None:
     ((ranks, _, plain, waiting, beside, lost),) = printed("checkpoint")
     assert ranks == "1"
     assert plain.endswith(" s")

@@ -14,7 +14,11 @@ from tensorboard.plugins.hparams import metadata
 from grpo_fn.shell.board import LAYOUT, MEASURES, hparams
 
 # Charts of what this run does not measure: no compiler, no dynamic sampling, problems of one kind.
-ELSEWHERE = {"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"}
+ELSEWHERE = {
+    *{"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"},
+    *{"evaluation beside the training, steps late", "seconds of an evaluation beside the training"},
+    *{"engine", "engine against policy after a push, nats", "seconds of the engine"},
+}
 
 
 @pytest.fixture(scope="module")

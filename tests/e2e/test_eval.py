@@ -133,7 +133,7 @@ def test_the_table_says_what_the_file_says(trained: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_the_batch_around_a_problem_changes_nothing(trained: Path, tmp_path: Path, rows: int) -> None:
     """Weights, prompt and key alone: also when problems are asked one by one."""
-    measured(trained, tmp_path / "out", local_sampler__LocalSampler__max_rows=rows)
+    measured(trained, tmp_path / "out", local_sampler__local__max_rows=rows)
     assert (tmp_path / "out" / "samples.jsonl").read_bytes() == (trained / "eval" / "step_6.jsonl").read_bytes()
 
 
@@ -302,7 +302,8 @@ def test_a_gin_file_without_the_bindings_names_them(
 ) -> None:
     (tmp_path / "bare.gin").write_text('include "base.gin"\n')
     argv = ["--model", str(trained), "--gin_file", str(tmp_path / "bare.gin")]
-    refused(argv, capsys, "grpo_fn.train.train: got no value for task, eval_problems, wanted", "SEED: got no value")
+    wanted = "grpo_fn.train.train: got no value for task, max_new_tokens, eval_problems, wanted"
+    refused(argv, capsys, wanted, "SEED: got no value")
     refused(["--model", str(trained), "--gin_file", "eval/gsm8.gin"], capsys, "eval/gsm8k.gin")
 
 

@@ -41,7 +41,7 @@ def test_what_complains_may_be_changed_while_a_run_is_interrupted(cache: Path, t
 
 def test_a_warning_is_said_once_and_changes_nothing(whole: Path) -> None:
     assert len(warned(whole, "truncated_high")) == 1  # a model that knows nothing does not stop
-    assert "Raise local_sampler.LocalSampler.max_new_tokens" in warned(whole, "truncated_high")[0]
+    assert "Raise train.train.max_new_tokens" in warned(whole, "truncated_high")[0]
 
 
 @pytest.mark.parametrize("knob", ["health__kl_high__limit", "health__grad_norm_high__limit"])

@@ -5,27 +5,34 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from e2e.running import SMALL, TESTS
 from safetensors.torch import load_file
 
+sys.path.append(str(TESTS.parent / "tools"))
+import make_tiny_model
+
 FRESH = """
 import json, sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-text = sys.argv[2]
-ids = tokenizer(text)["input_ids"]
-turn = [{"role": "user", "content": text}]
-spell = tokenizer.apply_chat_template
-chat = spell(turn, add_generation_prompt=True, tokenize=False) if tokenizer.chat_template else ""
-print(json.dumps({
-    "ids": len(ids), "same": tokenizer.decode(ids) == text, "chat": chat, "eos": tokenizer.eos_token,
-    "ends": model.generation_config.eos_token_id == tokenizer.eos_token_id,
-    "head": model.config.hidden_size // model.config.num_attention_heads,
-    "positions": model.config.max_position_embeddings,
-}))
+
+def seen(folder, text):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(text)["input_ids"]
+    turn = [{"role": "user", "content": text}]
+    spell = tokenizer.apply_chat_template
+    return {
+        "ids": len(ids), "same": tokenizer.decode(ids) == text, "eos": tokenizer.eos_token,
+        "chat": spell(turn, add_generation_prompt=True, tokenize=False) if tokenizer.chat_template else "",
+        "ends": model.generation_config.eos_token_id == tokenizer.eos_token_id,
+        "head": model.config.hidden_size // model.config.num_attention_heads,
+        "positions": model.config.max_position_embeddings,
+    }
+
+print(json.dumps([seen(folder, sys.argv[1]) for folder in sys.argv[2:]]))
 """
 TEXT = "Tom’s  12 + $3\n\té 日本 <b>\\boxed{15}"
 
@@ -40,13 +47,21 @@ def tool(*args: str) -> subprocess.CompletedProcess:
     return python("tools/make_tiny_model.py", *args)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_random_model_spells_any_text(chat: bool, tmp_path: Path) -> None:
-    made = tool("--random", "--out", str(tmp_path / "model"), *["--chat_template"][:chat])
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, Any]]:
+    """What a fresh process sees of a model without and of one with a chat template."""
+    plain, chat = (tmp_path_factory.mktemp("random") / "model" for _ in range(2))
+    made = tool("--random", "--out", str(plain))
     assert made.returncode == 0, made.stderr
-    seen = python("-c", FRESH, str(tmp_path / "model"), TEXT)
-    assert seen.returncode == 0, seen.stderr
-    found = json.loads(seen.stdout)
+    assert make_tiny_model.main(["--random", "--out", str(chat), "--chat_template"]) == 0
+    fresh = python("-c", FRESH, TEXT, str(plain), str(chat))
+    assert fresh.returncode == 0, fresh.stderr
+    return dict(zip((False, True), json.loads(fresh.stdout), strict=True))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_random_model_spells_any_text(chat: bool, opened: dict[bool, dict[str, Any]]) -> None:
+    found = opened[chat]
     assert found["same"]
     assert found["ids"] == len(TEXT.encode())
     assert found["ends"]
@@ -61,8 +76,7 @@ def test_the_warm_started_model_is_that_of_the_recipe(cache: Path, whole: Path, 
     (cached,) = cache.glob("arithmetic-*")
     (tmp_path / "both.gin").write_text(f'include "run/arithmetic.gin"\ninclude "{SMALL}"\n')
     given = ["--gin_file", str(tmp_path / "both.gin"), "--gin_param", f"tiny_model.Recipe.cache={str(cache)!r}"]
-    made = tool("--out", str(tmp_path / "model"), *given)
-    assert made.returncode == 0, made.stderr
+    assert make_tiny_model.main(["--out", str(tmp_path / "model"), *given]) == 0
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", cached))
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in ours)

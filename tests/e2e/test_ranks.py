@@ -10,7 +10,7 @@ import pytest
 import torch
 from e2e import faults
 from e2e.faults import ASK, KILL, Doom, Job, job, undisturbed
-from e2e.running import command, finish, outcome, timeless
+from e2e.running import command, outcome, timeless
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -52,22 +52,13 @@ def same_run(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(found[name], x, rtol=0, atol=CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.fixture(scope="module")
-def alone(cache: Path) -> Path:
-    """The run folder of the small run, torchrun not involved."""
-    folder = cache / "alone"
-    folder.mkdir()
-    assert finish(command(cache, folder / "run"), folder / "out") == 0, (folder / "out").read_text()
-    return folder / "run"
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_world_size_does_not_change_a_run(cache: Path, alone: Path, ranks: int) -> None:
-    same_run(undisturbed(cache, ranks), alone)
+def test_world_size_does_not_change_a_run(cache: Path, whole: Path, ranks: int) -> None:
+    same_run(undisturbed(cache, ranks), whole)
 
 
-def test_one_rank_under_torchrun_is_a_run_without_torchrun(cache: Path, alone: Path) -> None:
-    assert outcome(undisturbed(cache, 1)) == outcome(alone)
+def test_one_rank_under_torchrun_is_a_run_without_torchrun(cache: Path, whole: Path) -> None:
+    assert outcome(undisturbed(cache, 1)) == outcome(whole)
 
 
 # -- going on

@@ -3,17 +3,20 @@
 import json
 import os
 import re
+import signal
+import socket
 import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import yaml
 from e2e.faults import job
 from e2e.running import TESTS, finish, metrics
-from launch.launching import environment, program, run
+from launch.launching import Started, environment, program, run
 from published import published
 
 from grpo_fn.shell import rollout_store, sandbox
@@ -123,7 +126,7 @@ def flags(name: str, bindings: Mapping[str, Any]) -> list[str]:
 
 
 def small(recipe: Recipe, model: Path, folder: Path) -> list[str]:
-    """The arguments of a run of seconds."""
+    """The arguments of a run of seconds, by the local sampler: tests/vllm has the engines."""
     tiny = dict(TINY)
     if recipe.name == "cluster_practice":  # it makes its own model, and has no macros for these
         tiny = {k: v for k, v in tiny.items() if k not in ("PROMPTS", "EVAL_PROBLEMS")}
@@ -132,7 +135,8 @@ def small(recipe: Recipe, model: Path, folder: Path) -> list[str]:
     verdict = "@code.passed" if recipe.name == "code_slurm_v100" else "@math.correct"
     (folder / "signal.gin").write_text(SIGNAL.format(verdict=verdict))
     first, file, *params = flags(recipe.name, recipe.given | tiny | recipe.smaller)
-    return [first, file, "--gin_file", str(folder / "signal.gin"), *params, "--run_dir", str(folder / "run")]
+    over = [part for name in ("engine/local.gin", folder / "signal.gin") for part in ("--gin_file", str(name))]
+    return [first, file, *over, *params, "--run_dir", str(folder / "run")]
 
 
 def test_it_says_what_it_would_be(recipe: Recipe, model: Path, tmp_path: Path) -> None:
@@ -237,6 +241,102 @@ def test_the_launchers_of_one_host_start_what_they_say(tmp_path: Path) -> None:
         named = [Path(heard[i + 1]) for i, word in enumerate(heard) if word == "--gin_file"]
         assert len(named) == files
         assert all(path.exists() and path.resolve().parent == RECIPES / name for path in named)
+
+
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Well(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Well).serve_forever()
+"""
+
+
+def evaluated(folder: Path, *, training: str, server: str = 'exec "$REAL" "$SERVER" "$PORT"') -> dict[str, str]:
+    """The environment of qwen_math_2gpu's launcher: a Python of which vLLM is `server` and the training `training`."""
+    (folder / "server.py").write_text(SERVER)
+    lines = [
+        "#!/usr/bin/env bash",
+        'if [[ $1 == *agent.py ]]; then printf "%s\\n" "$@" >"$FOLDER/heard"; ' + training + "; fi",
+        "if [[ $* == *find_spec* || $* == *version* ]]; then exit 0; fi",
+        "if [[ $2 == vllm.* ]]; then",
+        '  echo $$ >"$FOLDER/server"; echo "$CUDA_VISIBLE_DEVICES" >"$FOLDER/card"',
+        '  printf "%s\\n" "$@" >"$FOLDER/asked"',
+        f"  {server}",
+        "fi",
+        'exec "$REAL" "$@"',
+    ]
+    listening = program(folder, "python", "\n".join(lines) + "\n")
+    program(folder, "nvidia-smi", '#!/usr/bin/env bash\nprintf "GPU %s\\n" 0 1\n')
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"PYTHON": str(listening), "PORT": str(port), "FOLDER": str(folder), "SERVER": str(folder / "server.py")}
+    return environment(folder, REAL=sys.executable, RUN_DIR=str(folder / "run"), **given)
+
+
+QWEN = [RECIPES / "qwen_math_2gpu" / "launch.sh", "--gin_param", "MODEL=a/model"]
+
+
+def over(folder: Path) -> bool:
+    """Whether the server is gone."""
+    return not psutil.pid_exists(int((folder / "server").read_text()))
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_the_evaluation_server_is_there_while_the_training_is(code: int, tmp_path: Path) -> None:
+    env = evaluated(tmp_path, training=f'kill -0 "$(<"$FOLDER/server")" && exit {code}; exit 1')
+    done = run(QWEN, env, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert over(tmp_path)
+    asked, heard = ((tmp_path / name).read_text().splitlines() for name in ("asked", "heard"))
+    assert {"a/model", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.15", env["PORT"]} <= {*asked}
+    assert any("grpo_file" in word for word in asked)  # not NCCL, which takes no card twice
+    assert (tmp_path / "card").read_text() == "1\n"
+    assert heard[-4:] == [*QWEN[1:], "--gin_param", f'EVAL_SERVERS=["http://127.0.0.1:{env["PORT"]}"]']
+
+
+def test_a_signal_is_the_trainings_and_the_server_stays_until_that_has_saved(tmp_path: Path) -> None:
+    there = 'kill -0 "$(<"$FOLDER/server")" && exit 75; exit 1'
+    saves = f"""trap '{there}' TERM; echo >"$FOLDER/on"; while :; do sleep 0.1; done"""
+    with Started(QWEN, evaluated(tmp_path, training=saves), tmp_path / "log", cwd=tmp_path) as launch:
+        launch.until((tmp_path / "on").exists)
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.code() == 75, launch.log.read_text()
+    assert over(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("server", "more", "said"),
+    [
+        ("echo no such model; exit 1", {}, ["no such model", "the evaluation server ended as it started"]),
+        ("sleep 600", {"READY_SECONDS": "1"}, ["not ready after 1 s, wanted it sooner"]),
+    ],
+    ids=["it ends", "it is late"],
+)
+def test_without_an_evaluation_server_there_is_no_training(
+    server: str, more: dict[str, str], said: list[str], tmp_path: Path
+) -> None:
+    done = run(QWEN, evaluated(tmp_path, training="exit 0", server=server) | more, cwd=tmp_path)
+    assert done.returncode == 2
+    for part in said:
+        assert part in done.stderr
+    assert not (tmp_path / "heard").exists()
+    assert over(tmp_path)
+
+
+def test_a_run_that_needs_no_evaluation_server_starts_none(tmp_path: Path) -> None:
+    for flags_ in (["--gin_file", "engine/local.gin"], ["--gin_param", 'EVAL_SERVERS=["http://a:1"]']):
+        done = run([*QWEN, *flags_], evaluated(tmp_path, training="exit 0"), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "server").exists()
+    done = run([QWEN[0]], evaluated(tmp_path, training="exit 0"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "got no MODEL" in done.stderr
 
 
 def test_every_test_that_the_practice_names_is_there() -> None:

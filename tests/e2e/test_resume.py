@@ -49,7 +49,7 @@ DOOMS = st.one_of(
 )
 
 
-@settings(max_examples=max(4, settings.default.max_examples // 4))
+@settings(max_examples=max(4, settings.default.max_examples // 8))
 @given(dooms=st.lists(DOOMS, min_size=1, max_size=2))
 @example(dooms=[at_file(3, within="checkpoints")])
 def test_killed_at_any_moment(cache: Path, whole: Path, dooms: list[Planned]) -> None:

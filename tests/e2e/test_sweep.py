@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
-from e2e.running import SMALL, TESTS, metrics
+from e2e.running import SMALL, TESTS, Forked, metrics
 from hypothesis import given
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -150,9 +151,12 @@ def test_a_setting_is_its_seeds_together_and_the_best_comes_first(values, lowest
 
 
 def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_repeats_none(
-    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "sweep"
+    """The trials are forked; those of the next test are what the tool itself starts."""
+    monkeypatch.setattr(tool, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+    cache, out = tmp_path / "models", tmp_path / "sweep"  # other tests count the models in theirs
+    cache.mkdir()
     flags = [
         "--grid",
         "SEED=0,1",
@@ -197,6 +201,7 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
     assert "wanted the same" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_the_trials_and_the_same_command_goes_on(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     flags = ["--grid", "SEED=0", "--gin_param", "STEPS=60", "--gin_param", "loop.Cadence.save_every=400"]

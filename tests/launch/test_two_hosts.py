@@ -32,6 +32,7 @@ def start_all(stack: ExitStack, hosts: list[Host], command: list[str | Path], fo
     return [stack.enter_context(host.start(command, environment(), folder / f"log{n}")) for n, host in enumerate(hosts)]
 
 
+@pytest.mark.slow
 def test_a_host_that_disappears_and_comes_back_is_taken_in_again(two_hosts: list[Host], tmp_path: Path) -> None:
     second = two_hosts[1]
     command = by_hand(tmp_path, STEPS=400, DEADLINE=6)

@@ -13,7 +13,7 @@ from fakes import LIMIT, PROMPT, WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 from torch import Tensor
 
-from grpo_fn import collect, control, credit, filters, kl, losses, marks, objective, prng, weights
+from grpo_fn import collect, control, correction, credit, filters, kl, losses, marks, objective, prng, weights
 from grpo_fn.advantage import centered, group_normalized, leave_one_out
 from grpo_fn.algorithm import AT_THE_START, Algo, Experience, from_sampler, grpo_step, of_samples, recomputed
 from grpo_fn.groups import by_group
@@ -31,7 +31,8 @@ KEYS = {
     *(f"loss/{name}" for name in ("objective", "kl", "entropy", "clip_low", "clip_high", "grad_norm")),
     *("loss/kl_gain", "loss/entropy_gain"),
     *(f"loss/ratio_{name}" for name in ("mean", "min", "max")),
-    *("loss/logp_gap_mean", "loss/logp_gap_max", "optimizer/lr", "optimizer/step"),
+    *(f"loss/{name}" for name in ("logp_gap_mean", "logp_gap_max", "mismatch_kl", "mismatch_ess")),
+    *("loss/correction_mean", "loss/correction_zero", "optimizer/lr", "optimizer/step"),
 }
 ALWAYS = {"loss/objective", "loss/grad_norm", "loss/kl_gain", "loss/entropy_gain"}
 MEASURED_WHILE_LEARNING = {name for name in KEYS if name.startswith("loss/")} - ALWAYS
@@ -63,6 +64,7 @@ def algo(
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+        correct=correction.none,
         kl=kl.k3_ratio,
         weigh=weights.token_mean,
         beta=beta,
@@ -127,7 +129,7 @@ def test_a_step_samples_scores_trains_and_syncs(old_logp, asked):
     step(policy, sampler, how, span=span)
     climb = ["vjp", "pullback", "update"]
     assert log == [
-        *("<generate", "sample", "generate>", "<score", "reward", "score>"),
+        *("<generate", "sample", "generate>", "<score", "reward", "score>", "rest"),
         *("<train", *asked, "reference", *climb, *climb, *climb, "train>", "<sync", "load", "sync>"),
     ]
 
@@ -477,6 +479,100 @@ def test_every_update_of_a_step_is_measured_against_the_policy_that_sampled(old_
     for micro in policy.seen:
         got, wanted = micro.logp_old[micro.mask].double(), logprobs[micro.tokens[micro.mask]]
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+
+
+# -- trainer against sampler
+
+OTHER = torch.tensor([0.1, 0.4, -0.3, 0.2, 0.0, -0.6])
+
+
+def apart(rollout: Rollout, rows: slice = slice(None)) -> Tensor:
+    """log pi_trainer - log pi_sampler of every sampled token, in float64, the sampler at OTHER."""
+    tokens = rollout.tokens[rows][rollout.mask[rows]]
+    return (TABLE.double().log_softmax(-1) - OTHER.double().log_softmax(-1))[tokens]
+
+
+def stale() -> tuple[TablePolicy, TableSampler]:
+    """A policy and a sampler that has other weights."""
+    policy, sampler = pair(lr=20.0)
+    sampler.table = OTHER.double()
+    return policy, sampler
+
+
+@pytest.mark.parametrize(("old_logp", "rows"), [(from_sampler, slice(8)), (recomputed, slice(None))])
+@pytest.mark.parametrize("micro_tokens", [7, 10**6])
+def test_the_mismatch_is_the_samplers_and_not_the_policys_own_movement(old_logp, rows, micro_tokens):
+    """Of every token where the trainer is asked before the first update, else of the first minibatch."""
+    policy, sampler = stale()
+    how = algo(n=4, epochs=3, minibatches=2, micro_tokens=micro_tokens, old_logp=old_logp)
+    experience, figures = step(policy, sampler, how)
+    assert figures["loss/ratio_max"] > 1.5  # it has moved far
+    x = apart(experience.groups.rollout, rows)
+    w = x.exp()
+    wanted = {
+        "loss/logp_gap_mean": x.abs().mean(),
+        "loss/logp_gap_max": x.abs().max(),
+        "loss/mismatch_kl": (w - 1 - x).mean(),
+        "loss/mismatch_ess": w.sum() ** 2 / (len(w) * (w**2).sum()),
+    }
+    assert {name: figures[name] for name in wanted} == pytest.approx({k: float(v) for k, v in wanted.items()}, abs=1e-6)
+
+
+@pytest.mark.parametrize("old_logp", [from_sampler, recomputed])
+def test_a_sampler_with_the_policys_weights_shows_no_mismatch_however_far_the_step_goes(old_logp):
+    policy, sampler = pair(lr=20.0)
+    _, figures = step(policy, sampler, algo(n=4, epochs=3, minibatches=2, old_logp=old_logp))
+    assert figures["loss/ratio_max"] > 1.5
+    assert figures["loss/logp_gap_max"] == pytest.approx(0.0, abs=1e-6)
+    assert figures["loss/mismatch_kl"] == pytest.approx(0.0, abs=1e-12)
+    assert figures["loss/mismatch_ess"] == pytest.approx(1.0, abs=1e-12)
+
+
+def test_where_the_first_minibatch_has_nothing_to_show_no_mismatch_is_made_up():
+    def first_half_unscorable(problem: Problem, completion: Completion) -> float | None:
+        return None if problem.uid < 12 else likes_two(problem, completion)
+
+    for old_logp, measured in ((from_sampler, False), (recomputed, True)):
+        policy, sampler = stale()
+        how = algo(n=4, minibatches=2, parts=[first_half_unscorable], old_logp=old_logp)
+        _, figures = step(policy, sampler, how)
+        assert ("loss/mismatch_kl" in figures) == measured
+        assert "loss/correction_mean" in figures
+
+
+def with_correction(correct, **changes) -> Algo:
+    how = algo(old_logp=recomputed, **changes)
+    return replace(how, objective=partial(how.objective, correct=correct))
+
+
+@COSTLY
+@given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
+def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_tokens):
+    policy, sampler = stale()
+    correct = partial(correction.truncated, cap=1.2)
+    how = with_correction(correct, micro_tokens=micro_tokens)
+    experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
+    rollout = experience.groups.rollout
+    w = torch.zeros(rollout.mask.shape, dtype=torch.float64)
+    w[rollout.mask] = apart(rollout).exp().clamp(max=1.2)
+    wanted = by_hand(TABLE, rollout, experience.adv * by_group(w, 3))
+    torch.testing.assert_close(policy.steps[0], wanted, rtol=1e-5, atol=1e-7)  # the sampler speaks float32
+    assert figures["loss/correction_mean"] == pytest.approx(float(w[rollout.mask].mean()), abs=1e-6)
+    assert figures["loss/correction_zero"] == 0.0
+
+
+def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
+    policy, sampler = stale()
+    experience, figures = step(policy, sampler, with_correction(partial(correction.masked, low=0.9, high=1.2)))
+    rollout = experience.groups.rollout
+    w = apart(rollout).exp()
+    kept = (w >= 0.9) & (w <= 1.2)
+    assert 0 < kept.sum() < len(kept)
+    assert figures["loss/correction_zero"] == pytest.approx(1 - float(kept.double().mean()))
+    weight = torch.zeros(rollout.mask.shape, dtype=torch.float64)
+    weight[rollout.mask] = torch.where(kept, w, 0.0)
+    wanted = by_hand(TABLE, rollout, experience.adv * by_group(weight, 3))  # a mean over all sampled tokens
+    torch.testing.assert_close(policy.steps[0], wanted, rtol=1e-5, atol=1e-7)
 
 
 # -- the seams

@@ -13,17 +13,23 @@ from strategies import masks
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn import kl, losses, objective, weights
+from grpo_fn import correction, kl, losses, objective, weights
 from grpo_fn.batch import check_reward, check_rollout, count, lengths, make_batch, minibatches, split
 from grpo_fn.types import Batch, Reward, Rollout, Scores
 
-LOSSES, KLS = (bound(room, "logp", "row") for room in (losses, kl))
+LOSSES, CORRECTIONS, KLS = (bound(room, "logp", "row") for room in (losses, correction, kl))
 WEIGHTS = bound(weights, "mask", "totals")
 objectives = st.builds(
-    lambda loss, k, w, beta: partial(
-        objective.policy_objective, token_loss=LOSSES[loss], kl=KLS[k], weigh=WEIGHTS[w], beta=beta, entropy_bonus=0.0
+    lambda loss, c, k, w, beta: partial(
+        objective.policy_objective,
+        token_loss=LOSSES[loss],
+        correct=CORRECTIONS[c],
+        kl=KLS[k],
+        weigh=WEIGHTS[w],
+        beta=beta,
+        entropy_bonus=0.0,
     ),
-    *(st.sampled_from(sorted(x)) for x in (LOSSES, KLS, WEIGHTS)),
+    *(st.sampled_from(sorted(x)) for x in (LOSSES, CORRECTIONS, KLS, WEIGHTS)),
     st.sampled_from([0.0, 0.3]),
 )
 budgets = st.tuples(st.one_of(st.integers(1, 8), st.integers(1, 30)), st.integers(1, 3))  # micro_tokens, devices

@@ -11,7 +11,7 @@ from hypothesis import given
 from strategies import tensors
 from torch.func import grad
 
-from grpo_fn import collect, control, credit, filters, kl, lens, losses, marks, objective, prng, weights
+from grpo_fn import collect, control, correction, credit, filters, kl, lens, losses, marks, objective, prng, weights
 from grpo_fn.advantage import centered, group_normalized
 from grpo_fn.algorithm import AT_THE_START, Algo, Stages, from_sampler, grpo_step
 from grpo_fn.rewards.combine import combine, serial
@@ -23,7 +23,8 @@ KEY = prng.key(5, device="cpu")
 
 
 def stages(token_loss=losses.reinforce, advantage=centered, weigh=weights.token_mean, **changes) -> Stages:
-    f = partial(objective.policy_objective, token_loss=token_loss, kl=kl.k2, weigh=weigh, beta=0.1, entropy_bonus=0.0)
+    each = {"token_loss": token_loss, "correct": correction.none, "kl": kl.k2, "weigh": weigh}
+    f = partial(objective.policy_objective, **each, beta=0.1, entropy_bonus=0.0)
     plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "mark": marks.nothing}
     return Stages(**{**plain, "objective": f, **changes})
 

@@ -1,5 +1,6 @@
 """Statistics merge as sets of values do, and every summary has the names and values it promises."""
 
+import math
 from functools import reduce
 
 import hypothesis.strategies as st
@@ -124,9 +125,64 @@ def test_the_share_of_groups_without_signal_counts_groups_of_zeros():
 
 def test_learnings_figures():
     numbers = {"kl": [0.5, 1.5], "entropy": [2.0], "clip_low": [0.0, 1.0], "clip_high": [0.0], "ratio": [0.5, 2.0]}
-    got = metrics.of_learning({name: of(torch.tensor(x)) for name, x in {**numbers, "logp_gap": [0.0, 0.5]}.items()})
+    numbers |= {"correction": [0.0, 1.5], "correction_zero": [1.0, 0.0]}
+    got = metrics.of_learning({name: of(torch.tensor(x)) for name, x in numbers.items()})
     assert got == {
         **{"loss/kl": 1.0, "loss/entropy": 2.0, "loss/clip_low": 0.5, "loss/clip_high": 0.0},
         **{"loss/ratio_mean": 1.25, "loss/ratio_min": 0.5, "loss/ratio_max": 2.0},
-        **{"loss/logp_gap_mean": 0.25, "loss/logp_gap_max": 0.5},
+        **{"loss/correction_mean": 0.75, "loss/correction_zero": 0.5},
     }
+
+
+two_policies = st.integers(1, 6).flatmap(lambda n: st.tuples(*(tensors((3, n), st.floats(-6, 0)) for _ in range(2))))
+
+
+@given(two_policies, st.data())
+def test_the_mismatch_is_what_loops_make_of_it_however_it_is_cut_up(two, draw):
+    now, sampled = two
+    mask = draw.draw(masks(now.shape))
+    parts = [metrics.mismatch((now - sampled)[i : i + 1], mask[i : i + 1]) for i in range(3)]
+    got = metrics.of_mismatch(metrics.merge_all(parts))
+    x = (now - sampled)[mask].tolist()
+    if not x:
+        assert got == {}
+        return
+    w = [math.exp(one) for one in x]
+    assert got == pytest.approx(
+        {
+            "loss/logp_gap_mean": sum(map(abs, x)) / len(x),
+            "loss/logp_gap_max": max(map(abs, x)),
+            "loss/mismatch_kl": sum(r - 1 - one for r, one in zip(w, x, strict=True)) / len(x),
+            "loss/mismatch_ess": sum(w) ** 2 / len(w) / sum(r * r for r in w),
+        },
+        rel=1e-9,
+        abs=1e-12,
+    )
+    assert 0 < got["loss/mismatch_ess"] <= 1 + 1e-12
+    assert got["loss/mismatch_kl"] >= 0
+
+
+@given(tensors(4, st.floats(-6, 0)), st.sampled_from([torch.float32, torch.float64]))
+def test_a_sampler_that_is_the_trainer_has_no_mismatch_at_all(logp, dtype):
+    mask = torch.tensor([False, True, True, False])
+    got = metrics.of_mismatch(metrics.mismatch((logp - logp).to(dtype).where(mask, torch.nan), mask))
+    names = ("logp_gap_mean", "logp_gap_max", "mismatch_kl")
+    assert got == {**dict.fromkeys([f"loss/{name}" for name in names], 0.0), "loss/mismatch_ess": 1.0}
+
+
+@pytest.mark.parametrize("x", [[1e3, 0.0], [-1e3, -1e3], [1e3, -1e3], [90.0, 0.0]])
+def test_policies_worlds_apart_have_figures_that_are_finite(x):
+    for dtype in (torch.float32, torch.float64):
+        got = metrics.of_mismatch(metrics.mismatch(torch.tensor(x, dtype=dtype), torch.ones(2, dtype=torch.bool)))
+        assert all(math.isfinite(value) for value in got.values()), got
+        assert 0 <= got["loss/mismatch_ess"] <= 1
+
+
+@given(st.integers(0, 2**31), st.floats(0.1, 2))
+def test_the_expected_mismatch_is_the_kl_of_the_sampler_from_the_trainer(seed, apart):
+    """Exactly: every token of a vocabulary, as often as the sampler draws it."""
+    generator = torch.Generator().manual_seed(seed)
+    q, p = (apart * torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2))
+    q, p = q.log_softmax(-1), p.log_softmax(-1)
+    each = [metrics.mismatch((p - q)[i : i + 1], torch.ones(1, dtype=torch.bool))["mismatch_kl"].mean for i in range(5)]
+    torch.testing.assert_close((q.exp() * torch.stack(each)).sum(), (q.exp() * (q - p)).sum(), rtol=1e-9, atol=1e-12)

@@ -1,16 +1,11 @@
-"""One rank of test_estimate: trains one step in every way that is asked for, and writes down what it allocated.
+"""One rank of test_estimate: trains one step in every way there is, and says what it allocated."""
 
-`estimating_rank.py rank size store out model`
-"""
-
-import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
@@ -19,9 +14,10 @@ from grpo_fn import prng
 from grpo_fn.shell import blocks, lora, optimizer
 from grpo_fn.shell.estimate import stored
 from grpo_fn.shell.place import Placing, place
+from grpo_fn.shell.reading import shared
 from grpo_fn.shell.scale import Scale
 from grpo_fn.shell.scorer import Scorer
-from grpo_fn.shell.world import World, alone
+from grpo_fn.shell.world import World
 
 ADAMW = partial(optimizer.adamw, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
 HOW = lora.LoRA(rank=3, alpha=6.0, dropout=0.0, targets="all-linear")
@@ -61,7 +57,7 @@ def placing(folder: Path, strategy: str, adapters: lora.LoRA | None, dtype: torc
         dtype=dtype,
         attention="sdpa",
         adapters=adapters,
-        scorer=partial(Scorer, temperature=1.0, head_elements=2**20),
+        scorer=partial(Scorer, temperature=1.0, head_elements=2**20, rows=shared),
         scale=scale(strategy),
         key=prng.key(0, device="cpu"),
     )
@@ -88,17 +84,6 @@ def allocated(world: World, how: Placing) -> Allocated:
     return Allocated(weights, gradients, sum(stored(state.values()) for state in made.state.values()))
 
 
-def main(rank: int, size: int, store: str, out: Path, folder: Path) -> None:
-    torch.set_num_threads(1)
-    if size > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-        world = World(rank, size, torch.device("cpu"), deadline=60.0)
-    else:
-        world = alone(torch.device("cpu"))
-    torch.save([vars(allocated(world, placing(folder, *way))) for way in WAYS], out / f"{rank}of{size}.pt")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), Path(sys.argv[5]))
+def in_every_way(world: World, folder: Path) -> list[dict[str, int]]:
+    """What is allocated in each of WAYS."""
+    return [vars(allocated(world, placing(folder, *way))) for way in WAYS]

@@ -1,13 +1,8 @@
-"""One rank of test_load: divides an empty model, fills it, and writes down what it read and holds.
+"""One rank of test_load: divides an empty model, fills it, and says what it read and holds."""
 
-`filling_rank.py rank size store out model ...`
-"""
-
-import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +11,7 @@ from transformers import AutoConfig
 from grpo_fn import prng
 from grpo_fn.shell import load, lora
 from grpo_fn.shell.blocks import blocks
+from grpo_fn.shell.world import World
 
 CPU = torch.device("cpu")
 HOW = lora.LoRA(rank=3, alpha=6.0, dropout=0.0, targets="all-linear")
@@ -115,12 +111,6 @@ def seen(folder: Path, size: int) -> dict[str, object]:
     return {**filled(folder, size), "adapters": detached}
 
 
-def main(rank: int, size: int, store: str, out: Path, models: list[Path]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    torch.save([seen(folder, size) for folder in models], out / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), [Path(x) for x in sys.argv[5:]])
+def told(world: World, models: list[Path]) -> list[dict[str, object]]:
+    """What it saw of every model."""
+    return [seen(folder, world.size) for folder in models]
