@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from grpo_fn.algorithm import Algo
-from grpo_fn.batch import minibatches, split
+from grpo_fn.batch import minibatches
 from grpo_fn.config import Config, load
 from grpo_fn.differences import Recorded, Stored, Taken, beside, circumstances, explained, rounding, tampered
 from grpo_fn.digests import QUANTITIES, differing
@@ -188,7 +188,7 @@ def taken(built: Built, carried: Carried, step: int, stored: Stored | None) -> t
 def micros(batch: Batch, algo: Algo) -> list[Batch]:
     """The micro-batches of a step in the order in which they go to the policy."""
     minis = [mini for _ in range(algo.epochs) for mini in minibatches(batch, algo.minibatches)]
-    return [micro for mini in minis for micro in split(mini, algo.micro_tokens, algo.devices)]
+    return [micro for mini in minis for micro in algo.split(mini)]
 
 
 def laid_out(batch: Batch, cut: Callable[[Batch], list[Batch]], sent: Sequence[tuple[Batch, Scores]]) -> Scores:
@@ -199,7 +199,7 @@ def laid_out(batch: Batch, cut: Callable[[Batch], list[Batch]], sent: Sequence[t
     for micro, (part, signal) in zip(cut(numbered), sent, strict=bool(sent)):  # nothing, when the step was refused
         rows, width = micro.adv[:, 0].long(), part.mask.shape[1]
         for into, x in zip(whole, signal, strict=True):
-            into[rows, :width] += torch.where(part.mask, x, 0.0)
+            into[:, :width].index_add_(0, rows, torch.where(part.mask, x, 0.0))
     return whole
 
 

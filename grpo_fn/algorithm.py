@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn import metrics, prng
-from grpo_fn.batch import check_reward, check_rollout, count, make_batch, minibatches, split
+from grpo_fn.batch import check_reward, check_rollout, count, make_batch, minibatches
 from grpo_fn.collect import Explore, Harvest
 from grpo_fn.credit import first_token
 from grpo_fn.groups import by_group
@@ -46,8 +46,7 @@ class Algo(Stages):
     group_size: int
     epochs: int  # passes over one rollout
     minibatches: int  # optimizer steps in a pass
-    micro_tokens: int  # padded tokens per forward and backward
-    devices: int  # that share a micro-batch; micro_tokens is for each of them
+    split: Callable[[Batch], list[Batch]]  # into micro-batches that fit the devices
     min_signal: int  # groups with signal that a step needs to be trained on
 
 
@@ -187,7 +186,7 @@ class Learned(NamedTuple):
 def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo) -> Learned:
     """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
     objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
-    micros = split(batch, algo.micro_tokens, algo.devices)
+    micros = algo.split(batch)
     policy.expect(len(micros))
     for micro in micros:
         scores, pullback = policy.vjp(micro)  # log pi_theta

@@ -2,7 +2,7 @@
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_fn.types import Batch, Reward, Rollout, Totals
@@ -78,10 +78,10 @@ def count(batch: Batch) -> Totals:
     return Totals(tokens=batch.mask.sum().to(dtype), rows=batch.mask.any(-1).sum().to(dtype))
 
 
-def lengths(batch: Batch) -> Tensor:
-    """Columns each row needs, `[B]`: up to and including its last sampled token; 0 for a row without any."""
-    column = torch.arange(1, batch.mask.shape[1] + 1, device=batch.mask.device)
-    return (column * batch.mask).amax(-1)
+def lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
+    """Columns each row needs: up to and including its last sampled token; 0 for a row without any."""
+    column = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (column * mask).amax(-1)
 
 
 def minibatches(batch: Batch, parts: int) -> list[Batch]:
@@ -94,24 +94,34 @@ def minibatches(batch: Batch, parts: int) -> list[Batch]:
     return [Batch(*fields) for fields in zip(*(x.chunk(parts) for x in batch), strict=True)]
 
 
-def split(batch: Batch, micro_tokens: int, devices: int) -> list[Batch]:
-    """Micro-batches for `devices` devices of `micro_tokens` padded tokens each, longest rows first, cut to the longest.
+def by_width(
+    tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int
+) -> list[Int[Tensor, "b"]]:
+    """The rows of micro-batches for `devices` devices of `micro_tokens` padded tokens each, longest rows first.
 
         rows <= devices * max(1, micro_tokens // width)
 
     Dealt out one by one, the rows of a micro-batch stay within every device's budget; a row longer than that is the
-    only one of its device. Rows without a sampled token are left out. As every weight is a global one, the sum over
-    the parts is the whole, whatever the split. Raises ValueError for less than one device.
+    only one of its device. Rows without a sampled token are left out. Raises ValueError for less than one device.
     """
     if devices < 1:
         raise ValueError(f"devices: got {devices}, wanted at least 1")
-    length = lengths(batch)
+    length = lengths(mask)
     order = length.argsort(descending=True, stable=True)
     order = order[length[order] > 0]
     parts, start, sizes = [], 0, length[order].tolist()
     while start < len(order):
-        width = sizes[start]
-        rows = order[start : start + devices * max(1, micro_tokens // width)]
-        parts.append(Batch(*(x[rows, :width] if x.ndim == 2 else x[rows] for x in batch)))
-        start += len(rows)
+        parts.append(order[start : start + devices * max(1, micro_tokens // sizes[start])])
+        start += len(parts[-1])
     return parts
+
+
+def cut(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
+    """These rows, as wide as the longest; -1 is a row that has sampled nothing.
+
+    As every weight is a global one, the sum over the parts of a batch is the whole, whatever they are.
+    """
+    real, rows = rows >= 0, rows.clamp(min=0)
+    width = int((lengths(batch.mask[rows]) * real).max())
+    taken = Batch(*(x[rows, :width] if x.ndim == 2 else x[rows] for x in batch))
+    return taken if bool(real.all()) else taken._replace(mask=taken.mask & real[:, None])

@@ -8,9 +8,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from grpo_fn.batch import lengths
-from grpo_fn.types import Batch
-
 
 class Spans(NamedTuple):
     """What of each row goes into the model: columns `start` to `end`; what is before, row `first` reads for it.
@@ -86,21 +83,24 @@ class Piece(NamedTuple):
     rows: Load
 
 
-def packed_split(batch: Batch, micro_tokens: int, devices: int, *, share: Share) -> list[Batch]:
-    """Micro-batches in which each of `devices` devices reads `micro_tokens` tokens at most, a shared prompt once.
+def by_reading(
+    tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int, *, share: Share
+) -> list[Int[Tensor, "b"]]:
+    """The rows of micro-batches in which each of `devices` devices reads at most `micro_tokens` tokens.
 
-    Rows that read one prompt stay together, unless they are more than a device's budget or its part of the whole. A row
-    that is too long by itself is the only one of its device. Of each micro-batch rows `rank::devices` are one device's;
-    where that makes fewer rows than another has, rows without a sampled token are put in, which read nothing and count
-    nowhere. Every other row is in exactly one micro-batch, cut to its longest. As every weight is a global one, the sum
-    over the parts is the whole, whatever the split. Raises ValueError for less than one device.
+    A shared prompt is read once: rows that read one stay together, unless they are more than a device's budget or its
+    part of the whole. A row that is too long by itself is the only one of its device. Of each micro-batch rows
+    `rank::devices` are one device's; where that makes fewer rows than another has, -1 stands for a row that reads
+    nothing. Every row that has sampled something is in exactly one micro-batch. Raises ValueError for less than one
+    device.
     """
     if devices < 1:
         raise ValueError(f"devices: got {devices}, wanted at least 1")
-    spans = share(batch.tokens, batch.mask)
+    spans = share(tokens, mask)
     limit = min(micro_tokens, -(-int((spans.end - spans.start).sum()) // devices))
-    loads = level(pieces(batch.mask, spans, limit), micro_tokens, devices)
-    return [dealt(batch, loads[i : i + devices]) for i in range(0, len(loads), devices)]
+    loads = level(pieces(mask, spans, limit), micro_tokens, devices)
+    turns = [zip_longest(*loads[i : i + devices], fillvalue=-1) for i in range(0, len(loads), devices)]
+    return [torch.tensor([row for turn in part for row in turn], device=mask.device) for part in turns]
 
 
 def pieces(mask: Bool[Tensor, "B T"], spans: Spans, limit: int) -> list[Piece]:
@@ -137,13 +137,3 @@ def level(found: list[Piece], room: int, devices: int) -> list[Load]:
 def joined(a: Piece, b: Piece) -> Piece:
     """Both on one device."""
     return Piece(a.tokens + b.tokens, [*a.rows, *b.rows])
-
-
-def dealt(batch: Batch, loads: list[Load]) -> Batch:
-    """The loads of all devices as one micro-batch, dealt out row by row."""
-    turns = [row for turn in zip_longest(*loads) for row in turn]
-    real = torch.tensor([row is not None for row in turns], device=batch.mask.device)
-    rows = torch.tensor([turns[0] if row is None else row for row in turns], device=batch.mask.device)
-    width = int(lengths(batch)[rows].max())
-    taken = Batch(*(x[rows, :width] if x.ndim == 2 else x[rows] for x in batch))
-    return taken._replace(mask=taken.mask & real[:, None])

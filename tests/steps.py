@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import hypothesis.strategies as st
 import torch
+from batches import split
 from strategies import tensors
 from torch import Tensor
 
@@ -158,6 +159,7 @@ def learn(
     minibatches: int = 1,
     micro_tokens: int = 10**6,
     devices: int = 1,
+    cut: Callable[..., list[Batch]] = split,
 ) -> Learned:
     """What grpo_step makes of the step's groups, or of the groups `only` in that order."""
     groups = step.groups if only is None else take(step.groups, only)
@@ -174,8 +176,7 @@ def learn(
         group_size=groups.reward.value.shape[1],
         epochs=epochs,
         minibatches=minibatches,
-        micro_tokens=micro_tokens,
-        devices=devices,
+        split=partial(cut, micro_tokens=micro_tokens, devices=devices),
         min_signal=0,
     )
     policy = TokenPolicy(step, lr)

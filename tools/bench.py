@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from grpo_fn import correction, kl, loss_scale, losses, prng, sampling, weights
 from grpo_fn.algorithm import UNMOVED
-from grpo_fn.batch import count, make_batch, split
+from grpo_fn.batch import count, make_batch
 from grpo_fn.config import load
 from grpo_fn.objective import policy_objective
 from grpo_fn.problem import Problem
@@ -158,7 +158,7 @@ class Bench(NamedTuple):
 
     def learn(self, batch: Batch) -> None:
         """One optimizer step on the batch."""
-        micros = split(batch, self.size.micro_tokens, self.policy.devices)
+        micros = self.policy.split(batch)
         self.policy.expect(len(micros))
         for micro in micros:
             scores, pullback = self.policy.vjp(micro)

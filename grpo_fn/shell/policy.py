@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
+from grpo_fn.batch import cut, lengths
 from grpo_fn.digests import chained, shown
 from grpo_fn.shell import hf
 from grpo_fn.shell.digest import Noted, joined, shares
@@ -103,6 +104,12 @@ class Sharded:
 
         return scores, pullback
 
+    def split(self, batch: Batch) -> list[Batch]:
+        """The batch in micro-batches of `micro_tokens` tokens a device, counted as the model reads them."""
+        with self.world.talking("cutting micro-batches"):
+            parts = self.scorer.parts(batch.tokens, batch.mask, self.micro_tokens, self.devices)
+        return [cut(batch, rows) for rows in parts]
+
     def expect(self, parts: int) -> None:
         """So many pullbacks come before the next update: copies of the model add their gradients up in the last."""
         self._expected = parts
@@ -130,12 +137,15 @@ class Sharded:
     def _logp(self, scorer: Scorer, rollout: Rollout) -> Float[Tensor, "B T"]:
         check_rows(rollout.mask)
         out = torch.zeros_like(rollout.logp_sampled)
-        rows = self.devices * max(1, self.micro_tokens // rollout.tokens.shape[1])
-        for i in range(0, len(out), rows):
-            part = slice(i, i + rows)
+        with self.world.talking("log-probs"):
+            parts = scorer.parts(rollout.tokens, rollout.mask, self.micro_tokens, self.devices)
+        for rows in parts:
+            some = rows.clamp(min=0)
+            mask = rollout.mask[some] & (rows >= 0)[:, None]
+            width = int(lengths(mask).max())
             with self.world.talking("log-probs"):
-                logp, _ = scorer(self._dealt(rollout.tokens[part]), self._dealt(rollout.mask[part]))
-                out[part] = self._gathered(logp, len(out[part]))
+                logp, _ = scorer(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
+                out[:, :width].index_add_(0, some, self._gathered(logp, len(rows)))
         return out
 
     def update(self) -> dict[str, float]:

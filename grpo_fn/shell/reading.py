@@ -5,16 +5,18 @@ time never notices; attention is told of the rows by a `Layout` that travels wit
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from grpo_fn.packing import Share, Spans, each, places, read_lengths, together
+from grpo_fn.batch import by_width
+from grpo_fn.packing import Share, Spans, by_reading, each, places, read_lengths, together
 from grpo_fn.shell.attention import adopt, unusable
 from grpo_fn.shell.layout import Layout
 
@@ -31,12 +33,24 @@ class Stream(NamedTuple):
     told: dict[str, Any]  # what else the model is told
 
 
-Rows = Callable[[Tensor, Tensor], Stream]  # (tokens [B T], mask [B T])
+@runtime_checkable
+class Rows(Protocol):
+    """How rows are shown to a model, and how many of them at once."""
+
+    fit: bool | None  # for being shown end to end; None before it was asked
+
+    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+        """The rows as the model takes them."""
+        ...
+
+    def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
+        """The rows of micro-batches of at most `micro_tokens` tokens a device; -1 is a row that reads nothing."""
+        ...
 
 
 def padded(model: nn.Module) -> Rows:
     """Rows as they are, to the width of the longest."""
-    return as_they_are
+    return Padded()
 
 
 def packed(model: nn.Module) -> Rows:
@@ -72,6 +86,18 @@ def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: 
     return Stream(tokens[taken][None].to(device), at.to(device), told)
 
 
+class Padded:
+    """Rows as they are."""
+
+    fit = False
+
+    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+        return as_they_are(tokens, mask)
+
+    def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
+        return by_width(tokens, mask, micro_tokens, devices)
+
+
 class Packed:
     """Rows end to end, if the model computes then what it computes from padded ones; padded ones if not.
 
@@ -96,6 +122,11 @@ class Packed:
                     stacklevel=2,
                 )
         return end_to_end(tokens, mask, share=self.share) if self.fit else as_they_are(tokens, mask)
+
+    def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
+        """By what is read of the rows, where they are end to end."""
+        made = partial(by_reading, share=self.share) if self.fit else by_width
+        return made(tokens, mask, micro_tokens, devices)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grpo_fn.shell.attention import taken
 from grpo_fn.shell.head import dense_scores, linear_scores
-from grpo_fn.shell.reading import Rows, undisturbed
+from grpo_fn.shell.reading import Rows, probe, undisturbed
 
 
 def predicting(
@@ -62,6 +62,18 @@ class Scorer(nn.Module):
         told = {"input_ids": stream.tokens, "use_cache": False, **stream.told}
         logp, entropy = (self._linear_scores if self._linear else self._dense_scores)(told, before, target)
         return placed(logp, mask), placed(entropy, mask)
+
+    @torch.no_grad()
+    def parts(
+        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int
+    ) -> list[Int[Tensor, "b"]]:
+        """The rows of micro-batches in which each of `devices` devices has at most `micro_tokens` tokens.
+
+        -1 is a row without a sampled token. How this model takes rows may have to be asked first, on all ranks.
+        """
+        if self.rows.fit is None:
+            self(*probe(self.model.config.get_text_config().vocab_size, tokens.device))
+        return self.rows.parts(tokens, mask, micro_tokens, devices)
 
     def _linear_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         hidden = decoder(self.model)(**told).last_hidden_state.flatten(0, 1)

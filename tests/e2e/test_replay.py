@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from batches import split
 from e2e.running import TESTS, command, finish, metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn import replay
 from grpo_fn.again import laid_out
-from grpo_fn.batch import minibatches, split
+from grpo_fn.batch import minibatches
 from grpo_fn.differences import relative_to
 from grpo_fn.digests import QUANTITIES
 from grpo_fn.shell import rollout_store

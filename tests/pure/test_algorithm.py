@@ -9,6 +9,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
+from batches import split
 from fakes import LIMIT, PROMPT, WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 from torch import Tensor
@@ -71,7 +72,8 @@ def algo(
         entropy_bonus=entropy_bonus,
     )
     reward = partial(combine, parts=parts, weights=[1.0, 0.5][: len(parts)], score=serial)
-    numbers = {"group_size": 4, "epochs": 1, "minibatches": 1, "micro_tokens": 20, "devices": 1, "min_signal": 0}
+    cut = {name: changes.pop(name, n) for name, n in {"micro_tokens": 20, "devices": 1}.items()}
+    numbers = {"group_size": 4, "epochs": 1, "minibatches": 1, "split": partial(split, **cut), "min_signal": 0}
     plain = {"filters": [], "mark": marks.nothing, "kl_control": control.fixed, "entropy_control": control.fixed}
     drawn = {"collect": partial(collect.every, prompts=n), "reward": reward, "credit": outcome(centered)}
     return Algo(**{**numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes})

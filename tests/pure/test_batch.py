@@ -6,7 +6,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import UNMOVED, batches, scores, totals
+from batches import UNMOVED, batches, scores, split, totals
 from catalogue import bound
 from hypothesis import given
 from strategies import masks
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn import correction, kl, losses, objective, weights
-from grpo_fn.batch import check_reward, check_rollout, count, lengths, make_batch, minibatches, split
+from grpo_fn.batch import check_reward, check_rollout, count, lengths, make_batch, minibatches
 from grpo_fn.types import Batch, Reward, Rollout, Scores
 
 LOSSES, CORRECTIONS, KLS = (bound(room, "logp", "row") for room in (losses, correction, kl))
@@ -60,7 +60,7 @@ def test_a_micro_batch_holds_its_rows_up_to_the_last_sampled_token(drawn, budget
     batch = numbered(drawn[1])
     for micro in split(batch, *budget):
         rows, width = rows_of(micro), micro.tokens.shape[1]
-        assert width == int(lengths(batch)[rows].max())
+        assert width == int(lengths(batch.mask)[rows].max())
         for got, whole in zip(micro, batch, strict=True):
             assert torch.equal(got, whole[rows, :width] if whole.ndim == 2 else whole[rows])
 
@@ -130,7 +130,7 @@ def test_counts_add_up(drawn, budget):
 @given(batches())
 def test_lengths_reach_the_last_sampled_token(drawn):
     wanted = [max([t + 1 for t, on in enumerate(row) if on], default=0) for row in drawn[1].mask.tolist()]
-    assert lengths(drawn[1]).tolist() == wanted
+    assert lengths(drawn[1].mask).tolist() == wanted
 
 
 # -- minibatches

@@ -6,6 +6,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
+from batches import split
 from fakes import WORDS, TablePolicy, TableSampler, problem, table_scores
 from hypothesis import given
 from strategies import tensors
@@ -54,8 +55,7 @@ def one_step(mine: Stages):
         group_size=4,
         epochs=1,
         minibatches=1,
-        micro_tokens=10**6,
-        devices=1,
+        split=partial(split, micro_tokens=10**6, devices=1),
         min_signal=0,
     )
     experience, _, _ = grpo_step(

@@ -5,13 +5,13 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import UNMOVED, batches, totals
+from batches import UNMOVED, batches, packed_split, totals
 from hypothesis import given
 from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn import correction, kl, losses, objective, weights
-from grpo_fn.packing import each, packed_split, places, prompt_lengths, read_lengths, together
+from grpo_fn.packing import each, places, prompt_lengths, read_lengths, together
 from grpo_fn.types import Batch, Scores
 
 SHARES = st.sampled_from([together, each])

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from steps import PRESETS, Learned, learn, preset, rich_step, steps
 
-from grpo_fn import algorithm
 from grpo_fn.types import Batch
 
 SOME = settings(max_examples=max(3, settings.default.max_examples // 25))
@@ -50,9 +49,7 @@ def test_the_number_and_the_size_of_micro_batches_change_nothing(name, step, mic
 def test_any_rows_in_any_order_may_share_a_micro_batch(name, step, random):
     """An empty micro-batch is nothing, too."""
     wanted = learn(preset(name), step)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(algorithm, "split", partial(in_piles, random))
-        exactly(learn(preset(name), step), wanted)
+    exactly(learn(preset(name), step, cut=partial(in_piles, random)), wanted)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import hypothesis.strategies as st
 import pytest
 import torch
+from batches import split
 from crew import CPU, crew
 from fakes import WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
@@ -414,8 +415,7 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
         group_size=3,
         epochs=1,
         minibatches=1,
-        micro_tokens=100,
-        devices=1,
+        split=partial(split, micro_tokens=100, devices=1),
         min_signal=0,
     )
     policy = TablePolicy(since.table, lr=0.5, reference_table=None)

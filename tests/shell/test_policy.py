@@ -7,7 +7,7 @@ from itertools import cycle, product
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import UNMOVED
+from batches import UNMOVED, split
 from catalogue import bound
 from fakes import MODELS, qwen2_tied, qwen3_untied
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 
 from grpo_fn import correction, kl, losses, objective, weights
-from grpo_fn.batch import count, split
+from grpo_fn.batch import count
 from grpo_fn.shell.optimizer import linear_decay
 from grpo_fn.shell.oracle import Functional
 from grpo_fn.shell.policy import Sharded

@@ -6,6 +6,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from batches import packed_split
 from crew import crew
 from fakes import MODELS
 from families import FAMILIES
@@ -15,7 +16,6 @@ from test_rows import GROUPS, Found, V, assert_alike, drawn, found, scorer
 from test_sharded import ACTIVATIONS, UNSHRUNK, Case, alike, built, gathered_grads, oracle
 from torch import Tensor
 
-from grpo_fn.packing import packed_split, together
 from grpo_fn.shell import reading
 from grpo_fn.shell.world import World
 from grpo_fn.types import Batch, Scores
@@ -84,7 +84,7 @@ def check(folders: Path, tokens: Tensor, mask: Tensor, case: Case) -> None:
 def test_micro_batches_by_what_is_read_add_up_to_the_same_gradient(folders, model):
     case, signal = Case(model, "full_shard"), signals(GROUPS.mask)
     batch = plain(*GROUPS[:2])._replace(adv=signal.logp, logp_ref=signal.entropy)  # the signal goes where its row goes
-    parts = packed_split(batch, 14, 2, share=together)
+    parts = packed_split(batch, 14, 2)
     assert len(parts) > 1
     micros = [(part, Scores(part.adv * part.mask, part.logp_ref * part.mask)) for part in parts]
     _, grads, _ = alike(crew(2).run(pulled, str(folders / model), case, micros))

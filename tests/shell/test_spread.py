@@ -159,8 +159,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         group_size=plan.group_size,
         epochs=plan.epochs,
         minibatches=plan.minibatches,
-        micro_tokens=plan.micro_tokens,
-        devices=policy.devices,
+        split=policy.split,
         min_signal=1,
     )
     sampler.load(policy)
