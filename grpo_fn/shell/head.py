@@ -1,28 +1,46 @@
-"""From hidden states to log-probability and entropy, without ever holding a `[B, T, V]` tensor."""
+"""From hidden states to log-probability and entropy, without ever holding a `[B, T, V]` tensor.
+
+Every pass is over a chunk of tokens in buffers that are used again for the next. Plain torch operations do the work on
+any device; a kernel that fuses them on CUDA has not been measured against them.
+"""
+
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 def _chunks(n: int, vocabulary: int, elements: int) -> list[slice]:
-    size = max(1, elements // vocabulary)
-    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+    """As few as the elements allow, about equal; without tokens an empty one."""
+    most = max(1, elements // vocabulary)
+    rows = -(-n // -(-n // most)) if n else 1
+    return [slice(i, min(i + rows, n)) for i in range(0, max(n, 1), rows)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _into(room: Float[Tensor, "n V"], hidden: Tensor, weight: Tensor, temperature: float) -> Float[Tensor, "n V"]:
     # The product runs in the weights' dtype (bf16 matmuls accumulate in float32), everything after it in float32 or
     # better: a bf16 log-softmax over 150k entries is off by 1e-2.
-    logits = hidden @ weight.T
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if hidden.dtype == room.dtype:
+        return room.addmm_(hidden, weight.T, beta=0, alpha=1 / temperature)
+    return room.copy_(hidden @ weight.T).div_(temperature)
+
+
+def _add_product_(total: Float[Tensor, "V D"], a: Float[Tensor, "V n"], b: Float[Tensor, "n D"]) -> None:
+    total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
 
 class LinearScores(torch.autograd.Function):
     """Log-probability and entropy of tokens under softmax(hidden W^T / temperature), chunk by chunk.
 
-    The backward pass recomputes each chunk's logits instead of storing them. With p = softmax(z), z = h W^T / tau:
-    d logp / dz = onehot - p and d entropy / dz_j = -p_j (log p_j + entropy).
+    With z = h W^T / tau - max, s = sum exp z and p = exp(z) / s: log p = z - log s, entropy = log s - sum p z,
+    d logp / dz = onehot - p, d entropy / dz_j = -p_j (log p_j + entropy).
+
+    The backward pass computes a chunk's logits again, except the last chunk's, which are kept: all there are when they
+    are few. Of `elements` float32 numbers there are two lots in the forward pass, one between the passes, and in the
+    backward pass two (the kept, and a chunk's), or three where the entropy has a gradient, too. Halves add a chunk in
+    their own dtype. Differentiable once.
     """
 
     @staticmethod
@@ -32,41 +50,67 @@ class LinearScores(torch.autograd.Function):
         target: Int[Tensor, "N"],
         temperature: float,
         elements: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logp, entropy = (torch.empty(len(target), dtype=dtype, device=hidden.device) for _ in range(2))
-        for part in _chunks(len(target), len(weight), elements):
-            logprobs = _logits(hidden[part], weight, temperature).log_softmax(-1)
-            logp[part] = logprobs.gather(-1, target[part, None])[:, 0]
-            entropy[part] = -(logprobs.exp() * logprobs).sum(-1)
-        return logp, entropy
+        logp, entropy, top, total = (hidden.new_empty(len(target), dtype=dtype) for _ in range(4))
+        parts = _chunks(len(target), len(weight), elements)
+        room, spare = (hidden.new_empty(parts[0].stop, len(weight), dtype=dtype) for _ in range(2))
+        for part in parts:
+            z = _into(room[: part.stop - part.start], hidden[part], weight, temperature)
+            top[part] = z.amax(-1)
+            p = torch.exp(z.sub_(top[part, None]), out=spare[: len(z)])
+            total[part] = p.sum(-1)  # pairwise; a CPU's log_softmax adds 150k of them up in turn and is off by 2e-5
+            logs = total[part].log()
+            logp[part] = z.gather(-1, target[part, None])[:, 0] - logs
+            entropy[part] = logs - p.mul_(z).sum(-1) / total[part]
+        return logp, entropy, top, total, z
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         hidden, weight, target, ctx.temperature, ctx.elements = inputs
-        ctx.save_for_backward(hidden, weight, target, output[1])
+        _, *kept = output
+        ctx.mark_non_differentiable(*kept[1:])
+        ctx.save_for_backward(hidden, weight, target, *kept)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dlogp: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, entropy = ctx.saved_tensors
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, dlogp: Tensor | None, dentropy: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, target, entropy, top, total, kept = ctx.saved_tensors
+        dlogp = torch.zeros_like(entropy) if dlogp is None else dlogp / ctx.temperature
+        dentropy = None if dentropy is None else dentropy / ctx.temperature
         dhidden = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]  # a head under adapters is not
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if trained else None
-        for part in _chunks(len(target), len(weight), ctx.elements):
-            logprobs = _logits(hidden[part], weight, ctx.temperature).log_softmax(-1)
-            p = logprobs.exp()
-            dz = torch.zeros_like(p)
-            if dlogp is not None:
-                dz -= dlogp[part, None] * p
-                dz.scatter_add_(-1, target[part, None], dlogp[part, None].to(dz.dtype))
-            if dentropy is not None:
-                dz -= dentropy[part, None] * p * (logprobs + entropy[part, None])
-            dz = (dz / ctx.temperature).to(weight.dtype)
+
+        def pull(part: slice, z: Tensor, *, free: bool) -> None:
+            row = (part, None)
+            at = (z, dlogp[row], None if dentropy is None else dentropy[row], entropy[row], total[row])
+            dz = _slope(*at, free=free).scatter_add_(-1, target[row], dlogp[row]).to(weight.dtype)
             dhidden[part] = (dz @ weight).to(hidden.dtype)
-            if trained:
-                dweight += dz.T @ hidden[part]
-        return dhidden, dweight.to(weight.dtype) if trained else None, None, None, None
+            if dweight is not None:
+                _add_product_(dweight, dz.T, hidden[part])
+
+        *again, last = _chunks(len(target), len(weight), ctx.elements)
+        pull(last, kept, free=False)
+        room = kept.new_empty(again[0].stop, len(weight)) if again else kept
+        for part in again:
+            z = _into(room, hidden[part], weight, ctx.temperature)
+            pull(part, z.sub_(top[part, None]), free=True)
+        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None
+
+
+def _slope(
+    z: Tensor, dlogp: Tensor, dentropy: Tensor | None, entropy: Tensor, total: Tensor, *, free: bool
+) -> Float[Tensor, "n V"]:
+    """-p (dlogp + dentropy (log p + entropy)), p = exp(z) / total, in place of z where that is free."""
+    if dentropy is None:
+        return (z.exp_() if free else z.exp()).mul_(-dlogp / total)
+    p = z.exp()
+    slope = (z.mul_(dentropy) if free else z * dentropy).add_(dentropy * (entropy - total.log()) + dlogp)
+    return p.mul_(slope).div_(-total)
 
 
 def linear_scores(
@@ -77,8 +121,9 @@ def linear_scores(
     temperature: float,
     elements: int,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """log p(target) and H(p) in nats, p = softmax(hidden W^T / temperature); about `elements` logits live at once."""
-    return LinearScores.apply(hidden, weight, target, temperature, elements)
+    """log p(target) and H(p) in nats, p = softmax(hidden W^T / temperature); about `elements` logits in a chunk."""
+    logp, entropy, *_ = LinearScores.apply(hidden, weight, target, temperature, elements)
+    return logp, entropy
 
 
 def dense_scores(
