@@ -1,8 +1,8 @@
 """Attention over rows that lie end to end, put beside the attention that a model was built with.
 
 Transformers looks attention up by the name in a model's config. `adopt` gives the model a name of ours under which a
-call with a `Layout` is computed here, and any other (the sampler's, with its cache) by what stood there before. The
-name stays for good: a block that is computed again in the backward pass looks it up again.
+call with a `layout` is computed as that says (`Seen` here in training, `slots.Next` while decoding), and any other by
+what stood there before. The name stays for good: a block that is computed again in the backward pass looks it up again.
 """
 
 import sys
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -34,6 +34,26 @@ HALVES = (torch.bfloat16, torch.float16)
 Attend = Callable[..., Float[Tensor, "N H D"]]
 
 
+class How(NamedTuple):
+    """What a layer asks of attention."""
+
+    window: Window
+    scale: float
+    dropout: float
+    cap: float | None  # of the scores
+    eager: bool  # the model was built to have it written out
+
+
+class Told(Protocol):
+    """What travels with a model's call as its `layout`: it knows which tokens see which."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How
+    ) -> Float[Tensor, "B T H D"]:
+        """Attention of one layer, whose `module` this is; of each tensor `[B H T D]`."""
+        ...
+
+
 def adopt(model: nn.Module) -> None:
     """Have the model's attention take a `layout`. Raises ValueError for an attention that is known only by its name."""
     before = model.config._attn_implementation
@@ -55,10 +75,10 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, before: str, **told: Any
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls: `[1 H N D]` each with a layout, `[B H T D]` without."""
-    layout = told.pop("layout", None)
+    layout: Told | None = told.pop("layout", None)
     if layout is None:
         return original(module, before)(module, query, key, value, mask, **told)
-    return over_rows(query, key, value, layout, before == EAGER, told), None
+    return layout.attend(module, query, key, value, asked(query, before == EAGER, told)), None
 
 
 def original(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -68,27 +88,33 @@ def original(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor
     )
 
 
-@torch.compiler.disable
-def over_rows(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, eager: bool, told: dict[str, Any]
-) -> Float[Tensor, "1 N H D"]:
-    """Attention of every token of the stream to what it sees of its row.
-
-    Compiled code stops here: the sizes of the buckets differ from micro-batch to micro-batch, and each would be
-    compiled anew. Raises ValueError when the model asks for something that is not done here.
-    """
-    odd = {name for name, x in told.items() if name not in KNOWN | IDLE and x is not None}
+def asked(query: Tensor, eager: bool, told: dict[str, Any]) -> How:
+    """What the model asks for. Raises ValueError for anything that is not done here."""
+    odd = [name for name, x in told.items() if name not in KNOWN and name not in IDLE and x is not None]
     if odd or told.get("is_causal") is False:
         raise ValueError(f"got attention with {', '.join(sorted(odd)) or 'is_causal=False'}, wanted {', '.join(KNOWN)}")
-    window, cap, scale = told.get("sliding_window"), told.get("softcap"), told.get("scaling")
-    layout.asked.append(window)
+    scale = told.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    streams = [x[0].transpose(0, 1) for x in (query, key, value)]
-    attend = fitting(query, eager, cap)
-    return attend(*streams, layout, window=window, scale=scale, dropout=told.get("dropout", 0.0), cap=cap)[None]
+    return How(told.get("sliding_window"), scale, told.get("dropout", 0.0), told.get("softcap"), eager)
 
 
 KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal"})
+
+
+class Seen(Layout):
+    """Rows that lie end to end in one stream, the one row `[1 H N D]` of the batch."""
+
+    @torch.compiler.disable
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        """Every token of the stream sees what it sees of its row.
+
+        Compiled code stops here: the sizes of the buckets differ from micro-batch to micro-batch, and each would be
+        compiled anew.
+        """
+        self.asked.append(how.window)
+        streams = [x[0].transpose(0, 1) for x in (query, key, value)]
+        attend = fitting(query, how.eager, how.cap)
+        return attend(*streams, self, window=how.window, scale=how.scale, dropout=how.dropout, cap=how.cap)[None]
 
 
 def fitting(query: Tensor, eager: bool, cap: float | None) -> Attend:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from grpo_fn.shell.slots import Next, Prompts
+
 Forward = Callable[..., Any]
 Change = Callable[[nn.Module], None]  # one block, in place
 
@@ -86,7 +88,7 @@ def _worth_recomputing(kwargs: dict[str, Any]) -> bool:
 
 
 def _cached(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("past_key_values") is not None
+    return kwargs.get("past_key_values") is not None or isinstance(kwargs.get("layout"), Prompts | Next)
 
 
 def _recompute(forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +111,7 @@ def eager(block: nn.Module) -> None:
 
 
 def compiled(block: nn.Module) -> None:
-    """Compile the block, sizes left open. A call with a KV cache, which grows with every token, runs as written."""
+    """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written."""
     block.forward = Compiled(block.forward)
 
 

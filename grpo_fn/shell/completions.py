@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from grpo_fn.problem import Problem
+from grpo_fn.problem import Completion, Problem
 from grpo_fn.types import Rollout
 
 
@@ -38,6 +38,12 @@ def check_lengths(
             )
 
 
+def ended(tokenizer: PreTrainedTokenizerBase, completion: list[int], *, stopped: bool) -> Completion:
+    """A row as a reward sees it, before there is a rollout: what `assemble` makes of it says the same."""
+    (text,) = tokenizer.batch_decode([completion], skip_special_tokens=True)
+    return Completion(text, len(completion), not stopped)
+
+
 def assemble(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
@@ -56,10 +62,9 @@ def assemble(
     end = start + torch.tensor([len(completion) for completion in completions], device=device)
     column = torch.arange(int(end.max()), device=device)
     mask = (column >= start[:, None]) & (column < end[:, None])
+    ids = [token for row in zip(of_each, completions, strict=True) for part in row for token in part]
     tokens = torch.full(mask.shape, tokenizer.eos_token_id, device=device)
-    for b, (prompt, completion) in enumerate(zip(of_each, completions, strict=True)):
-        ids = [*prompt, *completion]
-        tokens[b, : len(ids)] = torch.tensor(ids, device=device)
+    tokens[column < end[:, None]] = torch.tensor(ids, device=device)
     return Rollout(
         tokens=tokens,
         mask=mask,

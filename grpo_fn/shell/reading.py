@@ -17,8 +17,7 @@ from transformers import PretrainedConfig
 
 from grpo_fn.batch import by_width
 from grpo_fn.packing import Share, Spans, by_reading, each, places, read_lengths, together
-from grpo_fn.shell.attention import adopt, unusable
-from grpo_fn.shell.layout import Layout
+from grpo_fn.shell.attention import Seen, adopt, unusable
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # as configurations name the kinds of layers
 CLOSE = {torch.float64: 1e-4, torch.float32: 1e-4}  # how far states may be apart, of their largest entry
@@ -81,7 +80,7 @@ def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: 
     told = {
         "position_ids": column[taken][None].to(device),
         "attention_mask": unusable(device),
-        "layout": Layout(spans, at, device=device),
+        "layout": Seen(spans, at, device=device),
     }
     return Stream(tokens[taken][None].to(device), at.to(device), told)
 

@@ -280,30 +280,32 @@ def test_a_row_stops_by_itself_while_others_go_on():
 # -- cost
 
 
+several = st.lists(st.text("aT 7\né", min_size=3, max_size=9), min_size=1, max_size=4)
+
+
 @COSTLY
-@given(prompts, st.integers(1, 4), st.integers(1, 16))
-def test_every_forward_pass_holds_the_live_rows_only(texts, group_size, max_rows):
-    s, shapes = sampler(max_rows=max_rows), []
+@given(several, st.integers(1, 4), st.integers(1, 16))
+def test_a_prompt_is_read_once_and_a_drawn_token_once_by_its_own_row(texts, group_size, max_rows):
+    s = sampler(max_rows=max_rows)
+    s.sample(problems(texts[:1]), 1, key=KEY)  # the first call asks the model whether it is fit
+    rollout, shapes = watched(s, problems(texts), group_size)
+    lengths = [len(encode_prompt(tokenizer(), text)) for text in texts]
+    assert min(lengths) > 1  # otherwise reading a prompt could look like a step
+    read, steps = ([shape for shape in shapes if (shape[1] == 1) is one] for one in (False, True))
+    assert all(rows == 1 for rows, _ in read)
+    assert sum(tokens for _, tokens in read) == sum(lengths)
+    # No row reads the last token that it has drawn.
+    assert sum(rows for rows, _ in steps) == int(rollout.mask.sum()) - len(rollout.mask)
+    assert all(rows <= max_rows for rows, _ in steps)
+
+
+def watched(s: LocalSampler, asked: list, group_size: int) -> tuple[Rollout, list[torch.Size]]:
+    """A rollout, and the shapes that the model was shown for it."""
+    shapes = []
     with s.model.register_forward_pre_hook(
         lambda m, a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     ):
-        rollout = s.sample(problems(texts), group_size, key=KEY)
-    lengths = rollout.mask.sum(-1).tolist()
-    wanted = []
-    for chunk in chunks(lengths, group_size, max_rows):
-        prefill = max(1, len(chunk) // group_size)
-        wanted += [prefill, *(n for t in range(1, s.max_new_tokens) if (n := sum(x > t for x in chunk)))]
-    assert [rows for rows, _ in shapes] == wanted
-    assert all(rows <= max_rows for rows, _ in shapes)
-
-
-def chunks(lengths: list[int], group_size: int, max_rows: int) -> list[list[int]]:
-    """Rows decoded together: whole groups, or pieces of one where a group is larger than `max_rows`."""
-    if group_size <= max_rows:
-        size = max_rows // group_size * group_size
-        return [lengths[i : i + size] for i in range(0, len(lengths), size)]
-    groups = [lengths[i : i + group_size] for i in range(0, len(lengths), group_size)]
-    return [group[j : j + max_rows] for group in groups for j in range(0, group_size, max_rows)]
+        return s.sample(asked, group_size, key=KEY), shapes
 
 
 def test_an_update_of_the_policy_changes_the_samples_without_a_load():
