@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from grpo_fn.problem import Completion, Problem
 from grpo_fn.shell.fingerprint import Fingerprint
 from grpo_fn.shell.lora import LoRA
 from grpo_fn.shell.world import World
+
+Finished = Callable[[Problem, Completion], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,8 @@ class Seat:
     world: World
     adapters: LoRA | None
     whole: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
+    # Told of every completion as soon as it has ended, in whatever thread that is: the one that its rollout will have.
+    finished: Finished | None = None
 
 
 class Ask(NamedTuple):
@@ -39,6 +44,13 @@ class Answer(NamedTuple):
     logp: list[float]  # nats, under the distribution each token was drawn from
     stopped: bool  # by itself; otherwise it ran into the length limit
     oldest: int  # version of the weights that drew its first token
+
+
+Heard = Callable[[int, int, Answer], None]  # place of the ask, place of the seed in it, the answer to it
+
+
+def unread(ask: int, seed: int, answer: Answer) -> None:
+    """Nobody wants to have an answer before the others are there."""
 
 
 class Receipt(NamedTuple):
@@ -73,8 +85,11 @@ class Engine(Protocol):
     mixes: bool  # whether new weights may come in the middle of a completion
     complaints: list[str]  # for people; to be cleared when they are told
 
-    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any]) -> list[list[Answer]]:
-        """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams."""
+    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard) -> list[list[Answer]]:
+        """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
+
+        `heard` is told of every answer when it comes, in whatever thread that is.
+        """
         ...
 
     def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:

@@ -8,9 +8,10 @@ import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from grpo_fn.problem import Completion, Problem, RewardFn
@@ -19,6 +20,7 @@ from grpo_fn.shell.reward_process import (
     RETURNED_NONE,
     STARTUP_SECONDS,
     Descriptor,
+    Loss,
     Lost,
     Outcome,
     Row,
@@ -35,14 +37,22 @@ class RewardError(RuntimeError):
     """A reward function raised, or no worker could load it."""
 
 
+class Interrupted(RuntimeError):
+    """Rows were given up, as nobody wants them any more."""
+
+
+def unreported(loss: Loss) -> None:
+    """Nobody wants to know of a loss yet."""
+
+
 class Job:
     """Rows that go through a pool. Their outcomes come out in the order in which the rows went in.
 
-    Equal rows are scored once, as long as the first of them is still in here.
+    Equal rows are scored once, as long as the first of them is still in here. `report` is told of every loss.
     """
 
-    def __init__(self, fn: RewardFn, deadline: float) -> None:
-        self.fn, self.payload = fn, _by_name(fn)
+    def __init__(self, fn: RewardFn, deadline: float, report: Callable[[Loss], None] = unreported) -> None:
+        self.fn, self.payload, self.report = fn, by_name(fn), report
         own = seconds_of(fn)
         self.deadline = deadline if own is None else own
         self.waiting: deque[Row] = deque()  # not yet with a worker
@@ -72,7 +82,8 @@ class Job:
 class RewardPool:
     """`workers` processes that score rows within `deadline` seconds of wall clock and `memory_mb` MB each.
 
-    A context manager; `score` is a `grpo_fn.problem.Scorer`. A reward must be a pure function of problem and
+    A context manager; `score` is a `grpo_fn.problem.Scorer`, and any thread may ask: one after the other, in the order
+    in which they came. A reward must be a pure function of problem and
     completion, plain or async: equal rows are scored once. `limits.within` gives a reward a deadline of its own.
     An exception in a reward stops everything, or with `stop_on_error` False makes its row None.
 
@@ -90,6 +101,7 @@ class RewardPool:
         self.complaints: list[str] = []
         self._workers: list[Worker] = []
         self._stillborn = 0
+        self._free, self._next = Lock(), Lock()  # the workers are; whose turn it is
 
     def __enter__(self) -> "RewardPool":
         self._workers = [Worker(self.memory_mb) for _ in range(self.size)]
@@ -113,24 +125,68 @@ class RewardPool:
         `stop_on_error`, naming the row, when `fn` itself raises; ValueError when `fn` cannot be found by its name in
         another process.
         """
-        with self.job(fn) as job:
+        return self._all(fn, problems, completions, report=self.report, watching=())
+
+    def foresee(
+        self,
+        fn: RewardFn,
+        problems: Sequence[Problem],
+        completions: Sequence[Completion],
+        *,
+        watching: Sequence[Descriptor],
+    ) -> list[Outcome]:
+        """As `judge`, of rows that may be asked for later: a loss counts when it is `report`ed, and raises then.
+
+        Raises Interrupted once one of `watching` can be read, and as `judge` does where the workers cannot load `fn`.
+        """
+        return self._all(fn, problems, completions, report=unreported, watching=watching)
+
+    def report(self, loss: Loss) -> None:
+        """Count a row that was lost, and complain of it. Raises RewardError for one that is to stop everything."""
+        if loss.cause == "raised" and self.stop_on_error:
+            raise RewardError(loss.text)
+        self.counts[loss.cause] += 1
+        if len(self.complaints) < COMPLAINTS and not any(loss.reason in text for text in self.complaints):
+            self.complaints.append(loss.text)
+
+    def _all(
+        self,
+        fn: RewardFn,
+        problems: Sequence[Problem],
+        completions: Sequence[Completion],
+        *,
+        report: Callable[[Loss], None],
+        watching: Sequence[Descriptor],
+    ) -> list[Outcome]:
+        with self._mine(), self.job(fn, report) as job:
             for problem, completion in zip(problems, completions, strict=True):
                 job.add(problem, completion)
             outcomes: list[Outcome] = []
             while job:
-                self.turn(job, watching=())
+                if self.turn(job, watching=watching):
+                    raise Interrupted(f"{_name(fn)}: {len(job)} rows were given up")
                 outcomes += job.take()
             return outcomes
 
     @contextmanager
-    def job(self, fn: RewardFn) -> Iterator[Job]:
+    def _mine(self) -> Iterator[None]:
+        """The workers are nobody else's. Whoever has them keeps them no longer than the deadlines of its rows."""
+        with self._next:  # only who comes next waits for the workers, so nobody can have them twice in a row meanwhile
+            self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release()
+
+    @contextmanager
+    def job(self, fn: RewardFn, report: Callable[[Loss], None] | None = None) -> Iterator[Job]:
         """Rows that are added and whose outcomes are taken as they come: `turn` moves it on. One at a time."""
         if not self._workers:
             raise RuntimeError("reward pool: got a call to score outside of `with pool:`, wanted it inside")
         if any(worker.rows for worker in self._workers):
             raise RuntimeError("reward pool: got a call to score while another one is at work, wanted one at a time")
         try:
-            yield Job(fn, self.deadline)
+            yield Job(fn, self.deadline, self.report if report is None else report)
         finally:
             for place, worker in enumerate(self._workers):
                 if worker.rows:
@@ -175,8 +231,6 @@ class RewardPool:
                 case ["value", place, None | float() as value, float() as seconds] if _is_next(worker, place):
                     worker.settle(Outcome(value, RETURNED_NONE if value is None else "", seconds))
                 case ["raised", place, str() as reason, str() as trace, float() as seconds] if _is_next(worker, place):
-                    if self.stop_on_error:
-                        raise RewardError(f"{_name(job.fn)} raised on {_shown(worker.rows[0])}:\n{trace}")
                     self._lose(worker, job, "raised", reason, seconds, trace)
                 case ["failed", str() as trace] if worker.loading:
                     raise RewardError(f"{_name(job.fn)} could not be loaded in a reward worker:\n{trace}")
@@ -208,10 +262,12 @@ class RewardPool:
 
     def _lose(self, worker: Worker, job: Job, cause: str, reason: str, seconds: float, trace: str) -> None:
         """The row that the worker is at becomes None."""
-        self.counts[cause] += 1
-        if len(self.complaints) < COMPLAINTS and not any(reason in text for text in self.complaints):
-            self.complaints.append(f"{_name(job.fn)} lost {_shown(worker.rows[0])}: {reason}\n{trace}".rstrip())
-        worker.settle(Outcome(None, reason, seconds))
+        said, row = _name(job.fn), _shown(worker.rows[0])
+        stops = cause == "raised" and self.stop_on_error
+        text = f"{said} raised on {row}:\n{trace}" if stops else f"{said} lost {row}: {reason}\n{trace}".rstrip()
+        loss = Loss(cause, reason, text)
+        job.report(loss)
+        worker.settle(Outcome(None, reason, seconds, loss))
 
     def _replace(self, place: int) -> None:
         self._workers[place].end(0.0)
@@ -226,7 +282,8 @@ def _shown(row: Row) -> str:
     return f"problem {row.problem.uid}, completion {row.completion.text[:200]!r}"
 
 
-def _by_name(fn: RewardFn) -> bytes:
+def by_name(fn: RewardFn) -> bytes:
+    """A function as workers find it. Raises ValueError for one that they cannot find by its name."""
     try:
         return pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -23,12 +23,21 @@ LONGEST_REPLY = 2**20
 RETURNED_NONE = "the reward returned None"
 
 
+class Loss(NamedTuple):
+    """What a row was lost to."""
+
+    cause: str  # timeouts, deaths, errors or raised
+    reason: str
+    text: str  # for people
+
+
 class Outcome(NamedTuple):
     """What became of a row. `reason` says why the value is None and is empty otherwise."""
 
     value: float | None
     reason: str
     seconds: float  # wall clock
+    loss: Loss | None = None
 
 
 @dataclass(eq=False, slots=True)

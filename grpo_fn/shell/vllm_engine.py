@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_fn.shell import hf
-from grpo_fn.shell.engine import Answer, Ask, Receipt, Seat, verified
+from grpo_fn.shell.engine import Answer, Ask, Heard, Receipt, Seat, unread, verified
 from grpo_fn.shell.fingerprint import NOTHING, Fingerprint
 from grpo_fn.shell.outgoing import HEAD
 from grpo_fn.shell.vllm_arguments import arguments, check_deadline
@@ -93,8 +93,10 @@ class Colocated:
 
     # -- generating
 
-    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any]) -> list[list[Answer]]:
+    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard = unread) -> list[list[Answer]]:
         """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
+
+        `heard` is told of every answer between two of vLLM's steps.
 
         Raises TimeoutError after `deadline` seconds, naming what is unfinished; nothing of it goes on.
         """
@@ -105,14 +107,14 @@ class Colocated:
         started = time.monotonic()
         rows = {f"{i} {j}": (ask, seed) for i, ask in enumerate(asks) for j, seed in enumerate(ask.seeds)}
         with self._apart(), self._together("generating"):
-            done = self._finished(rows, how, started)
+            done = self._finished(rows, how, started, heard)
         self._told["requests"] += len(rows)
         self._told["tokens"] += sum(len(answer.tokens) for answer in done.values())
         self._told["generate_seconds"] += time.monotonic() - started
         return [[done[f"{i} {j}"] for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]
 
     def _finished(
-        self, rows: Mapping[str, tuple[Ask, int]], how: Mapping[str, Any], started: float
+        self, rows: Mapping[str, tuple[Ask, int]], how: Mapping[str, Any], started: float, heard: Heard
     ) -> dict[str, Answer]:
         """Every row's answer: vLLM's own loop, with a deadline."""
         engine, done = self.llm.llm_engine, {}
@@ -125,7 +127,10 @@ class Colocated:
                         f"generate: got {len(rows) - len(done)} of {len(rows)} requests unfinished after {waited:.0f} "
                         f"s, wanted all within {self.deadline:g} (vllm_sampler.colocated.deadline)"
                     )
-                done |= {out.request_id: self._answer(out.outputs[0]) for out in engine.step() if out.finished}
+                for out in engine.step():
+                    if out.finished:
+                        done[out.request_id] = self._answer(out.outputs[0])
+                        heard(*map(int, out.request_id.split()), done[out.request_id])
         finally:
             if left := [name for name in rows if name not in done]:
                 engine.abort_request(left)

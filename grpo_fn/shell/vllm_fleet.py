@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from grpo_fn.shell.engine import Answer, Ask
+from grpo_fn.shell.engine import Answer, Ask, Heard
 from grpo_fn.shell.fingerprint import Fingerprint
 from grpo_fn.shell.vllm_http import Completion, Server, Unreachable
 
@@ -62,10 +62,16 @@ class Fleet:
 
     # Completions
 
-    async def generate(self, asks: Sequence[Ask], how: Mapping[str, Any]) -> list[list[Answer]]:
+    async def generate(self, asks: Sequence[Ask], how: Mapping[str, Any], heard: Heard) -> list[list[Answer]]:
         """For every ask an answer to each of its seeds; when one fails the others are called off."""
         what = f"{sum(len(ask.seeds) for ask in asks)} completions of {len(asks)} prompts"
-        tasks = [[asyncio.create_task(self._draw(ask.prompt, seed, how, what)) for seed in ask.seeds] for ask in asks]
+
+        async def draw(i: int, j: int) -> Answer:
+            answer = await self._draw(asks[i].prompt, asks[i].seeds[j], how, what)
+            heard(i, j, answer)
+            return answer
+
+        tasks = [[asyncio.create_task(draw(i, j)) for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]
         every = [task for row in tasks for task in row]
         try:
             await asyncio.gather(*every)

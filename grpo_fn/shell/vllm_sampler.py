@@ -7,6 +7,7 @@ and where the rounding of a sum depends on that, a draw may fall the other way. 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -16,12 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.problem import Problem
 from grpo_fn.shell import hf
-from grpo_fn.shell.completions import assemble, check_lengths, check_limits, positions
-from grpo_fn.shell.engine import Ask, Engine, Seat
+from grpo_fn.shell.completions import assemble, check_lengths, check_limits, ended, positions
+from grpo_fn.shell.engine import Answer, Ask, Engine, Finished, Seat, unread
 from grpo_fn.shell.hf import Encode
 from grpo_fn.shell.local_sampler import Choose
 from grpo_fn.shell.outgoing import Fixed, outgoing
 from grpo_fn.shell.policy import Sharded
+from grpo_fn.shell.spread import share
 from grpo_fn.shell.vllm_engine import Colocated
 from grpo_fn.shell.vllm_params import check_extra, merged, params, row_seeds
 from grpo_fn.shell.world import World
@@ -69,7 +71,7 @@ def colocated(
         detokenize=bool(stop),
         deadline=deadline,
     )
-    return VllmSampler(engine, seat, tokenizer, ends_of(seat, tokenizer), *asked)
+    return VllmSampler(engine, seat, tokenizer, ends_of(seat, tokenizer), *asked, seat.finished)
 
 
 def dedicated(
@@ -92,7 +94,8 @@ def dedicated(
     """
     asked = (choose, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
     check_asked(*asked, accept_bias=accept_bias)
-    return VllmSampler(engine(seat.world, seat.dtype), seat, tokenizer, ends_of(seat, tokenizer), *asked)
+    made = engine(seat.world, seat.dtype)
+    return VllmSampler(made, seat, tokenizer, ends_of(seat, tokenizer), *asked, seat.finished)
 
 
 def check_asked(
@@ -134,6 +137,7 @@ class VllmSampler:
     max_rows: int  # decoded at once
     max_model_len: int | None
     extra: Mapping[str, Any]
+    finished: Finished | None = None  # told of every completion as it comes; the ranks of an engine share them
     # Of the weights; whoever else asks the engine counts on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
@@ -189,7 +193,8 @@ class VllmSampler:
         check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=self._limit())
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
         asks = [Ask(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
-        answers = [answer for group in self.engine.generate(asks, how=self._how()) for answer in group]
+        heard = unread if self.finished is None else partial(self._heard, problems, group_size)
+        answers = [answer for group in self.engine.generate(asks, how=self._how(), heard=heard) for answer in group]
         device = self.seat.world.device
         return assemble(
             self.tokenizer,
@@ -198,6 +203,13 @@ class VllmSampler:
             torch.tensor([x for answer in answers for x in answer.logp], dtype=torch.float32, device=device),
             torch.tensor([answer.stopped for answer in answers], device=device),
         )
+
+    def _heard(self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: Answer) -> None:
+        """Tell of a row, on the one of the engine's ranks that has it among the rows that it will score."""
+        rows = len(problems) * group_size
+        own = range(rows)[share(rows, self.seat.world.rank % self.ranks, self.ranks)]
+        if p * group_size + g in own:
+            self.finished(problems[p], ended(self.tokenizer, answer.tokens, stopped=answer.stopped))
 
     def _limit(self) -> int | None:
         return min(filter(None, (positions(self.seat.config), self.max_model_len)), default=None)

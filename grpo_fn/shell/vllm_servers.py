@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_fn.shell.engine import Answer, Ask, Receipt
+from grpo_fn.shell.engine import Answer, Ask, Heard, Receipt, unread
 from grpo_fn.shell.fingerprint import NOTHING, fingerprint
 from grpo_fn.shell.vllm_chunks import Info, chunks
 from grpo_fn.shell.vllm_fleet import Fleet, Member, Newest
@@ -105,8 +105,10 @@ class Dedicated:
         """Which servers were lost, and which came back."""
         return self._fleet.complaints
 
-    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any]) -> list[list[Answer]]:
+    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard = unread) -> list[list[Answer]]:
         """For every ask an answer to each of its seeds. Any thread may ask, also while weights are pushed.
+
+        `heard` is told of every answer in the thread of the event loop, which waits for it.
 
         Raises ValueError for fields of `how` that vLLM does not know, and RuntimeError before the first push and when
         no server answers in time.
@@ -114,7 +116,7 @@ class Dedicated:
         check(how)
         if self._fleet.newest is None:
             raise RuntimeError("vLLM servers: got asked for completions before the first push, wanted weights first")
-        return self._do(self._fleet.generate(asks, how))
+        return self._do(self._fleet.generate(asks, how, heard))
 
     def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:
         """Give these weights to every server. All ranks call it and go through all of them; the main one sends.

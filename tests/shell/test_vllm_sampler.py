@@ -20,13 +20,16 @@ from torch import Tensor
 
 from grpo_fn import prng
 from grpo_fn.batch import check_rollout
+from grpo_fn.problem import Completion, Problem
+from grpo_fn.rewards.combine import completions_of
 from grpo_fn.sampling import categorical, greedy
 from grpo_fn.shell import hf, vllm_arguments, vllm_engine
-from grpo_fn.shell.engine import Answer, Ask, Receipt, Seat, StaleEngine, verified
+from grpo_fn.shell.engine import Answer, Ask, Heard, Receipt, Seat, StaleEngine, verified
 from grpo_fn.shell.fingerprint import NOTHING, Fingerprint, fingerprint
 from grpo_fn.shell.hf import encode_prompt
 from grpo_fn.shell.local_sampler import LocalSampler
 from grpo_fn.shell.outgoing import HEAD, Fixed
+from grpo_fn.shell.spread import share
 from grpo_fn.shell.vllm_arguments import BATCHED, arguments
 from grpo_fn.shell.vllm_engine import TAGS, Colocated
 from grpo_fn.shell.vllm_params import row_seeds
@@ -57,9 +60,13 @@ class Engine:
         self.calls: list[str] = []
         self.complaints = ["one"]
 
-    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any]) -> list[list[Answer]]:
+    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard) -> list[list[Answer]]:
         self.asked.append(([*asks], {**how}))
-        return [[self.answer(ask, seed, how["max_tokens"]) for seed in ask.seeds] for ask in asks]
+        answers = [[self.answer(ask, seed, how["max_tokens"]) for seed in ask.seeds] for ask in asks]
+        places = [(i, j) for i, row in enumerate(answers) for j in range(len(row))]
+        for i, j in random.Random(len(places)).sample(places, len(places)):
+            heard(i, j, answers[i][j])
+        return answers
 
     @staticmethod
     def answer(ask: Ask, seed: int, most: int) -> Answer:
@@ -117,6 +124,23 @@ def test_every_row_is_the_answer_to_its_own_seed(texts: list[str], group_size: i
         assert set(rollout.tokens[b, end:].tolist()) <= {tokenizer().eos_token_id}
 
 
+@given(texts=prompts, group_size=st.integers(1, 4), ranks=st.integers(1, 3))
+def test_the_ranks_of_an_engine_tell_of_every_row_once_as_the_rollout_has_it(texts, group_size, ranks) -> None:
+    told: list[list[tuple[Problem, Completion]]] = []
+    asked = problems(texts)
+    for rank in range(ranks):
+        told.append([])
+        place = alone(CPU)
+        place.rank = rank
+        one = sampler(seat=seat(world=place), finished=lambda *row: told[-1].append(row))
+        one.engine.ranks = ranks
+        rollout = one.sample(asked, group_size, key=KEY)
+    rows = [problem for problem in asked for _ in range(group_size)]
+    right = [*zip(rows, completions_of(rollout), strict=True)]
+    for rank in range(ranks):
+        assert sorted(told[rank], key=repr) == sorted(right[share(len(right), rank, ranks)], key=repr)
+
+
 @settings(max_examples=max(5, EXAMPLES // 5))
 @given(texts=prompts, group_size=st.integers(1, 3))
 def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: list[str], group_size: int) -> None:
@@ -126,7 +150,7 @@ def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: 
     rows = zip(wanted.tokens, wanted.logp_sampled, wanted.mask, wanted.truncated, strict=True)
     drawn = iter([Answer(t[m].tolist(), x[m].tolist(), not bool(cut), 0) for t, x, m, cut in rows])
     engine = Engine()
-    engine.generate = lambda asks, how: [[next(drawn) for _ in ask.seeds] for ask in asks]
+    engine.generate = lambda asks, how, heard: [[next(drawn) for _ in ask.seeds] for ask in asks]
     found = sampler(engine).sample(problems(texts), group_size, key=KEY)
     assert found.text == wanted.text
     for got, due in zip(found[:-1], wanted[:-1], strict=True):
@@ -268,6 +292,38 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Colocated:
 
 def weights() -> Iterator[tuple[str, Tensor]]:
     return iter(MODEL.state_dict().items())
+
+
+class Stepping:
+    """vLLM's own engine: every step it has got one more token for each request, which wants as many as its seed."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, int] = {}
+        self.steps = 0
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: SimpleNamespace) -> None:
+        self.wanted[name] = params.seed
+
+    def step(self) -> list[SimpleNamespace]:
+        self.steps += 1
+        return [self.output(name, seed) for name, seed in self.wanted.items() if seed == self.steps]
+
+    def output(self, name: str, seed: int) -> SimpleNamespace:
+        tokens = [*range(seed)]
+        logp = SimpleNamespace(logprobs=[-1.0] * seed, token_ids=tokens)
+        done = SimpleNamespace(finish_reason="stop", token_ids=tokens, logprobs=logp)
+        return SimpleNamespace(request_id=name, outputs=[done], finished=True)
+
+
+def test_an_answer_is_told_of_in_the_step_that_ends_it(on_cuda: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, heard = Stepping(), []
+    on_cuda.llm.llm_engine = engine
+    monkeypatch.setattr(Colocated, "_params", lambda self, how, seed: SimpleNamespace(seed=seed))
+    asks = [Ask((1,), (5, 2)), Ask((1, 2), (2, 1))]
+    answers = on_cuda.generate(asks, how={}, heard=lambda *told: heard.append((engine.steps, *told)))
+    places = [(1, 1, 1), (2, 0, 1), (2, 1, 0), (5, 0, 0)]
+    assert heard == [(step, i, j, answers[i][j]) for step, i, j in places]
+    assert all(len(answers[i][j].tokens) == step for step, i, j in places)
 
 
 def test_a_gpu_engine_sleeps_and_is_woken_around_its_weights(on_cuda: Colocated) -> None:

@@ -159,6 +159,24 @@ def test_what_a_server_is_lost_with_another_one_answers(two, fault):
     assert any(one.url in text for text in servers.complaints)
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_answer_is_told_of_once_and_when_it_comes(two, fault):
+    one, _, servers = two
+    servers.push(weights(0), version=0)
+    one.faults["/inference/v1/generate"] = fault
+    heard, thread, open_ = {}, threading.get_ident(), threading.Event()
+
+    def hear(i, j, answer):
+        assert (i, j) not in heard
+        assert threading.get_ident() != thread
+        assert not open_.is_set()  # the call goes on
+        heard[i, j] = answer
+
+    answers = servers.generate(ASKS, how=HOW, heard=hear)
+    open_.set()
+    assert heard == {(i, j): answer for i, row in enumerate(answers) for j, answer in enumerate(row)}
+
+
 def test_a_server_that_was_started_again_gets_the_weights_before_it_draws(two):
     one, other, servers = two
     servers.push(weights(3), version=3)
