@@ -25,7 +25,7 @@ from grpo_fn.shell.lora import LoRA
 from grpo_fn.shell.mirror import Mirror
 from grpo_fn.shell.policy import Sharded
 from grpo_fn.shell.reward_pool import RewardPool
-from grpo_fn.shell.saver import Keep, Saver
+from grpo_fn.shell.saver import Keep
 from grpo_fn.shell.signals import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.shell.spread import Spread
 from grpo_fn.shell.world import World
@@ -81,6 +81,7 @@ class Built:
     score: Scorer
     mirror: Mirror
     cadence: Cadence
+    profile_steps: Sequence[int]  # of which torch.profiler keeps a trace
     health: Sequence[health.Rule]  # what they find is said
     stop_on: Sequence[health.Rule]  # what these find ends the run, saved
     plan: Sequence[str]  # the numbers of the run, for the log
@@ -99,7 +100,7 @@ def work(built: Built) -> int:
     with ExitStack() as stack:
         voice = speaking(built, stack, start, first=first)
         stop = stack.enter_context(StopRequest())
-        halt = partial(stopped, built, stop, voice.saver)
+        halt = partial(stopped, built, stop, voice)
         for line in said:
             voice.console.line(line)
         built.sampler.load(built.policy)
@@ -123,17 +124,18 @@ def work(built: Built) -> int:
             with noting(built.world, step, voice.clock):
                 if halt() or fatal:
                     break
-                advance(built, progress, step, voice)
-                progress.seconds = past + time.perf_counter() - built.started
-                fatal = examine(built, step, voice.history, voice.console, voice.writer)
-                if built.evaluator is not None:
-                    with voice.clock.span("evaluate"):  # in the next step's time: what of it holds up the training
-                        fatal += beside.look_after(built, progress, voice, due=evaluates(built, step), stop=halt)
-                last = halt() or bool(fatal) or step == built.cadence.steps
-                if last or due(step, built.cadence.save_every) or step in progress.pending:
-                    with voice.clock.span("checkpoint"):
-                        keep(built, progress, voice)
-                    saved = step
+                with voice.profiler.recorded(step, voice.clock.span):
+                    advance(built, progress, step, voice)
+                    progress.seconds = past + time.perf_counter() - built.started
+                    fatal = examine(built, step, voice.history, voice.console, voice.writer)
+                    if built.evaluator is not None:
+                        with voice.clock.span("evaluate"):  # in the next step's time: what of it holds up the training
+                            fatal += beside.look_after(built, progress, voice, due=evaluates(built, step), stop=halt)
+                    last = halt() or bool(fatal) or step == built.cadence.steps
+                    if last or due(step, built.cadence.save_every) or step in progress.pending:
+                        with voice.clock.span("checkpoint"):
+                            keep(built, progress, voice)
+                        saved = step
                 if fatal:
                     break
         done = progress.state.step
@@ -170,13 +172,14 @@ def evaluates(built: Built, step: int) -> bool:
     return step == built.cadence.steps or due(step, built.cadence.eval_every)
 
 
-def stopped(built: Built, stop: StopRequest, saver: Saver) -> bool:
-    """Whether any rank was asked to stop: all of them do, after the same step. Raises where a save has failed."""
-    asked, failed = zip(
-        *built.world.exchange((stop.requested is not None, saver.failed), what="whether to stop"), strict=True
-    )
-    if any(failed):
-        saver.wait()
+def stopped(built: Built, stop: StopRequest, voice: Voice) -> bool:
+    """Whether any rank was asked to stop: all of them do, after the same step. Raises what a save or the log raised."""
+    mine = (stop.requested is not None, voice.saver.failed, voice.writer.failed)
+    asked, unsaved, unwritten = zip(*built.world.exchange(mine, what="whether to stop"), strict=True)
+    if any(unwritten):
+        built.world.agree(voice.writer.wait, what="the log")
+    if any(unsaved):
+        voice.saver.wait()
     return any(asked)
 
 
@@ -218,7 +221,7 @@ def advance(built: Built, progress: Progress, step: int, voice: Voice) -> None:
         with clock.span("log"):
             line = digested(built, step, experience, noted)
             if built.world.main:
-                digest.append(built.run_dir, line)
+                voice.writer.do(f"the digests of step {step}", partial(digest.append, built.run_dir, line))
     if built.world.main:
         with clock.span("log"):
             record(built, step, experience, gains, prng.fold_in(built.key, SAMPLING), voice.writer)
@@ -280,7 +283,8 @@ def judge(built: Built, step: int, voice: Voice) -> dict[str, float]:
 
 
 def keep(built: Built, progress: Progress, voice: Voice) -> None:
-    """Begin to save a checkpoint; those no longer kept go when it is there."""
+    """Begin to save a checkpoint, once the log is written up to it; those no longer kept go when it is there."""
+    built.world.agree(voice.writer.wait, what="the log")  # a line may be lost only where its checkpoint is not there
     progress.ahead = built.sampler.drain()
     blobs, meta = packed_progress(progress, built.policy, built.adapters)
     cadence = built.cadence

@@ -197,7 +197,7 @@ def line(name: str, share: float, low: float, high: float, problems: float | int
 
 
 def timed(score: Scorer, clock: Stopwatch) -> Scorer:
-    """The scorer, its time counted; it is a part of that of the evaluation."""
+    """The scorer, its time counted apart from that of the evaluation around it."""
 
     def scored(*args: Any) -> list[float | None]:
         with clock.span("score"):

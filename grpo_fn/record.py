@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from grpo_fn import digests, health, lens, page, presets, signal_page, token_signal
 from grpo_fn.algorithm import Experience, Stages, of_samples
@@ -16,8 +17,9 @@ from grpo_fn.shell import eval_store, rollout_store
 from grpo_fn.shell.console import Console
 from grpo_fn.shell.digest import Noted
 from grpo_fn.shell.durable import write_bytes
+from grpo_fn.shell.late import LateWriter
 from grpo_fn.shell.mute import Mute
-from grpo_fn.shell.writer import Writer, table
+from grpo_fn.shell.writer import table
 from grpo_fn.types import Gains, Scores
 
 Row = dict[str, str]
@@ -77,20 +79,14 @@ def left_out(refused: dict[str, str]) -> list[Row]:
     return [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
 
 
-def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, writer: Writer) -> None:
+def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, writer: LateWriter) -> None:
     """Store the rollout; put distributions, a few samples and the lens where TensorBoard shows them."""
     cadence = built.cadence
-    (problems, rollout, reward), adv = seen.groups, of_samples(seen.adv, seen.groups)
-    rollout_store.store(
-        built.run_dir / "rollouts",
-        step,
-        problems,
-        built.algo.group_size,
-        rollout,
-        reward,
-        adv,
-        keep=cadence.keep_rollouts,
-    )
+    adv = of_samples(seen.adv, seen.groups)
+    problems, rollout, reward = seen.groups
+    there = tree_map_only(Tensor, Tensor.cpu, (rollout, reward, adv))
+    asked = partial(rollout_store.store, built.run_dir / "rollouts", step, problems, built.algo.group_size, *there)
+    writer.do(f"the rollout of step {step}", partial(asked, keep=cadence.keep_rollouts))
     writer.histogram(step, "advantage/distribution", adv)
     writer.histogram(step, "generation/length", rollout.mask.sum(-1))
     writer.histogram(step, "loss/ratio", seen.ratio)
@@ -104,26 +100,41 @@ def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, w
         record_signal(built, step, seen, gains, writer)
 
 
-def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer: Writer) -> None:
+def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer: LateWriter) -> None:
     """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
-    shown, document = token_by_token(built, step, seen, gains)
-    path = built.run_dir / "signal" / f"step_{step}.html"
-    path.parent.mkdir(exist_ok=True)
-    write_bytes(path, document.encode())
+    shown, said = explained(built, seen, gains)
+    writer.do(f"the signal of step {step}", partial(write_page, built.run_dir, step, shown, said))
     show(writer, step, "signal/strongest", token_signal.strongest(shown, count=STRONGEST))
     writer.image(step, "signal/rows", token_signal.strip(shown, columns=COLUMNS, cell=CELL))
 
 
 def token_by_token(built: Any, step: int, seen: Experience, gains: Gains) -> tuple[token_signal.Shown, str]:
     """The learning signal of a step, and the page that shows it."""
+    shown, said = explained(built, seen, gains)
+    return shown, paged(built.run_dir, step, shown, said)
+
+
+def explained(built: Any, seen: Experience, gains: Gains) -> tuple[token_signal.Shown, str]:
+    """The learning signal of a step as plain lists, and what it is the signal of. The tokenizer is the training's."""
     algo, tokenizer = built.algo, built.tokenizer
     signal, figures = token_signal.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     special = {*tokenizer.all_special_ids}
     shown = token_signal.shown(seen, signal, figures, decode, special, rows=built.cadence.signal_rows)
     refused = int((seen.adv != 0).any(-1).any(-1).sum()) < algo.min_signal
-    said = AS_SAMPLED + REFUSED * refused
-    return shown, signal_page.document(shown, title=f"Step {step} of {built.run_dir.name}", said=said)
+    return shown, AS_SAMPLED + REFUSED * refused
+
+
+def paged(run_dir: Path, step: int, shown: token_signal.Shown, said: str) -> str:
+    """The page that shows a learning signal."""
+    return signal_page.document(shown, title=f"Step {step} of {run_dir.name}", said=said)
+
+
+def write_page(run_dir: Path, step: int, shown: token_signal.Shown, said: str) -> None:
+    """RUN/signal/step_N.html."""
+    path = run_dir / "signal" / f"step_{step}.html"
+    path.parent.mkdir(exist_ok=True)
+    write_bytes(path, paged(run_dir, step, shown, said).encode())
 
 
 def digested(built: Any, step: int, seen: Experience, noted: Noted) -> dict[str, Any]:
@@ -140,14 +151,14 @@ def digested(built: Any, step: int, seen: Experience, noted: Noted) -> dict[str,
     }
 
 
-def record_evaluation(run_dir: Path, step: int, judged: Sequence[Judged], rows: int, writer: Writer) -> None:
+def record_evaluation(run_dir: Path, step: int, judged: Sequence[Judged], rows: int, writer: LateWriter) -> None:
     """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
     eval_store.store(run_dir / "eval", step, [one.row() for one in judged])
     show(writer, step, "eval/samples", [one.shown() for one in judged[:rows]])
 
 
 def examine(
-    built: Any, step: int, history: health.History, console: Console | Mute, writer: Writer | Mute
+    built: Any, step: int, history: health.History, console: Console | Mute, writer: LateWriter | Mute
 ) -> list[health.Finding]:
     """Say what the rules newly find in the metrics; what ends the run is returned, the same on every rank.
 
@@ -160,7 +171,7 @@ def tell(
     found: tuple[Sequence[health.Finding], Sequence[health.Finding]],
     step: int,
     console: Console | Mute,
-    writer: Writer | Mute,
+    writer: LateWriter | Mute,
 ) -> list[health.Finding]:
     """Say what was found of a step: what warns, and what ends the run, which is returned."""
     said, fatal = found
@@ -181,7 +192,7 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def show(writer: Writer | Mute, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
+def show(writer: LateWriter | Mute, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Rows as a table in TensorBoard's text tab."""
     if rows:
         writer.text(step, tag, table(rows))

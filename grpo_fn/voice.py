@@ -12,7 +12,9 @@ from grpo_fn.shell import digest
 from grpo_fn.shell.background import Background
 from grpo_fn.shell.clock import Stopwatch
 from grpo_fn.shell.console import Console
+from grpo_fn.shell.late import LateWriter
 from grpo_fn.shell.mute import Mute
+from grpo_fn.shell.profiling import Profiler
 from grpo_fn.shell.saver import Saver
 from grpo_fn.shell.writer import Writer, rewind
 
@@ -22,9 +24,10 @@ class Voice:
     """Where a run speaks: to people, to the metrics, to its checkpoints. On all ranks but the main one mostly mute."""
 
     console: Console | Mute
-    writer: Writer | Mute
+    writer: LateWriter | Mute
     saver: Saver
     clock: Stopwatch
+    profiler: Profiler
     evaluator: Evaluator | None  # beside the training; None: evaluation is the training engine's business
     background: Background
     history: list[health.Line]  # of the metrics, for the rules of health; on the main rank
@@ -37,15 +40,23 @@ def speaking(built: Any, stack: ExitStack, start: int, *, first: bool) -> Voice:
     built.world.agree(mirrored, what="opening the mirror")
     if main:
         rewind(run_dir / digest.FILE, 0 if first else start + 1)
+    profiler = Profiler(run_dir / "tensorboard", built.world, built.profile_steps)
+    built.world.mark = profiler.mark
     return Voice(
         console=stack.enter_context(Console(run_dir / "log.txt", built.cadence.steps, start) if main else Mute()),
-        writer=stack.enter_context(Writer(run_dir, start_step=0 if first else start + 1) if main else Mute()),
+        writer=stack.enter_context(late(built, start_step=0 if first else start + 1) if main else Mute()),
         saver=stack.enter_context(Saver(run_dir / "checkpoints", built.world)),
-        clock=Stopwatch(),
+        clock=Stopwatch(mark=profiler.mark),
+        profiler=profiler,
         evaluator=stack.enter_context(nullcontext() if built.evaluator is None else built.evaluator()),
         background=stack.enter_context(Background(built.world, deadline=built.cadence.eval_deadline)),
         history=[],
     )
+
+
+def late(built: Any, *, start_step: int) -> LateWriter:
+    """The run's metrics and events, written beside the training."""
+    return LateWriter(Writer(built.run_dir, start_step=start_step), deadline=built.world.deadline)
 
 
 def lost_rows(built: Any, before: Counter, console: Console | Mute) -> dict[str, float]:

@@ -281,9 +281,7 @@ def seconds(runs: Sequence[Run]) -> str:
         for run, parts in split.items()
     ]
     head = ["run", "", *names]
-    said = (
-        "Mean seconds a step, phase by phase; what no phase covers is not shown. Evaluation before training counts too."
-    )
+    said = "Mean seconds a step, phase by phase; other is what no phase covers. Evaluation before training counts too."
     return page.section("Time", said, plots.legend(tint), table(head, bars, wide=1))
 
 

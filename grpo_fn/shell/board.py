@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from grpo_fn.shell.late import LateWriter
 from grpo_fn.shell.mute import Mute
 from grpo_fn.shell.writer import Writer
 
@@ -92,7 +93,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
 MEASURES = ["eval/accuracy", "reward/mean", "reward/correct_rate", "loss/kl", "loss/entropy", "generation/length_mean"]
 
 
-def begin(writer: Writer | Mute, config: Path) -> None:
+def begin(writer: Writer | LateWriter | Mute, config: Path) -> None:
     """What the events of a run open with: the charts, the knobs for the tab "HParams", the configuration as text."""
     text = config.read_text(encoding="utf-8")
     writer.layout(LAYOUT)

@@ -43,7 +43,10 @@ def finite(value: Any) -> Any:
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Strict JSON in ASCII, so that no text can break a line or an encoding; NaN and infinities become null."""
-    return json.dumps(finite(value), allow_nan=False, indent=indent)
+    try:  # nearly always: looking at every number takes longer than writing it down
+        return json.dumps(value, allow_nan=False, indent=indent)
+    except (TypeError, ValueError):
+        return json.dumps(finite(value), allow_nan=False, indent=indent)
 
 
 def flush_file(path: Path) -> None:

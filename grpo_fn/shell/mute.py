@@ -1,12 +1,18 @@
 """What a rank that does not write has in the place of a writer and a console: the same calls, to no effect."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 
 class Mute:
-    """Stands in for `Writer` and `Console` on all ranks but the main one."""
+    """Stands in for `LateWriter` and `Console` on all ranks but the main one."""
+
+    failed = False
+
+    def do(self, what: str, work: Callable[[], object]) -> None: ...
+
+    def wait(self) -> None: ...
 
     def line(self, text: str) -> None: ...
 

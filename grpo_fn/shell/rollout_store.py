@@ -87,12 +87,17 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     if len(problems) * group_size != len(rollout.text):
         raise ValueError(f"got {len(rollout.text)} rows for {len(problems)} problems x {group_size}, wanted P * G")
+    mask = rollout.mask.cpu()
+    lengths = mask.sum(-1).tolist()
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).amax(-1).tolist() if mask.numel() else [0] * len(mask)
     columns = zip(
         ((problem, g) for problem in problems for g in range(group_size)),
         rollout.text,
-        rollout.tokens.cpu(),
-        rollout.mask.cpu(),
-        rollout.logp_sampled.detach().cpu(),
+        rollout.tokens.tolist(),
+        mask.int().tolist(),
+        (x.tolist() for x in rollout.logp_sampled.detach().cpu()[mask].split(lengths)),
+        lengths,
+        last,
         rollout.truncated.tolist(),
         reward.value.flatten().tolist(),
         reward.valid.flatten().tolist(),
@@ -100,8 +105,9 @@ def _rows(
         strict=True,
     )
     parts = {name: value.flatten().tolist() for name, value in reward.parts.items()}
-    for b, ((problem, g), text, tokens, mask, logp, truncated, value, valid, advantage) in enumerate(columns):
-        end = int(torch.nonzero(mask).max()) + 1 if mask.any() else len(mask)
+    for b, ((problem, g), text, tokens, sampled, logp, length, end, *rest) in enumerate(columns):
+        truncated, value, valid, advantage = rest
+        end = end or len(sampled)
         yield {
             "uid": problem.uid,
             "g": g,
@@ -112,9 +118,9 @@ def _rows(
             "parts": {name: column[b] for name, column in parts.items()},
             "valid": valid,
             "advantage": advantage,
-            "length": int(mask.sum()),
+            "length": length,
             "truncated": truncated,
-            "tokens": tokens[:end].tolist(),
-            "mask": mask[:end].int().tolist(),
-            "logp_sampled": logp[mask].tolist(),
+            "tokens": tokens[:end],
+            "mask": sampled[:end],
+            "logp_sampled": logp,
         }

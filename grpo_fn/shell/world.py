@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ class World:
         self.device = device
         self.deadline = deadline
         self.where: Callable[[], str] = lambda: "the start"  # step and phase, told by the loop
+        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # around all talk, for a profiler
         self._waits: list[tuple[float, str]] = []  # since when, for what; the innermost last
         self._objects: dist.ProcessGroup | None = None
         if size > 1:
@@ -103,11 +104,13 @@ class World:
     def talking(self, what: str) -> Iterator[None]:
         """Everything in which this rank may wait for others happens inside: it has a name and a deadline."""
         if self.size == 1:
-            yield
+            with self.mark(what):
+                yield
             return
         self._waits.append((time.monotonic(), what))
         try:
-            yield
+            with self.mark(what):
+                yield
         except (dist.DistError, RuntimeError) as error:
             if not _is_lost(error):
                 raise

@@ -1,5 +1,6 @@
 """Runs in processes of their own, each forked from a server that has everything imported: real signals, no waiting."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -144,6 +145,25 @@ class AfterStep:
                 os.kill(os.getpid(), self.number)
 
         noting.__exit__ = watched
+
+
+class FullDisk:
+    """Doom: the rollout of a step, which is written beside the training, finds the disk full."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self) -> None:
+        from grpo_fn.shell import rollout_store
+
+        store = rollout_store.store
+
+        def full(root: Path, step: int, *what: Any, **knobs: Any) -> None:
+            if step == self.step:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
+            store(root, step, *what, **knobs)
+
+        rollout_store.store = full
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

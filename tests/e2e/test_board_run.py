@@ -1,7 +1,10 @@
 """What TensorBoard's own readers find in the events of real runs: charts for every metric, and none without one."""
 
+import gzip
+import json
 import re
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,11 +30,26 @@ def rich(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rich")
     more = {"evaluate__Evaluation__samples": 2, "evaluate__Evaluation__ks": "(1, 2)"}
     more["train__train__judges"] = "[@rewards.named, @rewards.digits]"
+    more["train__train__profile_steps"] = "(4, 6)"
     argv = command(cache, folder / "run", **more)
     assert finish(argv, folder / "out", AfterStep(5, signal.SIGKILL)) == -9
     assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
     assert "resumed after step " in (folder / "out").read_text()
     return folder / "run"
+
+
+def ranges(run_dir: Path, step: int) -> dict[str, list[tuple[float, float]]]:
+    """When the ranges in a step's trace began and ended, by name, in microseconds."""
+    trace = json.loads(gzip.decompress((run_dir / "tensorboard" / f"rank0.{step}.pt.trace.json.gz").read_bytes()))
+    found: dict[str, list[tuple[float, float]]] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "user_annotation":
+            found.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def within(one: tuple[float, float], others: list[tuple[float, float]]) -> bool:
+    return any(start <= one[0] and one[1] <= end for start, end in others)
 
 
 def board(run_dir: Path) -> EventAccumulator:
@@ -107,3 +125,24 @@ def test_the_tab_hparams_has_the_run_its_knobs_and_its_end(rich: Path) -> None:
     assert knobs["loop.Cadence.steps"] == 6
     assert metadata.SESSION_END_INFO_TAG in content
     assert {*MEASURES} <= {*board(rich).Tags()["scalars"]}
+
+
+PHASES = ("generate", "score", "train", "sync", "evaluate", "log", "checkpoint")
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_the_trace_of_a_step_has_its_phases_one_after_the_other(rich: Path, step: int) -> None:
+    found, row = ranges(rich, step), metrics(rich)[step]
+    (whole,) = found[f"ProfilerStep#{step}"]
+    times = sorted(one for phase in PHASES for one in found[phase])
+    assert all(within(one, [whole]) for one in times)
+    assert all(one[1] <= next_one[0] for one, next_one in pairwise(times))
+    for inner in ("forward", "backward"):
+        assert all(within(one, found["train"]) for one in found[inner])
+    for phase in ("generate", "train"):  # which the clock measured, too
+        seconds = sum(end - start for start, end in found[phase]) * 1e-6
+        assert seconds == pytest.approx(row[f"time/{phase}"], rel=0.05, abs=0.01)
+
+
+def test_only_the_chosen_steps_are_traced(rich: Path) -> None:
+    assert len([*(rich / "tensorboard").glob("*.pt.trace.json.gz")]) == 2

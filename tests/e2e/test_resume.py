@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from e2e.running import AfterStep, AtFileEvent, AtPhase, board, command, finish, metrics, outcome
+from e2e.running import AfterStep, AtFileEvent, AtPhase, FullDisk, board, command, finish, metrics, outcome
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +71,19 @@ def test_every_file_event_of_a_checkpoint_is_survived(cache: Path, whole: Path, 
         assert outcome(run) == outcome(whole)
         shutil.rmtree(folder)
     assert survived >= 4, "the dooms missed the checkpoints"
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_log_that_cannot_be_written_ends_the_run_before_a_checkpoint_claims_it(
+    cache: Path, whole: Path, tmp_path: Path, step: int
+) -> None:
+    """Step 4 has a checkpoint, which waits for the log; after step 3 the next step hears of it."""
+    argv = command(cache, tmp_path / "run")
+    assert finish(argv, tmp_path / "out", FullDisk(step)) == 1
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(step))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_2"]
+    run, _ = interrupted(cache, tmp_path, [])
+    assert outcome(run) == outcome(whole)
 
 
 def test_tensorboard_forgets_what_a_resume_has_undone(cache: Path, tmp_path: Path) -> None:
