@@ -1,357 +1,68 @@
-"""What more ranks gain and cost, and what a checkpoint takes from a step: ratios of one run on this machine.
+"""Benches of whole steps: ratios of one run on this machine; absolute figures are of this machine and hour.
 
+    python tools/bench.py trl [--scale arithmetic,small] [--out experiments/bench/trl.md]
+    python tools/bench.py growth [--completions 64,128,...] [--lengths 32,64,...]
     python tools/bench.py scaling [--ranks 1,2] [--scale scale/no_shard.gin] [--size small]
     python tools/bench.py checkpoint [--ranks 1] [--size small]
 
-`scaling` starts the same step under torchrun on each number of ranks: the same rows are sampled and trained on, shared
-by the ranks. `checkpoint` takes steps with no save, with one that the step waits for, and with one written beside it.
-Prints markdown; absolute figures are of this machine and hour. With GPUs, one rank a GPU.
+`trl`: completions per second and peak memory against TRL's GRPOTrainer, program against program. `growth`: how a step
+grows with the number and the length of completions. `scaling`: what more ranks gain. `checkpoint`: what a save takes
+from a step. Prints markdown, or writes it with --out. `--help` after the name tells what each can be told.
 """
 
 import argparse
-import json
 import os
 import platform
-import statistics
-import subprocess
+import shlex
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import bench_growth
+import bench_ranks
+import bench_trl
 import torch
 import transformers
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from grpo_fn import correction, kl, loss_scale, losses, prng, sampling, weights
-from grpo_fn.algorithm import UNMOVED
-from grpo_fn.batch import count, make_batch
-from grpo_fn.config import load
-from grpo_fn.objective import policy_objective
-from grpo_fn.problem import Problem
-from grpo_fn.shell import optimizer
-from grpo_fn.shell.local_sampler import LocalSampler
-from grpo_fn.shell.lora import LoRA
-from grpo_fn.shell.place import Placing, place
-from grpo_fn.shell.policy import Sharded
-from grpo_fn.shell.reading import shared
-from grpo_fn.shell.saver import Saver
-from grpo_fn.shell.scale import Scale
-from grpo_fn.shell.scorer import Scorer
-from grpo_fn.shell.spread import Spread
-from grpo_fn.shell.world import World, join
-from grpo_fn.types import Batch
-
-EOS = 0
-
-
-class Size(NamedTuple):
-    """A model with random weights, and the rows of one step."""
-
-    vocabulary: int
-    hidden: int
-    layers: int
-    prompts: int
-    group_size: int
-    prompt_tokens: int
-    new_tokens: int
-    micro_tokens: int
-
-    def config(self) -> Qwen2Config:
-        """A Qwen2 with tied embeddings, heads of 64."""
-        heads = self.hidden // 64
-        return Qwen2Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            intermediate_size=4 * self.hidden,
-            tie_word_embeddings=True,
-            eos_token_id=EOS,
-            pad_token_id=EOS,
-        )
-
-
-SIZES = {
-    "tiny": Size(512, 64, 2, 4, 4, 8, 8, 128),
-    "small": Size(32_000, 384, 8, 8, 8, 64, 64, 2048),
-    "0.5b": Size(151_936, 896, 24, 32, 16, 128, 256, 16_384),
+BENCHES = {
+    "trl": (bench_trl.trl, bench_trl.flags),
+    "growth": (bench_growth.growth, bench_growth.flags),
+    "scaling": (bench_ranks.ranks, bench_ranks.flags),
+    "checkpoint": (bench_ranks.ranks, bench_ranks.flags),
 }
 
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=[*RANK_WORK])
-    parser.add_argument("--ranks", default=None, metavar="N,...", help="numbers of ranks (default: 1,2; checkpoint: 1)")
-    parser.add_argument("--scale", default="scale/no_shard.gin", metavar="FILE", help="laid over base.gin")
-    parser.add_argument("--size", choices=[*SIZES], default="small")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps, after one to warm up (default 5)")
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # a rank's: the folder, and where figures go
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    named = parser.add_subparsers(dest="what", required=True)
+    for name, (bench, told) in BENCHES.items():
+        about = (bench.__doc__ or "").splitlines()[0]
+        own = named.add_parser(name, description=about, help=about)
+        told(own)
+        own.add_argument("--out", type=Path, metavar="FILE", help="write the markdown there as well")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the ranks and print the table; as a rank, measure."""
+    """Measure, print the table and write it; returns the exit code."""
     args = flags().parse_args(argv)
+    bench, _ = BENCHES[args.what]
+    try:
+        document = "\n".join([*heading(sys.argv[1:] if argv is None else argv), *bench(args)]) + "\n"
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(document, end="")
     if args.out is not None:
-        return as_rank(args)
-    numbers = [int(n) for n in (args.ranks or ("1" if args.what == "checkpoint" else "1,2")).split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(SIZES[args.size].config()).save_pretrained(model)
-        found = [started(args, n, model, Path(folder) / f"{n}.json") for n in numbers]
-    print(f"{SIZES[args.size]}\n{args.scale}; median of {args.steps} steps; {machine()}\n")
-    print(*TABLES[args.what](numbers, found), sep="\n")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(document)
     return 0
 
 
-def started(args: argparse.Namespace, ranks: int, model: Path, out: Path) -> dict[str, Any]:
-    """What the ranks measured, started together; raises RuntimeError with what they printed when they fail."""
-    own = [args.what, "--scale", args.scale, "--size", args.size, "--steps", str(args.steps)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
-    environment = {"OMP_NUM_THREADS": "1"} if not torch.cuda.is_available() else {}
-    done = subprocess.run(
-        [*command, *own, "--model", str(model), "--out", str(out)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{ranks} ranks ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return json.loads(out.read_text())
-
-
-def as_rank(args: argparse.Namespace) -> int:
-    """One of the ranks: measure; the main one writes the figures down."""
-    world = join("auto", deadline=600.0)
-    found = RANK_WORK[args.what](world, args)
-    if world.main:
-        args.out.write_text(json.dumps(found))
-    world.leave()
-    return 0
-
-
-# -- what a rank does
-
-
-class Bench(NamedTuple):
-    """A policy and a sampler in place, and the problems of a step."""
-
-    policy: Sharded
-    sampler: Spread
-    problems: list[Problem]
-    key: Tensor
-    size: Size
-
-    def sample(self) -> Any:
-        """The step's completions, none of which ends early."""
-        return self.sampler.sample(self.problems, self.size.group_size, key=self.key)
-
-    def learn(self, batch: Batch) -> None:
-        """One optimizer step on the batch."""
-        micros = self.policy.split(batch)
-        self.policy.expect(len(micros))
-        for micro in micros:
-            scores, pullback = self.policy.vjp(micro)
-            loss = partial(OBJECTIVE, batch=micro, totals=count(batch), gains=UNMOVED)
-            signal, _ = torch.func.grad_and_value(loss, has_aux=True)(scores)
-            pullback(signal)
-        self.policy.update()
-
-
-OBJECTIVE = partial(
-    policy_objective,
-    token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    correct=correction.none,
-    kl=kl.k3,
-    weigh=weights.token_mean,
-    beta=0.0,
-    entropy_bonus=0.0,
-)
-
-
-class Silent:
-    """As much of a tokenizer as sampling needs: nothing is read."""
-
-    eos_token_id = EOS
-
-    def batch_decode(self, rows: Iterable[Any], skip_special_tokens: bool) -> list[str]:
-        return ["" for _ in rows]
-
-
-def built(world: World, args: argparse.Namespace) -> Bench:
-    """The bench's model in place as `args.scale` says."""
-    size = SIZES[args.size]
-    knobs = taken(**load(["base.gin", args.scale], [], taker="bench.taken").kwargs())
-    placing = Placing(
-        folder=str(args.model),
-        config=AutoConfig.from_pretrained(args.model),
-        dtype=getattr(torch, knobs["dtype"]),
-        attention="sdpa",
-        adapters=knobs["adapters"],
-        scorer=partial(Scorer, temperature=1.0, head_elements=2**24, rows=shared),
-        scale=knobs["scale"],
-        key=prng.key(0, device="cpu"),
-    )
-    placed = place(world, placing, reference=False)
-    policy = Sharded(
-        placed.scorer,
-        world=world,
-        data=placed.data,
-        frozen=None,
-        noisy=placed.noisy,
-        seed=0,
-        micro_tokens=size.micro_tokens,
-        optimizer=partial(optimizer.adamw, lr=1e-6, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),
-        schedule=partial(optimizer.constant, warmup=0),
-        loss_scale=loss_scale.constant,
-        initial_scale=1.0,
-        max_grad_norm=1.0,
-    )
-    sampler = LocalSampler(
-        placed.decoding(),
-        Silent(),
-        choose=partial(sampling.categorical, temperature=1.0),
-        encode=partial(random_prompt, size),
-        max_new_tokens=size.new_tokens,
-        stop=(),
-        max_rows=size.prompts * size.group_size,
-    )
-    problems = [Problem(uid, str(uid), "", {}) for uid in range(size.prompts)]
-    return Bench(policy, Spread(sampler, world), problems, prng.key(1, device="cpu"), size)
-
-
-def taken(*, dtype: str, scale: Scale, adapters: LoRA | None) -> dict[str, Any]:
-    """What the bench takes of a configuration."""
-    return {"dtype": dtype, "scale": scale, "adapters": adapters}
-
-
-def random_prompt(size: Size, tokenizer: Any, prompt: str) -> list[int]:
-    """Random tokens, the same for the same prompt."""
-    key = prng.key(int(prompt), device="cpu")
-    u = prng.uniform(key, size.prompt_tokens, low=1.0, high=size.vocabulary - 1.0, dtype=torch.float64)
-    return u.long().tolist()
-
-
-def as_batch(bench: Bench, rollout: Any) -> Batch:
-    """The rollout with an advantage of plus or minus one for every row."""
-    p, g = bench.size.prompts, bench.size.group_size
-    adv = torch.where(torch.arange(p * g) % 2 == 0, 1.0, -1.0).view(p, g, 1).expand(p, g, rollout.mask.shape[1])
-    keep = torch.ones(p, g, dtype=torch.bool)
-    return make_batch(rollout, keep, adv.to(rollout.mask.device), rollout.logp_sampled, rollout.logp_sampled)
-
-
-def scaling(world: World, args: argparse.Namespace) -> dict[str, float]:
-    """Tokens per second sampled and trained on; the share of a training step in which a collective was under way."""
-    bench = built(world, args)
-    batch = as_batch(bench, bench.sample())
-    tokens = int(batch.mask.sum())
-    sampled = [timed(world, bench.sample) for _ in range(args.steps + 1)][1:]
-    trained = [timed(world, partial(bench.learn, batch)) for _ in range(args.steps + 1)][1:]
-    return {
-        "sampled": tokens / statistics.median(sampled),
-        "trained": tokens / statistics.median(trained),
-        "talking": talking(partial(bench.learn, batch)) if world.size > 1 else 0.0,
-    }
-
-
-def checkpoint(world: World, args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a training step without a save, with one that it waits for, and with one beside it."""
-    bench = built(world, args)
-    batch = as_batch(bench, bench.sample())
-    learn = partial(bench.learn, batch)
-    learn()
-    root = world.exchange(tempfile.mkdtemp(dir=args.out.parent), what="where checkpoints go")[0]
-    with Saver(Path(root), world) as saver:
-        number = iter(range(10**6))
-
-        def saving(wait: bool) -> None:
-            learn()
-            saver.save(next(number), tensors=bench.policy.tensors(), blobs={}, meta={})
-            if wait:
-                saver.wait()
-
-        saving(wait=True)
-        plain = [timed(world, learn) for _ in range(args.steps)]
-        waiting = [timed(world, partial(saving, wait=True)) for _ in range(args.steps)]
-        beside = []
-        for _ in range(args.steps):  # one save, then a step beside which it is written
-            beside.append(timed(world, partial(saving, wait=False)) + timed(world, learn))
-            saver.wait()
-    held = sum(x.numel() * x.element_size() for x in bench.policy.tensors().values())
-    return {
-        "plain": statistics.median(plain),
-        "waiting": statistics.median(waiting),
-        "beside": statistics.median(beside) - statistics.median(plain),
-        "gigabytes": held / 1e9,
-    }
-
-
-def timed(world: World, f: Callable[[], Any]) -> float:
-    """Seconds until all ranks are through."""
-    world.exchange(None, what="starting together")
-    begun = time.perf_counter()
-    f()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    world.exchange(None, what="ending together")
-    return time.perf_counter() - begun
-
-
-def talking(step: Callable[[], None]) -> float:
-    """The share of a step's time in which a collective was under way, waiting for slower ranks included."""
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=kinds) as seen:
-        begun = time.perf_counter()
-        step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        whole = time.perf_counter() - begun
-    spans = [(e.time_range.start, e.time_range.end) for e in seen.events() if e.name.startswith(("gloo:", "nccl"))]
-    return covered(spans) / 1e6 / whole
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of the line the spans cover together."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
-# -- what is printed
-
-
-def scaling_table(numbers: Sequence[int], found: Sequence[dict[str, float]]) -> Iterable[str]:
-    """A row for each number of ranks, against the first."""
-    yield "| ranks | sampled tokens/s | trained tokens/s | a step's collectives, share |"
-    yield "|---|---|---|---|"
-    for n, row in zip(numbers, found, strict=True):
-        rates = " | ".join(f"{row[k]:,.0f} ({row[k] / found[0][k]:.2f}x)" for k in ("sampled", "trained"))
-        yield f"| {n} | {rates} | {row['talking']:.0%} |"
-
-
-def checkpoint_table(numbers: Sequence[int], found: Sequence[dict[str, float]]) -> Iterable[str]:
-    """A row for each number of ranks."""
-    yield "| ranks | GB a rank | step | and a save it waits for | and a save beside it | lost, of the save |"
-    yield "|---|---|---|---|---|---|"
-    for n, row in zip(numbers, found, strict=True):
-        plain, waiting, beside = row["plain"], row["waiting"], row["beside"]
-        lost = (beside - plain) / max(1e-9, waiting - plain)
-        yield (
-            f"| {n} | {row['gigabytes']:.2f} | {plain:.2f} s | {waiting:.2f} s ({waiting / plain:.2f}x) | "
-            f"{beside:.2f} s ({beside / plain:.2f}x) | {lost:.0%} |"
-        )
+def heading(argv: Sequence[str]) -> list[str]:
+    """The command and the machine."""
+    return [f"`python tools/bench.py {shlex.join(argv)}`", "", machine(), ""]
 
 
 def machine() -> str:
@@ -361,9 +72,6 @@ def machine() -> str:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     return f"{where}; {versions}"
 
-
-RANK_WORK = {"scaling": scaling, "checkpoint": checkpoint}
-TABLES = {"scaling": scaling_table, "checkpoint": checkpoint_table}
 
 if __name__ == "__main__":
     sys.exit(main())
