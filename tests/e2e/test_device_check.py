@@ -1,0 +1,209 @@
+"""The command for a GPU: its checks pass on a CPU at toy shapes, and what fails, hangs or dies stops nothing else."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import device_check
+import device_runner
+from device_runner import FAILED, LEFT_OUT, OK, Check, Figure, Outcome, Setting, apart, here
+from device_shapes import EOS, QWEN_HALF, QWEN_LARGE, Shape
+from device_speed import Work
+
+from grpo_fn.plan import kv_bytes_per_token
+from grpo_fn.shell import hf
+
+ROOT = Path(__file__).resolve().parents[2]
+NOWHERE = Setting(device="cpu", tiny=True, scratch="/nowhere")
+
+
+def test_every_check_that_a_cpu_can_do_passes_and_is_in_the_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seen: list[Outcome] = []
+
+    def run(*asked) -> Iterator[Outcome]:
+        for outcome in here(*asked):
+            seen.append(outcome)
+            yield outcome
+
+    code = device_check.main(["--device", "cpu", "--tiny", "--out", str(tmp_path / "new" / "table.md")], run=run)
+    said = {outcome.check.name: outcome.said for outcome in seen if outcome.state != OK}
+    assert code == 0, said
+    assert [outcome.check.name for outcome in seen] == ["machine", *(check.name for check in device_check.CHECKS)]
+    beside = {"trl"}  # where it is installed it has its own environment
+    assert said.keys() == beside | {check.name for check in device_check.CHECKS if check.only_cuda}
+    assert all(outcome.figures for outcome in seen if outcome.state == OK)
+    table = (tmp_path / "new" / "table.md").read_text()
+    assert table in capsys.readouterr().out
+    assert f"torch {torch.__version__}" in table
+    assert "the figures below mean nothing" in table
+    assert "missed" not in table, "goals mean nothing at toy shapes"
+    for check in device_check.CHECKS:
+        assert f"| `{check.name}` |" in table
+
+
+def fake(name: str, deadline: float = 30.0, *, alone: bool = False) -> Check:
+    return Check(name=name, what="", where=f"device_fakes:{name}", deadline=deadline, alone=alone)
+
+
+def test_a_check_that_fails_hangs_or_dies_is_reported_and_the_next_begins_in_a_fresh_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_runner, "GRACE", 0.3)
+    names = ["fine", "fine", "absent", "wrong", "late", "fatal", "fine"]
+    checks = [fake(name, 0.5 if name == "late" else 30.0, alone=i == 6) for i, name in enumerate(names)]
+    got = list(apart(checks, NOWHERE, 120.0))
+    assert [outcome.check for outcome in got] == checks
+    assert [outcome.state for outcome in got] == [OK, OK, LEFT_OUT, FAILED, FAILED, FAILED, OK]
+    first, second, last = (got[i].figures[0].value for i in (0, 1, 6))
+    assert first == second != last
+    assert [outcome.said for outcome in got[2:6]] == [
+        "nothing to compare with",
+        "AssertionError: got 1, wanted 2",
+        "late: no answer within 0.8 s; its stacks are above",
+        "fatal: the process ended with 7; its last words are above",
+    ]
+
+
+def test_no_check_begins_after_the_limit() -> None:
+    got = list(apart([fake("fine"), fake("fine")], NOWHERE, -1.0))
+    assert [(outcome.state, outcome.said) for outcome in got] == [(FAILED, "the -1 s of the run were over")] * 2
+
+
+def test_a_failure_is_the_exit_code_and_a_missed_goal_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_check, "MACHINE", fake("absent"))
+    for names, code in ((["fine"], 0), (["fine", "wrong"], 1)):
+        monkeypatch.setattr(device_check, "CHECKS", [fake(name) for name in names])
+        assert device_check.main(["--device", "cuda"], run=here) == code
+        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        assert rows[3] == "|  |  | wished for | 1 | >= 2 | **missed** |"
+        assert rows[4:] == ["| `wrong` | **FAILED** | AssertionError: got 1, wanted 2 |  |  |  |"][: len(names) - 1]
+
+
+def test_without_the_device_nothing_else_is_tried_and_nothing_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device_check, "MACHINE", fake("wrong"))
+    monkeypatch.setattr(device_check, "CHECKS", [fake("fatal")])
+    assert device_check.main(["--device", "cuda", "--out", str(tmp_path / "table.md")], run=here) == 1
+    assert not (tmp_path / "table.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--only", "prng,typo"], "--only: got typo, wanted some of prng, "),
+        (["--device", "cpu"], "got --device cpu, wanted --tiny with it"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        device_check.main(flags)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@given(st.floats(-10, 10), st.none() | st.floats(-10, 10), st.none() | st.floats(-10, 10))
+def test_a_goal_is_met_within_its_bounds(value: float, low: float | None, high: float | None) -> None:
+    met = Figure("x", value, at_least=low, at_most=high).met
+    if low is None and high is None:
+        assert met is None
+    else:
+        assert met == ((low is None or low <= value) and (high is None or value <= high))
+
+
+# -- what figures are made from
+
+
+@pytest.mark.parametrize(("shape", "billions"), [(QWEN_HALF, 0.494), (QWEN_LARGE, 1.544)])
+def test_shapes_are_the_published_ones(shape: Shape, billions: float) -> None:
+    model = hf.empty_model(shape.config())
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert shape.parameters() == matrices
+    assert shape.matrices() == sum(m.weight.numel() for m in model.model.modules() if isinstance(m, nn.Linear))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=1e-3)
+    assert shape.kv_bytes(2) == kv_bytes_per_token(shape.config(), 2)
+    assert model.config.eos_token_id == EOS
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 6), st.integers(1, 7))
+def test_operations_are_those_of_every_token_read_and_every_pair_seen(
+    groups: int, size: int, prompt: int, new: int
+) -> None:
+    shape = Shape(10, 8, 3, 2, 1, 12)
+    read = sampled = pairs = 0
+    for _ in range(groups):
+        pairs += sum(t + 1 for t in range(prompt))
+        read += prompt
+        for _ in range(size):
+            pairs += sum(prompt + t + 1 for t in range(new))
+            read, sampled = read + new, sampled + new
+    work = Work(groups, size, prompt, new)
+    assert work.tokens == read
+    assert work.flops(shape) == 6 * (shape.matrices() * read + 10 * 8 * sampled + 2 * 3 * 8 * pairs)
+
+
+# -- what a bare machine needs
+
+
+def imports(path: Path) -> Iterator[str]:
+    """What is imported when the file is, functions left alone."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (name for alias in node.names for name in (node.module, f"{node.module}.{alias.name}"))
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += ast.iter_child_nodes(node)
+
+
+def file_of(name: str) -> Path | None:
+    """The file of a module of ours."""
+    base = (ROOT if name.startswith("grpo_fn") else ROOT / "tools").joinpath(*name.split("."))
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+def test_it_needs_neither_gin_nor_math_verify_nor_an_http_client() -> None:
+    waiting = [path for path in (ROOT / "tools").glob("device_*.py") if path.name != "device_vllm.py"]
+    seen, others = {*waiting}, set()
+    while waiting:
+        for name in imports(waiting.pop()):
+            path = file_of(name)
+            others |= {name.split(".")[0]} if path is None and not name.startswith("grpo_fn") else set()
+            if path is not None and path not in seen:
+                seen.add(path)
+                waiting.append(path)
+    assert ROOT / "grpo_fn" / "shell" / "local_sampler.py" in seen
+    bare = {"torch", "transformers", "einops", "jaxtyping", "safetensors", "huggingface_hub", "tokenizers", "numpy"}
+    extra = {name for name in others if name not in sys.stdlib_module_names and file_of(name) is None} - bare
+    assert extra <= {"psutil", "packaging", "tqdm", "tensorboard"}, extra
+
+
+@pytest.mark.slow
+def test_it_runs_as_a_program_from_anywhere(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "device_check.py"),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--only",
+        "prng,memory",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[3/3] memory: ok" in done.stdout

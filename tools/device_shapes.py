@@ -1,0 +1,93 @@
+"""Models with random weights in published shapes, made here."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from device_runner import Setting
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()  # transformers' bars, one a file
+
+EOS = 0
+
+
+class Shape(NamedTuple):
+    """Sizes of a Qwen2 with tied embeddings."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+
+    def config(self) -> Qwen2Config:
+        """What transformers makes it from."""
+        return Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.intermediate,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=EOS,
+            pad_token_id=EOS,
+        )
+
+    def matrices(self) -> int:
+        """Weights of the blocks' matrix products: attention's four and the three of the gated layer."""
+        key_value = self.hidden * self.hidden // self.heads * self.kv_heads
+        return self.layers * (2 * self.hidden**2 + 2 * key_value + 3 * self.hidden * self.intermediate)
+
+    def parameters(self) -> int:
+        """Weights of all matrices; the embedding, which is the head, counts once."""
+        return self.matrices() + self.vocabulary * self.hidden
+
+    def kv_bytes(self, width: int) -> int:
+        """Of one token's keys and values, numbers of `width` bytes."""
+        return 2 * self.layers * self.hidden // self.heads * self.kv_heads * width
+
+
+QWEN_HALF = Shape(151_936, 896, 24, 14, 2, 4864)  # Qwen2.5-0.5B
+QWEN_LARGE = Shape(151_936, 1536, 28, 12, 2, 8960)  # Qwen2.5-1.5B and Qwen2.5-Math-1.5B
+MIDDLE = Shape(4096, 256, 4, 4, 2, 768)  # large enough for every kernel, small enough for the oracle on a CPU
+TOY = Shape(96, 64, 2, 2, 1, 96)
+
+
+def sized(setting: Setting, shape: Shape) -> Shape:
+    """The shape, or the toy in its place."""
+    return TOY if setting.tiny else shape
+
+
+def folder(setting: Setting, shape: Shape, *, spread: float = 0.02, dtype: torch.dtype = torch.bfloat16) -> str:
+    """A model folder of this shape with random weights, made once. `spread` is their standard deviation.
+
+    With 0.02, transformers' own, a fresh model draws almost uniformly, and so almost never the token that ends a row.
+    """
+    path = Path(setting.scratch) / f"{shape.hidden}x{shape.layers}-{shape.vocabulary}-{spread:g}-{dtype}"
+    if not path.is_dir():
+        config = shape.config()
+        config.initializer_range = spread
+        with torch.random.fork_rng(), torch.device(setting.device):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if spread > 0.02:
+            enlivened(model, spread)
+        unfinished = path.with_name(f".{path.name}")
+        model.save_pretrained(unfinished)
+        unfinished.rename(path)
+    return str(path)
+
+
+@torch.no_grad()
+def enlivened(model: nn.Module, spread: float) -> None:
+    """Biases and norms away from 0 and 1, so that a mistake in them shows."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(spread * torch.randn_like(parameter))
