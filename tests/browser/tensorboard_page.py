@@ -99,8 +99,12 @@ def pictured(chrome: Chrome, runs: Path, out: Path) -> None:
 def main(argv: list[str]) -> int:
     """Take the picture; returns the exit code."""
     runs, out = map(Path, argv)
+    browser, driver = found(BROWSERS), found(DRIVERS)
+    if browser is None or driver is None:
+        print(f"got no browser, wanted one of {BROWSERS} and of {DRIVERS}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as folder:
-        chrome = Chrome(Path(folder), browser=found(BROWSERS), driver=found(DRIVERS))
+        chrome = Chrome(Path(folder), browser=browser, driver=driver)
         try:
             pictured(chrome, runs, out)
             print(headings(chrome), lines(chrome))

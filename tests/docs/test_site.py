@@ -24,6 +24,8 @@ def test_the_site_builds_and_warns_of_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "troubleshooting" / "index.html").exists()
+    metrics = (tmp_path / "site" / "metrics" / "index.html").read_text()
+    assert all(f"<code>{name}</code>" in metrics for name in ("loss/kl", "eval/accuracy", "system/memory_gb"))
 
 
 def test_every_page_is_in_the_site() -> None:
@@ -32,8 +34,9 @@ def test_every_page_is_in_the_site() -> None:
 
 
 def literals() -> str:
-    """All of the package's source, with the seams of strings that go over several lines closed."""
-    source = "\n".join(path.read_text() for path in sorted((ROOT / "grpo_fn").rglob("*.py")))
+    """All source of the package and its launchers, with the seams of strings that go over several lines closed."""
+    paths = [*sorted((ROOT / "grpo_fn").rglob("*.py")), *sorted((ROOT / "tools" / "launch").glob("*.sh"))]
+    source = "\n".join(path.read_text() for path in paths)
     return re.sub(r"\"\s*\n\s*f?\"", "", source)
 
 

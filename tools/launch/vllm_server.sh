@@ -63,7 +63,7 @@ echo "vLLM server: starting on http://$host:$port, weights come by $transfer" >&
 "$python" -c '
 import os, sys, time, urllib.request
 
-url, server = sys.argv[1], os.getppid()
+url, server = sys.argv[1], int(sys.argv[2])  # which may have ended before this began
 while os.getppid() == server:
     try:
         urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=5)
@@ -71,7 +71,7 @@ while os.getppid() == server:
         time.sleep(1)
     else:
         sys.exit(print(f"vLLM server: ready on {url}", file=sys.stderr))
-' "http://$host:$port" &
+' "http://$host:$port" "$$" &
 
 serve=(-m vllm.entrypoints.cli.main serve "$model")
 if ! "$python" -c 'from importlib.metadata import version; version("vllm")' 2>/dev/null; then
