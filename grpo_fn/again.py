@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from grpo_fn.algorithm import Algo
 from grpo_fn.batch import minibatches
 from grpo_fn.config import Config, load
 from grpo_fn.differences import Recorded, Stored, Taken, beside, circumstances, explained, rounding, tampered
@@ -182,24 +182,31 @@ def taken(built: Built, carried: Carried, step: int, stored: Stored | None) -> t
     with noting(built.world, step, clock):
         seen, carried, figures = climbed(built, carried, clock.span)
         line = digested(built, step, seen, noted)
-    return Taken(seen, figures, line, laid_out(seen.batch, partial(micros, algo=built.algo), noted.signals)), carried
+    algo = built.algo
+    parts = dealt(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
+    return Taken(seen, figures, line, laid_out(seen.batch, parts, noted.signals)), carried
 
 
-def micros(batch: Batch, algo: Algo) -> list[Batch]:
-    """The micro-batches of a step in the order in which they go to the policy."""
-    minis = [mini for _ in range(algo.epochs) for mini in minibatches(batch, algo.minibatches)]
-    return [micro for mini in minis for micro in algo.split(mini)]
+def dealt(batch: Batch, split: Callable[[Batch], list[Tensor]], *, epochs: int, parts: int) -> list[Tensor]:
+    """The rows of a step's micro-batches, in the order in which they go to the policy; of `parts` minibatches."""
+    size = len(batch.mask) // parts
+    return [
+        torch.where(rows < 0, rows, rows + number * size)
+        for _ in range(epochs)
+        for number, mini in enumerate(minibatches(batch, parts))
+        for rows in split(mini)
+    ]
 
 
-def laid_out(batch: Batch, cut: Callable[[Batch], list[Batch]], sent: Sequence[tuple[Batch, Scores]]) -> Scores:
-    """The learning signal of every row `[B, T]`, summed over the epochs; `sent` is what went to the policy."""
-    number = torch.arange(len(batch.mask), device=batch.mask.device, dtype=torch.float64)[:, None]
-    numbered = batch._replace(adv=number.expand(batch.mask.shape))
+def laid_out(batch: Batch, parts: Sequence[Tensor], sent: Sequence[tuple[Batch, Scores]]) -> Scores:
+    """The learning signal of every row `[B, T]`, summed over the epochs; `sent` is what the policy got of each part.
+
+    That is nothing when the step was refused.
+    """
     whole = Scores(*(torch.zeros_like(batch.logp_sampled) for _ in Scores._fields))
-    for micro, (part, signal) in zip(cut(numbered), sent, strict=bool(sent)):  # nothing, when the step was refused
-        rows, width = micro.adv[:, 0].long(), part.mask.shape[1]
+    for rows, (part, signal) in zip(parts, sent, strict=bool(sent)):
         for into, x in zip(whole, signal, strict=True):
-            into[:, :width].index_add_(0, rows, torch.where(part.mask, x, 0.0))
+            into[:, : part.mask.shape[1]].index_add_(0, rows.clamp(min=0), torch.where(part.mask, x, 0.0))
     return whole
 
 

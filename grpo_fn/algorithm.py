@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn import metrics, prng
-from grpo_fn.batch import check_reward, check_rollout, count, make_batch, minibatches
+from grpo_fn.batch import check_reward, check_rollout, count, cut, laid_back, make_batch, minibatches
 from grpo_fn.collect import Explore, Harvest
 from grpo_fn.credit import first_token
 from grpo_fn.groups import by_group
@@ -41,12 +41,13 @@ class Algo(Stages):
     collect: Callable[[Explore, Carried], Harvest]  # which groups to learn from
     reward: Callable[[Sequence[Problem], Rollout], Reward]
     old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or recomputed
+    anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
     kl_control: Callable[[float, float], float]  # gain, measured KL -> gain of the next step
     entropy_control: Callable[[float, float], float]  # gain, measured entropy -> gain of the next step
     group_size: int
     epochs: int  # passes over one rollout
     minibatches: int  # optimizer steps in a pass
-    split: Callable[[Batch], list[Batch]]  # into micro-batches that fit the devices
+    split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.cut
     min_signal: int  # groups with signal that a step needs to be trained on
 
 
@@ -65,11 +66,26 @@ def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
 
 
 def recomputed(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
-    """logp_old from the trainer's own forward pass: one more pass, and no sampler mismatch in the ratio.
+    """logp_old from the trainer's own forward pass: no sampler mismatch in the ratio.
 
+    One more pass, unless a run whose steps have one update lets that find it (`as_found`).
     The policy as it is before this step's first update: groups that waited a step count as its own.
     """
     return policy.logp(rollout)
+
+
+def as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
+    """Compare with the log-probs that the batch came with."""
+    return micro
+
+
+def as_found(micro: Batch, logp: Float[Tensor, "b T"], *, reference: bool) -> Batch:
+    """Compare with the policy as the update itself finds it: `recomputed` without its pass, for steps of one update.
+
+    Without a `reference` it is that, too.
+    """
+    old = logp.detach()
+    return micro._replace(logp_old=old, logp_ref=micro.logp_ref if reference else old)
 
 
 def grpo_step(
@@ -100,6 +116,7 @@ def grpo_step(
             for _ in range(algo.epochs if signal >= algo.min_signal else 0)
             for mini in minibatches(batch, algo.minibatches)
         ]
+        batch = learned[0].batch if len(learned) == 1 else batch
     with span("sync"):
         sampler.load(policy)  # pi_old <- pi_theta
     found = summary(batch, learned)
@@ -181,15 +198,18 @@ class Learned(NamedTuple):
     mismatch: dict[str, metrics.Stat]  # this update's log-probs against the sampler's
     ratio: Float[Tensor, "N"]  # of the sampled tokens
     update: dict[str, float]
+    batch: Batch  # with the log-probs that it was compared with
 
 
 def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo) -> Learned:
     """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
     objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
-    micros = algo.split(batch)
-    policy.expect(len(micros))
-    for micro in micros:
+    parts = algo.split(batch)
+    policy.expect(len(parts))
+    for rows in parts:
+        micro = cut(batch, rows)
         scores, pullback = policy.vjp(micro)  # log pi_theta
+        micro = algo.anchor(micro, scores.logp)
         loss = partial(algo.objective, batch=micro, totals=totals, gains=gains)
         signal, (value, tokens) = grad_and_value(loss, has_aux=True)(scores)
         pullback(signal)  # theta.grad += J^T dlogp
@@ -197,7 +217,10 @@ def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo
         stats.append(diagnose(micro, tokens))
         apart.append(metrics.mismatch(scores.logp - micro.logp_sampled, micro.mask))
         ratio.append(tokens["ratio"].detach()[micro.mask].to(batch.adv.dtype))
-    return Learned(objective, metrics.merge_all(stats), metrics.merge_all(apart), torch.cat(ratio), policy.update())
+        old, ref = (partial(laid_back, rows=rows, mask=micro.mask, values=x) for x in (micro.logp_old, micro.logp_ref))
+        batch = batch._replace(logp_old=old(batch.logp_old), logp_ref=ref(batch.logp_ref))
+    merged = (metrics.merge_all(stats), metrics.merge_all(apart))
+    return Learned(objective, *merged, torch.cat(ratio), policy.update(), batch)
 
 
 def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, metrics.Stat]:

@@ -20,6 +20,7 @@ from grpo_fn.types import Batch, Gains, Policy, Pullback, Reward, Rollout, Score
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 OldLogp = Callable[[Policy, Rollout], Tensor]
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Mark = Callable[[Batch, Tensor], Tensor]
 
 
 def check_credit(credit: Credit, group_size: int, parts: Sequence[str]) -> None:
@@ -56,6 +57,26 @@ def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -
     drift = torch.tensor([[[0.3], [0.1]], [[0.2], [0.7]]], dtype=torch.float64)
     with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
     return bool(value(logp - 1) != value(logp)) or not torch.equal(with_drift, without)
+
+
+def found_by_update(old_logp: OldLogp, updates: int, credit: Credit, mark: Mark, parts: Sequence[str]) -> bool:
+    """Whether the trainer's logp_old can be what a step's one update finds in its own pass, instead of one before it.
+
+    It can where nobody asks for it earlier: neither a credit that moves with logp_old - logp_ref, nor whoever marks
+    tokens by it.
+    """
+    drift = torch.rand(2, 2, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
+    early = not torch.equal(with_drift, without) or any(bool(mark(*marking(scale)).any()) for scale in (0.1, 1.0, 10.0))
+    return updates == 1 and getattr(old_logp, "func", old_logp) is recomputed and not early
+
+
+def marking(scale: float) -> tuple[Batch, Tensor]:
+    """Rows to ask about marks: log-probs and advantages far apart, every token but the first sampled."""
+    number = torch.arange(32, dtype=torch.float64).view(4, 8)
+    mask, logp = number % 8 > 0, -scale * (number * 7 % 32)
+    adv = torch.where(number * 5 % 3 > 0, scale, -scale)
+    return Batch(mask.long(), mask, logp, logp, logp, adv, ~mask & mask), torch.arange(8).view(4, 2)
 
 
 def check_full_support(choose: Choose, temperature: float, accept_bias: bool) -> None:

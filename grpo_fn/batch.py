@@ -122,6 +122,16 @@ def cut(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
     As every weight is a global one, the sum over the parts of a batch is the whole, whatever they are.
     """
     real, rows = rows >= 0, rows.clamp(min=0)
-    width = int((lengths(batch.mask[rows]) * real).max())
+    width = int((lengths(batch.mask[rows]) * real).amax()) if len(rows) else 0
     taken = Batch(*(x[rows, :width] if x.ndim == 2 else x[rows] for x in batch))
     return taken if bool(real.all()) else taken._replace(mask=taken.mask & real[:, None])
+
+
+def laid_back(
+    into: Float[Tensor, "B T"], rows: Int[Tensor, "b"], mask: Bool[Tensor, "b W"], values: Float[Tensor, "b W"]
+) -> Float[Tensor, "B T"]:
+    """`into` with the values of those rows' masked tokens in their places: the way back from `cut`."""
+    real, out = rows >= 0, into.clone()
+    there = out[rows[real], : mask.shape[1]]
+    out[rows[real], : mask.shape[1]] = torch.where(mask[real], values[real].to(out.dtype), there)
+    return out

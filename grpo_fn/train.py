@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_fn import asking, beside, prng, sampling
 from grpo_fn import health as rules
 from grpo_fn import plan as planning
-from grpo_fn.algorithm import Algo
+from grpo_fn.algorithm import Algo, as_found, as_given, from_sampler
 from grpo_fn.collect import Harvest
 from grpo_fn.evaluate import Evaluation, judge_names
 from grpo_fn.loop import ADAPTERS, DATA, EVALUATION, PROBING, Built, Cadence, work
@@ -28,9 +28,10 @@ from grpo_fn.problem import RewardFn
 from grpo_fn.ready import check_engines, check_sandboxes
 from grpo_fn.resume import begun
 from grpo_fn.rewards.combine import part_names
-from grpo_fn.shell import estimate, hf
+from grpo_fn.shell import estimate, hf, profiling
 from grpo_fn.shell.ahead import Ahead
 from grpo_fn.shell.completions import positions
+from grpo_fn.shell.early import Early
 from grpo_fn.shell.engine import Seat
 from grpo_fn.shell.lora import LoRA
 from grpo_fn.shell.mirror import Mirror
@@ -56,9 +57,9 @@ SUPPLIED = {
     "collect": ("prompts",),
 }
 
-# Knobs that may be others when a run goes on: over which devices the model is spread, what is complained of and who
-# else is told, and not what is computed.
-CHANGEABLE = ("scale", "health", "stop_on", "mirror")
+# Knobs that may be others when a run goes on: over which devices the model is spread, what is complained of, who
+# else is told and what is traced, and not what is computed.
+CHANGEABLE = ("scale", "health", "stop_on", "mirror", "profile_steps")
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def train(
     eval_problems: int,
     cadence: Cadence,
     mirror: Mirror,
+    profile_steps: Sequence[int],
     health: Sequence[rules.Rule],
     stop_on: Sequence[rules.Rule],
     seed: int,
@@ -165,6 +167,7 @@ def train(
         keep_last=cadence.keep_last,
     )
     planning.check_divides(prompts, minibatches)
+    profiling.check(profile_steps, cadence.steps)
     parts = part_names(reward.keywords.get("parts", ()))
     judge_names(judges)
     check_sandboxes([reward, *judges])
@@ -177,6 +180,10 @@ def train(
     asking.check_correction(objective, old_logp)
     asking.check_stale(objective, old_logp, max_staleness)
     reference = asking.uses_reference(objective, credit, parts)
+    # What drops at random says another thing in the pass that trains.
+    found = asking.found_by_update(old_logp, epochs * minibatches, credit, mark, parts) and (
+        adapters is None or adapters.dropout == 0
+    )
     precision = hf.find_dtype(dtype)
     source = hf.Pretrained(model) if isinstance(model, str) else model
     config = source.config()
@@ -265,7 +272,17 @@ def train(
         seed=seed,
         micro_tokens=micro_tokens,
     )
-    seat = Seat(folder=folder, config=config, dtype=precision, world=world, adapters=adapters, whole=placed.decoding)
+    pool = reward_pool()
+    early = Early(pool)
+    seat = Seat(
+        folder=folder,
+        config=config,
+        dtype=precision,
+        world=world,
+        adapters=adapters,
+        whole=placed.decoding,
+        finished=early.finished,
+    )
     asks = {"encode": encode, "max_new_tokens": max_new_tokens, "stop": stop}
     start = partial(sampler, seat, tokenizer, choose=partial(choose, temperature=temperature), **asks)
     drawing = world.together(start, what="starting the sampler")
@@ -273,7 +290,8 @@ def train(
         beside.opened,
         partial(
             evaluator,
-            replace(seat, whole=partial(placing.whole, world.device, precision)),  # its own, whatever trains
+            # Its own, whatever trains.
+            replace(seat, whole=partial(placing.whole, world.device, precision), finished=None),
             copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
             choose=sampling.greedy,
             **asks,
@@ -284,7 +302,7 @@ def train(
         world,
     )
     probing = probe and partial(probe, key=prng.fold_in(key, PROBING), room=positions(config))
-    with closing(drawing), reward_pool() as pool:
+    with closing(drawing), pool, early:
         score = spread_score(pool.score, world)
         built = Built(
             run_dir=request.run_dir,
@@ -299,17 +317,18 @@ def train(
                 max_staleness=max_staleness,
                 deadline=sample_deadline,
             ),
-            greedy=Spread(replace(drawing, choose=sampling.greedy), world),
-            sampled=Spread(replace(drawing, choose=evaluation.choose), world),
+            greedy=Spread(replace(drawing, choose=sampling.greedy, finished=None), world),
+            sampled=Spread(replace(drawing, choose=evaluation.choose, finished=None), world),
             tokenizer=tokenizer,
             algo=Algo(
                 collect=partial(collect, prompts=prompts),
-                reward=partial(reward, score=score),
+                reward=partial(early.round, reward=reward, world=world),
                 credit=credit,
                 filters=filters,
                 mark=mark,
                 objective=objective,
-                old_logp=old_logp,
+                old_logp=from_sampler if found else old_logp,
+                anchor=partial(as_found, reference=reference) if found else as_given,
                 kl_control=kl_control,
                 entropy_control=entropy_control,
                 group_size=group_size,
@@ -328,6 +347,7 @@ def train(
             score=score,
             mirror=mirror,
             cadence=cadence,
+            profile_steps=profile_steps,
             health=health,
             stop_on=stop_on,
             plan=[*replace(plan, train_rows=problems.size, ranks=world.size).lines(), *problems.notes],

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from grpo_fn.batch import by_width, cut
 from grpo_fn.packing import Share, by_reading, together
 from grpo_fn.testing.batches import GARBAGE, UNMOVED, batches, padded, row_of, rows, scores, spoiled, totals
@@ -12,6 +14,7 @@ __all__ = [
     "GARBAGE",
     "UNMOVED",
     "batches",
+    "dealt",
     "packed_split",
     "padded",
     "row_of",
@@ -23,9 +26,14 @@ __all__ = [
 ]
 
 
+def dealt(batch: Batch, micro_tokens: int, devices: int, parts: Callable = by_width) -> list[Tensor]:
+    """The rows of micro-batches, found by `parts`."""
+    return parts(batch.tokens, batch.mask, micro_tokens, devices)
+
+
 def split(batch: Batch, micro_tokens: int, devices: int, parts: Callable = by_width) -> list[Batch]:
     """Micro-batches, their rows found by `parts`."""
-    return [cut(batch, rows) for rows in parts(batch.tokens, batch.mask, micro_tokens, devices)]
+    return [cut(batch, rows) for rows in dealt(batch, micro_tokens, devices, parts)]
 
 
 def packed_split(batch: Batch, micro_tokens: int, devices: int, *, share: Share = together) -> list[Batch]:

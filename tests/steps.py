@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import hypothesis.strategies as st
 import torch
-from batches import split
+from batches import dealt
 from strategies import tensors
 from torch import Tensor
 
@@ -159,7 +159,7 @@ def learn(
     minibatches: int = 1,
     micro_tokens: int = 10**6,
     devices: int = 1,
-    cut: Callable[..., list[Batch]] = split,
+    cut: Callable[..., list[Tensor]] = dealt,
 ) -> Learned:
     """What grpo_step makes of the step's groups, or of the groups `only` in that order."""
     groups = step.groups if only is None else take(step.groups, only)
@@ -177,6 +177,7 @@ def learn(
         epochs=epochs,
         minibatches=minibatches,
         split=partial(cut, micro_tokens=micro_tokens, devices=devices),
+        anchor=algorithm.as_given,
         min_signal=0,
     )
     policy = TokenPolicy(step, lr)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
-from grpo_fn.batch import cut, lengths
+from grpo_fn.batch import lengths
 from grpo_fn.digests import chained, shown
 from grpo_fn.shell import hf
 from grpo_fn.shell.digest import Noted, joined, shares
@@ -104,11 +104,9 @@ class Sharded:
 
         return scores, pullback
 
-    def split(self, batch: Batch) -> list[Batch]:
-        """The batch in micro-batches of `micro_tokens` tokens a device, counted as the model reads them."""
-        with self.world.talking("cutting micro-batches"):
-            parts = self.scorer.parts(batch.tokens, batch.mask, self.micro_tokens, self.devices)
-        return [cut(batch, rows) for rows in parts]
+    def split(self, batch: Batch) -> list[Int[Tensor, "b"]]:
+        """The rows of micro-batches of `micro_tokens` tokens a device, counted as the model reads them."""
+        return self._parts(self.scorer, batch.tokens, batch.mask)
 
     def expect(self, parts: int) -> None:
         """So many pullbacks come before the next update: copies of the model add their gradients up in the last."""
@@ -137,9 +135,7 @@ class Sharded:
     def _logp(self, scorer: Scorer, rollout: Rollout) -> Float[Tensor, "B T"]:
         check_rows(rollout.mask)
         out = torch.zeros_like(rollout.logp_sampled)
-        with self.world.talking("log-probs"):
-            parts = scorer.parts(rollout.tokens, rollout.mask, self.micro_tokens, self.devices)
-        for rows in parts:
+        for rows in self._parts(scorer, rollout.tokens, rollout.mask):
             some = rows.clamp(min=0)
             mask = rollout.mask[some] & (rows >= 0)[:, None]
             width = int(lengths(mask).max())
@@ -147,6 +143,10 @@ class Sharded:
                 logp, _ = scorer(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
                 out[:, :width].index_add_(0, some, self._gathered(logp, len(rows)))
         return out
+
+    def _parts(self, scorer: Scorer, tokens: Tensor, mask: Tensor) -> list[Int[Tensor, "b"]]:
+        with self.world.talking("asking how the model reads rows"):
+            return scorer.parts(tokens, mask, self.micro_tokens, self.devices)
 
     def update(self) -> dict[str, float]:
         """Clip the global gradient norm, step, clear; without any gradient, weights and moments stay as they are.

@@ -8,26 +8,29 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from batches import split
+from batches import dealt
 from e2e.running import TESTS, command, finish, metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn import replay
+from grpo_fn import again, replay
 from grpo_fn.again import laid_out
-from grpo_fn.batch import minibatches
+from grpo_fn.batch import by_width, cut, minibatches
 from grpo_fn.differences import relative_to
 from grpo_fn.digests import QUANTITIES
+from grpo_fn.packing import by_reading, together
 from grpo_fn.shell import rollout_store
 from grpo_fn.shell.digest import recorded
 from grpo_fn.shell.local_sampler import LocalSampler
 from grpo_fn.types import Batch, Scores
 
+READ = partial(by_reading, share=together)
 LORA = ("--gin_file", "scale/lora.gin")
 ALL = ", ".join(QUANTITIES)
 Replayed = Callable[..., tuple[int, str]]
@@ -407,23 +410,29 @@ def test_help_comes_without_torch() -> None:
 # -- the parts
 
 
-@given(st.integers(1, 3), st.sampled_from([1, 2, 3, 6]), st.integers(1, 40), st.integers(1, 4), st.integers(0, 2**32))
-def test_signals_go_back_to_their_rows(epochs: int, parts: int, micro_tokens: int, devices: int, seed: int) -> None:
+@given(
+    *(st.integers(1, 3), st.sampled_from([1, 2, 3, 6]), st.integers(1, 40), st.integers(1, 4)),
+    *(st.integers(0, 2**32), st.booleans()),
+)
+def test_signals_go_back_to_their_rows(
+    epochs: int, parts: int, micro_tokens: int, devices: int, seed: int, packing: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     length = torch.randint(0, 7, (6, 1), generator=generator)
     mask = (torch.arange(8) >= 1) & (torch.arange(8) < 1 + length)
     value = torch.randn(6, 8, generator=generator)
     batch = Batch(torch.zeros(6, 8).long(), mask, *([value] * 4), mask)
 
-    def cut(batch: Batch) -> list[Batch]:
-        minis = [mini for _ in range(epochs) for mini in minibatches(batch, parts)]
-        return [micro for mini in minis for micro in split(mini, micro_tokens, devices)]
-
-    sent = [(micro, Scores(micro.logp_old, torch.where(micro.mask, 1.0, torch.nan))) for micro in cut(batch)]
-    logp, count = laid_out(batch, cut, sent)
+    split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)
+    split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)
+    minis = [mini for _ in range(epochs) for mini in minibatches(batch, parts)]
+    cuts = [cut(mini, rows) for mini in minis for rows in split(mini)]
+    sent = [(micro, Scores(micro.logp_old, torch.where(micro.mask, 1.0, torch.nan))) for micro in cuts]
+    rows = again.dealt(batch, split, epochs=epochs, parts=parts)
+    logp, count = laid_out(batch, rows, sent)
     assert torch.equal(count, epochs * mask.float())
     torch.testing.assert_close(logp, torch.where(mask, epochs * value, 0.0))
-    assert not laid_out(batch, cut, []).logp.any()
+    assert not laid_out(batch, rows, []).logp.any()
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), max_size=5), st.floats(1e-6, 1.0))

@@ -9,14 +9,24 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import split
+from batches import dealt
 from fakes import LIMIT, PROMPT, WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 from torch import Tensor
 
 from grpo_fn import collect, control, correction, credit, filters, kl, losses, marks, objective, prng, weights
 from grpo_fn.advantage import centered, group_normalized, leave_one_out
-from grpo_fn.algorithm import AT_THE_START, Algo, Experience, from_sampler, grpo_step, of_samples, recomputed
+from grpo_fn.algorithm import (
+    AT_THE_START,
+    Algo,
+    Experience,
+    as_found,
+    as_given,
+    from_sampler,
+    grpo_step,
+    of_samples,
+    recomputed,
+)
 from grpo_fn.groups import by_group
 from grpo_fn.problem import Completion, Problem
 from grpo_fn.rewards.combine import combine, serial
@@ -73,7 +83,14 @@ def algo(
     )
     reward = partial(combine, parts=parts, weights=[1.0, 0.5][: len(parts)], score=serial)
     cut = {name: changes.pop(name, n) for name, n in {"micro_tokens": 20, "devices": 1}.items()}
-    numbers = {"group_size": 4, "epochs": 1, "minibatches": 1, "split": partial(split, **cut), "min_signal": 0}
+    numbers = {
+        "group_size": 4,
+        "epochs": 1,
+        "minibatches": 1,
+        "split": partial(dealt, **cut),
+        "anchor": as_given,
+        "min_signal": 0,
+    }
     plain = {"filters": [], "mark": marks.nothing, "kl_control": control.fixed, "entropy_control": control.fixed}
     drawn = {"collect": partial(collect.every, prompts=n), "reward": reward, "credit": outcome(centered)}
     return Algo(**{**numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes})
@@ -241,6 +258,33 @@ def test_a_second_epoch_is_off_policy_against_the_same_old_policy():
     assert figures["loss/clip_low"] + figures["loss/clip_high"] > 0
     first, second = policy.seen[0], policy.seen[len(policy.seen) // 2]
     torch.testing.assert_close(first.logp_old, second.logp_old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("reference", [None, torch.linspace(-1, 1, WORDS)])
+@pytest.mark.parametrize("correct", [correction.none, partial(correction.truncated, cap=1.1)])
+@COSTLY
+@given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80), minimum=st.integers(0, 4))
+def test_one_update_finds_the_old_policy_in_its_own_pass(reference, correct, seed, micro_tokens, minimum):
+    beta = 0.0 if reference is None else 0.3
+    seen = []
+    for changes in (
+        {"old_logp": recomputed, "anchor": as_given},
+        {"old_logp": from_sampler, "anchor": partial(as_found, reference=reference is not None)},
+    ):
+        policy, sampler = pair(reference=reference)
+        sampler.table = sampler.table.roll(1)  # older weights: logp_sampled is not logp_old
+        how = with_correction(correct, beta=beta, micro_tokens=micro_tokens, min_signal=minimum, **changes)
+        experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
+        seen.append((policy, experience, figures))
+    (one, wanted, told), (other, got, same) = seen
+    assert torch.equal(one.table, other.table)
+    assert told == same
+    assert "logp" in one.log
+    assert "logp" not in other.log
+    trained = not told["advantage/refused"]
+    for name in ("logp_old", "logp_ref") if trained else ():
+        mask = wanted.batch.mask
+        assert torch.equal(getattr(got.batch, name)[mask], getattr(wanted.batch, name)[mask])
 
 
 def test_without_a_reference_the_old_policy_stands_in():
@@ -543,7 +587,7 @@ def test_where_the_first_minibatch_has_nothing_to_show_no_mismatch_is_made_up():
 
 
 def with_correction(correct, **changes) -> Algo:
-    how = algo(old_logp=recomputed, **changes)
+    how = algo(**{"old_logp": recomputed, **changes})
     return replace(how, objective=partial(how.objective, correct=correct))
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import split
+from batches import dealt
 from fakes import WORDS, TablePolicy, TableSampler, problem, table_scores
 from hypothesis import given
 from strategies import tensors
@@ -14,7 +14,7 @@ from torch.func import grad
 
 from grpo_fn import collect, control, correction, credit, filters, kl, lens, losses, marks, objective, prng, weights
 from grpo_fn.advantage import centered, group_normalized
-from grpo_fn.algorithm import AT_THE_START, Algo, Stages, from_sampler, grpo_step
+from grpo_fn.algorithm import AT_THE_START, Algo, Stages, as_given, from_sampler, grpo_step
 from grpo_fn.rewards.combine import combine, serial
 from grpo_fn.types import Gains, Scores
 
@@ -55,7 +55,8 @@ def one_step(mine: Stages):
         group_size=4,
         epochs=1,
         minibatches=1,
-        split=partial(split, micro_tokens=10**6, devices=1),
+        split=partial(dealt, micro_tokens=10**6, devices=1),
+        anchor=as_given,
         min_signal=0,
     )
     experience, _, _ = grpo_step(

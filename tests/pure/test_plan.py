@@ -9,7 +9,7 @@ import torch
 from catalogue import bound, each
 from hypothesis import given
 
-from grpo_fn import advantage, asking, correction, credit, kl, losses, objective, plan, sampling, weights
+from grpo_fn import advantage, asking, correction, credit, kl, losses, marks, objective, plan, sampling, weights
 from grpo_fn.algorithm import from_sampler, recomputed
 from grpo_fn.memory import Memory, Part
 from grpo_fn.plan import Plan
@@ -53,6 +53,31 @@ def test_a_reference_is_needed_for_a_kl_in_the_reward(beta):
     assert not asking.uses_reference(objective, partial(credit.reward_to_go, beta=0.0), ())
     within = partial(credit.outcome_minus_kl, advantage=leave_one_out, beta=beta)
     assert asking.uses_reference(objective, within, ())
+
+
+# -- the pass before the update
+
+
+OUTCOME = partial(credit.outcome, advantage=advantage.centered)
+TO_GO = partial(credit.reward_to_go, beta=0.1)
+KL_COV = partial(marks.kl_cov, share=0.01)
+CLIP_COV = partial(marks.clip_cov, low=1.0, high=5.0, share=0.01)
+
+
+@pytest.mark.parametrize(
+    ("old_logp", "updates", "how", "mark", "found"),
+    [
+        (recomputed, 1, OUTCOME, marks.nothing, True),
+        (partial(recomputed), 1, OUTCOME, marks.nothing, True),
+        (recomputed, 2, OUTCOME, marks.nothing, False),
+        (from_sampler, 1, OUTCOME, marks.nothing, False),
+        (recomputed, 1, TO_GO, marks.nothing, False),
+        (recomputed, 1, OUTCOME, KL_COV, False),
+        (recomputed, 1, OUTCOME, CLIP_COV, False),
+    ],
+)
+def test_an_update_finds_the_old_policy_itself_where_nobody_asks_before(old_logp, updates, how, mark, found):
+    assert asking.found_by_update(old_logp, updates, how, mark, ()) is found
 
 
 # -- what the sampler may do

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import split
+from batches import dealt
 from crew import CPU, crew
 from fakes import WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
@@ -36,7 +36,7 @@ from grpo_fn import (
     prng,
     weights,
 )
-from grpo_fn.algorithm import AT_THE_START, Algo, grpo_step
+from grpo_fn.algorithm import AT_THE_START, Algo, as_given, grpo_step
 from grpo_fn.problem import Problem
 from grpo_fn.shell import ahead, blobs
 from grpo_fn.shell.ahead import Ahead, check_staleness
@@ -415,7 +415,8 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
         group_size=3,
         epochs=1,
         minibatches=1,
-        split=partial(split, micro_tokens=100, devices=1),
+        split=partial(dealt, micro_tokens=100, devices=1),
+        anchor=as_given,
         min_signal=0,
     )
     policy = TablePolicy(since.table, lr=0.5, reference_table=None)

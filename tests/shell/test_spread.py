@@ -18,7 +18,7 @@ from test_sharded import Case, scale_of
 from transformers import AutoConfig
 
 from grpo_fn import algorithm, collect, control, loss_scale, prng, sampling
-from grpo_fn.algorithm import AT_THE_START, Algo, grpo_step
+from grpo_fn.algorithm import AT_THE_START, Algo, as_given, grpo_step
 from grpo_fn.evaluate import Judged, evaluate, summarise
 from grpo_fn.problem import Completion, Problem
 from grpo_fn.rewards.combine import combine, serial
@@ -160,6 +160,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         epochs=plan.epochs,
         minibatches=plan.minibatches,
         split=policy.split,
+        anchor=as_given,
         min_signal=1,
     )
     sampler.load(policy)
