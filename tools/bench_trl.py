@@ -105,7 +105,8 @@ def chapter(
         f"{told['parameters']:,} parameters, random; {told['prompts']} x {told['group_size']} completions of up to "
         f"{told['new_tokens']} tokens after prompts of {told['prompt_tokens']:.1f}; {len(ours.seconds)} steps of each "
         f"side; starts of each, in turn: {args.rounds}, each with {args.warm_up} to warm up; threads: {args.threads}; "
-        f"tokens of a micro-batch of ours: {told['micro_tokens']:,}."
+        f"tokens of a micro-batch of ours: {told['micro_tokens']:,}, logits of a chunk of its head: "
+        f"{told['head_elements']:,}."
     )
     yield ""
     yield from against(BARS[name], ours, theirs)

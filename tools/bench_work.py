@@ -25,6 +25,7 @@ class Work(NamedTuple):
     prompt_tokens: int  # of every prompt; 0: word problems, as long as they come
     new_tokens: int
     micro_tokens: int  # of ours, in one forward and backward pass
+    head_elements: int  # of ours, logits in one chunk of the head
 
 
 def shape(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int) -> tiny_model.Shape:
@@ -41,9 +42,9 @@ def shape(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: i
 
 
 SCALES = {
-    "tiny": Work(shape(352, 32, 1, 2, 64, 128), 2, 4, 0, 4, 16_384),
-    "arithmetic": Work(shape(352, 128, 2, 4, 512, 128), 32, 16, 0, 9, 16_384),
-    "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 4096),
+    "tiny": Work(shape(352, 32, 1, 2, 64, 128), 2, 4, 0, 4, 16_384, 2**24),
+    "arithmetic": Work(shape(352, 128, 2, 4, 512, 128), 32, 16, 0, 9, 16_384, 2**24),
+    "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 4096, 2**23),
 }
 LR, BETA2 = 1e-6, 0.99
 
@@ -66,6 +67,7 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
         "group_size": work.group_size,
         "new_tokens": work.new_tokens,
         "micro_tokens": work.micro_tokens,
+        "head_elements": work.head_elements,
         "steps": steps,
         "lr": LR,
         "beta2": BETA2,
@@ -136,6 +138,7 @@ from grpo_fn import loop
 from grpo_fn import train
 from grpo_fn.rewards import combine
 from grpo_fn.shell import optimizer
+from grpo_fn.shell import scorer
 from grpo_fn.tasks import rows
 
 include "base.gin"
@@ -152,6 +155,7 @@ train.train.prompts = {prompts}
 train.train.group_size = {group_size}
 train.train.max_new_tokens = {new_tokens}
 train.train.micro_tokens = {micro_tokens}
+scorer.Scorer.head_elements = {head_elements}
 train.train.eval_problems = 1
 rows.split.test_size = 1
 rows.problems.template = "{{prompt}}"
