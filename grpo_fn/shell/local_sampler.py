@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import ClassVar
 
 import torch
@@ -26,9 +27,13 @@ __all__ = ["Choose", "LocalSampler", "local"]
 
 
 class Held:
-    """What a sampler, and those that differ from it in how they choose, have together from call to call."""
+    """What a sampler, and those that differ from it in how they choose, have together from call to call.
+
+    One of them decodes at a time: an evaluation may ask while the next batch is being sampled in another thread.
+    """
 
     def __init__(self) -> None:
+        self.alone = Lock()
         self.engine: Engine | None = None
         self.model: nn.Module | None = None
         self.stops: Stops | None = None
@@ -127,7 +132,8 @@ class LocalSampler:
         u = prng.uniform(
             prng.fold_in(key.to(device), uid, g), self.max_new_tokens, low=0.0, high=1.0, dtype=torch.float32
         )
-        decoded = self._decode(prompts, u, self._ended(problems, group_size))
+        with self.held.alone:
+            decoded = self._decode(prompts, u, self._ended(problems, group_size))
         completions = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
         drawn = torch.arange(self.max_new_tokens, device=device) < decoded.length[:, None]
         return assemble(self.tokenizer, prompts, completions, decoded.logp[drawn], decoded.stopped)

@@ -87,8 +87,9 @@ def scoring(reward: RewardFn, deadline: float, memory_mb: int) -> Iterator[Score
 
         def score(rows: Sequence[Row]) -> list[float | None]:
             outcomes = pool.judge(reward, [row.problem for row in rows], [row.completion for row in rows])
-            for row, (value, reason, _) in zip(rows, outcomes, strict=True):
-                claim(value is not None or reason == RETURNED_NONE, f"got {reason} on {row}, wanted a number or None")
+            for row, outcome in zip(rows, outcomes, strict=True):
+                known = outcome.value is not None or outcome.reason == RETURNED_NONE
+                claim(known, f"got {outcome.reason} on {row}, wanted a number or None")
             return [outcome.value for outcome in outcomes]
 
         yield score

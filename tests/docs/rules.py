@@ -180,7 +180,8 @@ def srun(argv: Sequence[str], place: Place, site: Site) -> None:
 
 def make(argv: Sequence[str], place: Place, site: Site) -> None:
     """make says what it would do, and all of that is done by these rules."""
-    lines = begun(["make", "-n", *argv[1:]], place, site.env).out.replace("\\\n", " ").splitlines()
+    said = begun(["make", "-n", "--no-print-directory", *argv[1:]], place, site.env).out  # also beneath another make
+    lines = said.replace("\\\n", " ").splitlines()
     assert len(lines) > 1
     for line in lines:
         do(line, place, site.env)

@@ -77,6 +77,8 @@ class Forked:
 
 def _work(argv: list[str], out: str, doom: Callable[[], None] | None, folder: str) -> None:
     os.chdir(folder)
+    # After a fork torch replaces its pool of threads when asked for it; of two threads that ask at once one finds none.
+    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(out, "a") as file, redirect_stdout(file), redirect_stderr(file):
         if doom is not None:

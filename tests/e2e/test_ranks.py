@@ -19,6 +19,8 @@ from grpo_fn.shell import checkpoint, rollout_store
 from grpo_fn.shell.signals import EXIT_STOPPED
 
 CLOSE = 1e-6
+ROUNDED = ("loss/ratio_", "loss/logp_gap_")  # of single tokens: two log-probs of float32, each rounded in its own way
+APART = 5e-6
 
 
 def rollouts(run: Path) -> dict[int, list[dict[str, Any]]]:
@@ -45,7 +47,8 @@ def same_run(ours: Path, theirs: Path) -> None:
     for mine, row in zip(timeless(ours), timeless(theirs), strict=True):
         assert mine.keys() == row.keys()
         for name, value in row.items():
-            assert mine[name] == pytest.approx(value, abs=CLOSE, rel=CLOSE), f"{name} of step {row['step']}"
+            close = APART if name.startswith(ROUNDED) else CLOSE
+            assert mine[name] == pytest.approx(value, abs=close, rel=close), f"{name} of step {row['step']}"
     found, wanted = weights(ours), weights(theirs)
     assert found.keys() == wanted.keys()
     for name, x in wanted.items():

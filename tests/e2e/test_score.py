@@ -137,7 +137,7 @@ def test_a_row_is_carried_along_byte_for_byte(line: bytes, outcome: Outcome, suf
     assert out.endswith(b"}\n")
     assert out.count(b"\n") == 1
     after = json.loads(out)
-    wanted = [word(outcome.value), *outcome._replace(seconds=round(outcome.seconds, 6))]
+    wanted = [word(outcome.value), outcome.value, outcome.reason, round(outcome.seconds, 6)]
     assert [after.pop(name) for name in verdict_names(suffix)] == wanted
     assert after == row
     assert list(after) == list(row)

@@ -158,7 +158,7 @@ class Wanted(NamedTuple):
     grads: dict[str, Tensor]
     norm: float
     largest: float
-    tolerance: float  # of the largest: 1e-6, or what rounding does to the oracle itself where that is more
+    tolerance: float  # of the largest: 1e-6, or three times what rounding does to the oracle itself where that is more
     limit: float
     weights: dict[str, Tensor]
     logp: Tensor
@@ -182,7 +182,7 @@ def wanted(folders: Path, model: str, adapted: bool, which: str, seed: int, rows
     alone.params = after
     named = {name: p.detach().clone() for name, p in alone.model.named_parameters()}
     logp = alone.vjp(plain(batch.tokens, batch.mask))[0].logp
-    return Wanted(grads, norm, largest, max(1e-6, rounding), limit, {**named, **after}, logp)
+    return Wanted(grads, norm, largest, max(1e-6, 3 * rounding), limit, {**named, **after}, logp)
 
 
 # -- what ranks do
