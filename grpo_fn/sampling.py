@@ -63,7 +63,7 @@ def nucleus(
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature: got {temperature}, wanted a positive number (sampling.greedy is the limit 0)")
-    return logits.float() / temperature
+    return logits.float() if temperature == 1 else logits.float() / temperature
 
 
 def _keep_from(x: Tensor, edge: Tensor) -> Tensor:
