@@ -1,5 +1,6 @@
 """Cached, batched, ragged decoding gives every row what a plain loop over that row alone gives."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -306,6 +307,19 @@ def watched(s: LocalSampler, asked: list, group_size: int) -> tuple[Rollout, lis
         lambda m, a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
     ):
         return s.sample(asked, group_size, key=KEY), shapes
+
+
+def test_two_threads_may_ask_at_once():
+    """An evaluation does, while the next batch is sampled beside the training."""
+    drawing, asked = sampler(max_new_tokens=20), problems(["a 7", "T", "7 7 a"])
+    kinds = [drawing, replace(drawing, choose=greedy)]
+    wanted = [s.sample(asked, 4, key=KEY) for s in kinds]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            found = list(pool.map(lambda s: s.sample(asked, 4, key=KEY), kinds))
+            for got, right in zip(found, wanted, strict=True):
+                assert torch.equal(got.tokens, right.tokens)
+                assert torch.equal(got.logp_sampled, right.logp_sampled)
 
 
 def test_an_update_of_the_policy_changes_the_samples_without_a_load():
