@@ -1,6 +1,7 @@
 """The published GSM8K through the whole program with a small random model: every row, without a hitch."""
 
 import json
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,9 +62,10 @@ def test_a_few_steps_on_the_real_files_resume_exactly(model: Path, data: Path, t
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
     assert all(row["reward/invalid"] == 0 for row in rows[1:])
     again = gsm8k_command(model, data, tmp_path / "again", **SHORT)
-    assert finish(again, tmp_path / "out", AtPhase("train", 2, signal.SIGKILL)) == -signal.SIGKILL
+    assert finish(again, tmp_path / "out", AtPhase("train", 3, signal.SIGKILL)) == -signal.SIGKILL
     assert finish(again, tmp_path / "out") == 0
-    assert "resumed after step 1" in (tmp_path / "again" / "log.txt").read_text()
+    # The checkpoint of step 2 may not be there yet; that of step 1 is, or there would be no other.
+    assert re.search("resumed after step [12] ", (tmp_path / "again" / "log.txt").read_text())
     assert outcome(tmp_path / "again") == outcome(tmp_path / "whole")
 
 
