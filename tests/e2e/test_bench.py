@@ -41,7 +41,6 @@ def printed(capsys: pytest.CaptureFixture[str]) -> CELLS:
     return cells
 
 
-@pytest.mark.slow
 def test_scaling_has_a_row_for_each_number_of_ranks(printed: CELLS, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks are started as ever; one is there already."""
     start = bench_ranks.started
