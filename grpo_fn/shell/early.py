@@ -15,10 +15,11 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from threading import Condition, RLock, Thread
+from threading import Condition, RLock
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from grpo_fn.problem import Completion, Problem, RewardFn
+from grpo_fn.shell.helping import helper
 from grpo_fn.shell.reward_pool import by_name
 from grpo_fn.shell.reward_process import Loss, Outcome
 from grpo_fn.shell.spread import spread_score
@@ -80,8 +81,8 @@ class Early:
 
     def __enter__(self) -> "Early":
         self._bell, self._rope = (os.fdopen(fd, mode, 0) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
-        self._open, self._thread = True, Thread(target=self._work, daemon=True, name="early rewards")
-        self._thread.start()
+        self._open = True
+        self._thread = helper(self._work, name="early rewards")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from math import isfinite
-from threading import Condition, Thread
+from threading import Condition
 from typing import Any
 
 from torch import Tensor
 
+from grpo_fn.shell.helping import helper
 from grpo_fn.shell.writer import Writer
 
 MOST = 24  # calls that may be waiting, those of a few steps; the training waits when there are more
@@ -33,8 +34,7 @@ class LateWriter(AbstractContextManager):
         self._news = Condition()
         self._over = False
         self._error: BaseException | None = None
-        self._thread = Thread(target=self._work, name="log", daemon=True)
-        self._thread.start()
+        self._thread = helper(self._work, name="log")
 
     @property
     def failed(self) -> bool:

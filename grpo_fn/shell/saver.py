@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from grpo_fn.shell import checkpoint, shards
 from grpo_fn.shell.blobs import packed
 from grpo_fn.shell.durable import NoSpace, check_space, finite, free_bytes, is_full, no_space
+from grpo_fn.shell.helping import helper
 from grpo_fn.shell.manifest import Entry, entry, seal
 from grpo_fn.shell.world import GRACE, Elsewhere, LostRank, World
 
@@ -124,7 +124,7 @@ class Saver(AbstractContextManager):
             self._discard()
             raise
         self._writing, self._step = Future(), step
-        Thread(target=_finish, args=(self._writing, partial(self._write, job)), name="checkpoint", daemon=True).start()
+        helper(partial(_finish, self._writing, partial(self._write, job)), name="checkpoint")
         return Held(waited=free - begun, staged=time.perf_counter() - free)
 
     @property

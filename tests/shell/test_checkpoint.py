@@ -427,13 +427,6 @@ def test_a_permission_error_is_no_proof_of_damage(root, monkeypatch):
 # -- a process that dies ---------------------------------------------------------------------------------------------
 
 
-class AtOnce(threading.Thread):
-    """A thread that is over when it has started, so that lines come in one order."""
-
-    def start(self) -> None:
-        self.run()
-
-
 def on_each_line(action: Callable[[], object], tick: Callable[[], None]) -> None:
     """Run the action and call `tick` before every line of our own code."""
     ours = {module.__file__ for module in (checkpoint, durable, manifest, saver, shards, small)}
@@ -447,7 +440,7 @@ def on_each_line(action: Callable[[], object], tick: Callable[[], None]) -> None
 
     before = sys.gettrace()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "Thread", AtOnce)
+        patch.setattr(saver, "helper", lambda work, name: work())
         sys.settrace(trace)
         try:
             action()
