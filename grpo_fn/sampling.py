@@ -18,6 +18,8 @@ from torch import Tensor
 
 Draw = tuple[Int[Tensor, "*B"], Float[Tensor, "*B"]]
 
+BLOCK = 256  # entries of the vocabulary that are looked at one by one
+
 
 def greedy(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"]) -> Draw:
     """The most likely token (the lowest id among equals) and its logp under softmax(logits); `u` is not looked at."""
@@ -79,20 +81,44 @@ def _nucleus_edge(x: Tensor, top_p: float) -> Tensor:
 
 
 def _invert(x: Tensor, u: Tensor) -> Draw:
-    """The first token whose cumulative probability under softmax(x) exceeds u."""
-    logp = torch.log_softmax(x, dim=-1)
-    cdf = logp.exp().cumsum(dim=-1)
-    # The sum ends near 1, not at it: u is stretched to it, and kept below it, so that some token always exceeds u and
-    # the first one that does has added something to the sum.
-    total = cdf[..., -1]
-    goal = torch.minimum(u.float() * total, torch.nextafter(total, torch.zeros_like(total)))
-    token = torch.searchsorted(cdf, goal[..., None], right=True)[..., 0]
-    # That holds for a running sum. A parallel scan on a GPU may fall by an ulp between neighbours, and then a token of
-    # probability zero can be first: the likeliest takes its place.
-    mode = logp.argmax(dim=-1)
-    token = token.clamp(max=x.shape[-1] - 1)
-    possible = logp.gather(-1, token[..., None])[..., 0].exp() > 0
-    return _with_logp(logp, torch.where(possible, token, mode))
+    """The first token whose cumulative probability under softmax(x) exceeds u: first the block that it is in.
+
+    So nothing but sums is made of the whole vocabulary, and the running sums are short ones.
+    """
+    top = x.amax(dim=-1, keepdim=True)
+    weight = (x - top).exp_()
+    mass = _block_sums(weight)
+    block, before, total = _first_beyond(mass, u.float())
+    index = block[..., None] * BLOCK + torch.arange(BLOCK, device=x.device)
+    size = x.shape[-1]
+    inside = torch.where(index < size, weight.gather(-1, index.clamp(max=size - 1)), 0.0)
+    share = (u.float() * total - before) / mass.gather(-1, block[..., None])[..., 0]
+    token = block * BLOCK + _first_beyond(inside, share)[0]
+    return token, x.gather(-1, token[..., None])[..., 0] - top[..., 0] - total.log()
+
+
+def _block_sums(weight: Float[Tensor, "*B V"]) -> Float[Tensor, "*B K"]:
+    """Of every `BLOCK` entries, and of those that are left."""
+    whole = weight.shape[-1] // BLOCK * BLOCK
+    blocks = weight[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1) if whole else weight[..., :0]
+    return torch.cat([blocks, weight[..., whole:].sum(-1, keepdim=True)], -1)
+
+
+def _first_beyond(mass: Float[Tensor, "*B K"], u: Float[Tensor, "*B"]) -> tuple[Tensor, Tensor, Tensor]:
+    """The first entry with which the running sum exceeds u of the total; the sum before it, and the total.
+
+    It has a mass above zero: u is kept so far below 1 that some entry makes the sum exceed it, and the first one that
+    does has added something.
+    """
+    running = mass.cumsum(dim=-1)
+    total = running[..., -1]
+    goal = torch.minimum(u.clamp(min=0) * total, torch.nextafter(total, torch.zeros_like(total)))
+    first = torch.searchsorted(running, goal[..., None], right=True).clamp(max=mass.shape[-1] - 1)
+    # A parallel scan on a GPU may fall by an ulp between neighbours, and then one without any mass can be first: the
+    # largest takes its place.
+    first = torch.where(mass.gather(-1, first) > 0, first, mass.argmax(dim=-1, keepdim=True))
+    before = running.gather(-1, first) - mass.gather(-1, first)
+    return first[..., 0], before[..., 0], total
 
 
 def _with_logp(logp: Tensor, token: Tensor) -> Draw:

@@ -34,6 +34,7 @@ from grpo_fn.shell.completions import positions
 from grpo_fn.shell.early import Early
 from grpo_fn.shell.engine import Seat
 from grpo_fn.shell.lora import LoRA
+from grpo_fn.shell.machine import keep_freed_memory
 from grpo_fn.shell.mirror import Mirror
 from grpo_fn.shell.place import Placing, place
 from grpo_fn.shell.probe import Probe
@@ -229,6 +230,8 @@ def train(
     hf.check_attention(attention)  # not in a dry run, which may be about another machine
     disable_progress_bar()  # transformers' bars, one a file: they would bury the lines of the run
     world = join(device, deadline=scale.deadline) if request.world is None else request.world
+    if world.device.type == "cpu":
+        keep_freed_memory()
     text = sha256(request.config_text.encode()).hexdigest()  # the fingerprint is blind to `scale`
     world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
     planning.check_shared(prompts, world.size)
