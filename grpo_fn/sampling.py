@@ -86,12 +86,11 @@ def _invert(x: Tensor, u: Tensor) -> Draw:
     So nothing but sums is made of the whole vocabulary, and the running sums are short ones.
     """
     top = x.amax(dim=-1, keepdim=True)
-    weight = (x - top).exp_()
-    mass = _block_sums(weight)
+    mass = _block_sums((x - top).exp_())
     block, before, total = _first_beyond(mass, u.float())
     index = block[..., None] * BLOCK + torch.arange(BLOCK, device=x.device)
     size = x.shape[-1]
-    inside = torch.where(index < size, weight.gather(-1, index.clamp(max=size - 1)), 0.0)
+    inside = (x.gather(-1, index.clamp(max=size - 1)) - top).exp_().masked_fill(index >= size, 0.0)
     share = (u.float() * total - before) / mass.gather(-1, block[..., None])[..., 0]
     token = block * BLOCK + _first_beyond(inside, share)[0]
     return token, x.gather(-1, token[..., None])[..., 0] - top[..., 0] - total.log()

@@ -148,6 +148,14 @@ CHECKS = [
         only_cuda="tests/vllm has what a CPU can show",
         alone=True,
     ),
+    Check(
+        name="decode-vllm",
+        what="the prompts of `decode-0.5b` in vLLM",
+        where="device_vllm:speed",
+        deadline=240,
+        only_cuda="its kernels for a CPU say nothing about it",
+        alone=True,
+    ),
 ]
 
 Runner = Callable[[Sequence[Check], Setting, float], Iterator[Outcome]]
@@ -155,7 +163,9 @@ Runner = Callable[[Sequence[Check], Setting, float], Iterator[Outcome]]
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy shapes")
     parser.add_argument("--only", default="", metavar="NAME,...", help="these checks alone")

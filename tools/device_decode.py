@@ -16,7 +16,8 @@ from transformers import AutoConfig, GenerationConfig
 from grpo_fn import prng
 from grpo_fn.sampling import categorical
 from grpo_fn.shell import hf
-from grpo_fn.shell.decoding import Engine
+from grpo_fn.shell.attention import adopt
+from grpo_fn.shell.decoding import WRITTEN, Engine
 from grpo_fn.shell.engine import Seat
 from grpo_fn.shell.graphs import Captured, Eager
 from grpo_fn.shell.local_sampler import Held, LocalSampler
@@ -127,8 +128,18 @@ def sample(sampler: LocalSampler, *, asking: Asking) -> Rollout:
 def without_graphs(sampler: LocalSampler) -> LocalSampler:
     """The same in steps of the same shapes, run as they are written."""
     held = Held()
-    held.model, held.engine = sampler.model, Engine(sampler.model, sizes=sampler.held.engine.sizes, run=Eager())
+    usual = sampler.held.engine
+    held.model, held.engine = sampler.model, Engine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code)
     return replace(sampler, held=held)
+
+
+def uncompiled(sampler: LocalSampler, model: nn.Module) -> LocalSampler:
+    """The same with another copy of the model, in steps that are captured where the others are, and not compiled."""
+    held, usual = Held(), sampler.held.engine
+    run = Captured(usual.run.captures) if isinstance(usual.run, Captured) else Eager()
+    held.model, held.engine = model, Engine(model, sizes=usual.sizes, run=run, code=WRITTEN)
+    adopt(model)
+    return replace(sampler, model=model, held=held)
 
 
 @torch.no_grad()
@@ -191,27 +202,37 @@ def speed(setting: Setting, shape: Shape) -> list[Figure]:
     whole = seat(setting, folder(setting, shape), torch.bfloat16)
     sampler = local(whole, prompt_tokens=prompt, new_tokens=new, max_rows=rows)
     forget(setting.device)
-    sampler.sample(asked, size, key=prng.key(0, device="cpu"))  # compiles, captures
-    drawn: list[Rollout] = []
-    took = seconds(
-        setting.device,
-        lambda: drawn.append(sampler.sample(asked, size, key=prng.key(len(drawn) + 1, device="cpu"))),
-        times=1 if setting.tiny else 2,
-    )
-    tokens = sum(int(rollout.mask.sum()) for rollout in drawn) / len(drawn)
+    tokens, took = timed(setting, sampler, asked, size)
     read = 2 * shape.parameters() + rows * (prompt + new / 2) * shape.kv_bytes(2)
     limit = read / ceilings(setting).bandwidth
     share = limit * (tokens / rows) / took
     held = most_held(setting)
+    written = uncompiled(sampler, whole.whole())
+    sampler.rest()
+    fewer, longer = timed(setting, written, asked, size)
+    written.rest()
     theirs = generate(setting, whole.whole(), asked, size, prompt, new)
     return [
         Figure("tokens/s", tokens / took),
         Figure("share of the bandwidth limit", 100 * share, "%", at_least=50.0),
         Figure("the limit", rows / limit, "tokens/s"),
         *held,
+        Figure("times not compiled", (tokens / took) / (fewer / longer), "x"),
         Figure("transformers' generate", rows * new / theirs, "tokens/s"),
         Figure("times generate", tokens / took / (rows * new / theirs), "x"),
     ]
+
+
+def timed(setting: Setting, sampler: Any, asked: list[Any], size: int) -> tuple[float, float]:
+    """Tokens of a call, the mean, and its seconds; after one that compiles and captures."""
+    drawn: list[Rollout] = []
+
+    def call() -> None:
+        drawn.append(sampler.sample(asked, size, key=prng.key(len(drawn), device="cpu")))
+
+    call()
+    took = seconds(setting.device, call, times=1 if setting.tiny else 2)
+    return sum(int(rollout.mask.sum()) for rollout in drawn[1:]) / len(drawn[1:]), took
 
 
 @torch.no_grad()

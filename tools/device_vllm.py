@@ -1,4 +1,4 @@
-"""vLLM in the process that trains, with real memory: pushes, fingerprints, the probe, sleep and waking."""
+"""vLLM in the process that trains: pushes, fingerprints, the probe, sleep and waking with real memory; its speed."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from device_parts import GB, KEY, Bench, Numbers, built, problems, random_prompt, require
+from device_decode import WORK, seat, timed
+from device_parts import GB, KEY, Numbers, built, problems, random_prompt, require
 from device_runner import Figure, LeftOut, Setting
 from device_shapes import QWEN_HALF, folder, sized
 
@@ -27,7 +28,16 @@ def colocated(setting: Setting) -> list[Figure]:
         raise LeftOut("vllm is not here")
     shape = sized(setting, QWEN_HALF)
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
-    sampler = engine_in(bench, shape.vocabulary)
+    placing = bench.placing
+    place = Seat(
+        folder=placing.folder,
+        config=placing.config,
+        dtype=placing.dtype,
+        world=bench.world,
+        adapters=None,
+        whole=bench.placed.decoding,
+    )
+    sampler = engine_in(place, prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
     spread = Spread(sampler, bench.world)
     probe = Probe(prompt_tokens=PROMPT, new_tokens=NEW, max_gap=0.1)
     key = prng.key(KEY, device="cpu")
@@ -60,31 +70,38 @@ def colocated(setting: Setting) -> list[Figure]:
     ]
 
 
-def engine_in(bench: Bench, vocabulary: int) -> Any:
-    """The sampler, as gin/engine/vllm_colocated.gin makes it."""
-    placing = bench.placing
-    seat = Seat(
-        folder=placing.folder,
-        config=placing.config,
-        dtype=placing.dtype,
-        world=bench.world,
-        adapters=None,
-        whole=bench.placed.decoding,
-    )
+def speed(setting: Setting) -> list[Figure]:
+    """The rows of `decode-0.5b`, drawn by vLLM: its own kernels, graphs and scheduler."""
+    if find_spec("vllm") is None:
+        raise LeftOut("vllm is not here")
+    prompts, size, prompt, new = WORK
+    shape = sized(setting, QWEN_HALF)
+    place = seat(setting, folder(setting, shape), torch.bfloat16)
+    room = 2 * prompts * size * (prompt + new) * shape.kv_bytes(2)
+    sampler = engine_in(place, prompt=prompt, new=new, tokens=prompt + new, rows=prompts * size, cache=room)
+    try:
+        tokens, took = timed(setting, sampler, problems(0, prompts), size)
+    finally:
+        sampler.close()
+    return [Figure("vLLM, tokens/s", tokens / took), Figure("tokens", tokens)]
+
+
+def engine_in(place: Seat, *, prompt: int, new: int, tokens: int, rows: int, cache: int) -> Any:
+    """The sampler, as gin/engine/vllm_colocated.gin makes it; `cache` bytes of keys and values, on a CPU."""
     return vllm_sampler.colocated(
-        seat,
+        place,
         Numbers(),
         choose=partial(sampling.categorical, temperature=1.0),
-        encode=partial(random_prompt, vocabulary, PROMPT),
-        max_new_tokens=NEW,
+        encode=partial(random_prompt, place.config.vocab_size, prompt),
+        max_new_tokens=new,
         stop=(),
-        max_rows=64,
-        max_model_len=PROMPT + 2 * NEW,
+        max_rows=rows,
+        max_model_len=tokens,
         extra={},
         accept_bias=False,
         tensor_parallel=1,
         gpu_memory_utilization=SHARE,
-        kv_cache_bytes=2**26,
+        kv_cache_bytes=cache,
         enforce_eager=False,
         deadline=60.0,
     )

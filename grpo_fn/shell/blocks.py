@@ -112,21 +112,35 @@ def eager(block: nn.Module) -> None:
 
 def compiled(block: nn.Module) -> None:
     """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written."""
-    block.forward = Compiled(block.forward)
+    block.forward = Compiled(block.forward, _uncached)
+
+
+def compiled_decoding(block: nn.Module) -> None:
+    """Compile what the sampler calls for every token, and nothing else. Once is enough."""
+    if not (isinstance(block.forward, Compiled) and block.forward.which is _decoding):
+        block.forward = Compiled(block.forward, _decoding)
 
 
 class Compiled:
-    """A forward, compiled when it is first called without a cache. A copy compiles anew, for the copied block."""
+    """A forward, compiled for the calls `which` is about when the first comes. A copy compiles anew, for its block."""
 
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
+    def __init__(self, forward: Forward, which: Callable[[dict[str, Any]], bool]) -> None:
+        self.forward, self.which = forward, which
         self.fast = torch.compile(forward, dynamic=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.forward if _cached(kwargs) else self.fast)(*args, **kwargs)
+        return (self.fast if self.which(kwargs) else self.forward)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
-        return Compiled(deepcopy(self.forward, memo))
+        return Compiled(deepcopy(self.forward, memo), self.which)
+
+
+def _uncached(kwargs: dict[str, Any]) -> bool:
+    return not _cached(kwargs)
+
+
+def _decoding(kwargs: dict[str, Any]) -> bool:
+    return isinstance(kwargs.get("layout"), Next)
 
 
 class Graphs(NamedTuple):

@@ -1,7 +1,8 @@
 """One token for every row, and all that a step reads and writes: buffers that stay where they are from call to call."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 from grpo_fn.shell import reading
 from grpo_fn.shell.attention import adopt, unusable
+from grpo_fn.shell.blocks import blocks, compiled_decoding
 from grpo_fn.shell.graphs import Captured, CudaGraph, Eager, Sizes, addresses, as_many, capturable, few
-from grpo_fn.shell.slots import Next, Prompts, Seats, Slots, seats
+from grpo_fn.shell.slots import Attended, Next, Prompts, Seats, Slots, attended, seats
 
 # (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -81,6 +83,16 @@ def read(model: nn.Module, prompts: Sequence[list[int]], device: torch.device) -
     return told, call(model, ids[None], position[None], told, last)[0]
 
 
+class Code(NamedTuple):
+    """What runs in a step besides the model, as it is written or compiled."""
+
+    attended: Attended
+    choose: Callable[[Choose], Choose]  # what is run for it
+
+
+WRITTEN = Code(attended, lambda choose: choose)
+
+
 class Shape(NamedTuple):
     """What a step looks at: so many slots and columns of what was drawn, so many of prompts, and seats for each."""
 
@@ -103,8 +115,8 @@ class Need(NamedTuple):
 class Engine:
     """A model, and the buffers that it decodes with. They are as large as the largest call so far needed, no larger."""
 
-    def __init__(self, model: nn.Module, *, sizes: Sizes, run: Eager | Captured) -> None:
-        self.model, self.sizes, self.run = model, sizes, run
+    def __init__(self, model: nn.Module, *, sizes: Sizes, run: Eager | Captured, code: Code) -> None:
+        self.model, self.sizes, self.run, self.code = model, sizes, run, code
         self.drawn: Slots | None = None
         self.prompts: Slots | None = None
         self.live: Live | None = None
@@ -156,10 +168,11 @@ class Engine:
         def step() -> None:
             live, (_, columns, _, reach, _) = Live(*(x[: shape.rows] for x in self.live)), shape
             table = self.tables[shape]
-            told = Next(self.prompts, self.drawn, table, live.start, live.length, reach=reach, columns=columns)
+            seen = (self.prompts, self.drawn, table, live.start, live.length)
+            told = Next(*seen, reach=reach, columns=columns, attended=self.code.attended)
             logits = call(self.model, live.token[:, None], live.length[:, None], told, 1)[:, -1]
             live.length.add_(~live.ended)
-            draw(live, logits, choose, self.marks)
+            draw(live, logits, self.code.choose(choose), self.marks)
 
         self.run((shape, choose), step, self.live)
 
@@ -186,14 +199,38 @@ def allowed(device: torch.device) -> float:
 
 
 def engine(model: nn.Module) -> Engine:
-    """Steps that are captured where the model is whole on a CUDA device; as they are written elsewhere."""
+    """Steps that are compiled and captured where the model is whole on a CUDA device; as they are written elsewhere."""
     if not capturable(model):
-        return Engine(model, sizes=Sizes(as_many, as_many, 1), run=Eager())
+        return Engine(model, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
     return Engine(
         model,
         sizes=Sizes(partial(few, least=1), partial(few, least=64), LOOK),
         run=Captured(CudaGraph),
+        code=compiled(model),
     )
+
+
+def compiled(model: nn.Module) -> Code:
+    """Everything in a step that is made of small operations, each part compiled once for all layers and sizes.
+
+    Where nothing can be compiled, which a warning says, it runs as it is written.
+    """
+    if (reason := uncompilable(next(model.parameters()).device)) is not None:
+        warnings.warn(f"decoding is not compiled: {reason}", RuntimeWarning, stacklevel=2)
+        return WRITTEN
+    for block in blocks(model):
+        compiled_decoding(block)
+    fast = cache(partial(torch.compile, dynamic=True))
+    return Code(fast(attended), fast)
+
+
+def uncompilable(device: torch.device) -> str | None:
+    """Why torch.compile does not work there; None when it does. Found by trying."""
+    try:
+        torch.compile(torch.exp)(torch.zeros(2, device=device))
+    except Exception as error:
+        return f"{type(error).__name__}, {next(iter(str(error).splitlines()), 'without a word')}"
+    return None
 
 
 # -- is a model fit for it
@@ -229,7 +266,8 @@ def differs(model: nn.Module, device: torch.device) -> str | None:
         got = [logits[home.to(device)]]
         for t in (0, 1):
             token = torch.tensor([[text[t - 2]] for text in texts], device=device)
-            told = Next(prompts, drawn, sitting, start, start + t, reach=prompts.columns, columns=t + 1)
+            seen = (prompts, drawn, sitting, start, start + t)
+            told = Next(*seen, reach=prompts.columns, columns=t + 1, attended=attended)
             got.append(call(model, token, (start + t)[:, None], told, 1)[:, -1])
     wanted = torch.stack(wanted)
     apart = float((torch.stack(got, 1) - wanted).abs().max() / wanted.abs().max())

@@ -4,6 +4,7 @@ A prompt stands in a slot of its own, however many rows go on from it; what a ro
 Each begins in the first column, so one number says how much of a slot is filled. Nothing is concatenated or grows.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -86,12 +87,52 @@ def seats(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wide: 
     return Seats(row, seat, wide)
 
 
+class View(NamedTuple):
+    """What one head of one row sees, for all `n H` of them, and who sits where."""
+
+    prompt_key: Float[Tensor, "P*H L D"]
+    prompt_value: Float[Tensor, "P*H L E"]
+    key: Float[Tensor, "n*H C D"]  # of what was drawn
+    value: Float[Tensor, "n*H C E"]
+    sitting: Int[Tensor, "P*H*wide"]  # the head of a row in each seat
+    back: Int[Tensor, "n*H"]  # the seat of each
+    mask: Float[Tensor, "n 1 L+C"]
+
+
+def attended(
+    query: Float[Tensor, "rows r D"], seen: View, scale: float, cap: float | None
+) -> Float[Tensor, "rows r E"]:
+    """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better.
+
+    A prompt's keys and values are read once for all rows that sit together; `r` query heads that share a head of keys
+    are side by side as if they were queries: nothing is repeated.
+    """
+
+    def with_prompts(x: Tensor, other: Tensor) -> Tensor:
+        """The product of each row's `[r X]` with its prompt's."""
+        together = x.index_select(0, seen.sitting).view(len(other), -1, x.shape[2])
+        return product(together, other).view(len(seen.sitting), x.shape[1], -1).index_select(0, seen.back)
+
+    scores = torch.cat(
+        [with_prompts(query, seen.prompt_key.transpose(1, 2)), product(query, seen.key.transpose(1, 2))], -1
+    ).mul_(scale)
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.view(len(seen.mask), -1, scores.shape[2]).add_(seen.mask)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(seen.value.dtype)
+    parts = [seen.prompt_key.shape[1], seen.key.shape[1]]
+    first, second = weights.view(len(query), -1, weights.shape[2]).split(parts, -1)
+    return (with_prompts(first, seen.prompt_value) + product(second, seen.value)).to(seen.value.dtype)
+
+
+# `attended`, as it is written or compiled.
+Attended = Callable[[Tensor, View, float, float | None], Tensor]
+
+
 class Next:
     """The next token of the row in every one of the first slots: it sees its prompt, and what was drawn up to there.
 
-    A prompt's keys and values are read once for all rows that sit together, query heads that share a head of keys are
-    side by side as if they were queries: nothing is repeated. `start` is how long each row's prompt is, `length` how
-    long the row; of the prompts `reach` columns are looked at, of what was drawn `columns`.
+    `start` is how long each row's prompt is, `length` how long the row; `reach` columns of prompts are looked at, and
+    `columns` of what was drawn.
     """
 
     def __init__(
@@ -104,16 +145,22 @@ class Next:
         *,
         reach: int,
         columns: int,
+        attended: Attended,
     ) -> None:
+        self.attended = attended
         self.prompts, self.drawn, self.seats = prompts, drawn, seats
         self.start, self.length, self.reach, self.columns = start, length, reach, columns
         self.masks: dict[tuple[Window, torch.dtype], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
+    @torch.compiler.disable
     def attend(
         self, module: nn.Module, query: Float[Tensor, "n H 1 D"], key: Tensor, value: Tensor, how: How
     ) -> Float[Tensor, "n 1 H E"]:
-        """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better."""
+        """The row's new entries are put into its slot, and seen with all before them.
+
+        Code that is compiled stops here: which buffers these are differs from layer to layer.
+        """
         (n, heads), dim = key.shape[:2], query.shape[3]
         place, sitting, back = self.index(heads)
         drawn = self.drawn.of(module.layer_idx, key, value)
@@ -122,20 +169,9 @@ class Next:
         k, v = (x[:n, :, : self.columns].flatten(0, 1) for x in drawn)
         many = len(self.seats.row) // self.seats.wide
         pk, pv = (x[:many, :, : self.reach].flatten(0, 1) for x in self.prompts.of(module.layer_idx, key, value))
-        q = query.reshape(n * heads, -1, dim)
-
-        def with_prompts(x: Tensor, other: Tensor) -> Tensor:
-            """The product of each row's `[r X]` with its prompt's."""
-            together = x.index_select(0, sitting).view(many * heads, -1, x.shape[2])
-            return product(together, other).view(len(sitting), x.shape[1], -1).index_select(0, back)
-
-        scores = torch.cat([with_prompts(q, pk.transpose(1, 2)), product(q, k.transpose(1, 2))], -1).mul_(how.scale)
-        scores = scores if how.cap is None else how.cap * torch.tanh(scores / how.cap)
-        scores = scores.view(n, -1, scores.shape[2]).add_(self.mask(how.window, scores.dtype))
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-        first, second = weights.view(n * heads, -1, weights.shape[2]).split([self.reach, self.columns], -1)
-        found = with_prompts(first, pv) + product(second, v)
-        return found.to(v.dtype).view(n, 1, -1, v.shape[2])
+        dtype = torch.float32 if wide(key) else key.dtype
+        seen = View(pk, pv, k, v, sitting, back, self.mask(how.window, dtype))
+        return self.attended(query.reshape(n * heads, -1, dim), seen, how.scale, how.cap).view(n, 1, -1, v.shape[2])
 
     def index(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """With slots and heads as one dimension: where the new entries go; who sits in each prompt's seats, head by
@@ -166,4 +202,9 @@ class Next:
 
 def product(a: Float[Tensor, "b m k"], b: Float[Tensor, "b k n"]) -> Float[Tensor, "b m n"]:
     """Matrix products, in float32 where the device has that for halves."""
-    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype in HALVES else torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32) if wide(a) else torch.bmm(a, b)
+
+
+def wide(x: Tensor) -> bool:
+    """Whether products of it come in float32."""
+    return x.is_cuda and x.dtype in HALVES

@@ -1,7 +1,12 @@
 """Slots filled again, steps that are captured, models that need another cache: a row stays what it is alone."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +20,7 @@ from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForC
 
 from grpo_fn.problem import Completion, Problem
 from grpo_fn.shell import blocks
-from grpo_fn.shell.decoding import Engine, unfit
+from grpo_fn.shell.decoding import WRITTEN, Code, Engine, compiled, unfit
 from grpo_fn.shell.graphs import Captured, Eager, Sizes, as_many, few
 from grpo_fn.shell.local_sampler import Held, LocalSampler
 from grpo_fn.shell.slots import seats
@@ -28,11 +33,11 @@ CPU = torch.device("cpu")
 SMALL = Sizes(partial(few, least=1), partial(few, least=4), 3)  # as on CUDA: few shapes, several steps between looks
 
 
-def held(module: nn.Module, run: Eager | Captured, sizes: Sizes = SMALL) -> Held:
+def held(module: nn.Module, run: Eager | Captured, sizes: Sizes = SMALL, code: Code = WRITTEN) -> Held:
     """Decodes in a way that is not this machine's own."""
     made = Held()
     assert unfit(module, CPU) is None
-    made.model, made.engine = module, Engine(module, sizes=sizes, run=run)
+    made.model, made.engine = module, Engine(module, sizes=sizes, run=run, code=code)
     return made
 
 
@@ -125,6 +130,34 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
     other = LocalSampler(**{**vars(s), "held": held(s.model, Captured(lambda: never))})
     with pytest.warns(RuntimeWarning, match="not as a CUDA graph: operation not permitted when stream is capturing$"):
         assert torch.equal(other.sample(problems(TEXTS), 2, key=KEY).tokens, wanted.tokens)
+
+
+# -- compiled steps
+
+
+# Tracing alone tells what has to be built how often; building the code of all parts takes minutes.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_untied", "gemma2_capped"])
+def test_compiled_steps_draw_the_same_and_are_not_built_again(name: str, backend: str) -> None:
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here, here.parent)))}
+    command = [sys.executable, str(here / "compiled_decoding.py"), backend, name]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert all(found["same"])
+    assert max(found["apart"]) < 1e-5
+    once, again = found["built"][len(found["built"]) // 2 - 1], found["built"][-1]
+    assert 0 < once == again < 30
+
+
+def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch) -> None:
+    def never(function: object, **_: object) -> Callable[..., object]:
+        raise RuntimeError("no compiler found\nmore")
+
+    monkeypatch.setattr(torch, "compile", never)
+    with pytest.warns(RuntimeWarning, match="decoding is not compiled: RuntimeError, no compiler found$"):
+        assert compiled(ending("qwen3_untied")) is WRITTEN
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 64]))
@@ -259,9 +292,10 @@ def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
     module = qwen2_tied(VOCABULARY)
     wanted = LocalSampler(**{**vars(sampler()), "model": module, "held": Held()}).sample(problems(TEXTS), 2, key=KEY)
     for block in blocks.blocks(module):
-        compiled = object.__new__(blocks.Compiled)
-        compiled.forward, compiled.fast = block.forward, None  # calling that fails
-        block.forward = compiled
+        changed = object.__new__(blocks.Compiled)
+        changed.forward, changed.fast = block.forward, None  # calling that fails
+        changed.which = blocks._uncached
+        block.forward = changed
     got = LocalSampler(**{**vars(sampler()), "model": module, "held": held_as_is(module)})
     assert torch.equal(got.sample(problems(TEXTS), 2, key=KEY).tokens, wanted.tokens)
 
@@ -269,5 +303,5 @@ def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
 def held_as_is(module: nn.Module) -> Held:
     """Without asking the model whether it is fit, which compiled blocks are asked too."""
     made = Held()
-    made.model, made.engine = module, Engine(module, sizes=Sizes(as_many, as_many, 1), run=Eager())
+    made.model, made.engine = module, Engine(module, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
     return made
