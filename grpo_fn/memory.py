@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 GB = 1e9
 WIDE = 4  # bytes of what trains, of its gradients, and of what is reduced over ranks: float32
-# Of a chunk of logits: as the product gives them, and in float32 divided by the temperature, their logarithms,
-# probabilities, derivatives and one product of two of these at a time.
-LOGITS_WIDE = 5
+# Of a chunk of logits, in float32, on the way back with an entropy bonus: the last chunk's, kept, this one's, and the
+# probabilities of one of them. On the way there it is two.
+LOGITS_WIDE = 3
 
 
 class Weight(NamedTuple):
