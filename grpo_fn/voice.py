@@ -18,6 +18,8 @@ from grpo_fn.shell.profiling import Profiler
 from grpo_fn.shell.saver import Saver
 from grpo_fn.shell.writer import Writer, rewind
 
+LOG = 600.0  # seconds that the log may take for what is waiting, where the ranks have no shorter deadline
+
 
 @dataclass(frozen=True)
 class Voice:
@@ -56,7 +58,7 @@ def speaking(built: Any, stack: ExitStack, start: int, *, first: bool) -> Voice:
 
 def late(built: Any, *, start_step: int) -> LateWriter:
     """The run's metrics and events, written beside the training."""
-    return LateWriter(Writer(built.run_dir, start_step=start_step), deadline=built.world.deadline)
+    return LateWriter(Writer(built.run_dir, start_step=start_step), deadline=min(built.world.deadline, LOG))
 
 
 def lost_rows(built: Any, before: Counter, console: Console | Mute) -> dict[str, float]:

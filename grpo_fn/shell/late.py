@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import isfinite
 from threading import Condition
 from typing import Any
 
@@ -107,9 +106,8 @@ class LateWriter(AbstractContextManager):
             self._writer.close()
 
     def _until(self, ready: Callable[[], bool]) -> None:
-        seconds = self._deadline if isfinite(self._deadline) else None
-        if not self._news.wait_for(lambda: self.failed or ready(), seconds):
-            raise TimeoutError(f"got {self._asked[0][0]} not written within {seconds:g} s, wanted it by then")
+        if not self._news.wait_for(lambda: self.failed or ready(), self._deadline):
+            raise TimeoutError(f"got {self._asked[0][0]} not written within {self._deadline:g} s, wanted it by then")
 
     def _work(self) -> None:
         while True:

@@ -4,9 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from grpo_fn import voice
 from grpo_fn.shell import late
 from grpo_fn.shell.late import LateWriter
 from grpo_fn.shell.mute import Mute
+from grpo_fn.shell.world import alone
 from grpo_fn.shell.writer import Writer
 
 SOON = 20.0  # seconds
@@ -155,8 +157,11 @@ def test_the_mute_one_has_all_of_its_calls() -> None:
         assert mute.wait() is None
 
 
-def test_alone_there_is_no_deadline(tmp_path: Path) -> None:
-    with opened(tmp_path, deadline=inf) as writer:
-        writer.scalars(0, {})
-        writer.wait()
-        assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+def test_a_run_that_is_alone_has_a_deadline_for_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(voice, "LOG", 0.05)
+    gate, built = threading.Event(), SimpleNamespace(run_dir=tmp_path, world=alone(torch.device("cpu")))
+    with voice.late(built, start_step=0) as writer:
+        writer.do("the rollout of step 3", partial(gate.wait, SOON))
+        with pytest.raises(TimeoutError, match=r"got the rollout of step 3 not written within 0\.05 s"):
+            writer.wait()
+        gate.set()
