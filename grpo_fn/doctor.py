@@ -16,6 +16,7 @@ exit codes:
 def flags() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m grpo_fn.doctor",
         description="Look at this machine: versions against the tested ones, devices and their links, memory and "
         "limits, and whether a model folder opens in both engines. Says what to change. Changes nothing.",

@@ -10,7 +10,9 @@ from pathlib import Path
 def flags() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m grpo_fn.eval", description="Measure a model on the held-out problems that gin files name."
+        allow_abbrev=False,
+        prog="python -m grpo_fn.eval",
+        description="Measure a model on the held-out problems that gin files name.",
     )
     parser.add_argument(
         "--model",

@@ -11,6 +11,7 @@ from pathlib import Path
 def flags() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m grpo_fn.replay",
         description="Take a step of a run again and compare it, bit for bit, with what the run recorded. Nothing in "
         "the run folder is changed, and the run may be going on.",

@@ -14,7 +14,9 @@ from pathlib import Path
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_fn.run", description="Train as the gin files say.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m grpo_fn.run", description="Train as the gin files say."
+    )
     parser.add_argument(
         "--gin_file",
         action="append",

@@ -15,6 +15,7 @@ MOST_WORKERS = 8  # unless told otherwise: each takes its share of memory
 def flags() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m grpo_fn.score",
         description="Score a file of completions, one JSON object a line: `completion`, and `answer` or `tests` as "
         "the reward needs. Every row comes back as it was, with verdict, score, reason and seconds.",

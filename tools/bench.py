@@ -34,11 +34,13 @@ BENCHES = {
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     named = parser.add_subparsers(dest="what", required=True)
     for name, (bench, told) in BENCHES.items():
         about = (bench.__doc__ or "").splitlines()[0]
-        own = named.add_parser(name, description=about, help=about)
+        own = named.add_parser(name, allow_abbrev=False, description=about, help=about)
         told(own)
         own.add_argument("--out", type=Path, metavar="FILE", help="write the markdown there as well")
     return parser

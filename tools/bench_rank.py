@@ -275,7 +275,7 @@ RANK_WORK = {"scaling": scaling, "checkpoint": checkpoint}
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("what", choices=[*RANK_WORK])
     parser.add_argument("--scale", required=True, metavar="FILE", help="laid over base.gin")
     parser.add_argument("--size", required=True, choices=[*SIZES])

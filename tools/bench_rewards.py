@@ -33,7 +33,9 @@ class Row(NamedTuple):
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="with gsm8k/ and math/")
     parser.add_argument("--rows", type=int, default=1000, metavar="N", help="problems of each test set (default 1000)")
     return parser

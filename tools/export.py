@@ -25,7 +25,9 @@ from grpo_fn.shell.durable import check_space
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="run folder, or checkpoint in one")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist yet")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, not merged")

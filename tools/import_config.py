@@ -80,7 +80,9 @@ def kind_of(config: Mapping[str, Any]) -> str:
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path)
     parser.add_argument("--kind", choices=("nemo_rl", "trl"), help="whose it is (default: by its keys)")
     parser.add_argument("--world", type=int, default=1, metavar="N", help="TRL: processes of the original (default 1)")

@@ -98,7 +98,7 @@ def _files(name: str) -> dict[str, str]:
 
 def main() -> int:
     """Write the lock to standard output; 2 and a message when it cannot be made."""
-    parser = argparse.ArgumentParser(prog="python tools/lock.py", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python tools/lock.py", description=__doc__)
     parser.add_argument("--python", required=True, metavar="P", help="the interpreter of the environment to pin")
     args = parser.parse_args()
     try:

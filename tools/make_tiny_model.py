@@ -13,7 +13,9 @@ from pathlib import Path
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make; must not exist")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, and of the warm start's data (default 0)")
     warm = parser.add_argument_group("warm-started (without --random)")

@@ -71,7 +71,9 @@ class Setting(NamedTuple):
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the sweep's folder")
     parser.add_argument("--gin_file", action="append", default=[], metavar="FILE", help="as for grpo_fn.run")
     parser.add_argument("--gin_param", action="append", default=[], metavar="NAME=VALUE", help="for every trial")

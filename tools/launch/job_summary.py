@@ -20,7 +20,9 @@ from grpo_fn.shell.durable import write_json  # noqa: E402
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run_dir", type=Path, required=True)
     parser.add_argument("--job_id", required=True)
     parser.add_argument("--job_name", required=True)
