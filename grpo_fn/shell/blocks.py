@@ -5,6 +5,7 @@ the block's hooks (FSDP2 gathers and frees the weights in them), and no paramete
 used, execution comes first: recompute(compile(forward)).
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -112,27 +113,60 @@ def eager(block: nn.Module) -> None:
 
 def compiled(block: nn.Module) -> None:
     """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written."""
-    block.forward = Compiled(block.forward, _uncached)
+    block.forward = Compiled(block.forward, _uncached, _built)
 
 
 def compiled_decoding(block: nn.Module) -> None:
     """Compile what the sampler calls for every token, and nothing else. Once is enough."""
     if not (isinstance(block.forward, Compiled) and block.forward.which is _decoding):
-        block.forward = Compiled(block.forward, _decoding)
+        block.forward = Compiled(block.forward, _decoding, Tried)
 
 
 class Compiled:
     """A forward, compiled for the calls `which` is about when the first comes. A copy compiles anew, for its block."""
 
-    def __init__(self, forward: Forward, which: Callable[[dict[str, Any]], bool]) -> None:
-        self.forward, self.which = forward, which
-        self.fast = torch.compile(forward, dynamic=True)
+    def __init__(
+        self, forward: Forward, which: Callable[[dict[str, Any]], bool], build: Callable[[Forward], Forward]
+    ) -> None:
+        self.forward, self.which, self.build = forward, which, build
+        self.fast = build(forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.fast if self.which(kwargs) else self.forward)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
-        return Compiled(deepcopy(self.forward, memo), self.which)
+        return Compiled(deepcopy(self.forward, memo), self.which, self.build)
+
+
+def _built(function: Forward) -> Forward:
+    return torch.compile(function, dynamic=True)
+
+
+class Tried:
+    """A function without effects but those it has each time it is called, compiled, sizes left open.
+
+    Where that fails it runs as it is written from then on, and a warning says why: nobody has asked for it.
+    """
+
+    def __init__(self, function: Forward) -> None:
+        self.function = function
+        self.fast: Forward | None = _built(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fast is not None:
+            from torch._dynamo.exc import TorchDynamoException  # importing torch._dynamo takes seconds
+
+            try:
+                return self.fast(*args, **kwargs)
+            except TorchDynamoException as error:
+                self.fast = None
+                reason = next(iter(str(error).splitlines()), "without a word")
+                warnings.warn(
+                    f"decoding runs as written, not compiled: {type(error).__name__}, {reason}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return self.function(*args, **kwargs)
 
 
 def _uncached(kwargs: dict[str, Any]) -> bool:

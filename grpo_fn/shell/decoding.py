@@ -1,6 +1,5 @@
 """One token for every row, and all that a step reads and writes: buffers that stay where they are from call to call."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from grpo_fn.shell import reading
 from grpo_fn.shell.attention import adopt, unusable
-from grpo_fn.shell.blocks import blocks, compiled_decoding
+from grpo_fn.shell.blocks import Tried, blocks, compiled_decoding
 from grpo_fn.shell.graphs import Captured, CudaGraph, Eager, Sizes, addresses, as_many, capturable, few
 from grpo_fn.shell.slots import Attended, Next, Prompts, Seats, Slots, attended, seats
 
@@ -211,26 +210,10 @@ def engine(model: nn.Module) -> Engine:
 
 
 def compiled(model: nn.Module) -> Code:
-    """Everything in a step that is made of small operations, each part compiled once for all layers and sizes.
-
-    Where nothing can be compiled, which a warning says, it runs as it is written.
-    """
-    if (reason := uncompilable(next(model.parameters()).device)) is not None:
-        warnings.warn(f"decoding is not compiled: {reason}", RuntimeWarning, stacklevel=2)
-        return WRITTEN
+    """Everything in a step that is made of small operations, each part compiled once for all layers."""
     for block in blocks(model):
         compiled_decoding(block)
-    fast = cache(partial(torch.compile, dynamic=True))
-    return Code(fast(attended), fast)
-
-
-def uncompilable(device: torch.device) -> str | None:
-    """Why torch.compile does not work there; None when it does. Found by trying."""
-    try:
-        torch.compile(torch.exp)(torch.zeros(2, device=device))
-    except Exception as error:
-        return f"{type(error).__name__}, {next(iter(str(error).splitlines()), 'without a word')}"
-    return None
+    return Code(Tried(attended), cache(Tried))
 
 
 # -- is a model fit for it

@@ -16,6 +16,7 @@ from families import FAMILIES
 from hypothesis import given, settings
 from test_local_sampler import CHOICES, EOS, KEY, alone, completions, problems, sampler
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from grpo_fn.problem import Completion, Problem
@@ -151,13 +152,25 @@ def test_compiled_steps_draw_the_same_and_are_not_built_again(name: str, backend
     assert 0 < once == again < 30
 
 
-def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch) -> None:
+def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCompiler(TorchDynamoException):
+        pass
+
     def never(function: object, **_: object) -> Callable[..., object]:
-        raise RuntimeError("no compiler found\nmore")
+        def call(*_: object, **__: object) -> None:
+            raise NoCompiler("no compiler found\nmore")
+
+        return call
 
     monkeypatch.setattr(torch, "compile", never)
-    with pytest.warns(RuntimeWarning, match="decoding is not compiled: RuntimeError, no compiler found$"):
-        assert compiled(ending("qwen3_untied")) is WRITTEN
+    s, module = sampler(), qwen2_tied(VOCABULARY)
+    module.load_state_dict(s.model.state_dict())
+    module.generation_config = s.model.generation_config
+    made = compiled(module)
+    other = LocalSampler(**{**vars(s), "model": module, "held": held(module, Eager(), code=made)})
+    with pytest.warns(RuntimeWarning, match="runs as written, not compiled: NoCompiler, no compiler found$"):
+        got = other.sample(problems(TEXTS), 2, key=KEY)
+    assert torch.equal(got.tokens, s.sample(problems(TEXTS), 2, key=KEY).tokens)
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 64]))
