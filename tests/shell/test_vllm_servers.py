@@ -136,6 +136,7 @@ def test_a_server_that_fails_in_a_push_is_out_and_comes_back_with_the_new_weight
         assert servers.figures()["engine/servers"] == 1
         assert any(one.url in text and "is out" in text for text in servers.complaints)
         one.start()
+    until(lambda: any(one.url in text and "is out" in text for text in servers.complaints))  # a hang: in its own time
     until(lambda: servers._fleet.members[0].live)
     assert not one.torn
     assert one.label == other.label
