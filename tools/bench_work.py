@@ -44,7 +44,7 @@ def shape(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: i
 SCALES = {
     "tiny": Work(shape(352, 32, 1, 2, 64, 128), 2, 4, 0, 4, 16_384, 2**24),
     "arithmetic": Work(shape(352, 128, 2, 4, 512, 128), 32, 16, 0, 9, 16_384, 2**24),
-    "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 4096, 2**23),
+    "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 2048, 2**26),
 }
 LR, BETA2 = 1e-6, 0.99
 
