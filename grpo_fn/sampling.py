@@ -24,7 +24,8 @@ BLOCK = 256  # entries of the vocabulary that are looked at one by one
 def greedy(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"]) -> Draw:
     """The most likely token (the lowest id among equals) and its logp under softmax(logits); `u` is not looked at."""
     logp = torch.log_softmax(logits.float(), dim=-1)
-    return _with_logp(logp, logp.argmax(dim=-1))
+    token = logp.argmax(dim=-1)
+    return token, logp.gather(-1, token[..., None])[..., 0]
 
 
 def categorical(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"], *, temperature: float) -> Draw:
@@ -118,7 +119,3 @@ def _first_beyond(mass: Float[Tensor, "*B K"], u: Float[Tensor, "*B"]) -> tuple[
     first = torch.where(mass.gather(-1, first) > 0, first, mass.argmax(dim=-1, keepdim=True))
     before = running.gather(-1, first) - mass.gather(-1, first)
     return first[..., 0], before[..., 0], total
-
-
-def _with_logp(logp: Tensor, token: Tensor) -> Draw:
-    return token, logp.gather(-1, token[..., None])[..., 0]

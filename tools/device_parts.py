@@ -103,9 +103,9 @@ class Bench(NamedTuple):
     placing: Placing
     world: World
 
-    def sampler(self, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Spread:
-        """The local sampler, as a run has it."""
-        seat = Seat(
+    def seat(self) -> Seat:
+        """What a sampler is made from."""
+        return Seat(
             folder=self.placing.folder,
             config=self.placing.config,
             dtype=self.placing.dtype,
@@ -113,6 +113,10 @@ class Bench(NamedTuple):
             adapters=self.placing.adapters,
             whole=self.placed.decoding,
         )
+
+    def sampler(self, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Spread:
+        """The local sampler, as a run has it."""
+        seat = self.seat()
         return Spread(local(seat, prompt_tokens=prompt_tokens, new_tokens=new_tokens, max_rows=max_rows), self.world)
 
     def algo(self, prompts: int, group_size: int) -> Algo:

@@ -28,16 +28,7 @@ def colocated(setting: Setting) -> list[Figure]:
         raise LeftOut("vllm is not here")
     shape = sized(setting, QWEN_HALF)
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
-    placing = bench.placing
-    place = Seat(
-        folder=placing.folder,
-        config=placing.config,
-        dtype=placing.dtype,
-        world=bench.world,
-        adapters=None,
-        whole=bench.placed.decoding,
-    )
-    sampler = engine_in(place, prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
+    sampler = engine_in(bench.seat(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
     spread = Spread(sampler, bench.world)
     probe = Probe(prompt_tokens=PROMPT, new_tokens=NEW, max_gap=0.1)
     key = prng.key(KEY, device="cpu")

@@ -143,9 +143,10 @@ def _built(function: Forward) -> Forward:
 
 
 class Tried:
-    """A function without effects but those it has each time it is called, compiled, sizes left open.
+    """A part of a decoding step, compiled, sizes left open.
 
-    Where that fails it runs as it is written from then on, and a warning says why: nobody has asked for it.
+    Where that fails it runs as it is written from then on, and a warning says why: nobody has asked for it. Such a call
+    may have begun before it failed, so the function has to be one that may be called twice.
     """
 
     def __init__(self, function: Forward) -> None:
