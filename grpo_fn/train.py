@@ -16,35 +16,38 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn import asking, beside, prng, sampling
-from grpo_fn import health as rules
-from grpo_fn import plan as planning
-from grpo_fn.algorithm import Algo, as_found, as_given, from_sampler
-from grpo_fn.collect import Harvest
-from grpo_fn.evaluate import Evaluation, judge_names
-from grpo_fn.loop import ADAPTERS, DATA, EVALUATION, PROBING, Built, Cadence, work
-from grpo_fn.prepare import prepare
-from grpo_fn.problem import RewardFn
-from grpo_fn.ready import check_engines, check_sandboxes
-from grpo_fn.resume import begun
+from grpo_fn.algo.group_sampling import Harvest
+from grpo_fn.algo.step import Algo, as_found, as_given, from_sampler
+from grpo_fn.analysis import health as rules
+from grpo_fn.analysis.evaluation import Evaluation, judge_names
+from grpo_fn.core import prng, sampling
+from grpo_fn.core.problem import RewardFn
 from grpo_fn.rewards.combine import part_names
-from grpo_fn.shell import estimate, hf, profiling
-from grpo_fn.shell.ahead import Ahead
-from grpo_fn.shell.completions import positions
-from grpo_fn.shell.early import Early
-from grpo_fn.shell.engine import Seat
-from grpo_fn.shell.lora import LoRA
+from grpo_fn.shell.checkpoint.run_dir import open_run
+from grpo_fn.shell.logging import profiler
+from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.machine import keep_freed_memory
-from grpo_fn.shell.mirror import Mirror
-from grpo_fn.shell.place import Placing, place
-from grpo_fn.shell.probe import Probe
-from grpo_fn.shell.reward_pool import RewardPool
-from grpo_fn.shell.run_dir import open_run
-from grpo_fn.shell.scale import Scale
-from grpo_fn.shell.scorer import Scorer
-from grpo_fn.shell.spread import Spread, spread_score
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.model.lora import LoRA
+from grpo_fn.shell.policy import memory_estimate
+from grpo_fn.shell.policy.load_and_shard import Placing, place
+from grpo_fn.shell.policy.mesh import Scale
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.reward_workers.streaming import Early
+from grpo_fn.shell.sampler.async_sampler import Ahead
+from grpo_fn.shell.sampler.completions import positions
+from grpo_fn.shell.sampler.data_parallel import Spread, spread_score
+from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, join
 from grpo_fn.tasks.task import Task, first, train_problems
+from grpo_fn.trainer import async_eval, validate
+from grpo_fn.trainer import plan as planning
+from grpo_fn.trainer.build import prepare
+from grpo_fn.trainer.loop import ADAPTERS, DATA, EVALUATION, PROBING, Built, Cadence, work
+from grpo_fn.trainer.requirements import check_engines, check_sandboxes
+from grpo_fn.trainer.state import begun
 
 # Keyword-only parameters that the program passes to what gin names here; gin binds the others.
 SUPPLIED = {
@@ -168,21 +171,21 @@ def train(
         keep_last=cadence.keep_last,
     )
     planning.check_divides(prompts, minibatches)
-    profiling.check(profile_steps, cadence.steps)
+    profiler.check(profile_steps, cadence.steps)
     parts = part_names(reward.keywords.get("parts", ()))
     judge_names(judges)
     check_sandboxes([reward, *judges])
     if not request.dry_run:  # which may be about another machine
         check_engines([sampler, evaluator])
     rules.check([*health, *stop_on])
-    asking.check_credit(credit, group_size, parts)
+    validate.check_credit(credit, group_size, parts)
     planning.check_signal(min_signal, prompts)
-    asking.check_full_support(partial(choose, temperature=temperature), temperature, accept_bias)
-    asking.check_correction(objective, old_logp)
-    asking.check_stale(objective, old_logp, max_staleness)
-    reference = asking.uses_reference(objective, credit, parts)
+    validate.check_full_support(partial(choose, temperature=temperature), temperature, accept_bias)
+    validate.check_correction(objective, old_logp)
+    validate.check_stale(objective, old_logp, max_staleness)
+    reference = validate.uses_reference(objective, credit, parts)
     # What drops at random says another thing in the pass that trains.
-    found = asking.found_by_update(old_logp, epochs * minibatches, credit, mark, parts) and (
+    found = validate.found_by_update(old_logp, epochs * minibatches, credit, mark, parts) and (
         adapters is None or adapters.dropout == 0
     )
     precision = hf.find_dtype(dtype)
@@ -201,7 +204,7 @@ def train(
         max_new_tokens=max_new_tokens,
         max_rows=sampler.keywords.get("max_rows", 0),  # a sampler elsewhere holds nothing here
         parameters=hf.parameter_count(hf.empty_model(config)),
-        trained=estimate.trained(config, adapters),
+        trained=memory_estimate.trained(config, adapters),
         kv_bytes_per_token=planning.kv_bytes_per_token(config, precision.itemsize),
         ranks=request.ranks,
         arrangement="",
@@ -209,7 +212,7 @@ def train(
     )
     if request.dry_run:
         mesh = scale.shape(request.ranks, request.ranks // request.hosts)
-        held = estimate.on_device(
+        held = memory_estimate.on_device(
             config,
             adapters,
             scale,
@@ -290,7 +293,7 @@ def train(
     start = partial(sampler, seat, tokenizer, choose=partial(choose, temperature=temperature), **asks)
     drawing = world.together(start, what="starting the sampler")
     evaluating = evaluator and partial(
-        beside.opened,
+        async_eval.opened,
         partial(
             evaluator,
             # Its own, whatever trains.

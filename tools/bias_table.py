@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from grpo_fn import advantage, credit, filters, kl, losses, prng, weights
-from grpo_fn.types import Batch, Reward, Rollout, Totals
+from grpo_fn.algo import advantage, aggregation, credit, filters, kl, losses
+from grpo_fn.core import prng
+from grpo_fn.core.types import Batch, Reward, Rollout, Totals
 
 V, EOS = 3, 0
 ROWS = torch.tensor([(EOS, EOS), *product(range(1, V), range(V))])  # [7, 2]; what follows EOS is not written
@@ -159,7 +160,7 @@ def update(
 
 def row_sum(mask: Tensor, totals: Totals) -> Tensor:
     """The weight under which nothing depends on length: the sum over a row's tokens, the mean over rows."""
-    return weights.constant_length(mask, totals, max_length=1)
+    return aggregation.constant_length(mask, totals, max_length=1)
 
 
 def by_group(compare: Callable, worth: str = "reward") -> Signal:
@@ -331,9 +332,9 @@ def lengths() -> dict[str, Signal]:
 
     return {
         "`constant_length` 1": weighed(row_sum),
-        "`constant_length` 2": weighed(partial(weights.constant_length, max_length=2)),
-        "`sequence_mean`": weighed(weights.sequence_mean),
-        "`token_mean`": weighed(weights.token_mean),
+        "`constant_length` 2": weighed(partial(aggregation.constant_length, max_length=2)),
+        "`sequence_mean`": weighed(aggregation.sequence_mean),
+        "`token_mean`": weighed(aggregation.token_mean),
         "`constant_length` 1, filter `finished`": by_step(compared, filters.finished, size=2),
         "`constant_length` 1, filter `comparable`": by_step(compared, filters.comparable, size=2),
     }

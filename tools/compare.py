@@ -96,7 +96,7 @@ def compared(args: argparse.Namespace) -> list[str]:
 
 def read(path: Path, match: str) -> Run:
     """The newest evaluation there. Raises ValueError for a path without one and for rows that are none of ours."""
-    from grpo_fn.shell import eval_store
+    from grpo_fn.shell.logging import eval_store
 
     file = file_of(path)
     seen: Counter[tuple[str, str]] = Counter()
@@ -114,7 +114,7 @@ def read(path: Path, match: str) -> Run:
 
 def file_of(path: Path) -> Path:
     """samples.jsonl of an evaluation's folder, or the newest file of a run's."""
-    from grpo_fn.shell import eval_store
+    from grpo_fn.shell.logging import eval_store
 
     if path.is_file():
         return path
@@ -152,7 +152,7 @@ def verdict(run: Run, key: Key, judge: str | None) -> bool | None:
 
 def change(base: dict[Key, bool], other: dict[Key, bool]) -> Change:
     """What became of every problem from one run to the other."""
-    from grpo_fn.proportions import mcnemar, paired_bootstrap
+    from grpo_fn.analysis.statistics import mcnemar, paired_bootstrap
 
     gained = [key for key in base if other[key] and not base[key]]
     lost = [key for key in base if base[key] and not other[key]]
@@ -162,7 +162,7 @@ def change(base: dict[Key, bool], other: dict[Key, bool]) -> Change:
 
 def overview(runs: Sequence[Run], columns: Sequence[dict[Key, bool]], changes: Sequence[Change]) -> list[str]:
     """One line a run: accuracy, and how it differs from the first."""
-    from grpo_fn.proportions import wilson
+    from grpo_fn.analysis.statistics import wilson
 
     lines = ["| run | accuracy | 95 % | difference | 95 %, paired | gained | lost | p |", "|---" * 8 + "|"]
     for run, column, result in zip(runs, columns, [None, *changes], strict=True):

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.locate import WEIGHTS, Found, adapters, check_fits, locate, run_of, weights_of, with_adapters
-from grpo_fn.shell import checkpoint, hf, lora
-from grpo_fn.shell.durable import check_space
+from grpo_fn.shell.atomic_io import check_space
+from grpo_fn.shell.checkpoint import store
+from grpo_fn.shell.model import hf, lora
+from grpo_fn.trainer.model_source import WEIGHTS, Found, adapters, check_fits, locate, run_of, weights_of, with_adapters
 
 
 def flags() -> argparse.ArgumentParser:
@@ -58,7 +59,7 @@ def of_a_run(name: str) -> Found:
     if Path(name).absolute() != run:
         return locate(name, warn=warn)
     root = run / "checkpoints"
-    for step in reversed(checkpoint.steps(root)):
+    for step in reversed(store.steps(root)):
         try:
             return locate(str(root / f"step_{step}"), warn=warn)
         except ValueError as error:
@@ -79,7 +80,7 @@ def export(found: Found, out: Path) -> None:
 
 def whole(saved: Path, folder: str) -> Mapping[str, Tensor]:
     """Every weight under its plain name."""
-    trained, how = checkpoint.read(saved, WEIGHTS), adapters(saved)
+    trained, how = store.read(saved, WEIGHTS), adapters(saved)
     return trained if how is None else dict(lora.merged(with_adapters(weights_of(opened(folder)), trained), how))
 
 
@@ -93,7 +94,7 @@ def export_adapter(found: Found, out: Path) -> None:
     if (how := adapters(found.checkpoint)) is None:
         raise ValueError(f"got --adapter for {found.path}, wanted a checkpoint of a run with LoRA")
     check_fits(found.checkpoint, found.source.config())
-    tensors = checkpoint.read(found.checkpoint, WEIGHTS)
+    tensors = store.read(found.checkpoint, WEIGHTS)
     building = out.with_name(f".{out.name}-new")
     lora.adapter_folder(tensors, how, found.source.folder(), building)
     building.rename(out)

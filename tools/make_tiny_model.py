@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_random(args: argparse.Namespace) -> None:
     """Random weights and a byte-level tokenizer."""
-    from grpo_fn.shell import tiny_model
+    from grpo_fn.shell.model import tiny_model
 
     shape = tiny_model.Shape(**{name: getattr(args, name) for name, _, _ in SIZES})
     tiny_model.make_random(shape, args.out, seed=args.seed, chat=args.chat_template)
@@ -79,7 +79,7 @@ def make_warm(args: argparse.Namespace) -> None:
     if args.chat_template:
         raise ValueError("--chat_template: got it without --random, wanted both or neither")
     from grpo_fn.config import load
-    from grpo_fn.shell.tiny_model import Recipe
+    from grpo_fn.shell.model.tiny_model import Recipe
 
     recipe = load([args.gin_file], [*args.gin_param, f"SEED={args.seed}"]).kwargs()["model"]
     if not isinstance(recipe, Recipe):

@@ -14,15 +14,15 @@ fi
 
 tests_of() { # what a check consists of
   case $1 in
-    strategies) echo tests/shell/test_sharded.py tests/shell/test_tensor_parallel.py ;;
+    strategies) echo tests/shell/policy/test_fsdp_ranks.py tests/shell/policy/test_tensor_parallel.py ;;
     offload) echo tests/e2e/test_recipes.py::test_weights_that_lie_on_the_host_make_the_same_run ;;
-    precision) echo tests/shell/test_sharded.py::test_half_precision_gradients_are_float32s_within_its_rounding \
-      tests/shell/test_sharded.py::test_a_step_far_below_bfloat16s_spacing_is_not_lost \
-      tests/shell/test_sharded.py::test_an_overflow_on_one_rank_is_skipped_on_all_and_counted ;;
+    precision) echo tests/shell/policy/test_fsdp_ranks.py::test_half_precision_gradients_are_float32s_within_its_rounding \
+      tests/shell/policy/test_fsdp_ranks.py::test_a_step_far_below_bfloat16s_spacing_is_not_lost \
+      tests/shell/policy/test_fsdp_ranks.py::test_an_overflow_on_one_rank_is_skipped_on_all_and_counted ;;
     resume) echo tests/e2e/test_resume.py tests/e2e/test_ranks.py::test_five_and_five_steps_are_ten \
       tests/e2e/test_ranks.py::test_another_number_of_ranks_goes_on_with_the_same_tokens ;;
     seeds) echo tests/e2e/test_ranks.py::test_world_size_does_not_change_a_run \
-      tests/shell/test_spread.py::test_the_same_seed_makes_the_same_run_on_any_number_of_ranks ;;
+      tests/shell/sampler/test_data_parallel.py::test_the_same_seed_makes_the_same_run_on_any_number_of_ranks ;;
     faults) echo tests/e2e/test_faults.py ;;
     launch) echo tests/launch ;;
     *) return 1 ;;

@@ -5,8 +5,8 @@ from functools import lru_cache, partial
 
 from torch import Tensor
 
-from grpo_fn import prng
-from grpo_fn.problem import Problem
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Problem
 from grpo_fn.tasks.mixture import turn
 from grpo_fn.tasks.task import FrozenKey, Predicate, Task, frozen_key, keep, noted, thawed_key
 

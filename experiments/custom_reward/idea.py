@@ -2,7 +2,7 @@
 
 import re
 
-from grpo_fn.problem import Completion, Problem
+from grpo_fn.core.problem import Completion, Problem
 
 STEP = re.compile(r"(?<![0-9])([0-9]{1,6}) ?([+-]) ?([0-9]{1,6}) ?= ?([0-9]{1,6})")
 

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from experiments.custom_reward.idea import right_steps
 from grpo_fn import testing
-from grpo_fn.problem import Completion
+from grpo_fn.core.problem import Completion
 from grpo_fn.tasks import arithmetic
 
 PROBLEMS = st.sampled_from(arithmetic.task(max_value=5, operations=3, test_size=128).test)

@@ -26,12 +26,14 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from grpo_fn import correction, losses, objective, prng, weights
-from grpo_fn import kl as kls
-from grpo_fn.algorithm import UNMOVED
-from grpo_fn.shell import lora, optimizer
-from grpo_fn.shell.tiny_model import Shape, random_model
-from grpo_fn.types import Batch, Scores, Totals
+from grpo_fn.algo import aggregation, importance, losses, objective
+from grpo_fn.algo import kl as kls
+from grpo_fn.algo.step import UNMOVED
+from grpo_fn.core import prng
+from grpo_fn.core.types import Batch, Scores, Totals
+from grpo_fn.shell.model import lora
+from grpo_fn.shell.model.tiny_model import Shape, random_model
+from grpo_fn.shell.policy import optimizer
 
 SHAPE = Shape(vocabulary=352, hidden=128, layers=2, heads=4, kv_heads=4, intermediate=384, positions=128)
 WIDTH, PROMPT = 48, 24  # tokens of a row; of them the prompt's
@@ -41,9 +43,9 @@ LOSS = partial(
     objective.policy_objective,
     gains=UNMOVED,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    correct=correction.none,
+    correct=importance.none,
     kl=kls.k3,
-    weigh=partial(weights.constant_length, max_length=WIDTH - PROMPT),
+    weigh=partial(aggregation.constant_length, max_length=WIDTH - PROMPT),
     beta=0.0,
     entropy_bonus=0.0,
 )

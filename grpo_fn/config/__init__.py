@@ -1,6 +1,6 @@
 """The door for configuration: gin files in, plain keyword arguments out, and a text that launches the same run again.
 
-gin serves as a grammar and a table of bindings (`source.read`, the only file that imports it); nothing of it outlives
+gin serves as a grammar and a table of bindings (`parse.read`, the only file that imports it); nothing of it outlives
 `load`: no live reference, no lock, no scope. Then references, scopes and macros are resolved and every name is checked
 (`resolver`), and the result is frozen into plain `functools.partial`s (`frozen`) and written down (`text`).
 
@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_fn.config.frozen import fingerprint, freeze
-from grpo_fn.config.resolver import knobs_of, resolve
-from grpo_fn.config.source import read
-from grpo_fn.config.text import dump
-from grpo_fn.config.values import Node
+from grpo_fn.config.dump import dump
+from grpo_fn.config.freeze import fingerprint, freeze
+from grpo_fn.config.nodes import Node
+from grpo_fn.config.parse import read
+from grpo_fn.config.resolve import knobs_of, resolve
 
 __all__ = ["Config", "fingerprint", "freeze", "load", "read"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from grpo_fn.problem import Completion, Problem, RewardFn
+from grpo_fn.core.problem import Completion, Problem, RewardFn
 
 
 def by_task(problem: Problem, completion: Completion, *, rewards: Mapping[str, RewardFn]) -> float | None:

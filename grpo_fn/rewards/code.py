@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from grpo_fn.problem import Completion, Problem, Program, Ran
+from grpo_fn.core.problem import Completion, Problem, Program, Ran
 
 Runner = Callable[[Program], Ran]
 

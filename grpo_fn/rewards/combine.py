@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from grpo_fn.problem import Completion, Problem, RewardFn, Scorer
-from grpo_fn.types import Reward, Rollout
+from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer
+from grpo_fn.core.types import Reward, Rollout
 
 
 def serial(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:

@@ -6,7 +6,7 @@ A box is `\boxed{...}` with braces balanced as TeX balances them: an escaped bra
 import re
 from collections.abc import Sequence
 
-from grpo_fn.problem import Completion, Problem
+from grpo_fn.core.problem import Completion, Problem
 
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MENTION = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")

@@ -6,7 +6,7 @@ function of one row and is not here.
 
 import math
 
-from grpo_fn.problem import Completion, Problem, RewardFn
+from grpo_fn.core.problem import Completion, Problem, RewardFn
 
 
 def soft_overlong_punishment(problem: Problem, completion: Completion, *, max_length: int, cache_length: int) -> float:

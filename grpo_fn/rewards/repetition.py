@@ -1,6 +1,6 @@
 """Does the completion say the same again and again?"""
 
-from grpo_fn.problem import Completion, Problem
+from grpo_fn.core.problem import Completion, Problem
 
 
 def repeated_ngrams(problem: Problem, completion: Completion, *, ngram: int, max_penalty: float) -> float:

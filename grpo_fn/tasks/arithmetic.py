@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_fn import prng
-from grpo_fn.problem import Problem
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Problem
 from grpo_fn.tasks.task import FrozenKey, Task, frozen_key, generated, thawed_key
 
 T = TypeVar("T")

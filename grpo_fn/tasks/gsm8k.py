@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from grpo_fn.problem import Problem
+from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import template as templates
-from grpo_fn.tasks.jsonl_rows import Row, jsonl_rows
+from grpo_fn.tasks.readers import Row, jsonl_rows
 from grpo_fn.tasks.task import Task, first, from_rows
 
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_fn.problem import Problem
+from grpo_fn.core.problem import Problem
 from grpo_fn.rewards.format import last_box
 from grpo_fn.tasks import template as templates
-from grpo_fn.tasks.jsonl_rows import Row, jsonl_rows, text
+from grpo_fn.tasks.readers import Row, jsonl_rows, text
 from grpo_fn.tasks.rules import all_answered, answered
 from grpo_fn.tasks.task import Task, first, from_rows, keep, noted
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from grpo_fn.problem import Problem
+from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import template as templates
-from grpo_fn.tasks.jsonl_rows import Row, jsonl_rows, text
+from grpo_fn.tasks.readers import Row, jsonl_rows, text
 from grpo_fn.tasks.task import Task, first, from_rows
 
 # The published split, by task_id.

@@ -15,8 +15,8 @@ from math import gcd, isfinite, lcm
 import torch
 from torch import Tensor
 
-from grpo_fn import prng
-from grpo_fn.problem import Problem
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Problem
 from grpo_fn.tasks.task import (
     FrozenKey,
     Predicate,

@@ -7,7 +7,7 @@ the key looks at its draws.
 
 from collections.abc import Callable, Sequence
 
-from grpo_fn.problem import Problem
+from grpo_fn.core.problem import Problem
 from grpo_fn.tasks.task import Task, keep, listing, noted, place
 
 Length = Callable[[str], int]

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from types import ModuleType
 
-from grpo_fn.tasks.jsonl_rows import Row, json_lines, listing
+from grpo_fn.tasks.readers import Row, json_lines, listing
 
 
 def file(fields: Sequence[str], *, path: str) -> Iterator[Row]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from grpo_fn import prng
-from grpo_fn.problem import Problem
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import template as templates
-from grpo_fn.tasks.jsonl_rows import Row, text
+from grpo_fn.tasks.readers import Row, text
 from grpo_fn.tasks.rules import all_answered, answered, distinct
 from grpo_fn.tasks.task import Task, from_rows, held_out, noted
 

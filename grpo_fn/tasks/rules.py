@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from grpo_fn.problem import Problem
+from grpo_fn.core.problem import Problem
 from grpo_fn.tasks.task import Task, keep, listing, noted, numbered, place
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_fn import prng
-from grpo_fn.problem import Problem
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Problem
 
 # Held-out problems are numbered from here, far above any training index: no test problem shares a uid, and with it
 # the sampler's randomness, with a training draw.

@@ -11,7 +11,7 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 from torch.func import vmap
 
-from grpo_fn.testing.prove import claim, for_all, same
+from grpo_fn.testing.harness import claim, for_all, same
 from grpo_fn.testing.strategies import NO_NUMBERS, finite, groups
 
 Advantage = Callable[[Tensor, Tensor], Tensor]

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
+from grpo_fn.core.types import Batch, Gains, Rollout, Scores, Totals
 from grpo_fn.testing import texts
 from grpo_fn.testing.strategies import Draw, masks, tensors
-from grpo_fn.types import Batch, Gains, Rollout, Scores, Totals
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
 MASKED_FIELDS = ("logp_sampled", "logp_old", "logp_ref", "adv")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_fn.core.types import Batch
 from grpo_fn.testing import losses
 from grpo_fn.testing.batches import rows
+from grpo_fn.testing.harness import claim, for_all
 from grpo_fn.testing.losses import Row, TokenLoss
-from grpo_fn.testing.prove import claim, for_all
-from grpo_fn.types import Batch
 
 Estimator = Callable[[Tensor, Batch], Tensor]
 

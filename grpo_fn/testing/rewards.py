@@ -9,11 +9,11 @@ from functools import partial
 import hypothesis.strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from grpo_fn.problem import Completion, Problem, RewardFn
-from grpo_fn.shell.reward_pool import RewardPool
-from grpo_fn.shell.reward_process import RETURNED_NONE
+from grpo_fn.core.problem import Completion, Problem, RewardFn
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE
 from grpo_fn.testing import texts
-from grpo_fn.testing.prove import UNSHRUNK, claim, for_all, simplest
+from grpo_fn.testing.harness import UNSHRUNK, claim, for_all, simplest
 from grpo_fn.testing.texts import Row
 
 Score = Callable[[Sequence[Row]], list[float | None]]

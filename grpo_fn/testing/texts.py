@@ -11,7 +11,7 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from grpo_fn.problem import Completion, Problem
+from grpo_fn.core.problem import Completion, Problem
 
 MEGABYTE = 2**20
 

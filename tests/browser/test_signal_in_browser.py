@@ -11,8 +11,8 @@ from browser.chrome import Chrome
 from PIL import Image
 from signal_steps import HOSTILE, looked_at, step
 
-from grpo_fn import signal_page
-from grpo_fn.token_signal import Shown
+from grpo_fn.analysis.html import token_page
+from grpo_fn.analysis.token_report import Shown
 
 PROMPTS = ["Tom has 12 apples. <b>How many</b>?\n", "He buys 30 more.  And now?"]
 TOKENS = "document.querySelectorAll('#rows .t[data-i]')"
@@ -54,7 +54,7 @@ def shown() -> Shown:
 @pytest.fixture(scope="module")
 def page(shown: Shown, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "signal.html"
-    path.write_bytes(signal_page.document(shown, title="Step 3 of </title>", said="<i>said</i>").encode())
+    path.write_bytes(token_page.document(shown, title="Step 3 of </title>", said="<i>said</i>").encode())
     return path
 
 
@@ -232,7 +232,7 @@ def test_markup_that_is_one_token_is_text_in_its_tooltip_too(chrome: Chrome, sho
     row = shown.rows[1]
     spelt = row._replace(tokens=[row.tokens[0]._replace(text=text), *row.tokens[1:]])
     path = tmp_path / "page.html"
-    path.write_text(signal_page.document(shown._replace(rows=[spelt]), title="t", said="s"))
+    path.write_text(token_page.document(shown._replace(rows=[spelt]), title="t", said="s"))
     chrome.open(path)
     chrome.run("document.querySelector('#by-row').focus()")
     chrome.press("Tab", "Home")

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn import run
-from grpo_fn.config import Config, load, source
+from grpo_fn.config import Config, load, parse
 
 HEADER = "from __gin__ import dynamic_registration\nimport fixture_module as fm\n"
 RUN = (
@@ -390,7 +390,7 @@ def test_an_error_in_an_include_names_the_included_file() -> None:
 def test_a_missing_gin_file_names_a_near_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "arithmetic.gin").write_text("")
-    monkeypatch.setattr(source, "GIN_FOLDER", tmp_path)
+    monkeypatch.setattr(parse, "GIN_FOLDER", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"got 'run/arithmetik.gin'.*did you mean run/arithmetic.gin\?"):
         load(["run/arithmetik.gin"], [])
 
@@ -401,7 +401,7 @@ def test_files_are_found_in_the_gin_folder_without_a_word(
     (tmp_path / "algo").mkdir()
     (tmp_path / "algo" / "part.gin").write_text(f"{HEADER}fm.anything.value = 4\n")
     (tmp_path / "whole.gin").write_text('include "algo/part.gin"\n')
-    monkeypatch.setattr(source, "GIN_FOLDER", tmp_path)
+    monkeypatch.setattr(parse, "GIN_FOLDER", tmp_path)
     monkeypatch.setattr(gin.config, "_LOCATION_PREFIXES", ["", str(tmp_path)])
     assert load(["whole.gin"], [], root="fixture_module.anything").kwargs() == {"value": 4}
     assert caplog.records == []  # gin's own reader logs an error for every place it looks in vain
@@ -511,10 +511,10 @@ def test_the_fingerprint_is_blind_to_spelling_and_sees_every_value() -> None:
 
 def command_line(*flags: str) -> subprocess.CompletedProcess[str]:
     """`python -m grpo_fn.run` in a fresh interpreter."""
-    here = Path(__file__).resolve().parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "tests" / "helpers"), str(root)])}
     command = [sys.executable, "-m", "grpo_fn.run", *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=here.parents[1], timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=root, timeout=120)
 
 
 def test_a_mistake_on_the_command_line_is_one_line_and_exit_2(tmp_path: Path) -> None:
@@ -598,6 +598,6 @@ def test_bad_input_is_a_message_and_a_failure_at_work_keeps_its_traceback(
 
 
 def test_how_the_work_is_spread_is_no_part_of_what_a_run_is() -> None:
-    here, there = (load(["run/arithmetic.gin"], params) for params in ([], ["scale.Scale.shard=1"]))
+    here, there = (load(["run/arithmetic.gin"], params) for params in ([], ["mesh.Scale.shard=1"]))
     assert here.fingerprint == there.fingerprint
     assert here.text != there.text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_fn.config import freeze, load, read
-from grpo_fn.config.values import Node
+from grpo_fn.config.nodes import Node
 
 PROJECT = Path(__file__).resolve().parents[2]
 FILES = sorted([*(PROJECT / "gin").rglob("*.gin"), *(PROJECT / "experiments").rglob("*.gin")])

@@ -9,11 +9,11 @@ import pytest
 from catalogue import public
 from test_gin_files import header, uncalled
 
-from grpo_fn import advantage, correction, filters, kl, losses, marks, weights
-from grpo_fn.asking import check_credit, uses_reference
+from grpo_fn.algo import advantage, aggregation, filters, importance, kl, losses, masking
 from grpo_fn.config import freeze, load, read
-from grpo_fn.config.values import Node
+from grpo_fn.config.nodes import Node
 from grpo_fn.run import main
+from grpo_fn.trainer.validate import check_credit, uses_reference
 
 PROJECT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (PROJECT / "gin" / "algo").glob("*.gin"))
@@ -30,8 +30,8 @@ SPARE = {
     filters: set(),
     losses: {"dual_clip", "sequence_ratio_token"},
     kl: {"k1_ratio"},
-    marks: set(),
-    weights: set(),
+    masking: set(),
+    aggregation: set(),
 }
 each_preset = pytest.mark.parametrize("name", PRESETS)
 
@@ -79,7 +79,7 @@ def test_a_preset_leaves_it_to_the_run_how_its_sampler_is_corrected(name):
     """That belongs to the engine that samples: laid over a run, a preset must not switch it off."""
     bound = read([f"algo/{name}.gin"], []).knobs
     assert not any(target.__name__ == "policy_objective" and "correct" in knobs for (_, target), knobs in bound.items())
-    assert correction.none in named(algorithm(name)["objective"])
+    assert importance.none in named(algorithm(name)["objective"])
 
 
 @pytest.mark.parametrize("below", PRESETS)

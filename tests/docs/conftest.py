@@ -11,7 +11,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> "desk.Things":
     from e2e.running import command, finish
 
     from docs import desk, stand_ins
-    from grpo_fn.shell import tiny_model
+    from grpo_fn.shell.model import tiny_model
 
     made = desk.Things(folder=tmp_path_factory.mktemp("things"))
     stand_ins.rows(made.data)

@@ -90,7 +90,7 @@ def _work(how: Callable[[Sequence[str]], None], argv: list[str], things: Things,
 def start(argv: Sequence[str]) -> None:
     """As the interpreter starts a module, a program text or a file."""
     sys.argv = [*argv]
-    if argv[0] == "-m" and argv[1] == "grpo_fn.doctor":
+    if argv[0] == "-m" and argv[1] == "grpo_fn.doctor.__main__":
         inquire_here()
     if argv[0] == "-m":
         sys.argv = [*argv[1:]]
@@ -113,15 +113,14 @@ def inquire_here() -> None:
     """The doctor asks each of its questions in a new interpreter; here in this one, which has torch."""
     import tempfile
 
-    from grpo_fn import diagnosis
-    from grpo_fn.shell import inquiry
+    from grpo_fn.doctor import examine, subprocess_probe
 
     def ask(function: str, *arguments: str, **_: object) -> Any:
         with tempfile.TemporaryDirectory() as folder:
-            inquiry.answer(function, f"{folder}/out", *arguments)
-            return inquiry.read(Path(folder) / "out")
+            subprocess_probe.answer(function, f"{folder}/out", *arguments)
+            return subprocess_probe.read(Path(folder) / "out")
 
-    diagnosis.ask = ask
+    examine.ask = ask
 
 
 def parsed(argv: Sequence[str]) -> None:

@@ -102,7 +102,7 @@ def scontrol(argv: Sequence[str], place: Place, site: Site) -> None:
 def wandb(argv: Sequence[str], place: Place, site: Site) -> None:
     """The folder is where the mirror has it."""
     assert argv[1] == "sync"
-    assert "RUN_DIR/" + argv[2].partition("/")[2] in (ROOT / "grpo_fn/shell/mirror.py").read_text(), argv
+    assert "RUN_DIR/" + argv[2].partition("/")[2] in (ROOT / "grpo_fn/shell/logging/tracker.py").read_text(), argv
 
 
 def touch(argv: Sequence[str], place: Place, site: Site) -> None:

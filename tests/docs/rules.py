@@ -18,19 +18,19 @@ TOOLS = {
     "tools/bias_table.py": [],
     "tools/compare.py": [],
     "tools/export.py": [],
-    "tools/import_config.py": [],
-    "tools/lens.py": [],
+    "tools/import_config": [],
+    "tools/compare_algorithms.py": [],
     "tools/make_tiny_model.py": [],
-    "tools/report.py": [],
-    "tools/presets.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
-    "tools/sweep.py": [],
-    "tools/bench_rewards.py": ["--rows", "1"],
+    "tools/report": [],
+    "tools/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
+    "tools/sweep": [],
+    "tools/bench/bench_rewards.py": ["--rows", "1"],
     "experiments/vmap_sweep/idea.py": ["--policies", "2", "--rows", "2", "--repeats", "1"],
 }
 # Tools whose work is not for here: their own parser reads the flags.
 PARSED = {
-    "tools/bench.py": "measures for minutes, on ranks of its own; tests/e2e/test_bench.py runs it",
-    "tools/device_check.py": "wants a GPU; a test of its own runs its small form",
+    "tools/bench": "measures for minutes, on ranks of its own; tests/e2e/test_bench.py runs it",
+    "tools/device_check": "wants a GPU; a test of its own runs its small form",
     "tools/lock.py": "asks the package index",
 }
 BROWSER = ("tests/browser/screenshot.py", "tests/browser/tensorboard_page.py")
@@ -80,7 +80,7 @@ def ours(small: Callable[[list[str], Place], list[str]], codes: Sequence[int] = 
 
     def rule(argv: Sequence[str], place: Place, site: Site) -> None:
         given = small(desk.filled(argv[2:], place.things), place) if argv[2:] else ["--help"]
-        begun = [*argv[:2], *(given if argv[2:] or argv[1] != "grpo_fn.doctor" else [])]
+        begun = [*argv[:2], *(given if argv[2:] or argv[1] != "grpo_fn.doctor.__main__" else [])]
         done = well(forked(doing.start, begun, things=place.things, site=site), " ".join(begun), codes)
         assert done.out or site.out.name not in ("out0", "out1"), f"{' '.join(begun)} printed nothing"
         if argv[1] == "grpo_fn.run" and not {"--dry_run", "--help"} & {*begun}:
@@ -230,10 +230,10 @@ def small_run(argv: list[str], place: Place) -> list[str]:
 
 MODULES = {
     "grpo_fn.run": ours(small_run),
-    "grpo_fn.eval": ours(small_eval),
-    "grpo_fn.score": ours(one_worker),
-    "grpo_fn.replay": ours(as_it_is),
-    "grpo_fn.doctor": ours(as_it_is, (0, 1, 2)),  # what it finds is the machine's affair
+    "grpo_fn.eval.__main__": ours(small_eval),
+    "grpo_fn.score.__main__": ours(one_worker),
+    "grpo_fn.replay.__main__": ours(as_it_is),
+    "grpo_fn.doctor.__main__": ours(as_it_is, (0, 1, 2)),  # what it finds is the machine's affair
     "pytest": pytest_module,
     "pip": lambda argv, place, site: pip(argv[1:], place, site),
 }

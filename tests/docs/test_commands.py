@@ -22,9 +22,9 @@ ALL = [each for page in pages() for each in commands(page)]
 FIRST = {each.text: each for each in reversed(ALL)}  # a line that stands on several pages is done once
 # Seconds of CPU that a test of every run cannot have. Flags are read by the tool's own parser all the same.
 SLOW = {
-    "python tools/bias_table.py": "17 s; tests/pure/test_unbiased.py holds its tables against the page",
+    "python tools/bias_table.py": "17 s; tests/algo/test_unbiased.py holds its tables against the page",
     "OMP_NUM_THREADS=1 python experiments/vmap_sweep/idea.py --repeats 5": "6 s",
-    "OMP_NUM_THREADS=1 python tools/bench_rewards.py --data DIR --rows 600": "6 s",
+    "OMP_NUM_THREADS=1 python tools/bench/bench_rewards.py --data DIR --rows 600": "6 s",
 }
 
 
@@ -155,11 +155,11 @@ def test_a_command_is_found_wherever_it_stands(
         ("python -m no_such", "no rule for python -m no_such"),
         ("python -m grpo_fn.run --gin_flie run/arithmetic.gin", "ended with 2"),
         ("python -m grpo_fn.run --gin_file run/no_such.gin", "ended with 2"),
-        ("python tools/sweep.py --out x --girds SEED=0", "ended with 2"),
+        ("python tools/sweep --out x --girds SEED=0", "ended with 2"),
         ("pip install -e '.[no_such]'", "wanted extras of"),
         ("pip install 'torch==1.0.*'", "wanted torch"),
         ("kubectl patch job no_such -p '{\"spec\":{}}'", "no_such"),
-        ("python tools/bench.py no_such", "ended with 2"),
+        ("python tools/bench no_such", "ended with 2"),
     ],
 )
 @pytest.mark.xdist_group("commands")

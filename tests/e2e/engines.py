@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from grpo_fn.shell.engine import Seat
-from grpo_fn.shell.local_sampler import LocalSampler, local
+from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, local
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Apart(LocalSampler):
 
 def apart(seat: Seat, tokenizer: Any, **knobs: Any) -> Apart:
     """As local_sampler.local, whose knobs it takes."""
-    from grpo_fn.shell import hf
+    from grpo_fn.shell.model import hf
 
     module = hf.load_model(seat.folder, dtype=seat.dtype, device=seat.world.device, attention="sdpa")
     one = local(replace(seat, whole=lambda: module), tokenizer, **knobs)

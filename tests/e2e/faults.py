@@ -78,7 +78,7 @@ def after(calls: int, room: Any, name: str, then: Callable[..., Any]) -> None:
 
 def generating(calls: int, harm: Harm) -> None:
     """The harm comes after some tokens of the n-th decoding."""
-    from grpo_fn.shell.local_sampler import LocalSampler
+    from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
     def decode(real: Callable, sampler: LocalSampler, *args: Any) -> Any:
         object.__setattr__(sampler, "choose", Interrupted(sampler.choose, 3, harm))
@@ -134,9 +134,8 @@ def spoilt(calls: int, harm: Harm) -> None:
 
 def staging(calls: int, harm: Harm) -> None:
     """The harm comes as the rank begins to copy its pieces of the n-th checkpoint."""
-    from grpo_fn.shell import shards
 
-    after(calls, shards, "stage", partial(first_the_harm, harm))
+    after(calls, tensor_shards_shards, "stage", partial(first_the_harm, harm))
 
 
 def first_the_harm(harm: Harm, real: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -146,26 +145,25 @@ def first_the_harm(harm: Harm, real: Callable, *args: Any, **kwargs: Any) -> Any
 
 def writing(calls: int, harm: Harm) -> None:
     """The harm comes in the thread that writes the n-th checkpoint, half of the rank's file being there."""
-    from grpo_fn.shell import shards
 
     def half(real: Callable, folder: Path, *args: Any) -> Any:
         (folder / f"__{os.environ['RANK']}_0.distcp").write_bytes(b"half")
         harm()
         return real(folder, *args)
 
-    after(calls, shards, "write", half)
+    after(calls, tensor_shards_shards, "write", half)
 
 
 def scoring(calls: int, harm: Harm) -> None:
     """The harm comes as the rank begins to score its n-th share of rows."""
-    from grpo_fn.shell.reward_pool import RewardPool
+    from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 
     after(calls, RewardPool, "judge", partial(first_the_harm, harm))
 
 
 def between_steps(step: int, harm: Harm) -> None:
     """The harm comes when everything about a step is done."""
-    from grpo_fn.loop import noting
+    from grpo_fn.trainer.loop import noting
 
     leave = noting.__exit__
 
@@ -179,9 +177,9 @@ def between_steps(step: int, harm: Harm) -> None:
 
 def sealing(calls: int, harm: Harm) -> None:
     """The harm comes as the main rank is about to write the n-th manifest; all pieces are on the disk."""
-    from grpo_fn.shell import saver
+    from grpo_fn.shell.checkpoint import async_saver
 
-    after(calls, saver, "seal", partial(first_the_harm, harm))
+    after(calls, async_saver, "seal", partial(first_the_harm, harm))
 
 
 # -- a rank
@@ -194,7 +192,7 @@ def nothing() -> None:
 def worker_killed() -> None:
     """Harm: SIGKILL to this rank's reward workers."""
     for worker in psutil.Process().children():
-        if "grpo_fn.shell.reward_worker" in worker.cmdline():
+        if "grpo_fn.shell.reward_workers.worker" in worker.cmdline():
             worker.kill()
             worker.wait()  # a dead one, and not one that is about to die
 

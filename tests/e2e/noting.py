@@ -8,17 +8,17 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from grpo_fn.shell import mirror as ours
+from grpo_fn.shell.logging import tracker as ours
 
 
 def mirror() -> ours.Mirror:
-    """mirror.wandb, offline."""
+    """tracker.wandb, offline."""
     sys.modules["wandb"] = package()
     return ours.wandb(project="tests", mode="offline")
 
 
 def package() -> ModuleType:
-    """What mirror.wandb uses of the package."""
+    """What tracker.wandb uses of the package."""
     module = ModuleType("wandb")
     module.__spec__ = ModuleSpec("wandb", None)
     watched: list[str] = []

@@ -2,7 +2,7 @@
 
 import os
 
-from grpo_fn.problem import Completion, Problem
+from grpo_fn.core.problem import Completion, Problem
 
 
 def named(problem: Problem, completion: Completion) -> float:

@@ -17,7 +17,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_fn import run
-from grpo_fn.shell import checkpoint
+from grpo_fn.shell.checkpoint import store as checkpoint
 
 torch.set_num_threads(1)
 SERVER = multiprocessing.get_context("forkserver")
@@ -112,7 +112,7 @@ class AtPhase:
         self.phase, self.left, self.number, self.later, self.times = phase, n, number, later, times
 
     def __call__(self) -> None:
-        from grpo_fn.shell.clock import Stopwatch
+        from grpo_fn.shell.logging.stopwatch import Stopwatch
 
         span = Stopwatch.span
 
@@ -137,7 +137,7 @@ class AfterStep:
         self.step, self.number = step, number
 
     def __call__(self) -> None:
-        from grpo_fn.loop import noting
+        from grpo_fn.trainer.loop import noting
 
         leave = noting.__exit__
 
@@ -156,7 +156,7 @@ class FullDisk:
         self.step = step
 
     def __call__(self) -> None:
-        from grpo_fn.shell import rollout_store
+        from grpo_fn.shell.logging import rollout_store
 
         store = rollout_store.store
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from e2e.running import command, finish
 
-from grpo_fn.shell import tiny_model
+from grpo_fn.shell.model import tiny_model
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(8)]
 
@@ -42,9 +42,9 @@ class FullDisk:
     """Doom: there are ten bytes left."""
 
     def __call__(self) -> None:
-        from grpo_fn.shell import durable
+        from grpo_fn.shell import atomic_io
 
-        durable.free_bytes = lambda path: 10
+        atomic_io.free_bytes = lambda path: 10
 
 
 class NoNetwork:

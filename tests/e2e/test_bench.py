@@ -10,13 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from crew import crew
-from hypothesis import given
-from hypothesis import strategies as st
-from running import finish
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 import bench
 import bench_rank
 import bench_ranks
@@ -24,6 +17,11 @@ import bench_sides
 import bench_trl
 import bench_trl_side
 import bench_work
+import pytest
+from crew import crew
+from hypothesis import given
+from hypothesis import strategies as st
+from running import finish
 
 USED = bench_sides.Used(peak=3e9, before=1e9, processor=12.0)
 CELLS = Callable[..., list[list[str]]]
@@ -155,11 +153,11 @@ def test_our_side_runs_and_the_table_is_made(tmp_path: Path, printed: CELLS, mon
     assert bar == ""
     assert float(rows["tokens of a completion, mean"][0]) <= bench_work.SCALES["tiny"].new_tokens
     assert "train" in rows["ours"]
-    assert out.read_text().startswith("`python tools/bench.py trl --scale tiny")
+    assert out.read_text().startswith("`python tools/bench trl --scale tiny")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not bench_trl.HOME.exists(), reason="no TRL here: python tools/bench.py trl makes .venv-trl")
+@pytest.mark.skipif(not bench_trl.HOME.exists(), reason="no TRL here: python tools/bench trl makes .venv-trl")
 def test_both_sides_run(printed: CELLS) -> None:
     rows = {
         row[0]: row[1:] for row in printed("trl", "--scale", "tiny", "--steps", "2", "--rounds", "1", "--threads", "1")

@@ -1,13 +1,9 @@
 """How a step grows, measured at a size at which the figures mean nothing."""
 
 import argparse
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 import bench_growth
+import pytest
 from bench_growth import Point, Taken
 
 

@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_fn import run
-from grpo_fn.shell import checkpoint
+from grpo_fn.shell.checkpoint import store
 
 KILL = signal.SIGKILL
 BESIDE = {"train__train__evaluator": "@local_sampler.local"}
 # Sampled answers and long steps, so that no two policies give the same ones.
 CHANGES: dict[str, Any] = {
-    "evaluate__Evaluation__samples": 3,
-    "evaluate__Evaluation__ks": (1, 2),
+    "evaluation__Evaluation__samples": 3,
+    "evaluation__Evaluation__ks": (1, 2),
     "train__train__judges": "[@rewards.named, @rewards.digits]",
     "optimizer__adamw__lr": 3e-2,
 }
@@ -69,9 +69,8 @@ class Coming:
         self.looks, self.then = looks, then
 
     def __call__(self) -> None:
-        from grpo_fn import beside
 
-        ask, take_in, left = beside.ask, beside.take_in, [0]
+        ask, take_in, left = async_evalevaleval.ask, async_evalevaleval.take_in, [0]
         free = threading.Event()
 
         def asked(*args: Any) -> Any:
@@ -88,7 +87,7 @@ class Coming:
                 patience = 30.0
             return take_in(*args, patience=patience, **kwargs)
 
-        beside.ask, beside.take_in = asked, looked
+        async_evalevaleval.ask, async_evalevaleval.take_in = asked, looked
         if self.then is not None:
             self.then()
 
@@ -100,9 +99,8 @@ class Never:
         self.left, self.then = but, then
 
     def __call__(self) -> None:
-        from grpo_fn import beside
 
-        ask, take_in = beside.ask, beside.take_in
+        ask, take_in = async_evalevaleval.ask, async_evalevaleval.take_in
 
         def asked(*args: Any) -> Any:
             self.left -= 1
@@ -113,7 +111,7 @@ class Never:
         def looked(*args: Any, patience: float, **kwargs: Any) -> Any:
             return take_in(*args, patience=30.0 if self.left >= 0 else patience, **kwargs)
 
-        beside.ask, beside.take_in = asked, looked
+        async_evalevaleval.ask, async_evalevaleval.take_in = asked, looked
         if self.then is not None:
             self.then()
 
@@ -125,9 +123,8 @@ class Raising:
         self.left = n
 
     def __call__(self) -> None:
-        from grpo_fn import beside
 
-        ask = beside.ask
+        ask = async_evalevaleval.ask
 
         def asked(*args: Any) -> Any:
             self.left -= 1
@@ -135,7 +132,7 @@ class Raising:
                 raise ConnectionError("the engine is gone")
             return ask(*args)
 
-        beside.ask = asked
+        async_evalevaleval.ask = asked
 
 
 class Traced:
@@ -219,7 +216,7 @@ def test_asked_to_stop_it_does_not_wait_and_makes_the_evaluation_again(
     assert code == 75, (tmp_path / "out").read_text()
     assert time.monotonic() - began < 60
     assert "stopped by SIGTERM after step 3" in (tmp_path / "out").read_text()
-    assert checkpoint.meta(tmp_path / "run" / "checkpoints" / "step_3")["pending"] == [2]
+    assert store.meta(tmp_path / "run" / "checkpoints" / "step_3")["pending"] == [2]
     assert "eval/accuracy" not in metrics(tmp_path / "run")[2]
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert {**told(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
@@ -243,8 +240,8 @@ def test_the_first_and_the_last_one_are_no_others(
     argv = arguments(cache, tmp_path / "run")
     assert finish(argv, tmp_path / "out", Never(but, stop)) == 75, (tmp_path / "out").read_text()
     assert not (tmp_path / "run" / "summary.json").exists()
-    newest = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1]
-    assert checkpoint.meta(tmp_path / "run" / "checkpoints" / f"step_{newest}")["pending"] == [pending]
+    newest = store.steps(tmp_path / "run" / "checkpoints")[-1]
+    assert store.meta(tmp_path / "run" / "checkpoints" / f"step_{newest}")["pending"] == [pending]
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert told(tmp_path / "run") == midst
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()  # of a run that is done: nothing
@@ -259,7 +256,7 @@ class Waiting:
         self.text = f"waiting for the evaluation of step {step}"
 
     def __call__(self) -> None:
-        from grpo_fn.shell.console import Console
+        from grpo_fn.shell.logging.console import Console
 
         line = Console.line
 
@@ -278,9 +275,9 @@ def test_with_a_newer_checkpoint_the_older_weights_are_measured(
     few = {"loop__Cadence__save_every": 1, "loop__Cadence__keep_last": 1, "loop__Cadence__keep_best": 0}
     argv = arguments(cache, tmp_path / "run", **few)
     assert finish(argv, tmp_path / "out", Never(1, AtPhase("generate", 3, signal.SIGTERM))) == 75
-    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [2, 3]
+    assert store.steps(tmp_path / "run" / "checkpoints") == [2, 3]
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [6]
+    assert store.steps(tmp_path / "run" / "checkpoints") == [6]
     assert {**told(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
 
 

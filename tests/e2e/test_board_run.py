@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 
-from grpo_fn.shell.board import LAYOUT, MEASURES, hparams
+from grpo_fn.shell.logging.tensorboard_layout import LAYOUT, MEASURES, hparams
 
 # Charts of what this run does not measure: no compiler, no dynamic sampling, problems of one kind.
 ELSEWHERE = {
@@ -28,7 +28,7 @@ ELSEWHERE = {
 def rich(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that also draws samples in its evaluation, killed after step 5, which it took again."""
     folder = tmp_path_factory.mktemp("rich")
-    more = {"evaluate__Evaluation__samples": 2, "evaluate__Evaluation__ks": "(1, 2)"}
+    more = {"evaluation__Evaluation__samples": 2, "evaluation__Evaluation__ks": "(1, 2)"}
     more["train__train__judges"] = "[@rewards.named, @rewards.digits]"
     more["train__train__profile_steps"] = "(4, 6)"
     argv = command(cache, folder / "run", **more)

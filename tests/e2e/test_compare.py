@@ -13,8 +13,8 @@ import pytest
 from e2e.running import TESTS
 from hypothesis import given
 
-from grpo_fn.proportions import mcnemar, paired_bootstrap, wilson
-from grpo_fn.shell import eval_store
+from grpo_fn.analysis.statistics import mcnemar, paired_bootstrap, wilson
+from grpo_fn.shell.logging import eval_store
 
 TOOL = TESTS.parent / "tools" / "compare.py"
 

@@ -6,21 +6,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import device_check
+import device_runner
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import device_check
-import device_runner
 from device_runner import FAILED, LEFT_OUT, OK, Check, Figure, Outcome, Setting, apart, here
 from device_shapes import EOS, QWEN_HALF, QWEN_LARGE, Shape
 from device_speed import Work
+from hypothesis import given
+from torch import nn
 
-from grpo_fn.plan import kv_bytes_per_token
-from grpo_fn.shell import hf
+from grpo_fn.shell.model import hf
+from grpo_fn.trainer.plan import kv_bytes_per_token
 
 ROOT = Path(__file__).resolve().parents[2]
 NOWHERE = Setting(device="cpu", tiny=True, scratch="/nowhere")
@@ -173,12 +171,12 @@ def imports(path: Path) -> Iterator[str]:
 
 def file_of(name: str) -> Path | None:
     """The file of a module of ours."""
-    base = (ROOT if name.startswith("grpo_fn") else ROOT / "tools").joinpath(*name.split("."))
+    base = (ROOT if name.startswith("grpo_fn") else ROOT / "tools" / "device_check").joinpath(*name.split("."))
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
 def test_it_needs_neither_gin_nor_math_verify_nor_an_http_client() -> None:
-    waiting = [path for path in (ROOT / "tools").glob("device_*.py") if path.name != "device_vllm.py"]
+    waiting = [path for path in (ROOT / "tools" / "device_check").glob("device_*.py") if path.name != "device_vllm.py"]
     seen, others = {*waiting}, set()
     while waiting:
         for name in imports(waiting.pop()):
@@ -187,7 +185,7 @@ def test_it_needs_neither_gin_nor_math_verify_nor_an_http_client() -> None:
             if path is not None and path not in seen:
                 seen.add(path)
                 waiting.append(path)
-    assert ROOT / "grpo_fn" / "shell" / "local_sampler.py" in seen
+    assert ROOT / "grpo_fn" / "shell" / "sampler" / "local" / "local_sampler.py" in seen
     bare = {"torch", "transformers", "einops", "jaxtyping", "safetensors", "huggingface_hub", "tokenizers", "numpy"}
     extra = {name for name in others if name not in sys.stdlib_module_names and file_of(name) is None} - bare
     assert extra <= {"psutil", "packaging", "tqdm", "tensorboard"}, extra
@@ -197,7 +195,7 @@ def test_it_needs_neither_gin_nor_math_verify_nor_an_http_client() -> None:
 def test_it_runs_as_a_program_from_anywhere(tmp_path: Path) -> None:
     command = [
         sys.executable,
-        str(ROOT / "tools" / "device_check.py"),
+        str(ROOT / "tools" / "device_check"),
         "--device",
         "cpu",
         "--tiny",

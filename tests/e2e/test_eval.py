@@ -17,16 +17,17 @@ import pytest
 from e2e.running import TESTS, AtPhase, board, command, finish, metrics
 from published import published
 
-from grpo_fn import eval as evaluation
 from grpo_fn.config import freeze, load
-from grpo_fn.config.values import Node
-from grpo_fn.locate import locate
-from grpo_fn.shell import eval_store, hf, tiny_model
+from grpo_fn.config.nodes import Node
+from grpo_fn.eval import __main__ as evaluation
+from grpo_fn.shell.logging import eval_store
+from grpo_fn.shell.model import hf, tiny_model
 from grpo_fn.tasks.task import Task, generated
+from grpo_fn.trainer.model_source import locate
 
 PROJECT = TESTS.parent
 STEPS = [0, 2, 4, 6]
-ASKED = {"evaluate__Evaluation__samples": 3, "evaluate__Evaluation__ks": "(1, 3)"}
+ASKED = {"evaluation__Evaluation__samples": 3, "evaluation__Evaluation__ks": "(1, 3)"}
 JUDGES = {"train__train__judges": "[@rewards.named, @rewards.digits]"}
 
 
@@ -267,7 +268,7 @@ def test_a_checkpoint_by_itself_needs_its_run(run: Path, tmp_path: Path, capsys:
 
 
 BAD_KNOBS = {
-    "too few samples": (["evaluate.Evaluation.samples=2"], ["ks: got [1, 3] with 2 samples", "wanted each of them"]),
+    "too few samples": (["evaluation.Evaluation.samples=2"], ["ks: got [1, 3] with 2 samples", "wanted each of them"]),
     "no problems asked": (["train.train.eval_problems=0"], ["eval_problems: got 0, wanted at least 1"]),
     "no judges": (["train.train.judges=[]"], ["judges: got none"]),
     "a word for a number": (["train.train.seed='x'"], ["seed", "wanted int"]),
@@ -325,7 +326,7 @@ def test_results_are_not_written_over(trained: Path, tmp_path: Path, capsys: pyt
 def test_a_failure_at_work_is_no_bad_input_and_leaves_no_results(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from grpo_fn.shell.local_sampler import LocalSampler
+    from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("got a nan")
@@ -341,7 +342,7 @@ def test_a_failure_at_work_is_no_bad_input_and_leaves_no_results(
 
 
 def test_help_needs_no_torch_and_a_missing_model_is_said() -> None:
-    code = "import sys; from grpo_fn import eval; eval.flags().format_help(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from grpo_fn import eval; __main__.flags().format_help(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, timeout=60).returncode == 0
     done = subprocess.run([sys.executable, "-m", "grpo_fn.eval"], cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 2
@@ -373,7 +374,7 @@ OVERLAYS = {"samples.gin": ["eval/gsm8k.gin"]}
 @pytest.mark.parametrize("path", EVALS, ids=[path.name for path in EVALS])
 def test_every_eval_file_is_whole_and_says_how_to_use_it(path: Path) -> None:
     files = [*OVERLAYS.get(path.name, []), str(path)]
-    config = load(files, ["DATA=some/data"], taker="grpo_fn.measure.measure")
+    config = load(files, ["DATA=some/data"], taker="grpo_fn.eval.measure.measure")
     pickle.dumps(freeze(uncalled(config.root.knobs), {}))
     head = path.read_text().partition("from __gin__")[0]
     assert re.match(r"# .{20}", head)

@@ -1,13 +1,13 @@
 """Any checkpoint becomes an ordinary model folder: the weights that training had, to the bit."""
 
 import shutil
-import sys
 from pathlib import Path
 
+import export
 import pytest
 import torch
 from crew import crew
-from e2e.running import TESTS, command, finish
+from e2e.running import command, finish
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -15,13 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_fn.locate import check_fits, locate, take, weights_of
-from grpo_fn.shell import checkpoint, hf
-from grpo_fn.shell.saver import Saver
+from grpo_fn.shell.checkpoint import store
+from grpo_fn.shell.checkpoint.async_saver import Saver
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.world import World
-
-sys.path.append(str(TESTS.parent / "tools"))
-import export
+from grpo_fn.trainer.model_source import check_fits, locate, take, weights_of
 
 LORA = ("--gin_file", "scale/lora.gin")
 PROMPT = "12 + 7 = "
@@ -65,7 +63,7 @@ def test_the_last_checkpoint_is_the_model_of_the_run(whole: Path, tmp_path: Path
 
 def test_an_earlier_checkpoint_is_another_model(whole: Path, tmp_path: Path) -> None:
     out = exported(whole / "checkpoints" / "step_4", tmp_path / "out")
-    found = checkpoint.read(whole / "checkpoints" / "step_4", "weights.")
+    found = store.read(whole / "checkpoints" / "step_4", "weights.")
     assert same(weights(out), {name: found[name] for name in weights(out)})
     assert not same(weights(out), weights(whole / "model"))
 
@@ -74,10 +72,10 @@ def save_again(world: World, path: Path, root: Path) -> None:
     """The same checkpoint as this many ranks would have written it, in rows."""
     line = init_device_mesh("cpu", (world.size,))
     tensors = {
-        name: distribute_tensor(x, line, [Shard(0)]) if x.ndim else x for name, x in checkpoint.read(path, "").items()
+        name: distribute_tensor(x, line, [Shard(0)]) if x.ndim else x for name, x in store.read(path, "").items()
     }
     with Saver(root, world) as saver:
-        saver.save(6, tensors=tensors, blobs=checkpoint.blobs(path), meta=checkpoint.meta(path))
+        saver.save(6, tensors=tensors, blobs=store.blobs(path), meta=store.meta(path))
 
 
 @pytest.mark.parametrize("run", ["whole", "adapted"])

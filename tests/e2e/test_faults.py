@@ -10,7 +10,7 @@ from e2e import faults
 from e2e.faults import KILL, STOP, Doom, Job, full_disk, job, nothing, undisturbed, worker_killed
 from e2e.running import command, metrics, outcome
 
-from grpo_fn.shell import rollout_store
+from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.world import EXIT_LOST, GRACE
 
 LATE = 5.0  # seconds beyond what is promised that a loaded machine may take
@@ -29,7 +29,7 @@ PLANS = {
 def doomed(cache: Path, folder: Path, ranks: int, doom: Doom, *, deadline: float = 30.0, executed: bool = False) -> Job:
     """The small run under `torchrun --max-restarts 1`, one of its ranks doomed in the first attempt."""
     calm = outcome(undisturbed(cache, ranks))
-    argv = command(cache, folder / "run", scale__Scale__deadline=deadline)
+    argv = command(cache, folder / "run", mesh__Scale__deadline=deadline)
     over = job(folder, ranks, argv, doom=doom, restarts=1, executed=executed)
     assert over.code == 0, over.everything()
     assert over.codes(1) == dict.fromkeys(range(ranks), 0)

@@ -10,11 +10,12 @@ import pytest
 from e2e.running import TESTS, AtPhase, finish, metrics, outcome
 from published import published
 
-from grpo_fn import prng
-from grpo_fn.problem import Completion
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Completion
 from grpo_fn.rewards import math
-from grpo_fn.shell import rollout_store, tiny_model
-from grpo_fn.shell.reward_pool import RewardPool
+from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.model import tiny_model
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.tasks import gsm8k
 from grpo_fn.tasks.task import train_problems
 

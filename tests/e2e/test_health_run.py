@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from e2e.running import board, command, finish, outcome
 
-from grpo_fn.shell.signals import EXIT_UNHEALTHY
+from grpo_fn.shell.process import EXIT_UNHEALTHY
 
 
 def warned(run: Path, rule: str) -> list[str]:

@@ -1,8 +1,7 @@
-"""tools/import_config.py: what it writes can be launched, what it cannot carry is listed, and bad input is said."""
+"""tools/import_config: what it writes can be launched, what it cannot carry is listed, and bad input is said."""
 
 import json
 import re
-import sys
 import tempfile
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,21 +10,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import import_config as tool
+import import_draft
+import import_nemo_rl
+import import_trl
 import pytest
 import yaml
 from e2e.running import TESTS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn import asking, run
+from grpo_fn import run
 from grpo_fn.config import freeze, load
-from grpo_fn.shell import tiny_model
-
-sys.path.append(str(TESTS.parent / "tools"))
-import import_config as tool
-import import_draft
-import import_nemo_rl
-import import_trl
+from grpo_fn.shell.model import tiny_model
+from grpo_fn.trainer import validate
 
 CONFIGS = TESTS / "e2e" / "configs"
 SAMPLES = {"nemo_rl.yaml": [], "trl.yaml": ["--world", "2"], "trl.py": ["--world", "2", "--rows", "7473"]}
@@ -210,8 +208,8 @@ def test_a_configuration_of_known_keys_can_be_launched_or_says_why_not(nemo: boo
         config = load([str(path)], given)
     knobs = config.root.knobs
     objective, old_logp = (freeze(knobs[name], {}) for name in ("objective", "old_logp"))
-    asking.check_correction(objective, old_logp)
-    asking.check_stale(objective, old_logp, knobs["max_staleness"])
+    validate.check_correction(objective, old_logp)
+    validate.check_stale(objective, old_logp, knobs["max_staleness"])
     group = knobs["group_size"]
     if nemo:
         assert (knobs["prompts"], group) == tuple(
@@ -300,30 +298,30 @@ OF_TRL = {  # a configuration: the engine file, and some of what is bound
     "the older name of a bound": (
         {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_cap": 4.0},
         "engine/vllm_dedicated.gin",
-        {"correction.masked.low": 0.0, "correction.masked.high": 4.0},
+        {"importance.masked.low": 0.0, "importance.masked.high": 4.0},
     ),
     "a row's weight": (
         {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.9},
         "engine/vllm_dedicated.gin",
-        {"correction.sequence_masked.low": 0.9, "correction.sequence_masked.high": 3.0},
+        {"importance.sequence_masked.low": 0.9, "importance.sequence_masked.high": 3.0},
     ),
     "nothing corrected": (
         {"use_vllm": True, "vllm_importance_sampling_correction": False},
         "engine/vllm_dedicated.gin",
-        {"train.train.old_logp": "@algorithm.recomputed", "objective.policy_objective.correct": None},
+        {"train.train.old_logp": "@step.recomputed", "objective.policy_objective.correct": None},
     ),
     "a mask alone": (
         {"off_policy_mask_threshold": 0.5},
         None,
-        {"objective.policy_objective.correct": "@correction.off_policy_sequence_mask", "train.train.old_logp": None},
+        {"objective.policy_objective.correct": "@importance.off_policy_sequence_mask", "train.train.old_logp": None},
     ),
     "a mask and a weight": (
         {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.5},
         "engine/vllm_dedicated.gin",
         {
-            "objective.policy_objective.correct": "@correction.both",
-            "correction.both.weight": "@correction.truncated",
-            "correction.both.mask": "@correction.off_policy_sequence_mask",
+            "objective.policy_objective.correct": "@importance.both",
+            "importance.both.weight": "@importance.truncated",
+            "importance.both.mask": "@importance.off_policy_sequence_mask",
         },
     ),
 }
@@ -340,23 +338,23 @@ OF_NEMO = {
     ),
     "ahead": (
         {"grpo.async_grpo.max_trajectory_age_steps": 3, "grpo.async_grpo.in_flight_weight_updates": True} | AHEAD,
-        "engine/one_batch_ahead.gin",
-        {"train.train.max_staleness": 3, "vllm_servers.Dedicated.pause": "keep", "correction.truncated.cap": 1e15},
+        "engine/async_one_step.gin",
+        {"train.train.max_staleness": 3, "vllm_servers.Dedicated.pause": "keep", "importance.truncated.cap": 1e15},
     ),
-    "tis": (ON | {f"{TIS}ratio": 2.0}, None, {"correction.truncated.cap": 2.0}),
+    "tis": (ON | {f"{TIS}ratio": 2.0}, None, {"importance.truncated.cap": 2.0}),
     "icepop": (
         ON | {f"{TIS}ratio": 5.0, f"{TIS}ratio_min": 0.5, f"{TIS}type": "icepop"},
         None,
-        {"correction.masked.low": 0.5, "correction.masked.high": 5.0},
+        {"importance.masked.low": 0.5, "importance.masked.high": 5.0},
     ),
     "seq-mask-tis": (
         ON | {f"{TIS}ratio": 1.002, f"{TIS}ratio_min": 0.999, f"{TIS}type": "seq-mask-tis"},
         None,
         {
-            "correction.both.weight": "@correction.truncated",
-            "correction.both.mask": "@correction.sequence_masked",
-            "correction.truncated.cap": 1e15,
-            "correction.sequence_masked.high": 1.002,
+            "importance.both.weight": "@importance.truncated",
+            "importance.both.mask": "@importance.sequence_masked",
+            "importance.truncated.cap": 1e15,
+            "importance.sequence_masked.high": 1.002,
         },
     ),
 }
@@ -375,7 +373,7 @@ def test_an_engine_and_a_correction_are_carried(nemo: bool, name: str, tmp_path:
     (tmp_path / "made.gin").write_text(made.text("x"))
     given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
     root = load([str(tmp_path / "made.gin")], given).root.knobs
-    asking.check_correction(*(freeze(root[knob], {}) for knob in ("objective", "old_logp")))
+    validate.check_correction(*(freeze(root[knob], {}) for knob in ("objective", "old_logp")))
 
 
 # -- bad files
@@ -468,12 +466,15 @@ def test_python_is_read_and_never_run(tmp_path: Path) -> None:
 # -- the pages
 
 PAGES = sorted((TESTS.parent / "docs").glob("from_*.md"))
-ROOMS = ("grpo_fn", "grpo_fn.rewards", "grpo_fn.shell", "grpo_fn.tasks")
+PACKAGES = [f"grpo_fn.{name}" for name in ("algo", "rewards", "tasks", "trainer", "analysis", "core", "shell.logging")]
+PACKAGES += [
+    f"grpo_fn.shell.{name}" for name in ("model", "policy", "vllm", "sampler", "sampler.local", "reward_workers")
+]
 
 
 def room(name: str) -> ModuleType | None:
     """The module that gin files import under that name."""
-    found = [f"{place}.{name}" for place in ROOMS if find_spec(f"{place}.{name}")]
+    found = [f"{place}.{name}" for place in ("grpo_fn", *PACKAGES) if find_spec(f"{place}.{name}")]
     return import_module(found[0]) if found else None
 
 

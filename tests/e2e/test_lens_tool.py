@@ -1,19 +1,16 @@
 """The lens as a user points it at a run."""
 
 import shutil
-import sys
 from pathlib import Path
 
+import compare_algorithms as tool
 import pytest
 import torch
 from e2e.running import board, command, finish
-from pure.test_page import Reader
+from test_page import Reader
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import lens as tool
-
-from grpo_fn import presets
-from grpo_fn.shell import rollout_store
+from grpo_fn.shell.logging import rollout_store
+from grpo_fn.trainer import presets
 
 
 def test_every_preset_is_seen_in_a_stored_step(whole: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

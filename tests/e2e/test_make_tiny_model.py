@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import make_tiny_model
 import pytest
 from e2e.running import SMALL, TESTS
 from safetensors.torch import load_file
-
-sys.path.append(str(TESTS.parent / "tools"))
-import make_tiny_model
 
 FRESH = """
 import json, sys

@@ -8,8 +8,10 @@ from e2e.running import AtPhase, finish, metrics, outcome
 from published import published
 
 from grpo_fn.config import load
-from grpo_fn.problem import Completion
-from grpo_fn.shell import eval_store, sandbox, tiny_model
+from grpo_fn.core.problem import Completion
+from grpo_fn.shell import sandbox
+from grpo_fn.shell.logging import eval_store
+from grpo_fn.shell.model import tiny_model
 
 SHORT = {
     "STEPS": 2,

@@ -15,8 +15,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from grpo_fn.shell import checkpoint, rollout_store
-from grpo_fn.shell.signals import EXIT_STOPPED
+from grpo_fn.shell.checkpoint import store
+from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.process import EXIT_STOPPED
 
 CLOSE = 1e-6
 ROUNDED = ("loss/ratio_", "loss/logp_gap_")  # of single tokens: two log-probs of float32, each rounded in its own way
@@ -31,7 +32,7 @@ def rollouts(run: Path) -> dict[int, list[dict[str, Any]]]:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """All that the newest checkpoint holds: weights and moments."""
-    return checkpoint.read(run / "checkpoints" / f"step_{checkpoint.steps(run / 'checkpoints')[-1]}", "")
+    return store.read(run / "checkpoints" / f"step_{store.steps(run / 'checkpoints')[-1]}", "")
 
 
 def same_run(ours: Path, theirs: Path) -> None:
@@ -82,7 +83,7 @@ def test_five_and_five_steps_are_ten(cache: Path, tmp_path: Path, capsys: pytest
     first = job(halves, 2, argv, doom=Doom(1, partial(faults.between_steps, 5), ASK))
     assert set(first.codes(0).values()) == {EXIT_STOPPED}, first.everything()
     assert "stopped by a signal to another rank after step 5" in first.said(0, 0)
-    assert checkpoint.steps(halves / "run" / "checkpoints")[-1] == 5
+    assert store.steps(halves / "run" / "checkpoints")[-1] == 5
     second = job(tmp_path / "second", 2, argv)
     assert second.code == 0, second.everything()
     assert "resumed after step 5" in (halves / "run" / "log.txt").read_text()
@@ -146,7 +147,7 @@ def test_bad_numbers_are_refused_by_every_rank_and_nothing_starts(cache: Path, t
 
 
 def test_a_mesh_that_does_not_fit_is_refused_and_nothing_starts(cache: Path, tmp_path: Path) -> None:
-    over = job(tmp_path, 2, command(cache, tmp_path / "run", scale__Scale__shard=3))
+    over = job(tmp_path, 2, command(cache, tmp_path / "run", mesh__Scale__shard=3))
     refused(over, 2, "scale: got replicate 1 x shard 3 x tensor 1 for 2 ranks")
     assert not (tmp_path / "run").exists()
 

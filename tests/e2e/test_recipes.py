@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import make_tiny_model
 import psutil
 import pytest
 import yaml
@@ -19,10 +20,8 @@ from e2e.running import TESTS, finish, metrics
 from launch.launching import Started, environment, program, run
 from published import published
 
-from grpo_fn.shell import rollout_store, sandbox
-
-sys.path.append(str(TESTS.parent / "tools"))
-import make_tiny_model
+from grpo_fn.shell import sandbox
+from grpo_fn.shell.logging import rollout_store
 
 PROJECT = TESTS.parent
 RECIPES = PROJECT / "experiments"
@@ -85,7 +84,7 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
 
 def qwen(request: pytest.FixtureRequest) -> Recipe:
     given = {"DATA": published("math"), "GSM8K": published("gsm8k")}
-    smaller = {"train.train.attention": '"sdpa"', "scale.Scale.execution": "@blocks.eager"}
+    smaller = {"train.train.attention": '"sdpa"', "mesh.Scale.execution": "@blocks.eager"}
     smaller |= {"gsm8k.task.test_size": 2, "math_task.task.test_size": 2}
     says = ("256 prompts x 8 samples = 2048", "replicate 1 x shard 2 x tensor 1", "problems     1819", "51200 in 200")
     return Recipe("qwen_math_2gpu", given, smaller, says, ranks=2)
@@ -94,7 +93,7 @@ def qwen(request: pytest.FixtureRequest) -> Recipe:
 def code(request: pytest.FixtureRequest) -> Recipe:
     no_sandbox()
     says = ("64 prompts x 8 samples = 512", "replicate 2 x shard 1 x tensor 1", "problems     500", "epochs of 374")
-    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"policy.Sharded.initial_scale": 1024.0}, says, 2)
+    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"fsdp.Sharded.initial_scale": 1024.0}, says, 2)
 
 
 def k8s(request: pytest.FixtureRequest) -> Recipe:
@@ -378,7 +377,7 @@ def test_every_knob_that_its_table_names_is_one_of_the_recipe(name: str) -> None
 def knob_names(bindings: Any) -> set[str]:
     """`module.function.knob` of everything that is bound."""
     dumped = partial(re.findall, r"^(?:\w+/)?([\w.]+) =", flags=re.MULTILINE)
-    from grpo_fn.config.text import dump
+    from grpo_fn.config.dump import dump
 
     return {name.split("/")[-1] for name in dumped(dump(bindings))}
 
@@ -386,7 +385,7 @@ def knob_names(bindings: Any) -> set[str]:
 @pytest.mark.slow
 def test_the_real_launcher_and_compiled_blocks_on_two_ranks(model: Path, tmp_path: Path) -> None:
     found = qwen(None)  # type: ignore[arg-type]
-    kept = {k: v for k, v in found.smaller.items() if k != "scale.Scale.execution"}
+    kept = {k: v for k, v in found.smaller.items() if k != "mesh.Scale.execution"}
     _, _, *argv = small(found._replace(smaller=kept), model, tmp_path)
     env = environment(MODULE="grpo_fn.run") | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(PROJECT)))}
     done = run([RECIPES / "qwen_math_2gpu" / "launch.sh", *argv], env)

@@ -19,16 +19,17 @@ from e2e.running import TESTS, command, finish, metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn import again, replay
-from grpo_fn.again import laid_out
-from grpo_fn.batch import by_width, cut, minibatches
-from grpo_fn.differences import relative_to
-from grpo_fn.digests import QUANTITIES
-from grpo_fn.packing import by_reading, together
-from grpo_fn.shell import rollout_store
-from grpo_fn.shell.digest import recorded
-from grpo_fn.shell.local_sampler import LocalSampler
-from grpo_fn.types import Batch, Scores
+from grpo_fn.core.batch import by_width, cut, minibatches
+from grpo_fn.core.checksums import QUANTITIES
+from grpo_fn.core.packing import by_reading, together
+from grpo_fn.core.types import Batch, Scores
+from grpo_fn.replay import __main__
+from grpo_fn.replay import replay_step as again
+from grpo_fn.replay.diff import relative_to
+from grpo_fn.replay.replay_step import laid_out
+from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.policy.checksums import recorded
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
 READ = partial(by_reading, share=together)
 LORA = ("--gin_file", "scale/lora.gin")
@@ -40,9 +41,9 @@ BUSY = {
     "train__train__epochs": 2,
     "train__train__minibatches": 2,
     "train__train__micro_tokens": 100,
-    "train__train__old_logp": "@algorithm.recomputed",
-    "train__train__collect": "@collect.dynamic",
-    "collect__dynamic__max_gen_batches": 8,
+    "train__train__old_logp": "@step.recomputed",
+    "train__train__collect": "@group_sampling.dynamic",
+    "group_sampling__dynamic__max_gen_batches": 8,
     "combine__combine__parts": "[@rewards.named]",
     "combine__combine__weights": "[1.0]",
     "objective__policy_objective__beta": 0.04,
@@ -66,7 +67,7 @@ def replayed(capsys: pytest.CaptureFixture[str]) -> Replayed:
     def run(folder: Path, step: int, *flags: str) -> tuple[int, str]:
         before = contents(folder)
         capsys.readouterr()
-        code = replay.main([str(folder), "--step", str(step), *flags])
+        code = __main__.main([str(folder), "--step", str(step), *flags])
         out, err = capsys.readouterr()
         assert contents(folder) == before
         return code, out + (err if code == 2 else "")
@@ -278,7 +279,7 @@ def test_other_weights_at_the_start_move_all_that_follows(
 
 def test_rounding_is_called_by_its_name(copied: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are off by an ulp or so, as those of another number of ranks are."""
-    from grpo_fn.shell.policy import Sharded
+    from grpo_fn.shell.policy.fsdp import Sharded
 
     restore = Sharded.restore
 
@@ -403,7 +404,7 @@ def test_a_broken_checkpoint_is_passed_over(copied: Path, replayed: Replayed) ->
 
 
 def test_help_comes_without_torch() -> None:
-    code = "import sys; from grpo_fn import replay; replay.flags().format_help(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from grpo_fn import replay; __main__.flags().format_help(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -463,12 +464,12 @@ def test_two_ranks_repeat_what_two_ranks_did_and_one_rank_says_what_differs(
     made = torchrun("grpo_fn.run", *command(cache, run))
     assert made.returncode == 0, made.stderr
     before = contents(run)
-    again = torchrun("grpo_fn.replay", str(run), "--step", "6", "--override", "optimizer.adamw.lr=0.0")
+    again = torchrun("grpo_fn.replay.__main__", str(run), "--step", "6", "--override", "optimizer.adamw.lr=0.0")
     assert again.returncode == 0, again.stdout + again.stderr
     assert contents(run) == before
     assert again.stdout.count(f"step 6: {ALL} as recorded") == 1, "the main rank alone speaks"
     assert "others: weights" in again.stdout
-    stored = torchrun("grpo_fn.replay", str(run), "--step", "6", "--stored")
+    stored = torchrun("grpo_fn.replay.__main__", str(run), "--step", "6", "--stored")
     assert stored.returncode == 0, stored.stdout + stored.stderr
     code, said = replayed(run, 5)
     if code == 0:  # the sums came out alike

@@ -4,14 +4,11 @@ import fcntl
 import html.parser
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from e2e.running import metrics
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import report as tool
+from e2e.running import metrics
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\ud800 | ![x](http://example.com/t.png)"
 

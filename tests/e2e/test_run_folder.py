@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fn import run
 from grpo_fn.config import load
-from grpo_fn.shell import checkpoint, rollout_store
+from grpo_fn.shell.checkpoint import store
+from grpo_fn.shell.logging import rollout_store
 
 EVERY_STEP = {
     "loss": "objective kl entropy grad_norm clip_low clip_high ratio_min ratio_mean ratio_max logp_gap_mean",
@@ -90,7 +91,7 @@ def test_the_phases_of_a_step_add_up_to_its_time(whole: Path) -> None:
 
 def test_the_exported_model_opens_and_is_the_final_one(whole: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(whole / "model")
-    final = checkpoint.read(whole / "checkpoints" / "step_6", "weights.")
+    final = store.read(whole / "checkpoints" / "step_6", "weights.")
     ours = dict(model.named_parameters())
     assert ours.keys() == final.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in final.items())

@@ -19,12 +19,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from published import published
 
-from grpo_fn.named_reward import Named, reward_of
-from grpo_fn.problem import Completion, Problem, word
-from grpo_fn.scoring import EXIT_BROKEN_PIPE, MOST_BYTES, MOST_ROWS, scored
-from grpo_fn.shell.reward_pool import RewardPool
-from grpo_fn.shell.reward_process import Outcome, ready_among
-from grpo_fn.shell.row_stream import PIECE, Lines, asked, marked, verdict_names
+from grpo_fn.core.problem import Completion, Problem, word
+from grpo_fn.score.jsonl_stream import PIECE, Lines, asked, marked, verdict_names
+from grpo_fn.score.reward_spec import Named, reward_of
+from grpo_fn.score.scoring import EXIT_BROKEN_PIPE, MOST_BYTES, MOST_ROWS, scored
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.reward_workers.worker_handle import Outcome, ready_among
 
 MINE = '''
 import asyncio, os, sys, time
@@ -290,7 +290,7 @@ def test_published_and_plain_rows_of_programs_ask_the_same(row: dict, tests: lis
 
 
 def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, pool: RewardPool) -> None:
-    monkeypatch.setattr("grpo_fn.shell.row_stream.LONGEST_LINE", 10**6)
+    monkeypatch.setattr("grpo_fn.score.jsonl_stream.LONGEST_LINE", 10**6)
     (row,) = rows_of("1").splitlines()
     first, error = stream(pool, row + b"\n" + b"x" * 2 * 10**6)
     assert json.loads(first)["verdict"] == "right"
@@ -390,7 +390,7 @@ def test_a_reward_of_ones_own_has_knobs_and_sees_the_whole_row(folder: Path) -> 
     _, rows, _ = score(folder, rows_of("6*7=42", prompt="6*7=", answer=42), reward="mine.of_prompt")
     assert rows[0]["score"] == 1.0
     flags = ["--set", "seconds=0.5", "--set", "reward=@mine.obeys", "--set", "reward.bonus=2.0"]
-    _, rows, _ = score(folder, rows_of("a", "sleep 9"), *flags, reward="grpo_fn.rewards.limits.within")
+    _, rows, _ = score(folder, rows_of("a", "sleep 9"), *flags, reward="grpo_fn.rewards.wrappers.within")
     assert [(row["score"], row["reason"]) for row in rows] == [(3.0, ""), (None, "late: no answer within 0.5 s")]
 
 
@@ -496,8 +496,8 @@ def test_rows_in_flight_are_bounded_while_one_takes_its_time(folder: Path, size:
 
 PEAK = """
 import sys
-from grpo_fn import score
-code = score.main(sys.argv[1:])
+from grpo_fn.score.__main__ import __main__
+code = __main__.main(sys.argv[1:])
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
 """
 
@@ -519,7 +519,7 @@ def test_it_starts_without_torch(folder: Path) -> None:
     row = rows_of(r"\boxed{4}", answer="4")
     done = subprocess.run([sys.executable, *flags], input=row, capture_output=True, cwd=folder)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.decode().splitlines() if "import time" in line}
-    assert {"grpo_fn.scoring", "math_verify"} <= imported
+    assert {"grpo_fn.score.scoring", "math_verify"} <= imported
     assert not imported & {"torch", "transformers", "tensorboard"}
 
 
@@ -527,7 +527,7 @@ def test_help_imports_nothing_of_ours(folder: Path) -> None:
     flags = ["-X", "importtime", "-m", "grpo_fn.score", "--help"]
     done = subprocess.run([sys.executable, *flags], capture_output=True, cwd=folder)
     assert b"--suffix" in done.stdout
-    assert b"grpo_fn.scoring" not in done.stderr
+    assert b"grpo_fn.score.scoring" not in done.stderr
 
 
 def test_a_terminal_sees_how_it_goes_and_a_file_one_line(folder: Path) -> None:

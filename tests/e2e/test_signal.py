@@ -1,15 +1,12 @@
 """The learning signal as a run leaves it behind."""
 
-import sys
 from pathlib import Path
 
+import compare_algorithms as tool
 from e2e.running import board, command, finish
-from pure.test_signal_page import Reader
+from test_token_page import Reader
 
-from grpo_fn.shell import rollout_store
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import lens as tool
+from grpo_fn.shell.logging import rollout_store
 
 
 def test_a_run_shows_its_signal_and_learns_the_same(cache: Path, whole: Path, tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
+import sweep as tool
 from e2e.running import SMALL, TESTS, Forked, metrics
 from hypothesis import given
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import sweep as tool
 
 from experiments.vmap_sweep.test_idea import (  # its tests are run here, too
     test_every_slice_is_its_separate_run as test_every_slice_is_its_separate_run,
@@ -26,7 +24,7 @@ from experiments.vmap_sweep.test_idea import (
     test_policies_that_differ_go_different_ways as test_policies_that_differ_go_different_ways,
 )
 
-TOOL = Path(tool.__file__)
+TOOL = Path(tool.__file__).parent
 BASE = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL)]
 
 

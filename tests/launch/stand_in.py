@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from grpo_fn import run
-from grpo_fn.shell.durable import write_json
-from grpo_fn.shell.signals import EXIT_STOPPED, StopRequest
+from grpo_fn.shell.atomic_io import write_json
+from grpo_fn.shell.process import EXIT_STOPPED, StopRequest
 from grpo_fn.shell.world import EXIT_LOST, LostRank, World, join
 
 

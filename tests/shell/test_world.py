@@ -16,8 +16,9 @@ import torch.distributed as dist
 from crew import CPU, Outcome, crew
 from hypothesis import given, settings
 
-from grpo_fn.shell import blocks, world
-from grpo_fn.shell.scale import HOST, REST, Scale
+from grpo_fn.shell import world
+from grpo_fn.shell.model import blocks
+from grpo_fn.shell.policy.mesh import HOST, REST, Scale
 from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, alone, find_device, join
 
 pytestmark = pytest.mark.xdist_group("world")

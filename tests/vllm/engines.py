@@ -20,15 +20,15 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from grpo_fn.problem import Problem
-from grpo_fn.sampling import categorical
-from grpo_fn.shell import hf
-from grpo_fn.shell.engine import Seat
-from grpo_fn.shell.hf import encode_prompt
-from grpo_fn.shell.outgoing import Fixed
-from grpo_fn.shell.vllm_sampler import VllmSampler, colocated
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.sampling import categorical
+from grpo_fn.core.types import Rollout
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.hf import encode_prompt
+from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.weight_export import Fixed
+from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated
 from grpo_fn.shell.world import alone
-from grpo_fn.types import Rollout
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

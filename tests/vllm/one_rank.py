@@ -17,11 +17,11 @@ from engines import ENDS, KNOBS, Case, asked, completions, refill
 from fakes import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_fn import prng
-from grpo_fn.shell.engine import Seat, StaleEngine
-from grpo_fn.shell.outgoing import outgoing
-from grpo_fn.shell.spread import Spread
-from grpo_fn.shell.vllm_sampler import colocated
+from grpo_fn.core import prng
+from grpo_fn.shell.sampler.data_parallel import Spread
+from grpo_fn.shell.sampler.interface import Seat, StaleEngine
+from grpo_fn.shell.sampler.weight_export import outgoing
+from grpo_fn.shell.vllm.vllm_sampler import colocated
 from grpo_fn.shell.world import World, join
 
 TEXTS = ["Tom has", "a", "7 + 7", "He buys 30 more. " * 20]

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from policies import mesh_of_one
 from torch.distributed.fsdp import fully_shard
 
-from grpo_fn import prng
-from grpo_fn.batch import check_rollout
-from grpo_fn.sampling import categorical, greedy, nucleus
-from grpo_fn.shell.engine import StaleEngine
-from grpo_fn.shell.outgoing import HEAD, outgoing
-from grpo_fn.shell.vllm_arguments import BATCHED
-from grpo_fn.shell.vllm_sampler import colocated
+from grpo_fn.core import prng
+from grpo_fn.core.batch import check_rollout
+from grpo_fn.core.sampling import categorical, greedy, nucleus
+from grpo_fn.shell.sampler.interface import StaleEngine
+from grpo_fn.shell.sampler.weight_export import HEAD, outgoing
+from grpo_fn.shell.vllm.vllm_arguments import BATCHED
+from grpo_fn.shell.vllm.vllm_sampler import colocated
 
 pytestmark = pytest.mark.xdist_group("vllm")
 EXAMPLES = settings.default.max_examples
@@ -310,7 +310,7 @@ def test_a_policy_in_parts_is_gathered_on_the_way(plain: Case) -> None:
 
 def test_nothing_else_of_the_process_is_disturbed(plain: Case, tmp_path: Path) -> None:
     def state() -> tuple[Any, ...]:
-        # Not Python's: beartype draws from it in every test (tests/shell/test_vllm_sampler.py looks at that one).
+        # Not Python's: beartype draws from it in every test (tests/shell/vllm/test_vllm_sampler.py looks at that one).
         return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
 
     model = small("llama", tied=True)

@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_fn.shell import vllm_chunks, vllm_transfer
-from grpo_fn.shell.engine import Ask, verified
-from grpo_fn.shell.vllm_http import FIELDS, Patience, Server, Unreachable
-from grpo_fn.shell.vllm_servers import Dedicated
+from grpo_fn.shell.sampler.interface import Ask, verified
+from grpo_fn.shell.vllm import vllm_chunks, vllm_transfer
+from grpo_fn.shell.vllm.client import FIELDS, Patience, Server, Unreachable
+from grpo_fn.shell.vllm.vllm_servers import Dedicated
 from grpo_fn.shell.world import World
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import torch
 from engines import Case, asked, case, refill
 from torch import nn
 
-from grpo_fn import prng
-from grpo_fn.shell.fingerprint import NOTHING, Fingerprint, fingerprint
-from grpo_fn.shell.outgoing import HEAD, outgoing
-from grpo_fn.shell.vllm_chunks import Chunk, chunks
+from grpo_fn.core import prng
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
+from grpo_fn.shell.sampler.weight_export import HEAD, outgoing
+from grpo_fn.shell.vllm.vllm_chunks import Chunk, chunks
 
 pytestmark = pytest.mark.xdist_group("vllm")
 CLOSE = 1e-4
@@ -24,7 +24,7 @@ def updated(model: nn.Module, *, engine: Any, parts: list[Chunk]) -> tuple[Finge
     """What came and what is held, after an update as a worker makes it."""
     from vllm.config import set_current_vllm_config
 
-    from grpo_fn.shell.vllm_extension import Receiving
+    from grpo_fn.shell.vllm.worker_extension import Receiving
 
     receiving = Receiving()
     receiving.model, receiving.model_config, receiving.device = model, engine.model_config, torch.device("cpu")

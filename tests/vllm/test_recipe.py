@@ -11,7 +11,7 @@ import pytest
 from e2e.running import metrics
 from e2e.test_recipes import SIGNAL, TINY, flags, instructions, k8s, learnt
 
-from grpo_fn.shell.tiny_model import Shape, make_random
+from grpo_fn.shell.model.tiny_model import Shape, make_random
 
 __all__ = ["instructions"]  # a fixture that k8s asks for
 pytestmark = pytest.mark.xdist_group("vllm")

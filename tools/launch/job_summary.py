@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from grpo_fn.shell.durable import write_json  # noqa: E402
+from grpo_fn.shell.atomic_io import write_json  # noqa: E402
 
 
 def flags() -> argparse.ArgumentParser:

@@ -47,7 +47,7 @@ own=(
   --host "$host" --port "$port"
   --enable-scale-out # completions of token ids
   --logprobs-mode processed_logprobs # under the distribution that tokens are drawn from, temperature and all
-  --worker-extension-cls grpo_fn.shell.vllm_extension.Extension
+  --worker-extension-cls grpo_fn.shell.vllm.worker_extension.Extension
   --weight-transfer-config "{\"backend\": \"grpo_$transfer\"}"
   --disable-uvicorn-access-log
 )

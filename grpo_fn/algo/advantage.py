@@ -1,0 +1,112 @@
+"""How much better a sample did than the rest of its group. One group at a time; the caller vmaps over P groups.
+
+Rules that hold for every function here: an invalid sample gets exactly 0 and moves nobody, whatever its reward says;
+a group whose valid rewards are all equal gets exactly 0, in every dtype and at every size; so does a group with one
+valid sample, or none: there is nothing to compare with. A valid reward that is not finite comes out as nan or inf,
+which the seam to the batch refuses.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_fn.core import masked
+
+
+def group_normalized(
+    reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, eps: float, ddof: int
+) -> Float[Tensor, "G"]:
+    """A = (R - mean R) / (std R + eps), std with n - `ddof` in its denominator over the n valid samples.
+
+    GRPO's outcome supervision (arXiv:2402.03300, section 4.1.2). Unchanged by shifting the rewards, and by scaling
+    them as long as eps is small against std. `eps` has the unit of the reward.
+    """
+    dev = centered(reward, valid)
+    # Measured in units of the largest deviation, squares neither overflow nor vanish, whatever the reward's unit.
+    unit = dev.abs().amax()
+    safe = torch.where(unit == 0, 1.0, unit)
+    relative = dev / safe
+    count = valid.sum().to(reward.dtype)
+    std = ((relative**2).sum() / (count - ddof).clamp(min=1)).sqrt()
+    return torch.where(unit == 0, 0.0, relative / (std + eps / safe))
+
+
+def centered(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor, "G"]:
+    """A = R - mean R over the valid samples. Dr. GRPO (arXiv:2503.20783).
+
+    In expectation the policy gradient times (n - 1) / n, since a sample is part of its own baseline.
+    """
+    # sum(R) / n differs from R by an ulp even if all R are equal. Measured from one of them, equal rewards are exact
+    # zeros, and so is their mean. The smallest is the one that does not depend on the order of the group.
+    least = torch.where(valid, reward, torch.inf).amin()
+    above = torch.where(valid, reward - least, 0.0)
+    return torch.where(valid, above - above.sum() / valid.sum().clamp(min=1), 0.0)
+
+
+def leave_one_out(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor, "G"]:
+    """A_i = R_i - mean of the others' R = n / (n - 1) (R_i - mean R), n valid samples: the unbiased baseline.
+
+    RLOO (arXiv:2402.14740; Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free").
+    """
+    count = valid.sum().to(reward.dtype)
+    return centered(reward, valid) * (count / (count - 1).clamp(min=1))
+
+
+def leave_one_out_normalized(
+    reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, eps: float, ddof: int
+) -> Float[Tensor, "G"]:
+    """A_i = (R_i - mean of the others) / (spread_i + eps), spread_i the larger of the others' std and the group's.
+
+    Leave-one-out in mean *and* std, as NeMo-RL has it. The others' std alone is 0 for the one sample that differs from
+    equal others, and A without bound; with the group's in reserve |A| <= n / sqrt(n - 1) for any rewards and any eps.
+    std with n - 1 - `ddof` in its denominator for the others and n - `ddof` for the group; `eps` in units of reward.
+    """
+    dev = centered(reward, valid)
+    unit = dev.abs().amax()
+    safe = torch.where(unit == 0, 1.0, unit)
+    relative = dev / safe
+    count = valid.sum().to(reward.dtype)
+    others = valid & ~torch.eye(len(reward), dtype=torch.bool, device=reward.device)  # [G, G]: row i is without i
+    loo = masked.std(relative.expand_as(others), others, dim=-1, ddof=ddof)
+    whole = masked.std(relative, valid, dim=-1, ddof=ddof)
+    ahead = relative * count / (count - 1).clamp(min=1)
+    return torch.where(unit == 0, 0.0, ahead / (torch.maximum(loo, whole) + eps / safe))
+
+
+def pass_at_k(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, k: int, threshold: float) -> Float[Tensor, "G"]:
+    """A of a solved sample = sqrt(f / (1 - f)), of another -(solved / unsolved) times that; R >= threshold is solved.
+
+    f = C(unsolved, k) / C(n, k) is the chance that k of the group's n samples are all unsolved. These are the closed
+    forms of the group-relative advantage of "one of k solves it" (arXiv:2508.10751), which draws all groups of k that
+    there are: little signal where most samples solve the problem already. With k = 1 they are (R - mean) / std of 0/1
+    rewards. A group in which any k samples hold a solved one gets 0, and so does one of fewer than k samples.
+    Bounded by sqrt(n / k - 1). Raises ValueError unless k >= 1.
+    """
+    if k < 1:
+        raise ValueError(f"k: got {k}, wanted at least 1")
+    solved = valid & (reward >= threshold)
+    count, won = valid.sum().to(reward.dtype), solved.sum().to(reward.dtype)
+    lost = count - won
+    drawn = torch.arange(k, device=reward.device, dtype=reward.dtype)
+    fail = ((lost - drawn).clamp(min=0) / (count - drawn).clamp(min=1)).prod()
+    signal = (won > 0) & (count >= k)
+    size = (fail / torch.where(signal, 1 - fail, 1.0)).sqrt()
+    adv = size * torch.where(solved, 1.0, -won / lost.clamp(min=1))
+    odd = valid & ~reward.isfinite()  # a comparison would hide them
+    return torch.where(odd, torch.nan, torch.where(valid & signal, adv, 0.0))
+
+
+def max_rl(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor, "G"]:
+    """A = (R - mean R) / mean R: the rarer a success within the group, the more it counts.
+
+    Maximum likelihood RL (arXiv:2602.02710). For rewards 0 and 1, p = P(success): on-policy its mean policy gradient is
+    exactly sum_{k < n} (1 - p)^(k - 1) grad p, which are the first n - 1 terms of grad log p; R - mean R has the first
+    one alone, times (n - 1) / n. Bounded by n - 1. If a reward is negative, the mean in the denominator is taken above
+    the group's smallest reward, which keeps the bound.
+    """
+    least = torch.where(valid, reward, torch.inf).amin().clamp(max=0.0)
+    above = torch.where(valid, reward - least, 0.0)
+    unit = above.amax()
+    relative = above / torch.where(unit == 0, 1.0, unit)  # in units of the largest nothing overflows or vanishes
+    mean = relative.sum() / valid.sum().clamp(min=1)  # at least 1 / n, or all are 0
+    return centered(relative, valid) / torch.where(unit == 0, 1.0, mean)

@@ -1,0 +1,37 @@
+"""How much each token counts: the loss is sum(weight * token loss). Rows of all micro-batches and ranks share `totals`.
+
+The denominators are those of the whole optimizer step, so micro-batches and ranks add up to the same loss and gradient
+however the rows are dealt out. Nothing to learn from weighs nothing: an empty batch gives zeros, never nan.
+"""
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_fn.core.types import Totals
+
+
+def token_mean(mask: Bool[Tensor, "B T"], totals: Totals) -> Float[Tensor, "B T"]:
+    """w = mask / N, N sampled tokens in the step: every token counts the same, long rows count more.
+
+    DAPO's token-level loss (arXiv:2503.14476).
+    """
+    return mask / totals.tokens.clamp(min=1)
+
+
+def sequence_mean(mask: Bool[Tensor, "B T"], totals: Totals) -> Float[Tensor, "B T"]:
+    """w = mask / (R |o_i|), R rows in the step, |o_i| sampled tokens of the row: every row counts the same.
+
+    GRPO as published (arXiv:2402.03300, eq. 3). A token of a long row weighs less, so long wrong answers are punished
+    less than short ones: the length bias that arXiv:2503.20783 describes.
+    """
+    length = mask.sum(-1, keepdim=True).clamp(min=1)
+    return mask / (totals.rows.clamp(min=1) * length)
+
+
+def constant_length(mask: Bool[Tensor, "B T"], totals: Totals, *, max_length: int) -> Float[Tensor, "B T"]:
+    """w = mask / (R L), L = `max_length` the same for every row: the policy gradient up to the constant L.
+
+    Dr. GRPO (arXiv:2503.20783) takes the longest completion allowed; 1 gives the plain sum over a row's tokens, the
+    sequence-level REINFORCE of RLOO (arXiv:2402.14740).
+    """
+    return mask / (totals.rows.clamp(min=1) * max_length)

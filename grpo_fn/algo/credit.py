@@ -1,0 +1,164 @@
+"""From the rewards of a step to the advantage of every token.
+
+A credit function takes the whole step, `(reward, drift [P G T], mask [P G T])`, and returns `[P G T]`. It says
+which number the groups are compared by, and what a comparison over more than one group adds. `drift` is
+logp_old - logp_ref at every sampled token, in nats: summed over a row it is the single-sample estimate k1 of
+KL(pi_old || pi_ref). The step is whole wherever this runs, so that a mean over it is the same number however many
+processes share the work. Behind the mask the result is 0; so it is for samples that are not valid.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from einops import repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.func import vmap
+
+from grpo_fn.core.types import Reward
+
+Advantage = Callable[[Tensor, Tensor], Tensor]  # one group: reward [G], valid [G] -> [G]
+Credit = Callable[[Reward, Tensor, Tensor], Tensor]
+
+
+def outcome(
+    reward: Reward,
+    drift: Float[Tensor, "P G T"],
+    mask: Bool[Tensor, "P G T"],
+    *,
+    advantage: Advantage,
+) -> Float[Tensor, "P G T"]:
+    """A_gt = advantage(R)_g: every token of a sample has the sample's advantage within its group.
+
+    GRPO's outcome supervision (arXiv:2402.03300, section 4.1.2).
+    """
+    return over_tokens(vmap(advantage)(reward.value, reward.valid), mask)
+
+
+def outcome_minus_kl(
+    reward: Reward,
+    drift: Float[Tensor, "P G T"],
+    mask: Bool[Tensor, "P G T"],
+    *,
+    advantage: Advantage,
+    beta: float,
+) -> Float[Tensor, "P G T"]:
+    """A_gt = advantage(R - beta sum_t drift_t)_g: the KL to the reference as a part of the sample's reward.
+
+    RLOO (arXiv:2402.14740). In expectation the policy gradient of the reward minus beta times the KL of whole rows.
+    """
+    value = reward.value - beta * kept(drift, mask).sum(-1)
+    return over_tokens(vmap(advantage)(value, reward.valid), mask)
+
+
+def reward_to_go(
+    reward: Reward,
+    drift: Float[Tensor, "P G T"],
+    mask: Bool[Tensor, "P G T"],
+    *,
+    beta: float,
+) -> Float[Tensor, "P G T"]:
+    """A_gt = R_g - beta sum_{s >= t} drift_s: no comparison within the group, and the KL that is still to come.
+
+    REINFORCE++ (arXiv:2501.03262v9, eq. 4) before its normalisation; wrap it in `token_whitened` (eq. 5).
+    """
+    to_go = kept(drift, mask).flip(-1).cumsum(-1).flip(-1)
+    return torch.where(mask & reward.valid[..., None], reward.value[..., None] - beta * to_go, 0.0)
+
+
+def per_part(
+    reward: Reward,
+    drift: Float[Tensor, "P G T"],
+    mask: Bool[Tensor, "P G T"],
+    *,
+    advantage: Advantage,
+    weights: Mapping[str, float],
+) -> Float[Tensor, "P G T"]:
+    """A_gt = sum_k weights[k] advantage(R^k)_g: each part of the reward is compared within the group by itself.
+
+    GDPO (arXiv:2601.05242): normalised after the sum, different mixtures of parts can come out the same; before it
+    they do not (eq. 4 and 7; wrap it in `row_whitened` for eq. 6). Parts without a weight do not count. Raises
+    ValueError for a weight of a part that there is not, and for no weight at all.
+    """
+    unknown = sorted(weights.keys() - reward.parts.keys())
+    if unknown or not weights:
+        raise ValueError(f"weights: got parts {unknown}, wanted some of {sorted(reward.parts)}")
+    compared = [w * vmap(advantage)(reward.parts[name], reward.valid) for name, w in weights.items()]
+    return over_tokens(torch.stack(compared).sum(0), mask)
+
+
+def token_whitened(
+    reward: Reward,
+    drift: Float[Tensor, "P G T"],
+    mask: Bool[Tensor, "P G T"],
+    *,
+    credit: Credit,
+    eps: float,
+) -> Float[Tensor, "P G T"]:
+    """A = (a - mean a) / (std a + eps), a from `credit`, mean and std over the sampled tokens of all valid rows.
+
+    The std has N in its denominator. REINFORCE++ (arXiv:2501.03262v9, eq. 5) and, around `outcome` with `centered`,
+    its baseline form (eq. 6 and 7). A batch of one value gives exactly 0. Long rows weigh more in the mean, so a group
+    without signal does not stay at 0 here unless the whole batch is without; in `row_whitened` it does.
+    """
+    adv = credit(reward, drift, mask)
+    counted = mask & reward.valid[..., None]
+    mean, std = moments(adv[counted])
+    return torch.where(counted, standardised(adv, mean, std, eps), 0.0)
+
+
+def row_whitened(
+    reward: Reward,
+    drift: Float[Tensor, "P G T"],
+    mask: Bool[Tensor, "P G T"],
+    *,
+    credit: Credit,
+    eps: float,
+) -> Float[Tensor, "P G T"]:
+    """A = (a - mean a) / (std a + eps), mean and std over rows, each with the advantage of its first sampled token.
+
+    As `token_whitened`, but a long row counts once: GDPO (arXiv:2601.05242, eq. 6), around `per_part`. For a `credit`
+    that gives all tokens of a row the same. Where the advantages of a group sum to 0, groups without signal stay at 0.
+    """
+    adv = credit(reward, drift, mask)
+    mean, std = moments(first_token(adv, mask)[reward.valid & mask.any(-1)])
+    return torch.where(mask & reward.valid[..., None], standardised(adv, mean, std, eps), 0.0)
+
+
+def over_tokens(adv: Float[Tensor, "P G"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:
+    """A sample's advantage at each of its sampled tokens, 0 elsewhere."""
+    return torch.where(mask, repeat(adv, "p g -> p g t", t=mask.shape[-1]), 0.0)
+
+
+def first_token(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B"]:
+    """The value at each row's first sampled token; at its first column when there is none."""
+    return x.gather(-1, mask.int().argmax(-1, keepdim=True))[..., 0]
+
+
+def kept(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
+    """The value where `mask`, 0 elsewhere."""
+    return torch.where(mask, x, 0.0)
+
+
+def moments(values: Float[Tensor, "N"]) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Mean and population standard deviation, in float64; 0 of no values, and exactly 0 deviation of equal ones."""
+    x = values.double()
+    if not len(x):
+        return x.sum(), x.sum()
+    least = x.amin()  # the mean of equal numbers can be an ulp off them; that of their zero distances is not
+    above = x - least
+    mean = above.mean()
+    return least + mean, ((above - mean) ** 2).mean().sqrt()
+
+
+def standardised(
+    x: Float[Tensor, "*B T"], mean: Float[Tensor, ""], std: Float[Tensor, ""], eps: float
+) -> Float[Tensor, "*B T"]:
+    """(x - mean) / (std + eps) in the dtype of x; 0 where x is as near to the mean as rounding can bring it.
+
+    So it stays exactly 0 what the groups of a step leave at 0 when they cancel out: their mean is then 0 but for
+    rounding. A std of 0 gives 0 everywhere, nan gives nan.
+    """
+    far = x.double() - mean
+    near = far.abs() <= 64 * torch.finfo(x.dtype).eps * std
+    return torch.where(near, 0.0, far / (std + eps)).to(x.dtype)

@@ -1,0 +1,61 @@
+"""Which groups a step learns from: `(explore, carried) -> Harvest`.
+
+`explore(first, count)` samples and scores problems first, ..., first + count - 1 of the stream.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from grpo_fn.core.groups import join, take, with_signal
+from grpo_fn.core.types import Carried, Groups
+
+Explore = Callable[[int, int], Groups]
+
+
+class Harvest(NamedTuple):
+    """What was found: groups to learn from now, all that was sampled for it, and what is left for the next step."""
+
+    groups: Groups
+    fresh: Groups  # sampled in this step
+    carried: Carried
+    figures: dict[str, float]
+
+
+def every(explore: Explore, carried: Carried, *, prompts: int) -> Harvest:
+    """The next `prompts` problems, whatever comes of them."""
+    groups = explore(carried.drawn, prompts)
+    return Harvest(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
+
+
+def dynamic(explore: Explore, carried: Carried, *, prompts: int, max_gen_batches: int) -> Harvest:
+    """Go on sampling, `prompts` problems at a time, until as many groups carry signal, at most `max_gen_batches` times.
+
+    Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): groups without signal are dropped. Groups with signal
+    beyond `prompts` are not: they wait for the next step, which takes them first and so is never more than one step
+    behind its samples. When there are too few, the groups without signal that came first fill the step up.
+
+    Reports `generation/batches`, `generation/accepted` (share of the sampled groups that carry signal),
+    `generation/waited` (groups of the step before) and `generation/filled`.
+    """
+    waited = [] if carried.waiting is None else [carried.waiting]
+    found = sum(len(part.problems) for part in waited)
+    sampled: list[Groups] = []
+    while found < prompts and len(sampled) < max_gen_batches:
+        sampled.append(explore(carried.drawn + prompts * len(sampled), prompts))
+        found += int(with_signal(sampled[-1].reward).sum())
+    fresh = join(sampled)
+    signal = with_signal(fresh.reward).tolist()
+    good, poor = ([p for p, ok in enumerate(signal) if ok is wanted] for wanted in (True, False))
+    candidates = join([*waited, take(fresh, [*good, *poor])])
+    rest = range(prompts, found)
+    return Harvest(
+        take(candidates, range(prompts)),
+        fresh,
+        carried._replace(drawn=carried.drawn + len(signal), waiting=take(candidates, rest) if rest else None),
+        {
+            "generation/batches": float(len(sampled)),
+            "generation/accepted": len(good) / len(signal),
+            "generation/waited": float(found - len(good)),
+            "generation/filled": float(max(0, prompts - found)),
+        },
+    )

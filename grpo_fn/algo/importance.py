@@ -1,0 +1,120 @@
+"""Weights for samples that another policy drew: `(logp [T], row) -> weight [T]`, one row. The objective vmaps them.
+
+The sampler is never quite the trainer: other kernels, another precision, or weights that are some updates old. With
+w = exp(logp_old - logp_sampled), an expectation over the sampler's tokens of w f is one over pi_old of f, the prefixes
+o_<t held fixed. The token loss goes on from pi_old to the policy with its own ratio.
+
+A weight is a constant to the gradient, finite, 1 where nothing was sampled, and exactly 1 between equal policies. Where
+logp_old is logp_sampled itself (step.from_sampler), w is 1 everywhere: take step.recomputed.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_fn.algo.ratio import capped, log_ratio
+from grpo_fn.core import masked as over
+from grpo_fn.core.types import Batch
+
+Correction = Callable[[Tensor, Batch], Tensor]
+
+
+def none(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
+    """1: the sampler is taken for pi_old."""
+    return torch.ones_like(logp)
+
+
+def truncated(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
+    """min(w, cap): unbiased where no w exceeds cap, a bias in the place of a large variance where some do.
+
+    Truncated importance sampling (TIS; Ionides 2008) between sampler and trainer is Yao et al. 2025, "Your efficient
+    RL framework secretly brings you off-policy RL training" (https://fengyao.notion.site/off-policy-rl); peers cap at
+    2. Raises ValueError unless cap >= 1.
+    """
+    _check_cap(cap)
+    return _token(row).clamp(max=cap)
+
+
+def masked(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
+    """w where low <= w <= high, else 0: a token on which the two disagree too much, either way, teaches nothing.
+
+    IcePop (Ring-1T, arXiv:2510.18855): a token that is kept keeps its weight w; 0.5 to 5 there. Raises ValueError
+    unless 0 <= low <= 1 <= high.
+    """
+    _check_range(low, high)
+    return _within(_token(row), low, high)
+
+
+def sequence_truncated(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
+    """min(w_s, cap) at each of the row's tokens, w_s = exp(mean_t log w_t): the geometric mean.
+
+    The row's importance ratio is the product of all w_t, which grows or vanishes with its length; its |o|-th root is
+    biased and comparable between short rows and long ones (GSPO's argument, arXiv:2507.18071, section 4.1, for the
+    ratio of the loss). Raises ValueError unless cap >= 1.
+    """
+    _check_cap(cap)
+    return _sequence(row).clamp(max=cap)
+
+
+def sequence_masked(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
+    """w_s where low <= w_s <= high, else 0: a row on which the two disagree too much on average teaches nothing.
+
+    w_s as in `sequence_truncated`. Geometric sequence masking (Liu, Li et al. 2025, "When speed kills stability", part
+    3, https://richardli.xyz/rl-collapse); what is kept keeps its weight, as in IcePop. Raises ValueError unless
+    0 <= low <= 1 <= high.
+    """
+    _check_range(low, high)
+    return _within(_sequence(row), low, high)
+
+
+def off_policy_sequence_mask(logp: Float[Tensor, "T"], row: Batch, *, delta: float) -> Float[Tensor, "T"]:
+    """0 where A < 0 and mean_t (logp_sampled - logp) > delta, else 1: no lessons from mistakes nobody makes any more.
+
+    DeepSeek-V3.2 (arXiv:2512.02556, section 3.1, eq. 8 and 9), in nats a token. It looks at the policy as it is at
+    this very update, so it holds back stale samples and late epochs as well, whatever logp_old is. The paper does not
+    say its delta; 0.5 is where TRL's documentation starts. Raises ValueError unless delta >= 0.
+    """
+    if not delta >= 0:
+        raise ValueError(f"delta: got {delta}, wanted at least 0, or samples of the policy itself are masked")
+    behind = over.mean(log_ratio(row.logp_sampled, logp, row.mask), row.mask, dim=-1)
+    return torch.where(row.mask & (row.adv < 0) & (behind > delta), 0.0, torch.ones_like(logp)).detach()
+
+
+def both(logp: Float[Tensor, "T"], row: Batch, *, weight: Correction, mask: Correction) -> Float[Tensor, "T"]:
+    """`weight` where `mask` is not 0, else 0.
+
+    Not their product: a mask that keeps w would square it. Truncated weights of DeepSeek's rows are
+    both(weight=truncated, mask=off_policy_sequence_mask).
+    """
+    return torch.where(mask(logp, row) == 0, 0.0, weight(logp, row))
+
+
+def _log_w(row: Batch) -> Float[Tensor, "T"]:
+    return log_ratio(row.logp_old, row.logp_sampled, row.mask).detach()
+
+
+def _token(row: Batch) -> Float[Tensor, "T"]:
+    return capped(_log_w(row)).exp()
+
+
+def _sequence(row: Batch) -> Float[Tensor, "T"]:
+    mean = over.mean(_log_w(row), row.mask, dim=-1)
+    return capped(torch.where(row.mask, mean, 0.0)).exp()
+
+
+def _within(w: Float[Tensor, "T"], low: float, high: float) -> Float[Tensor, "T"]:
+    return torch.where((w >= low) & (w <= high), w, 0.0)
+
+
+def _check_cap(cap: float) -> None:
+    if not cap >= 1:
+        raise ValueError(f"cap: got {cap}, wanted at least 1, or samples of the policy itself lose weight")
+
+
+def _check_range(low: float, high: float) -> None:
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(
+            f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high, or samples of the policy itself are masked"
+        )

@@ -1,0 +1,167 @@
+"""Token losses of one row: `(logp [T], row) -> ([T], diagnostics)`. `objective.policy_objective` vmaps and weighs them.
+
+A token loss takes one row, `logp [T]` and a Batch of `[T]` fields: no row can touch another, whatever the shapes
+(`logp[B, T] * adv[B]` broadcasts silently when B == T). It returns the loss of every token, 0 where ~mask, and the same
+three diagnostics: "ratio", and "clip_low" and "clip_high", 1 where the clip on that side takes the advantage's
+gradient away.
+
+Below r = exp(logp - logp_old), A = adv, means run over the sampled tokens of the row, and sg[.] is a constant to the
+gradient. On-policy every loss has the gradient of `reinforce`, -A grad logp; `sequence_ratio` and `gmpo` have it where
+A is the same for all tokens of the row.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_fn.algo.ratio import capped, log_ratio, ratio
+from grpo_fn.core import masked
+from grpo_fn.core.types import Batch
+
+Loss = tuple[Float[Tensor, "T"], dict[str, Float[Tensor, "T"]]]
+
+
+def reinforce(logp: Float[Tensor, "T"], row: Batch) -> Loss:
+    """-A logp (Williams 1992). Nothing is clipped, nothing corrects for stale samples: on-policy only.
+
+    The value is no measure of progress: only its gradient means something.
+    """
+    r = ratio(logp, row.logp_old, row.mask)
+    return -_adv(row) * _sampled(logp, row), _seen(r, False, False)
+
+
+def clipped_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    PPO (arXiv:1707.06347, eq. 7), per token in GRPO (arXiv:2402.03300, eq. 3); clip_high > clip_low is DAPO's
+    clip-higher (arXiv:2503.14476, eq. 10).
+    """
+    return _clipped(ratio(logp, row.logp_old, row.mask), row, clip_low, clip_high)
+
+
+def dual_clip(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float, cap: float) -> Loss:
+    """`clipped_ratio`, at most -cap A where A < 0: a bad token that became very likely gives no unbounded loss.
+
+    Dual-clip PPO (arXiv:1912.09729), cap = 3 there. Raises ValueError unless cap > 1.
+    """
+    if cap <= 1:
+        raise ValueError(f"cap: got {cap}, wanted more than 1, or bad tokens teach nothing on-policy")
+    r = ratio(logp, row.logp_old, row.mask)
+    adv = _adv(row)
+    loss, seen = _clipped(r, row, clip_low, clip_high)
+    beyond = (adv < 0) & (r > cap)
+    return torch.where(beyond, -cap * adv, loss), {**seen, "clip_high": seen["clip_high"] + beyond.to(r.dtype)}
+
+
+def sequence_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean_t log r_t), one ratio for all tokens of the row.
+
+    GSPO (arXiv:2507.18071, eq. 5 and 7), which averages it over a row: take aggregation.sequence_mean. A token is clipped
+    or not by its own A; where they differ within a row, the others' losses still move its logp.
+    """
+    log_r = log_ratio(logp, row.logp_old, row.mask)
+    return _clipped(capped(_row_mean(log_r, row)).exp(), row, clip_low, clip_high)
+
+
+def sequence_ratio_token(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
+    """As `sequence_ratio` with s_t = sg[s] exp(logp_t - sg[logp_t]): the same value, a gradient to its own logp alone.
+
+    GSPO-token (arXiv:2507.18071, eq. 13 and 14), made for an A of each token. With one A for the row its gradient is
+    that of `sequence_ratio`; it is the paper's under aggregation.sequence_mean.
+    """
+    log_r = log_ratio(logp, row.logp_old, row.mask).detach()
+    own = log_ratio(logp, logp.detach(), row.mask)
+    return _clipped(capped(_row_mean(log_r, row) + own).exp(), row, clip_low, clip_high)
+
+
+def cispo(logp: Float[Tensor, "T"], row: Batch, *, clip_high: float) -> Loss:
+    """-sg[min(r, 1 + clip_high)] A logp: REINFORCE with a truncated importance weight; every token keeps a gradient.
+
+    CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5), whose lower bound is set out of reach there and is none here.
+    No gradient is ever taken away, so both clip diagnostics are 0.
+    """
+    r = ratio(logp, row.logp_old, row.mask)
+    weight = r.detach().clamp(max=1 + clip_high)
+    return -weight * _adv(row) * _sampled(logp, row), _seen(r, False, False)
+
+
+def sapo(logp: Float[Tensor, "T"], row: Batch, *, tau_positive: float, tau_negative: float) -> Loss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive where A > 0, else tau_negative: a clip with soft edges.
+
+    SAPO (arXiv:2511.20347). The gradient fades as r leaves 1 on either side and is never cut off, so both
+    clip diagnostics are 0. Raises ValueError unless both are positive.
+    """
+    if min(tau_positive, tau_negative) <= 0:
+        raise ValueError(f"tau: got {tau_positive} and {tau_negative}, wanted more than 0")
+    r, adv = ratio(logp, row.logp_old, row.mask), _adv(row)
+    good, bad = ((4 / tau) * torch.sigmoid(tau * (r - 1)) for tau in (tau_positive, tau_negative))
+    return -torch.where(adv > 0, good, bad) * adv, _seen(r, False, False)
+
+
+def gmpo(logp: Float[Tensor, "T"], row: Batch, *, log_low: float, log_high: float) -> Loss:
+    """-g A, g = exp(mean_t c_t), c = min(log r, log_high) where A > 0, max(log r, -log_low) where A < 0; in nats.
+
+    GMPO (arXiv:2507.20673, eq. 4): the geometric mean of a row's clipped ratios in the place of their arithmetic mean;
+    averaged over rows: take aggregation.sequence_mean. "ratio" is each token's own.
+    """
+    log_r, adv = log_ratio(logp, row.logp_old, row.mask), _adv(row)
+    high, low = (adv > 0) & (log_r > log_high), (adv < 0) & (log_r < -log_low)
+    kept = torch.where(high, log_high, torch.where(low, -log_low, log_r))
+    return -capped(_row_mean(kept, row)).exp() * adv, _seen(capped(log_r).exp(), low, high)
+
+
+def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float) -> Loss:
+    """-keep A r + kappa (log r)^2, r = exp(logp - logp_sampled), by how far the token's *probability* p has moved.
+
+    keep = 0 where A > 0 and p - p_sampled > delta, or A < 0 and p_sampled - p > delta. DPPO with the binary total
+    variation (arXiv:2602.04879): a rare token may change its ratio much, a frequent one may not. Its trust region is
+    around the sampler, so logp_old has no say. The penalty, on every sampled token, is not the paper's.
+    """
+    r, log_r = ratio(logp, row.logp_sampled, row.mask), log_ratio(logp, row.logp_sampled, row.mask)
+    adv = _adv(row)
+    moved = capped(_sampled(logp, row)).exp() - capped(_sampled(row.logp_sampled, row)).exp()
+    high, low = (adv > 0) & (moved > delta), (adv < 0) & (moved < -delta)
+    return -torch.where(high | low, 0.0, adv) * r + kappa * log_r**2, _seen(r, low, high)
+
+
+def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
+    """`clipped_ratio`, 0 where the token is marked; masking.clip_cov chooses. Clip-Cov (arXiv:2505.22617).
+
+    A marked token is not counted by the clip diagnostics.
+    """
+    r = ratio(logp, row.logp_old, row.mask)
+    return _clipped(r, row._replace(adv=torch.where(row.marked, 0.0, row.adv)), clip_low, clip_high)
+
+
+def kl_cov(logp: Float[Tensor, "T"], row: Batch, *, coef: float) -> Loss:
+    """-r A, plus coef |log r| where the token is marked; masking.kl_cov chooses. KL-Cov (arXiv:2505.22617).
+
+    Nothing is clipped: the penalty alone holds back the tokens that cost the most entropy.
+    """
+    log_r = log_ratio(logp, row.logp_old, row.mask)
+    r = capped(log_r).exp()
+    return -r * _adv(row) + torch.where(row.marked, coef * log_r.abs(), 0.0), _seen(r, False, False)
+
+
+def _clipped(r: Float[Tensor, "T"], row: Batch, clip_low: float, clip_high: float) -> Loss:
+    low, high, adv = 1 - clip_low, 1 + clip_high, _adv(row)
+    loss = -torch.minimum(r * adv, r.clamp(low, high) * adv)
+    return loss, _seen(r, (adv < 0) & (r < low), (adv > 0) & (r > high))
+
+
+def _adv(row: Batch) -> Float[Tensor, "T"]:
+    return torch.where(row.mask, row.adv, 0.0)
+
+
+def _sampled(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:
+    return torch.where(row.mask, x, 0.0)
+
+
+def _row_mean(x: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
+    """The mean over the sampled tokens, at each of them."""
+    return _sampled(masked.mean(x, row.mask, dim=-1), row)
+
+
+def _seen(r: Tensor, low: Tensor | bool, high: Tensor | bool) -> dict[str, Float[Tensor, "T"]]:
+    low, high = (torch.zeros_like(r).masked_fill(torch.as_tensor(x, device=r.device), 1.0) for x in (low, high))
+    return {"ratio": r, "clip_low": low, "clip_high": high}

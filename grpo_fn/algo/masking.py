@@ -1,0 +1,74 @@
+"""Tokens that a loss is to treat apart, chosen over the whole step: `(batch, key [B 2]) -> marked [B T]`.
+
+A token loss sees one row; what is chosen among all tokens of a step is chosen here, before the rows are dealt out to
+micro-batches, from the old policy's log-probs. `key` is one key a row: a random choice depends on it alone.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_fn.core import prng
+from grpo_fn.core.types import Batch
+
+
+def nothing(batch: Batch, key: Int[Tensor, "B 2"]) -> Bool[Tensor, "B T"]:
+    """No token at all."""
+    return torch.zeros_like(batch.mask)
+
+
+def clip_cov(batch: Batch, key: Int[Tensor, "B 2"], *, low: float, high: float, share: float) -> Bool[Tensor, "B T"]:
+    """`share` of the step's tokens, drawn at random from those with low < cov < high; for losses.clip_cov.
+
+    Clip-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 10 and 11): cov = (logp_old - its mean) (A - its mean); learning
+    from tokens of high cov is what costs entropy. The authors' code draws anew for each minibatch, with the current
+    logp and its own means; this draws once a step. A share above 0 marks at least one candidate, if there is any.
+    """
+    cov = _covariance(batch)
+    draw = _draws(batch, key)
+    return _lowest(draw, draw, batch.mask & (low < cov) & (cov < high), _count(batch, share))
+
+
+def kl_cov(batch: Batch, key: Int[Tensor, "B 2"], *, share: float) -> Bool[Tensor, "B T"]:
+    """`share` of the step's tokens, those with the highest cov; for losses.kl_cov.
+
+    KL-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 10 and 13), cov as in `clip_cov`. `key` decides between equal ones.
+    """
+    highest_first = -_covariance(batch)
+    return _lowest(highest_first, _draws(batch, key), batch.mask, _count(batch, share))
+
+
+def _covariance(batch: Batch) -> Float[Tensor, "B T"]:
+    """(logp_old - mean) (adv - mean), both means over the sampled tokens of the step, in float64; 0 elsewhere."""
+    logp, adv = (torch.where(batch.mask, x.double(), 0.0) for x in (batch.logp_old, batch.adv))
+    apart = [x - x[batch.mask].mean() for x in (logp, adv)]
+    return torch.where(batch.mask, apart[0] * apart[1], 0.0)
+
+
+def _draws(batch: Batch, key: Int[Tensor, "B 2"]) -> Float[Tensor, "B T"]:
+    """A uniform number for each token: that of column t is a function of the row's key and t alone."""
+    width = batch.mask.shape[1]
+    return prng.uniform(key, width, dtype=torch.float64, low=0.0, high=1.0)
+
+
+def _count(batch: Batch, share: float) -> int:
+    """floor(share N) of the step's N sampled tokens, at least 1 unless share is 0."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"share: got {share}, wanted 0 to 1")
+    tokens = int(batch.mask.sum())
+    return max(1, int(share * tokens)) if share and tokens else 0
+
+
+def _lowest(
+    score: Float[Tensor, "B T"],
+    tie: Float[Tensor, "B T"],
+    candidates: Bool[Tensor, "B T"],
+    count: int,
+) -> Bool[Tensor, "B T"]:
+    """The `count` candidates with the lowest score; among equal ones those with the lowest `tie`."""
+    pairs = torch.stack([score[candidates], tie[candidates]], -1)
+    if count >= len(pairs) or not count:
+        return candidates if count else torch.zeros_like(candidates)
+    pairs = pairs[pairs[:, 1].argsort(stable=True)]
+    last = pairs[pairs[:, 0].argsort(stable=True)][count - 1]
+    return candidates & ((score < last[0]) | ((score == last[0]) & (tie <= last[1])))

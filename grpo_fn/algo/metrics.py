@@ -1,0 +1,155 @@
+"""Numbers that merge: a statistic of a whole step is the merge of those of its micro-batches and ranks."""
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_fn.algo.ratio import capped
+from grpo_fn.core.types import Reward, Rollout
+
+
+class Stat(NamedTuple):
+    """Count, mean, sum of squared deviations and range of values, in float64: a commutative monoid under `merge`."""
+
+    count: Float[Tensor, ""]
+    mean: Float[Tensor, ""]
+    m2: Float[Tensor, ""]
+    low: Float[Tensor, ""]
+    high: Float[Tensor, ""]
+
+
+def stat(values: Tensor, mask: Bool[Tensor, "..."]) -> Stat:
+    """The Stat of the values where `mask`; of no values it is the monoid's identity."""
+    chosen = values.detach()[mask].double()
+    if not chosen.numel():
+        zero = torch.zeros((), dtype=torch.float64, device=values.device)
+        return Stat(zero, zero, zero, zero + float("inf"), zero - float("inf"))
+    mean = chosen.mean()
+    return Stat(mean.new_tensor(chosen.numel()), mean, ((chosen - mean) ** 2).sum(), chosen.min(), chosen.max())
+
+
+def merge(a: Stat, b: Stat) -> Stat:
+    """The Stat of both sets of values together (Chan, Golub and LeVeque 1979, pairwise update)."""
+    count = a.count + b.count
+    share = b.count / count.clamp(min=1)
+    delta = b.mean - a.mean
+    return Stat(
+        count,
+        a.mean + delta * share,
+        a.m2 + b.m2 + delta**2 * a.count * share,
+        torch.minimum(a.low, b.low),
+        torch.maximum(a.high, b.high),
+    )
+
+
+def merge_all(tables: list[dict[str, Stat]]) -> dict[str, Stat]:
+    """Merge tables of statistics name by name."""
+
+    def both(left: dict[str, Stat], right: dict[str, Stat]) -> dict[str, Stat]:
+        return {**left, **{k: merge(left[k], s) if k in left else s for k, s in right.items()}}
+
+    return reduce(both, tables, {})
+
+
+def mean(name: str, s: Stat) -> dict[str, float]:
+    """`{name: mean}`."""
+    return {name: float(s.mean)}
+
+
+def extent(prefix: str, s: Stat) -> dict[str, float]:
+    """Mean, smallest and largest value, as `prefix` + mean, min, max; zeros of no values."""
+    low, high = (float(s.low), float(s.high)) if s.count else (0.0, 0.0)
+    return {f"{prefix}mean": float(s.mean), f"{prefix}min": low, f"{prefix}max": high}
+
+
+def spread(prefix: str, s: Stat) -> dict[str, float]:
+    """`extent` and the population standard deviation."""
+    return {**extent(prefix, s), f"{prefix}std": float((s.m2 / s.count.clamp(min=1)).sqrt())}
+
+
+def of_rollout(rollout: Rollout) -> dict[str, float]:
+    """Lengths in sampled tokens and the share of rows that ran into the limit."""
+    length = rollout.mask.sum(-1)
+    everything = torch.ones_like(rollout.truncated)
+    return {
+        "generation/rows": float(len(length)),
+        "generation/tokens": float(length.sum()),
+        "generation/truncated": float(rollout.truncated.double().mean()),
+        **extent("generation/length_", stat(length, everything)),
+    }
+
+
+def of_reward(reward: Reward) -> dict[str, float]:
+    """Spread of the total over valid samples, mean of each part, share fully correct, share that could not be scored.
+
+    The first part is the verdict: a sample is correct when that part is 1.
+    """
+    parts = {f"reward/{name}": float(stat(value, reward.valid).mean) for name, value in reward.parts.items()}
+    verdict = next(iter(reward.parts.values()))
+    return {
+        **spread("reward/", stat(reward.value, reward.valid)),
+        "reward/correct_rate": float(stat((verdict >= 1.0).double(), reward.valid).mean),
+        "reward/invalid": float((~reward.valid).double().mean()),
+        **parts,
+    }
+
+
+def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[str, float]:
+    """Spread over valid samples and the share of groups without signal (every advantage zero)."""
+    silent = (adv == 0).all(-1)
+    return {**spread("advantage/", stat(adv, valid)), "advantage/no_signal": float(silent.double().mean())}
+
+
+def of_learning(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """Per-token diagnostics of the objective, over every micro-batch and epoch of a step."""
+    return {
+        **mean("loss/kl", stats["kl"]),
+        **mean("loss/entropy", stats["entropy"]),
+        **mean("loss/clip_low", stats["clip_low"]),
+        **mean("loss/clip_high", stats["clip_high"]),
+        **extent("loss/ratio_", stats["ratio"]),
+        **mean("loss/correction_mean", stats["correction"]),
+        **mean("loss/correction_zero", stats["correction_zero"]),
+    }
+
+
+def mismatch(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> dict[str, Stat]:
+    """Statistics of x = logp - logp_sampled, trainer against sampler, in nats, over the sampled tokens: |x|, k3, ratio.
+
+    With w = exp(x) and tokens drawn from the sampler, w - 1 - x estimates KL(sampler || trainer) without bias.
+    """
+    x = x.detach().double()
+    log_w = capped(x)
+    return {
+        "logp_gap": stat(x.abs(), mask),
+        "mismatch_kl": stat(torch.expm1(log_w) - log_w, mask),
+        "mismatch_ratio": stat(log_w.exp(), mask),
+    }
+
+
+def of_mismatch(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """Trainer against sampler, before a step's first update, from what `mismatch` gathered; nothing of no tokens."""
+    gap = stats.get("logp_gap")
+    if gap is None or not gap.count:
+        return {}
+    return {
+        **mean("loss/logp_gap_mean", gap),
+        "loss/logp_gap_max": float(gap.high),
+        **mean("loss/mismatch_kl", stats["mismatch_kl"]),
+        "loss/mismatch_ess": effective(stats["mismatch_ratio"]),
+    }
+
+
+def effective(w: Stat) -> float:
+    """(sum w)^2 / (N sum w^2), the effective sample size of N weights as a share of N: 1 when all are equal.
+
+    mean^2 / (mean^2 + variance), so it is the same whatever micro-batches the Stat was merged from. 0 of weights that
+    are all 0. Kish 1965; Kong 1992 for importance weights.
+    """
+    square = w.mean**2
+    total = square + w.m2 / w.count.clamp(min=1)
+    return float(square / total) if total else 0.0

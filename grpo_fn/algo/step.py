@@ -1,0 +1,260 @@
+"""The box: one GRPO step (Shao et al. 2024, arXiv:2402.03300, Algorithm 1, lines 5 to 11) on one page."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import grad_and_value
+
+from grpo_fn.algo import metrics
+from grpo_fn.algo.credit import first_token
+from grpo_fn.algo.group_sampling import Explore, Harvest
+from grpo_fn.core import prng
+from grpo_fn.core.batch import check_reward, check_rollout, count, cut, laid_back, make_batch, minibatches
+from grpo_fn.core.groups import by_group
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Batch, Carried, Gains, Groups, Policy, Reward, Rollout, Sampler, Totals
+
+Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
+Span = Callable[[str], AbstractContextManager[object]]
+MARKING = -1  # a child of the step's key beside those of the problems, whose uids are not negative
+
+
+@dataclass(frozen=True)
+class Stages:
+    """From a scored rollout to the learning signal."""
+
+    credit: Callable[[Reward, Tensor, Tensor], Tensor]  # the advantage of every token, [P G T]
+    filters: Sequence[Callable[[Rollout, Tensor], Tensor]]  # which samples may learn, [P G]; all of them have to agree
+    mark: Callable[[Batch, Tensor], Tensor]  # tokens that the loss treats apart, [B T]
+    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # scores; batch=, totals=, gains= -> loss, diagnostics
+
+
+@dataclass(frozen=True)
+class Algo(Stages):
+    """What makes a GRPO relative: its functions and its numbers."""
+
+    collect: Callable[[Explore, Carried], Harvest]  # which groups to learn from
+    reward: Callable[[Sequence[Problem], Rollout], Reward]
+    old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or recomputed
+    anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
+    kl_control: Callable[[float, float], float]  # gain, measured KL -> gain of the next step
+    entropy_control: Callable[[float, float], float]  # gain, measured entropy -> gain of the next step
+    group_size: int
+    epochs: int  # passes over one rollout
+    minibatches: int  # optimizer steps in a pass
+    split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.cut
+    min_signal: int  # groups with signal that a step needs to be trained on
+
+
+class Experience(NamedTuple):
+    """What one step learned from and how it judged it."""
+
+    groups: Groups
+    adv: Float[Tensor, "P G T"]
+    batch: Batch
+    ratio: Float[Tensor, "N"] = torch.zeros(0)  # of every token at every update, in no order
+
+
+def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
+    """logp_old = logp_sampled: exact when sampler and trainer compute alike, as the local sampler does."""
+    return rollout.logp_sampled
+
+
+def recomputed(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
+    """logp_old from the trainer's own forward pass: no sampler mismatch in the ratio.
+
+    One more pass, unless a run whose steps have one update lets that find it (`as_found`).
+    The policy as it is before this step's first update: groups that waited a step count as its own.
+    """
+    return policy.logp(rollout)
+
+
+def as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
+    """Compare with the log-probs that the batch came with."""
+    return micro
+
+
+def as_found(micro: Batch, logp: Float[Tensor, "b T"], *, reference: bool) -> Batch:
+    """Compare with the policy as the update itself finds it: `recomputed` without its pass, for steps of one update.
+
+    Without a `reference` it is that, too.
+    """
+    old = logp.detach()
+    return micro._replace(logp_old=old, logp_ref=micro.logp_ref if reference else old)
+
+
+def grpo_step(
+    policy: Policy,
+    sampler: Sampler,
+    stream: Stream,
+    carried: Carried,
+    *,
+    key: Tensor,
+    algo: Algo,
+    span: Span,
+) -> tuple[Experience, Carried, dict[str, float]]:
+    """Sample, score, compare within groups, and climb. `span` names the phases for whoever keeps time.
+
+    A step in which fewer than `min_signal` groups have a token with an advantage is refused: no update, no KL, no
+    entropy bonus, `advantage/refused` 1.
+    """
+    explore = partial(explored, sampler, stream, key=key, algo=algo, span=span)
+    groups, fresh, carried, figures = algo.collect(explore, carried)  # o ~ pi_old(. | q), r
+    sampler.rest()  # the device is the trainer's now
+    with span("train"):
+        logp_old, logp_ref = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
+        logp_ref = logp_old if logp_ref is None else logp_ref
+        adv, batch = judged(groups, logp_old, logp_ref, carried.gains, key=key, stages=algo)  # A
+        signal = (adv != 0).any(-1).any(-1).sum()
+        learned = [
+            climb(policy, mini, count(mini), carried.gains, algo)
+            for _ in range(algo.epochs if signal >= algo.min_signal else 0)
+            for mini in minibatches(batch, algo.minibatches)
+        ]
+        batch = learned[0].batch if len(learned) == 1 else batch
+    with span("sync"):
+        sampler.load(policy)  # pi_old <- pi_theta
+    found = summary(batch, learned)
+    return (
+        Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])),
+        carried._replace(gains=controlled(carried.gains, found, algo)),
+        {
+            **figures,
+            **metrics.of_rollout(fresh.rollout),
+            **metrics.of_reward(fresh.reward),
+            **metrics.of_advantage(of_samples(adv, groups), groups.reward.valid),
+            "advantage/refused": float(not learned),
+            "loss/kl_gain": carried.gains.kl,
+            "loss/entropy_gain": carried.gains.entropy,
+            **found,
+        },
+    )
+
+
+def explored(
+    sampler: Sampler, stream: Stream, first: int, problems: int, *, key: Tensor, algo: Algo, span: Span
+) -> Groups:
+    """Sample the next problems of the stream and score what came."""
+    asked = tuple(stream(first, problems))
+    with span("generate"):
+        rollout = sampler.sample(asked, algo.group_size, key=key)
+        check_rollout(rollout)
+    with span("score"):
+        reward = algo.reward(asked, rollout)
+        check_reward(reward, len(asked), algo.group_size)
+    return Groups(asked, rollout, reward)
+
+
+def judged(
+    groups: Groups,
+    logp_old: Float[Tensor, "B T"],
+    logp_ref: Float[Tensor, "B T"],
+    gains: Gains,
+    *,
+    key: Tensor,
+    stages: Stages,
+) -> tuple[Float[Tensor, "P G T"], Batch]:
+    """Every token's advantage, and the rows b = p * G + g to learn from."""
+    _, rollout, reward = groups
+    mask, drift = (by_group(x, len(reward.value)) for x in (rollout.mask, logp_old - logp_ref))
+    adv = stages.credit(reward, gains.kl * drift, mask)
+    keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
+    batch = make_batch(rollout, keep, adv, logp_old, logp_ref)
+    marked = stages.mark(batch, row_keys(groups, prng.fold_in(key, MARKING)))
+    return adv, batch._replace(marked=marked)
+
+
+def of_samples(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tensor, "P G"]:
+    """Each sample's advantage, which is that of its first sampled token."""
+    return first_token(adv, by_group(groups.rollout.mask, len(adv)))
+
+
+def row_keys(groups: Groups, key: Tensor) -> Tensor:
+    """fold_in(key, uid, g) of every row, `[B, 2]`, whatever batch the row is in."""
+    size = groups.reward.value.shape[1]
+    uid = torch.tensor([problem.uid for problem in groups.problems]).repeat_interleave(size)
+    return prng.fold_in(key, uid, torch.arange(size).repeat(len(groups.problems))).to(groups.rollout.tokens.device)
+
+
+def controlled(gains: Gains, figures: dict[str, float], algo: Algo) -> Gains:
+    """The gains of the next step; those of a step that learned nothing stay."""
+    if "loss/kl" not in figures:
+        return gains
+    return Gains(
+        algo.kl_control(gains.kl, figures["loss/kl"]), algo.entropy_control(gains.entropy, figures["loss/entropy"])
+    )
+
+
+class Learned(NamedTuple):
+    """One optimizer step: the objective's value, per-token statistics, what the optimizer did."""
+
+    objective: float
+    stats: dict[str, metrics.Stat]
+    mismatch: dict[str, metrics.Stat]  # this update's log-probs against the sampler's
+    ratio: Float[Tensor, "N"]  # of the sampled tokens
+    update: dict[str, float]
+    batch: Batch  # with the log-probs that it was compared with
+
+
+def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo) -> Learned:
+    """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
+    objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
+    parts = algo.split(batch)
+    policy.expect(len(parts))
+    for rows in parts:
+        micro = cut(batch, rows)
+        scores, pullback = policy.vjp(micro)  # log pi_theta
+        micro = algo.anchor(micro, scores.logp)
+        loss = partial(algo.objective, batch=micro, totals=totals, gains=gains)
+        signal, (value, tokens) = grad_and_value(loss, has_aux=True)(scores)
+        pullback(signal)  # theta.grad += J^T dlogp
+        objective += float(value)
+        stats.append(diagnose(micro, tokens))
+        apart.append(metrics.mismatch(scores.logp - micro.logp_sampled, micro.mask))
+        ratio.append(tokens["ratio"].detach()[micro.mask].to(batch.adv.dtype))
+        old, ref = (partial(laid_back, rows=rows, mask=micro.mask, values=x) for x in (micro.logp_old, micro.logp_ref))
+        batch = batch._replace(logp_old=old(batch.logp_old), logp_ref=ref(batch.logp_ref))
+    merged = (metrics.merge_all(stats), metrics.merge_all(apart))
+    return Learned(objective, *merged, torch.cat(ratio), policy.update(), batch)
+
+
+def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, metrics.Stat]:
+    """Statistics of the objective's per-token diagnostics over the sampled tokens."""
+    zero = {"correction_zero": (tokens["correction"] == 0).double()}
+    return {name: metrics.stat(x, micro.mask) for name, x in {**tokens, **zero}.items()}
+
+
+def mismatch(batch: Batch, learned: list[Learned]) -> dict[str, metrics.Stat]:
+    """How far the trainer was from the sampler before the first update moved it, in the statistics of `metrics`.
+
+    Over every token of the step where logp_old is the trainer's own. Where it is the sampler's, no other log-prob is
+    known before the first update than the first update's: then over the tokens of that minibatch.
+    """
+    if bool((batch.logp_old == batch.logp_sampled)[batch.mask].all()):
+        return learned[0].mismatch
+    return metrics.mismatch(batch.logp_old - batch.logp_sampled, batch.mask)
+
+
+def summary(batch: Batch, learned: list[Learned]) -> dict[str, float]:
+    """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last."""
+    if not learned:  # a refused step
+        return {"loss/objective": 0.0}
+    stats = metrics.merge_all([step.stats for step in learned])
+    if not stats:  # every sample was unscorable: there was nothing to learn from
+        return {"loss/objective": 0.0, **learned[-1].update}
+    return {
+        "loss/objective": sum(step.objective for step in learned) / len(learned),
+        **metrics.of_learning(stats),
+        **metrics.of_mismatch(mismatch(batch, learned)),
+        **learned[-1].update,
+    }
+
+
+UNMOVED = Gains(kl=1.0, entropy=1.0)
+AT_THE_START = Carried(drawn=0, waiting=None, gains=UNMOVED)

@@ -1,0 +1,219 @@
+"""A policy on held-out problems: one greedy answer to each, and as many sampled ones as asked for.
+
+`evaluate` finds out about every problem by itself, `summarise` adds up. What was found may come in parts, from several
+calls or several ranks, and in any order: the figures are those of the whole.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grpo_fn.analysis.statistics import maj_at_k, mean, pass_at_k, wilson
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer, word
+from grpo_fn.core.types import Sampler
+from grpo_fn.rewards.combine import completions_of, part_names
+from grpo_fn.rewards.math.extract import LONGEST_ANSWER, marked_answer, plain
+
+Answer = Callable[[str], str | None]  # the answer that a completion marks, spelt one way; None where it marks none
+
+_SIZED = re.compile(r"\\(?:left|right)(?![A-Za-z])")
+_NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+
+# Names that eval/<judge> would take from the other figures.
+TAKEN = {
+    *{"accuracy", "accuracy_low", "accuracy_high", "problems", "unscorable", "length_mean", "truncated", "samples"},
+    *{"came_after", "seconds"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is asked besides the greedy answers, and how all of them are added up."""
+
+    samples: int  # drawn for each problem, for pass@k and maj@k; 0: the greedy answers alone
+    ks: Sequence[int]
+    choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # how they are drawn
+    answer: Answer | None  # what a completion votes for; None: there is nothing to vote on, and no maj@k
+    by: Sequence[str]  # keys of `problem.meta`: accuracy is also reported for each of their values
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers that do not fit together."""
+        if self.samples < 0:
+            raise ValueError(f"evaluation samples: got {self.samples}, wanted 0 for none or a number of them")
+        if isinstance(self.by, str):
+            raise ValueError(f"evaluation by: got {self.by!r}, wanted a list of keys, such as ({self.by!r},)")
+        odd = [k for k in self.ks if not 1 <= k <= self.samples]
+        if self.samples and (odd or not self.ks):
+            raise ValueError(
+                f"evaluation ks: got {list(self.ks)} with {self.samples} samples a problem, wanted each of them from 1 "
+                f"to {self.samples}"
+            )
+
+
+class Attempt(NamedTuple):
+    """One completion, and what the judges say of it."""
+
+    text: str
+    marked: str | None  # its answer; "" where it marks none, None where completions have no answer to mark
+    scores: dict[str, float | None]  # by judge, the deciding one first; None: could not be scored
+    length: int  # sampled tokens
+    truncated: bool
+
+    @property
+    def verdict(self) -> str:
+        """right, wrong or unscorable, as the first judge says."""
+        return word(next(iter(self.scores.values())))
+
+
+class Judged(NamedTuple):
+    """One problem, with everything that was found out about the policy's answers to it."""
+
+    problem: Problem
+    greedy: Attempt
+    samples: tuple[Attempt, ...]
+
+    def row(self) -> dict[str, Any]:
+        """All of it by name, one level deep but for the samples; `answer` is the problem's."""
+        uid, prompt, answer, meta = self.problem
+        asked = {"uid": uid, "prompt": prompt, "answer": answer, "meta": dict(meta)}
+        samples = [{**attempt._asdict(), "verdict": attempt.verdict} for attempt in self.samples]
+        return {**asked, **self.greedy._asdict(), "verdict": self.greedy.verdict, "samples": samples}
+
+    def shown(self) -> dict[str, str]:
+        """What a person reads of it."""
+        marked = {} if self.greedy.marked is None else {"prediction": self.greedy.marked}
+        asked = {"problem": self.problem.prompt, "completion": self.greedy.text}
+        return {**asked, **marked, "truth": self.problem.answer, "verdict": self.greedy.verdict}
+
+
+def evaluate(
+    greedy: Sampler,
+    sampled: Sampler,
+    problems: Sequence[Problem],
+    *,
+    key: Tensor,
+    judges: Sequence[RewardFn],
+    samples: int,
+    answer: Answer | None,
+    score: Scorer,
+) -> list[Judged]:
+    """A greedy completion of every problem and `samples` drawn ones, judged; in the order of the problems.
+
+    What is found about a problem depends on (weights, problem, key) alone, so problems may come in any order and in
+    any number of calls. Raises ValueError when the judges have no names of their own.
+    """
+    names = judge_names(judges)
+    keys = prng.split(key, 2)  # sample folds uids into the key it is given, so that key is for nothing else
+    completions = completions_of(greedy.sample(problems, 1, key=keys[0])) if problems else []
+    if problems and samples:
+        completions += completions_of(sampled.sample(problems, samples, key=keys[1]))
+    asked = [*problems, *(problem for problem in problems for _ in range(samples))]
+    columns = [score(judge, asked, completions) for judge in judges]
+    attempts = [
+        attempted(completion, dict(zip(names, scores, strict=True)), answer)
+        for completion, *scores in zip(completions, *columns, strict=True)
+    ]
+    n = len(problems)
+    return [
+        Judged(problem, attempts[i], tuple(attempts[n + i * samples : n + (i + 1) * samples]))
+        for i, problem in enumerate(problems)
+    ]
+
+
+def marked(text: str) -> str | None:
+    r"""The marked answer in one spelling: `plain`, without spaces, `\left` and `\right`, and commas within a number.
+
+    Answers that are equal as mathematics, yet written otherwise, are different votes: 0.5, 1/2 and `\frac{1}{2}`. One
+    longer than `LONGEST_ANSWER` is none, as it is to the judges.
+    """
+    answer = marked_answer(text)
+    if answer is None or len(answer) > LONGEST_ANSWER:
+        return None
+    spelt = _SIZED.sub("", "".join(plain(answer).split())).replace(r"\dfrac", r"\frac")
+    return spelt.replace(",", "") if _NUMBER.fullmatch(spelt) else spelt
+
+
+def attempted(completion: Completion, scores: dict[str, float | None], answer: Answer | None) -> Attempt:
+    """The completion with its scores and the answer that it marks."""
+    marked = None if answer is None else answer(completion.text) or ""
+    return Attempt(completion.text, marked, scores, completion.length, completion.truncated)
+
+
+def judge_names(judges: Sequence[RewardFn]) -> list[str]:
+    """The functions' names, as for reward parts. Raises ValueError for none, for two alike and for a figure's name."""
+    if not judges:
+        raise ValueError("judges: got none, wanted at least one: the first says what is right")
+    names = part_names(judges)
+    if odd := TAKEN.intersection(names[1:]):
+        raise ValueError(f"judges: got one called {min(odd)}, wanted another name: eval/{min(odd)} is a figure already")
+    return names
+
+
+def summarise(judged: Sequence[Judged], *, ks: Sequence[int], by: Sequence[str]) -> dict[str, float]:
+    """The figures of an evaluation, whatever the order of its problems.
+
+    `eval/accuracy` is the share of greedy completions that the first judge calls right, of those that it could score,
+    between the ends of its 95 % interval (`wilson`); `eval/<judge>` the mean score that another judge gives, of those
+    that this one could score; `eval/<key>/<value>` the accuracy on problems with that value under a key of `by`. With
+    samples, `eval/pass@k` and `eval/maj@k` are means over problems (`pass_at_k`, `maj_at_k`); a sample that could not
+    be scored is not right, and a problem with no sample that could is left out. Lengths are in sampled tokens.
+
+    Raises ValueError when nothing was evaluated.
+    """
+    if not judged:
+        raise ValueError("evaluation: got no problems, wanted at least one that is held out")
+    attempts = [row.greedy for row in judged]
+    known, right = tally(judged)
+    low, high = wilson(right, known)
+    others = list(attempts[0].scores)[1:]
+    return {
+        "eval/accuracy": right / known if known else float("nan"),
+        "eval/accuracy_low": low,
+        "eval/accuracy_high": high,
+        **{f"eval/{name}": mean([a.scores[name] for a in attempts if a.scores[name] is not None]) for name in others},
+        **{
+            f"eval/{key}/{value}": right / known
+            for key in by
+            for value, rows in grouped(judged, key).items()
+            for known, right in [tally(rows)]
+            if known
+        },
+        "eval/problems": float(len(judged)),
+        "eval/unscorable": float(len(judged) - known),
+        "eval/length_mean": mean([a.length for a in attempts]),
+        "eval/truncated": mean([a.truncated for a in attempts]),
+        **of_samples(judged, ks),
+    }
+
+
+def of_samples(judged: Sequence[Judged], ks: Sequence[int]) -> dict[str, float]:
+    """pass@k and maj@k; nothing without samples, no maj@k where completions have no answer to vote for."""
+    drawn = [row.samples for row in judged if any(a.verdict != "unscorable" for a in row.samples)]
+    right = [[a.verdict == "right" for a in samples] for samples in drawn]
+    votes = [[a.marked for a in samples] for samples in drawn]
+    if not judged[0].samples:
+        return {}
+    passed = {f"eval/pass@{k}": mean([pass_at_k(len(r), sum(r), k) for r in right]) for k in ks}
+    if judged[0].greedy.marked is None:
+        return passed
+    return passed | {f"eval/maj@{k}": mean([maj_at_k(v, r, k) for v, r in zip(votes, right, strict=True)]) for k in ks}
+
+
+def tally(judged: Sequence[Judged]) -> tuple[int, int]:
+    """(greedy completions that could be scored, those that are right)."""
+    words = Counter(row.greedy.verdict for row in judged)
+    return words["right"] + words["wrong"], words["right"]
+
+
+def grouped(judged: Sequence[Judged], key: str) -> dict[str, list[Judged]]:
+    """The problems whose meta has a value under the key, sorted; other than letters, digits and `_.-` becomes _."""
+    groups: dict[str, list[Judged]] = {}
+    for row in judged:
+        if (value := row.problem.meta.get(key)) is not None:
+            groups.setdefault(re.sub(r"[^\w.-]+", "_", str(value)), []).append(row)
+    return dict(sorted(groups.items()))

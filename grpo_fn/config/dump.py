@@ -1,0 +1,62 @@
+"""Bindings to one gin file that needs no include and launches the same run again.
+
+Not `gin.config_str`: that one sorts dictionaries (the order of rewards has a meaning) and silently drops infinities.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from grpo_fn.config.nodes import Bindings, Macro, Reference, functions, used_macros
+
+Names = Mapping[Callable[..., Any], str]
+
+
+def dump(bindings: Bindings) -> str:
+    """The bindings as gin text, sorted. Macros without a use are left out: launching would refuse them."""
+    imports, names = import_lines(functions(bindings))
+    macros = [(name, bindings.macros[name]) for name in used_macros(bindings) & bindings.macros.keys()]
+    knobs = [
+        ("/".join(filter(None, [scope, f"{names[target]}.{knob}"])), value)
+        for (scope, target), bound in bindings.knobs.items()
+        for knob, value in bound.items()
+    ]
+    blocks = [
+        ["# The resolved configuration of a run: --gin_file with this file repeats it."],
+        ["from __gin__ import dynamic_registration", *imports],
+        [f"{name} = {literal(value, names)}" for name, value in sorted(macros, key=lambda pair: pair[0])],
+        [f"{name} = {literal(value, names)}" for name, value in sorted(knobs, key=lambda pair: pair[0])],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def import_lines(targets: Iterable[Callable[..., Any]]) -> tuple[list[str], Names]:
+    """Import lines, and each function's selector under them. Modules that share a last name get their full one."""
+    targets = list(targets)
+    modules = sorted({target.__module__ for target in targets})
+    leaves = Counter(module.rpartition(".")[2] for module in modules)
+    lines, short = [], {}
+    for module in modules:
+        parent, _, leaf = module.rpartition(".")
+        short[module] = leaf if leaves[leaf] == 1 and leaf != "gin" else module.replace(".", "_")
+        alias = f" as {short[module]}" if short[module] != leaf else ""
+        lines.append((f"from {parent} " if parent else "") + f"import {leaf}{alias}")
+    return lines, {target: f"{short[target.__module__]}.{target.__qualname__}" for target in targets}
+
+
+def literal(value: Any, names: Names) -> str:
+    """A value in gin's grammar."""
+    match value:
+        case Macro():
+            return f"%{value.name}"
+        case Reference():
+            return "@" + "/".join([*value.scope, names[value.target]]) + "()" * value.call
+        case dict():
+            return "{" + ", ".join(f"{literal(k, names)}: {literal(v, names)}" for k, v in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(literal(item, names) for item in value) + "]"
+        case tuple():
+            return "(" + "".join(f"{literal(item, names)}, " for item in value) + ")"
+        case float():
+            return repr(value).replace("inf", "1e999")  # gin has no name for infinity, but reads the overflow
+    return repr(value)

@@ -1,0 +1,229 @@
+"""gin files and command-line parameters to Bindings. The only file that imports gin.
+
+gin-config is pinned, so its tables `_CONFIG` and `_REGISTRY` are read directly.
+"""
+
+import os.path
+import re
+import sys
+import tokenize
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import gin
+from gin import config_parser
+from gin.config_parser import BindingStatement, BlockDeclaration, ConfigParser, ImportStatement, IncludeStatement
+
+from grpo_fn.config.nodes import Bindings, Macro, Reference, complain, full_name, functions, listed, nearest
+from grpo_fn.config.resolve import bad_names, knobs_of
+
+GIN_FOLDER = Path(__file__).resolve().parents[2] / "gin"
+DYNAMIC = "__gin__.dynamic_registration"
+DYNAMIC_LINE = "from __gin__ import dynamic_registration"
+NAME = re.compile(r"([A-Za-z_]\w*/)*([A-Za-z_]\w*\.)*[A-Za-z_]\w*")
+OPENERS = ("'", '"', "[", "{", "(", "@", "%")  # a value that starts like a literal is never taken for a bare string
+
+gin.add_config_file_search_path(str(GIN_FOLDER))  # the current directory comes first
+# Only plain files. gin's other reader searches sys.path: at every path it misses it logs an error, which gives the root
+# logger a handler, and on Python 3.11 it fails unless importlib.util happens to be loaded.
+gin.config._FILE_READERS[:] = [(open, os.path.isfile)]
+
+
+def read(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
+    """Everything the files bind, then the parameters on top, with every module, function and knob name checked.
+
+    gin keeps its state in the module; it is empty again when this returns or raises.
+    """
+    bindings, imports = Bindings(), []
+    for file in gin_files:
+        scan(file, (), bindings, imports)
+    gin.clear_config()
+    try:
+        for file in gin_files:
+            parse(gin.parse_config_file, file, "")
+        for param in gin_params:
+            parse(gin.parse_config, statement(param, bindings, imports), f"--gin_param {param!r}: ")
+        for (scope, selector), knobs in gin.config._CONFIG.items():
+            target = gin.config._REGISTRY[selector].wrapped
+            values = {knob: plain(value) for knob, value in knobs.items()}
+            if target is gin.config.macro:
+                bindings.macros[scope] = values["value"]
+            else:
+                bindings.knobs[scope, target] = values
+    finally:
+        gin.clear_config()
+    complain([problem for target in functions(bindings) for problem in unfindable(target)])
+    labels = {key: "/".join(filter(None, [key[0], full_name(key[1])])) for key in bindings.knobs}
+    complain([p for key, knobs in bindings.knobs.items() for p in bad_names(labels[key], key[1], knobs)])
+    return bindings
+
+
+def plain(value: Any) -> Any:
+    """A bound value with gin's references replaced by ours."""
+    match value:
+        case gin.config.ConfigurableReference(configurable=found, scopes=scopes, evaluate=evaluate):
+            if found.wrapped is gin.config.macro:
+                return Macro("/".join(scopes))
+            if found.module == "gin":
+                raise ValueError(f"got {value!r}, wanted a value, a macro or a function: gin's own are not supported")
+            return Reference(found.wrapped, tuple(scopes), evaluate)
+        case dict():
+            return {plain(key): plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(plain(item) for item in value)
+    return value
+
+
+def unfindable(target: Any) -> Iterator[str]:
+    """Worker processes and the dumped text look a function up by its own name, so it has to be there."""
+    try:
+        found = reduce(getattr, target.__qualname__.split("."), sys.modules[target.__module__])
+    except (AttributeError, KeyError):
+        found = None
+    if found != target:
+        yield f"{full_name(target)}: got {target!r}, not found by that name; wanted a function or class of a module"
+
+
+class Listener(config_parser.ParserDelegate):
+    """Notes the macros and functions that a text mentions; resolves nothing."""
+
+    def __init__(self) -> None:
+        self.macros: list[str] = []
+        self.functions: list[str] = []
+
+    def configurable_reference(self, scoped_selector: str, evaluate: bool) -> None:
+        self.functions.append(scoped_selector.rpartition("/")[2])
+
+    def macro(self, name: str) -> None:
+        self.macros.append(name)
+
+
+def scan(file: str, chain: tuple[Path, ...], bindings: Bindings, imports: list[ImportStatement]) -> None:
+    """Note imports and macros of a file and its includes; syntax errors show before any module is imported."""
+    path = find(file, chain)
+    if path in chain:
+        raise ValueError(f"{chain[-1]}: got an include of {path}, which includes this file, wanted no circle")
+    listener, dynamic = Listener(), False
+    with open(path, encoding="utf-8") as text:
+        try:
+            for said in ConfigParser(text, listener):
+                at = f"{path}:{said.location.line_num}"
+                bindings.used_at.update({name: bindings.used_at.get(name, at) for name in listener.macros})
+                listener.macros.clear()
+                match said:
+                    case IncludeStatement():
+                        scan(said.filename, (*chain, path), bindings, imports)
+                    case ImportStatement():
+                        dynamic |= said.module == DYNAMIC
+                        imports.append(said)
+                    case BindingStatement(arg_name=""):
+                        bindings.bound_at["/".join(filter(None, [said.scope, said.selector]))] = at
+                    case BindingStatement() | BlockDeclaration():
+                        listener.functions.append(said.selector)
+                check_functions(listener.functions, at, dynamic)
+                listener.functions.clear()
+        except (SyntaxError, tokenize.TokenError) as error:
+            raise ValueError(broken(error, path)) from error
+
+
+def check_functions(selectors: Sequence[str], at: str, dynamic: bool) -> None:
+    """Raise ValueError unless each is module.function, and nothing is named before dynamic registration is on."""
+    for selector in selectors:
+        if not dynamic:
+            raise ValueError(f"{at}: got {selector}, wanted a line `{DYNAMIC_LINE}` before it")
+        if "." not in selector:
+            raise ValueError(f"{at}: got {selector}, wanted module.function (and module.function.knob to bind a knob)")
+
+
+def find(file: str, chain: tuple[Path, ...]) -> Path:
+    """The file gin would open: from the current directory, else from the project's gin folder."""
+    for path in (Path(file), GIN_FOLDER / file):
+        if path.is_file():
+            return path
+    known = [str(path.relative_to(GIN_FOLDER)) for path in GIN_FOLDER.rglob("*.gin")]
+    by = f"{chain[-1]}: " if chain else ""
+    raise FileNotFoundError(
+        f"{by}got {file!r}, wanted a gin file, from here or from {GIN_FOLDER}{nearest(file, known)}"
+    )
+
+
+def statement(param: str, bindings: Bindings, imports: list[ImportStatement]) -> str:
+    """`NAME=VALUE` as gin text, together with those imports of the files that its names need.
+
+    Shells eat quotes: for a macro, a value that is no gin literal is a string (`MODEL=/data/model`).
+    """
+    flag, listener = f"--gin_param {param!r}", Listener()
+    name, equals, value = (part.strip() for part in param.partition("="))
+    if not equals or not NAME.fullmatch(name):
+        raise ValueError(f"{flag}: got {param!r}, wanted NAME=VALUE for a macro or module.function.knob=VALUE")
+    try:
+        (_,) = ConfigParser(f"{name} = {value}\n", listener)
+    except (SyntaxError, tokenize.TokenError, ValueError) as error:
+        spelled = value.capitalize() if value.capitalize() in ("True", "False", "None") else ""
+        if "." in name or not value or spelled or value.startswith(OPENERS):
+            hint = spelled or 'such as 3, 1e-6, "text", [1, 2], %MACRO or @module.function'
+            raise ValueError(f"{flag}: got {value!r}, wanted a gin value: {hint}") from error
+        value = repr(value)
+    if "." in name:
+        listener.functions.append(name.rpartition("/")[2].rpartition(".")[0])
+    else:
+        bindings.bound_at[name] = flag
+        bindings.from_params.add(name)
+    bindings.used_at.update({macro: bindings.used_at.get(macro, flag) for macro in listener.macros})
+    check_functions(listener.functions, flag, dynamic=True)
+    roots = [selector.partition(".")[0] for selector in listener.functions]
+    needed = dict.fromkeys(line for root in roots for line in imports_of(root, flag, imports))
+    return "\n".join([DYNAMIC_LINE, *needed, f"{name} = {value}"])
+
+
+def imports_of(name: str, flag: str, imports: list[ImportStatement]) -> list[str]:
+    """The files' import lines that give `name` its meaning."""
+    modules = [line for line in imports if line.module != DYNAMIC]
+    named = [line for line in modules if line.bound_name() == name]
+    # `import a.b` and `import a.c` both bind `a`, and mean the same by it.
+    meanings = {line.module if line.is_from or line.alias else name for line in named}
+    if len(meanings) == 1:
+        return [line.format() for line in named]
+    known = sorted({line.bound_name() for line in modules})
+    got = f"{name}, which stands for {' and for '.join(sorted(meanings))}" if meanings else name
+    wanted = f"a module that the gin files import, one meaning each: {listed(known)}"
+    raise ValueError(f"{flag}: got {got}, wanted {wanted}{nearest(name, known)}")
+
+
+def parse(parser: Callable[[str], Any], what: str, flag: str) -> None:
+    """Let gin parse. Whatever goes wrong, in gin or in a module that it imports, becomes one ValueError."""
+    try:
+        parser(what)
+    except Exception as error:
+        raise ValueError(flag + explained(error, with_place=not flag)) from error
+
+
+def broken(error: SyntaxError | tokenize.TokenError, path: Path) -> str:
+    """A syntax error as `file:line: what: text`."""
+    if isinstance(error, SyntaxError):
+        return f"{path}:{error.lineno}: {' '.join(str(error.msg).split())}: {(error.text or '').strip()}"
+    message, (line, _) = error.args
+    return f"{path}:{line}: {message}"
+
+
+def explained(error: Exception, with_place: bool) -> str:
+    """gin's message, or that of a failed import, as `file:line: what is wrong; what was probably meant`."""
+    message, _, rest = str(error).partition("\n  In ")
+    place = re.match(r'file "(.+)", line (\d+)\n', rest)
+    where = f"{place[1]}:{place[2]}: " if place and with_place else ""
+    if found := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
+        knobs = knobs_of(gin.config._REGISTRY.get_match(found[1]).wrapped)
+        return (
+            f"{where}{found[1]}: got a binding for {found[2]}, wanted one of {listed(knobs)}{nearest(found[2], knobs)}"
+        )
+    if found := re.match(r"Couldn't resolve selector (\S+); <module '(\S+)'.*> has no attribute (\w+)", message):
+        return f"{where}{found[1]}: {found[2]} has no {found[3]}{nearest(found[3], vars(sys.modules[found[2]]))}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if not last.filename.startswith(("<", str(Path(gin.__file__).parent))):  # it broke inside the imported module
+        message = (
+            f"{type(error).__name__}: {message.strip().partition(chr(10))[0]} (raised at {last.filename}:{last.lineno})"
+        )
+    return where + message

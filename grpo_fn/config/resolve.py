@@ -1,0 +1,138 @@
+"""References to functions with knobs, macros to values, every name against the signature that it claims to fit."""
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import reduce
+from inspect import Parameter
+from typing import Any
+
+from grpo_fn.config.nodes import Bindings, Macro, Node, Reference, complain, full_name, listed, nearest, used_macros
+
+Supplied = Mapping[str, Collection[str]]
+
+
+def resolve(bindings: Bindings, root: Callable[..., Any], supplied: Supplied, wanted: Collection[str]) -> Node:
+    """The root with all of the wanted knobs that it would receive. Raises ValueError with all that is missing or wrong.
+
+    Knobs bound for a function that the root never reaches are no error: an include may set the knobs of a function
+    which a later include replaces.
+    """
+    complain(list(unused_macros(bindings)))
+    resolver = Resolver(bindings, supplied, wanted)
+    node = resolver.node(Reference(root, (), False), (), (), ())
+    complain(resolver.problems)
+    return node
+
+
+def unused_macros(bindings: Bindings) -> Iterator[str]:
+    """A macro bound in a file has to be mentioned somewhere, though a later binding may have replaced that place since;
+    one bound on the command line has to have an effect."""
+    used = used_macros(bindings)
+    for name in bindings.macros:
+        mentioned = set() if name in bindings.from_params else bindings.used_at.keys()
+        if name not in used | mentioned:
+            hint = nearest(name, used) or f"; macros in use: {listed(sorted(used))}"
+            yield f"{name}: nothing uses this macro (bound at {bindings.bound_at[name]}){hint}"
+
+
+class Resolver:
+    """Walks from the root and collects what is wrong, so that it can all be told at once; `...` stands for it."""
+
+    def __init__(self, bindings: Bindings, supplied: Supplied, wanted: Collection[str]) -> None:
+        self.bindings, self.supplied, self.wanted = bindings, supplied, wanted  # the last two are the root's
+        self.problems: list[str] = []
+
+    def value(self, value: Any, scope: tuple[str, ...], supplied: Collection[str], trail: tuple[str, ...]) -> Any:
+        """`trail` names the functions and macros on the way from the root; `supplied` is for a reference right here."""
+        match value:
+            case Reference():
+                return self.node(value, value.scope or scope, supplied, trail)
+            case Macro():
+                return self.macro(value.name, scope, supplied, trail)
+            case dict():
+                return {key: self.value(item, scope, (), trail) for key, item in value.items()}
+            case list() | tuple():
+                return type(value)(self.value(item, scope, (), trail) for item in value)
+        return value
+
+    def node(self, ref: Reference, scope: tuple[str, ...], supplied: Collection[str], trail: tuple[str, ...]) -> Any:
+        label = "/".join([*scope, full_name(ref.target)])
+        if label in trail:
+            return self.circle(label, trail)
+        parameters = signature(ref.target)
+        prefixes = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
+        bound = reduce(dict.__or__, (self.bindings.knobs.get((prefix, ref.target), {}) for prefix in prefixes))
+        left = () if trail else parameters.keys() - self.wanted
+        bound = {knob: value for knob, value in bound.items() if knob not in left}
+        self.problems += missing(ref, label, bound, {*supplied, *left})
+        of_root = {} if trail else self.supplied
+        knobs = {k: self.value(bound[k], scope, of_root.get(k, ()), (*trail, label)) for k in sorted(bound)}
+        self.problems += [p for k, item in knobs.items() for p in mistyped(label, parameters.get(k), item)]
+        return Node(ref.target, knobs, ref.call)
+
+    def macro(self, name: str, scope: tuple[str, ...], supplied: Collection[str], trail: tuple[str, ...]) -> Any:
+        if f"%{name}" in trail:
+            return self.circle(f"%{name}", trail)
+        if name in self.bindings.macros:
+            return self.value(self.bindings.macros[name], scope, supplied, (*trail, f"%{name}"))
+        self.problems.append(
+            f"{name}: got no value for this macro (used at {self.bindings.used_at[name]} by {trail[-1]}), wanted "
+            f"--gin_param '{name}=...' or a line `{name} = ...` in a gin file{nearest(name, self.bindings.macros)}"
+        )
+        return ...
+
+    def circle(self, again: str, trail: tuple[str, ...]) -> Any:
+        steps = [*trail[trail.index(again) :], again]
+        self.problems.append(f"{again}: got a circle, {' -> '.join(steps)}; wanted a value that does not need itself")
+        return ...
+
+
+def signature(target: Callable[..., Any]) -> Mapping[str, Parameter]:
+    """Parameters by name; of some builtins nobody knows them, and such a function has none to bind."""
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def knobs_of(target: Callable[..., Any]) -> list[str]:
+    """Names that a gin file may bind: keyword-only parameters of a function, any parameter of a constructor."""
+    bindable = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)[: 1 + inspect.isclass(target)]
+    return [name for name, p in signature(target).items() if p.kind in bindable]
+
+
+def bad_names(label: str, target: Callable[..., Any], knobs: Iterable[str]) -> Iterator[str]:
+    """Bound names that are data, or that the function does not have."""
+    parameters, allowed = signature(target), knobs_of(target)
+    for knob in knobs:
+        if knob in allowed:
+            continue
+        if knob in parameters:
+            yield f"{label}: got a binding for {knob}, which is data (positional), wanted a keyword-only parameter"
+        elif not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            yield f"{label}: got a binding for {knob}, wanted one of {listed(allowed)}{nearest(knob, allowed)}"
+
+
+def missing(ref: Reference, label: str, bound: Collection[str], supplied: Collection[str]) -> Iterator[str]:
+    """Required parameters that nobody will pass. Positional ones are for the caller, unless the call is made here."""
+    required = {name: p for name, p in signature(ref.target).items() if p.default is p.empty}
+    unbound = {name: p.kind for name, p in required.items() if name not in bound and name not in supplied}
+    knobs = [name for name, kind in unbound.items() if kind is Parameter.KEYWORD_ONLY]
+    data = [name for name, kind in unbound.items() if kind.name.startswith("POSITIONAL")]
+    if knobs:
+        yield f"{label}: got no value for {', '.join(knobs)}, wanted each bound in a gin file or with --gin_param"
+    if ref.call and data:
+        yield f"@{label}(): got no value for {', '.join(data)}, wanted @{label} without (), for its caller to pass them"
+    for name in sorted(set(bound) & set(supplied)):
+        yield f"{label}: got a binding for {name}, wanted none, as the program passes it"
+
+
+def mistyped(label: str, parameter: Parameter | None, value: Any) -> Iterator[str]:
+    """Plain annotations (int, float, str, bool) against what is bound; anything richer is the function's business."""
+    wanted = None if parameter is None else parameter.annotation
+    if wanted not in (int, float, str, bool) or value is ... or (isinstance(value, Node) and value.call):
+        return
+    fits = isinstance(value, (int, float) if wanted is float else wanted)
+    if not fits or (isinstance(value, bool) and wanted is not bool):
+        got = f"@{full_name(value.target)}" if isinstance(value, Node) else f"{value!r} ({type(value).__name__})"
+        yield f"{label}.{parameter.name}: got {got}, wanted {wanted.__name__}"

@@ -1,0 +1,137 @@
+"""From a rollout to rows one can learn from, and from rows to micro-batches. The data seam is checked here."""
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_fn.core.types import Batch, Reward, Rollout, Totals
+
+
+def check_rollout(rollout: Rollout) -> None:
+    """Raise ValueError, saying got and wanted, unless the rollout's fields agree and each row sampled something."""
+    shape = rollout.tokens.shape
+    for name in ("mask", "logp_sampled"):
+        got = getattr(rollout, name).shape
+        if got != shape:
+            raise ValueError(f"got rollout.{name} {tuple(got)}, wanted the shape of tokens, {tuple(shape)}")
+    if len(rollout.text) != shape[0] or rollout.truncated.shape != shape[:1]:
+        raise ValueError(
+            f"got {len(rollout.text)} texts and truncated {tuple(rollout.truncated.shape)}, wanted {shape[0]} of each"
+        )
+    if rollout.mask[:, 0].any():
+        raise ValueError("got a row whose first token is marked as sampled, wanted a prompt token before it")
+    if not rollout.mask.any(-1).all():
+        empty = int((~rollout.mask.any(-1)).nonzero()[0, 0])
+        raise ValueError(f"got row {empty} without a sampled token, wanted at least one (EOS counts)")
+    bad = rollout.mask & ~((rollout.logp_sampled <= 0) & rollout.logp_sampled.isfinite())
+    if bad.any():
+        b, t = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"got logp_sampled {float(rollout.logp_sampled[b, t])} at row {b}, token {t}; wanted a finite "
+            "log-probability <= 0"
+        )
+
+
+def check_reward(reward: Reward, problems: int, group_size: int) -> None:
+    """Raise ValueError unless value, valid and every part are `[problems, group_size]`: row b = p * G + g is [p, g]."""
+    wanted = (problems, group_size)
+    for name, x in {"value": reward.value, "valid": reward.valid, **reward.parts}.items():
+        if tuple(x.shape) != wanted:
+            raise ValueError(f"got reward {name} {tuple(x.shape)}, wanted problems by samples, {wanted}")
+
+
+def make_batch(
+    rollout: Rollout,
+    keep: Bool[Tensor, "P G"],
+    adv: Float[Tensor, "..."],
+    logp_old: Float[Tensor, "B T"],
+    logp_ref: Float[Tensor, "B T"],
+) -> Batch:
+    """Rows b = p * G + g with adv `[P, G, T]`, nothing marked.
+
+    Rows not to `keep` are masked out whole: they neither learn nor count.
+    """
+    rows, width = rollout.tokens.shape
+    if adv.shape[0] * adv.shape[1] != rows or adv.shape[2] != width:
+        raise ValueError(f"got {tuple(adv.shape)} advantages for {rows} rows of {width}, wanted one a token")
+    device = rollout.tokens.device
+    mask = rollout.mask & rearrange(keep, "p g -> (p g) 1").to(device)
+    adv = rearrange(adv, "p g t -> (p g) t").to(device, rollout.logp_sampled.dtype)
+    if not (adv.isfinite() | ~mask).all():
+        odd = adv[mask & ~adv.isfinite()][:3].tolist()
+        raise ValueError(f"got advantages that are not finite, {odd}, wanted finite ones")
+    return Batch(
+        tokens=rollout.tokens,
+        mask=mask,
+        logp_sampled=rollout.logp_sampled,
+        logp_old=logp_old,
+        logp_ref=logp_ref,
+        adv=adv,
+        marked=torch.zeros_like(mask),
+    )
+
+
+def count(batch: Batch) -> Totals:
+    """The denominators this batch contributes: sampled tokens, and rows that have any."""
+    dtype = batch.logp_sampled.dtype
+    return Totals(tokens=batch.mask.sum().to(dtype), rows=batch.mask.any(-1).sum().to(dtype))
+
+
+def lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
+    """Columns each row needs: up to and including its last sampled token; 0 for a row without any."""
+    column = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (column * mask).amax(-1)
+
+
+def minibatches(batch: Batch, parts: int) -> list[Batch]:
+    """`parts` equal runs of rows in prompt order, one optimizer step each: whole groups if `parts` divides the prompts.
+
+    Raises ValueError when it does not divide the rows.
+    """
+    if len(batch.tokens) % parts:
+        raise ValueError(f"got {len(batch.tokens)} rows for {parts} minibatches, wanted a multiple")
+    return [Batch(*fields) for fields in zip(*(x.chunk(parts) for x in batch), strict=True)]
+
+
+def by_width(
+    tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int
+) -> list[Int[Tensor, "b"]]:
+    """The rows of micro-batches for `devices` devices of `micro_tokens` padded tokens each, longest rows first.
+
+        rows <= devices * max(1, micro_tokens // width)
+
+    Dealt out one by one, the rows of a micro-batch stay within every device's budget; a row longer than that is the
+    only one of its device. Rows without a sampled token are left out. Raises ValueError for less than one device.
+    """
+    if devices < 1:
+        raise ValueError(f"devices: got {devices}, wanted at least 1")
+    length = lengths(mask)
+    order = length.argsort(descending=True, stable=True)
+    order = order[length[order] > 0]
+    parts, start, sizes = [], 0, length[order].tolist()
+    while start < len(order):
+        parts.append(order[start : start + devices * max(1, micro_tokens // sizes[start])])
+        start += len(parts[-1])
+    return parts
+
+
+def cut(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
+    """These rows, as wide as the longest; -1 is a row that has sampled nothing.
+
+    As every weight is a global one, the sum over the parts of a batch is the whole, whatever they are.
+    """
+    real, rows = rows >= 0, rows.clamp(min=0)
+    width = int((lengths(batch.mask[rows]) * real).amax()) if len(rows) else 0
+    taken = Batch(*(x[rows, :width] if x.ndim == 2 else x[rows] for x in batch))
+    return taken if bool(real.all()) else taken._replace(mask=taken.mask & real[:, None])
+
+
+def laid_back(
+    into: Float[Tensor, "B T"], rows: Int[Tensor, "b"], mask: Bool[Tensor, "b W"], values: Float[Tensor, "b W"]
+) -> Float[Tensor, "B T"]:
+    """`into` with the values of those rows' masked tokens in their places: the way back from `cut`."""
+    real, out = rows >= 0, into.clone()
+    there = out[rows[real], : mask.shape[1]]
+    out[rows[real], : mask.shape[1]] = torch.where(mask[real], values[real].to(out.dtype), there)
+    return out

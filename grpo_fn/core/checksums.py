@@ -1,0 +1,156 @@
+"""Checksums of what a step saw and did: 64 bits each, the same iff every bit is the same, whoever holds which part.
+
+The digest of a tensor is a sum over its elements, modulo 2^64,
+
+    digest = mix(s) + sum_i mix(s + g i + bits_i),   s from name, shape and dtype,   i the place in the whole tensor
+
+with splitmix64's mix and g (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). Integer sums
+are exact in any order, so every device adds up its own part and the parts add up to the whole. Elements of at most 32
+bits less than 2^30 places apart never share an argument of mix, because the multiples of g keep their distance. It
+finds faults, not forgers.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_fn.core.types import Batch, Reward, Rollout, Scores
+
+# In the order in which a step makes them: what comes first explains what follows.
+QUANTITIES = ("tokens", "rewards", "advantages", "logp_old", "signal", "gradients", "weights")
+GAMMA = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+CHUNK = 2**22  # elements at once: an int64 for each is made several times over
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(tensor: Tensor) -> int:
+    """The digest of a tensor that is all here: an integer in [0, 2^64). NaNs are told apart, and so are 0 and -0."""
+    seed = seed_of("", tensor.shape, tensor.dtype)
+    return total(seed, [share(tensor, [0] * tensor.ndim, tensor.shape, seed)])
+
+
+def seed_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """What a tensor is, whatever it holds, as 64 bits."""
+    return int.from_bytes(sha256(f"{name} {tuple(shape)} {dtype}".encode()).digest()[:8], "little")
+
+
+def share(part: Tensor, offset: Sequence[int], shape: Sequence[int], seed: int) -> int:
+    """What a block at `offset` of a tensor of `shape` adds to its digest.
+
+    Raises ValueError for numbers that are not real.
+    """
+    if part.is_complex():
+        raise ValueError(f"got a tensor of {part.dtype}, wanted real numbers")
+    part = part.detach()
+    if part.ndim == 0:
+        part, offset, shape = part[None], [0], [1]
+    rows, found = max(1, CHUNK // max(1, part[:1].numel())), 0
+    for start in range(0, len(part), rows):
+        block = part[start : start + rows]
+        bits = block.view(BITS[block.element_size()]).long()
+        place = places(block.shape, [offset[0] + start, *offset[1:]], shape, bits.device)
+        found += int(mix(bits + place * signed(GAMMA) + signed(seed)).sum())
+    return found % 2**64
+
+
+def places(size: Sequence[int], offset: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Where the elements of a block at `offset` lie in the whole tensor, counted row by row; of the block's size."""
+    place, stride = torch.zeros([1] * len(size), dtype=torch.int64, device=device), 1
+    for axis in reversed(range(len(size))):
+        along = (torch.arange(size[axis], device=device) + offset[axis]) * stride
+        place = place + along.view([-1 if other == axis else 1 for other in range(len(size))])
+        stride *= shape[axis]
+    return place
+
+
+def total(seed: int, shares: Iterable[int]) -> int:
+    """The digest of a tensor from those of its parts."""
+    return (int(mix(torch.tensor(signed(seed)))) + sum(shares)) % 2**64
+
+
+def chained(numbers: Iterable[int]) -> int:
+    """One number for several, in their order."""
+    return int.from_bytes(sha256(b"".join(n.to_bytes(8, "little") for n in numbers)).digest()[:8], "little")
+
+
+def mix(z: Int[Tensor, "*N"]) -> Int[Tensor, "*N"]:
+    """The output function of splitmix64, a permutation of the 64-bit words."""
+    z = (z ^ shifted(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ shifted(z, 27)) * signed(0x94D049BB133111EB)
+    return z ^ shifted(z, 31)
+
+
+def shifted(z: Int[Tensor, "*N"], by: int) -> Int[Tensor, "*N"]:
+    """z >> by of words without a sign."""
+    return (z >> by) & (2 ** (64 - by) - 1)
+
+
+def signed(word: int) -> int:
+    """The int64 with the same bits as the word modulo 2^64."""
+    return (word + 2**63) % 2**64 - 2**63
+
+
+def shown(number: int) -> str:
+    """Sixteen hex digits."""
+    return f"{number:016x}"
+
+
+# -- of a step
+
+
+def of_rollout(rollout: Rollout) -> int:
+    """Of every row's tokens and which of them were sampled, up to the last sampled one, and of what was truncated."""
+    column = torch.arange(rollout.mask.shape[1], device=rollout.mask.device)
+    length = ((column + 1) * rollout.mask).amax(-1)
+    inside = column < length[:, None]  # padding may be anything, and as wide as the rows beside it
+    parts = (length, rollout.tokens.long()[inside], rollout.mask[inside], rollout.truncated)
+    return chained(digest(part) for part in parts)
+
+
+def of_reward(reward: Reward) -> int:
+    """Of the rewards, of which are valid, and of every part by its name."""
+    parts = [x for name in sorted(reward.parts) for x in (named(name), digest(reward.parts[name]))]
+    return chained([digest(reward.value), digest(reward.valid), *parts])
+
+
+def named(name: str) -> int:
+    """A name as a number."""
+    return seed_of(name, (), torch.int64)
+
+
+def of_sampled(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> int:
+    """Of the values at sampled tokens, row by row: what stands elsewhere is nobody's business."""
+    return digest(x[mask])
+
+
+def of_signal(sent: Sequence[tuple[Batch, Scores]]) -> int:
+    """Of the learning signals, in the order in which rows went to the policy, whatever the micro-batches were."""
+    fields = [[getattr(signal, name)[batch.mask] for batch, signal in sent] for name in Scores._fields]
+    return chained(digest(torch.cat(field)) for field in fields if field)
+
+
+def of_step(
+    rollout: Rollout,
+    reward: Reward,
+    adv: Float[Tensor, "P G T"],
+    logp_old: Float[Tensor, "B T"],
+    sent: Sequence[tuple[Batch, Scores]],
+) -> dict[str, str]:
+    """All of QUANTITIES that the step knows; gradients and weights are the policy's to tell."""
+    numbers = {
+        "tokens": of_rollout(rollout),
+        "rewards": of_reward(reward),
+        "advantages": of_sampled(adv.flatten(0, 1), rollout.mask),
+        "logp_old": of_sampled(logp_old, rollout.mask),
+        "signal": of_signal(sent),
+    }
+    return {name: shown(number) for name, number in numbers.items()}
+
+
+def differing(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """The quantities that differ, in the order in which a step makes them; one that was not recorded does not."""
+    return [name for name in QUANTITIES if recorded.get(name) not in (None, found.get(name))]

@@ -1,0 +1,72 @@
+"""Putting groups together and taking them apart: P prompts with G samples each, whatever the widths of their rows."""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Shaped
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
+
+from grpo_fn.core.types import Groups, Reward, Rollout
+
+
+def join(parts: Sequence[Groups]) -> Groups:
+    """All groups in the order of the parts, padded on the right to the widest rows, where the last part's tensors are.
+
+    Wants at least one part.
+    """
+    device = parts[-1].rollout.tokens.device
+    parts = [tree_map_only(torch.Tensor, lambda x: x.to(device), part) for part in parts]
+    rewards = [part.reward for part in parts]
+    return Groups(
+        tuple(problem for part in parts for problem in part.problems),
+        stacked([part.rollout for part in parts]),
+        Reward(
+            torch.cat([r.value for r in rewards]),
+            torch.cat([r.valid for r in rewards]),
+            {name: torch.cat([r.parts[name] for r in rewards]) for name in rewards[0].parts},
+        ),
+    )
+
+
+def stacked(parts: Sequence[Rollout]) -> Rollout:
+    """The rows of all parts in their order, padded on the right to the widest. Wants at least one part."""
+    width = max(part.tokens.shape[1] for part in parts)
+    rollouts = [widened(part, width) for part in parts]
+    return Rollout(
+        *(torch.cat(field) for field in zip(*(r[:4] for r in rollouts), strict=True)),
+        tuple(text for r in rollouts for text in r.text),
+    )
+
+
+def take(groups: Groups, chosen: Sequence[int]) -> Groups:
+    """The groups with these numbers, in this order."""
+    rollout, reward = groups.rollout, groups.reward
+    size = len(rollout.text) // len(groups.problems)
+    rows = [p * size + g for p in chosen for g in range(size)]
+    return Groups(
+        tuple(groups.problems[p] for p in chosen),
+        Rollout(*(field[rows] for field in rollout[:4]), tuple(rollout.text[b] for b in rows)),
+        Reward(*(field[list(chosen)] for field in reward[:2]), {k: x[list(chosen)] for k, x in reward.parts.items()}),
+    )
+
+
+def with_signal(reward: Reward) -> Bool[Tensor, "P"]:
+    """Which groups hold two valid samples of different reward; in the others there is nothing to compare."""
+    highest = torch.where(reward.valid, reward.value, -torch.inf).amax(-1)
+    lowest = torch.where(reward.valid, reward.value, torch.inf).amin(-1)
+    return highest > lowest
+
+
+def by_group(rows: Shaped[Tensor, "B T"], groups: int) -> Shaped[Tensor, "P G T"]:
+    """Row b = p * G + g to [p, g]."""
+    return rearrange(rows, "(p g) t -> p g t", p=groups)
+
+
+def widened(rollout: Rollout, width: int) -> Rollout:
+    """The rollout with padding on the right up to `width` columns."""
+    extra = (0, width - rollout.tokens.shape[1])
+    tokens, mask, logp = (pad(field, extra) for field in rollout[:3])
+    return rollout._replace(tokens=tokens, mask=mask, logp_sampled=logp)

@@ -1,0 +1,134 @@
+"""The types that travel between rooms.
+
+Axes: P prompts, G samples per prompt, B = P * G rows with b = p * G + g, T padded tokens, V vocabulary entries.
+A row reads `[prompt | completion | padding]`: with causal attention the padding on the right is never seen by a
+real token, so no attention mask exists anywhere outside the sampler.
+One index: `logp[b, t]` is the log-probability of `tokens[b, t]` given `tokens[b, <t]`, in nats.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_fn.core.problem import Problem
+
+
+class Rollout(NamedTuple):
+    """What the sampler returns for P problems with G samples each."""
+
+    tokens: Int[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]  # True where the token was sampled by the policy
+    logp_sampled: Float[Tensor, "B T"]  # under the distribution it was drawn from; anything where ~mask
+    truncated: Bool[Tensor, "B"]  # ran into the length limit before it stopped by itself
+    text: tuple[str, ...]  # the B completions, decoded
+
+
+class Reward(NamedTuple):
+    """Rewards of a rollout; invalid samples carry no information and move nobody."""
+
+    value: Float[Tensor, "P G"]
+    valid: Bool[Tensor, "P G"]
+    parts: dict[str, Float[Tensor, "P G"]]
+
+
+class Groups(NamedTuple):
+    """P prompts, what was sampled for them and what it was worth."""
+
+    problems: tuple[Problem, ...]
+    rollout: Rollout
+    reward: Reward
+
+
+class Batch(NamedTuple):
+    """Rows to learn from. vmapped over its first axis it is one row, whose fields are all `[T]`."""
+
+    tokens: Int[Tensor, "*B T"]
+    mask: Bool[Tensor, "*B T"]
+    logp_sampled: Float[Tensor, "*B T"]
+    logp_old: Float[Tensor, "*B T"]
+    logp_ref: Float[Tensor, "*B T"]
+    adv: Float[Tensor, "*B T"]  # of each token; anything where ~mask
+    marked: Bool[Tensor, "*B T"]  # tokens that the loss is to treat apart, if it does (see `marks`)
+
+
+class Totals(NamedTuple):
+    """Denominators of one optimizer step: over all of its micro-batches, never over one of them."""
+
+    tokens: Float[Tensor, ""]  # sampled tokens
+    rows: Float[Tensor, ""]  # rows with at least one sampled token
+
+
+class Scores(NamedTuple):
+    """What a policy says about tokens it is shown; also the shape of the learning signal that goes back."""
+
+    logp: Float[Tensor, "*B T"]  # nats, at the sampling temperature; 0 where ~mask
+    entropy: Float[Tensor, "*B T"]  # nats, of the distribution the token was drawn from; 0 where ~mask
+
+
+class Gains(NamedTuple):
+    """What the coefficients of the objective are multiplied with; 1 unless a controller moves them."""
+
+    kl: float
+    entropy: float
+
+
+class Carried(NamedTuple):
+    """What one step hands to the next besides the policy."""
+
+    drawn: int  # problems taken from the stream so far
+    waiting: Groups | None  # groups with signal that were sampled and not yet learned from
+    gains: Gains
+
+
+class RunState(NamedTuple):
+    """All there is to resume besides the policy and what is carried."""
+
+    step: int
+    seed: int
+
+
+Pullback = Callable[[Scores], None]
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """The seam. Behind it: sharding, checkpointing, adapters, fused heads. In front of it: pure functions."""
+
+    def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
+        """Scores of the batch's tokens, and the map from their cotangent to accumulated parameter gradients."""
+        ...
+
+    def expect(self, parts: int) -> None:
+        """So many pullbacks come before the next update: what devices tell each other may wait for the last."""
+        ...
+
+    def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:
+        """Log-probabilities without gradients, for `logp_old`."""
+        ...
+
+    def reference(self, rollout: Rollout) -> Float[Tensor, "B T"] | None:
+        """Log-probabilities under the frozen reference; None when the policy keeps none."""
+        ...
+
+    def update(self) -> dict[str, float]:
+        """Clip, take one optimizer step, clear the gradients; returns what it did."""
+        ...
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Draws completions from the current policy."""
+
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """G completions of every problem; row b = p * G + g depends on (weights, prompt, key, uid, g) alone."""
+        ...
+
+    def load(self, policy: Policy) -> None:
+        """Take the policy's weights."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is sampled before the next `load`: the device is wanted for training."""
+        ...

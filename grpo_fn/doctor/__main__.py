@@ -1,0 +1,68 @@
+"""python -m grpo_fn.doctor: flags only. As in `run`, nothing in here can be bound by gin, and imports wait."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+CODES = """\
+exit codes:
+  0  all well (an extra that nothing asks for may be absent)
+  1  works, with warnings: something is untested, scarce or slow
+  2  something wanted is missing, broken, or outside the range that grpo_fn allows; or bad flags
+  130  interrupted
+"""
+
+
+def flags() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="python -m grpo_fn.doctor",
+        description="Look at this machine: versions against the tested ones, devices and their links, memory and "
+        "limits, and whether a model folder opens in both engines. Says what to change. Changes nothing.",
+        epilog=CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="", metavar="FOLDER", help="a Hugging Face model folder to open")
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="gin file of a run, as for grpo_fn.run: what it asks for (vLLM, flash-attn, ...) must be here; repeatable",
+    )
+    parser.add_argument(
+        "--gin_param", action="append", default=[], metavar="NAME=VALUE", help="binding on top of the files; repeatable"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="seconds that each part may take before it counts as hanging (default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object for scripts, instead of the table")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look, tell, and return the exit code."""
+    args = flags().parse_args(argv)
+    if not args.deadline > 0:
+        flags().error(f"--deadline {args.deadline:g}: wanted a number of seconds above 0")
+    if args.gin_param and not args.gin_file:
+        flags().error("--gin_param: wanted --gin_file with it")
+    from grpo_fn.doctor import examine
+
+    question = examine.Question(
+        model=args.model, gin_files=args.gin_file, gin_params=args.gin_param, deadline=args.deadline
+    )
+    try:
+        return examine.tell(examine.examine(question), as_json=args.json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Whether a model folder opens in transformers, seen without loading its weights."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from grpo_fn.shell.model import hf, load_weights
+
+
+def in_transformers(folder: str) -> dict[str, Any]:
+    """Config, tokenizer, the files' headers against the model's shape, and a forward pass that computes nothing.
+
+    `bytes` are those of the weights in the files. Raises ValueError for what training would refuse, and whatever the
+    model raises on four tokens on the meta device.
+    """
+    config = hf.Pretrained(folder).config()
+    tokenizer = hf.load_tokenizer(folder)
+    stored = load_weights.entries(Path(folder))
+    model = load_weights.empty(config, attention="eager", dtype=torch.float32)
+    load_weights.check(model, Path(folder), prefix="")
+    return {
+        "architecture": type(model).__name__,
+        "parameters": hf.parameter_count(model),
+        "dtypes": dict(Counter(entry.dtype for entry in stored.values())),
+        "tokens": len(tokenizer),
+        "template": tokenizer.chat_template is not None,
+        "forward": _forward(_shape(config)),
+    }
+
+
+def _shape(config: PretrainedConfig) -> nn.Module:
+    """The model with all of it on the meta device, buffers too; eager attention, which every architecture has."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _forward(model: nn.Module) -> str:
+    """Empty where it went through, or why that cannot be seen on the meta device."""
+    with torch.device("meta"), torch.no_grad():
+        inputs = {
+            "input_ids": torch.zeros(1, 4, dtype=torch.long),
+            "position_ids": torch.arange(4)[None],
+            "attention_mask": torch.zeros(1, 1, 4, 4),  # whole: transformers makes one by looking at values
+        }
+        try:
+            model(**inputs, use_cache=False)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):  # which is what torch says where a route depends on values
+                raise
+            return str(error)
+    return ""

@@ -1,0 +1,86 @@
+"""python -m grpo_fn.eval --model M: flags only. As in `run`, nothing in here can be bound by gin, and imports wait."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+
+def flags() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="python -m grpo_fn.eval",
+        description="Measure a model on the held-out problems that gin files name.",
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="M",
+        help="a Hugging Face folder or hub name, a run folder, or DIR/checkpoints/step_N of one",
+    )
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="gin file, of a training run or from gin/eval; repeat it to lay one over another (default: the "
+        "configuration of the run that M belongs to)",
+    )
+    parser.add_argument(
+        "--gin_param", action="append", default=[], metavar="NAME=VALUE", help="binding on top of the files; repeatable"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the results (default: evals/<model>-<time>)"
+    )
+    return parser
+
+
+def default_out(model: str, now: datetime) -> Path:
+    """evals/<model>-<time>, a checkpoint by its run's name as well."""
+    path = Path(model).resolve()
+    name = f"{path.parent.parent.name}-{path.name}" if path.parent.name == "checkpoints" else path.name
+    return Path("evals") / f"{name}-{now:%Y%m%d-%H%M%S}"
+
+
+def run_config(model: str) -> list[str]:
+    """The configuration of the run that the model belongs to. Raises ValueError when it belongs to none."""
+    from grpo_fn.trainer.model_source import run_of
+
+    run = run_of(model)
+    if run is None:
+        raise ValueError(f"--gin_file: got none, and {model} is no run folder and no checkpoint of one; wanted a file")
+    return [str(run / "config.gin")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load, check, launch; returns the exit code. Bad input is 2 and one message; anything else keeps its traceback."""
+    args = flags().parse_args(argv)
+    from grpo_fn.config import load
+
+    try:
+        gin_files = args.gin_file or run_config(args.model)
+        config = load(gin_files, args.gin_param, taker="grpo_fn.eval.measure.measure")
+        kwargs = config.kwargs()
+        from grpo_fn.eval import measure
+
+        return measure.launch(
+            kwargs,
+            config_text=config.text,
+            fingerprint=config.fingerprint,
+            model=args.model,
+            out=args.out or default_out(args.model, datetime.now()),
+        )
+    except (ValueError, OSError) as error:
+        if getattr(error, "__notes__", None):  # noted once the work has begun
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; no results were written", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

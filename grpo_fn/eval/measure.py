@@ -1,0 +1,230 @@
+"""The second root: measure a model on the held-out problems of a task, exactly as a training run would.
+
+It takes the knobs that gin files bind for `train.train`, as far as it needs them, so every training configuration is
+one for evaluation too.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
+
+from grpo_fn.analysis.evaluation import Evaluation, Judged, evaluate, grouped, judge_names, summarise, tally
+from grpo_fn.analysis.statistics import wilson
+from grpo_fn.core import prng, sampling
+from grpo_fn.core.problem import Problem, RewardFn, Scorer
+from grpo_fn.shell.atomic_io import check_space, write_bytes, write_json
+from grpo_fn.shell.logging import eval_store
+from grpo_fn.shell.logging.stopwatch import Stopwatch
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.weight_export import Fixed
+from grpo_fn.shell.world import alone, find_device
+from grpo_fn.tasks.task import Task, held_out
+from grpo_fn.trainer import plan as planning
+from grpo_fn.trainer.build import prepare
+from grpo_fn.trainer.loop import EVALUATION
+from grpo_fn.trainer.model_source import Found, check_fits, locate, take
+from grpo_fn.trainer.requirements import check_engines, check_sandboxes
+
+SAMPLES, RESULTS = "samples.jsonl", "results.json"
+BYTES_A_TOKEN = 16  # of samples.jsonl, generously: four of English, six a character of other scripts
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    config_text: str
+    fingerprint: str
+    model: str
+    out: Path
+
+
+def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
+    """Run `measure` with the configured arguments; returns the exit code."""
+    return measure(Request(**request), **kwargs)
+
+
+def measure(
+    request: Request,
+    *,
+    task: Callable[[], Task],
+    overlong_prompts: Callable[..., tuple[Task, int]],
+    encode: hf.Encode,
+    dtype: str,
+    device: str,
+    attention: str,
+    sampler: Callable[..., Any],
+    max_new_tokens: int,
+    stop: Sequence[str],
+    judges: Sequence[RewardFn],
+    evaluation: Evaluation,
+    reward_pool: Callable[[], RewardPool],
+    eval_problems: int,
+    seed: int,
+) -> int:
+    """Evaluate a model and leave config.gin, samples.jsonl and results.json in a folder.
+
+    Raises ValueError, before any weights are loaded, for numbers, data, folders or a model that do not fit together.
+    """
+    clock = Stopwatch()
+    planning.check_positive(eval_problems=eval_problems, max_new_tokens=max_new_tokens)
+    judge_names(judges)
+    check_sandboxes(judges)
+    check_engines([sampler])
+    place, precision = find_device(device, 0), hf.find_dtype(dtype)
+    hf.check_attention(attention)
+    check_free(request.out)
+    found = locate(request.model, warn=warn)
+    config = found.source.config()
+    if found.checkpoint is not None:
+        check_fits(found.checkpoint, config)
+    asked = held_out(task().test[:eval_problems])
+    if not asked.test:
+        raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
+    disable_progress_bar()
+    folder, tokenizer, fitting = prepare(
+        found.source, asked, (), config, max_new_tokens, encode=encode, overlong_prompts=overlong_prompts
+    )
+    problems = fitting.test
+    for note in fitting.notes:
+        warn(note)
+    check_space(request.out, len(problems) * (1 + evaluation.samples) * max_new_tokens * BYTES_A_TOKEN + 2**20)
+    request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
+    write_bytes(request.out / "config.gin", request.config_text.encode())
+    world = alone(place)
+    whole = cache(
+        partial(loaded, found, partial(hf.load_model, folder, dtype=precision, device=place, attention=attention))
+    )
+    seat = Seat(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
+    with clock.span("load"):
+        make = partial(sampler, encode=encode, max_new_tokens=max_new_tokens, stop=stop)
+        greedy = make(seat, tokenizer, choose=sampling.greedy)
+        if found.checkpoint is not None:
+            greedy.load(Fixed(whole(), world))
+    with noting(f"evaluating {found.path}"), closing(greedy), reward_pool() as pool, clock.span("evaluate"):
+        judged = answers(greedy, problems, seed=seed, judges=judges, how=evaluation, score=timed(pool.score, clock))
+    figures = summarise(judged, ks=evaluation.ks, by=evaluation.by)
+    parts = {key: {value: counted(rows) for value, rows in grouped(judged, key).items()} for key in evaluation.by}
+    eval_store.write(request.out / SAMPLES, [one.row() for one in judged])
+    results = {
+        "model": request.model,
+        "weights": found.path,
+        "parameters": hf.parameter_count(hf.empty_model(config)),
+        "dtype": dtype,
+        "device": str(place),
+        "seed": seed,
+        "fingerprint": request.fingerprint,
+        "figures": {**figures, **clock.lap()},
+        "parts": {key: values for key, values in parts.items() if values},
+    }
+    write_json(request.out / RESULTS, results)  # the last one: where it is, the others are whole
+    print(*report(results), f"written to {request.out}", sep="\n")
+    return 0
+
+
+def loaded(found: Found, load: Callable[[], nn.Module]) -> nn.Module:
+    """The model of the folder, with the checkpoint's weights in it where there is one."""
+    module = load()
+    if found.checkpoint is not None:
+        take(module, found.checkpoint)
+    return module
+
+
+def answers(
+    greedy: Any, problems: Sequence[Problem], *, seed: int, judges: Sequence[RewardFn], how: Evaluation, score: Scorer
+) -> list[Judged]:
+    """What training would find about the problems, a part of them at a time so that one can watch."""
+    key = prng.fold_in(prng.key(seed, device="cpu"), EVALUATION)
+    at_once = max(1, greedy.max_rows // max(1, how.samples))
+    judged: list[Judged] = []
+    with tqdm(total=len(problems), unit="problem", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
+        for start in range(0, len(problems), at_once):
+            judged += evaluate(
+                greedy,
+                replace(greedy, choose=how.choose),
+                problems[start : start + at_once],
+                key=key,
+                judges=judges,
+                samples=how.samples,
+                answer=how.answer,
+                score=score,
+            )
+            bar.update(len(judged) - bar.n)
+    return judged
+
+
+def counted(judged: Sequence[Judged]) -> dict[str, float | int]:
+    """How many of these problems could be scored, how many are right, and what that says."""
+    known, right = tally(judged)
+    low, high = wilson(right, known)
+    accuracy = right / known if known else float("nan")
+    return {"problems": known, "right": right, "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high}
+
+
+def report(results: Mapping[str, Any]) -> list[str]:
+    """The results as a table of lines."""
+    figures = dict(results["figures"])
+    low, high = figures.pop("eval/accuracy_low"), figures.pop("eval/accuracy_high")
+    known = figures["eval/problems"] - figures["eval/unscorable"]
+    lines = [f"{results['weights']}: {results['parameters']:,} parameters, {results['dtype']} on {results['device']}"]
+    lines += [f"{'':32}{'':>10}   {'95 % interval':16}{'problems':>8}"]
+    lines += [line("accuracy", figures.pop("eval/accuracy"), low, high, known)]
+    for key, values in results["parts"].items():
+        for value, part in values.items():
+            figures.pop(f"eval/{key}/{value}", None)
+            lines += [
+                line(f"  {key} {value}", *(part[k] for k in ("accuracy", "accuracy_low", "accuracy_high", "problems")))
+            ]
+    units = {"time": " s", "length_mean": " tokens"}
+    for name, value in figures.items():
+        group, _, short = name.partition("/")
+        lines.append(f"{short if group == 'eval' else name:32}{value:>10.4g}{units.get(group) or units.get(short, '')}")
+    return lines
+
+
+def line(name: str, share: float, low: float, high: float, problems: float | int) -> str:
+    """A share with its interval and the number of problems behind it."""
+    return f"{name:32}{share:>10.3f}   {f'{low:.3f} to {high:.3f}':16}{problems:>8.0f}"
+
+
+def timed(score: Scorer, clock: Stopwatch) -> Scorer:
+    """The scorer, its time counted apart from that of the evaluation around it."""
+
+    def scored(*args: Any) -> list[float | None]:
+        with clock.span("score"):
+            return score(*args)
+
+    return scored
+
+
+def check_free(out: Path) -> None:
+    """Raise ValueError when results are there already, or the path is no folder."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out: got {out}, a file; wanted a folder or a free name")
+    if there := [name for name in (SAMPLES, RESULTS) if (out / name).exists()]:
+        raise ValueError(f"--out: got {out} with {' and '.join(there)} of another evaluation, wanted a free name")
+
+
+def warn(text: str) -> None:
+    """Say it beside the results, not among them."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def noting(what: str) -> Iterator[None]:
+    """Add what was going on to whatever is raised inside: from here on it is no bad input."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while {what}")
+        raise

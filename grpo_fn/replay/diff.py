@@ -1,0 +1,247 @@
+"""How a step that was taken again differs from what was recorded of it, or from itself under other knobs, in words."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from grpo_fn.algo.step import Experience, of_samples
+from grpo_fn.analysis import compare_algorithms
+from grpo_fn.core import checksums
+from grpo_fn.core.checksums import QUANTITIES, differing
+from grpo_fn.core.types import Groups, Reward, Rollout, Scores
+
+Decode = Callable[[list[int]], str]
+CIRCUMSTANCES = ("ranks", "device", "torch")
+MACHINE = ("time/", "system/", "eval/", "generation/tokens_per_second")  # figures that a step does not repeat
+MOST_ROUNDING = 0.02  # relative difference that is called rounding in any precision
+
+
+class Stored(NamedTuple):
+    """The rollout of a step that the run has kept."""
+
+    groups: Groups
+    advantages: list[float | None]  # of every row; None where it was not finite
+
+
+class Recorded(NamedTuple):
+    """What a run recorded of a step."""
+
+    line: Mapping[str, Any]  # of digests.jsonl; empty when there is none
+    figures: Mapping[str, float | None]  # of metrics.jsonl
+    stored: Stored | None
+
+
+class Taken(NamedTuple):
+    """A step that was taken again."""
+
+    seen: Experience
+    figures: Mapping[str, float]
+    line: Mapping[str, Any]  # as it would stand in digests.jsonl
+    signal: Scores  # the learning signal of every row, [B T], summed over the epochs
+
+
+# -- against what was recorded
+
+
+def tampered(was: Recorded) -> list[str]:
+    """What of the stored rollout is not what the step had, by its digests."""
+    if was.stored is None:
+        return []
+    groups = was.stored.groups
+    now = {"tokens": checksums.of_rollout(groups.rollout), "rewards": checksums.of_reward(groups.reward)}
+    return [
+        name for name, number in now.items() if was.line.get(name, checksums.shown(number)) != checksums.shown(number)
+    ]
+
+
+def explained(name: str, was: Recorded, now: Taken, decode: Decode) -> list[str]:
+    """Where the quantity first differs, with both values, as far as that is stored; then the figures that differ."""
+    told = []
+    if name in PLACES and was.stored is None:
+        told.append("the rollout of this step is not stored, so it is not known where")
+    elif name in PLACES and (place := PLACES[name](was, now, decode)):
+        told.append(place)
+    found = other_figures(was.figures, now.figures)
+    listed = [f"{key} {of:.9g} recorded, {here:.9g} now" for key, (of, here) in found.items()]
+    return [*told, *listed[:5], *([f"and {len(listed) - 5} more figures"] if len(listed) > 5 else [])]
+
+
+def circumstances(was: Recorded, now: Taken) -> list[str]:
+    """What else is not as it was."""
+    pairs = {name: (was.line.get(name), now.line[name]) for name in CIRCUMSTANCES}
+    return [f"{name}: {of} recorded, {here} now" for name, (of, here) in pairs.items() if of not in (None, here)]
+
+
+def rounding(was: Recorded, now: Taken, eps: float) -> str:
+    """The largest relative difference of what both have in numbers, if it is no more than rounding can be.
+
+    With other tokens, and without any numbers, it is not known: the answer is empty.
+    """
+    found = {}
+    if was.line.get("tokens") != now.line["tokens"]:
+        return ""
+    if was.stored is not None and recorded_logp(was):
+        rollout = was.stored.groups.rollout
+        old = now.seen.batch.logp_old[now.seen.groups.rollout.mask].cpu()
+        found["old log-probs"] = relative_to(rollout.logp_sampled[rollout.mask], old)
+    norm = was.figures.get("loss/grad_norm")
+    if norm is not None and "loss/grad_norm" in now.figures:
+        found["gradient norm"] = relative_to(torch.tensor([norm]), torch.tensor([now.figures["loss/grad_norm"]]))
+    if not found or not 0 < max(found.values()) <= min(256 * eps, MOST_ROUNDING):
+        return ""
+    return "differs by rounding: max relative difference " + ", ".join(
+        f"{value:.1e} of the {name}" for name, value in found.items()
+    )
+
+
+def relative_to(was: Float[Tensor, "N"], now: Float[Tensor, "N"]) -> float:
+    """max |now - was| / max |was|; 0 of equal ones."""
+    apart, largest = (float(x.abs().max()) if len(x) else 0.0 for x in (now.double() - was.double(), was.double()))
+    return apart / largest if largest else float("inf" if apart else 0.0)
+
+
+def other_figures(was: Mapping[str, float | None], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """The figures that both have and that differ; what the machine did is not among them."""
+    both = {name: (of, now[name]) for name, of in was.items() if name in now and not name.startswith(MACHINE)}
+    return {name: (of, here) for name, (of, here) in both.items() if of is not None and of != here}
+
+
+# -- where
+
+
+def other_token(was: Recorded, now: Taken, decode: Decode) -> str:
+    """The first row and token that differ."""
+    groups, rollout = was.stored.groups, now.seen.groups.rollout
+    recorded, found = rows_of(groups.rollout), rows_of(rollout)
+    for b, (of, here) in enumerate(zip(recorded, found, strict=False)):
+        for t in range(max(len(of), len(here))):
+            one, other = (row[t] if t < len(row) else None for row in (of, here))
+            if one != other:
+                start = int(groups.rollout.mask[b].int().argmax())
+                part = f"prompt token {t}" if t < start else f"sampled token {t - start}"
+                return (
+                    f"{row_of(groups, b)}, {part}: {word(one, other, decode)} recorded, {word(other, one, decode)} now"
+                )
+        if bool(groups.rollout.truncated[b]) != bool(rollout.truncated[b]):
+            of, here = bool(groups.rollout.truncated[b]), bool(rollout.truncated[b])
+            return f"{row_of(groups, b)}, truncated: {of} recorded, {here} now"
+    return f"rows: {len(recorded)} recorded, {len(found)} now" if len(recorded) != len(found) else ""
+
+
+def rows_of(rollout: Rollout) -> list[list[tuple[int, bool]]]:
+    """Every row up to its last sampled token, each token with whether it was sampled."""
+    pairs = zip(rollout.tokens.tolist(), rollout.mask.tolist(), strict=True)
+    rows = [list(zip(tokens, mask, strict=True)) for tokens, mask in pairs]
+    return [row[: max((t + 1 for t, (_, sampled) in enumerate(row) if sampled), default=0)] for row in rows]
+
+
+def word(token: tuple[int, bool] | None, beside: tuple[int, bool] | None, decode: Decode) -> str:
+    """A token as a person would read it; whether it was sampled, if that is what tells it from the one beside it."""
+    if token is None:
+        return "nothing"
+    number, sampled = token
+    how = "" if beside is None or sampled == beside[1] else ", sampled" if sampled else ", not sampled"
+    return f"{number} {decode([number])!r}{how}"
+
+
+def row_of(groups: Groups, b: int) -> str:
+    """Row b = p * G + g by its problem."""
+    size = len(groups.rollout.text) // len(groups.problems)
+    return f"row {b} (problem {groups.problems[b // size].uid}, sample {b % size})"
+
+
+def other_reward(was: Recorded, now: Taken, decode: Decode) -> str:
+    """The first row whose reward, validity or part differs."""
+    groups, reward = was.stored.groups, now.seen.groups.reward
+    of, here = columns(groups.reward), columns(reward)
+    for name in of:
+        if name not in here or of[name].shape != here[name].shape:
+            return f"{name}: got other rewards than recorded"
+        odd = (of[name] != here[name]).nonzero()
+        if len(odd):
+            b = int(odd[0])
+            return f"{row_of(groups, b)}, {name}: {of[name][b].item():g} recorded, {here[name][b].item():g} now"
+    return ""
+
+
+def columns(reward: Reward) -> dict[str, Tensor]:
+    """Everything in a reward, row by row."""
+    named = {"reward": reward.value, "valid": reward.valid.int(), **{f"part {k}": x for k, x in reward.parts.items()}}
+    return {name: x.flatten().cpu() for name, x in named.items()}
+
+
+def other_advantage(was: Recorded, now: Taken, decode: Decode) -> str:
+    """The first row whose first sampled token has another advantage."""
+    seen = now.seen
+    here = of_samples(seen.adv, seen.groups).flatten().tolist()
+    for b, (of, value) in enumerate(zip(was.stored.advantages, here, strict=False)):
+        if of is not None and of != value:
+            return f"{row_of(was.stored.groups, b)}: advantage {of:g} recorded, {value:g} now"
+    return ""
+
+
+def other_logp(was: Recorded, now: Taken, decode: Decode) -> str:
+    """The first sampled token whose old log-prob differs, where those are the sampler's, which are stored."""
+    groups, mask = was.stored.groups, now.seen.groups.rollout.mask.cpu()
+    if not recorded_logp(was) or was.line["tokens"] != now.line["tokens"]:
+        return ""
+    of, here = groups.rollout.logp_sampled[groups.rollout.mask], now.seen.batch.logp_old.cpu()[mask]
+    odd = (of != here).nonzero()
+    if not len(odd):
+        return ""
+    b, t = mask.nonzero()[int(odd[0])].tolist()
+    start = int(mask[b].int().argmax())
+    return (
+        f"{row_of(groups, b)}, sampled token {t - start}: {of[odd[0]].item():.9g} recorded, "
+        f"{here[odd[0]].item():.9g} now"
+    )
+
+
+def recorded_logp(was: Recorded) -> bool:
+    """Whether the stored log-probs are those that the ratio was taken with."""
+    rollout = was.stored.groups.rollout
+    return was.line.get("logp_old") == checksums.shown(checksums.of_sampled(rollout.logp_sampled, rollout.mask))
+
+
+PLACES = {"tokens": other_token, "rewards": other_reward, "advantages": other_advantage, "logp_old": other_logp}
+
+
+# -- beside other knobs
+
+
+def beside(plain: Taken, other: Taken) -> list[str]:
+    """Both steps figure by figure, the digests that differ, and how alike the learning signals are."""
+    names = [name for name in {**plain.figures, **other.figures} if not name.startswith(MACHINE)]
+    width = max(map(len, names))
+    lines = [f"{'':{width}}  {'replayed':>14}  {'overridden':>14}"]
+    for name in names:
+        one, two = plain.figures.get(name), other.figures.get(name)
+        lines.append(f"{name:{width}}  {number(one):>14}  {number(two):>14}{'' if one == two else '  *'}")
+    odd = differing(plain.line, other.line)
+    alike = [name for name in QUANTITIES if name not in odd]
+    lines.append(f"the same bits: {', '.join(alike) or 'none'}; others: {', '.join(odd) or 'none'}")
+    return [*lines, direction(plain, other)]
+
+
+def number(value: float | None) -> str:
+    """A figure, or that there is none."""
+    return "-" if value is None else f"{value:.6g}"
+
+
+def direction(plain: Taken, other: Taken) -> str:
+    """How alike the two learning signals are, if they are about the same tokens."""
+    if plain.line["tokens"] != other.line["tokens"]:
+        return "learning signals: of other tokens, so there is no cosine"
+    width = max(taken.signal.logp.shape[1] for taken in (plain, other))
+    flat = [
+        torch.cat([pad(x.cpu().double(), (0, width - x.shape[1])) for x in taken.signal]) for taken in (plain, other)
+    ]
+    one, two = (float(x.norm()) for x in flat)
+    if not one or not two:
+        return f"learning signals: norm {one:.6g} replayed, {two:.6g} overridden; there is no cosine with nothing"
+    cosine = float(compare_algorithms.cosines(torch.stack(flat))[0, 1])
+    return f"learning signals: cosine {cosine:.6f}, norm {one:.6g} replayed, {two:.6g} overridden"

@@ -1,0 +1,262 @@
+"""A step of a run again: from the checkpoint before it, compared with what was recorded, and beside other knobs.
+
+Everything happens in memory. Nothing is written into the run folder, whose run may be going on.
+"""
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_fn.config import Config, load
+from grpo_fn.core.batch import minibatches
+from grpo_fn.core.checksums import QUANTITIES, differing
+from grpo_fn.core.types import Batch, Carried, Scores
+from grpo_fn.replay.diff import Recorded, Stored, Taken, beside, circumstances, explained, rounding, tampered
+from grpo_fn.replay.restore import Before, Unasked, before, from_store, held, kept_of, metrics, put_back, restored
+from grpo_fn.shell.atomic_io import write_bytes
+from grpo_fn.shell.checkpoint.run_dir import MARKER
+from grpo_fn.shell.logging.stopwatch import Stopwatch, noting
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.policy import checksums
+from grpo_fn.shell.world import Elsewhere, LostRank, World, join
+from grpo_fn.train import Request, parted, train
+from grpo_fn.trainer.loop import Built, climbed
+from grpo_fn.trainer.recording import digested, token_by_token
+
+SAME, DIFFERENT = 0, 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for."""
+
+    run_dir: Path
+    step: int
+    overrides: Sequence[str]  # NAME=VALUE or a gin file
+    stored: bool  # tokens from RUN/rollouts
+    show: Path | None  # where the learning signal goes as a page
+
+
+@dataclass
+class Story:
+    """What came of it."""
+
+    first: list[str] = field(default_factory=list)  # about the first difference
+    recorded: bool = False  # whether there was anything to compare the step with
+    taken: Taken | None = None
+    stored: Stored | None = None  # what it learned from, where that was not sampled again
+    before: Before | None = None
+
+
+def launch(**asked: Any) -> int:
+    """Replay as asked; returns the exit code. Ends with EXIT_LOST when a rank is gone."""
+    try:
+        return replay(Asked(**asked))
+    except (Elsewhere, LostRank) as error:
+        return parted(error, then="nothing was changed; the same command begins anew")
+
+
+def replay(asked: Asked) -> int:
+    """Take the step again, say what differs, and what it would have been under other knobs.
+
+    Returns SAME or DIFFERENT. Raises ValueError for a folder that is no run's, a step that was not recorded, a rollout
+    that is wanted and not stored, and overrides that are no knobs or that change what is trained.
+    """
+    if not (asked.run_dir / MARKER).is_file():
+        raise ValueError(f"got {asked.run_dir}, wanted the folder of a run, with {MARKER} in it")
+    if asked.step < 1:
+        raise ValueError(f"--step: got {asked.step}, wanted 1 or later")
+    own, other = configured(asked.run_dir, []), configured(asked.run_dir, asked.overrides)
+    lines = checksums.recorded(asked.run_dir)
+    if asked.step not in lines and not asked.overrides:
+        raise ValueError(
+            f"--step: got {asked.step}, which is not in {asked.run_dir / checksums.FILE}, wanted one of {spans([*lines])} "
+            "(loop.Cadence.digest_every says which steps are recorded)"
+        )
+    kwargs = own.kwargs()
+    world, story = join(kwargs["device"], deadline=kwargs["scale"].deadline), Story()
+    if asked.overrides:
+        with redirect_stdout(io.StringIO()):  # only to see that it fits together, before any work
+            train(replace(requested(asked, other, world), dry_run=True, ranks=world.size), **other.kwargs())
+    eps = torch.finfo(hf.find_dtype(kwargs["dtype"])).eps
+    work = partial(repeat, asked=asked, lines=lines, story=story, eps=eps)
+    train(replace(requested(asked, own, world), work=work), **kwargs)
+    code = world.agree(partial(conclude, asked, story), what="what came of it")
+    if asked.overrides:
+        train(
+            replace(requested(asked, other, world), work=partial(instead, asked=asked, story=story)), **other.kwargs()
+        )
+    world.leave()
+    return code
+
+
+def configured(run_dir: Path, overrides: Sequence[str]) -> Config:
+    """The run's own configuration with others on top. Raises ValueError as `load` does, in this program's words."""
+    files = [name for name in overrides if name.endswith(".gin") and "=" not in name]
+    params = [name for name in overrides if name not in files]
+    try:
+        return load([str(run_dir / "config.gin"), *files], params)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--gin_param", "--override")) from error
+
+
+def requested(asked: Asked, config: Config, world: World) -> Request:
+    """A request to put the pieces together and to leave the run folder alone."""
+    return Request(
+        config_text=config.text,
+        fingerprint=config.fingerprint,
+        run_dir=asked.run_dir,
+        dry_run=False,
+        ranks=1,
+        hosts=1,
+        force=False,
+        enter=left_alone,
+        world=world,
+    )
+
+
+def left_alone(run_dir: Path, **_: Any) -> bool:
+    """Entering a run folder to read in it."""
+    return True
+
+
+def spans(steps: Sequence[int]) -> str:
+    """Steps in short."""
+    listed = sorted(steps)
+    return f"{len(listed)} steps from {listed[0]} to {listed[-1]}" if listed else "none"
+
+
+# -- the run's own step
+
+
+def repeat(built: Built, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float) -> int:
+    """Restore, take every step up to the one asked for, and compare each with what was recorded."""
+    say = speaker(built.world)
+    stored = asked.stored or unrepeatable(built, say)
+    if stored:
+        built = replace(built, sampler=Unasked())
+    start, carried, said = restored(built, asked.step - 1)
+    for line in said:
+        say(line)
+    wanted, here = lines.get(start, {}).get("weights"), built.policy.digests()["weights"]
+    if wanted not in (None, here):
+        story.first = [f"step {start}, weights: {wanted} recorded, {here} in the checkpoint"]
+    figures = metrics(asked.run_dir)
+    for step in range(start + 1, asked.step + 1):
+        if step == asked.step and asked.overrides:
+            story.before = before(built.policy, built.sampler, carried)
+        line = lines.get(step, {})
+        kept = built.world.agree(partial(kept_of, asked.run_dir, step, line.get("width", 0)), what="the stored rollout")
+        was = Recorded(line, figures.get(step, {}), kept)
+        story.stored = held(was.stored, built.run_dir, step) if stored else None
+        gains = carried.gains
+        story.taken, carried = taken(built, carried, step, story.stored)
+        if step == asked.step and asked.show is not None and built.world.main:
+            write_bytes(asked.show, token_by_token(built, step, story.taken.seen, gains)[1].encode())
+            say(f"the learning signal of step {step} is in {asked.show}")
+        compare(built, step, was, story, eps, say)
+    return SAME
+
+
+def unrepeatable(built: Built, say: Callable[[str], None]) -> bool:
+    """Whether the tokens have to be the stored ones, because the engine would draw others."""
+    sampler = built.sampler.sampler
+    if not built.sampler.repeatable:
+        say(f"{type(sampler).__name__} cannot repeat its tokens: the stored ones are learned from")
+    elif sampler.overlaps:
+        say("the servers may be at work for the run itself: the stored tokens are learned from")
+    return sampler.overlaps or not built.sampler.repeatable
+
+
+def taken(built: Built, carried: Carried, step: int, stored: Stored | None) -> tuple[Taken, Carried]:
+    """One step, and what the next one gets; learning from the stored rollout where one is given."""
+    if stored is not None:
+        built = replace(built, algo=replace(built.algo, collect=from_store(built, stored)))
+    clock, noted = Stopwatch(), built.policy.note()
+    with noting(built.world, step, clock):
+        seen, carried, figures = climbed(built, carried, clock.span)
+        line = digested(built, step, seen, noted)
+    algo = built.algo
+    parts = dealt(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
+    return Taken(seen, figures, line, laid_out(seen.batch, parts, noted.signals)), carried
+
+
+def dealt(batch: Batch, split: Callable[[Batch], list[Tensor]], *, epochs: int, parts: int) -> list[Tensor]:
+    """The rows of a step's micro-batches, in the order in which they go to the policy; of `parts` minibatches."""
+    size = len(batch.mask) // parts
+    return [
+        torch.where(rows < 0, rows, rows + number * size)
+        for _ in range(epochs)
+        for number, mini in enumerate(minibatches(batch, parts))
+        for rows in split(mini)
+    ]
+
+
+def laid_out(batch: Batch, parts: Sequence[Tensor], sent: Sequence[tuple[Batch, Scores]]) -> Scores:
+    """The learning signal of every row `[B, T]`, summed over the epochs; `sent` is what the policy got of each part.
+
+    That is nothing when the step was refused.
+    """
+    whole = Scores(*(torch.zeros_like(batch.logp_sampled) for _ in Scores._fields))
+    for rows, (part, signal) in zip(parts, sent, strict=bool(sent)):
+        for into, x in zip(whole, signal, strict=True):
+            into[:, : part.mask.shape[1]].index_add_(0, rows.clamp(min=0), torch.where(part.mask, x, 0.0))
+    return whole
+
+
+def compare(built: Built, step: int, was: Recorded, story: Story, eps: float, say: Callable[[str], None]) -> None:
+    """Say which quantities of the step differ; about the first difference of all, everything that is known."""
+    now, told = story.taken, []
+    names = differing(was.line, now.line)
+    if names:
+        told.append(f"step {step}, {names[0]}: {was.line[names[0]]} recorded, {now.line[names[0]]} now")
+    if odd := tampered(was):
+        told.append(f"step {step}, {odd[0]}: the rollout in {built.run_dir / 'rollouts'} is not the recorded one")
+    if told:
+        told += explained(names[0] if names else odd[0], was, now, built.tokenizer.decode)
+        told += [*circumstances(was, now), *filter(None, [rounding(was, now, eps)])]
+    story.first, story.recorded = story.first or told, bool(was.line)
+    alike = f"{', '.join(QUANTITIES)} as recorded" if was.line else "not recorded"
+    say(f"step {step}: " + (f"{', '.join(names)} differ" if names else alike))
+
+
+def conclude(asked: Asked, story: Story) -> int:
+    """Say what came of it; the exit code."""
+    if story.first:
+        print("first difference: " + "\n  ".join(story.first), flush=True)
+        return DIFFERENT
+    if story.recorded:
+        print(f"step {asked.step} of {asked.run_dir} is what it was", flush=True)
+    return SAME
+
+
+def speaker(world: World) -> Callable[..., None]:
+    """`print` on the main rank; the others are silent."""
+    return partial(print, flush=True) if world.main else silent
+
+
+def silent(*_: Any, **__: Any) -> None:
+    """What the other ranks say."""
+
+
+# -- under other knobs
+
+
+def instead(built: Built, *, asked: Asked, story: Story) -> int:
+    """The step from the same state, under these knobs, beside the run's own."""
+    say, step = speaker(built.world), asked.step
+    built.policy.restore(partial(put_back, story.before.tensors), story.before.counters)
+    if story.stored is not None:
+        built = replace(built, sampler=Unasked())
+    built.sampler.load(built.policy)
+    built.sampler.refill(story.before.ahead)
+    other, _ = taken(built, story.before.carried, step, story.stored)
+    say(f"step {step} with {', '.join(asked.overrides)}:", *beside(story.taken, other), sep="\n")
+    return SAME

@@ -1,0 +1,183 @@
+"""What a run recorded of its steps, and the state before one of them, brought back into memory."""
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from grpo_fn.algo.group_sampling import Explore, Harvest
+from grpo_fn.algo.step import AT_THE_START
+from grpo_fn.core.groups import widened
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Carried, Groups, Rollout
+from grpo_fn.replay.diff import Stored
+from grpo_fn.shell.checkpoint import store
+from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.trainer.loop import Built, drawing
+from grpo_fn.trainer.model_source import whole
+from grpo_fn.trainer.state import unpacked
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, float | None]]:
+    """The figures of every step that metrics.jsonl holds; what cannot be read is not there."""
+    path, found = run_dir / "metrics.jsonl", {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:  # the run is writing it
+            continue
+        found[row.pop("step")] = row
+    return found
+
+
+def kept_of(run_dir: Path, step: int, width: int) -> Stored | None:
+    """The stored rollout of a step, padded to the width that it had; None when there is none.
+
+    Raises ValueError for one that cannot be read.
+    """
+    path = run_dir / "rollouts" / f"step_{step:06d}.jsonl.gz"
+    try:
+        rows = rollout_store.load(path)
+        groups = rollout_store.as_groups(rows)
+        rollout = widened(groups.rollout, max(width, groups.rollout.tokens.shape[1]))
+        return Stored(groups._replace(rollout=rollout), [row["advantage"] for row in rows])
+    except FileNotFoundError:
+        return None
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(f"got {path}, which is broken ({error}), wanted what the run stored") from error
+
+
+def held(stored: Stored | None, run_dir: Path, step: int) -> Stored:
+    """What is stored. Raises ValueError when nothing is."""
+    if stored is None:
+        raise ValueError(
+            f"got no rollout of step {step} in {run_dir / 'rollouts'}, wanted its tokens there "
+            "(loop.Cadence.keep_rollouts says how many steps are kept)"
+        )
+    return stored
+
+
+def from_store(built: Built, stored: Stored) -> Callable[[Explore, Carried], Harvest]:
+    """The stored groups in the place of sampled ones, rewarded anew.
+
+    Raises ValueError when the task has other prompts now.
+    """
+    groups = stored.groups
+    problems = tuple(map(drawing(built), (problem.uid for problem in groups.problems)))
+    for past, drawn in zip(groups.problems, problems, strict=True):
+        if past.prompt != drawn.prompt:
+            raise ValueError(
+                f"problem {drawn.uid}: got the prompt {drawn.prompt[:80]!r}, wanted the stored one, "
+                f"{past.prompt[:80]!r}: has the data changed?"
+            )
+    rollout = tree_map_only(Tensor, lambda x: x.to(built.world.device), groups.rollout)
+
+    def collect(explore: Explore, carried: Carried) -> Harvest:
+        found = Groups(problems, rollout, built.algo.reward(problems, rollout))
+        return Harvest(found, found, carried, {})
+
+    return collect
+
+
+class Unasked:
+    """Stands where a sampler does in steps that learn from what is stored: it takes no weights, and draws nothing."""
+
+    def load(self, policy: Sharded) -> None:
+        """It has no use for them."""
+
+    def rest(self) -> None:
+        """It holds nothing."""
+
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """Raise RuntimeError: who asks has lost what was stored."""
+        raise RuntimeError(f"got {len(problems)} problems to sample, wanted none: the step learns from stored tokens")
+
+    def refill(self, ahead: object) -> None:
+        """It hands out nothing."""
+
+    def drain(self) -> list[dict[str, Any]]:
+        """It has begun nothing."""
+        return []
+
+
+class Restored(NamedTuple):
+    """The state that a policy was brought to."""
+
+    step: int  # after which it was saved; 0 for the model that the run began with
+    carried: Carried
+    said: list[str]  # where it came from, for people
+
+
+def restored(built: Built, last: int) -> Restored:
+    """Bring policy and sampler to the newest state that is kept of step `last` or before."""
+    said, root = [], built.run_dir / "checkpoints"
+    found = built.world.agree(partial(nearest, root, last, said), what="the checkpoint before the step")
+    if found is None:
+        said.append("no checkpoint is kept before this step: from the model that the run began with")
+        step, carried, ahead = 0, AT_THE_START, []
+    else:
+        step, path, blobs = found
+        said.append(f"restored {path}")
+        built.policy.restore(partial(store.load_into, path, world=built.world), blobs["policy"])
+        carried, ahead = unpacked(blobs["carried"], drawing(built)), blobs.get("ahead", [])
+    built.sampler.load(built.policy)
+    built.sampler.refill(ahead)
+    return Restored(step, carried, said)
+
+
+def nearest(root: Path, last: int, said: list[str]) -> tuple[int, Path, dict[str, Any]] | None:
+    """The newest whole checkpoint of step `last` or before; None when there is none."""
+    for step in reversed([step for step in store.steps(root) if step <= last]):
+        try:
+            path = whole(root / f"step_{step}")
+            return step, path, store.blobs(path)
+        except (ValueError, OSError) as error:  # broken; or deleted this moment by the run
+            said.append(f"skipped: {error}")
+    return None
+
+
+class Before(NamedTuple):
+    """The state before the step, on the CPU: this rank's part of every tensor, counters, and what is carried."""
+
+    tensors: dict[str, Tensor]
+    counters: Mapping[str, Any]
+    carried: Carried
+    ahead: list[dict[str, Any]]  # batches that are sampled and not yet learned from
+
+
+def before(policy: Sharded, sampler: Any, carried: Carried) -> Before:
+    """A copy of all that the step begins with."""
+    tensors = {name: local(x).detach().cpu().clone() for name, x in policy.tensors().items()}
+    return Before(tensors, policy.counters(), carried, sampler.drain())
+
+
+def put_back(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    """Copy the state into tensors that are to be the same ones. Raises ValueError where they are others."""
+    shapes = [{name: (tuple(x.shape), x.dtype) for name, x in some} for some in (held.items(), locally(into).items())]
+    odd = sorted(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
+    if odd:
+        raise ValueError(
+            f"--override: got knobs that change what is trained or how it lies, {odd[0]} and {len(odd) - 1} more, "
+            "wanted some that leave the model, its optimizer and its place as they are"
+        )
+    with torch.no_grad():
+        for name, x in locally(into).items():
+            x.copy_(held[name])
+
+
+def locally(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts."""
+    return {name: local(x) for name, x in tensors.items()}
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x

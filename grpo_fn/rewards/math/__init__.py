@@ -1,0 +1,129 @@
+r"""Is the answer right? math-verify behind two functions with three verdicts: 1 right, 0 wrong, None unscorable.
+
+Which text is the answer is decided in `answer`, and what is not worth reading in `screen`. What goes into math-verify's
+parser is always one short answer in one `\boxed{}`: bare LaTeX parses wrongly there (`2\sqrt{6}` as 2), and its own
+search merges neighbouring boxes and takes a number in passing for the answer.
+
+Numbers, and tuples, lists, intervals and matrices of them, are compared here; the rest by math-verify, once the values
+at two points do not differ. Its way with numbers is 6 decimals (1e-7 = 2e-7), and to prove two of them unequal it
+simplifies their difference, which can take for ever. So can turning a parsed answer into text: nothing here does that.
+
+A model can still write what takes too long. math-verify's time-outs are signals and work in the main thread only, so
+they are off: whoever scores text from a model does so in processes that can be killed. The row is then unscorable.
+
+Leniencies that are kept, each with its test: units, degrees and currencies are ignored, and so is a base that only one
+side names; a percent sign is a unit where the gold has none and is 1 or more, else a hundredth; a name before an equals
+sign is ignored; letters have no case; point, open interval and list of the same numbers are equal; expressions with
+letters or roots are equal if their values are, multiplied out or not; of decimals, 6 places count.
+"""
+
+import re
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from math_verify import LatexExtractionConfig, grader, parse, parser
+from sympy import Basic, Float, Integer, MatrixBase
+
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.rewards.math.equivalence import equal, is_plain, is_written_out, meant, sides, stated
+from grpo_fn.rewards.math.extract import LONGEST_ANSWER, last_value, marked_answer, plain
+from grpo_fn.rewards.math.screen import costly, evasive, worked_out
+
+# math-verify warns once per process that its time-outs are off; they are meant to be.
+parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
+
+# Units are taken away in `answer`: the parser takes the t of "4t" for one.
+_LATEX = LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
+_LATEX = replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False))
+_LITERAL = re.compile(r"([+-]?)(?:([0-9]+)|([1-9][0-9]{0,2}(?:,[0-9]{3})+)|([0-9]*\.[0-9]+))")
+_NAME = re.compile(r"\s*\\?[A-Za-z](?:[^=<>{}()]|\{[^{}]*\}|\([^()]*\))*=")
+_CHAIN = re.compile(r"^[^=,;]*[^=,;\\<>!]=[^,;]*[^,;\\<>!]=[^,;]*$", re.DOTALL)
+_WORD = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)\s*\{([^{}\\]*)\}")
+
+
+class _Verdict(NamedTuple):
+    strict: float | None
+    lenient: float | None
+
+
+_UNSCORABLE, _WRONG = _Verdict(None, None), _Verdict(0.0, 0.0)
+
+
+def correct(problem: Problem, completion: Completion) -> float | None:
+    r"""1 iff the marked answer equals the gold and is worked out, else 0; None when the gold itself cannot be parsed.
+
+    The marked answer is the last `\boxed{...}`, or else what follows the last `####`, or else the last "the answer
+    is". A last box that never closes, an answer longer than `LONGEST_ANSWER` and no marked answer at all are wrong.
+    Worked out means that a gold which is a plain number gets a number, a fraction or a power, not the sum to be done,
+    and that no function is left to be evaluated which the gold does not use: to copy the question is no answer.
+    """
+    return _judge(problem.answer, marked_answer(completion.text)).strict
+
+
+def lenient(problem: Problem, completion: Completion) -> float | None:
+    """1 iff the answer equals the gold, worked out or not; without a marked answer, the last number or its formula."""
+    answer = marked_answer(completion.text)
+    return _judge(problem.answer, last_value(completion.text) if answer is None else answer).lenient
+
+
+def _judge(gold: str, answer: str | None) -> _Verdict:
+    if answer is None or len(answer) > LONGEST_ANSWER:
+        answer = ""
+    return _verdict(plain(gold), plain(answer))
+
+
+@lru_cache(maxsize=8192)
+def _verdict(gold: str, answer: str) -> _Verdict:
+    wanted = _read(gold)
+    if wanted is None:
+        return _UNSCORABLE
+    if not answer or costly(gold, answer) or evasive(gold, answer):
+        return _WRONG
+    if (_WORD.fullmatch(gold) or ":" in gold) and _words(gold) == _words(answer):  # a time is no quotient
+        return _Verdict(1.0, 1.0)
+    said = _read(answer)
+    if said is None:
+        return _WRONG
+    try:
+        wanted = stated(wanted)
+        said = meant(wanted, said)
+        right = said is not None and equal(wanted, said)
+    except MemoryError:
+        raise
+    except Exception:  # two things that cannot be compared are not equal
+        return _WRONG
+    finished = right and worked_out(gold, answer) and (is_written_out(said) or not is_plain(wanted))
+    return _Verdict(float(finished), float(right))
+
+
+@lru_cache(maxsize=2048)
+def _read(text: str) -> Any:
+    """The parsed text; None where nothing parses."""
+    if literal := _LITERAL.fullmatch(text):  # what the parser makes of it, sooner (a test holds it to that)
+        sign, _, _, decimal = literal.groups()
+        size = Float(decimal) if decimal else Integer(text.lstrip("+-").replace(",", ""))
+        return -size if sign == "-" else size
+    parsed = _parsed(text)
+    if parsed is None and (name := _NAME.match(text)):
+        return _parsed(text[name.end() :])
+    return parsed
+
+
+def _parsed(text: str) -> Any:
+    try:
+        (first, *_) = parse(
+            rf"\boxed{{{text}}}", [_LATEX], "no_fallback", "first_match", parsing_timeout=None, raise_on_error=True
+        )
+    except MemoryError:
+        raise
+    except Exception:
+        return None
+    # Where the whole does not parse, the parser makes do with what follows the last of two equals signs.
+    whole = sides(first) or not _CHAIN.search(text)
+    return first if whole and isinstance(first, Basic | MatrixBase) else None
+
+
+def _words(text: str) -> str:
+    bare = " ".join(_WORD.sub(r"\1", text).casefold().split())
+    return re.sub(r"\s*,\s*", ",", bare.lstrip("0").rstrip("."))

@@ -1,0 +1,159 @@
+"""JSON lines as a stream: what a row asks a reward, and the row as it was with the verdict on it."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+from grpo_fn.core.problem import Completion, Problem, word
+from grpo_fn.shell.reward_workers.worker_handle import Outcome
+
+PIECE = 2**16  # bytes read at once
+LONGEST_LINE = 2**26
+SPACE = b" \t\r"
+
+
+class Lines:
+    """The lines of a stream as they arrive: reading never waits for more than has come."""
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        self._stream, self._name = stream, name
+        self.ready: deque[tuple[str, int, bytes]] = deque()  # `file:line`, the number of the line, the line
+        self.ended = False
+        self._begun: list[bytes] = []  # pieces of a line whose end has not come
+        self._size = 0  # of these
+        self._number = 0
+
+    def fileno(self) -> int:
+        """To wait on."""
+        return self._stream.fileno()
+
+    def fill(self) -> None:
+        """Take in what has come, or the end of it. Waits when nothing has. Raises ValueError for an endless line."""
+        piece = os.read(self.fileno(), PIECE)
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            self._begun.append(end)
+            self._finish()
+        self._begun.append(rest)
+        self._size += len(rest)
+        if self._size > LONGEST_LINE:
+            where = f"{self._name}:{self._number + 1}"
+            raise ValueError(f"{where}: got a line of more than {LONGEST_LINE} bytes, wanted a shorter one")
+        if not piece:
+            self.ended = True
+            self._finish()
+
+    def stop(self) -> None:
+        """As if there were no more."""
+        self.ready.clear()
+        self.ended = True
+
+    def _finish(self) -> None:
+        line = b"".join(self._begun)
+        self._begun, self._size = [], 0
+        self._number += 1
+        if line.strip(SPACE):
+            self.ready.append((f"{self._name}:{self._number}", self._number, line))
+
+
+def asked(where: str, number: int, line: bytes, *, needs: Sequence[str], suffix: str) -> tuple[Problem, Completion]:
+    """What a row asks: its problem, numbered like the line, and its completion.
+
+    `problem.meta` is the row without the completion, and has the fields of MBPP under our names too: `tests`, `setup`
+    and, of a row without one, `answer`, the reference program. `problem.answer` is the field `answer`; of an answer
+    that ends in a line with `####`, as GSM8K's do, it is what follows there. `length` and `truncated` are read where
+    they are an integer and a boolean, and are 0 and False otherwise. `needs` names fields of FIELDS that the reward
+    cannot do without. Raises ValueError that says where, for a line that is not such a row and for a row that has one
+    of the names that `marked` adds with this suffix.
+    """
+    row = _object(where, line)
+    seen = _renamed(row)
+    for name in verdict_names(suffix):
+        if name in row:
+            raise ValueError(f"{where}: got a row with {name!r} already, wanted none, or --suffix for a second verdict")
+    for name in ("completion", *needs):
+        fits, wanted = FIELDS[name]
+        if not fits(seen.get(name)):
+            raise ValueError(f"{where}: got {_shown(seen, name)}, wanted {wanted}")
+    meta = {name: value for name, value in seen.items() if name != "completion"}
+    prompt, answer, length = seen.get("prompt"), seen.get("answer"), seen.get("length")
+    gold = str(answer) if _is_answer(answer) else ""
+    problem = Problem(number, prompt if _is_text(prompt) else "", gold if "tests" in seen else _last_line(gold), meta)
+    return problem, Completion(row["completion"], length if _is_count(length) else 0, row.get("truncated") is True)
+
+
+def marked(line: bytes, outcome: Outcome, *, suffix: str) -> bytes:
+    """The row, byte for byte as it was, with verdict, score, reason and seconds at its end."""
+    values = (word(outcome.value), outcome.value, outcome.reason, round(outcome.seconds, 6))
+    added = json.dumps(dict(zip(verdict_names(suffix), values, strict=True)))
+    return line.strip(SPACE)[:-1].rstrip(SPACE) + b", " + added[1:].encode("ascii") + b"\n"
+
+
+def verdict_names(suffix: str) -> list[str]:
+    """The fields that a verdict adds to a row."""
+    return [name + suffix for name in ("verdict", "score", "reason", "seconds")]
+
+
+def _object(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: got {line[:80]!r}, wanted a JSON object in UTF-8: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: got a JSON {type(row).__name__}, wanted an object with 'completion'")
+    return row
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, with what its fields are called here beside what MBPP calls them."""
+    seen = dict(row)
+    if "test_list" in row:
+        seen.setdefault("tests", row["test_list"])
+    if "tests" in seen:
+        imports = row.get("test_imports", [])
+        seen.setdefault("setup", row.get("test_setup_code", "\n".join(imports) if _are_texts(imports) else ""))
+        seen.setdefault("answer", row.get("code", ""))
+    return seen
+
+
+def _last_line(answer: str) -> str:
+    """What follows the last `####` of an answer, if that is one line; else all of it."""
+    _, mark, gold = answer.rpartition("####")
+    return gold.strip() if mark and "\n" not in gold.strip() else answer
+
+
+def _shown(row: dict[str, Any], name: str) -> str:
+    if name in row:
+        return f"{name!r}: {json.dumps(row[name])[:80]}"
+    return f"the fields {', '.join(map(repr, row))[:200] or 'none'}"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_answer(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _are_tests(value: Any) -> bool:
+    return _are_texts(value) and bool(value)
+
+
+# What a field has to be for those who need it, and how that is said.
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "completion": (_is_text, "text in 'completion'"),
+    "answer": (_is_answer, "text or a number in 'answer'"),
+    "tests": (_are_tests, "a list of asserts in 'tests' or 'test_list'"),
+    "length": (_is_count, "the number of sampled tokens in 'length'"),
+}

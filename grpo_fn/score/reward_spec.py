@@ -1,0 +1,121 @@
+"""A reward as the command line names it: a word of the house or `module.function`, with its knobs."""
+
+import importlib
+import inspect
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from grpo_fn.config.nodes import complain, listed, nearest
+from grpo_fn.config.resolve import bad_names, mistyped, signature
+from grpo_fn.core.problem import RewardFn
+from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE
+from grpo_fn.trainer.requirements import check_sandboxes
+
+
+class Named(NamedTuple):
+    """Where a reward is, and what somebody who scores rows has to know about it."""
+
+    function: str
+    needs: tuple[str, ...]  # fields of a row that it cannot do without
+    none: str  # what it means when it returns None
+    deadline: float  # seconds for a row, unless told otherwise
+    knobs: tuple[str, ...]  # as for --set, which comes on top
+
+
+GOLD = "the gold answer cannot be parsed"
+TESTS = "no program can pass these tests"
+SANDBOX = (
+    "run=@grpo_fn.shell.sandbox.run",
+    "run.wall_seconds=10.0",
+    "run.cpu_seconds=10",
+    "run.memory_mb=512",
+    "run.processes=8",
+    "run.file_mb=16",
+    "run.output_kb=64",
+    "run.isolation=@grpo_fn.shell.sandbox.strongest",
+)
+NAMES = {
+    "math": Named("grpo_fn.rewards.math.correct", ("answer",), GOLD, 5.0, ()),
+    "lenient": Named("grpo_fn.rewards.math.lenient", ("answer",), GOLD, 5.0, ()),
+    "code": Named("grpo_fn.rewards.code.passed", ("tests",), TESTS, 30.0, SANDBOX),
+    "share_passed": Named("grpo_fn.rewards.code.share_passed", ("tests",), TESTS, 30.0, SANDBOX),
+}
+
+
+def known(name: str) -> Named:
+    """What is known of a reward by its short or its full name."""
+    for short, named in NAMES.items():
+        if name in (short, named.function):
+            return named
+    return Named(name, ("length",) if name.startswith("grpo_fn.rewards.length.") else (), RETURNED_NONE, 5.0, ())
+
+
+def reward_of(named: Named, knobs: Sequence[str]) -> RewardFn:
+    """The function with its knobs, each `KNOB=VALUE`; a later one beats an earlier.
+
+    A value is a Python literal, or `@module.function`, whose own knobs are `KNOB.ITS_KNOB=VALUE`. Raises ValueError for
+    what is not there, does not fit, or is missing, and for a sandbox that cannot be had here.
+    """
+    fn = _bound(named.function, dict(map(_knob, [*named.knobs, *knobs])), "")
+    try:
+        inspect.signature(fn).bind("problem", "completion")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{named.function}: got another signature, wanted f(problem, completion)") from error
+    check_sandboxes([fn])
+    return fn
+
+
+class _At(str):
+    """The name of a function."""
+
+
+def _knob(text: str) -> tuple[str, Any]:
+    name, _, value = (part.strip() for part in text.partition("="))
+    if value.startswith("@"):
+        return name, _At(value[1:])
+    try:
+        return name, literal_eval(value)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        wanted = "KNOB=VALUE, the value as in Python, text in quotes, or @module.function"
+        raise ValueError(f"--set: got {text!r}, wanted {wanted}") from error
+
+
+def _bound(name: str, knobs: Mapping[str, Any], path: str) -> Callable[..., Any]:
+    """`name` with its knobs; those of its functions are still beside them, as `knob.its_knob`. `path` leads here."""
+    fn = _function(name)
+    label = f"--set {path.rstrip('.')}" if path else name
+    of_functions = {knob: value for knob, value in knobs.items() if "." in knob}
+    own = {knob: value for knob, value in knobs.items() if "." not in knob}
+    complain(list(bad_names(label, fn, own)))
+    for knob in of_functions:
+        if not isinstance(own.get(knob.partition(".")[0]), _At):
+            raise ValueError(f"--set {path}{knob}: got a knob of no function, wanted {knob.partition('.')[0]}=@... too")
+    for knob, value in own.items():
+        if isinstance(value, _At):
+            inner = {k.removeprefix(f"{knob}."): v for k, v in of_functions.items() if k.startswith(f"{knob}.")}
+            own[knob] = _bound(value, inner, f"{path}{knob}.")
+    parameters = signature(fn)
+    complain([text for knob, value in own.items() for text in mistyped(label, parameters.get(knob), value)])
+    unbound = [knob for knob, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if missing := [knob for knob in unbound if knob not in own]:
+        raise ValueError(f"{name}: got no value for {listed(missing)}, wanted --set {path}{missing[0]}=VALUE")
+    return partial(fn, **own) if own else fn
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.rpartition(".")
+    if not module or not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"got {name!r}, wanted {listed(NAMES)} or module.function{nearest(name, NAMES)}")
+    try:
+        room = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it imports is not
+        raise ValueError(f"got {name!r}, wanted a module that can be imported: {error}") from error
+    fn = getattr(room, function, None)
+    if not callable(fn):
+        there = [other for other, value in vars(room).items() if callable(value) and not other.startswith("_")]
+        raise ValueError(f"got {name!r}, wanted a function of {module}{nearest(function, there)}")
+    return fn

@@ -1,0 +1,141 @@
+"""Rows of completions in, the same rows with a verdict out: as a stream, in order, in constant memory."""
+
+import os
+import stat
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from grpo_fn.core.problem import RewardFn, word
+from grpo_fn.score.jsonl_stream import Lines, asked, marked
+from grpo_fn.score.reward_spec import known, reward_of
+from grpo_fn.shell.logging.console import CONTROL
+from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
+from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE, Outcome
+
+# In flight, read and not yet written: enough for the other workers while one row takes its time.
+MOST_ROWS = 4096
+MOST_BYTES = 2**24
+EXIT_BROKEN_PIPE = 141  # what a shell says of a program that SIGPIPE ended
+
+
+def run(
+    *,
+    reward: str,
+    knobs: Sequence[str],
+    input: Path | None,
+    output: Path | None,
+    suffix: str,
+    workers: int,
+    deadline: float | None,
+    memory_mb: int,
+) -> int:
+    """Score every row of `input` to `output`; returns the exit code. Says how it went on standard error.
+
+    Raises ValueError for a reward, a knob or a row that cannot be used; what came before a bad row is written.
+    """
+    named = known(reward)
+    seconds = named.deadline if deadline is None else deadline
+    pool = RewardPool(workers=workers, deadline=seconds, memory_mb=memory_mb, stop_on_error=False)
+    fn = reward_of(named, knobs)
+    tally: Counter[str] = Counter()
+    try:
+        with _source(input) as source, _sink(output) as sink, _telling(pool, tally, source) as bar, pool:
+            lines = Lines(source, "standard input" if input is None else str(input))
+            for batch in scored(lines, pool, fn, needs=named.needs, suffix=suffix):
+                told = [(line, _meaning(outcome, named.none)) for line, outcome in batch]
+                sink.write(b"".join(marked(line, outcome, suffix=suffix) for line, outcome in told))
+                sink.flush()
+                tally.update(word(outcome.value) for _, outcome in batch)
+                bar.set_postfix_str(_counts(tally), refresh=False)
+                bar.update(sum(len(line) + 1 for line, _ in batch))
+    except RewardError as error:
+        raise ValueError(error) from error
+    except BrokenPipeError:  # whoever reads this has enough
+        return EXIT_BROKEN_PIPE
+    return 0
+
+
+def scored(
+    lines: Lines, pool: RewardPool, fn: RewardFn, *, needs: Sequence[str], suffix: str
+) -> Iterator[list[tuple[bytes, Outcome]]]:
+    """Each line with its outcome, in order, as many together as became known at once.
+
+    Not more than MOST_ROWS rows, or the first beyond MOST_BYTES, are in flight. Raises ValueError for the first bad
+    row, after everything before it.
+    """
+    flying: deque[bytes] = deque()
+    fault, held, come = None, 0, False
+    with pool.job(fn) as job:
+        while True:
+            try:
+                if come:
+                    lines.fill()
+                while lines.ready and len(flying) < MOST_ROWS and held < MOST_BYTES:
+                    where, number, line = lines.ready.popleft()
+                    job.add(*asked(where, number, line, needs=needs, suffix=suffix))
+                    flying.append(line)
+                    held += len(line)
+            except ValueError as error:
+                fault = error
+                lines.stop()
+            hungry = not lines.ready and not lines.ended
+            if not flying and not hungry:
+                break
+            come = pool.turn(job, watching=[lines] if hungry else [])
+            if done := [(flying.popleft(), outcome) for outcome in job.take()]:
+                held -= sum(len(line) for line, _ in done)
+                yield done
+    if fault is not None:
+        raise fault
+
+
+def _meaning(outcome: Outcome, none: str) -> Outcome:
+    return outcome._replace(reason=none) if outcome.reason == RETURNED_NONE else outcome
+
+
+def _source(path: Path | None) -> BinaryIO:
+    if path is None and os.isatty(0):
+        print("reading rows from the terminal, end with Ctrl-D", file=sys.stderr)
+    return open(0 if path is None else path, "rb", buffering=0, closefd=path is not None)
+
+
+def _sink(path: Path | None) -> BinaryIO:
+    if path is not None and path.is_file() and path.stat().st_size:
+        raise ValueError(f"--output: got {path}, which holds something, wanted a new or an empty file")
+    return open(1 if path is None else path, "wb", closefd=path is not None)
+
+
+@contextmanager
+def _telling(pool: RewardPool, tally: Counter[str], source: BinaryIO) -> Iterator[tqdm]:
+    """A bar while it goes on, if somebody watches; at the end a line, and what went wrong with the first rows lost."""
+    started, about = time.monotonic(), os.fstat(source.fileno())
+    size = about.st_size if stat.S_ISREG(about.st_mode) else None
+    with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True, disable=None) as bar:
+        try:
+            yield bar
+        except BrokenPipeError:
+            raise
+        except BaseException:
+            bar.close()
+            _tell(pool, tally, time.monotonic() - started)
+            raise
+    _tell(pool, tally, time.monotonic() - started)
+
+
+def _tell(pool: RewardPool, tally: Counter[str], seconds: float) -> None:
+    rows = tally.total()
+    lost = "".join(f", {count} {cause}" for cause, count in pool.counts.items() if count)
+    print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second): {_counts(tally)}{lost}", file=sys.stderr)
+    for text in pool.complaints:
+        print(CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text), file=sys.stderr)
+
+
+def _counts(tally: Mapping[str, int]) -> str:
+    return ", ".join(f"{tally[name]} {name}" for name in ("right", "wrong", "unscorable"))

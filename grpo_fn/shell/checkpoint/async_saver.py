@@ -1,0 +1,276 @@
+"""Writes checkpoints beside the training: every rank copies its pieces and goes on, a thread of its own writes them.
+
+A checkpoint is `tensors` in pieces (`shell/shards.py`), small `blobs` and `meta` of the main rank, and a manifest with
+the hash of every file. The main rank writes the manifest once every rank has said that its pieces are on the disk, and
+gives the folder its name; until then no rank's death leaves anything that looks like a checkpoint.
+"""
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from grpo_fn.shell.atomic_io import NoSpace, check_space, finite, free_bytes, is_full, no_space
+from grpo_fn.shell.checkpoint import store, tensor_shards
+from grpo_fn.shell.checkpoint.blobs import packed
+from grpo_fn.shell.checkpoint.manifest import Entry, entry, seal
+from grpo_fn.shell.helping import helper
+from grpo_fn.shell.world import GRACE, Elsewhere, LostRank, World
+
+T = TypeVar("T")
+Written = tuple[list[WriteResult], dict[str, Entry]]  # where the pieces lie, and the files' entries in the manifest
+
+OVERHEAD = 2**11  # bytes of a file that a tensor needs besides its own, at most
+
+
+class Keep(NamedTuple):
+    """Which checkpoints `store.prune` leaves."""
+
+    keep_last: int
+    keep_best: int
+    metric: str
+    scores: Mapping[int, float] = store.NONE_LATE
+    spare: Collection[int] = ()
+
+
+class Held(NamedTuple):
+    """How long a checkpoint held up the training, in seconds."""
+
+    waited: float  # until the one before was written
+    staged: float  # while this one was copied
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checkpoint on its way to the disk."""
+
+    path: Path  # where it will be
+    folder: Path  # where it is until then
+    step: int
+    size: int  # bytes of tensors
+    meta: Mapping[str, Any]
+    keep: Keep | None
+    files: dict[str, bytes] = field(default_factory=dict)  # the blobs, on the main rank
+
+    def need(self) -> int:
+        """Bytes of disk, with some to spare for headers and the manifest."""
+        return self.size + sum(map(len, self.files.values())) + 2**16
+
+
+class Trouble(NamedTuple):
+    """What went wrong on a rank, in words that travel."""
+
+    full: bool
+    text: str
+    path: str | None
+
+
+class Saver(AbstractContextManager):
+    """Saves into `root`, one checkpoint at a time; every rank makes one and calls the same methods of it."""
+
+    def __init__(self, root: Path, world: World) -> None:
+        self.root = root
+        self.world = world
+        self._group = world.group() if world.size > 1 else None  # the training's own talk goes on beside it
+        name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._owner = world.exchange(name, what="naming who saves")[0]
+        self._offers: list[SavePlan] = []
+        self._shares: tensor_shards.Shares | None = None
+        self._buffers: dict[MetadataIndex, Tensor] = {}
+        self._step = 0  # of the one that is being written
+        self._writing: Future[None] | None = None
+
+    def save(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Tensor],
+        blobs: Mapping[str, Any],
+        meta: Mapping[str, Any],
+        keep: Keep | None = None,
+    ) -> Held:
+        """Copy what `root/step_N` is to hold and return; it is written meanwhile, and the others pruned after it.
+
+        At every moment the folder is absent, as it was, or complete. `tensors` (on every rank its own part of a
+        DTensor; a plain tensor is the same on all) may change as soon as this returns. `blobs` are plain containers,
+        numbers and tensors, `meta` is JSON, where NaN and infinities become null; those of the main rank count.
+        Raises, on every rank, ValueError or Elsewhere for blobs that would not come back as they are, NoSpace when
+        the disk is full, and what `wait` raises of the checkpoint before; those saved before stay as they were.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        free = time.perf_counter()
+        size = sum(t.numel() * t.element_size() + OVERHEAD for t in tensors.values())
+        folder = store.unfinished(self.root, "tmp", step, self._owner)
+        job = Job(self.root / f"step_{step}", folder, step, size, finite(meta), keep)
+        try:
+            self._prepare(job, tensors, blobs)
+            self._stage(job, tensors)
+        except BaseException:
+            self._discard()
+            raise
+        self._writing, self._step = Future(), step
+        helper(partial(_finish, self._writing, partial(self._write, job)), name="checkpoint")
+        return Held(waited=free - begun, staged=time.perf_counter() - free)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint that was being written has come to nothing: `wait` says why."""
+        done = self._writing is not None and self._writing.done()
+        return done and self._writing.exception() is not None
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is whole on the disk; raises what went wrong on any rank.
+
+        NoSpace when a disk is full, LostRank when a rank is gone or it takes longer than the world's deadline.
+        """
+        if self._writing is None:
+            return
+        try:
+            self._writing.result(self.world.deadline + GRACE if isfinite(self.world.deadline) else None)
+        except TimeoutError as error:
+            if self._writing.done():
+                raise
+            raise LostRank(
+                f"rank {self.world.rank} of {self.world.size} waited for the checkpoint of step {self._step} to be "
+                f"written, wanted at most {self.world.deadline:g} s"
+            ) from error
+        finally:
+            if self._writing.done():
+                self._writing = None
+
+    def close(self) -> None:
+        """Wait for the last one."""
+        self.wait()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.wait()
+        except Exception as also:
+            if error is None:
+                raise
+            error.add_note(f"and the checkpoint that was being written failed: {also}")
+
+    def _prepare(self, job: Job, tensors: Mapping[str, Tensor], blobs: Mapping[str, Any]) -> None:
+        """Check, make the folder, copy the blobs, and agree with the others on who writes which piece."""
+
+        def ready() -> SavePlan | None:
+            offer = tensor_shards.offered(tensors)
+            if self.world.main:
+                job.files.update(packed(blobs))
+                self.root.mkdir(parents=True, exist_ok=True)
+                store.tidy(self.root)
+                check_space(job.path, job.need())
+                job.folder.mkdir()
+            return None if self._offers and offer == self._offers[self.world.rank] else offer
+
+        brought = self._together(ready, job, partial(self.world.exchange, what="preparing a checkpoint"))
+        if any(offer is not None for offer in brought):
+            offers = [new or known for new, known in zip(brought, self._offers or brought, strict=True)]
+            self._shares, self._offers = tensor_shards.shared_out(offers), offers
+
+    def _stage(self, job: Job, tensors: Mapping[str, Tensor]) -> None:
+        """Copy this rank's pieces. Memory may end on one rank alone, so all hear how it went."""
+
+        def copied() -> None:
+            plan, pin = self._shares.plans[self.world.rank], self.world.device.type == "cuda"
+            self._buffers = tensor_shards.stage(tensors, plan, self._buffers, pin=pin)
+
+        self._together(copied, job, partial(self.world.exchange, what="copying a checkpoint"))
+
+    def _write(self, job: Job) -> None:
+        """What the thread does. Both exchanges wait for the slowest rank, the second one for the main rank."""
+        exchange = partial(self._exchange, job.step)
+        try:
+            written = self._together(partial(self._write_mine, job), job, exchange)
+            self._together(partial(self._publish, job, written), job, exchange)
+        except BaseException:
+            self._discard()
+            raise
+
+    def _write_mine(self, job: Job) -> Written:
+        rank = self.world.rank
+        if not job.folder.is_dir():
+            raise ValueError(f"got no folder {job.folder} here, wanted a run folder on a disk that all ranks share")
+        results = tensor_shards.write(job.folder, self._shares.plans[rank], self._buffers)
+        return results, {path.name: entry(path) for path in tensor_shards.files(job.folder, rank)}
+
+    def _publish(self, job: Job, written: list[Written]) -> None:
+        """On the main rank: the rest of the files, the folder's name, and those no longer kept."""
+        if not self.world.main:
+            return
+        tensor_shards.write_index(job.folder, self._shares.index, [results for results, _ in written])
+        for name, data in job.files.items():
+            (job.folder / name).write_bytes(data)
+        hashed = {name: file for _, entries in written for name, file in entries.items()}
+        hashed[tensor_shards.INDEX] = entry(job.folder / tensor_shards.INDEX)
+        seal(job.folder, job.step, job.meta, hashed)
+        store.commit(job.folder, job.step)
+        if job.keep is not None:
+            store.prune(self.root, **job.keep._asdict())
+
+    def _discard(self) -> None:
+        if self.world.main:
+            with suppress(OSError):  # a rank that is not lost after all may still write there: the next start tidies up
+                store.tidy(self.root)
+
+    def _exchange(self, step: int, mine: T) -> list[T]:
+        """As `World.exchange`, for the thread: over the group of its own."""
+        if self._group is None:
+            return [mine]
+        brought: list[Any] = [None] * self.world.size
+        try:
+            dist.all_gather_object(brought, mine, group=self._group)
+        except (dist.DistError, RuntimeError) as error:
+            where = f"rank {self.world.rank} of {self.world.size}"
+            raise LostRank(
+                f"{where} lost another rank while the checkpoint of step {step} was written: {error}"
+            ) from error
+        return brought
+
+    def _together(self, f: Callable[[], T], job: Job, exchange: Callable[[Any], list[Any]]) -> list[T]:
+        """What `f` returns on every rank; what it raises on any rank is raised on all of them."""
+        mine, error, trouble = None, None, None
+        try:
+            mine = f()
+        except Exception as caught:
+            error, trouble = caught, _trouble(caught, job)
+        brought = exchange((mine, trouble))
+        troubles = {rank: trouble for rank, (_, trouble) in enumerate(brought) if trouble is not None}
+        for rank, trouble in troubles.items():
+            if trouble.full:
+                where = f"rank {rank}: " if self.world.size > 1 else ""
+                raise NoSpace(errno.ENOSPC, where + trouble.text, trouble.path) from error
+        if error is not None:
+            raise error
+        if troubles:
+            raise Elsewhere("; ".join(f"rank {rank}: {trouble.text}" for rank, trouble in troubles.items()))
+        return [value for value, _ in brought]
+
+
+def _finish(future: Future[None], work: Callable[[], None]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _trouble(error: Exception, job: Job) -> Trouble:
+    if is_full(error):
+        full = error if isinstance(error, NoSpace) else no_space(job.path, free_bytes(job.path), job.need())
+        return Trouble(True, full.strerror, full.filename)
+    return Trouble(False, f"{type(error).__name__}: {error}", None)

@@ -1,0 +1,91 @@
+"""The run folder: whose it is, who is in it, and what configuration made it.
+
+config.gin, run.json (what the folder answers to), run.lock, metrics.jsonl, log.txt, summary.json, and the folders
+tensorboard, rollouts, checkpoints, model.
+"""
+
+import difflib
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from grpo_fn.shell.atomic_io import check_space, write_bytes, write_json
+
+FOLDERS = ("tensorboard", "rollouts", "checkpoints")
+MARKER = "run.json"
+LOCK = "run.lock"
+SHOWN = 10
+
+# Descriptors of the locks this process holds. They stay open until it ends: closing any descriptor of a file drops
+# the process's lock on it. A POSIX lock is the process's alone, so a worker that outlives it cannot keep the folder.
+_held: dict[Path, int] = {}
+
+
+def open_run(run_dir: Path, *, config_text: str, fingerprint: str, force: bool, need_bytes: int) -> bool:
+    """Make or enter a run folder and hold it until the process ends; True when it was a run folder before.
+
+    Raises ValueError, and leaves what is there as it is, when the path is a file or a folder of something else, another
+    process is in it, its fingerprint differs (unless `force`), or fewer than `need_bytes` are free (NoSpace).
+    """
+    _check_kind(run_dir)
+    check_space(run_dir, need_bytes)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _hold(run_dir)
+    resumed = (run_dir / MARKER).exists()
+    if resumed and not force:
+        _check_same(run_dir, config_text, fingerprint)
+    for name in FOLDERS:
+        (run_dir / name).mkdir(exist_ok=True)
+    write_bytes(run_dir / "config.gin", config_text.encode())
+    write_json(run_dir / MARKER, {"fingerprint": fingerprint})
+    return resumed
+
+
+def _check_kind(run_dir: Path) -> None:
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ValueError(f"got run folder {run_dir}, a file; wanted a folder or a free name")
+    names = sorted(p.name for p in run_dir.iterdir()) if run_dir.is_dir() else []
+    # A process killed while it made the folder leaves some of these and no marker yet.
+    ours = {LOCK, "config.gin", ".config.gin.tmp", f".{MARKER}.tmp", *FOLDERS}
+    if MARKER not in names and not ours.issuperset(names):
+        raise ValueError(f"got run folder {run_dir} with {names[:5]}, wanted an empty one or one with {MARKER}")
+
+
+def _hold(run_dir: Path) -> None:
+    path = (run_dir / LOCK).resolve()
+    if path in _held:
+        return
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise ValueError(
+            f"got run folder {run_dir}, which process {holder} is working in; wanted another one, or wait for it"
+        ) from error
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    _held[path] = fd
+
+
+def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
+    there = json.loads((run_dir / MARKER).read_bytes())["fingerprint"]
+    if there == fingerprint:
+        return
+    path = run_dir / "config.gin"
+    before = path.read_text().splitlines() if path.exists() else []
+    changes = [
+        line for line in difflib.unified_diff(before, config_text.splitlines(), n=0, lineterm="") if _is_change(line)
+    ]
+    shown = changes[:SHOWN] + ([f"... and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else [])
+    listing = "\n  ".join(shown or [f"the same text; fingerprint {there}, now {fingerprint}"])
+    raise ValueError(
+        f"got run folder {run_dir} of another configuration, wanted the same one (- there, + now):\n  {listing}\n"
+        "choose another --run_dir, or pass --force to go on in this one with the new configuration"
+    )
+
+
+def _is_change(line: str) -> bool:
+    return line[:1] in "+-" and line[:3] not in ("+++", "---")

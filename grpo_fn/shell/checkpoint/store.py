@@ -1,0 +1,215 @@
+"""Checkpoints that are whole or absent: folders `step_N` with a manifest of hashes, renamed into place when complete.
+
+`shell/saver.py` writes them; here is what is done with them on the disk. `root` is the folder that holds them. Inside
+it, names with a leading dot are unfinished business of one process, the main rank's: `.tmp-step_N-OWNER` is being
+written, `.old-step_N-OWNER` is being replaced, `.gone-step_N-OWNER` is being deleted. OWNER is its process id and, of
+what is written, a word that no other process says: a rank of a job that died cannot write into the next one's folder.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch import Tensor
+
+from grpo_fn.shell.atomic_io import flush_file
+from grpo_fn.shell.checkpoint import tensor_shards
+from grpo_fn.shell.checkpoint.blobs import SUFFIX, unpacked
+from grpo_fn.shell.checkpoint.manifest import Broken, read_manifest, verify
+from grpo_fn.shell.world import World
+
+UNFINISHED = re.compile(r"\.(tmp|old|gone)-(step_\d+)-(\d+)(?:-[0-9a-f]+)?")
+
+NONE_LATE: Mapping[int, float] = MappingProxyType({})
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint whose hashes have been verified."""
+
+    path: Path
+    step: int
+    meta: Mapping[str, Any]
+
+
+def latest(root: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that verifies; for the process that owns the run.
+
+    Each one found broken on the way is told to `warn` with the reason and renamed to `broken-step_N`, so that it can
+    be looked at and is never counted as one of the newest again. Leftovers of dead processes are removed.
+    """
+    tidy(root)
+    for step in reversed(steps(root)):
+        path = root / f"step_{step}"
+        try:
+            return Checkpoint(path, step, verify(path)["meta"])
+        except Broken as error:
+            aside = root / f"broken-step_{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
+            warn(f"skipped checkpoint {path}: {error}; moved to {aside.name}")
+    return None
+
+
+def load_into(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """Copy what the checkpoint holds under these names into the tensors, sharded or not, whoever wrote it and how.
+
+    Every rank calls it. Raises ValueError, nothing changed, naming the first tensor that the checkpoint does not hold,
+    or holds with another shape or dtype; what else it holds is left alone.
+    """
+    world.together(partial(_check_fits, path, tensors), what="comparing the checkpoint with the model")
+    world.together(partial(tensor_shards.read_into, path, tensors), what="reading the checkpoint")
+
+
+def read(path: Path, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, under the rest of their names, each whole and on the CPU."""
+    found = {name: spec for name, spec in tensor_shards.names(path).items() if name.startswith(prefix)}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in found.items()}
+    tensor_shards.read_into(path, tensors)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Every tensor in the checkpoint with its whole shape and its dtype."""
+    return tensor_shards.names(path)
+
+
+def blobs(path: Path) -> dict[str, Any]:
+    """The blobs by name, their tensors on the CPU."""
+    files = [path / name for name in read_manifest(path)["files"] if name.endswith(SUFFIX)]
+    return {file.stem: unpacked(file) for file in files}
+
+
+def meta(path: Path) -> dict[str, Any]:
+    """The meta that it was saved with."""
+    return read_manifest(path)["meta"]
+
+
+def flaw(root: Path, step: int) -> str | None:
+    """What is wrong with the checkpoint of a step; None where it verifies."""
+    try:
+        verify(root / f"step_{step}")
+    except Broken as error:
+        return str(error)
+    return None
+
+
+def prune(
+    root: Path,
+    *,
+    keep_last: int,
+    keep_best: int,
+    metric: str,
+    scores: Mapping[int, float] = NONE_LATE,
+    spare: Collection[int] = (),
+) -> list[int]:
+    """Delete all but the newest `keep_last`, the `keep_best` with the largest `meta["metrics"][metric]`, and `spare`.
+
+    `scores` are those that came, by step, after their checkpoints were written. The newest always stays; equal scores
+    favour the newer; no score (null or absent) is never best. A folder that is visibly broken counts for nothing and
+    is left for `latest` to name. Returns the deleted steps.
+    """
+    if keep_last < 1 or keep_best < 0:
+        raise ValueError(f"got keep_last {keep_last}, keep_best {keep_best}; wanted at least 1 and at least 0")
+    metas = {step: meta for step in steps(root) if (meta := _meta_if_whole(root / f"step_{step}")) is not None}
+    known = {step: scores.get(step, meta.get("metrics", {}).get(metric)) for step, meta in metas.items()}
+    ranked = sorted(((score, step) for step, score in known.items() if score is not None), reverse=True)
+    keep = {*list(known)[-keep_last:], *(step for _, step in ranked[:keep_best]), *spare}
+    doomed = [step for step in known if step not in keep]
+    for step in doomed:
+        _remove(root / f"step_{step}")
+    return doomed
+
+
+def steps(root: Path) -> list[int]:
+    """The steps that have a folder, verified or not, ascending."""
+    found = (re.fullmatch(r"step_(0|[1-9]\d*)", p.name) for p in _folders(root))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def tidy(root: Path) -> None:
+    """Undo what dead processes left unfinished: restore what was being replaced, remove the rest.
+
+    What this process left counts as dead, so it is for moments in which it writes nothing.
+    """
+    for path in _folders(root):
+        match = UNFINISHED.fullmatch(path.name)
+        if match and _abandoned(path, int(match[3])):
+            if match[1] == "old" and not (root / match[2]).exists():
+                os.rename(path, root / match[2])
+            else:
+                _remove(path)
+
+
+def unfinished(root: Path, kind: str, step: int, owner: str) -> Path:
+    """The name of unfinished business; `owner` begins with the id of the process whose business it is."""
+    return root / f".{kind}-step_{step}-{owner}"
+
+
+def commit(building: Path, step: int) -> Path:
+    """Rename into place. A folder cannot be renamed over a full one: the old one steps aside, and `tidy` brings it
+    back if the process dies in between."""
+    root, final = building.parent, building.parent / f"step_{step}"
+    retired = unfinished(root, "old", step, str(os.getpid()))
+    if final.exists():
+        os.rename(final, retired)
+    os.rename(building, final)
+    flush_file(root)
+    shutil.rmtree(retired, ignore_errors=True)
+    return final
+
+
+def _check_fits(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    there = tensor_shards.names(path)
+    for name, tensor in tensors.items():
+        wanted = (tuple(tensor.shape), tensor.dtype)
+        if (got := there.get(name)) != wanted:
+            found = "no such tensor" if got is None else f"{got[0]} {got[1]}"
+            raise ValueError(f"got {found} for {name} in checkpoint {path}, wanted {wanted[0]} {wanted[1]}")
+
+
+def _remove(path: Path) -> None:
+    """Delete under a name of its own, so that at no moment half a checkpoint bears a name that counts.
+
+    That name also keeps it from a process that is not as dead as it seemed: what it renames is no longer there.
+    """
+    match = UNFINISHED.fullmatch(path.name) or re.fullmatch(r"()(step_\d+)", path.name)
+    assert match is not None
+    gone = unfinished(path.parent, "gone", int(match[2].removeprefix("step_")), str(os.getpid()))
+    if path != gone:
+        if gone.exists():
+            shutil.rmtree(gone)
+        try:
+            os.rename(path, gone)
+        except FileNotFoundError:  # it was finished, or removed by another, in this moment
+            return
+    shutil.rmtree(gone)
+
+
+def _meta_if_whole(path: Path) -> dict[str, Any] | None:
+    """Sizes only: hashing every checkpoint at every save would cost more than the save."""
+    try:
+        return read_manifest(path)["meta"]
+    except Broken:
+        return None
+
+
+def _abandoned(path: Path, pid: int) -> bool:
+    """Whether nobody works on it: its process is this one, dead, or younger than the folder (the id was reused)."""
+    if pid == os.getpid():
+        return True
+    try:
+        process = psutil.Process(pid)
+        return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > path.stat().st_ctime + 1
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    return iter(sorted(p for p in root.iterdir() if p.is_dir())) if root.is_dir() else iter(())

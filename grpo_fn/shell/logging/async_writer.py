@@ -1,0 +1,130 @@
+"""The log of a run written beside the training: a thread makes the calls of a Writer, in the order they came in.
+
+What a call is given is kept until it is made: nobody may change it afterwards. Tensors are brought to the CPU at once,
+so that the thread never talks to a device that the training is busy with.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from threading import Condition
+from typing import Any
+
+from torch import Tensor
+
+from grpo_fn.shell.helping import helper
+from grpo_fn.shell.logging.metrics_writer import Writer
+
+MOST = 24  # calls that may be waiting, those of a few steps; the training waits when there are more
+LEAVE = 10.0  # seconds that the thread may take to come out of the call that it is in
+
+
+class LateWriter(AbstractContextManager):
+    """Stands in for a `Writer`, whose calls it makes later, and takes other work for its thread (`do`).
+
+    Once something raises there, nothing more is written: `failed` says so, and `wait` raises it. Leaving it waits for
+    what is left and closes the writer.
+    """
+
+    def __init__(self, writer: Writer, *, deadline: float) -> None:
+        self._writer, self._deadline = writer, deadline
+        self._asked: deque[tuple[str, Callable[[], object]]] = deque()  # the first one is being done
+        self._news = Condition()
+        self._over = False
+        self._error: BaseException | None = None
+        self._thread = helper(self._work, name="log")
+
+    @property
+    def failed(self) -> bool:
+        """Whether something could not be written: `wait` says what and why."""
+        return self._error is not None
+
+    def do(self, what: str, work: Callable[[], object]) -> None:
+        """Have `work` done, which writes `what`, after all that was asked for before."""
+        with self._news:
+            self._until(lambda: len(self._asked) < MOST)
+            if not self.failed:
+                self._asked.append((what, work))
+                self._news.notify_all()
+
+    def wait(self) -> None:
+        """Until everything that was asked for is on the disk.
+
+        Raises what went wrong there, and TimeoutError when it takes longer than the deadline.
+        """
+        with self._news:
+            self._until(lambda: not self._asked)
+            if self._error is not None:
+                raise self._error
+
+    def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
+        """As `Writer.scalars`."""
+        self.do(f"the metrics of step {step}", partial(self._writer.scalars, step, dict(values)))
+
+    def amend(self, step: int, values: Mapping[str, float | int]) -> None:
+        """As `Writer.amend`."""
+        self.do(f"later metrics of step {step}", partial(self._writer.amend, step, dict(values)))
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """As `Writer.text`."""
+        self.do(f"{tag} of step {step}", partial(self._writer.text, step, tag, text))
+
+    def histogram(self, step: int, tag: str, values: Tensor) -> None:
+        """As `Writer.histogram`."""
+        self.do(f"{tag} of step {step}", partial(self._writer.histogram, step, tag, values.detach().cpu()))
+
+    def image(self, step: int, tag: str, pixels: Tensor) -> None:
+        """As `Writer.image`."""
+        self.do(f"{tag} of step {step}", partial(self._writer.image, step, tag, pixels.detach().cpu()))
+
+    def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None:
+        """As `Writer.layout`."""
+        self.do("the layout", partial(self._writer.layout, charts))
+
+    def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None:
+        """As `Writer.hparams`."""
+        self.do("the knobs", partial(self._writer.hparams, knobs, measures))
+
+    def finished(self) -> None:
+        """As `Writer.finished`."""
+        self.do("the end", self._writer.finished)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is None or error is not self._error:  # else the run ends by it already
+                self.wait()
+        except Exception as also:
+            if error is None:
+                raise
+            error.add_note(f"and the log could not be written: {also}")
+        finally:
+            with self._news:
+                self._over = True
+                self._news.notify_all()
+            self._thread.join(LEAVE)
+            self._writer.close()
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        if not self._news.wait_for(lambda: self.failed or ready(), self._deadline):
+            raise TimeoutError(f"got {self._asked[0][0]} not written within {self._deadline:g} s, wanted it by then")
+
+    def _work(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._asked or self._over)
+                if self._over or not self._asked:
+                    return
+                what, work = self._asked[0]
+            try:
+                work()
+            except BaseException as error:
+                error.add_note(f"while writing {what}")
+                with self._news:
+                    self._error = error
+                    self._asked.clear()
+                    self._news.notify_all()
+                return
+            with self._news:
+                self._asked.popleft()
+                self._news.notify_all()

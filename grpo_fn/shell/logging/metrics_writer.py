@@ -1,0 +1,148 @@
+"""Metrics to metrics.jsonl and TensorBoard under the same names, rewound exactly when a run resumes."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from grpo_fn.shell.atomic_io import to_json, write_bytes
+
+# Everything markdown or HTML could act on: ASCII punctuation. Letters, digits and other scripts are left readable.
+ACTIVE = re.compile(r"[!-/:-@\[-`{-~]")
+BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
+
+
+class Writer:
+    """Writes `metrics.jsonl` and `tensorboard/` of a run folder.
+
+    A step's number is that of the step just taken, counted from 0: after k steps a run resumes with `start_step=k`,
+    and whatever was recorded for steps >= k is dropped from both. In metrics.jsonl NaN and infinities are null.
+    """
+
+    def __init__(self, run_dir: Path, *, start_step: int) -> None:
+        rewind(run_dir / "metrics.jsonl", start_step)
+        self._next = start_step
+        self._lines = open(run_dir / "metrics.jsonl", "a", encoding="ascii")  # noqa: SIM115 - closed by close()
+        # From the very first start: TensorBoard drops what a restart has undone only if it saw the start before it.
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step)
+
+    def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
+        """All scalars of a step, once: one line of metrics.jsonl. Raises ValueError for a step that does not grow."""
+        if step < self._next:
+            raise ValueError(f"got scalars of step {step}, wanted one call a step, {self._next} or later")
+        self._next = step + 1
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+        self._lines.write(to_json({"step": step, **values}) + "\n")
+        self._lines.flush()
+        os.fsync(self._lines.fileno())  # a checkpoint of this step must never outlive the step's line
+
+    def amend(self, step: int, values: Mapping[str, float | int]) -> None:
+        """What a step is found out about after its line was written goes into that line; the file is replaced at once.
+
+        Raises ValueError for a step without a line.
+        """
+        path = Path(self._lines.name)
+        lines = path.read_bytes().splitlines(keepends=True)
+        place = next((i for i in reversed(range(len(lines))) if json.loads(lines[i])["step"] == step), None)
+        if place is None:
+            raise ValueError(f"got figures for step {step}, wanted a step with a line in {path}")
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+        lines[place] = (to_json({**json.loads(lines[place]), **values}) + "\n").encode("ascii")
+        self._lines.close()
+        write_bytes(path, b"".join(lines))
+        self._lines = open(path, "a", encoding="ascii")  # noqa: SIM115 - closed by close()
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Markdown for TensorBoard's text tab; put what a model wrote through `table` first."""
+        self._board.add_text(tag, text.encode("utf-8", "replace").decode("utf-8"), step)
+
+    def histogram(self, step: int, tag: str, values: Tensor) -> None:
+        """Distribution of the finite values; of none there is no histogram."""
+        flat = values.detach().double().flatten().cpu()
+        flat = flat[torch.isfinite(flat)]
+        if len(flat):
+            self._board.add_histogram(tag, flat.numpy(), step)
+
+    def image(self, step: int, tag: str, pixels: Tensor) -> None:
+        """A picture `[3, H, W]` of numbers from 0 to 1."""
+        self._board.add_image(tag, pixels.detach().cpu().numpy(), step)
+
+    def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None:
+        """The charts of the tab "Custom Scalars", by heading and title: ("Multiline" or "Margin", tags)."""
+        self._board.add_custom_scalars(charts)
+
+    def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None:
+        """A line of the tab "HParams": the knobs, beside the newest values of the scalars `measures`."""
+        experiment, started, _ = hparams(dict(knobs), dict.fromkeys(measures))
+        for summary in (experiment, started):
+            self._board._get_file_writer().add_summary(summary)
+
+    def finished(self) -> None:
+        """Say in the tab "HParams" that the run came to its end."""
+        *_, ended = hparams({}, {})
+        self._board._get_file_writer().add_summary(ended)
+
+    def close(self) -> None:
+        """Write out everything and let go of the files."""
+        self._lines.close()
+        self._board.close()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def rewind(path: Path, start_step: int) -> None:
+    """Drop the lines of steps >= `start_step` and a last line torn by a crash; the file is replaced at once.
+
+    Raises ValueError for a line before the last that is not an object with a step: that is no crash of ours.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for i, line in enumerate(lines) if _step(path, i, line, last=i == len(lines) - 1) < start_step]
+    if kept != lines:
+        write_bytes(path, b"".join(kept))
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A markdown table of the rows, columns in order of first appearance; the cells show their text and do nothing."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [columns, *([row.get(name, "") for name in columns] for row in rows)]
+    lines = ["| " + " | ".join(cell(str(value)) for value in line) + " |" for line in cells]
+    return "\n".join([lines[0], "|" + " --- |" * len(columns), *lines[1:]])
+
+
+def cell(text: str) -> str:
+    """A table cell that renders as `text`, up to white space: no markup, no HTML, no link, no image, no table bar.
+
+    Line breaks become <br>, control characters and lone surrogates U+FFFD.
+    """
+    lines = (UNPRINTABLE.sub("\ufffd", line) for line in BREAKS.split(text))
+    return "<br>".join(ACTIVE.sub(lambda match: f"&#{ord(match[0])};", line) for line in lines)
+
+
+def _step(path: Path, i: int, line: bytes, *, last: bool) -> float:
+    """The line's step; infinity for a torn last line."""
+    if last and not line.endswith(b"\n"):
+        return math.inf
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        if last:  # a lost page of the disk reads as zeros and may well end in a newline
+            return math.inf
+        raise ValueError(f"got {path}:{i + 1} {line[:80]!r}, wanted a JSON object with a step") from error

@@ -1,0 +1,126 @@
+"""What was sampled, and what was thought of it: one compressed file a step, from which the step can be replayed."""
+
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Groups, Reward, Rollout
+from grpo_fn.shell.atomic_io import to_json, write_bytes
+
+
+def store(
+    root: Path,
+    step: int,
+    problems: Sequence[Problem],
+    group_size: int,
+    rollout: Rollout,
+    reward: Reward,
+    adv: Float[Tensor, "P G"],
+    *,
+    keep: int,
+) -> None:
+    """Write `root/step_000012.jsonl.gz`, one object a row in the order b = p * G + g; keep the newest `keep` steps.
+
+    `tokens` and `mask` end with the last sampled token (what follows is padding); `logp_sampled` lists the sampled
+    tokens alone, exactly. NaN and infinities become null. Equal rollouts give equal bytes. Files of later steps belong
+    to a future that a resume has undone and are removed. `keep=0` stores nothing.
+    """
+    if keep < 0:
+        raise ValueError(f"got keep {keep}, wanted 0 or more")
+    if not keep:
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    lines = "".join(to_json(row) + "\n" for row in _rows(problems, group_size, rollout, reward, adv))
+    write_bytes(root / f"step_{step:06d}.jsonl.gz", gzip.compress(lines.encode("ascii"), compresslevel=6, mtime=0))
+    there = stored(root)
+    kept = [past for past in there if past <= step][-keep:]
+    for other in {*there} - {*kept}:
+        (root / f"step_{other:06d}.jsonl.gz").unlink()
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The rows of one step, in order."""
+    with gzip.open(path, "rt", encoding="ascii", newline="\n") as file:
+        return [json.loads(line) for line in file]
+
+
+def as_groups(rows: Sequence[Mapping[str, Any]]) -> Groups:
+    """The stored rows of a step as the groups that were learned from, on the CPU; `meta` is not stored."""
+    width = max(len(row["tokens"]) for row in rows)
+    mask = torch.tensor([row["mask"] + [0] * (width - len(row["mask"])) for row in rows]).bool()
+    tokens = torch.tensor([row["tokens"] + [0] * (width - len(row["tokens"])) for row in rows])
+    logp = torch.zeros(mask.shape).masked_scatter(mask, torch.tensor([x for row in rows for x in row["logp_sampled"]]))
+    size = sum(row["uid"] == rows[0]["uid"] for row in rows)
+
+    def grid(column: list[Any]) -> Tensor:
+        return rearrange(torch.tensor(column), "(p g) -> p g", g=size)
+
+    names = rows[0]["parts"]
+    return Groups(
+        tuple(Problem(row["uid"], row["prompt"], row["answer"], {}) for row in rows[::size]),
+        Rollout(tokens, mask, logp, torch.tensor([row["truncated"] for row in rows]), tuple(r["text"] for r in rows)),
+        Reward(
+            grid([row["reward"] for row in rows]),
+            grid([row["valid"] for row in rows]),
+            {name: grid([row["parts"][name] for row in rows]) for name in names},
+        ),
+    )
+
+
+def stored(root: Path) -> list[int]:
+    """The steps that have a file, ascending."""
+    found = (re.fullmatch(r"step_(\d{6,})\.jsonl\.gz", p.name) for p in root.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _rows(
+    problems: Sequence[Problem], group_size: int, rollout: Rollout, reward: Reward, adv: Tensor
+) -> Iterator[dict[str, Any]]:
+    if len(problems) * group_size != len(rollout.text):
+        raise ValueError(f"got {len(rollout.text)} rows for {len(problems)} problems x {group_size}, wanted P * G")
+    mask = rollout.mask.cpu()
+    lengths = mask.sum(-1).tolist()
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).amax(-1).tolist() if mask.numel() else [0] * len(mask)
+    columns = zip(
+        ((problem, g) for problem in problems for g in range(group_size)),
+        rollout.text,
+        rollout.tokens.tolist(),
+        mask.int().tolist(),
+        (x.tolist() for x in rollout.logp_sampled.detach().cpu()[mask].split(lengths)),
+        lengths,
+        last,
+        rollout.truncated.tolist(),
+        reward.value.flatten().tolist(),
+        reward.valid.flatten().tolist(),
+        adv.flatten().tolist(),
+        strict=True,
+    )
+    parts = {name: value.flatten().tolist() for name, value in reward.parts.items()}
+    for b, ((problem, g), text, tokens, sampled, logp, length, end, *rest) in enumerate(columns):
+        truncated, value, valid, advantage = rest
+        end = end or len(sampled)
+        yield {
+            "uid": problem.uid,
+            "g": g,
+            "prompt": problem.prompt,
+            "text": text,
+            "answer": problem.answer,
+            "reward": value,
+            "parts": {name: column[b] for name, column in parts.items()},
+            "valid": valid,
+            "advantage": advantage,
+            "length": length,
+            "truncated": truncated,
+            "tokens": tokens[:end],
+            "mask": sampled[:end],
+            "logp_sampled": logp,
+        }

@@ -1,0 +1,251 @@
+"""Attention over rows that lie end to end, put beside the attention that a model was built with.
+
+Transformers looks attention up by the name in a model's config. `adopt` gives the model a name of ours under which a
+call with a `layout` is computed as that says (`Seen` here in training, `kv_cache.Next` while decoding), and any other by
+what stood there before. The name stays for good: a block that is computed again in the backward pass looks it up again.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import dropout as dropped
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from grpo_fn.shell.model.attention_layout import Layout, Window
+
+OURS = "+rows"  # behind the name of what stood there before
+EAGER = "eager"
+# What models tell attention besides, none of which changes what it computes. A layout says more than positions do.
+IDLE = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
+)
+HALVES = (torch.bfloat16, torch.float16)
+
+Attend = Callable[..., Float[Tensor, "N H D"]]
+
+
+class How(NamedTuple):
+    """What a layer asks of attention."""
+
+    window: Window
+    scale: float
+    dropout: float
+    cap: float | None  # of the scores
+    eager: bool  # the model was built to have it written out
+
+
+class Told(Protocol):
+    """What travels with a model's call as its `layout`: it knows which tokens see which."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How
+    ) -> Float[Tensor, "B T H D"]:
+        """Attention of one layer, whose `module` this is; of each tensor `[B H T D]`."""
+        ...
+
+
+def adopt(model: nn.Module) -> None:
+    """Have the model's attention take a `layout`. Raises ValueError for an attention that is known only by its name."""
+    before = model.config._attn_implementation
+    if before.endswith(OURS):
+        return
+    if before != EAGER and before not in ALL_ATTENTION_FUNCTIONS:
+        raise ValueError(f"attention: got {before!r}, wanted {EAGER} or one of {', '.join(ALL_ATTENTION_FUNCTIONS)}")
+    AttentionInterface.register(before + OURS, partial(attention, before=before))
+    AttentionMaskInterface.register(before + OURS, ALL_MASK_ATTENTION_FUNCTIONS[before])
+    model.config._attn_implementation = before + OURS
+
+
+def unusable(device: torch.device) -> Tensor:
+    """An attention mask that transformers hands on as it is and that fits no scores: whoever uses it fails."""
+    return torch.empty(1, 1, 0, 0, device=device)
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, before: str, **told: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls: `[1 H N D]` each with a layout, `[B H T D]` without."""
+    layout: Told | None = told.pop("layout", None)
+    if layout is None:
+        return original(module, before)(module, query, key, value, mask, **told)
+    return layout.attend(module, query, key, value, asked(query, before == EAGER, told)), None
+
+
+def original(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function of that name; eager attention is each model's own, beside its classes."""
+    return (
+        sys.modules[type(module).__module__].eager_attention_forward if name == EAGER else ALL_ATTENTION_FUNCTIONS[name]
+    )
+
+
+def asked(query: Tensor, eager: bool, told: dict[str, Any]) -> How:
+    """What the model asks for. Raises ValueError for anything that is not done here."""
+    odd = [name for name, x in told.items() if name not in KNOWN and name not in IDLE and x is not None]
+    if odd or told.get("is_causal") is False:
+        raise ValueError(f"got attention with {', '.join(sorted(odd)) or 'is_causal=False'}, wanted {', '.join(KNOWN)}")
+    scale = told.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return How(told.get("sliding_window"), scale, told.get("dropout", 0.0), told.get("softcap"), eager)
+
+
+KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal"})
+
+
+class Seen(Layout):
+    """Rows that lie end to end in one stream, the one row `[1 H N D]` of the batch."""
+
+    @torch.compiler.disable
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        """Every token of the stream sees what it sees of its row.
+
+        Compiled code stops here: the sizes of the buckets differ from micro-batch to micro-batch, and each would be
+        compiled anew.
+        """
+        self.asked.append(how.window)
+        streams = [x[0].transpose(0, 1) for x in (query, key, value)]
+        attend = fitting(query, how.eager, how.cap)
+        return attend(*streams, self, window=how.window, scale=how.scale, dropout=how.dropout, cap=how.cap)[None]
+
+
+def fitting(query: Tensor, eager: bool, cap: float | None) -> Attend:
+    """The fastest that computes it: kernels for unequal rows are for halves on CUDA, and written for some caps only."""
+    if query.device.type == "cuda" and query.dtype in HALVES and not eager:
+        if find_spec("flash_attn") is not None:
+            return flash
+        if cap is None:
+            return varlen
+    return partial(bucketed, core=written_out if eager or cap is not None else fused)
+
+
+# -- rows of similar length side by side
+
+
+def bucketed(
+    query: Float[Tensor, "N H D"],
+    key: Float[Tensor, "N K D"],
+    value: Float[Tensor, "N K E"],
+    layout: Layout,
+    *,
+    window: Window,
+    scale: float,
+    dropout: float,
+    cap: float | None,
+    core: Callable[..., Float[Tensor, "b H q E"]],
+) -> Float[Tensor, "N H E"]:
+    """Rows of similar length are padded to one and computed by `core`; key heads are repeated for their query heads."""
+    groups, found = query.shape[1] // key.shape[1], []
+    for number, bucket in enumerate(layout.buckets):
+        q, k, v = taken(query, bucket.query), taken(key, bucket.key), taken(value, bucket.key)
+        q, k, v = (
+            x.transpose(1, 2) for x in (q, *(x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v)))
+        )
+        mask = layout.mask(number, window, query.dtype)
+        found.append(core(q, k, v, mask, scale=scale, dropout=dropout, cap=cap).transpose(1, 2))
+    return layout.restored(found)
+
+
+def taken(stream: Float[Tensor, "N ..."], index: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The stream's entries at those places. Its pullback adds up what a prompt gets from all that read it."""
+    # On CUDA the pullback of index_select adds in any order, that of indexing in one; on CPU the first is fast.
+    flat = index.flatten()
+    found = stream[flat] if stream.is_cuda else stream.index_select(0, flat)
+    return found.unflatten(0, index.shape)
+
+
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float, cap: None
+) -> Float[Tensor, "b H q E"]:
+    """Torch's own kernels."""
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1, scale=scale, dropout_p=dropout
+    )
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float, cap: float | None
+) -> Float[Tensor, "b H q E"]:
+    """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better."""
+    scores = q @ k.transpose(2, 3) * scale
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    if mask is None:
+        mask = torch.full(scores.shape[2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
+    weights = (scores + mask).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
+    return dropped(weights, dropout) @ v
+
+
+# -- kernels for rows of unequal length, CUDA only
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    window: Window,
+    scale: float,
+    dropout: float,
+    cap: float | None,
+) -> Float[Tensor, "N H E"]:
+    """The flash-attn package. A row's queries are the last of its keys, which is how it aligns a causal mask."""
+    from flash_attn import flash_attn_varlen_func
+
+    rows = layout.ragged
+    return flash_attn_varlen_func(
+        query,
+        taken(key, rows.key),
+        taken(value, rows.key),
+        rows.queries,
+        rows.keys,
+        *rows.longest,
+        dropout_p=dropout,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=cap or 0.0,
+    )
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    *,
+    window: Window,
+    scale: float,
+    dropout: float,
+    cap: None,
+) -> Float[Tensor, "N H E"]:
+    """The same kernels, as torch has them. Raises ValueError for dropout, which they do not have there."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if dropout:
+        raise ValueError(f"got attention with dropout {dropout} on rows of unequal length, wanted 0, or flash-attn")
+    rows, groups = layout.ragged, query.shape[1] // key.shape[1]
+    k, v = taken(key, rows.key), taken(value, rows.key)
+    more = {"enable_gqa": True} if groups > 1 and knows_groups() else {}
+    if groups > 1 and not more:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    left = -1 if window is None else window - 1
+    return varlen_attn(
+        query.contiguous(), k, v, rows.queries, rows.keys, *rows.longest, scale=scale, window_size=(left, 0), **more
+    )
+
+
+@cache
+def knows_groups() -> bool:
+    """Whether torch's kernel takes fewer heads of keys than of queries."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters  # from torch 2.12

@@ -1,0 +1,127 @@
+"""Who sees whom in a stream of rows that lie end to end, some of which read a prompt that stands in another row."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from grpo_fn.core.packing import Spans
+
+Window = int | None  # keys that a query sees, itself included; None: all there are up to it
+
+
+class Bucket(NamedTuple):
+    """Rows of similar length, padded to the longest among them.
+
+    A padded query is the row's last once more, a padded key its first: both are the row's own, so nothing odd in
+    another row gets here, and every query sees some key.
+    """
+
+    query: Int[Tensor, "b q"]  # into the stream
+    key: Int[Tensor, "b k"]
+    position: Int[Tensor, "b q"]  # of each query in its row: it sees keys 0 to there
+    real: Bool[Tensor, "b q"]  # queries that are no padding
+
+
+class Ragged(NamedTuple):
+    """All rows end to end, as kernels for rows of unequal length take them; the queries are the stream as it is."""
+
+    key: Int[Tensor, "K"]  # into the stream
+    queries: Int[Tensor, "rows+1"]  # where each row's begin; where the last one's end
+    keys: Int[Tensor, "rows+1"]
+    longest: tuple[int, int]  # queries and keys
+
+
+class Layout:
+    """Made for one micro-batch and the same in all layers of the model. What a kernel needs is made when it asks.
+
+    `asked` lists the windows that attention asked for, layer by layer.
+    """
+
+    def __init__(self, spans: Spans, at: Int[Tensor, "B T"], *, device: torch.device) -> None:
+        self.spans, self.at, self.device = spans, at, device
+        self.asked: list[Window] = []
+        self._buckets: list[Bucket] | None = None
+        self._back: Tensor | None = None
+        self._masks: dict[tuple[int, Window, torch.dtype], Tensor | None] = {}
+        self._ragged: Ragged | None = None
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Rows by length; those that read their own prompt apart from those that begin behind it."""
+        if self._buckets is None:
+            made = [bucket(self.spans, self.at, rows) for rows in alike(self.spans)]
+            self._back = back(made).to(self.device)
+            self._buckets = [Bucket(*(x.to(self.device) for x in one)) for one in made]
+        return self._buckets
+
+    def restored(self, found: list[Float[Tensor, "_ _ H D"]]) -> Float[Tensor, "N H D"]:
+        """What was found for every query of every bucket, back in the stream's order."""
+        return torch.cat([x.flatten(0, 1) for x in found]).index_select(0, self._back)
+
+    def mask(self, number: int, window: Window, dtype: torch.dtype) -> Float[Tensor, "b 1 q k"] | None:
+        """What is added to the scores of that bucket: 0 where a query sees the key, -inf elsewhere.
+
+        None where that is what causal attention does by itself, because queries and keys are the same.
+        """
+        asked = (number, window, dtype)
+        if asked not in self._masks:
+            one = self.buckets[number]
+            plain = one.query.shape == one.key.shape and not bool(one.position[:, 0].any())
+            short = window is None or window >= one.key.shape[1]
+            self._masks[asked] = None if plain and short else added(one, window, dtype)
+        return self._masks[asked]
+
+    @property
+    def ragged(self) -> Ragged:
+        """The same for kernels that need no padding."""
+        if self._ragged is None:
+            self._ragged = ragged(self.spans, self.at, self.device)
+        return self._ragged
+
+
+def alike(spans: Spans) -> Iterator[Int[Tensor, "b"]]:
+    """Rows with something to read, in parts of which the longest is at most twice as long as the shortest."""
+    taken = spans.end - spans.start
+    for where in (spans.start == 0, spans.start > 0):
+        rows = (where & (taken > 0)).nonzero()[:, 0]
+        rows = rows[taken[rows].argsort(descending=True, stable=True)]
+        while len(rows):
+            many = int((2 * taken[rows] >= taken[rows[0]]).sum())
+            yield rows[:many]
+            rows = rows[many:]
+
+
+def bucket(spans: Spans, at: Int[Tensor, "B T"], rows: Int[Tensor, "b"]) -> Bucket:
+    """These rows, side by side."""
+    start, end = spans.start[rows, None], spans.end[rows, None]
+    column = start + torch.arange(int((end - start).max()))
+    last = torch.minimum(column, end - 1)
+    return Bucket(at[rows].gather(1, last), at[rows, : int(end.max())], last, column < end)
+
+
+def back(buckets: list[Bucket]) -> Int[Tensor, "N"]:
+    """Where each token of the stream is among all queries of all buckets."""
+    query, real = (
+        torch.cat([x.flatten() for x in field]) for field in zip(*((b.query, b.real) for b in buckets), strict=True)
+    )
+    return real.nonzero()[:, 0][query[real].argsort()]
+
+
+def added(one: Bucket, window: Window, dtype: torch.dtype) -> Float[Tensor, "b 1 q k"]:
+    """Causal attention within a row, to the `window` last keys alone where there is one."""
+    key, query = torch.arange(one.key.shape[1], device=one.key.device), one.position[:, None, :, None]
+    unseen = (key > query) if window is None else (key > query) | (key <= query - window)
+    return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -torch.inf)
+
+
+def ragged(spans: Spans, at: Int[Tensor, "B T"], device: torch.device) -> Ragged:
+    """Every row's keys, its prompt's included, one row after another."""
+    rows = (spans.end > spans.start).nonzero()[:, 0]
+    start, end = spans.start[rows], spans.end[rows]
+    key = at[rows][torch.arange(at.shape[1]) < end[:, None]].to(device)
+    queries, keys = (pad(n.cumsum(0), (1, 0)).int().to(device) for n in (end - start, end))
+    return Ragged(key, queries, keys, (int((end - start).max()), int(end.max())))

@@ -1,0 +1,193 @@
+"""The transformer blocks of a model, and what may be done to one: recompute its activations, compile it.
+
+Each function below changes one block in place, by putting another `forward` before the one it has. So it works inside
+the block's hooks (FSDP2 gathers and frees the weights in them), and no parameter changes its name. Where both kinds are
+used, execution comes first: recompute(compile(forward)).
+"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from grpo_fn.shell.sampler.local.kv_cache import Next, Prompts
+
+Forward = Callable[..., Any]
+Change = Callable[[nn.Module], None]  # one block, in place
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's transformer blocks, first to last: its modules of the classes it names as not to be split.
+
+    Raises ValueError when it names none, or has none of those it names.
+    """
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    # fully_shard gives a block a class of its own, derived from the one that is named.
+    found = [module for module in model.modules() if named & {base.__name__ for base in type(module).__mro__}]
+    if not found:
+        raise ValueError(
+            f"got {type(model).__name__} without transformer blocks; wanted modules of a class in "
+            f"_no_split_modules, which names {sorted(named) or 'none'}"
+        )
+    return found
+
+
+# -- activations
+
+
+def kept(block: nn.Module) -> None:
+    """Keep every activation for the backward pass."""
+
+
+def recomputed(block: nn.Module) -> None:
+    """Keep what enters the block alone; the backward pass runs it once more, dropout's noise included.
+
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
+    """
+    block.forward = partial(_recompute, block.forward)
+
+
+def recomputed_but_products(block: nn.Module) -> None:
+    """Keep the results of matrix products and attention; recompute the rest, which is cheap, from them.
+
+    Operators inside compiled code are not seen one by one: of a compiled block everything is recomputed.
+    """
+    block.forward = partial(_recompute_but_products, block.forward)
+
+
+# What costs far more to compute than to keep. Attention has an operator for each kind of device and of mask.
+_ATEN = torch.ops.aten
+PRODUCTS = frozenset(
+    {
+        *(_ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default),
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        torch.ops.higher_order.flex_attention,
+    }
+)
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _worth_recomputing(kwargs: dict[str, Any]) -> bool:
+    # A second run would write a second time into a KV cache.
+    return torch.is_grad_enabled() and not _cached(kwargs)
+
+
+def _cached(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("past_key_values") is not None or isinstance(kwargs.get("layout"), Prompts | Next)
+
+
+def _recompute(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not _worth_recomputing(kwargs):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _recompute_but_products(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    if not _worth_recomputing(kwargs):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+
+# -- execution
+
+
+def eager(block: nn.Module) -> None:
+    """Run the block as it is written."""
+
+
+def compiled(block: nn.Module) -> None:
+    """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written."""
+    block.forward = Compiled(block.forward, _uncached, _built)
+
+
+def compiled_decoding(block: nn.Module) -> None:
+    """Compile what the sampler calls for every token, and nothing else. Once is enough."""
+    if not (isinstance(block.forward, Compiled) and block.forward.which is _decoding):
+        block.forward = Compiled(block.forward, _decoding, Tried)
+
+
+class Compiled:
+    """A forward, compiled for the calls `which` is about when the first comes. A copy compiles anew, for its block."""
+
+    def __init__(
+        self, forward: Forward, which: Callable[[dict[str, Any]], bool], build: Callable[[Forward], Forward]
+    ) -> None:
+        self.forward, self.which, self.build = forward, which, build
+        self.fast = build(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.fast if self.which(kwargs) else self.forward)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
+        return Compiled(deepcopy(self.forward, memo), self.which, self.build)
+
+
+def _built(function: Forward) -> Forward:
+    return torch.compile(function, dynamic=True)
+
+
+class Tried:
+    """A part of a decoding step, compiled, sizes left open.
+
+    Where that fails it runs as it is written from then on, and a warning says why: nobody has asked for it. Such a call
+    may have begun before it failed, so the function has to be one that may be called twice.
+    """
+
+    def __init__(self, function: Forward) -> None:
+        self.function = function
+        self.fast: Forward | None = _built(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fast is not None:
+            from torch._dynamo.exc import TorchDynamoException  # importing torch._dynamo takes seconds
+
+            try:
+                return self.fast(*args, **kwargs)
+            except TorchDynamoException as error:
+                self.fast = None
+                reason = next(iter(str(error).splitlines()), "without a word")
+                warnings.warn(
+                    f"decoding runs as written, not compiled: {type(error).__name__}, {reason}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return self.function(*args, **kwargs)
+
+
+def _uncached(kwargs: dict[str, Any]) -> bool:
+    return not _cached(kwargs)
+
+
+def _decoding(kwargs: dict[str, Any]) -> bool:
+    return isinstance(kwargs.get("layout"), Next)
+
+
+class Graphs(NamedTuple):
+    """What torch.compile has built in this process so far."""
+
+    built: int
+    again: int  # of code that had been built before: another dtype, another mode, a size that could not be left open
+
+
+def recompilations() -> Graphs:
+    """How many graphs were built, and how often code was compiled again."""
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER  # importing torch._dynamo takes seconds
+    from torch._dynamo.utils import counters
+
+    return Graphs(counters["stats"]["unique_graphs"], sum(n - 1 for n in FRAME_COMPILE_COUNTER.values() if n > 1))

@@ -1,0 +1,118 @@
+"""From token ids to log-probabilities and entropies of the sampled tokens: the module that is sharded and trained."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor, nn
+
+from grpo_fn.shell.model.attention import taken
+from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
+from grpo_fn.shell.model.packed_input import Rows, probe, undisturbed
+
+
+def predicting(
+    state: Shaped[Tensor, "B T ..."], tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> tuple[Shaped[Tensor, "N ..."], Int[Tensor, "N"]]:
+    """The states (or where they are) that predict the masked tokens, and those: state[b, t-1] predicts tokens[b, t].
+
+    This is the only place where the shift by one happens. Only sampled tokens are looked at: prompts and padding
+    never reach the head.
+    """
+    chosen = mask[:, 1:]
+    return state[:, :-1][chosen], tokens[:, 1:][chosen]
+
+
+def placed(values: Float[Tensor, "N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Values of the masked tokens back at their `[b, t]`; zero elsewhere. The inverse of `predicting`'s selection."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+def check_rows(mask: Bool[Tensor, "B T"]) -> None:
+    """Raise ValueError when a row's first token claims to be sampled: nothing precedes it that could predict it."""
+    if mask[:, 0].any():
+        raise ValueError("got a row whose first token is marked as sampled; wanted at least one prompt token before it")
+
+
+class Scorer(nn.Module):
+    """A causal language model that is asked for scores, not for logits.
+
+    It is the root of whatever shards the model: embedding, last norm and head belong to it, and are whole while its
+    forward runs. About `head_elements` logits live at once. `rows` is how the model is shown the rows: padded, or end
+    to end.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, temperature: float, head_elements: int, rows: Callable[[nn.Module], Rows]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.head_elements = head_elements
+        self.rows = rows(model)
+        self._linear: bool | None = None  # asked in the first forward: only there is a sharded head whole
+
+    def forward(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy in nats, `[B T]` each; zero where ~mask."""
+        if self._linear is None:
+            self._linear = has_linear_head(self.model)
+        stream = self.rows(tokens, mask)
+        before, target = predicting(stream.at, tokens, mask)
+        told = {"input_ids": stream.tokens, "use_cache": False, **stream.told}
+        logp, entropy = (self._linear_scores if self._linear else self._dense_scores)(told, before, target)
+        return placed(logp, mask), placed(entropy, mask)
+
+    @torch.no_grad()
+    def parts(
+        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int
+    ) -> list[Int[Tensor, "b"]]:
+        """The rows of micro-batches in which each of `devices` devices has at most `micro_tokens` tokens.
+
+        -1 is a row without a sampled token. How this model takes rows may have to be asked first, on all ranks.
+        """
+        if self.rows.fit is None:
+            self(*probe(self.model.config.get_text_config().vocab_size, tokens.device))
+        return self.rows.parts(tokens, mask, micro_tokens, devices)
+
+    def _linear_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = decoder(self.model)(**told).last_hidden_state.flatten(0, 1)
+        weight = self.model.get_output_embeddings().weight
+        return linear_scores(
+            taken(hidden, before), weight, target, temperature=self.temperature, elements=self.head_elements
+        )
+
+    def _dense_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(**told).logits.flatten(0, 1)
+        return dense_scores(taken(logits, before), target, temperature=self.temperature)
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The model without its head."""
+    return model.get_decoder()
+
+
+@torch.no_grad()
+def has_linear_head(model: nn.Module) -> bool:
+    """Whether the model's logits are `hidden @ W.T`, found by asking it: capped, scaled and biased ones are not.
+
+    What enters the head has to be the decoder's output, and what leaves it the logits. The latter is asked with numbers
+    far apart put in the head's place: a fresh model's logits are so small that a soft cap leaves no trace on them.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        return False
+    ids = torch.arange(4, device=head.weight.device)[None]
+    probe = torch.linspace(-1e3, 1e3, len(head.weight)).to(head.weight)
+    entered = []
+
+    def instead(_: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        entered.append(args[0])
+        return probe.expand_as(logits)
+
+    with undisturbed(model):  # some may be training: the dropout of adapters
+        hidden = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        with head.register_forward_hook(instead, prepend=True):
+            left = model(input_ids=ids, use_cache=False).logits
+    untouched = torch.equal(left.float(), probe.float().expand_as(left))
+    return untouched and torch.allclose(entered[0].float(), hidden.float(), rtol=1e-3, atol=1e-3)

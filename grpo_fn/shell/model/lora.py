@@ -1,0 +1,231 @@
+"""Low-rank adapters: put into a model, switched off for the reference policy, merged into plain weights, saved.
+
+    h = W x + (alpha / rank) B A dropout(x),   A [rank, in], B [out, rank]
+
+(Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685, equation 3 and section 4.1.)
+W is frozen in its dtype; A and B train in float32. PEFT's layers stand in the model itself, without a wrapper, so that
+it stays a Hugging Face model: names become `...q_proj.base_layer.weight`, `...q_proj.lora_A.default.weight`.
+"""
+
+import json
+import math
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from grpo_fn.core import prng
+from grpo_fn.shell.model.blocks import blocks
+from grpo_fn.shell.model.load_weights import Part, give, is_adapter, plain
+
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"  # the one adapter's name in the names of its parameters
+A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Which layers get an adapter, and how large: `targets` is "all-linear" (every linear layer of the blocks, the head
+    not among them) or names such as ("q_proj", "v_proj"). Dropout is a probability, on what enters A."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: Sequence[str] | str
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"LoRA rank: got {self.rank}, wanted at least 1")
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise ValueError(f"LoRA alpha: got {self.alpha}, wanted a finite number above 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoRA dropout: got {self.dropout}, wanted a probability in [0, 1)")
+        if isinstance(self.targets, str) and self.targets != ALL_LINEAR:
+            raise ValueError(f"LoRA targets: got {self.targets!r}, wanted {ALL_LINEAR!r} or a sequence of names")
+        if not self.targets:
+            raise ValueError(f"LoRA targets: got none, wanted {ALL_LINEAR!r} or at least one name")
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, the factor of B A."""
+        return self.alpha / self.rank
+
+
+def attach(model: nn.Module, how: LoRA) -> nn.Module:
+    """The model itself, with adapters in its linear layers: they alone train, in float32; the rest is frozen as it is.
+
+    B is zero, so the model computes what it did. A is drawn from torch's global generator, as PEFT draws it; `reset`
+    makes it a function of a key. On the meta device the adapters are there, too, and `reset` gives them storage.
+
+    Raises ValueError, nothing changed, for a model with adapters and for targets that are not linear layers of the
+    blocks.
+    """
+    if _layers(model):
+        raise ValueError("got a model that has LoRA adapters already, wanted one without")
+    targets = _targets(model, how.targets)
+    config = _config(how, targets, base_name=None)
+    from peft import inject_adapter_in_model  # seconds, and notes of whatever it finds installed: not for other runs
+
+    inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=any(p.is_meta for p in model.parameters()))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            parameter.data = parameter.data.float()
+    for layer in _layers(model):  # new modules are in training mode, whatever the model is in
+        layer.train(layer.base_layer.training)
+    return model
+
+
+@torch.no_grad()
+def reset(model: nn.Module, *, key: Tensor, device: torch.device) -> None:
+    """Initialise every adapter, on `device` where it is on the meta device yet: A uniform in +-1/sqrt(in), B zero.
+
+    This is PEFT's distribution (kaiming_uniform with a = sqrt 5). Every number depends on `key`, the parameter's name
+    in this module and its place in the whole parameter alone: a rank gets its part of what one rank alone would get.
+    Parameters on the meta device are replaced, so call this before there is an optimizer.
+    """
+    for name, parameter in list(model.named_parameters()):
+        if is_adapter(name):
+            give(model, [name], partial(_initial, key, name, parameter.shape), device=device)
+
+
+def _initial(key: Tensor, name: str, shape: torch.Size, where: Part) -> Tensor:
+    if name.endswith(B):
+        return torch.zeros(shape)[where]
+    bound = shape[1] ** -0.5
+    own = prng.fold_in(key.cpu(), zlib.crc32(name.encode()))
+    return prng.uniform(own, shape.numel(), dtype=torch.float32, low=-bound, high=bound).reshape(shape)[where]
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Within it the model computes without its adapters: the reference policy, whose weights are the base's.
+
+    For passes without gradients; a backward pass of what was computed inside has to happen inside.
+    """
+    layers = _layers(model)
+    if not layers:
+        raise ValueError("got a model without LoRA adapters, wanted one whose adapters can be switched off")
+    before = [layer.disable_adapters for layer in layers]
+    # PEFT's own enable_adapters also changes requires_grad, of whichever tensor (sharded or gathered) FSDP2 has in
+    # place at that moment. Only the switch is wanted here.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
+
+
+def dropouts(model: nn.Module) -> list[nn.Dropout]:
+    """The adapters' dropout modules (none when the probability is 0): to be put in training mode by themselves."""
+    found = [layer.lora_dropout[ADAPTER] for layer in _layers(model)]
+    return [module for module in found if isinstance(module, nn.Dropout)]
+
+
+def merged(tensors: Mapping[str, Tensor], how: LoRA) -> Iterator[tuple[str, Tensor]]:
+    """(plain name, W + alpha/rank B A) of a model with adapters, one tensor at a time, in the mapping's order.
+
+    `tensors` maps the model's names to whole tensors. Each is looked up when its turn comes, and A and B with their W,
+    so the mapping may gather them only then. The product is taken in float32 (or W's own dtype if wider), the result in
+    W's dtype.
+
+    Raises ValueError for adapters that do not fit together or to `how`.
+    """
+    for name in tensors:
+        if is_adapter(name):
+            _check_pair(name, tensors)
+    for name in tensors:
+        if is_adapter(name):
+            continue
+        layer, is_base, _ = name.rpartition(".base_layer.weight")
+        if is_base and layer + A in tensors:
+            yield plain(name), _sum(tensors[name], tensors[layer + A], tensors[layer + B], how, layer)
+        else:
+            yield plain(name), tensors[name]
+
+
+def _check_pair(name: str, tensors: Mapping[str, Tensor]) -> None:
+    layer = name.removesuffix(A).removesuffix(B)
+    if missing := [other for other in (layer + A, layer + B, f"{layer}.base_layer.weight") if other not in tensors]:
+        raise ValueError(f"got {name} without {', '.join(missing)}, wanted A, B and the weight they belong to")
+
+
+@torch.no_grad()
+def _sum(weight: Tensor, a: Tensor, b: Tensor, how: LoRA, layer: str) -> Tensor:
+    got, wanted = (tuple(a.shape), tuple(b.shape)), ((how.rank, weight.shape[1]), (weight.shape[0], how.rank))
+    if got != wanted:
+        raise ValueError(f"{layer}: got A and B of shapes {got}, wanted {wanted}")
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) + how.scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
+
+
+def adapter_folder(tensors: Mapping[str, Tensor], how: LoRA, base_name: str, folder: Path) -> None:
+    """Write the adapters as a PEFT folder: adapter_model.safetensors and adapter_config.json.
+
+    `tensors` are as in `merged`; all but the adapters are left alone. `base_name` is the folder or hub name of the
+    model that the adapters belong to. Raises ValueError when there are no adapters.
+    """
+    names = [name for name in tensors if is_adapter(name)]
+    if not names:
+        raise ValueError("got no adapters to save, wanted tensors named ...lora_A.default.weight")
+    leaves = {name.removesuffix(A).removesuffix(B).rpartition(".")[2] for name in names}
+    targets = sorted(leaves) if how.targets == ALL_LINEAR else sorted(how.targets)
+    settings = _config(how, targets, base_name=base_name).to_dict()
+    plain_json = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(plain_json, indent=2, sort_keys=True))
+    saved = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensors[name].detach().cpu() for name in names}
+    save_file(
+        {name: x.contiguous() for name, x in saved.items()}, folder / "adapter_model.safetensors", {"format": "pt"}
+    )
+
+
+def _config(how: LoRA, targets: Sequence[str], *, base_name: str | None) -> Any:
+    from peft import LoraConfig, TaskType
+
+    return LoraConfig(
+        r=how.rank,
+        lora_alpha=int(how.alpha) if float(how.alpha).is_integer() else how.alpha,  # other readers expect an integer
+        lora_dropout=how.dropout,
+        target_modules=list(targets),
+        base_model_name_or_path=base_name,
+        task_type=TaskType.CAUSAL_LM,
+        inference_mode=base_name is not None,  # a saved adapter is there to be used
+    )
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether an adapter stands beside this layer; where PEFT was never asked for one, there is none."""
+    tuners = sys.modules.get("peft.tuners.lora")
+    return tuners is not None and isinstance(module, tuners.LoraLayer)
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if is_layer(module)]
+
+
+def _targets(model: nn.Module, targets: Sequence[str] | str) -> list[str]:
+    inside = {id(module) for block in blocks(model) for module in block.modules() if isinstance(module, nn.Linear)}
+    linear = {name for name, module in model.named_modules() if id(module) in inside}
+    leaves = sorted({name.rpartition(".")[2] for name in linear})
+    if isinstance(targets, str):
+        return leaves
+    names = [name for name, _ in model.named_modules() if name]
+    for target in targets:
+        hit = {name for name in names if name == target or name.endswith(f".{target}")}
+        if not hit or hit - linear:
+            what = "which no module has" if not hit else f"which is also {min(hit - linear)}"
+            raise ValueError(
+                f"LoRA targets: got {target!r}, {what}; wanted linear layers of the blocks, among {leaves}"
+            )
+    return list(targets)

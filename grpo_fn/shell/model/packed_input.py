@@ -1,0 +1,190 @@
+"""How the rows of a micro-batch are shown to the model: padded to one width, or end to end in one stream of tokens.
+
+The stream holds what predicts a sampled token, or is seen by what does, and nothing else. What looks at one token at a
+time never notices; attention is told of the rows by a `Layout` that travels with the model's call.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from grpo_fn.core.batch import by_width
+from grpo_fn.core.packing import Share, Spans, by_reading, each, places, read_lengths, together
+from grpo_fn.shell.model.attention import Seen, adopt, unusable
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # as configurations name the kinds of layers
+CLOSE = {torch.float64: 1e-4, torch.float32: 1e-4}  # how far states may be apart, of their largest entry
+ROUGH = 0.05  # in half precision
+
+
+class Stream(NamedTuple):
+    """What the model is shown, and where in it each row's tokens are."""
+
+    tokens: Int[Tensor, "R C"]
+    at: Int[Tensor, "B T"]  # into the flattened tokens
+    told: dict[str, Any]  # what else the model is told
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """How rows are shown to a model, and how many of them at once."""
+
+    fit: bool | None  # for being shown end to end; None before it was asked
+
+    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+        """The rows as the model takes them."""
+        ...
+
+    def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
+        """The rows of micro-batches of at most `micro_tokens` tokens a device; -1 is a row that reads nothing."""
+        ...
+
+
+def padded(model: nn.Module) -> Rows:
+    """Rows as they are, to the width of the longest."""
+    return Padded()
+
+
+def packed(model: nn.Module) -> Rows:
+    """No padding; every row reads its own prompt."""
+    return Packed(model, each)
+
+
+def shared(model: nn.Module) -> Rows:
+    """No padding, and a prompt that several rows begin with is read once."""
+    return Packed(model, together)
+
+
+def as_they_are(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+    """Rows `[prompt | completion | padding]`: causal attention never sees the padding."""
+    return Stream(tokens, torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape), {})
+
+
+def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: Share) -> Stream:
+    """What is read of the rows, row after row."""
+    device, (tokens, mask) = tokens.device, (tokens.cpu(), mask.cpu())
+    spans = share(tokens, mask)
+    at = places(spans, tokens.shape[1])
+    column = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    taken = (column >= spans.start[:, None]) & (column < spans.end[:, None])
+    if not taken.any():  # a rank without rows has to take part all the same: one token that nobody looks at
+        taken[0, 0] = True
+        spans = Spans(*(x.new_tensor([n]) for x, n in zip(spans, (0, 1, 0), strict=True)))
+    told = {
+        "position_ids": column[taken][None].to(device),
+        "attention_mask": unusable(device),
+        "layout": Seen(spans, at, device=device),
+    }
+    return Stream(tokens[taken][None].to(device), at.to(device), told)
+
+
+class Padded:
+    """Rows as they are."""
+
+    fit = False
+
+    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+        return as_they_are(tokens, mask)
+
+    def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
+        return by_width(tokens, mask, micro_tokens, devices)
+
+
+class Packed:
+    """Rows end to end, if the model computes then what it computes from padded ones; padded ones if not.
+
+    Which it is, is asked when there are rows for the first time: only then are weights that are spread over ranks
+    where they are needed. A model that is not fit for it is said to be so, once, with the reason.
+    """
+
+    def __init__(self, model: nn.Module, share: Share) -> None:
+        adopt(model)
+        self.model, self.share = model, share
+        self.fit: bool | None = None
+
+    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+        """The rows as the model can take them."""
+        if self.fit is None:
+            reason = unfit(self.model, tokens.device)
+            self.fit = reason is None
+            if reason is not None:
+                warnings.warn(
+                    f"{type(self.model).__name__} is trained on padded rows, not on packed ones: {reason}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return end_to_end(tokens, mask, share=self.share) if self.fit else as_they_are(tokens, mask)
+
+    def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
+        """By what is read of the rows, where they are end to end."""
+        made = partial(by_reading, share=self.share) if self.fit else by_width
+        return made(tokens, mask, micro_tokens, devices)
+
+
+@torch.no_grad()
+def unfit(model: nn.Module, device: torch.device) -> str | None:
+    """Why the model must not be shown rows end to end; None when it may. Found by asking it.
+
+    Its layers have to attend to all of a row or to a window of it, to say which, and to pass on what they are told; and
+    states have to be those of padded rows.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or [window_kind(config)] * config.num_hidden_layers
+    if odd := {*kinds} - {FULL, SLIDING} or ({"chunked"} if getattr(config, "attention_chunk_size", None) else None):
+        return f"it has layers of {', '.join(sorted(odd))}"
+    tokens, mask = probe(config.vocab_size, device)
+    wanted = states(model, as_they_are(tokens, mask))
+    stream = end_to_end(tokens, mask, share=together)
+    try:
+        got = states(model, stream)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}, {str(error).splitlines()[0] if str(error) else 'without a word'}"
+    windows = [SLIDING if window else FULL for window in stream.told["layout"].asked]
+    if windows != [*kinds]:
+        return f"its layers are {', '.join(kinds)}, and ask for {', '.join(windows) or 'nothing'}"
+    read = torch.arange(tokens.shape[1], device=device) < read_lengths(mask)[:, None]
+    apart = float((got[stream.at[read]] - wanted.view(*read.shape, -1)[read]).abs().max() / wanted.abs().max())
+    # Not the other way round: NaN is not close.
+    return None if apart <= CLOSE.get(wanted.dtype, ROUGH) else f"its states are {apart:.1g} apart"
+
+
+def window_kind(config: PretrainedConfig) -> str:
+    """What all layers are where the configuration does not tell them apart."""
+    return SLIDING if getattr(config, "sliding_window", None) else FULL
+
+
+def probe(vocabulary: int, device: torch.device) -> tuple[Int[Tensor, "5 9"], Bool[Tensor, "5 9"]]:
+    """Groups of three, of one, and of one that begins as the first does; with a hole, and padding behind most."""
+    token = torch.arange(45, device=device).view(5, 9) ** 2 % vocabulary
+    prompt, end = (torch.tensor(n, device=device)[:, None] for n in ([3, 3, 3, 1, 2], [6, 9, 4, 8, 7]))
+    column = torch.arange(9, device=device)
+    token = torch.where((column < prompt) & (prompt > 1), token[0], token)
+    return token, (column >= prompt) & (column < end) & (column != 5)
+
+
+def states(model: nn.Module, stream: Stream) -> Float[Tensor, "N D"]:
+    """The last hidden states of all that the model is shown, without dropout."""
+    with undisturbed(model):
+        out = model.get_decoder()(input_ids=stream.tokens, use_cache=False, **stream.told)
+    return out.last_hidden_state.flatten(0, 1)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Without dropout; what was training is so again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,213 @@
+"""A small Qwen2 with its own tokenizer, made here: random, or warm-started on a task's demonstrations.
+
+The result is an ordinary Hugging Face folder. It is cached under a hash of everything that went into it, so a
+folder found in the cache is the folder the recipe would make.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2TokenizerFast
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from grpo_fn.core import prng
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.policy import optimizer
+from grpo_fn.tasks import arithmetic
+from grpo_fn.tasks import task as tasks
+
+EOS = "<|endoftext|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a Qwen2 with tied embeddings."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    positions: int
+
+    def config(self, eos: int) -> Qwen2Config:
+        return Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.intermediate,
+            max_position_embeddings=self.positions,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=eos,
+            pad_token_id=eos,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """Supervised steps on a task's training demonstrations: cross-entropy of the completion and EOS, AdamW."""
+
+    steps: int
+    rows: int
+    lr: float
+    worked_share: float  # of the demonstrations, the share that shows its working
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What decides every byte of the model: the arithmetic task's knobs, the shape, the warm start and the seed."""
+
+    max_value: int
+    operations: int
+    test_size: int
+    shape: Shape
+    warm_start: WarmStart
+    seed: int
+    cache: str
+
+    def _task(self) -> arithmetic.Task:
+        return arithmetic.task(max_value=self.max_value, operations=self.operations, test_size=self.test_size)
+
+    def config(self) -> Qwen2Config:
+        """The shape, without making the model."""
+        return self.shape.config(eos=self.shape.vocabulary - 1)
+
+    def folder(self) -> str:
+        """The cached folder, made now when it is not there."""
+        fields = {k: v for k, v in asdict(self).items() if k != "cache"}
+        made_with = {"torch": version("torch"), "transformers": version("transformers")}
+        code = "".join(Path(module.__file__).read_text() for module in (arithmetic, tasks, prng, hf, optimizer))
+        source = hashlib.sha256((code + Path(__file__).read_text()).encode()).hexdigest()
+        name = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
+        path = Path(self.cache).expanduser() / f"arithmetic-{name}"
+        if not path.is_dir():
+            make(self, path)
+        return str(path)
+
+
+def make(recipe: Recipe, path: Path, *, report: Callable[[str], None] = print) -> None:
+    """Build, warm-start and write the model."""
+    task = recipe._task()
+    key = prng.key(recipe.seed, device="cpu")
+    tokenizer = train_tokenizer(arithmetic.corpus(task, prng.fold_in(key, 0), 4000), vocabulary=recipe.shape.vocabulary)
+    model = random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
+    pairs = arithmetic.demonstrations(task, prng.fold_in(key, 1), worked_share=recipe.warm_start.worked_share)
+    supervise(model, tokenizer, pairs, recipe.warm_start, report=report)
+    hf.export(model, tokenizer, path)
+
+
+def train_tokenizer(texts: list[str], *, vocabulary: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE in Qwen2's own form (its pre-tokenizer splits digits), `vocabulary` entries, EOS the last.
+
+    Qwen2's form because AutoTokenizer rebuilds a Qwen2 folder's tokenizer from vocabulary and merges alone and would
+    drop any other pre-tokenizer. Raises ValueError when the texts do not yield that many entries.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFC()
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern=Regex(PRETOKENIZE_REGEX), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary - 1, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
+    learned = json.loads(bpe.to_str())["model"]
+    vocab = {**learned["vocab"], EOS: vocabulary - 1}
+    if len(vocab) != vocabulary:
+        raise ValueError(
+            f"got {len(vocab)} tokens from the texts, wanted {vocabulary}: lower the vocabulary or give more text"
+        )
+    return Qwen2TokenizerFast(vocab=vocab, merges=[tuple(m) for m in learned["merges"]])
+
+
+def random_model(shape: Shape, *, seed: int, eos: int) -> Qwen2ForCausalLM:
+    """Random weights under `seed`; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(shape.config(eos)).eval()
+
+
+def supervise(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Iterator[tuple[str, str]],
+    plan: WarmStart,
+    *,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Minimise the cross-entropy of completion and EOS given the prompt, for `plan.steps` AdamW steps."""
+    updates = optimizer.adamw(model.parameters(), lr=plan.lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.01)
+    for step in range(plan.steps):
+        ids, labels = collate([next(pairs) for _ in range(plan.rows)], tokenizer)
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        loss.backward()
+        for group in updates.param_groups:
+            group["lr"] = plan.lr * optimizer.linear_decay(step, warmup=plan.steps // 20, total=plan.steps, final=0.1)
+        updates.step()
+        updates.zero_grad(set_to_none=True)
+        if (step + 1) % 100 == 0 or step + 1 == plan.steps:
+            report(f"[warm start] step {step + 1}/{plan.steps} loss {loss.item():.3f}")
+
+
+def collate(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """Right-padded ids and labels `[B, T]`; labels are -100 on prompts and padding."""
+    eos = tokenizer.eos_token_id
+    prompts = tokenizer([p for p, _ in pairs])["input_ids"]
+    answers = [[*ids, eos] for ids in tokenizer([c for _, c in pairs])["input_ids"]]
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    ids = torch.full((len(pairs), width), eos)
+    labels = torch.full((len(pairs), width), -100)
+    for b, (p, a) in enumerate(zip(prompts, answers, strict=True)):
+        ids[b, : len(p) + len(a)] = torch.tensor(p + a)
+        labels[b, len(p) : len(p) + len(a)] = torch.tensor(a)
+    return ids, labels
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_tokenizer(*, chat: bool) -> PreTrainedTokenizerBase:
+    """Every byte a token, in Qwen2's own form, with its three special tokens; with `chat`, its turn format as well.
+
+    As in Qwen2's families, a turn ends with <|im_end|> where there is a chat template, a text with <|endoftext|>.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, EOS, "<|im_start|>", "<|im_end|>"])}
+    tokenizer = Qwen2TokenizerFast(
+        vocab=vocab,
+        merges=[],
+        eos_token="<|im_end|>" if chat else EOS,
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_random(shape: Shape, path: Path, *, seed: int, chat: bool) -> None:
+    """Write a model that knows nothing, with a tokenizer that can spell anything: to try a pipeline on real data.
+
+    Raises ValueError when the shape's vocabulary has no room for the 256 bytes and the special tokens.
+    """
+    tokenizer = byte_tokenizer(chat=chat)
+    if shape.vocabulary < len(tokenizer):
+        raise ValueError(f"vocabulary: got {shape.vocabulary}, wanted at least {len(tokenizer)}")
+    hf.export(random_model(shape, seed=seed, eos=tokenizer.eos_token_id), tokenizer, path)

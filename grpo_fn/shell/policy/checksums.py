@@ -1,0 +1,94 @@
+"""Digests of tensors that are spread over the ranks, and the lines of digests.jsonl.
+
+Every rank digests the pieces that lie with it (`shares`), all ranks' pieces together give the digest of the whole
+(`joined`), which does not depend on where they lie: a piece of which several ranks hold copies counts once.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from grpo_fn.core.checksums import chained, seed_of, share, total
+from grpo_fn.core.types import Batch, Scores
+from grpo_fn.shell.atomic_io import to_json
+
+FILE = "digests.jsonl"
+
+
+class Piece(NamedTuple):
+    """Where a part of a tensor lies in the whole, and what it adds to the digest. Copies of a part are equal."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    share: int
+
+
+Shares = dict[str, tuple[int, list[Piece]]]  # of every tensor by name: its seed, and the pieces that are here
+
+
+@dataclass
+class Noted:
+    """What went through a policy: the learning signals, and of every update the gradients' shares."""
+
+    signals: list[tuple[Batch, Scores]] = field(default_factory=list)
+    gradients: list[Shares] = field(default_factory=list)
+
+
+def shares(tensors: Mapping[str, Tensor]) -> Shares:
+    """This rank's shares of the tensors' digests. Raises RuntimeError for a DTensor that is not summed up yet."""
+    found: Shares = {}
+    for name, tensor in tensors.items():
+        seed = seed_of(name, tensor.shape, tensor.dtype)
+        found[name] = seed, [Piece(*where, share(x, where[0], tensor.shape, seed)) for where, x in pieces(tensor)]
+    return found
+
+
+def pieces(tensor: Tensor) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], Tensor]]:
+    """What of the tensor lies here: ((offset, size), values)."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return [(((0,) * tensor.ndim, tuple(tensor.shape)), tensor)]
+    chunks = tensor.__create_chunk_list__()  # what checkpoints go by
+    return [((tuple(chunk.offsets), tuple(chunk.sizes)), tensor.to_local()) for chunk in chunks if 0 not in chunk.sizes]
+
+
+def joined(ranks: Iterable[Shares]) -> int:
+    """The digest of all tensors, from the shares of all ranks. Copies that are not equal all count."""
+    found: dict[str, tuple[int, set[Piece]]] = {}
+    for here in ranks:
+        for name, (seed, parts) in here.items():
+            found.setdefault(name, (seed, set()))[1].update(parts)
+    return chained(total(seed, (part.share for part in parts)) for _, (seed, parts) in sorted(found.items()))
+
+
+def append(run_dir: Path, line: Mapping[str, Any]) -> None:
+    """Add a step's line to digests.jsonl and wait until it is on the disk."""
+    with open(run_dir / FILE, "ab") as file:
+        file.write((to_json(line) + "\n").encode("ascii"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def recorded(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The lines of digests.jsonl by step; a run that is going on may be writing the last one.
+
+    Raises ValueError for a line before the last that is no object with a step.
+    """
+    path = run_dir / FILE
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    found: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line.endswith(b"\n"):
+            break
+        try:
+            row = json.loads(line)
+            found[int(row["step"])] = row
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"got {path}:{number} {line[:80]!r}, wanted a JSON object with a step") from error
+    return found

@@ -1,0 +1,306 @@
+"""The policy behind the seam: a module on one device or many, trained in place."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import pad
+
+from grpo_fn.core.batch import lengths
+from grpo_fn.core.checksums import chained, shown
+from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.logprob_model import Scorer, check_rows
+from grpo_fn.shell.policy.checksums import Noted, joined, shares
+from grpo_fn.shell.policy.gradients import shrink_, total_norm, whole
+from grpo_fn.shell.policy.optimizer import plain, take
+from grpo_fn.shell.world import World
+
+Optimizer = Callable[..., torch.optim.Optimizer]
+Schedule = Callable[[int], float]
+LossScale = Callable[[float, int, bool], tuple[float, int]]
+Frozen = Callable[[], AbstractContextManager[Scorer]]  # the reference policy, while entered
+
+WEIGHTS, OPTIMIZER = "weights.", "optimizer."
+
+
+class Sharded:
+    """A causal language model with its optimizer, on one device or spread over the ranks of `data`.
+
+    Every rank is shown the same batch and sees the same scores; which rank computes which row is nobody else's
+    business. Gradients of any objective of the scores reach the parameters through `vjp`'s pullback, micro-batch by
+    micro-batch, summed over ranks; `update` clips their global norm and steps.
+
+    What trains is what `requires_grad` says, plain parameters or DTensors. `frozen` is the reference, None without one.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        world: World,
+        data: dist.ProcessGroup | None,  # ranks that have rows of their own; None: this one has all
+        frozen: Frozen | None,
+        noisy: list[nn.Module],  # dropout of adapters: on while training, off whenever log-probs are asked for
+        seed: int,
+        micro_tokens: int,
+        optimizer: Optimizer,
+        schedule: Schedule,
+        loss_scale: LossScale,
+        initial_scale: float,
+        max_grad_norm: float,
+    ) -> None:
+        self.scorer = scorer
+        self.world = world
+        self.frozen = frozen
+        self.noisy = [module for module in noisy if getattr(module, "p", 0.0) > 0]
+        self.seed = seed
+        self.optimizer = optimizer(p for p in scorer.parameters() if p.requires_grad)
+        self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
+        self.schedule = schedule
+        self.loss_scale = loss_scale
+        self.max_grad_norm = max_grad_norm
+        self.micro_tokens = micro_tokens
+        self.updates = self.skipped = self.good_steps = self.passes = 0
+        self.scale = initial_scale
+        self._noted: Noted | None = None
+        self._expected = 0  # pullbacks before the next update
+        self._owed = False  # gradients that copies of the model have not added up yet
+        self._data = data
+        self._rank, self.devices = (0, 1) if data is None else (dist.get_rank(data), dist.get_world_size(data))
+
+    @property
+    def model(self) -> nn.Module:
+        """The Hugging Face model inside."""
+        return self.scorer.model
+
+    def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
+        """Scores of the batch's sampled tokens and the map `dscores -> theta.grad += J^T dscores`."""
+        check_rows(batch.mask)
+        tokens, mask = self._dealt(batch.tokens), self._dealt(batch.mask)
+        with self.world.talking("forward"), self._noise():
+            mine = self.scorer(tokens, mask)
+            scores = Scores(*(self._gathered(x.detach(), len(batch.mask)) for x in mine))
+
+        def pullback(dscores: Scores) -> None:
+            if self._noted is not None:
+                self._noted.signals.append((batch, dscores))
+            # A zero cotangent is left out: the head then skips the entropy's share of the work. All ranks are shown
+            # the same one, and so leave out the same.
+            pairs = [(y, self._dealt(d) * self.scale) for y, d in zip(mine, dscores, strict=True) if bool(d.any())]
+            last = self._counted()
+            if last and self._owed and not pairs:
+                pairs = [(mine[0], torch.zeros_like(mine[0]))]
+            if pairs:
+                self._owed = not last
+                with self.world.talking("backward"), self._dropping():
+                    torch.autograd.backward([y for y, _ in pairs], [d for _, d in pairs])
+
+        return scores, pullback
+
+    def split(self, batch: Batch) -> list[Int[Tensor, "b"]]:
+        """The rows of micro-batches of `micro_tokens` tokens a device, counted as the model reads them."""
+        return self._parts(self.scorer, batch.tokens, batch.mask)
+
+    def expect(self, parts: int) -> None:
+        """So many pullbacks come before the next update: copies of the model add their gradients up in the last."""
+        self._expected = parts
+
+    def _counted(self) -> bool:
+        """Whether this pullback is the last before the update, as far as `expect` was told; FSDP2 is told so, too."""
+        self._expected -= 1
+        last = self._expected <= 0
+        if isinstance(self.scorer, FSDPModule):
+            self.scorer.set_requires_all_reduce(last)
+        return last
+
+    def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:
+        """log pi_theta of the rollout's tokens under the weights as they stand."""
+        return self._logp(self.scorer, rollout)
+
+    def reference(self, rollout: Rollout) -> Float[Tensor, "B T"] | None:
+        """log pi_ref of the rollout's tokens; None when no reference is kept."""
+        if self.frozen is None:
+            return None
+        with self.frozen() as scorer:
+            return self._logp(scorer, rollout)
+
+    @torch.no_grad()
+    def _logp(self, scorer: Scorer, rollout: Rollout) -> Float[Tensor, "B T"]:
+        check_rows(rollout.mask)
+        out = torch.zeros_like(rollout.logp_sampled)
+        for rows in self._parts(scorer, rollout.tokens, rollout.mask):
+            some = rows.clamp(min=0)
+            mask = rollout.mask[some] & (rows >= 0)[:, None]
+            width = int(lengths(mask).max())
+            with self.world.talking("log-probs"):
+                logp, _ = scorer(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
+                out[:, :width].index_add_(0, some, self._gathered(logp, len(rows)))
+        return out
+
+    def _parts(self, scorer: Scorer, tokens: Tensor, mask: Tensor) -> list[Int[Tensor, "b"]]:
+        with self.world.talking("asking how the model reads rows"):
+            return scorer.parts(tokens, mask, self.micro_tokens, self.devices)
+
+    def update(self) -> dict[str, float]:
+        """Clip the global gradient norm, step, clear; without any gradient, weights and moments stay as they are.
+
+        A norm of NaN or inf changes nothing but the loss scale, and raises FloatingPointError when that cannot shrink.
+        """
+        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with self.world.talking("gradient norm"):
+            norm = float(total_norm([p.grad for p in params])) / self.scale
+        scale, finite = self.scale, norm == norm and abs(norm) != float("inf")
+        self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
+        if finite:
+            shrink_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
+            if self._noted is not None:
+                grads = {name: x.grad for name, x in self.named().items() if x.grad is not None}
+                self._noted.gradients.append(shares(grads))
+            self._step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.passes = 0
+        if not finite and self.scale >= scale:
+            raise FloatingPointError(
+                f"got a gradient norm of {norm} at optimizer step {self.updates}, wanted a finite one; the weights "
+                "are those before this step"
+            )
+        self.skipped += not finite
+        return {
+            "loss/grad_norm": norm,
+            "optimizer/lr": self.optimizer.param_groups[0]["lr"],
+            "optimizer/step": float(self.updates),
+            "optimizer/loss_scale": scale,
+            "optimizer/overflows": float(self.skipped),
+        }
+
+    def _step(self) -> None:
+        factor = self.schedule(self.updates)
+        for group, lr in zip(self.optimizer.param_groups, self.base_lr, strict=True):
+            group["lr"] = lr * factor
+        self.optimizer.step()
+        self.updates += 1
+
+    def weights(self, *, trained: bool) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and persistent buffer once (a tied one under its first name), whole, one at a time.
+
+        Every rank has to take part. With `trained` only those that train.
+        """
+        for name, tensor in self.named().items():
+            if tensor.requires_grad or not trained:
+                with self.world.talking(f"gathering {name}"):
+                    gathered = whole(tensor)
+                yield name, gathered
+
+    def note(self) -> Noted:
+        """From here to `digests`, keep learning signals and digests of the gradients that the optimizer is given."""
+        self._noted = Noted()
+        return self._noted
+
+    def digests(self) -> dict[str, str]:
+        """Checksums of what trains, as it stands, and of the gradients since `note`, clipped and of scale 1.
+
+        The same however the model is spread over the ranks, all of which have to take part.
+        """
+        noted, self._noted = self._noted or Noted(), None
+        mine = [*noted.gradients, shares({name: x for name, x in self.named().items() if x.requires_grad})]
+        *gradients, weights = map(joined, zip(*self.world.exchange(mine, what="digests"), strict=True))
+        return {"gradients": shown(chained(gradients)), "weights": shown(weights)}
+
+    def named(self) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer once, as it lies on this rank, under the model's own names."""
+        self._reshard()
+        return hf.named(self.model)
+
+    def _reshard(self) -> None:
+        """Let go of weights that a pass without gradient has left gathered: they are copies, soon old ones."""
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, live: what trains (with the buffers, if that is the whole model) and its moments."""
+        named = self.named()
+        partial = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in named.values())
+        kept = {name: x for name, x in named.items() if x.requires_grad or not partial}
+        moments = {
+            f"{OPTIMIZER}{name}.{key}": plain(value)
+            for name, x in kept.items()
+            for key, value in self.optimizer.state.get(x, {}).items()
+        }
+        return {**{f"{WEIGHTS}{name}": x.detach() for name, x in kept.items()}, **moments}
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        return {
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "loss_scale": self.scale,
+            "good_steps": self.good_steps,
+            # A parameter has no moments before its first gradient; a step without any signal gives none.
+            "moments": [name for name, x in self.named().items() if self.optimizer.state.get(x)],
+        }
+
+    def restore(self, load: Callable[[dict[str, Tensor]], None], counters: Mapping[str, Any]) -> None:
+        """Have `load` fill in what `tensors` names, and take over the counters."""
+        self.optimizer.state.clear()
+        self._make_moments({*counters["moments"]})
+        kept = self.tensors()
+        load(kept)
+        for name, x in self.named().items():
+            for key, moment in self.optimizer.state.get(x, {}).items():
+                take(moment, kept[f"{OPTIMIZER}{name}.{key}"])
+        self.updates, self.skipped = counters["updates"], counters["skipped"]
+        self.scale, self.good_steps = counters["loss_scale"], counters["good_steps"]
+
+    def _make_moments(self, names: set[str]) -> None:
+        """Moments to be filled in: those of a step with gradients of zero at a learning rate of zero."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for name, x in self.named().items():
+            x.grad = torch.zeros_like(x) if name in names else None
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _dealt(self, rows: Tensor) -> Tensor:
+        """This rank's rows, as many on every rank; rows that are missing are empty ones."""
+        missing = -len(rows) % self.devices
+        return pad(rows, (0, 0, 0, missing))[self._rank :: self.devices] if self.devices > 1 else rows
+
+    def _gathered(self, mine: Tensor, rows: int) -> Tensor:
+        """The inverse of `_dealt`: the rows of all ranks, in their order."""
+        if self.devices == 1:
+            return mine
+        everyone = [torch.empty_like(mine) for _ in range(self.devices)]
+        dist.all_gather(everyone, mine.contiguous(), group=self._data)
+        return rearrange(everyone, "r k t -> (k r) t")[:rows]
+
+    @contextmanager
+    def _noise(self) -> Iterator[None]:
+        """Adapter dropout on, drawn from (seed, pass, rank) and from nothing else, so that a resumed run repeats it."""
+        self.passes += 1
+        if not self.noisy:
+            yield
+            return
+        devices = [self.world.device] if self.world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(hash((self.seed, self.updates, self.skipped, self.passes, self._rank)) % 2**63)
+            with self._dropping():
+                yield
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Adapter dropout on. In the backward pass, too: a block that is computed again there draws what it drew."""
+        for module in self.noisy:
+            module.train()
+        try:
+            yield
+        finally:
+            for module in self.noisy:
+                module.eval()

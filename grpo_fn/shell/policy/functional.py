@@ -1,0 +1,39 @@
+"""The oracle that the sharded policy is held against: a pure function of its parameters, on one device."""
+
+import torch
+from torch import Tensor, nn
+
+from grpo_fn.core.types import Batch, Pullback, Scores
+from grpo_fn.shell.model.logprob_head import dense_scores
+from grpo_fn.shell.model.logprob_model import check_rows, placed, predicting
+
+
+class Functional:
+    """Dense log-softmax through `functional_call` and `torch.func.vjp`.
+
+    One device, no hooks, no fused anything; it shares nothing with `Sharded` but the shift. Its weights are a value,
+    `params`, and its accumulated gradient another, `grads`. Parameters that do not train stay the model's own.
+    """
+
+    def __init__(self, model: nn.Module, *, temperature: float) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.params = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self.grads = {name: torch.zeros_like(p) for name, p in self.params.items()}
+
+    def scores(self, params: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Scores:
+        """Scores as a pure function of the parameters."""
+        out = torch.func.functional_call(self.model, params, (), {"input_ids": tokens, "use_cache": False})
+        logits, target = predicting(out.logits, tokens, mask)
+        return Scores(*(placed(x, mask) for x in dense_scores(logits, target, temperature=self.temperature)))
+
+    def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
+        """As `Sharded.vjp`, with `torch.func.vjp` doing the work."""
+        check_rows(batch.mask)
+        scores, vjp_fn = torch.func.vjp(lambda params: self.scores(params, batch.tokens, batch.mask), self.params)
+
+        def pullback(dscores: Scores) -> None:
+            (grads,) = vjp_fn(dscores)
+            self.grads = {name: self.grads[name] + g for name, g in grads.items()}
+
+        return scores, pullback

@@ -1,0 +1,124 @@
+"""Putting a model where it trains: loaded, given adapters, arranged over the devices; and where it is sampled from."""
+
+import copy
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
+
+from grpo_fn.shell.model import hf, load_weights, lora
+from grpo_fn.shell.model.blocks import blocks
+from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.policy import tensor_parallel
+from grpo_fn.shell.policy.fsdp import Frozen
+from grpo_fn.shell.policy.mesh import DATA, Scale, check_precision, shard
+from grpo_fn.shell.world import World
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model in place. What trains is kept in float32, what is frozen in the dtype that all is computed in."""
+
+    scorer: Scorer
+    data: dist.ProcessGroup | None  # the ranks that have rows of their own
+    frozen: Frozen | None  # the reference policy
+    noisy: list[nn.Module]
+    decoding: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """What there is to know of a model before it is put in place."""
+
+    folder: str
+    config: PretrainedConfig
+    dtype: torch.dtype  # of the computation
+    attention: str
+    adapters: lora.LoRA | None
+    scorer: Callable[[nn.Module], Scorer]
+    scale: Scale
+    key: Tensor  # of the adapters' first values
+
+    def kept_in(self, trained: bool) -> torch.dtype:
+        """The dtype of the weights that come from the folder."""
+        return torch.float32 if trained and self.adapters is None else self.dtype
+
+    def whole(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The model with its adapters, all of it on one device."""
+        model = hf.load_model(self.folder, dtype=dtype, device=device, attention=self.attention)
+        if self.adapters is not None:
+            lora.reset(lora.attach(model, self.adapters), key=self.key, device=device)
+        return model
+
+    def spread(self, world: World, mesh: DeviceMesh, *, trained: bool) -> Scorer:
+        """The model over the mesh: no rank ever holds all of it."""
+        model = load_weights.empty(self.config, dtype=self.kept_in(trained), attention=self.attention)
+        model.generation_config = hf.generation_config(self.folder, self.config)
+        adapted = trained and self.adapters is not None
+        if adapted:
+            lora.attach(model, self.adapters)
+        elif not trained:
+            model.requires_grad_(False)
+        tensor_parallel.divide(model, mesh["tensor"])
+        self.prepare(model)
+        scorer = self.scorer(model)
+        how = self.scale if trained else replace(self.scale, offload=self.scale.offload_reference)
+        shard(scorer, model, mesh, self.dtype, how)
+        place = torch.device("cpu") if how.offload else world.device
+        load_weights.fill(scorer, load_weights.folder_of(self.folder), device=place, prefix="model.")
+        if adapted:
+            lora.reset(model, key=self.key, device=place)
+        return scorer.eval()
+
+    def prepare(self, model: nn.Module) -> None:
+        """What becomes of every block before it is sharded."""
+        for block in blocks(model):
+            self.scale.execution(block)
+            self.scale.activations(block)
+
+
+def place(world: World, placing: Placing, *, reference: bool) -> Placed:
+    """Load and arrange the model, and a frozen copy of it when a `reference` is asked for.
+
+    With adapters the reference is the same model with the adapters off, and there is no copy. Raises ValueError for a
+    precision that the device has not, for ranks that do not fit the mesh, and for a folder that does not fit the model.
+    """
+    check_precision(placing.dtype, world.device)
+    scale, adapters = placing.scale, placing.adapters
+    plain = world.size == 1 and not scale.offload and placing.kept_in(True) == placing.dtype
+    if plain:
+        model = placing.whole(world.device, placing.dtype)
+        placing.prepare(model)
+        scorer, data = placing.scorer(model), None
+        beside = placing.scorer(copy.deepcopy(model).requires_grad_(False)) if reference and adapters is None else None
+    else:
+        mesh = scale.mesh(world)
+        scorer = placing.spread(world, mesh, trained=True)
+        data = mesh[DATA]._flatten("data").get_group() if world.size > 1 else None
+        beside = placing.spread(world, mesh, trained=False) if reference and adapters is None else None
+    return Placed(
+        scorer=scorer,
+        data=data,
+        frozen=without(scorer, beside) if reference else None,
+        noisy=[] if adapters is None else lora.dropouts(scorer.model),
+        decoding=(lambda: scorer.model) if plain else partial(placing.whole, world.device, placing.dtype),
+    )
+
+
+def without(scorer: Scorer, beside: Scorer | None) -> Frozen:
+    """The reference policy: the copy that stands beside, or the model itself without its adapters."""
+    if beside is not None:
+        return partial(nullcontext, beside)
+
+    @contextmanager
+    def bare():
+        with lora.switched_off(scorer.model):
+            yield scorer
+
+    return bare

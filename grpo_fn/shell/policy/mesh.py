@@ -1,0 +1,116 @@
+"""How a model is spread over the devices of a run: a device mesh, and FSDP2 applied to the model from outside."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from grpo_fn.shell.model.blocks import blocks, compiled
+from grpo_fn.shell.world import World
+
+REST, HOST = "rest", "host"
+DATA = ("replicate", "shard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """The mesh and what is done to save memory on each device.
+
+    `replicate` copies of the model, each held in parts by `shard` devices, every matrix product shared by `tensor`
+    devices: the three multiply to the number of ranks. A number may be "rest", what is left of all ranks, or "host",
+    what is left of this host's. With replicate 1 and shard "rest" this is FULL_SHARD (ZeRO-3); without
+    `reshard_after_forward` SHARD_GRAD_OP (ZeRO-2); with shard 1 and replicate "rest" NO_SHARD (DDP); with shard "host"
+    and replicate "rest" HYBRID_SHARD. (ZeRO: arXiv:1910.02054; FSDP: arXiv:2304.11277.)
+    """
+
+    replicate: int | str
+    shard: int | str
+    tensor: int
+    reshard_after_forward: bool  # False keeps gathered weights from forward to backward: faster, more memory
+    offload: bool  # parameters, gradients and optimizer state on the host, moved to the device when needed
+    offload_reference: bool  # the frozen copy, where there is one, on the host
+    prefetch: int  # blocks whose weights are gathered ahead of the one that computes
+    activations: Callable[[nn.Module], None]  # what of a block's forward is kept for its backward
+    execution: Callable[[nn.Module], None]  # how a block is run: eager, compiled
+    deadline: float  # seconds that a rank waits for the others
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what does not go together."""
+        if self.tensor > 1 and compiled in (self.execution, getattr(self.execution, "func", None)):
+            raise ValueError(  # torch.compile runs into a recursion over DTensors of open sizes (2.13)
+                f"scale: got tensor {self.tensor} with compiled blocks, wanted eager ones (blocks.eager) or tensor 1"
+            )
+
+    def shape(self, ranks: int, on_host: int) -> tuple[int, int, int]:
+        """(replicate, shard, tensor) for so many ranks. Raises ValueError when they cannot be arranged like that."""
+        tensor = self.tensor
+        sizes = {"replicate": self.replicate, "shard": self.shard}
+        odd = {k: v for k, v in sizes.items() if not (v in (REST, HOST) if isinstance(v, str) else v >= 1)}
+        if odd := odd | ({"tensor": tensor} if tensor < 1 else {}):
+            raise ValueError(f"scale: got {odd}, wanted numbers from 1, {REST!r} or {HOST!r}")
+        known = {REST: ranks // tensor, HOST: max(1, on_host // tensor)}
+        if list(sizes.values()).count(REST) > 1:
+            raise ValueError(f"scale: got replicate and shard both {REST!r}, wanted one of them at most")
+        fixed = {k: known[HOST] if v == HOST else v for k, v in sizes.items() if v != REST}
+        whole = {k: fixed.get(k, known[REST] // max(1, prod(fixed.values()))) for k in sizes}
+        if whole["replicate"] * whole["shard"] * tensor != ranks:
+            raise ValueError(
+                f"scale: got replicate {self.replicate} x shard {self.shard} x tensor {tensor} for {ranks} ranks "
+                f"({on_host} on this host), wanted a product of {ranks}"
+            )
+        return whole["replicate"], whole["shard"], tensor
+
+    def mesh(self, world: World) -> DeviceMesh:
+        """The device mesh ("replicate", "shard", "tensor") of this world."""
+        shape = self.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+        if not dist.is_initialized():  # a world of one that wants mixed precision or offload, which FSDP2 provides
+            backend = "cuda:nccl,cpu:gloo" if world.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=(*DATA, "tensor"))
+
+
+def check_precision(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for bfloat16 on a card that has none (before Ampere), naming what it has."""
+    if dtype is torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        card = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"dtype: got bfloat16 on {card}, which computes it in software; wanted float16 with loss scaling "
+            "(--gin_file scale/fp16.gin) or float32"
+        )
+
+
+def shard(root: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, how: Scale) -> nn.Module:
+    """Apply FSDP2 to every block and to what is left of `root`, which holds `model`; weights are computed in `dtype`.
+
+    Gradients are summed over ranks, in float32, and never averaged: every weight in the objective has a denominator
+    that counts all ranks.
+    """
+    data = mesh[DATA] if mesh["replicate"].size() > 1 else mesh["shard"]
+    knobs = {
+        "mesh": data,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if how.offload else OffloadPolicy(),
+    }
+    layers = blocks(model)
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **knobs)
+    fully_shard(root, reshard_after_forward=False, **knobs)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    prefetching(layers, how.prefetch)
+    return root
+
+
+def prefetching(layers: Sequence[FSDPModule], ahead: int) -> None:
+    """Gather the weights of the next blocks while one computes, forward and backward."""
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(list(layers[i + 1 : i + 1 + ahead]))
+        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(0, i - ahead) : i])))

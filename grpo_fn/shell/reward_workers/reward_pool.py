@@ -1,0 +1,296 @@
+"""Rewards in worker processes that can be killed: nothing a model writes hangs or crashes the run.
+
+The parent alone keeps the time. A worker answers row by row; one that is late, dies or talks nonsense is killed and
+replaced, and only the row it was working on becomes None.
+"""
+
+import math
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import Any
+
+from grpo_fn.core.problem import Completion, Problem, RewardFn
+from grpo_fn.rewards.wrappers import seconds_of, within
+from grpo_fn.shell.reward_workers.worker_handle import (
+    RETURNED_NONE,
+    STARTUP_SECONDS,
+    Descriptor,
+    Loss,
+    Lost,
+    Outcome,
+    Row,
+    Worker,
+    ready_among,
+)
+
+STILLBORN = 3  # fresh workers lost one after the other before their first row: starting more would not help
+CHUNK = 16  # rows sent at once, so that a worker does not wait for the parent after each
+COMPLAINTS = 8  # kept until somebody takes them
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or no worker could load it."""
+
+
+class Interrupted(RuntimeError):
+    """Rows were given up, as nobody wants them any more."""
+
+
+def unreported(loss: Loss) -> None:
+    """Nobody wants to know of a loss yet."""
+
+
+class Job:
+    """Rows that go through a pool. Their outcomes come out in the order in which the rows went in.
+
+    Equal rows are scored once, as long as the first of them is still in here. `report` is told of every loss.
+    """
+
+    def __init__(self, fn: RewardFn, deadline: float, report: Callable[[Loss], None] = unreported) -> None:
+        self.fn, self.payload, self.report = fn, by_name(fn), report
+        own = seconds_of(fn)
+        self.deadline = deadline if own is None else own
+        self.waiting: deque[Row] = deque()  # not yet with a worker
+        self.left = time.monotonic()  # when the pool last looked after its workers
+        self._line: deque[Row] = deque()  # outcome not yet taken
+        self._same: dict[bytes, Row] = {}
+
+    def __len__(self) -> int:
+        """How many rows are in here: added, and their outcomes not yet taken."""
+        return len(self._line)
+
+    def add(self, problem: Problem, completion: Completion) -> None:
+        """One more row."""
+        pickled = pickle.dumps((problem, completion))
+        if pickled not in self._same:
+            self._same[pickled] = Row(problem, completion, pickled)
+            self.waiting.append(self._same[pickled])
+        self._line.append(self._same[pickled])
+
+    def take(self) -> Iterator[Outcome]:
+        """The outcomes that are there, up to the first row that has none yet."""
+        while self._line and (outcome := self._line[0].outcome) is not None:
+            self._same.pop(self._line.popleft().pickle, None)
+            yield outcome
+
+
+class RewardPool:
+    """`workers` processes that score rows within `deadline` seconds of wall clock and `memory_mb` MB each.
+
+    A context manager; `score` is a `grpo_fn.core.problem.Scorer`, and any thread may ask: one after the other, in the order
+    in which they came. A reward must be a pure function of problem and
+    completion, plain or async: equal rows are scored once. `wrappers.within` gives a reward a deadline of its own.
+    An exception in a reward stops everything, or with `stop_on_error` False makes its row None.
+
+    `counts` says how many rows were lost so far, and to what: `timeouts`, `deaths` (a crash, or the memory limit),
+    `errors` (an answer that makes no sense) and `raised`. `complaints` holds a text for people on the first row lost
+    to each of these, at most COMPLAINTS different ones; clear it when they are told.
+    """
+
+    def __init__(self, *, workers: int, deadline: float, memory_mb: int, stop_on_error: bool) -> None:
+        for name, value in (("workers", workers), ("deadline", deadline), ("memory_mb", memory_mb)):
+            if not value > 0:
+                raise ValueError(f"reward pool {name}: got {value}, wanted more than 0")
+        self.deadline, self.memory_mb, self.size, self.stop_on_error = deadline, memory_mb, workers, stop_on_error
+        self.counts = {"timeouts": 0, "deaths": 0, "errors": 0, "raised": 0}
+        self.complaints: list[str] = []
+        self._workers: list[Worker] = []
+        self._stillborn = 0
+        self._free, self._next = Lock(), Lock()  # the workers are; whose turn it is
+
+    def __enter__(self) -> "RewardPool":
+        self._workers = [Worker(self.memory_mb) for _ in range(self.size)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.stdin.close()
+        for worker in workers:
+            worker.end(1.0)
+
+    def score(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+        """`fn` of every row, in order; None where it says so and where its worker was lost. Raises as `judge` does."""
+        return [outcome.value for outcome in self.judge(fn, problems, completions)]
+
+    def judge(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Outcome]:
+        """`fn` of every row, in order, with the reason where there is no value and the seconds it took.
+
+        Raises RewardError when a fresh worker cannot load `fn`, as under too small a memory limit, and under
+        `stop_on_error`, naming the row, when `fn` itself raises; ValueError when `fn` cannot be found by its name in
+        another process.
+        """
+        return self._all(fn, problems, completions, report=self.report, watching=())
+
+    def foresee(
+        self,
+        fn: RewardFn,
+        problems: Sequence[Problem],
+        completions: Sequence[Completion],
+        *,
+        watching: Sequence[Descriptor],
+    ) -> list[Outcome]:
+        """As `judge`, of rows that may be asked for later: a loss counts when it is `report`ed, and raises then.
+
+        Raises Interrupted once one of `watching` can be read, and as `judge` does where the workers cannot load `fn`.
+        """
+        return self._all(fn, problems, completions, report=unreported, watching=watching)
+
+    def report(self, loss: Loss) -> None:
+        """Count a row that was lost, and complain of it. Raises RewardError for one that is to stop everything."""
+        if loss.cause == "raised" and self.stop_on_error:
+            raise RewardError(loss.text)
+        self.counts[loss.cause] += 1
+        if len(self.complaints) < COMPLAINTS and not any(loss.reason in text for text in self.complaints):
+            self.complaints.append(loss.text)
+
+    def _all(
+        self,
+        fn: RewardFn,
+        problems: Sequence[Problem],
+        completions: Sequence[Completion],
+        *,
+        report: Callable[[Loss], None],
+        watching: Sequence[Descriptor],
+    ) -> list[Outcome]:
+        with self._mine(), self.job(fn, report) as job:
+            for problem, completion in zip(problems, completions, strict=True):
+                job.add(problem, completion)
+            outcomes: list[Outcome] = []
+            while job:
+                if self.turn(job, watching=watching):
+                    raise Interrupted(f"{_name(fn)}: {len(job)} rows were given up")
+                outcomes += job.take()
+            return outcomes
+
+    @contextmanager
+    def _mine(self) -> Iterator[None]:
+        """The workers are nobody else's. Whoever has them keeps them no longer than the deadlines of its rows."""
+        with self._next:  # only who comes next waits for the workers, so nobody can have them twice in a row meanwhile
+            self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release()
+
+    @contextmanager
+    def job(self, fn: RewardFn, report: Callable[[Loss], None] | None = None) -> Iterator[Job]:
+        """Rows that are added and whose outcomes are taken as they come: `turn` moves it on. One at a time."""
+        if not self._workers:
+            raise RuntimeError("reward pool: got a call to score outside of `with pool:`, wanted it inside")
+        if any(worker.rows for worker in self._workers):
+            raise RuntimeError("reward pool: got a call to score while another one is at work, wanted one at a time")
+        try:
+            yield Job(fn, self.deadline, self.report if report is None else report)
+        finally:
+            for place, worker in enumerate(self._workers):
+                if worker.rows:
+                    self._replace(place)
+
+    def turn(self, job: Job, *, watching: Sequence[Descriptor]) -> bool:
+        """Hand out work, wait for the first thing to happen, and take in all that has happened.
+
+        That one of `watching` can be read ends the wait too; returns whether one can. Time that the caller spends
+        between two turns is no worker's: it moves their deadlines.
+        """
+        for worker in self._workers:
+            worker.began, worker.due = (t + time.monotonic() - job.left for t in (worker.began, worker.due))
+        chunk = max(1, min(CHUNK, len(job) // (4 * self.size)))
+        for worker in self._workers:
+            if job.waiting and not worker.rows:
+                worker.assign(job.payload, [job.waiting.popleft() for _ in range(min(chunk, len(job.waiting)))])
+        busy = [(place, worker) for place, worker in enumerate(self._workers) if worker.rows]
+        ready = ready_among(
+            reading=[*(worker.stdout for _, worker in busy), *watching],
+            writing=[worker.stdin for _, worker in busy if worker.outgoing],
+            seconds=min((worker.due for _, worker in busy), default=math.inf) - time.monotonic(),
+        )
+        for place, worker in busy:
+            try:
+                if worker.stdin.fileno() in ready:
+                    worker.flush()
+                if worker.stdout.fileno() in ready:
+                    self._hear(worker, job)
+                elif time.monotonic() >= worker.due:
+                    raise Lost("timeouts")
+            except Lost as lost:
+                self._mourn(place, str(lost), job)
+        job.left = time.monotonic()
+        return any(stream.fileno() in ready for stream in watching)
+
+    def _hear(self, worker: Worker, job: Job) -> None:
+        for reply in worker.replies():
+            match reply:
+                case ["ready"] if worker.loading:
+                    worker.loading, worker.proven, self._stillborn = False, True, 0
+                case ["value", place, None | float() as value, float() as seconds] if _is_next(worker, place):
+                    worker.settle(Outcome(value, RETURNED_NONE if value is None else "", seconds))
+                case ["raised", place, str() as reason, str() as trace, float() as seconds] if _is_next(worker, place):
+                    self._lose(worker, job, "raised", reason, seconds, trace)
+                case ["failed", str() as trace] if worker.loading:
+                    raise RewardError(f"{_name(job.fn)} could not be loaded in a reward worker:\n{trace}")
+                case ["memory"]:
+                    raise Lost("deaths")
+                case _:
+                    raise Lost("errors")
+            worker.begin(job.deadline)
+
+    def _mourn(self, place: int, cause: str, job: Job) -> None:
+        """Give up the row the worker was at, put the rest of its rows back and start another worker."""
+        worker = self._workers[place]
+        if not worker.loading:
+            reasons = {
+                "timeouts": f"late: no answer within {job.deadline:g} s",
+                "deaths": "worker died (memory limit or crash)",
+                "errors": "worker talked nonsense",
+            }
+            self._lose(worker, job, cause, reasons[cause], time.monotonic() - worker.began, "")
+        elif not worker.proven:
+            self._stillborn += 1
+        if self._stillborn >= STILLBORN:
+            raise RewardError(
+                f"reward worker: got {cause} while {STILLBORN} fresh ones loaded {_name(job.fn)}, wanted one ready "
+                f"within {STARTUP_SECONDS:g} s and {self.memory_mb} MB"
+            )
+        job.waiting.extendleft(reversed(worker.rows))
+        self._replace(place)
+
+    def _lose(self, worker: Worker, job: Job, cause: str, reason: str, seconds: float, trace: str) -> None:
+        """The row that the worker is at becomes None."""
+        said, row = _name(job.fn), _shown(worker.rows[0])
+        stops = cause == "raised" and self.stop_on_error
+        text = f"{said} raised on {row}:\n{trace}" if stops else f"{said} lost {row}: {reason}\n{trace}".rstrip()
+        loss = Loss(cause, reason, text)
+        job.report(loss)
+        worker.settle(Outcome(None, reason, seconds, loss))
+
+    def _replace(self, place: int) -> None:
+        self._workers[place].end(0.0)
+        self._workers[place] = Worker(self.memory_mb)
+
+
+def _is_next(worker: Worker, place: Any) -> bool:
+    return bool(worker.rows) and not worker.loading and place == worker.place
+
+
+def _shown(row: Row) -> str:
+    return f"problem {row.problem.uid}, completion {row.completion.text[:200]!r}"
+
+
+def by_name(fn: RewardFn) -> bytes:
+    """A function as workers find it. Raises ValueError for one that they cannot find by its name."""
+    try:
+        return pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"reward: got {_name(fn)}, wanted a function that a module defines: {error}") from error
+
+
+def _name(fn: Any) -> str:
+    while isinstance(fn, partial):
+        fn = fn.keywords["reward"] if fn.func is within else fn.func
+    return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"

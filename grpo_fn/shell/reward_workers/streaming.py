@@ -1,0 +1,236 @@
+"""Rewards of rows that have ended while others are still being decoded.
+
+The sampler tells of every completion as soon as there is no more of it, and a thread has the reward pool score what it
+is told of. When the rewards are asked for, most of them are there. They are the ones that would have been found then: a
+reward is a pure function of problem and completion, every row goes to it once, and what a row was lost to is counted,
+complained of and raised when that row is asked for, and never when nobody does.
+
+Which rewards to begin with is learned from the last two rounds: those that were asked about every row, and that took
+their time. So nothing is done ahead for the first two steps, for a reward that some rows never get to, or for one that
+is another function every time; and an instantaneous one does not get in the way of the decoding.
+"""
+
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import Condition, RLock
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from grpo_fn.core.problem import Completion, Problem, RewardFn
+from grpo_fn.core.types import Reward, Rollout
+from grpo_fn.shell.helping import helper
+from grpo_fn.shell.reward_workers.reward_pool import by_name
+from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
+from grpo_fn.shell.sampler.data_parallel import spread_score
+from grpo_fn.shell.world import World
+
+WORTH = 1e-3  # seconds of a row in a worker: below, handing rows over piecemeal costs what it saves
+MOST = 128  # rows of one call to the pool: whoever else wants its workers waits for no more
+LOOK = 1.0  # seconds between two looks at whether the thread is alive
+LEAVE = 10.0  # seconds that it may take to hear that it is to end
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """What scores: a `reward_pool.RewardPool`."""
+
+    def judge(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Outcome]: ...
+
+    def foresee(
+        self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion], *, watching: Sequence[Any]
+    ) -> list[Outcome]: ...
+
+    def report(self, loss: Loss) -> None: ...
+
+
+class Row(NamedTuple):
+    """What a row is known by. The uid is a problem's place in the stream, which only goes forward."""
+
+    uid: int
+    prompt: str
+    answer: str
+    completion: Completion
+
+
+Rows = Mapping[Row, Problem]
+
+
+def row_of(problem: Problem, completion: Completion) -> Row:
+    """The row by which it is known; equal ones are one."""
+    return Row(problem.uid, problem.prompt, problem.answer, completion)
+
+
+class Early:
+    """The pool of a training, which scores rows as they end. A context manager, inside that of the pool.
+
+    `finished` is for samplers, in any thread; `round` for the step. `score` is a `grpo_fn.core.problem.Scorer`.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        lock = RLock()  # of all that follows
+        self._news, self._scored = Condition(lock), Condition(lock)
+        self._asked: set[bytes] = set()  # rewards that the last round asked about every row, as workers find them
+        self._rewards: dict[bytes, RewardFn] = {}  # those to begin with
+        self._told: deque[tuple[Problem, Completion]] = deque()  # and not looked at yet
+        self._found: dict[bytes, dict[Row, Outcome | None]] = {}  # by reward; None: somebody is at it
+        self._over = -1  # the last uid that a round was about
+        self._open = False
+
+    def __enter__(self) -> "Early":
+        self._bell, self._rope = (os.fdopen(fd, mode, 0) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        self._open = True
+        self._thread = helper(self._work, name="early rewards")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._news:
+            self._open = False
+            self._news.notify_all()
+        self._rope.write(b"x")  # ends a call to the pool
+        self._thread.join(LEAVE)
+        if not self._thread.is_alive():
+            self._bell.close()
+            self._rope.close()
+
+    def finished(self, problem: Problem, completion: Completion) -> None:
+        """This completion has ended. Returns at once."""
+        with self._news:
+            if self._open and self._rewards:
+                self._told.append((problem, completion))
+                self._news.notify_all()
+
+    def round(
+        self, problems: Sequence[Problem], rollout: Rollout, *, reward: Callable[..., Reward], world: World
+    ) -> Reward:
+        """`reward` of the rollout, whose `score` is ours, shared with the other ranks.
+
+        Afterwards nothing is known any more of these problems, nor of any before them in the stream.
+        """
+        asked: dict[bytes, RewardFn] = {}
+        spread = spread_score(self.score, world)
+        last = max((problem.uid for problem in problems), default=self._over)
+
+        def score(fn: RewardFn, rows: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+            if len(completions) == len(rollout.text):
+                payload = by_name(fn)
+                asked[payload] = self._rewards.get(payload) or pickle.loads(payload)  # a copy: it may change
+            return spread(fn, rows, completions)
+
+        with self._news:  # what has not been begun by now is done in one go
+            self._over = last
+            self._told = deque(told for told in self._told if told[0].uid > last)
+        try:
+            return reward(problems, rollout, score=score)
+        finally:
+            self._forget(last, asked)
+
+    def score(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+        """`fn` of every row, in order, as the pool's own: rows that are known, or under way, are not scored again."""
+        payload, asked = by_name(fn), [row_of(*row) for row in zip(problems, completions, strict=True)]
+        rows = dict(zip(asked, problems, strict=True))
+        whole = False
+        while not whole:  # once, unless the thread gives up what it was at
+            if left := self._claimed(payload, rows):
+                self._settle(payload, left, partial(self._judged, fn))
+            whole = self._there(payload, rows)
+        for row in rows:
+            self._report(payload, row)
+        return [self._found[payload][row].value for row in asked]
+
+    def _judged(self, fn: RewardFn, *columns: Any) -> list[Outcome]:
+        """The pool tells of losses by itself."""
+        return [outcome._replace(loss=None) for outcome in self.pool.judge(fn, *columns)]
+
+    def _report(self, payload: bytes, row: Row) -> None:
+        """What a row was lost to counts now, and only once."""
+        outcome = self._found[payload][row]
+        if outcome.loss is not None:
+            self._found[payload][row] = outcome._replace(loss=None)
+            self.pool.report(outcome.loss)
+
+    # -- who is at which row
+
+    def _claimed(self, payload: bytes, rows: Rows) -> Rows:
+        """The rows that nobody is at and nobody was: they are ours now."""
+        with self._news:
+            found = self._found.setdefault(payload, {})
+            left = {row: problem for row, problem in rows.items() if row not in found}
+            found.update(dict.fromkeys(left))
+            return left
+
+    def _settle(self, payload: bytes, rows: Rows, judge: Callable[..., list[Outcome]]) -> None:
+        """Score what was claimed. Where that raises, nobody is at these rows any more."""
+        known: dict[Row, Outcome] = {}
+        try:
+            known.update(zip(rows, judge([*rows.values()], [row.completion for row in rows]), strict=True))
+        finally:
+            with self._news:
+                found = self._found.get(payload, {})
+                for row in rows.keys() & found.keys():  # without those that were forgotten meanwhile
+                    if row in known:
+                        found[row] = known[row]
+                    else:
+                        del found[row]
+                self._scored.notify_all()
+
+    def _there(self, payload: bytes, rows: Rows) -> bool:
+        """Wait until nobody is at any of these rows, which is as long as the pool gives them; whether all are known."""
+        with self._news:
+            found = self._found[payload]
+            while any(found.get(row, row) is None for row in rows):
+                self._scored.wait(LOOK)
+                if not self._thread.is_alive():
+                    raise RuntimeError("early rewards: got a thread that has ended, wanted the rewards of its rows")
+            return all(row in found for row in rows)
+
+    def _forget(self, last: int, rewards: dict[bytes, RewardFn]) -> None:
+        """All of the problems up to this one; those of the rewards that are worth it are begun with from now on."""
+        with self._news:
+            again = {payload: fn for payload, fn in rewards.items() if payload in self._asked}
+            self._rewards = {payload: fn for payload, fn in again.items() if self._seconds(payload, last) >= WORTH}
+            self._asked = {*rewards}
+            self._found = {
+                payload: {row: outcome for row, outcome in self._found.get(payload, {}).items() if row.uid > last}
+                for payload in self._rewards
+            }
+            if not self._rewards:
+                self._told.clear()
+
+    def _seconds(self, payload: bytes, last: int) -> float:
+        """The mean of what a row took, of the problems up to this one."""
+        found = self._found.get(payload, {}).items()
+        seconds = [outcome.seconds for row, outcome in found if row.uid <= last and outcome is not None]
+        return sum(seconds) / max(1, len(seconds))
+
+    # -- the thread
+
+    def _work(self) -> None:
+        while batch := self._batch():
+            for payload, fn in [*self._rewards.items()]:
+                if rows := self._early(payload, batch):
+                    foresee = partial(self.pool.foresee, fn, watching=[self._bell])
+                    try:
+                        self._settle(payload, rows, foresee)
+                    except Exception:  # who asks for these rows finds out what is wrong with the reward
+                        self._drop(payload)
+
+    def _early(self, payload: bytes, batch: Rows) -> Rows:
+        """The rows that are ours now, unless whoever wants them has come meanwhile, or does not any more."""
+        with self._news:
+            batch = {row: problem for row, problem in batch.items() if row.uid > self._over}
+            return self._claimed(payload, batch) if payload in self._rewards else {}
+
+    def _drop(self, payload: bytes) -> None:
+        with self._news:
+            self._rewards.pop(payload, None)
+
+    def _batch(self) -> Rows:
+        """What waits, as soon as something does; nothing at the end."""
+        with self._news:
+            while self._open and not self._told:
+                self._news.wait()
+            told = [self._told.popleft() for _ in range(min(MOST, len(self._told)))] if self._open else []
+        return {row_of(problem, completion): problem for problem, completion in told}

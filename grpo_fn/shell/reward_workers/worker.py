@@ -1,0 +1,130 @@
+"""One reward worker: `python -m grpo_fn.shell.reward_workers.worker MEMORY_MB`, started and fed by `reward_process`.
+
+A message is a 4-byte big-endian length and that many bytes. In: a pickled `(function, rows)`, where the function and
+each row `(problem, completion)` are pickles themselves, so that a row is opened only when its turn has come. Out:
+JSON, `["ready"]` when the function is loaded, then for each row in order `["value", row, number or null, seconds]`, or
+`["raised", row, the exception in one line, traceback, seconds]` when the function raised. On `["failed", traceback]`,
+the function could not be loaded, and `["memory"]` the worker ends. It ends as well when its standard input does.
+
+This file imports nothing heavy: a worker starts in a fraction of a second.
+"""
+
+import ctypes
+import json
+import math
+import numbers
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any, BinaryIO
+
+HEADER = struct.Struct(">I")
+LONGEST_REASON = 200  # characters
+LONGEST_TRACE = 8000
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests until there are no more."""
+    functions: dict[bytes, Any] = {}
+    while (message := read_message(requests)) is not None:
+        payload, rows = pickle.loads(message)
+        if payload not in functions:
+            functions[payload] = pickle.loads(payload)
+        write_message(replies, ["ready"])
+        for index, row in enumerate(rows):
+            write_message(replies, answer(index, functions[payload], row))
+
+
+def answer(index: int, fn: Any, row: bytes) -> list[Any]:
+    """The reply to one row. Raises MemoryError, after which the process is not to be trusted."""
+    start = time.perf_counter()
+    try:
+        value = checked(settled(fn(*pickle.loads(row))))
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = " ".join("".join(traceback.format_exception_only(error)).split())[:LONGEST_REASON]
+        return ["raised", index, reason, traceback.format_exc()[-LONGEST_TRACE:], time.perf_counter() - start]
+    return ["value", index, value, time.perf_counter() - start]
+
+
+def settled(value: Any) -> Any:
+    """What a reward returned, awaited when it is awaitable: each row in an event loop of its own."""
+    if not isinstance(value, Awaitable):
+        return value
+    import asyncio  # here, as most rewards do without it
+
+    async def whole() -> Any:
+        return await value
+
+    try:
+        return asyncio.run(whole())
+    except asyncio.CancelledError as error:  # no Exception: it would take the worker with it
+        raise RuntimeError("the reward was cancelled from inside") from error
+
+
+def checked(value: Any) -> float | None:
+    """The reward as a plain number. Raises ValueError for anything that is neither a finite number nor None."""
+    if value is None:
+        return None
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"reward: got {type(value).__name__} {str(value)[:80]}, wanted a finite number or None")
+    return float(value)
+
+
+def read_message(stream: BinaryIO) -> bytes | None:
+    """The next message, None at the end of the stream."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+def write_message(stream: BinaryIO, reply: list[Any]) -> None:
+    """Send one reply at once."""
+    body = json.dumps(reply).encode()
+    stream.write(HEADER.pack(len(body)) + body)
+    stream.flush()
+
+
+def confine(memory_mb: int) -> None:
+    """Limit this process's address space, leave no core file, and die with the parent even in the middle of a row."""
+    # A row that hangs never reads the end of standard input. To Linux the parent is the thread that started the worker.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def private_stream(fd: int, mode: str, replacement: int) -> BinaryIO:
+    """The stream at `fd` under a number of its own; whoever uses `fd` from now on gets `replacement`."""
+    stream = os.fdopen(os.dup(fd), mode)
+    os.dup2(replacement, fd)
+    return stream
+
+
+def main(act: Callable[[BinaryIO, BinaryIO], None]) -> None:
+    """Serve on standard input and output, out of reach of a reward function that prints or reads."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    requests, replies = private_stream(0, "rb", nothing), private_stream(1, "wb", 2)
+    confine(int(sys.argv[1]))
+    try:
+        act(requests, replies)
+    except MemoryError:
+        write_message(replies, ["memory"])
+    except Exception:
+        write_message(replies, ["failed", traceback.format_exc()[-LONGEST_TRACE:]])
+    replies.flush()
+    os._exit(0)  # at once: a thread that a reward left behind must not keep the process
+
+
+if __name__ == "__main__":
+    main(serve)

@@ -1,0 +1,153 @@
+"""A worker process as the pool sees it: the bytes on their way to and from it, and the rows that it still owes."""
+
+import json
+import math
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.shell.reward_workers.worker import HEADER
+
+STARTUP_SECONDS = 60.0  # to start Python and import the reward function; not part of a row's deadline
+LONGEST_REPLY = 2**20
+RETURNED_NONE = "the reward returned None"
+
+
+class Loss(NamedTuple):
+    """What a row was lost to."""
+
+    cause: str  # timeouts, deaths, errors or raised
+    reason: str
+    text: str  # for people
+
+
+class Outcome(NamedTuple):
+    """What became of a row. `reason` says why the value is None and is empty otherwise."""
+
+    value: float | None
+    reason: str
+    seconds: float  # wall clock
+    loss: Loss | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A row on its way; equal rows share one."""
+
+    problem: Problem
+    completion: Completion
+    pickle: bytes
+    outcome: Outcome | None = None
+
+
+class Lost(Exception):
+    """A worker is of no use any more; says which counter it goes to."""
+
+
+@runtime_checkable
+class Descriptor(Protocol):
+    """Anything with a file descriptor."""
+
+    def fileno(self) -> int: ...
+
+
+class Worker:
+    """One process and the rows of the chunk that it is at."""
+
+    def __init__(self, memory_mb: int) -> None:
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_fn.shell.reward_workers.worker", str(memory_mb)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C is for the run; and its children die with it
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        os.set_blocking(self.stdin.fileno(), False)
+        self.outgoing, self.incoming = b"", b""
+        self.rows: deque[Row] = deque()
+        self.place = 0  # of the next row within its chunk
+        self.loading, self.proven = False, False  # a function now; any function ever
+        self.began, self.due = 0.0, 0.0  # when the row it is at began, at the earliest, and when it is late
+
+    def assign(self, payload: bytes, rows: Sequence[Row]) -> None:
+        """Send a pickled function and the rows to call it with."""
+        body = pickle.dumps((payload, [row.pickle for row in rows]))
+        self.outgoing, self.rows, self.place = HEADER.pack(len(body)) + body, deque(rows), 0
+        self.loading = True
+        self.begin(STARTUP_SECONDS)
+        self.flush()
+
+    def begin(self, seconds: float) -> None:
+        """From now on it has so many seconds to say something."""
+        self.began = time.monotonic()
+        self.due = self.began + seconds
+
+    def settle(self, outcome: Outcome) -> None:
+        """The row it was at is done."""
+        self.rows.popleft().outcome = outcome
+        self.place += 1
+
+    def flush(self) -> None:
+        """Send what the pipe takes."""
+        try:
+            self.outgoing = self.outgoing[os.write(self.stdin.fileno(), self.outgoing) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.outgoing = b""  # its end of standard output tells the rest
+
+    def replies(self) -> Iterator[list[Any]]:
+        """The complete replies that have come in, one by one: those before some nonsense still count.
+
+        Raises Lost at the end of the stream or on nonsense.
+        """
+        data = os.read(self.stdout.fileno(), 65536)
+        if not data:
+            raise Lost("deaths")
+        self.incoming += data
+        while len(self.incoming) >= HEADER.size:
+            (size,) = HEADER.unpack_from(self.incoming)
+            if size > LONGEST_REPLY:
+                raise Lost("errors")
+            if len(self.incoming) < HEADER.size + size:
+                break
+            body, self.incoming = self.incoming[HEADER.size : HEADER.size + size], self.incoming[HEADER.size + size :]
+            try:
+                reply = json.loads(body)
+            except ValueError as error:
+                raise Lost("errors") from error
+            yield reply
+
+    def end(self, grace: float) -> None:
+        """Close its input, wait up to `grace` seconds for it to end, then kill it and whatever it started."""
+        self.stdin.close()
+        ready_among(reading=[self.stdout], writing=[], seconds=grace)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # not yet waited for, so the number is still its own
+        self.process.wait()
+        self.stdout.close()
+
+
+def ready_among(*, reading: Sequence[Descriptor], writing: Sequence[Descriptor], seconds: float) -> set[int]:
+    """The descriptors that can be read or written without waiting, as soon as there is one or after `seconds`."""
+    poll = select.poll()
+    for stream in reading:
+        poll.register(stream, select.POLLIN)
+    for stream in writing:
+        poll.register(stream, select.POLLOUT)
+    return {fd for fd, _ in poll.poll(None if math.isinf(seconds) else max(0.0, 1000 * seconds))}

@@ -1,0 +1,245 @@
+"""Batches sampled ahead of the training that learns from them: generation and training overlap.
+
+The requests of a run are known in advance: one after another, the next so many problems of the stream. While the policy
+trains on one batch, threads ask the engines for those that come next, and the step waits for what is left of it.
+
+A batch begun under weights of version w (`load` makes a new one, once a step) and used under version v is v - w
+versions stale, at most `max_staleness`. That holds of groups that are learned from at once: those that
+`group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and is `Spread`, call by call.
+
+What new weights mean for completions that are under way when they come is the engine's to say. Mostly they are to end
+with the weights they began with (servers paused in mode "wait"), so new ones are only given when all that was begun is
+done: every token is a function of (version at the start, prompt, key, uid, g), the staleness of a batch is that of all
+its tokens, and resume and replay are as exact as the engine's arithmetic. Where the sampler says that it `mixes` (mode
+"keep": completions go on with the new weights) nothing is waited for. Then a row's tokens have several versions, the
+oldest of them within the bound, and where one ends and the next begins depends on the moment: such a run can go on from
+a checkpoint, but not be repeated.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from functools import partial
+from statistics import fmean
+from threading import TIMEOUT_MAX
+from typing import Any
+
+from torch import Tensor
+
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Policy, Rollout
+from grpo_fn.shell.sampler.data_parallel import Spread, gathered, mine
+from grpo_fn.shell.sampler.pending import Begun, begin, order, packed, unpacked, whereabouts
+from grpo_fn.shell.world import World
+
+COMPLAINTS = 8  # kept until somebody takes them
+
+Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
+
+
+def check_staleness(max_staleness: int, sampler: Any) -> None:
+    """Raise ValueError unless it is an integer from 0, and 0 where the sampler cannot sample during training."""
+    if type(max_staleness) is not int or max_staleness < 0:
+        raise ValueError(f"max_staleness: got {max_staleness!r}, wanted 0 or a positive integer")
+    if max_staleness and not sampler.overlaps:
+        raise ValueError(
+            f"max_staleness: got {max_staleness} with {type(sampler).__name__}, which samples on the device that "
+            "trains, wanted 0, or an engine with devices of its own (dedicated servers)"
+        )
+
+
+class Ahead:
+    """A `Spread` that works ahead by `max_staleness` batches of the stream; every rank has one.
+
+    `deadline` is how many seconds a step may wait for a batch. A request that is not the predicted one (another group
+    size, key or prompt) drops what was sampled ahead; `complaints` tells it, to be cleared when people are told. What
+    goes wrong in a thread is raised when its batch is wanted, on all ranks.
+    """
+
+    def __init__(self, spread: Spread, stream: Stream, *, max_staleness: int, deadline: float) -> None:
+        check_staleness(max_staleness, spread.sampler)
+        if not 0 < deadline <= TIMEOUT_MAX:
+            raise ValueError(f"deadline: got {deadline} s, wanted more than 0 and at most {TIMEOUT_MAX:g}")
+        if max_staleness and spread.world.size > 1 and deadline >= spread.world.deadline:
+            raise ValueError(
+                f"deadline: got {deadline:g} s to wait for completions, wanted less than the {spread.world.deadline:g} "
+                "s that ranks wait for one another (mesh.Scale.deadline)"
+            )
+        self.spread, self.stream = spread, stream
+        self.max_staleness, self.deadline = max_staleness, deadline
+        self.version = 0  # how many times weights were loaded
+        self.complaints: list[str] = []
+        self._queue: deque[Begun] = deque()  # in the order of the stream
+        self._ages: list[int] = []  # of the batches that were used since somebody asked
+        self._waited = 0.0
+
+    @property
+    def sampler(self) -> Any:
+        """Of this rank."""
+        return self.spread.sampler
+
+    @property
+    def world(self) -> World:
+        """The ranks that share the work."""
+        return self.spread.world
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same run brings the same tokens."""
+        return self.sampler.repeatable and not (self.max_staleness and self._mixes)
+
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """As the sampler's own, once this batch and the next `max_staleness` are under way.
+
+        Raises TimeoutError when it does not come within the deadline, what went wrong while it was sampled, and
+        RuntimeError when it is staler than allowed: weights were loaded between which nothing was sampled.
+        """
+        start = time.monotonic()
+        if self.max_staleness:
+            self._line_up(problems, group_size, key)
+            head = self._queue.popleft()
+            age = self._age(head)
+            rollout = self._whole(head)
+        else:
+            age, rollout = 0, self.spread.sample(problems, group_size, key=key)
+        self._ages.append(age)
+        self._waited += time.monotonic() - start
+        return rollout
+
+    def load(self, policy: Policy) -> None:
+        """As the sampler's own: a new version. Unless the engine mixes versions, once all that was begun is done."""
+        if self.max_staleness and not self._mixes:
+            self.world.together(self._settle, what="completions that are under way before new weights come")
+        self.spread.load(policy)
+        self.version += 1
+
+    def rest(self) -> None:
+        """As the sampler's own, unless it is at work during the training."""
+        if not self.max_staleness:
+            self.spread.rest()
+
+    def drain(self) -> list[dict[str, Any]]:
+        """All that was begun, once it is done, as containers of numbers, strings and tensors; it stays in the queue.
+
+        Whole batches, so that another number of ranks can go on with them. Every rank has to take part; raises as
+        `sample` does.
+        """
+        return [packed(begun.order, self.version - begun.version, self._whole(begun)) for begun in self._queue]
+
+    def refill(self, drained: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what was drained, after the `load` of the weights that were current then.
+
+        What is more or older than `max_staleness` allows now is dropped, and complained of. Raises RuntimeError where
+        weights were not loaded yet, or batches are under way.
+        """
+        if self._queue or not self.version:
+            raise RuntimeError(
+                f"got batches to go on with after {self.version} loads and with {len(self._queue)} under way, wanted "
+                "them after the first load, before anything is sampled"
+            )
+        ages = [batch["age"] for batch in drained]
+        if any(age + place > self.max_staleness for place, age in enumerate(ages)):  # one batch a version, at least
+            self._complain(
+                f"dropped {len(ages)} batches sampled ahead: got some of {ages} versions ago, the first to be used "
+                f"first, wanted none that gets over max_staleness {self.max_staleness}"
+            )
+            return
+        self._queue.extend(unpacked(batch, self.version, self.world.device) for batch in drained)
+
+    def figures(self) -> dict[str, float]:
+        """What there is to tell since it was last asked, the sampler's own included.
+
+        `generation/staleness` and `generation/staleness_max` of the batches that were used, in versions, and
+        `generation/waited_seconds`, for which the steps waited for them.
+        """
+        ages, waited = self._ages, self._waited
+        self._ages, self._waited = [], 0.0
+        stale = {"generation/staleness": fmean(ages), "generation/staleness_max": float(max(ages))} if ages else {}
+        return {**self.spread.figures(), **stale, "generation/waited_seconds": waited}
+
+    def said(self) -> list[str]:
+        """What there is to say to people since it was last asked, the sampler's own included."""
+        told = [*self.complaints, *self.sampler.complaints]
+        self.complaints.clear()
+        self.sampler.complaints.clear()
+        return told
+
+    def close(self) -> None:
+        """Abandon what is under way; its threads end with the sampler's requests, or with the process."""
+        self._queue.clear()
+        self.spread.close()
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether a completion may have tokens of several versions."""
+        return self.sampler.mixes
+
+    def _line_up(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> None:
+        """See to it that this batch stands first in the queue, and the next ones of the stream behind it."""
+        asked = order(problems, group_size, key)
+        if self._queue and (head := self._queue[0].order) != asked:
+            how = ", with other prompts or another key" if str(head) == str(asked) else ""
+            self._complain(f"dropped {len(self._queue)} batches sampled ahead: got {asked}{how}, wanted {head}")
+            self._queue.clear()
+        if not self._queue:
+            self._queue.append(self._begin(problems, group_size, key))
+        while len(self._queue) <= self.max_staleness:
+            last, _ = self._queue[-1].order.asked[-1]
+            self._queue.append(self._begin(self.stream(last + 1, len(problems)), group_size, key))
+
+    def _begin(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> Begun:
+        """Sample this rank's share in a thread."""
+        share = mine(problems, self.sampler, self.world)
+        draw = partial(self.sampler.sample, share, group_size, key=key) if share else _nothing
+        return begin(order(problems, group_size, key), self.version, draw, self.world.device)
+
+    def _age(self, begun: Begun) -> int:
+        age = self.version - begun.version
+        if age > self.max_staleness:
+            raise RuntimeError(
+                f"got {begun.order} sampled {age} versions of the weights ago, wanted at most max_staleness "
+                f"{self.max_staleness}: weights were loaded between which nothing was sampled"
+            )
+        return age
+
+    def _whole(self, begun: Begun) -> Rollout:
+        """All ranks' rows of it."""
+        if begun.whole is None:
+            part = self.world.together(partial(self._part, begun), what=f"completions of {begun.order}")
+            begun.whole = gathered(part, self.sampler, self.world)
+        return begun.whole
+
+    def _part(self, begun: Begun) -> Rollout | None:
+        """This rank's rows of it."""
+        if wait([begun.part], timeout=self.deadline).not_done:
+            raise self._late(begun)
+        try:
+            return begun.part.result()
+        except Exception as error:
+            error.add_note(f"while sampling {begun.order}, begun {self.version - begun.version} versions ago")
+            raise
+
+    def _settle(self) -> None:
+        """Wait until nothing is under way, whatever came of it."""
+        late = wait([begun.part for begun in self._queue], timeout=self.deadline).not_done
+        for begun in self._queue:
+            if begun.part in late:
+                raise self._late(begun)
+
+    def _late(self, begun: Begun) -> TimeoutError:
+        error = TimeoutError(
+            f"at {self.world.where()}: got nothing after {self.deadline:g} s of waiting for {begun.order}, begun "
+            f"{self.version - begun.version} versions of the weights ago, wanted completions: is the engine alive?"
+        )
+        if there := whereabouts(begun):
+            error.add_note(f"its thread is at\n{there}")
+        return error
+
+    def _complain(self, text: str) -> None:
+        if len(self.complaints) < COMPLAINTS:
+            self.complaints.append(text)
+
+
+def _nothing() -> None:
+    """What a rank without a share samples."""

@@ -1,0 +1,109 @@
+"""What stands between a sampler and an inference engine: token ids and seeds in, token ids and log-probs out."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.shell.model.lora import LoRA
+from grpo_fn.shell.sampler.fingerprint import Fingerprint
+from grpo_fn.shell.world import World
+
+Finished = Callable[[Problem, Completion], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What there is to make a sampler from: the model that is trained, and where."""
+
+    folder: str  # a Hugging Face model folder, with the weights the run began with
+    config: PretrainedConfig
+    dtype: torch.dtype  # of the computation
+    world: World
+    adapters: LoRA | None
+    whole: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
+    # Told of every completion as soon as it has ended, in whatever thread that is: the one that its rollout will have.
+    finished: Finished | None = None
+
+
+class Ask(NamedTuple):
+    """A prompt, and a seed below 2^31 for each completion of it that is wanted."""
+
+    prompt: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+class Answer(NamedTuple):
+    """A completion. The token that ended it is part of it."""
+
+    tokens: list[int]
+    logp: list[float]  # nats, under the distribution each token was drawn from
+    stopped: bool  # by itself; otherwise it ran into the length limit
+    oldest: int  # version of the weights that drew its first token
+
+
+Heard = Callable[[int, int, Answer], None]  # place of the ask, place of the seed in it, the answer to it
+
+
+def unread(ask: int, seed: int, answer: Answer) -> None:
+    """Nobody wants to have an answer before the others are there."""
+
+
+class Receipt(NamedTuple):
+    """What was sent with a push, and what the engine holds after it; None where its layout hides that."""
+
+    version: int
+    sent: Fingerprint
+    held: Fingerprint | None
+
+
+class StaleEngine(RuntimeError):
+    """An engine holds other weights than it was sent."""
+
+
+def verified(receipt: Receipt) -> Receipt:
+    """The receipt itself. Raises StaleEngine when the engine holds something else than was sent."""
+    if receipt.held is not None and receipt.held != receipt.sent:
+        raise StaleEngine(
+            f"weights of version {receipt.version}: got {receipt.held} in the engine after {receipt.sent} was sent, "
+            "wanted the same: it would sample from other weights than those that are trained"
+        )
+    return receipt
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Draws completions with weights of its own, which it is given version by version."""
+
+    ranks: int  # that are one engine together: they are asked for the same
+    overlaps: bool  # whether it can generate while the policy trains
+    repeatable: bool  # whether the same requests bring the same tokens again
+    mixes: bool  # whether new weights may come in the middle of a completion
+    complaints: list[str]  # for people; to be cleared when they are told
+
+    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard) -> list[list[Answer]]:
+        """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
+
+        `heard` is told of every answer when it comes, in whatever thread that is.
+        """
+        ...
+
+    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:
+        """Take these weights, under the names of the model folder; nothing drawn before is remembered."""
+        ...
+
+    def rest(self) -> None:
+        """The device is wanted for training: hold as little of it as possible until the next push."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """What there is to tell since it was last asked, for the metrics."""
+        ...
+
+    def close(self) -> None:
+        """The engine is not needed any more."""
+        ...

@@ -1,0 +1,261 @@
+"""Rows through a fixed number of slots: rows that end make room, rows that wait fill it.
+
+A prompt goes through the model once, when its first row gets a slot, and stays until its last row has ended. What has
+ended is looked at on the host every so many steps: until then a row that has ended goes on without effect.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_fn.shell.sampler.local.decode_step import Choose, Engine, Live, Marks, Need, Shape, draw, read
+from grpo_fn.shell.sampler.local.kv_cache import seats
+from grpo_fn.shell.sampler.local.stop_strings import Stops, marked
+
+PREFILL = 8192  # prompt tokens that go through the model at once, if there is more than one prompt
+REFILL = 4  # one slot in so many is free before others are filled: a prompt alone is read at the price of several
+
+# A row has ended: (row, its tokens, whether it ended by itself).
+Ended = Callable[[int, list[int], bool], None]
+
+
+class Decoded(NamedTuple):
+    """Completions of some rows, `[R, N]` with N = max_new_tokens; columns past `length` are padding."""
+
+    tokens: Tensor
+    logp: Tensor
+    length: Tensor
+    stopped: Tensor
+
+
+class Ends(NamedTuple):
+    """What ends a completion besides its length."""
+
+    ids: Sequence[int]
+    stops: Stops
+
+
+def blank(u: Float[Tensor, "R N"], pad: int) -> Decoded:
+    """No row has a token yet."""
+    return Decoded(
+        torch.full(u.shape, pad, device=u.device),
+        torch.zeros(u.shape, device=u.device),
+        torch.zeros(len(u), dtype=torch.long, device=u.device),
+        torch.zeros(len(u), dtype=torch.bool, device=u.device),
+    )
+
+
+class Shelf(NamedTuple):
+    """Prompts that have been read, some rows of which still wait."""
+
+    first: int  # its number among all
+    slot: Int[Tensor, "P"]
+    length: Int[Tensor, "P"]
+    logits: Float[Tensor, "P V"]  # behind the last token
+
+
+def moves(taken: Bool[Tensor, "S"], first: int) -> tuple[Int[Tensor, "m"], Int[Tensor, "m"]]:
+    """From which slots to which, so that all that are taken are among the first so many."""
+    source = taken[first:].nonzero()[:, 0] + first
+    return source, (~taken[:first]).nonzero()[: len(source), 0]
+
+
+class Refilling:
+    """One call: the rows of all prompts, as many at once as there are slots, in order."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[list[int]],
+        u: Float[Tensor, "R N"],
+        *,
+        choose: Choose,
+        ends: Ends,
+        slots: int,
+        pad: int,
+        ended: Ended | None,
+    ) -> None:
+        self.engine, self.prompts, self.u = engine, prompts, u
+        self.choose, self.stops, self.ended = choose, ends.stops, ended
+        self.group = len(u) // len(prompts)
+        self.out, self.waiting = blank(u, pad), 0  # rows before `waiting` have had a slot
+        self.shelf: Shelf | None = None
+        self.most = min(slots, len(u))  # rows at once
+        size = len(ends.stops.suspect)
+        marks = Marks(marked(ends.ids, size, u.device), ends.stops.suspect.to(u.device))
+        engine.ready(Need(self.most, u.shape[1], min(len(prompts), self.most + 1), max(map(len, prompts))), marks)
+        # What the host knows: of every slot, whether a row is in it and which, its prompt's slot, tokens drawn when it
+        # was last looked at, lengths; of every prompt's slot, how many rows have not ended.
+        self.busy = torch.zeros(engine.drawn.count, dtype=torch.bool)
+        self.row, self.home, self.seen, self.start, self.length = (
+            torch.zeros(len(self.busy), dtype=torch.long) for _ in range(5)
+        )
+        self.owed = torch.zeros(engine.prompts.count, dtype=torch.long)
+        self.shape: Shape | None = None  # None when rows have come, gone or moved
+
+    def run(self) -> Decoded:
+        """Until all rows have ended."""
+        while self.waiting < len(self.u) or bool(self.busy.any()):
+            if self.room():
+                self.admit()
+                self.look()
+            if bool(self.busy.any()):
+                self.advance()
+                self.look()
+        return self.out
+
+    # -- rows in
+
+    def room(self) -> bool:
+        """Whether it is worth while to fill slots now."""
+        free, wait = self.most - int(self.busy.sum()), len(self.u) - self.waiting
+        return wait > 0 and free >= min(wait, -(-self.most // REFILL))
+
+    def admit(self) -> None:
+        """Rows that wait into slots that are free."""
+        while self.waiting < len(self.u) and int(self.busy.sum()) < self.most:
+            if self.shelf is None:
+                self.shelf = self.prefill()
+            self.place(self.shelf)
+
+    def prefill(self) -> Shelf:
+        """The next prompts: as many as have rows to place, and not too many tokens."""
+        first = self.waiting // self.group
+        most = -(-(self.most - int(self.busy.sum())) // self.group)
+        taken, tokens = [], 0
+        for prompt in self.prompts[first : first + most]:
+            tokens += len(prompt)
+            if taken and tokens > PREFILL:
+                break
+            taken.append(prompt)
+        told, logits = read(self.engine.model, taken, self.u.device)
+        slot = (self.owed == 0).nonzero()[: len(taken), 0]
+        self.owed[slot] = self.group
+        told.copy(self.engine.prompts, slot.to(self.u.device))
+        return Shelf(first, slot, told.spans.end, logits)
+
+    def place(self, shelf: Shelf) -> None:
+        """As many of the shelf's rows as there is room for; then their first token is drawn."""
+        upto = (shelf.first + len(shelf.slot)) * self.group
+        free = (~self.busy).nonzero()[: self.most - int(self.busy.sum()), 0]
+        row = torch.arange(self.waiting, min(upto, self.waiting + len(free)))
+        slot, prompt = free[: len(row)], row // self.group - shelf.first
+        self.busy[slot], self.row[slot], self.home[slot] = True, row, shelf.slot[prompt]
+        self.start[slot], self.seen[slot] = shelf.length[prompt], 0
+        there = [x.to(self.u.device) for x in (slot, row, shelf.length[prompt], prompt)]
+        self.begin(there[0], self.u[there[1]], there[2], shelf.logits[there[3]])
+        self.waiting, self.shape, self.shelf = self.waiting + len(row), None, None
+        if self.waiting < upto:
+            last = prompt[-1:]
+            logits = shelf.logits[last.to(self.u.device)]
+            self.shelf = Shelf(shelf.first + int(last), shelf.slot[last], shelf.length[last], logits)
+
+    def begin(self, slot: Int[Tensor, "m"], u: Float[Tensor, "m N"], length: Int[Tensor, "m"], logits: Tensor) -> None:
+        """New rows in these slots, and their first token."""
+        none, no = torch.zeros_like(length), torch.zeros(len(slot), dtype=torch.bool, device=slot.device)
+        tokens, logp = (x[slot] for x in (self.engine.live.tokens, self.engine.live.logp))
+        new = Live(none, length, length.clone(), none.clone(), no, no.clone(), no.clone(), u, tokens, logp)
+        draw(new, logits, self.choose, self.engine.marks)
+        for x, given in zip(self.engine.live, new, strict=True):
+            x[slot] = given
+
+    # -- steps
+
+    def advance(self) -> None:
+        """Some steps for all that are in the first slots."""
+        sizes, limit = self.engine.sizes, self.u.shape[1]
+        if self.shape is None:
+            self.shape = self.arrange()
+        steps = min(sizes.steps, limit - int(self.seen[self.busy].min()))
+        # The last token that is drawn is never read.
+        columns = min(int((self.length - self.start)[self.busy].max()) + steps, limit - 1)
+        shape = self.shape._replace(columns=columns if sizes.steps == 1 else min(sizes.columns(columns), limit))
+        self.engine.seat(shape, self.sitting)
+        for _ in range(steps):
+            self.engine.step(shape, self.choose)
+
+    def arrange(self) -> Shape:
+        """Rows and prompts in the first slots, and rows of one prompt side by side."""
+        sizes, prompts = self.engine.sizes, self.engine.prompts
+        rows = self.gather_rows(min(sizes.rows(int(self.busy.sum())), len(self.busy)))
+        many = self.gather_prompts(min(sizes.rows(int((self.owed > 0).sum())), prompts.count))
+        home, there = self.home[:rows], self.busy[:rows]
+        # Where shapes are captured, groups of all sizes are one shape.
+        together = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else min(self.group, self.most)
+        wide = sizes.rows(together)
+        reach = min(sizes.columns(int(self.start[self.busy].max())), prompts.columns)
+        self.sitting = seats(home, there, many, wide)
+        return Shape(rows, 0, many, reach, wide)
+
+    def gather_rows(self, rows: int) -> int:
+        """Rows behind the first so many slots move to free ones among those."""
+        source, target = moves(self.busy, rows)
+        if len(source):
+            there = [x.to(self.u.device) for x in (source, target)]
+            self.engine.drawn.move(*there, int((self.length - self.start)[source].max()))
+            for x in (self.busy, self.row, self.home, self.seen, self.start, self.length):
+                x[target] = x[source]
+            for x in self.engine.live:
+                x[there[1]] = x[there[0]]
+            self.busy[source], self.engine.live.ended[there[0]] = False, True
+        return rows
+
+    def gather_prompts(self, prompts: int) -> int:
+        """Prompts behind the first so many slots move to free ones among those."""
+        source, target = moves(self.owed > 0, prompts)
+        if len(source):
+            there = [x.to(self.u.device) for x in (source, target)]
+            self.engine.prompts.move(*there, self.engine.prompts.columns)
+            now = torch.arange(len(self.owed))
+            now[source] = target
+            self.home = now[self.home]
+            self.shelf = self.shelf and self.shelf._replace(slot=now[self.shelf.slot])
+            self.owed[target], self.owed[source] = self.owed[source], 0
+        return prompts
+
+    # -- rows out
+
+    def look(self) -> None:
+        """What the device has drawn since: rows that have ended leave."""
+        live = self.engine.live
+        flags = (x.long() for x in (live.ended, live.stopped, live.suspect))
+        self.length, drawn, ended, stopped, suspect = torch.stack([live.length, live.drawn, *flags]).cpu()
+        ended, stopped = (ended > 0) & self.busy, stopped > 0
+        if self.stops.stop and bool(suspect.any()):
+            self.cut(((suspect > 0) & self.busy).nonzero()[:, 0], drawn, ended, stopped)
+        self.seen = drawn
+        if bool(ended.any()):
+            self.leave(ended.nonzero()[:, 0], drawn, stopped)
+
+    def cut(self, slot: Int[Tensor, "m"], drawn: Tensor, ended: Tensor, stopped: Tensor) -> None:
+        """Rows end where they have completed a stop string."""
+        live, there = self.engine.live, slot.to(self.u.device)
+        live.suspect[there] = False
+        rows = live.tokens[there].tolist()
+        length = drawn[slot].tolist()
+        found = self.stops.first(
+            [row[:n] for row, n in zip(rows, length, strict=True)], (drawn[slot] - self.seen[slot]).tolist()
+        )
+        hit, at = slot[[n > 0 for n in found]], torch.tensor([n for n in found if n], dtype=torch.long)
+        drawn[hit], ended[hit], stopped[hit] = at, True, True
+        live.ended[hit.to(self.u.device)] = True
+
+    def leave(self, slot: Int[Tensor, "m"], drawn: Tensor, stopped: Tensor) -> None:
+        """These rows are complete."""
+        there, row, length = (x.to(self.u.device) for x in (slot, self.row[slot], drawn[slot]))
+        self.busy[slot] = False
+        self.owed -= torch.bincount(self.home[slot], minlength=len(self.owed))
+        self.shape = None
+        live, limit = self.engine.live, self.u.shape[1]
+        real = torch.arange(limit, device=self.u.device) < length[:, None]
+        self.out.tokens[row] = torch.where(real, live.tokens[there, :limit], self.out.tokens[row])
+        self.out.logp[row] = live.logp[there, :limit] * real
+        self.out.length[row] = length
+        self.out.stopped[row] = stopped[slot].to(self.u.device)
+        if self.ended is not None:
+            fields = [x.tolist() for x in (self.row[slot], live.tokens[there], drawn[slot], stopped[slot])]
+            for number, tokens, n, by_itself in zip(*fields, strict=True):
+                self.ended(number, tokens[:n], by_itself)

@@ -1,0 +1,271 @@
+"""One token for every row, and all that a step reads and writes: buffers that stay where they are from call to call."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from grpo_fn.shell.model import packed_input
+from grpo_fn.shell.model.attention import adopt, unusable
+from grpo_fn.shell.model.blocks import Tried, blocks, compiled_decoding
+from grpo_fn.shell.sampler.local.cuda_graphs import (
+    Captured,
+    CudaGraph,
+    Eager,
+    Sizes,
+    addresses,
+    as_many,
+    capturable,
+    few,
+)
+from grpo_fn.shell.sampler.local.kv_cache import Attended, Next, Prompts, Seats, Slots, attended, seats
+
+# (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
+Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+LOOK = 16  # steps between two looks at what has ended, where looking means waiting for the device
+KEEP = 1 / 8  # of a device's memory: what captured steps may hold while the device is somebody else's
+
+
+class Live(NamedTuple):
+    """What is known of the row in each slot. Of one that has ended nothing changes any more."""
+
+    token: Int[Tensor, "S"]  # the last, not yet read by the model
+    start: Int[Tensor, "S"]  # tokens of its prompt
+    length: Int[Tensor, "S"]  # tokens whose keys and values are known, its prompt's included
+    drawn: Int[Tensor, "S"]
+    ended: Bool[Tensor, "S"]
+    stopped: Bool[Tensor, "S"]  # it ended by itself
+    suspect: Bool[Tensor, "S"]  # it may have completed a stop string since that was looked at
+    u: Float[Tensor, "S N"]
+    tokens: Int[Tensor, "S N+1"]  # those of the completion; the last column is for what counts nowhere
+    logp: Float[Tensor, "S N+1"]
+
+
+def empty(count: int, new: int, device: torch.device) -> Live:
+    """Slots without a row."""
+    number = partial(torch.zeros, dtype=torch.long, device=device)
+    flag = partial(torch.zeros, count, dtype=torch.bool, device=device)
+    u, logp = (torch.zeros(count, n, device=device) for n in (new, new + 1))
+    return Live(*(number(count) for _ in range(4)), ~flag(), flag(), flag(), u, number(count, new + 1), logp)
+
+
+class Marks(NamedTuple):
+    """Of every token: whether it ends a completion, and whether it may complete a stop string."""
+
+    ends: Bool[Tensor, "V"]
+    suspect: Bool[Tensor, "V"]
+
+
+def draw(live: Live, logits: Float[Tensor, "S V"], choose: Choose, marks: Marks) -> None:
+    """The next token of every row, from its own u; in place."""
+    limit = live.u.shape[1]
+    token, logp = choose(logits, live.u.gather(1, live.drawn[:, None].clamp(max=limit - 1))[:, 0])
+    going = ~live.ended
+    at = torch.where(going, live.drawn, limit)[:, None]
+    live.tokens.scatter_(1, at, token[:, None])
+    live.logp.scatter_(1, at, logp[:, None])
+    live.token.copy_(token)
+    live.drawn.add_(going)
+    live.suspect.logical_or_(going & marks.suspect[token])
+    live.stopped.logical_or_(going & marks.ends[token])
+    live.ended.logical_or_(live.stopped | (live.drawn >= limit))
+
+
+def call(model: nn.Module, ids: Tensor, position: Tensor, layout: Prompts | Next, keep: Tensor | int) -> Tensor:
+    """Logits of the tokens that `keep` names, `[B K V]`."""
+    told: dict[str, Any] = {"attention_mask": unusable(ids.device), "layout": layout, "use_cache": False}
+    return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **told).logits
+
+
+def read(model: nn.Module, prompts: Sequence[list[int]], device: torch.device) -> tuple[Prompts, Float[Tensor, "P V"]]:
+    """Every prompt once, end to end: keys and values, and the logits behind each one's last token."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    told = Prompts(lengths, device=device)
+    ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    position = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(device)
+    last = (lengths.cumsum(0) - 1).to(device)
+    return told, call(model, ids[None], position[None], told, last)[0]
+
+
+class Code(NamedTuple):
+    """What runs in a step besides the model, as it is written or compiled."""
+
+    attended: Attended
+    choose: Callable[[Choose], Choose]  # what is run for it
+
+
+WRITTEN = Code(attended, lambda choose: choose)
+
+
+class Shape(NamedTuple):
+    """What a step looks at: so many slots and columns of what was drawn, so many of prompts, and seats for each."""
+
+    rows: int
+    columns: int
+    prompts: int
+    reach: int
+    wide: int
+
+
+class Need(NamedTuple):
+    """Room for a call: rows and prompts at once, tokens of the longest completion and the longest prompt."""
+
+    rows: int
+    new: int
+    prompts: int
+    longest: int
+
+
+class Engine:
+    """A model, and the buffers that it decodes with. They are as large as the largest call so far needed, no larger."""
+
+    def __init__(self, model: nn.Module, *, sizes: Sizes, run: Eager | Captured, code: Code) -> None:
+        self.model, self.sizes, self.run, self.code = model, sizes, run, code
+        self.drawn: Slots | None = None
+        self.prompts: Slots | None = None
+        self.live: Live | None = None
+        self.marks: Marks | None = None
+        self.tables: dict[Shape, Seats] = {}
+        self.at: tuple[int, ...] = ()
+
+    def ready(self, need: Need, marks: Marks) -> None:
+        """Have at least that much room, for `need.new` tokens a row, and no row in it."""
+        rows, prompts, longest = (
+            f(n)
+            for f, n in zip(
+                (self.sizes.rows, self.sizes.rows, self.sizes.columns),
+                (need.rows, need.prompts, need.longest),
+                strict=True,
+            )
+        )
+        if not self.fits(rows, prompts, longest, need.new, len(marks.ends)):
+            if self.drawn is not None:
+                rows = max(rows, self.drawn.count)
+                prompts, longest = max(prompts, self.prompts.count), max(longest, self.prompts.columns)
+            self.drop()
+            self.drawn, self.prompts = Slots(rows, need.new), Slots(prompts, longest)
+            self.live = empty(rows, need.new, marks.ends.device)
+            self.marks = Marks(*(x.clone() for x in marks))
+        if (now := addresses(self.model)) != self.at:
+            self.run.drop()
+            self.at = now
+        self.live.ended.fill_(True)
+        for x, given in zip(self.marks, marks, strict=True):
+            x.copy_(given)
+
+    def fits(self, rows: int, prompts: int, longest: int, new: int, vocabulary: int) -> bool:
+        """Whether the buffers will do."""
+        if self.drawn is None or self.drawn.columns != new or len(self.marks.ends) != vocabulary:
+            return False
+        return self.drawn.count >= rows and self.prompts.count >= prompts and self.prompts.columns >= longest
+
+    def seat(self, shape: Shape, found: Seats) -> None:
+        """Where rows sit in steps of that shape from now on."""
+        if shape not in self.tables:
+            self.tables[shape] = Seats(*(x.to(self.live.length.device, copy=True) for x in found[:2]), found.wide)
+        for x, given in zip(self.tables[shape][:2], found[:2], strict=True):
+            x.copy_(given)
+
+    def step(self, shape: Shape, choose: Choose) -> None:
+        """One token for every row in the first `shape.rows` slots."""
+
+        def step() -> None:
+            live, (_, columns, _, reach, _) = Live(*(x[: shape.rows] for x in self.live)), shape
+            table = self.tables[shape]
+            seen = (self.prompts, self.drawn, table, live.start, live.length)
+            told = Next(*seen, reach=reach, columns=columns, attended=self.code.attended)
+            logits = call(self.model, live.token[:, None], live.length[:, None], told, 1)[:, -1]
+            live.length.add_(~live.ended)
+            draw(live, logits, self.code.choose(choose), self.marks)
+
+        self.run((shape, choose), step, self.live)
+
+    def rest(self) -> None:
+        """Free the buffers, unless steps were captured with them and they are a small part of the device."""
+        if self.drawn is None:
+            return
+        device = self.marks.ends.device
+        small = device.type == "cuda" and self.drawn.bytes + self.prompts.bytes <= KEEP * allowed(device)
+        if not small:
+            self.drop()
+
+    def drop(self) -> None:
+        """Free the buffers, and forget what was captured with them."""
+        self.run.drop()
+        self.tables.clear()
+        self.drawn = self.prompts = self.live = self.marks = None
+
+
+def allowed(device: torch.device) -> float:
+    """Bytes of the device that this process may take."""
+    share = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)
+    return share(device) * torch.cuda.get_device_properties(device).total_memory
+
+
+def engine(model: nn.Module) -> Engine:
+    """Steps that are compiled and captured where the model is whole on a CUDA device; as they are written elsewhere."""
+    if not capturable(model):
+        return Engine(model, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
+    return Engine(
+        model,
+        sizes=Sizes(partial(few, least=1), partial(few, least=64), LOOK),
+        run=Captured(CudaGraph),
+        code=compiled(model),
+    )
+
+
+def compiled(model: nn.Module) -> Code:
+    """Everything in a step that is made of small operations, each part compiled once for all layers."""
+    for block in blocks(model):
+        compiled_decoding(block)
+    return Code(Tried(attended), cache(Tried))
+
+
+# -- is a model fit for it
+
+
+@torch.no_grad()
+def unfit(model: nn.Module, device: torch.device) -> str | None:
+    """Why the model must not be decoded this way; None when it may. Found by asking it."""
+    try:
+        adopt(model)
+        return packed_input.unfit(model, device) or differs(model, device)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}, {str(error).splitlines()[0] if str(error) else 'without a word'}"
+
+
+def differs(model: nn.Module, device: torch.device) -> str | None:
+    """How far logits of two decoding steps are from those of the whole rows; None when that is rounding."""
+    size = model.config.get_text_config().vocab_size
+    texts = [[(5 * b + t) ** 2 % size for t in range(n)] for b, n in enumerate((7, 3, 7))]
+    texts[2][:-2] = texts[0][:-2]  # two rows go on from one prompt
+    starts, home = [text[:-2] for text in texts[:2]], torch.tensor([0, 1, 0])
+    start = torch.tensor([len(text) - 2 for text in texts], device=device)
+    prompts, drawn = Slots(2, len(starts[0])), Slots(3, 2)
+    sitting = seats(home, home >= 0, 2, 2)
+    sitting = Seats(*(x.to(device) for x in sitting[:2]), sitting.wide)
+    with packed_input.undisturbed(model):
+        whole = [torch.tensor([text], device=device) for text in texts]
+        wanted = [model(input_ids=ids, use_cache=False).logits[0, -3:] for ids in whole]
+        told, logits = read(model, starts, device)
+        told.copy(prompts, torch.arange(2, device=device))
+        got = [logits[home.to(device)]]
+        for t in (0, 1):
+            token = torch.tensor([[text[t - 2]] for text in texts], device=device)
+            seen = (prompts, drawn, sitting, start, start + t)
+            told = Next(*seen, reach=prompts.columns, columns=t + 1, attended=attended)
+            got.append(call(model, token, (start + t)[:, None], told, 1)[:, -1])
+    wanted = torch.stack(wanted)
+    apart = float((torch.stack(got, 1) - wanted).abs().max() / wanted.abs().max())
+    # Not the other way round: NaN is not close.
+    return (
+        None
+        if apart <= packed_input.CLOSE.get(wanted.dtype, packed_input.ROUGH)
+        else f"its logits are {apart:.1g} apart"
+    )

@@ -1,0 +1,91 @@
+"""Decoding for models that keep more than keys and values, or attend in ways of their own: in transformers' cache.
+
+It grows with every token, and rows that have ended leave it; rows that wait come when all have.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from grpo_fn.shell.model.hf import as_tokens
+from grpo_fn.shell.sampler.local.continuous_batching import Decoded, Ended, Ends, blank
+from grpo_fn.shell.sampler.local.decode_step import Choose
+
+
+def decode(
+    model: nn.Module,
+    prompts: Sequence[list[int]],
+    u: Float[Tensor, "R N"],
+    *,
+    choose: Choose,
+    ends: Ends,
+    slots: int,
+    pad: int,
+    ended: Ended | None,
+) -> Decoded:
+    """Completions of every prompt. Whole groups share one prefill; a group that does not fit alone comes in pieces."""
+    by_group = rearrange(u, "(p g) n -> p g n", p=len(prompts))
+    group = by_group.shape[1]
+    at_once, width = max(1, slots // group), min(group, slots)
+    parts = []
+    for i in range(0, len(prompts), at_once):
+        for j in range(0, group, width):
+            taken = by_group[i : i + at_once, j : j + width]
+            parts.append(batch(model, list(prompts[i : i + at_once]), taken, choose=choose, ends=ends, pad=pad))
+            if ended is not None:
+                tell(parts[-1], i * group + j, ended)
+    return Decoded(*(torch.cat(field) for field in zip(*parts, strict=True)))
+
+
+def tell(part: Decoded, first: int, ended: Ended) -> None:
+    """Rows that follow one another have ended."""
+    fields = (part.tokens.tolist(), part.length.tolist(), part.stopped.tolist())
+    for row, (tokens, n, stopped) in enumerate(zip(*fields, strict=True)):
+        ended(first + row, tokens[:n], stopped)
+
+
+def batch(
+    model: nn.Module, prompts: list[list[int]], u: Float[Tensor, "P G N"], *, choose: Choose, ends: Ends, pad: int
+) -> Decoded:
+    """Rows that begin together, padded on the left."""
+    device, (group, new) = u.device, u.shape[1:]
+    u = rearrange(u, "p g n -> (p g) n")
+    stop = torch.tensor(ends.ids, device=device)
+    ids = as_tokens(prompts, pad, device)
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    attend = torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]
+    cache = DynamicCache(config=model.config)
+    logits = forward(model, ids, attend, (attend.long().cumsum(-1) - 1).clamp(min=0), cache)
+    cache.batch_repeat_interleave(group)
+    logits, attend, position = (x.repeat_interleave(group, 0) for x in (logits, attend, lengths))
+    out, row = blank(u, pad), torch.arange(len(u), device=device)  # which output row each live row writes to
+    for t in range(new):
+        token, logp = choose(logits, u[row, t])
+        out.tokens[row, t], out.logp[row, t], out.length[row] = token, logp, t + 1
+        out.stopped[row] = torch.isin(token, stop) | completed(out.tokens[row, : t + 1], ends)
+        live = (~out.stopped[row]).nonzero()[:, 0]
+        if not len(live) or t + 1 == new:
+            break
+        if len(live) < len(row):
+            cache.batch_select_indices(live)
+            row, token, attend, position = row[live], token[live], attend[live], position[live]
+        attend = torch.cat([attend, attend.new_ones(len(attend), 1)], 1)
+        logits = forward(model, token[:, None], attend, position[:, None], cache)
+        position = position + 1
+    return out
+
+
+def forward(model: nn.Module, ids: Tensor, attend: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
+    """Logits after the last column, `[R, V]`."""
+    told = {"attention_mask": attend.long(), "position_ids": position, "past_key_values": cache}
+    return model(input_ids=ids, **told, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+
+def completed(tokens: Tensor, ends: Ends) -> Tensor:
+    """Rows whose last token completes a stop string."""
+    found = ends.stops.first(tokens.tolist(), [1] * len(tokens)) if ends.stops.stop else [0] * len(tokens)
+    return torch.tensor(found, device=tokens.device) > 0

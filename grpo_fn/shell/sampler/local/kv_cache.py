@@ -1,0 +1,210 @@
+"""Keys and values of rows that are being decoded, in buffers that stay where they are, and attention over them.
+
+A prompt stands in a slot of its own, however many rows go on from it; what a row has drawn stands in the row's own.
+Each begins in the first column, so one number says how much of a slot is filled. Nothing is concatenated or grows.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from grpo_fn.core.packing import Spans, places
+from grpo_fn.shell.model.attention import HALVES, How, Seen
+from grpo_fn.shell.model.attention_layout import Window
+
+
+class Slots:
+    """`count` slots of `columns` columns. A layer's buffers `[slots, heads, columns, dim]` are made with its first."""
+
+    def __init__(self, count: int, columns: int) -> None:
+        self.count, self.columns = count, columns
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, layer: int, key: Float[Tensor, "_ H _ D"], value: Float[Tensor, "_ H _ E"]) -> tuple[Tensor, Tensor]:
+        """The layer's buffers, for keys and values like these."""
+        if layer not in self.layers:
+            # Zeros: what a row does not see counts nothing, but nothing times NaN is NaN.
+            self.layers[layer] = tuple(
+                x.new_zeros(self.count, x.shape[1], self.columns, x.shape[3]) for x in (key, value)
+            )
+        return self.layers[layer]
+
+    def move(self, source: Int[Tensor, "m"], target: Int[Tensor, "m"], columns: int) -> None:
+        """Rows to other slots; the first `columns` columns of them."""
+        for buffers in self.layers.values():
+            for x in buffers:
+                x[target, :, :columns] = x[source, :, :columns]
+
+    @property
+    def bytes(self) -> int:
+        """What the buffers hold."""
+        return sum(x.nbytes for buffers in self.layers.values() for x in buffers)
+
+
+class Prompts(Seen):
+    """Prompts end to end, each read once; what their tokens' keys and values are is kept, layer by layer."""
+
+    def __init__(self, lengths: Int[Tensor, "P"], *, device: torch.device) -> None:
+        number = torch.arange(len(lengths))
+        spans = Spans(torch.zeros_like(lengths), lengths, number)
+        super().__init__(spans, places(spans, int(lengths.max())), device=device)
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+        """As rows of training do."""
+        self.kept[module.layer_idx] = key, value
+        return super().attend(module, query, key, value, how)
+
+    def copy(self, slots: Slots, slot: Int[Tensor, "P"]) -> None:
+        """Every prompt's keys and values into its slot; what stands there behind a shorter one is not seen."""
+        at = self.at.to(slot.device)
+        for layer, streams in self.kept.items():
+            for x, stream in zip(slots.of(layer, *streams), streams, strict=True):
+                found = stream[0].index_select(1, at.flatten()).unflatten(1, at.shape)  # [H P L D]
+                x[slot, :, : at.shape[1]] = found.transpose(0, 1)
+
+
+class Seats(NamedTuple):
+    """Rows by the prompt that they read: `wide` seats for each of the first prompts, not all of them taken."""
+
+    row: Int[Tensor, "_"]  # in each seat; any row in one that is free
+    seat: Int[Tensor, "n"]  # of each row; any seat for a slot without a row
+    wide: int
+
+
+def seats(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wide: int) -> Seats:
+    """A seat for all rows that are `there`, of which no more than `wide` have the same `home`."""
+    rows = there.nonzero()[:, 0]
+    rows = rows[home[rows].argsort(stable=True)]
+    count = torch.bincount(home[rows], minlength=prompts)
+    number = torch.arange(len(rows)) - (count.cumsum(0) - count)[home[rows]]
+    row, seat = torch.zeros(prompts * wide, dtype=torch.long), torch.zeros_like(home)
+    seat[rows] = home[rows] * wide + number
+    row[seat[rows]] = rows
+    return Seats(row, seat, wide)
+
+
+class View(NamedTuple):
+    """What one head of one row sees, for all `n H` of them, and who sits where."""
+
+    prompt_key: Float[Tensor, "P*H L D"]
+    prompt_value: Float[Tensor, "P*H L E"]
+    key: Float[Tensor, "n*H C D"]  # of what was drawn
+    value: Float[Tensor, "n*H C E"]
+    sitting: Int[Tensor, "P*H*wide"]  # the head of a row in each seat
+    back: Int[Tensor, "n*H"]  # the seat of each
+    mask: Float[Tensor, "n 1 L+C"]
+
+
+def attended(
+    query: Float[Tensor, "rows r D"], seen: View, scale: float, cap: float | None
+) -> Float[Tensor, "rows r E"]:
+    """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better.
+
+    A prompt's keys and values are read once for all rows that sit together; `r` query heads that share a head of keys
+    are side by side as if they were queries: nothing is repeated.
+    """
+
+    def with_prompts(x: Tensor, other: Tensor) -> Tensor:
+        """The product of each row's `[r X]` with its prompt's."""
+        together = x.index_select(0, seen.sitting).view(len(other), -1, x.shape[2])
+        return product(together, other).view(len(seen.sitting), x.shape[1], -1).index_select(0, seen.back)
+
+    scores = torch.cat(
+        [with_prompts(query, seen.prompt_key.transpose(1, 2)), product(query, seen.key.transpose(1, 2))], -1
+    ).mul_(scale)
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = scores.view(len(seen.mask), -1, scores.shape[2]).add_(seen.mask)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(seen.value.dtype)
+    parts = [seen.prompt_key.shape[1], seen.key.shape[1]]
+    first, second = weights.view(len(query), -1, weights.shape[2]).split(parts, -1)
+    return (with_prompts(first, seen.prompt_value) + product(second, seen.value)).to(seen.value.dtype)
+
+
+# `attended`, as it is written or compiled.
+Attended = Callable[[Tensor, View, float, float | None], Tensor]
+
+
+class Next:
+    """The next token of the row in every one of the first slots: it sees its prompt, and what was drawn up to there.
+
+    `start` is how long each row's prompt is, `length` how long the row; `reach` columns of prompts are looked at, and
+    `columns` of what was drawn.
+    """
+
+    def __init__(
+        self,
+        prompts: Slots,
+        drawn: Slots,
+        seats: Seats,
+        start: Int[Tensor, "n"],
+        length: Int[Tensor, "n"],
+        *,
+        reach: int,
+        columns: int,
+        attended: Attended,
+    ) -> None:
+        self.attended = attended
+        self.prompts, self.drawn, self.seats = prompts, drawn, seats
+        self.start, self.length, self.reach, self.columns = start, length, reach, columns
+        self.masks: dict[tuple[Window, torch.dtype], Tensor] = {}
+        self.indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @torch.compiler.disable
+    def attend(
+        self, module: nn.Module, query: Float[Tensor, "n H 1 D"], key: Tensor, value: Tensor, how: How
+    ) -> Float[Tensor, "n 1 H E"]:
+        """The row's new entries are put into its slot, and seen with all before them.
+
+        Code that is compiled stops here: which buffers these are differs from layer to layer.
+        """
+        (n, heads), dim = key.shape[:2], query.shape[3]
+        place, sitting, back = self.index(heads)
+        drawn = self.drawn.of(module.layer_idx, key, value)
+        for buffer, new in zip(drawn, (key, value), strict=True):
+            buffer.view(-1, new.shape[3]).index_copy_(0, place, new.reshape(-1, new.shape[3]))
+        k, v = (x[:n, :, : self.columns].flatten(0, 1) for x in drawn)
+        many = len(self.seats.row) // self.seats.wide
+        pk, pv = (x[:many, :, : self.reach].flatten(0, 1) for x in self.prompts.of(module.layer_idx, key, value))
+        dtype = torch.float32 if wide(key) else key.dtype
+        seen = View(pk, pv, k, v, sitting, back, self.mask(how.window, dtype))
+        return self.attended(query.reshape(n * heads, -1, dim), seen, how.scale, how.cap).view(n, 1, -1, v.shape[2])
+
+    def index(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """With slots and heads as one dimension: where the new entries go; who sits in each prompt's seats, head by
+        head; and the way back from there."""
+        if heads not in self.indices:
+            head = torch.arange(heads, device=self.length.device)
+            row, seat, wide = self.seats
+            own = (torch.arange(len(seat), device=head.device)[:, None] * heads + head) * self.drawn.columns
+            sitting = row.view(-1, 1, wide) * heads + head[:, None]
+            back = ((seat // wide)[:, None] * heads + head) * wide + (seat % wide)[:, None]
+            place = own + (self.length - self.start)[:, None]
+            self.indices[heads] = place.flatten(), sitting.flatten(), back.flatten()
+        return self.indices[heads]
+
+    def mask(self, window: Window, dtype: torch.dtype) -> Float[Tensor, "n 1 _"]:
+        """What is added to the scores: 0 where a row sees the column, -inf elsewhere."""
+        if (window, dtype) not in self.masks:
+            device, start, length = self.length.device, self.start[:, None], self.length[:, None]
+            prompt = torch.arange(self.reach, device=device).expand(len(start), -1)
+            drawn = torch.arange(self.columns, device=device) + start
+            unseen = torch.cat([prompt >= start, drawn > length], 1)
+            if window is not None:
+                unseen |= torch.cat([prompt, drawn], 1) <= length - window
+            added = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)
+            self.masks[window, dtype] = added[:, None]
+        return self.masks[window, dtype]
+
+
+def product(a: Float[Tensor, "b m k"], b: Float[Tensor, "b k n"]) -> Float[Tensor, "b m n"]:
+    """Matrix products, in float32 where the device has that for halves."""
+    return torch.bmm(a, b, out_dtype=torch.float32) if wide(a) else torch.bmm(a, b)
+
+
+def wide(x: Tensor) -> bool:
+    """Whether products of it come in float32."""
+    return x.is_cuda and x.dtype in HALVES

@@ -1,0 +1,165 @@
+"""Sampling from the policy's own module: every prompt read once, rows decoded in slots that are filled again."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Rollout
+from grpo_fn.shell.model.hf import Encode, stop_ids
+from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.sampler.completions import assemble, check_lengths, check_limits, ended, positions
+from grpo_fn.shell.sampler.interface import Finished, Seat
+from grpo_fn.shell.sampler.local import hf_cache_decode
+from grpo_fn.shell.sampler.local.continuous_batching import Decoded, Ended, Ends, Refilling
+from grpo_fn.shell.sampler.local.decode_step import Choose, Engine, engine, unfit
+from grpo_fn.shell.sampler.local.stop_strings import Stops
+from grpo_fn.shell.sampler.weight_export import Fixed
+
+__all__ = ["Choose", "LocalSampler", "local"]
+
+
+class Held:
+    """What a sampler, and those that differ from it in how they choose, have together from call to call.
+
+    One of them decodes at a time: an evaluation may ask while the next batch is being sampled in another thread.
+    """
+
+    def __init__(self) -> None:
+        self.alone = Lock()
+        self.engine: Engine | None = None
+        self.model: nn.Module | None = None
+        self.stops: Stops | None = None
+
+    def decoder(self, model: nn.Module, device: torch.device) -> Engine | None:
+        """The model's engine; None, and once a warning, where it has to be decoded in another way."""
+        if self.model is not model:
+            reason = unfit(model, device)
+            self.model, self.engine = model, engine(model) if reason is None else None
+            if reason is not None:
+                warnings.warn(
+                    f"{type(model).__name__} is decoded with a cache that grows, not in slots: {reason}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return self.engine
+
+    def watched(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> Stops:
+        """The stop strings, looked up in the tokenizer's vocabulary once."""
+        now, known = (tokenizer, tuple(stop), size), self.stops
+        if known is None or (known.tokenizer, known.stop, len(known.suspect)) != now:
+            self.stops = Stops(tokenizer, stop, size)
+        return self.stops
+
+
+def local(
+    seat: Seat,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    choose: Choose,
+    encode: Encode,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    max_rows: int,
+) -> "LocalSampler":
+    """A sampler from a module in this process: no engine besides torch and transformers."""
+    return LocalSampler(seat.whole(), tokenizer, choose, encode, max_new_tokens, stop, max_rows, seat.finished)
+
+
+@dataclass(frozen=True)
+class LocalSampler:
+    """Samples from `model`: the policy's own module where that is whole and computes in its dtype, else one of ours."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    choose: Choose
+    encode: Encode
+    max_new_tokens: int
+    stop: Sequence[str]
+    max_rows: int  # rows decoded at once; bounds the KV cache
+    finished: Finished | None = None  # told of every row as soon as it has ended
+    held: Held = field(default_factory=Held, repr=False, compare=False)
+    ranks: ClassVar[int] = 1  # that have one of it together
+    overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
+    repeatable: ClassVar[bool] = True
+    mixes: ClassVar[bool] = False
+
+    @property
+    def complaints(self) -> list[str]:
+        """It has none."""
+        return []
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for limits below 1 and for stop strings that would stop at once or letter by letter."""
+        check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
+
+    @torch.no_grad()
+    def load(self, policy: Sharded | Fixed) -> None:
+        """Take the policy's weights, tensor by tensor; nothing to do where the module is shared."""
+        if policy.model is self.model:
+            return
+        own = self.model.state_dict(keep_vars=True)
+        for name, weight in policy.weights(trained=True):
+            own[name].copy_(weight)
+
+    def rest(self) -> None:
+        """Nothing is held between two calls but the weights, and on CUDA what captured steps need if it is small."""
+        if self.held.engine is not None:
+            self.held.engine.rest()
+
+    def figures(self) -> dict[str, float]:
+        """There is nothing to tell."""
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    @torch.no_grad()
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """G completions of every problem. Row p * G + g draws from fold_in(key, uid, g) and from nothing else."""
+        device = next(self.model.parameters()).device
+        prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
+        check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=positions(self.model.config))
+        uid = torch.tensor([p.uid for p in problems], device=device).repeat_interleave(group_size)
+        g = torch.arange(group_size, device=device).repeat(len(problems))
+        u = prng.uniform(
+            prng.fold_in(key.to(device), uid, g), self.max_new_tokens, low=0.0, high=1.0, dtype=torch.float32
+        )
+        with self.held.alone:
+            decoded = self._decode(prompts, u, self._ended(problems, group_size))
+        completions = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
+        drawn = torch.arange(self.max_new_tokens, device=device) < decoded.length[:, None]
+        return assemble(self.tokenizer, prompts, completions, decoded.logp[drawn], decoded.stopped)
+
+    def _decode(self, prompts: list[list[int]], u: Tensor, ended: Ended | None) -> Decoded:
+        """Completions of every prompt, one for each row of u `[P G, N]`."""
+        size = self.model.config.get_text_config().vocab_size
+        stops = self.held.watched(self.tokenizer, self.stop, size)
+        how = {
+            "choose": self.choose,
+            "ends": Ends(stop_ids(self.tokenizer, self.model), stops),
+            "slots": self.max_rows,
+            "pad": self.tokenizer.eos_token_id,
+            "ended": ended,
+        }
+        made = self.held.decoder(self.model, u.device)
+        if made is None:
+            return hf_cache_decode.decode(self.model, prompts, u, **how)
+        return Refilling(made, prompts, u, **how).run()
+
+    def _ended(self, problems: Sequence[Problem], group_size: int) -> Ended | None:
+        """Tells whoever listens of the row with that number."""
+        if self.finished is None:
+            return None
+
+        def tell(row: int, tokens: list[int], stopped: bool) -> None:
+            self.finished(problems[row // group_size], ended(self.tokenizer, tokens, stopped=stopped))
+
+        return tell

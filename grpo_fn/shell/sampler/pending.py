@@ -1,0 +1,90 @@
+"""A batch of completions that was asked for and is drawn in a thread, while something else goes on."""
+
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Rollout
+
+FRAMES = 4  # of a thread that hangs, innermost last, which are shown
+
+Draw = Callable[[], Rollout | None]
+
+
+class Order(NamedTuple):
+    """What was asked for. Equal orders under equal weights bring equal completions."""
+
+    asked: tuple[tuple[int, str], ...]  # uid and prompt of every problem
+    group_size: int
+    key: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"problems {self.asked[0][0]} to {self.asked[-1][0]}, {self.group_size} completions each"
+
+
+@dataclass
+class Begun:
+    """An order whose completions are on their way, or here."""
+
+    order: Order
+    version: int  # of the weights when it was begun
+    part: Future[Rollout | None]  # this rank's rows; None where it has no share
+    thread: Thread | None  # None where all was here from the start
+    whole: Rollout | None  # all ranks' rows, once they have exchanged
+
+
+def order(problems: Sequence[Problem], group_size: int, key: Tensor) -> Order:
+    """What is asked for."""
+    return Order(tuple((p.uid, p.prompt) for p in problems), group_size, tuple(key.tolist()))
+
+
+def begin(asked: Order, version: int, draw: Draw, device: torch.device) -> Begun:
+    """Call `draw` in a thread, which does not keep the process alive; what it raises is kept in `part`."""
+    part: Future[Rollout | None] = Future()
+    thread = Thread(target=_fulfil, args=(part, draw, device), daemon=True, name="ahead")
+    thread.start()
+    return Begun(asked, version, part, thread, None)
+
+
+def whereabouts(begun: Begun) -> str:
+    """The innermost calls of its thread at this moment; empty when that is over."""
+    frame = sys._current_frames().get(begun.thread.ident) if begun.thread else None
+    return "" if frame is None else "".join(traceback.format_stack(frame)[-FRAMES:]).rstrip()
+
+
+def packed(asked: Order, age: int, rollout: Rollout) -> dict[str, Any]:
+    """A whole batch, `age` versions after it was begun, as containers of numbers, strings and tensors."""
+    return {
+        "asked": [[uid, prompt] for uid, prompt in asked.asked],
+        "group_size": asked.group_size,
+        "key": [*asked.key],
+        "age": age,
+        "rollout": [*rollout[:4], list(rollout.text)],
+    }
+
+
+def unpacked(batch: Mapping[str, Any], version: int, device: torch.device) -> Begun:
+    """The inverse of `packed`, under weights that count as `version`."""
+    part: Future[Rollout | None] = Future()
+    part.set_result(None)
+    asked = Order(tuple((uid, prompt) for uid, prompt in batch["asked"]), batch["group_size"], tuple(batch["key"]))
+    fields = tree_map_only(Tensor, lambda x: x.to(device), batch["rollout"])
+    return Begun(asked, version - batch["age"], part, None, Rollout(*fields[:4], tuple(fields[4])))
+
+
+def _fulfil(part: Future[Rollout | None], draw: Draw, device: torch.device) -> None:
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # every thread has a current one of its own
+        part.set_result(draw())
+    except BaseException as error:
+        part.set_exception(error if isinstance(error, Exception) else RuntimeError(f"its thread ended: {error!r}"))

@@ -1,0 +1,68 @@
+"""The policy's weights as an inference engine takes them: the names of the model folder, whole, one at a time."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from grpo_fn.shell.model import hf, lora
+from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.policy.gradients import whole
+from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.world import World
+
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Gathered(Mapping[str, Tensor]):
+    """Tensors that may be spread over the ranks, gathered when they are looked up; every rank has to do so alike."""
+
+    named: Mapping[str, Tensor]
+    world: World
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The whole tensor."""
+        with self.world.talking(f"gathering {name}"):
+            return whole(self.named[name])
+
+    def __iter__(self) -> Iterator[str]:
+        """The names, in the model's order."""
+        return iter(self.named)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.named)
+
+
+class Fixed(NamedTuple):
+    """A model that does not train, for a sampler to take its weights from."""
+
+    model: nn.Module
+    world: World
+
+    def named(self) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer once, under the model's own names."""
+        return hf.named(self.model)
+
+
+def outgoing(policy: Sharded | Fixed, seat: Seat) -> Iterator[tuple[str, Tensor]]:
+    """(name, weight) of the whole model, in the dtype it is computed in; adapters are merged into their layers.
+
+    Never more than one weight (with adapters: one and its A and B) is gathered at a time. A tied embedding comes a
+    second time as the head: an engine that has copied it into another layout would go on with the old one. Every rank
+    has to go through all of it.
+    """
+    tensors = Gathered(policy.named(), policy.world)
+    for name, tensor in tensors.items() if seat.adapters is None else lora.merged(tensors, seat.adapters):
+        given = tensor.to(seat.dtype) if tensor.is_floating_point() else tensor
+        yield name, given
+        if is_tied_embedding(name, seat):
+            yield HEAD, given
+
+
+def is_tied_embedding(name: str, seat: Seat) -> bool:
+    """Whether this weight is the head's, too."""
+    tied = seat.config.get_text_config().tie_word_embeddings
+    return tied and name != HEAD and name.endswith("embed_tokens.weight")

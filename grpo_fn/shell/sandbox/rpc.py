@@ -1,0 +1,233 @@
+"""The conversation of judge and program: plain values by value, everything else by a number.
+
+The judge never holds an object of the program's, only plain values, made anew on its own side. What is not plain is a
+`Remote` there: it can be called, its attributes read, its items gone through, each time by asking. It never equals a
+plain value that it does not hold, whatever it would like to equal. This file runs inside the sandbox on both sides.
+"""
+
+import builtins
+import operator
+
+from grpo_fn.shell.sandbox.values import SIZE, Reader, encode, held_type
+
+
+class Ended(BaseException):
+    """The conversation is over; says why."""
+
+
+class Unsendable(TypeError):
+    """An object of the tests' own that has no form the program could be sent."""
+
+
+class Remote:
+    """An object of the other side's."""
+
+    __slots__ = ("__holds", "__number", "__peer")
+
+    def __init__(self, peer, number, holds):
+        for name, value in (("peer", peer), ("number", number), ("holds", holds)):
+            object.__setattr__(self, f"_Remote__{name}", value)
+
+    def __call__(self, /, *args, **kwargs):
+        return self.__peer.ask("call", self, *args, **kwargs)
+
+    def __getattr__(self, name):
+        return self.__peer.ask("getattr", self, name)
+
+    def __setattr__(self, name, value):
+        self.__peer.ask("setattr", self, name, value)
+
+    def __getitem__(self, key):
+        return self.__peer.ask("getitem", self, key)
+
+    def __setitem__(self, key, value):
+        self.__peer.ask("setitem", self, key, value)
+
+    def __len__(self):
+        return self.__peer.ask("len", self)
+
+    def __bool__(self):
+        return self.__peer.ask("bool", self)
+
+    def __str__(self):
+        return self.__peer.ask("str", self)
+
+    def __instancecheck__(self, value):
+        return self.__peer.ask("isinstance", value, self) is True
+
+    def __iter__(self):
+        return self.__peer.ask("iter", self)
+
+    def __next__(self):
+        return self.__peer.ask("next", self)
+
+    def __eq__(self, other):
+        """Another object of its own side it may be compared with there; a plain value only as the plain value it is."""
+        if isinstance(other, Remote):
+            return self.__number == other.__number or self.__peer.ask("eq", self, other) is True
+        return self.__holds and _plain(self.__peer.ask("held", self)) == other
+
+    def __hash__(self):
+        return hash(_plain(self.__peer.ask("held", self))) if self.__holds else self.__number
+
+
+def number_for(peer, value):
+    """The number of an object that this peer's other end has; None for anything else."""
+    return value._Remote__number if isinstance(value, Remote) and value._Remote__peer is peer else None
+
+
+def _plain(value):
+    return None if isinstance(value, Remote) else value
+
+
+def _of_one_side(name):
+    """An operator that is carried out where both operands live, and not at all where only one lives there."""
+
+    def operate(self, other):
+        if not isinstance(other, Remote):
+            return NotImplemented  # or an object whose difference to everything is 0 would be close to everything
+        return self._Remote__peer.ask(name, self, other)
+
+    return operate
+
+
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "and_", "or_", "xor", "lt", "le", "gt", "ge")
+for _name in OPERATORS:
+    setattr(Remote, f"__{_name.rstrip('_')}__", _of_one_side(_name))
+
+
+# What is beneath a value of a type derived from one of these, past whatever it says of itself.
+BARE = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+}
+
+
+class Peer:
+    """One end of the conversation: asks, and answers what the other end asks meanwhile.
+
+    `read(size)` and `write(data)` move bytes; `ops` are the things that may be asked for here, by name; `lends(object)`
+    says whether the other end may have a number for an object of this one.
+    """
+
+    def __init__(self, read, write, ops, lends):
+        self.read, self.write, self.ops, self.lends = read, write, ops, lends
+        self.lent, self.number_of = [], {}
+
+    def ask(self, op, /, *args, **kwargs):
+        """What `op` of the arguments is at the other end; raises what it raised there."""
+        self._send(("ask", op, args, kwargs))
+        while True:
+            kind, *rest = self._receive()
+            if kind == "value":
+                result, changed = rest
+                for argument, new in zip((*args, *kwargs.values()), changed, strict=True):
+                    _restore(argument, new)
+                return result
+            if kind == "raised":
+                raise _exception(*rest, stops=op == "next")
+            self._answer(kind, *rest)
+
+    def serve(self):
+        """Answer until the other end is gone."""
+        while True:
+            self._answer(*self._receive())
+
+    def _answer(self, kind, op, args, kwargs):
+        if kind != "ask":
+            raise ValueError(f"got {kind!r}, wanted a question or an answer")
+        try:
+            result = self.ops[op](*args, **kwargs)
+            changed = tuple(map(_changeable, (*args, *kwargs.values())))
+            reply = encode(("value", result, changed), self._refer)
+        except Ended:
+            raise
+        except BaseException as error:
+            reply = encode(("raised", *_described(error)), self._refer)
+        self._write(reply)
+
+    def _send(self, message):
+        self._write(encode(message, self._refer))
+
+    def _write(self, data):
+        self.write(len(data).to_bytes(SIZE, "big") + data)
+
+    def _receive(self):
+        return Reader(self.read(int.from_bytes(self.read(SIZE), "big")), self._resolve).value()
+
+    def _refer(self, value):
+        if (number := number_for(self, value)) is not None:
+            return b"y" + number.to_bytes(SIZE, "big")
+        for kind, bare in BARE.items():
+            if isinstance(value, kind):
+                return encode(bare(value), self._refer)
+        if not self.lends(value):
+            raise Unsendable(f"got an object of type {type(value).__name__}, wanted plain data or a function")
+        number = self.number_of.setdefault(id(value), len(self.lent))
+        if number == len(self.lent):
+            self.lent.append(value)
+        return (b"m" if held_type(value) is None else b"h") + number.to_bytes(SIZE, "big")
+
+    def _resolve(self, tag, number):
+        if tag == b"y":
+            return self.lent[number]
+        if tag in (b"m", b"h"):
+            return Remote(self, number, tag == b"h")
+        raise ValueError(f"got tag {tag!r}, wanted one that is known")
+
+
+def _changeable(argument):
+    """What a caller sees of an argument afterwards, where a call can change it."""
+    return argument if type(argument) in (list, dict, set, bytearray) else None
+
+
+def _equal(one, other):
+    """Whether they are; a signalling NaN, which refuses to be compared, is not."""
+    try:
+        return bool(one == other)
+    except ArithmeticError:
+        return False
+
+
+def _restore(argument, new):
+    """Give an argument the value that the call at the other end left it with."""
+    if type(argument) is not type(new) or _equal(argument, new):
+        return
+    if isinstance(argument, list | bytearray):
+        argument[:] = new
+    elif isinstance(argument, dict | set):
+        argument.clear()
+        argument.update(new)
+
+
+def _described(error):
+    """The nearest built-in type of an exception, and its text."""
+    base = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    try:
+        return base, f"{error}"[:2000]
+    except BaseException:
+        return base, ""
+
+
+def _exception(base, text, *, stops):
+    """An exception of this side's like that of the other. Only an iterator's end may end an iteration."""
+    kind = getattr(builtins, base, None)
+    known = isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration
+    if stops and base == "StopIteration":
+        return StopIteration()
+    try:
+        return kind(text) if known else RuntimeError(f"{base}: {text}")
+    except TypeError:  # the UnicodeErrors want more than a text
+        return RuntimeError(f"{base}: {text}")
+
+
+# What the program does for the judge.
+PROGRAM_OPS = {
+    "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
+    "held": lambda value: held_type(value)(value),
+    **{op.__name__: op for op in (getattr, setattr, len, bool, str, iter, next, isinstance)},
+    **{name: getattr(operator, name) for name in ("getitem", "setitem", "eq", *OPERATORS)},
+}

@@ -1,0 +1,260 @@
+"""vLLM inside the training process, on the device that trains: it sleeps while that trains, and is woken by weights."""
+
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint
+from grpo_fn.shell.sampler.interface import Answer, Ask, Heard, Receipt, Seat, unread, verified
+from grpo_fn.shell.sampler.weight_export import HEAD
+from grpo_fn.shell.vllm.engine_weights import Share, has_head, held
+from grpo_fn.shell.vllm.incoming_weights import Coming, in_folder
+from grpo_fn.shell.vllm.process_guards import group_of_one, imported, same_randomness, same_threads
+from grpo_fn.shell.vllm.vllm_arguments import arguments, check_deadline
+from grpo_fn.shell.world import LostRank
+
+UNPUSHED = -1  # the version of the weights in the model folder
+TAGS = ("weights", "kv_cache")  # what vLLM puts to sleep, in the order in which it is woken
+
+
+class Colocated:
+    """An engine in this process. With `tensor_parallel` n it is one of n ranks that are one engine together.
+
+    The ranks of an engine have to be asked for the same, and all ranks have to `push` together. `deadline` is how many
+    seconds one call of `generate` may take. Raises ValueError where vLLM is not installed, or does not open the model.
+    """
+
+    overlaps: ClassVar[bool] = False  # it cannot generate while its device trains
+    mixes: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        seat: Seat,
+        *,
+        tensor_parallel: int,
+        max_model_len: int | None,
+        max_rows: int,
+        gpu_memory_utilization: float,
+        kv_cache_bytes: int,
+        enforce_eager: bool,
+        detokenize: bool,
+        deadline: float,
+    ) -> None:
+        how = arguments(
+            seat,
+            tensor_parallel=tensor_parallel,
+            max_model_len=max_model_len,
+            max_rows=max_rows,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_bytes=kv_cache_bytes,
+            enforce_eager=enforce_eager,
+            detokenize=detokenize,
+        )
+        check_deadline(deadline, seat)
+        self.world, self.dtype, self.folder = seat.world, seat.dtype, seat.folder
+        self.ranks, self.deadline, self.eager, self.detokenize = tensor_parallel, deadline, enforce_eager, detokenize
+        self.shapes = {name: tuple(x.shape) for name, x in hf.empty_model(seat.config).state_dict().items()}
+        self.tied = bool(seat.config.get_text_config().tie_word_embeddings)
+        self.version = UNPUSHED
+        self.ready = True  # not at rest, and no push has failed half-way
+        self.asleep: list[str] = []  # of TAGS
+        self.complaints: list[str] = []  # what goes wrong here is raised
+        self._verified = False
+        self._told = dict.fromkeys(("requests", "tokens", "generate_seconds", "push_seconds"), 0.0)
+        with self._apart():
+            self.vllm = imported()
+            group_of_one(seat.world.device)
+            try:
+                with self._together("starting vLLM"):
+                    self.llm = self.vllm.LLM(**how)
+            except LostRank:
+                raise
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                raise ValueError(f"got model {seat.folder}, wanted one that vLLM opens: {error}") from error
+            # It would take down the default process group, the trainer's, when it is collected, or at the end.
+            self.llm.llm_engine.engine_core._finalizer.detach()
+            self._check_heads()
+            # A tied model may compute its logits with the embedding itself, and knows no other head then.
+            self.headless = self.tied and not self.llm.apply_model(has_head)[0]
+            self._opened = self._held()
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same requests bring the same tokens again, whatever else is asked for at the time."""
+        return self.world.device.type == "cpu" or bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+
+    # -- generating
+
+    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard = unread) -> list[list[Answer]]:
+        """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
+
+        `heard` is told of every answer between two of vLLM's steps.
+
+        Raises TimeoutError after `deadline` seconds, naming what is unfinished; nothing of it goes on.
+        """
+        if not self.ready:
+            raise RuntimeError("generate: got an engine at rest, or one whose last push failed; wanted a push first")
+        if how.get("stop") and not self.detokenize:
+            raise ValueError(f"stop: got {how['stop']!r} for an engine without tokenizer, wanted it made with them")
+        started = time.monotonic()
+        rows = {f"{i} {j}": (ask, seed) for i, ask in enumerate(asks) for j, seed in enumerate(ask.seeds)}
+        with self._apart(), self._together("generating"):
+            done = self._finished(rows, how, started, heard)
+        self._told["requests"] += len(rows)
+        self._told["tokens"] += sum(len(answer.tokens) for answer in done.values())
+        self._told["generate_seconds"] += time.monotonic() - started
+        return [[done[f"{i} {j}"] for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]
+
+    def _finished(
+        self, rows: Mapping[str, tuple[Ask, int]], how: Mapping[str, Any], started: float, heard: Heard
+    ) -> dict[str, Answer]:
+        """Every row's answer: vLLM's own loop, with a deadline."""
+        engine, done = self.llm.llm_engine, {}
+        try:
+            for name, (ask, seed) in rows.items():
+                engine.add_request(name, {"prompt_token_ids": [*ask.prompt]}, self._params(how, seed))
+            while len(done) < len(rows):
+                if (waited := time.monotonic() - started) > self.deadline:
+                    raise TimeoutError(
+                        f"generate: got {len(rows) - len(done)} of {len(rows)} requests unfinished after {waited:.0f} "
+                        f"s, wanted all within {self.deadline:g} (vllm_sampler.colocated.deadline)"
+                    )
+                for out in engine.step():
+                    if out.finished:
+                        done[out.request_id] = self._answer(out.outputs[0])
+                        heard(*map(int, out.request_id.split()), done[out.request_id])
+        finally:
+            if left := [name for name in rows if name not in done]:
+                engine.abort_request(left)
+        return done
+
+    def _params(self, how: Mapping[str, Any], seed: int) -> Any:
+        """SamplingParams of one row: the answer comes whole, with the log-probs of its own tokens alone."""
+        final = self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        ours = {"logprobs": 0, "flat_logprobs": True, "detokenize": self.detokenize, "output_kind": final}
+        try:
+            return self.vllm.SamplingParams(**how, **ours, seed=seed)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"got {dict(how)}, wanted fields that vLLM's SamplingParams take: {error}") from error
+
+    def _answer(self, out: Any) -> Answer:
+        """One completion as vLLM gives it."""
+        if out.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"generate: got a completion that ended by {out.finish_reason!r}, wanted stop or length")
+        tokens, logp = [*out.token_ids], [*out.logprobs.logprobs]
+        assert out.logprobs.token_ids == tokens, "log-probs of other tokens than those drawn"
+        return Answer(tokens, logp, out.finish_reason == "stop", self.version)
+
+    # -- weights
+
+    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:
+        """Take these weights, one at a time, and forget cached prefixes; they have to be all that the model has.
+
+        Raises ValueError for other names or shapes, StaleEngine when afterwards the engine holds something else than
+        was sent; it does not generate then, until a push succeeds.
+        """
+        started = time.monotonic()
+        self.ready = False
+        coming = Coming(weights, self.shapes, self.dtype, unwanted={HEAD} if self.headless else set())
+        with self._apart():
+            self._wake("weights")
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(coming)})
+            coming.check()
+            self._wake("kv_cache")
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError("push: got an engine that keeps cached prefixes of the old weights")
+            receipt = self._receipt(version, coming.sent)
+        verified(receipt)
+        self.version, self.ready, self._verified = version, True, receipt.held is not None
+        self._told["push_seconds"] += time.monotonic() - started
+        return receipt
+
+    def rest(self) -> None:
+        """Let go of weights and cache until the next push; on CPU there is nothing to be had from that."""
+        self.ready = False
+        if self.world.device.type == "cuda" and not self.asleep:
+            with self._apart():
+                self.llm.sleep(level=2)
+            self.asleep = [*TAGS]
+
+    def _wake(self, tag: str) -> None:
+        if tag in self.asleep:
+            torch.cuda.empty_cache()  # what the trainer's allocator keeps for later is wanted here
+            self.llm.wake_up(tags=[tag])
+            self.asleep.remove(tag)
+
+    def _receipt(self, version: int, sent: Fingerprint) -> Receipt:
+        """What was sent and what is held. If that differs, was it ever to be recognised? The model folder tells."""
+        now = self._held()
+        if now == sent or self._opened == self._in_folder():
+            return Receipt(version, sent, now)
+        return Receipt(version, sent, None)
+
+    def _in_folder(self) -> Fingerprint | None:
+        """Of what the engine was opened with, read again."""
+        return in_folder(self.folder, self.shapes.keys(), tied=self.tied, dtype=self.dtype, device=self.world.device)
+
+    def _held(self) -> Fingerprint:
+        """Of all ranks of this engine together."""
+        share = Share(self.world.rank % self.ranks, self.ranks)
+        mine = self.llm.apply_model(partial(held, dtype=self.dtype, tied=self.tied, share=share))[0]
+        if self.ranks == 1:
+            return mine
+        first = self.world.rank - share.rank
+        everyone = self.world.exchange(mine, what="what the engines hold")
+        return sum(everyone[first : first + self.ranks], NOTHING)
+
+    # -- living together
+
+    def figures(self) -> dict[str, float]:
+        """Requests, tokens and seconds since it was last asked, and whether what it holds was compared."""
+        told = {f"engine/{name}": value for name, value in self._told.items()}
+        self._told = dict.fromkeys(self._told, 0.0)
+        return {**told, "engine/verified": float(self._verified)}
+
+    def close(self) -> None:
+        """Give back what the engine holds; the process group stays, it may be the trainer's."""
+        if self.llm is None:
+            return
+        core = self.llm.llm_engine.engine_core.engine_core
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        self.llm, self.ready = None, False
+        gc.unfreeze()  # vLLM has put all that there was beyond the collector's reach
+        gc.collect()
+
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        """Where the ranks of an engine wait for one another; an engine of one rank waits for nobody."""
+        return self.world.talking(what) if self.ranks > 1 else nullcontext()
+
+    def _check_heads(self) -> None:
+        """Raise ValueError for attention heads that the CPU build computes nothing right with."""
+        if self.world.device.type != "cpu":
+            return
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        size, known = self.llm.llm_engine.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+        if size not in known:
+            self.close()
+            raise ValueError(
+                f"got model {self.folder} with attention heads {size} wide, wanted one that vLLM opens on CPU: "
+                f"{', '.join(map(str, known))}"
+            )
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Random generators, threads and compilation are afterwards as they were."""
+        with ExitStack() as stack:
+            stack.enter_context(same_randomness(self.world.device))
+            stack.enter_context(same_threads())
+            if self.eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield

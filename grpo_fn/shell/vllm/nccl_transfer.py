@@ -1,0 +1,111 @@
+"""Weights from the trainer's GPU to those of vLLM servers, by NCCL."""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from grpo_fn.shell.vllm.process_guards import check_installed
+from grpo_fn.shell.vllm.vllm_chunks import Chunk, Info, check_size
+
+POLL = 0.01  # seconds
+
+
+def check_here() -> None:
+    """Raise ValueError where a GPU or vLLM is missing, before anything is made."""
+    if not torch.cuda.is_available():
+        raise ValueError("transfer: got vllm_transfer.nccl without a GPU here, wanted vllm_transfer.file")
+    check_installed("transfer")
+
+
+@dataclass
+class Nccl:
+    """See `vllm_transfer.nccl`. One group for each server: one that dies takes no other's with it."""
+
+    host: str
+    chunk_bytes: int
+    seconds: float
+    backend: str = "grpo_nccl"
+    _device: int = 0  # threads do not inherit the current one
+    _groups: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where vLLM or a GPU is missing."""
+        check_size(self.chunk_bytes)
+        check_here()
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"transfer: vllm_transfer.nccl wants vllm installed beside the trainer: {error}"
+            ) from error
+        self._device = torch.cuda.current_device()
+
+    def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
+        """A group of this rank, as rank 0, and the server's workers."""
+        info = {
+            "master_address": self.host,
+            "master_port": _free_port(),
+            "rank_offset": 1,
+            "world_size": 1 + workers,
+        }
+        return info, lambda: self._meet(url, info)
+
+    def _meet(self, url: str, info: Info) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        torch.cuda.set_device(self._device)
+        self._groups[url] = trainer_init(info)
+
+    def begin(self) -> None:
+        """Nothing was kept."""
+
+    def offer(self, chunk: Chunk) -> Info:
+        """Which tensors will be broadcast."""
+        return {
+            "names": [name for name, _ in chunk],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
+            "shapes": [list(tensor.shape) for _, tensor in chunk],
+        }
+
+    def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
+        """Broadcast to every server on a stream of its own, and wait for all of them."""
+        device = torch.device("cuda", self._device)
+        sent = [tensor.to(device).contiguous() for _, tensor in chunk]
+        done = {}
+        for url in urls:
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream())
+            for tensor in sent:
+                self._groups[url].broadcast(tensor, src=0, stream=stream)
+            done[url] = stream.record_event()
+        until = time.monotonic() + self.seconds
+        while (late := [url for url in urls if not done[url].query()]) and time.monotonic() < until:
+            time.sleep(POLL)
+        for url in late:
+            self._groups.pop(url).destroy()
+        return dict.fromkeys(late, f"got no end to a broadcast of weights within {self.seconds:g} s")
+
+    def taken(self) -> None:
+        """Nothing is left to do."""
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def again(self) -> list[Info] | None:
+        """Nothing was kept: a server that comes back waits for the next set."""
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for group in self._groups.values():
+            group.destroy()
+        self._groups.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,99 @@
+"""How vLLM is told what to draw: sampling functions as fields of its SamplingParams, and a seed for every row.
+
+vLLM draws by itself, so the house's functions are translated, not called. The distribution is the same; the draws are
+not, for vLLM makes its own random numbers from a seed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from grpo_fn.core import prng
+from grpo_fn.core.sampling import categorical, greedy, nucleus
+
+SEEDS = 2**31  # vLLM takes them as signed numbers of 32 bits
+COOLEST, HOTTEST = 0.01, 2.0  # what vLLM (0.32) takes: it raises a lower temperature to 0.01, and refuses higher ones
+
+# What the sampler says itself: prompts, seeds, ends, lengths and log-probs are not for anybody else to choose.
+OURS = {
+    *("n", "seed", "temperature", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs", "detokenize", "output_kind"),
+    *("skip_special_tokens", "skip_clone", "trace_decode_token_ids"),
+}
+# Fields of SamplingParams that leave the distribution as it is at this value; any other field may move it.
+NEUTRAL: dict[str, Any] = {
+    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "min_tokens": 0},
+    **{"top_p": 1, "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "structured_outputs": None},
+    **{"thinking_token_budget": None, "repetition_detection": None, "extra_args": None},
+}
+KEEPS_ALL = (0, -1)  # of top_k
+
+
+def params(choose: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """The fields that make vLLM draw as `choose` does, with the knobs that are bound to it.
+
+    Raises ValueError for other functions than greedy, categorical and nucleus, and for temperatures that vLLM changes
+    or refuses.
+    """
+    function, knobs = (choose.func, choose.keywords) if isinstance(choose, partial) else (choose, {})
+    if function is greedy:
+        return {"temperature": 0.0}
+    if function not in (categorical, nucleus):
+        name = getattr(function, "__qualname__", repr(function))
+        raise ValueError(
+            f"choose: got {name}, wanted sampling.greedy, sampling.categorical or sampling.nucleus: vLLM draws by "
+            "itself and calls no function of ours (with the local sampler any function goes)"
+        )
+    if not COOLEST <= knobs["temperature"] <= HOTTEST:
+        raise ValueError(
+            f"temperature: got {knobs['temperature']}, wanted one that vLLM draws at, {COOLEST:g} to {HOTTEST:g} "
+            "(sampling.greedy is the limit 0)"
+        )
+    return {name: knobs[name] for name in ("temperature", "top_p", "top_k") if name in knobs}
+
+
+def check_extra(extra: Mapping[str, Any], *, accept_bias: bool) -> None:
+    """Raise ValueError for fields that the sampler sets itself, and for those that bias unless that is accepted.
+
+    With a penalty, a cut or a banned token the completions come from another distribution than the one whose
+    log-probabilities the trainer computes.
+    """
+    if taken := sorted(OURS & {*extra}):
+        raise ValueError(f"extra: got {', '.join(taken)}, which the sampler sets itself; wanted other SamplingParams")
+    if not accept_bias and (biased := sorted(name for name, value in extra.items() if not is_neutral(name, value))):
+        told = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
+        raise ValueError(
+            f"extra: got {told}, which may draw from another distribution than the trainer's, wanted none of it, or "
+            "accept_bias = True to train all the same"
+        )
+
+
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether this field of SamplingParams leaves the distribution as it is."""
+    if name == "top_k":
+        return value in KEEPS_ALL
+    return name in NEUTRAL and (value == NEUTRAL[name] or (not value and not NEUTRAL[name]))
+
+
+def merged(drawn: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Both together. Raises ValueError where they disagree."""
+    if twice := sorted(name for name in drawn.keys() & extra.keys() if drawn[name] != extra[name]):
+        raise ValueError(
+            f"extra: got {', '.join(f'{name} = {extra[name]!r}' for name in twice)}, wanted as `choose` has it, "
+            f"{', '.join(f'{name} = {drawn[name]!r}' for name in twice)}"
+        )
+    return {**drawn, **extra}
+
+
+def row_seeds(key: Int[Tensor, "2"], uids: Sequence[int], group_size: int) -> list[tuple[int, ...]]:
+    """For each problem a seed for each of its G completions: a function of fold_in(key, uid, g) and of nothing else.
+
+    0 <= seed < 2^31. Two rows of a step of R rows share one with probability below R^2 / 2^32; equal prompts with equal
+    seeds would give equal completions.
+    """
+    uid, g = torch.tensor([*uids])[:, None], torch.arange(group_size)[None]
+    return [tuple(row) for row in prng.randint(prng.fold_in(key.cpu(), uid, g), low=0, high=SEEDS).tolist()]

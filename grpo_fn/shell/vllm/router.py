@@ -1,0 +1,166 @@
+"""Which vLLM servers are well, and who draws what.
+
+Everything here runs in one event loop, so the state needs no locks. A server that fails is out, by name, and its work
+goes to another one; `vllm_swap` takes it back when it answers and has the newest weights.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from grpo_fn.shell.sampler.fingerprint import Fingerprint
+from grpo_fn.shell.sampler.interface import Answer, Ask, Heard
+from grpo_fn.shell.vllm.client import Completion, Server, Unreachable
+
+COMPLAINTS = 16  # kept until somebody takes them
+
+
+class Newest(NamedTuple):
+    """The weights that were pushed last."""
+
+    run: str  # another run's weights may have the same version
+    version: int
+    sent: Fingerprint
+
+    @property
+    def label(self) -> str:
+        """What servers call them."""
+        return f"{self.run}-{self.version}"
+
+
+@dataclass(eq=False)
+class Member:
+    """A server and what is known of it."""
+
+    server: Server
+    live: bool = False
+    met: bool = False  # the trainer, in this life
+    busy: int = 0  # requests of ours
+    trouble: str = "has not been asked yet"
+
+
+@dataclass(eq=False)
+class Fleet:
+    """All servers, and the requests to them."""
+
+    members: list[Member]
+    deadline: float
+    slots: asyncio.Semaphore
+    newest: Newest | None = None
+    proven: bool = False  # weights have been pushed once
+    complaints: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def live(self) -> list[Member]:
+        """Those that have the newest weights and answer."""
+        return [member for member in self.members if member.live]
+
+    # Completions
+
+    async def generate(self, asks: Sequence[Ask], how: Mapping[str, Any], heard: Heard) -> list[list[Answer]]:
+        """For every ask an answer to each of its seeds; when one fails the others are called off."""
+        what = f"{sum(len(ask.seeds) for ask in asks)} completions of {len(asks)} prompts"
+
+        async def draw(i: int, j: int) -> Answer:
+            answer = await self._draw(asks[i].prompt, asks[i].seeds[j], how, what)
+            heard(i, j, answer)
+            return answer
+
+        tasks = [[asyncio.create_task(draw(i, j)) for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]
+        every = [task for row in tasks for task in row]
+        try:
+            await asyncio.gather(*every)
+        except BaseException:
+            for task in every:
+                task.cancel()
+            await asyncio.gather(*every, return_exceptions=True)
+            raise
+        return [[task.result() for task in row] for row in tasks]
+
+    async def _draw(self, prompt: tuple[int, ...], seed: int, how: Mapping[str, Any], what: str) -> Answer:
+        """One completion, from whichever server: weights, prompt and seed decide it."""
+        async with self.slots:
+            until: float | None = None  # the time it has from its first failure on
+            while True:
+                member = await self._least_busy(what)
+                member.busy += 1
+                had = self.newest.label
+                try:
+                    found = await member.server.generate(prompt, seed, how)
+                    return Answer(found.tokens, found.logp, found.stopped, self._oldest(member, found, had))
+                except Unreachable as error:
+                    self.lose(member, error)
+                    self.counts["retried"] += 1
+                    until = until or time.monotonic() + self.deadline
+                    if time.monotonic() > until:
+                        raise self.given_up(what) from error
+                finally:
+                    member.busy -= 1
+
+    async def _least_busy(self, what: str) -> Member:
+        await self.wait_live(what)
+        return min(self.live, key=lambda member: member.busy)
+
+    def _oldest(self, member: Member, found: Completion, had: str) -> int:
+        """Version of the oldest token; `had` is what the server had when it was asked, for one that does not tell."""
+        versions = [label.removeprefix(f"{self.newest.run}-") for label in found.versions or [had]]
+        if strange := [one for one in versions if not one.isdigit()]:
+            raise Unreachable(f"{member.server.url}: drew with weights {strange}, which are not this run's")
+        return min(int(one) for one in versions)
+
+    async def wait_live(self, what: str) -> None:
+        """Until there is a server, at most `deadline` seconds."""
+        until = time.monotonic() + self.deadline
+        while not self.live:
+            self.changed.clear()
+            try:
+                await asyncio.wait_for(self.changed.wait(), until - time.monotonic())
+            except TimeoutError:
+                raise self.given_up(what) from None
+
+    def given_up(self, what: str) -> RuntimeError:
+        """What is raised when the deadline is over."""
+        return RuntimeError(
+            f"vLLM servers: got none for {self.deadline:g} s while {what} waited, wanted one: {self.told()}"
+        )
+
+    def told(self) -> str:
+        """What was wrong with each, last."""
+        return "; ".join(f"{member.server.url}: {member.trouble}" for member in self.members if member.trouble)
+
+    # Who is in
+
+    def lose(self, member: Member, why: Exception | str) -> None:
+        """It is out, from now on."""
+        member.trouble, member.met = str(why), False
+        if member.live:
+            member.live = False
+            self.counts["lost"] += 1
+            self._complain(f"vLLM server {member.server.url} is out: {why}")
+
+    def welcome(self, member: Member) -> None:
+        """It has the newest weights, and is in."""
+        if not member.live and self.proven:
+            self.counts["taken_back"] += 1
+            self._complain(f"vLLM server {member.server.url} is back")
+        member.live, member.trouble = True, ""
+        self.changed.set()
+
+    def heard(self, newest: Newest, fed: Sequence[str]) -> None:
+        """These servers have been given the newest weights, by this rank or by another."""
+        self.newest = newest
+        for member in self.members:
+            if member.server.url in fed:
+                self.welcome(member)
+            else:
+                self.lose(member, member.trouble or "has not been given the newest weights")
+        self.proven = True
+
+    def _complain(self, text: str) -> None:
+        if len(self.complaints) < COMPLAINTS and text not in self.complaints:
+            self.complaints.append(text)

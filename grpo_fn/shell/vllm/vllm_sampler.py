@@ -1,0 +1,222 @@
+"""Sampling with vLLM: prompts become requests with seeds of their own, completions become rows of a rollout.
+
+The engine may be in this process (`colocated`) or elsewhere. A row is a function of (weights, prompt, key, uid, g) as
+far as the engine's arithmetic is one: every row has its own seed, but vLLM decides by itself what it computes together,
+and where the rounding of a sum depends on that, a draw may fall the other way. What was drawn is stored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Rollout
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.hf import Encode
+from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.sampler.completions import assemble, check_lengths, check_limits, ended, positions
+from grpo_fn.shell.sampler.data_parallel import share
+from grpo_fn.shell.sampler.interface import Answer, Ask, Engine, Finished, Seat, unread
+from grpo_fn.shell.sampler.local.local_sampler import Choose
+from grpo_fn.shell.sampler.weight_export import Fixed, outgoing
+from grpo_fn.shell.vllm.colocated import Colocated
+from grpo_fn.shell.vllm.options import check_extra, merged, params, row_seeds
+from grpo_fn.shell.world import World
+
+
+def colocated(
+    seat: Seat,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    choose: Choose,
+    encode: Encode,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    max_rows: int,
+    max_model_len: int | None,
+    extra: Mapping[str, Any],
+    accept_bias: bool,
+    tensor_parallel: int,
+    gpu_memory_utilization: float,
+    kv_cache_bytes: int,
+    enforce_eager: bool,
+    deadline: float,
+) -> "VllmSampler":
+    """A sampler whose engine shares process and device with the training.
+
+    `max_rows` are decoded at once; `max_model_len` is prompt and completion together, None for what the model can.
+    `extra` are further fields of vLLM's SamplingParams; those that may bias need `accept_bias`. On a GPU the engine has
+    `gpu_memory_utilization` of the memory while it is awake, on CPU `kv_cache_bytes` beside the weights.
+    `tensor_parallel` neighbouring ranks are one engine together. `enforce_eager` compiles nothing. One call of the
+    engine may take `deadline` seconds.
+
+    Raises ValueError, before the engine is started, for what vLLM does not draw.
+    """
+    asked = (choose, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
+    check_asked(*asked, accept_bias=accept_bias)
+    engine = Colocated(
+        seat,
+        tensor_parallel=tensor_parallel,
+        max_model_len=max_model_len,
+        max_rows=max_rows,
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_bytes=kv_cache_bytes,
+        enforce_eager=enforce_eager,
+        detokenize=bool(stop),
+        deadline=deadline,
+    )
+    return VllmSampler(engine, seat, tokenizer, ends_of(seat, tokenizer), *asked, seat.finished)
+
+
+def dedicated(
+    seat: Seat,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    choose: Choose,
+    encode: Encode,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    max_rows: int,
+    max_model_len: int | None,
+    extra: Mapping[str, Any],
+    accept_bias: bool,
+    engine: Callable[[World, torch.dtype], Engine],
+) -> "VllmSampler":
+    """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.Dedicated, its knobs bound).
+
+    The other knobs and errors are those of `colocated`.
+    """
+    asked = (choose, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
+    check_asked(*asked, accept_bias=accept_bias)
+    made = engine(seat.world, seat.dtype)
+    return VllmSampler(made, seat, tokenizer, ends_of(seat, tokenizer), *asked, seat.finished)
+
+
+def check_asked(
+    choose: Choose,
+    encode: Encode,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    max_rows: int,
+    max_model_len: int | None,
+    extra: Mapping[str, Any],
+    *,
+    accept_bias: bool,
+) -> None:
+    """Raise ValueError, before there is an engine, for what a sampler cannot ask one for, or training should not."""
+    check_limits(stop, max_new_tokens=max_new_tokens, max_rows=max_rows)
+    check_extra(extra, accept_bias=accept_bias)
+    merged(params(choose), extra)
+
+
+def ends_of(seat: Seat, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a completion, as the local sampler has it."""
+    bare = hf.empty_model(seat.config)
+    bare.generation_config = hf.generation_config(seat.folder, seat.config)
+    return hf.stop_ids(tokenizer, bare)
+
+
+@dataclass(frozen=True)
+class VllmSampler:
+    """Samples from an engine; `dataclasses.replace` gives another way to ask the same one."""
+
+    engine: Engine
+    seat: Seat
+    tokenizer: PreTrainedTokenizerBase
+    ends: Sequence[int]  # tokens that end a completion
+    choose: Choose
+    encode: Encode
+    max_new_tokens: int
+    stop: Sequence[str]
+    max_rows: int  # decoded at once
+    max_model_len: int | None
+    extra: Mapping[str, Any]
+    finished: Finished | None = None  # told of every completion as it comes; the ranks of an engine share them
+    # Of the weights; whoever else asks the engine counts on.
+    versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for limits below 1, stop strings that stop at once, and what vLLM does not draw."""
+        check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
+        merged(params(self.choose), self.extra)
+
+    @property
+    def ranks(self) -> int:
+        """How many have the engine together; they sample the same."""
+        return self.engine.ranks
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it can sample while the policy trains."""
+        return self.engine.overlaps
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether asked again it draws the same tokens."""
+        return self.engine.repeatable
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a completion may have tokens of two versions of the weights."""
+        return self.engine.mixes
+
+    @property
+    def complaints(self) -> list[str]:
+        """What the engine has to say to people; to be cleared when they are told."""
+        return self.engine.complaints
+
+    def load(self, policy: Sharded | Fixed) -> None:
+        """Give the engine the policy's weights. Raises StaleEngine when it does not take them."""
+        self.engine.push(outgoing(policy, self.seat), version=next(self.versions))
+
+    def rest(self) -> None:
+        """The engine makes way for the training, until the next `load`."""
+        self.engine.rest()
+
+    def figures(self) -> dict[str, float]:
+        """What the engine tells."""
+        return self.engine.figures()
+
+    def close(self) -> None:
+        """The engine is not needed any more."""
+        self.engine.close()
+
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""
+        prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
+        check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=self._limit())
+        seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
+        asks = [Ask(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
+        heard = unread if self.finished is None else partial(self._heard, problems, group_size)
+        answers = [answer for group in self.engine.generate(asks, how=self._how(), heard=heard) for answer in group]
+        device = self.seat.world.device
+        return assemble(
+            self.tokenizer,
+            prompts,
+            [answer.tokens for answer in answers],
+            torch.tensor([x for answer in answers for x in answer.logp], dtype=torch.float32, device=device),
+            torch.tensor([answer.stopped for answer in answers], device=device),
+        )
+
+    def _heard(self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: Answer) -> None:
+        """Tell of a row, on the one of the engine's ranks that has it among the rows that it will score."""
+        rows = len(problems) * group_size
+        own = range(rows)[share(rows, self.seat.world.rank % self.ranks, self.ranks)]
+        if p * group_size + g in own:
+            self.finished(problems[p], ended(self.tokenizer, answer.tokens, stopped=answer.stopped))
+
+    def _limit(self) -> int | None:
+        return min(filter(None, (positions(self.seat.config), self.max_model_len)), default=None)
+
+    def _how(self) -> dict[str, Any]:
+        """Fields of SamplingParams. The ends are ours alone; a stop string is part of the completion, as any end is."""
+        stops = {"stop": [*self.stop], "include_stop_str_in_output": True} if self.stop else {}
+        ends = {"ignore_eos": True, "stop_token_ids": [*self.ends]}
+        drawn = merged(params(self.choose), self.extra)
+        return {**drawn, **stops, **ends, "max_tokens": self.max_new_tokens}

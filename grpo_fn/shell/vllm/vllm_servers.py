@@ -1,0 +1,246 @@
+"""vLLM servers elsewhere as an engine: requests go to those that are well, weights to all of them."""
+
+import asyncio
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_fn.shell.sampler.fingerprint import NOTHING, fingerprint
+from grpo_fn.shell.sampler.interface import Answer, Ask, Heard, Receipt, unread
+from grpo_fn.shell.vllm.client import Patience, Server, check
+from grpo_fn.shell.vllm.router import Fleet, Member, Newest
+from grpo_fn.shell.vllm.vllm_chunks import Info, chunks
+from grpo_fn.shell.vllm.vllm_transfer import Transfer
+from grpo_fn.shell.vllm.weight_update import Swapper
+from grpo_fn.shell.world import World
+
+T = TypeVar("T")
+
+CONNECT = 5.0  # seconds until a host counts as gone
+CONTROL = 30.0  # seconds for a short question
+PAUSES = ("wait", "keep")
+
+
+class Fed(NamedTuple):
+    """What the rank that gives weights tells the others."""
+
+    newest: Newest
+    receipt: Receipt
+    urls: list[str]
+
+
+class Dedicated:
+    """An engine of vLLM servers at `servers`, each started with tools/launch/vllm_server.sh. Every rank has one.
+
+    `transfer` carries the weights. A server draws nothing while it takes them in; `pause` says what becomes of requests
+    at work there. "wait": they end first, so each comes from one version of the weights, and a run can be repeated.
+    "keep": they go on with the new weights where they stopped, which is faster, and mixes versions; `Answer.oldest`
+    tells. At most `max_requests` are under way from one rank, each one completion; servers queue what they cannot hold.
+
+    All waiting ends: after `request_seconds` for a completion (the server's queue and a swap included), after
+    `swap_seconds` for a step of a swap ("wait" waits for the longest completion), and after `deadline` seconds without
+    any server, with a RuntimeError that names all of them. Servers that are out are looked at every `check_seconds`.
+    Before the first push all of them are waited for, at most `deadline` seconds.
+
+    `complaints` are texts for people; clear it when they are told. The key that servers want comes from the environment
+    (VLLM_API_KEY): no file of the run holds it.
+    """
+
+    ranks = 1
+    overlaps = True
+
+    def __init__(
+        self,
+        world: World,
+        dtype: torch.dtype,
+        *,
+        servers: Sequence[str],
+        transfer: Callable[[], Transfer],
+        pause: str,
+        max_requests: int,
+        request_seconds: float,
+        swap_seconds: float,
+        check_seconds: float,
+        deadline: float,
+    ) -> None:
+        """Raise ValueError for knobs that make no sense. No server is asked anything before the first push."""
+        _check_knobs(servers, pause, max_requests, (request_seconds, swap_seconds, check_seconds, deadline))
+        self._world, self._run, self._seconds, self._closed = world, secrets.token_hex(4), 0.0, False
+        self._transfer = transfer()
+        patience = Patience(connect=CONNECT, control=CONTROL, generate=request_seconds, swap=swap_seconds)
+        key = os.environ.get("VLLM_API_KEY") or None
+        made = [Server(url, patience=patience, connections=max_requests + 2, api_key=key) for url in servers]
+        self._fleet = Fleet([Member(server) for server in made], deadline, asyncio.Semaphore(max_requests))
+        expected = {
+            "backend": self._transfer.backend,
+            "logprobs_mode": "processed_logprobs",
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        self._swapper = Swapper(self._fleet, self._transfer, expected, pause, check_seconds, world.main)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm servers")
+        self._thread.start()
+        self._start(self._swapper.look_after())
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same requests bring the same tokens again, whatever else is asked for; the first push tells."""
+        return self._swapper.repeatable
+
+    @property
+    def mixes(self) -> bool:
+        """Whether completions that are at work when new weights come go on with them."""
+        return self._swapper.pause == "keep"
+
+    @property
+    def complaints(self) -> list[str]:
+        """Which servers were lost, and which came back."""
+        return self._fleet.complaints
+
+    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard = unread) -> list[list[Answer]]:
+        """For every ask an answer to each of its seeds. Any thread may ask, also while weights are pushed.
+
+        `heard` is told of every answer in the thread of the event loop, which waits for it.
+
+        Raises ValueError for fields of `how` that vLLM does not know, and RuntimeError before the first push and when
+        no server answers in time.
+        """
+        check(how)
+        if self._fleet.newest is None:
+            raise RuntimeError("vLLM servers: got asked for completions before the first push, wanted weights first")
+        return self._do(self._fleet.generate(asks, how, heard))
+
+    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:
+        """Give these weights to every server. All ranks call it and go through all of them; the main one sends.
+
+        Raises StaleEngine when a server has others afterwards, and RuntimeError when none has them in the end.
+        """
+        began = time.monotonic()
+        if not self._world.main:
+            _exhaust(weights)
+        fed = self._world.agree(partial(self._send, weights, version), what="handing weights to the vLLM servers")
+        self._do(_called(self._fleet.heard, fed.newest, fed.urls))
+        if not fed.urls:
+            self._do(self._fleet.wait_live(f"version {version} of the weights"))
+        self._seconds += time.monotonic() - began
+        return fed.receipt
+
+    def rest(self) -> None:
+        """Nothing of ours is on the trainer's device."""
+
+    def figures(self) -> dict[str, float]:
+        """Servers that are in; since last asked: seconds of pushing, requests asked again, comings and goings."""
+        counts, seconds = self._do(_called(self._told)), self._seconds
+        self._seconds = 0.0
+        return {
+            "engine/servers": float(len(self._fleet.live)),
+            "engine/push_seconds": seconds,
+            **{f"engine/{name}": float(counts[name]) for name in ("retried", "lost", "taken_back")},
+        }
+
+    def close(self) -> None:
+        """Hang up and delete what is left of weights; requests still under way fail. The servers go on."""
+        if self._closed:
+            return
+        self._closed = True
+        self._do(self._hang_up())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._transfer.close()
+
+    async def _hang_up(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for member in self._fleet.members:
+            await member.server.close()
+
+    def _told(self) -> dict[str, int]:
+        counts = self._fleet.counts.copy()
+        self._fleet.counts.clear()
+        return counts
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Fed:
+        """On the rank that sends. Whatever happens it goes through all weights, as the other ranks do."""
+        self._do(self._swapper.swapping.acquire())
+        taking: list[Member] = []
+        try:
+            taking = self._do(self._swapper.muster())
+            self._transfer.begin()
+            return self._feed(taking, weights, version)
+        except BaseException:
+            self._do(self._swapper.each(taking, self._swapper.tear))
+            raise
+        finally:
+            _exhaust(weights)
+            self._do(_called(self._swapper.swapping.release))
+
+    def _feed(self, taking: list[Member], weights: Iterator[tuple[str, Tensor]], version: int) -> Fed:
+        swapper, sent = self._swapper, NOTHING
+        taking = self._do(swapper.swap(taking, swapper.open))
+        for chunk in chunks(weights, self._transfer.chunk_bytes):
+            for _, tensor in chunk:
+                sent += fingerprint(tensor)
+            told = self._transfer.offer(chunk)
+            under_way = self._start(swapper.swap(taking, partial(_take, told)))
+            failed = self._transfer.carry(chunk, [member.server.url for member in taking])
+            taking = self._do(swapper.without(_result(under_way), failed))
+            self._transfer.taken()
+        self._transfer.end()
+        newest = Newest(self._run, version, sent)
+        taking = self._do(swapper.swap(taking, partial(swapper.finish, newest=newest)))
+        urls = [member.server.url for member in taking]
+        if not urls and self._transfer.again() is None:
+            raise RuntimeError(f"vLLM servers: got version {version} to none of them, wanted one: {self._fleet.told()}")
+        return Fed(newest, Receipt(version, sent, None if swapper.hidden.intersection(urls) else sent), urls)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return _result(self._start(work))
+
+
+def _result(under_way: Future[T]) -> T:
+    """What it comes to; where this thread is interrupted, it is called off."""
+    try:
+        return under_way.result()
+    except BaseException:
+        under_way.cancel()
+        raise
+
+
+async def _called(f: Callable[..., T], *args: Any) -> T:
+    """For a plain function that has to run in the event loop."""
+    return f(*args)
+
+
+async def _take(told: Info, member: Member) -> None:
+    await member.server.take(told)
+
+
+def _exhaust(weights: Iterable[Any]) -> None:
+    for _ in weights:
+        pass
+
+
+def _check_knobs(servers: Sequence[str], pause: str, max_requests: int, seconds: Sequence[float]) -> None:
+    if isinstance(servers, str) or not servers or len({*servers}) < len(servers):
+        raise ValueError(f"servers: got {servers!r}, wanted a list of different addresses, as in ('http://host:8000',)")
+    if pause not in PAUSES:
+        raise ValueError(f"pause: got {pause!r}, wanted 'wait' or 'keep'")
+    if max_requests < 1 or not all(one > 0 for one in seconds):
+        raise ValueError(
+            f"servers: got max_requests {max_requests} and (request_seconds, swap_seconds, check_seconds, deadline) "
+            f"{tuple(seconds)}, wanted at least 1 and more than 0"
+        )

@@ -1,0 +1,175 @@
+"""How weights get from the trainer to vLLM servers: through files, or through NCCL.
+
+Both send chunk by chunk: the server is told of each with /update_weights, and loads it while the next one is gathered,
+so the model is whole on one side only. `vllm_extension` is the other end.
+"""
+
+import hashlib
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import psutil
+from safetensors.torch import save
+from torch import Tensor
+
+from grpo_fn.shell.vllm.nccl_transfer import Nccl
+from grpo_fn.shell.vllm.vllm_chunks import Chunk, Info, check_size
+
+PREFIX = "grpo_fn-weights-"
+
+
+@runtime_checkable
+class Transfer(Protocol):
+    """One way. The main rank calls it, for one set of weights at a time."""
+
+    backend: str  # the engine that servers have to be started with
+    chunk_bytes: int
+
+    def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
+        """What a server of so many workers is told at the first meeting, and what the trainer does meanwhile."""
+        ...
+
+    def begin(self) -> None:
+        """A new set of weights: what was kept of the last one is forgotten."""
+        ...
+
+    def offer(self, chunk: Chunk) -> Info:
+        """What the servers are told of a chunk."""
+        ...
+
+    def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
+        """What the trainer does while the servers take it; the servers that this failed with, and how."""
+        ...
+
+    def taken(self) -> None:
+        """All servers have the chunk that was offered last."""
+        ...
+
+    def end(self) -> None:
+        """The set is complete."""
+        ...
+
+    def again(self) -> list[Info] | None:
+        """With what a server can be told of the complete set a second time; None where that is not possible."""
+        ...
+
+    def close(self) -> None:
+        """No more weights."""
+        ...
+
+
+def file(*, folder: str, chunk_bytes: int, keep: bool) -> "File":
+    """Through safetensors files in a folder that trainer and servers share, under one user.
+
+    With `keep` the newest weights stay there until the next ones are sent, and a server that comes back in between is
+    given them; without, it waits for the next ones. /dev/shm is memory: with `keep` it holds the whole model.
+    """
+    return File(folder, chunk_bytes, keep)
+
+
+def nccl(*, host: str, chunk_bytes: int, seconds: float) -> Nccl:
+    """Broadcast from this rank's GPU to those of the servers; vLLM is installed beside the trainer.
+
+    `host` is this machine as the servers reach it. A broadcast that takes longer than `seconds` loses its server.
+    """
+    return Nccl(host, chunk_bytes, seconds)
+
+
+@dataclass
+class File:
+    """See `file`."""
+
+    folder: str
+    chunk_bytes: int
+    keep: bool
+    backend: str = "grpo_file"
+    _own: Path | None = None
+    _told: list[Info] = field(default_factory=list)
+    _complete: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a folder that is not there."""
+        check_size(self.chunk_bytes)
+        if not Path(self.folder).is_dir():
+            raise ValueError(f"transfer folder: got {self.folder!r}, which is not there; wanted one servers share")
+
+    def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
+        """Nothing but where the files are."""
+        return {"folder": str(self._place())}, _nothing
+
+    def begin(self) -> None:
+        """Delete the last set's files."""
+        self._complete = False
+        for info in self._told:
+            (self._place() / info["name"]).unlink(missing_ok=True)
+        self._told = []
+
+    def offer(self, chunk: Chunk) -> Info:
+        """Write it."""
+        data = save(_apart(chunk))
+        name = f"{len(self._told)}.safetensors"
+        (self._place() / name).write_bytes(data)
+        self._told.append({"name": name, "sha256": hashlib.sha256(data).hexdigest()})
+        return self._told[-1]
+
+    def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
+        """The servers read by themselves."""
+        return {}
+
+    def taken(self) -> None:
+        """Delete the file, unless it is to be kept."""
+        if not self.keep:
+            (self._place() / self._told[-1]["name"]).unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """From here on they can be given again."""
+        self._complete = True
+
+    def again(self) -> list[Info] | None:
+        """The files."""
+        return list(self._told) if self.keep and self._complete else None
+
+    def close(self) -> None:
+        """Delete everything."""
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+    def _place(self) -> Path:
+        if self._own is None:
+            _sweep(Path(self.folder))
+            self._own = Path(tempfile.mkdtemp(prefix=f"{_mark(psutil.Process().pid)}-", dir=self.folder))
+        return self._own
+
+
+def _apart(chunk: Chunk) -> dict[str, Tensor]:
+    """On the CPU, no two in one storage: safetensors refuses that, and a tied head is the embedding itself."""
+    seen: set[int] = set()
+    named = {}
+    for name, tensor in chunk:
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in seen:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        named[name] = own
+    return named
+
+
+def _mark(pid: int) -> str:
+    return f"{PREFIX}{socket.gethostname()}-{pid}"
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what trainers on this host have left here that were killed."""
+    for left in folder.glob(f"{PREFIX}{socket.gethostname()}-*"):
+        pid = left.name.removeprefix(f"{PREFIX}{socket.gethostname()}-").split("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,170 @@
+"""Where the weights are that a name on the command line means: a model folder, a hub name, a run or one checkpoint."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from grpo_fn.config import load
+from grpo_fn.shell.checkpoint import store as checkpoint
+from grpo_fn.shell.checkpoint import tensor_shards
+from grpo_fn.shell.checkpoint.manifest import MANIFEST, Broken, verify
+from grpo_fn.shell.checkpoint.run_dir import MARKER
+from grpo_fn.shell.model import hf, lora
+from grpo_fn.shell.model.load_weights import is_adapter
+
+WEIGHTS = "weights."  # what the names of the model's tensors begin with in a checkpoint
+
+
+@dataclass(frozen=True)
+class Found:
+    """The model of `source`, with the weights of the checkpoint where there is one; adapters go on top of its own."""
+
+    source: hf.ModelSource
+    checkpoint: Path | None
+    path: str  # what holds the weights, for people
+
+
+def locate(name: str, *, warn: Callable[[str], None]) -> Found:
+    """What the name means: DIR/checkpoints/step_N of a run, a run folder DIR, else a Hugging Face folder or hub name.
+
+    Of a run folder the newest weights: a checkpoint that verifies, or `model/` once the run is over. Nothing in it is
+    changed, so the run may be going on; checkpoints found broken on the way are told to `warn`. Raises ValueError for a
+    checkpoint that is broken or in no run folder, and for a run that has saved nothing.
+    """
+    path, run = Path(name).absolute(), run_of(name)
+    if run is None:
+        if (path / MANIFEST).is_file():
+            raise ValueError(f"got checkpoint {name} in no run folder, wanted DIR/checkpoints/{path.name} of one")
+        return Found(hf.Pretrained(name), None, name)
+    saved = whole(path) if path != run else newest(run, warn)
+    if saved is None:
+        return Found(hf.Pretrained(str(run / "model")), None, str(run / "model"))
+    return Found(beginning(run) if adapters(saved) is None else origin(run), saved, str(saved))
+
+
+def run_of(name: str) -> Path | None:
+    """The run folder that the name is, or is a checkpoint of; None for anything else."""
+    path = Path(name).absolute()
+    return next((run for run in (path, path.parent.parent) if (run / MARKER).is_file() and within(path, run)), None)
+
+
+def within(path: Path, run: Path) -> bool:
+    """Whether the path is the run folder, or a folder among its checkpoints."""
+    return path == run or path.parent == run / "checkpoints"
+
+
+def newest(run: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint of a run that verifies; None when `model/` is as new. Raises ValueError without either."""
+    root, exported, summary = run / "checkpoints", (run / "model").is_dir(), run / "summary.json"
+    done = json.loads(summary.read_bytes())["steps"] if exported and summary.exists() else -1
+    for step in reversed(checkpoint.steps(root)):
+        if step <= done:
+            return None
+        try:
+            return whole(root / f"step_{step}")
+        except ValueError as error:
+            warn(f"skipped: {error}")
+    if exported:
+        return None
+    raise ValueError(f"got run folder {run} without model/ and without a whole checkpoint, wanted one that has saved")
+
+
+def whole(path: Path) -> Path:
+    """The checkpoint, once its hashes verify. Raises ValueError with the reason when they do not."""
+    try:
+        verify(path)
+    except (Broken, OSError) as error:  # a run that is going on may delete it while it is looked at
+        raise ValueError(f"got checkpoint {path}, which is broken: {error}; wanted a whole one") from error
+    return path
+
+
+def beginning(run: Path) -> hf.ModelSource:
+    """The model that a run began with: its shape, tokenizer and stop tokens are those of all of its checkpoints."""
+    if (run / "model").is_dir():  # once it is over it has a copy
+        return hf.Pretrained(str(run / "model"))
+    return origin(run)
+
+
+def origin(run: Path) -> hf.ModelSource:
+    """The model that a run's configuration names. Adapters need its weights: `model/` has them merged already."""
+    return model_source(
+        **load([str(run / "config.gin")], [], taker="grpo_fn.trainer.model_source.model_source").kwargs()
+    )
+
+
+def model_source(*, model: str | hf.ModelSource) -> hf.ModelSource:
+    """What a configuration binds as its model."""
+    return hf.Pretrained(model) if isinstance(model, str) else model
+
+
+def adapters(saved: Path) -> lora.LoRA | None:
+    """How the adapters that the checkpoint holds were made; None when it holds all weights."""
+    how = checkpoint.meta(saved).get("lora")
+    return None if how is None else lora.LoRA(**how)
+
+
+def check_fits(saved: Path, config: PretrainedConfig) -> None:
+    """Raise ValueError unless the checkpoint holds every weight of the model and no other, each of its shape.
+
+    Of adapters: unless each belongs to a weight of the model and fits it.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(hf.empty_model(config)).items()}
+    how, stored = adapters(saved), checkpoint.names(saved)
+    got = {name.removeprefix(WEIGHTS): shape for name, (shape, _) in stored.items() if name.startswith(WEIGHTS)}
+    wanted = shapes if how is None else {name: _adapter_shape(name, shapes, how) for name in got}
+    odd = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
+    if odd:
+        name = odd[0]
+        raise ValueError(
+            f"got checkpoint {saved} of another model: {name} {got.get(name, 'is not in it')}, wanted "
+            f"{wanted.get(name) or 'nothing of that name'} ({len(odd)} weights differ)"
+        )
+
+
+def _adapter_shape(name: str, shapes: Mapping[str, tuple[int, ...]], how: lora.LoRA) -> tuple[int, ...] | None:
+    """A [rank, in] and B [out, rank] of a weight [out, in]; None where there is no such weight."""
+    layer = name.removesuffix(lora.A).removesuffix(lora.B)
+    weight = shapes.get(f"{layer}.weight") if is_adapter(name) else None
+    if weight is None:
+        return None
+    return (how.rank, weight[1]) if name.endswith(lora.A) else (weight[0], how.rank)
+
+
+@torch.no_grad()
+def take(model: nn.Module, saved: Path) -> None:
+    """Copy the checkpoint's weights into the model, which `check_fits` has found to be the right one.
+
+    Adapters are merged into what the model has: the weights that its source gave it.
+    """
+    own, how = weights_of(model), adapters(saved)
+    if how is None:
+        tensor_shards.read_into(saved, {f"{WEIGHTS}{name}": weight for name, weight in own.items()})
+        return
+    for name, weight in lora.merged(with_adapters(own, checkpoint.read(saved, WEIGHTS)), how):
+        if weight is not own[name]:
+            own[name].copy_(weight)
+
+
+def with_adapters(weights: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a model and the adapters of a checkpoint, under the names that they have in a run."""
+    layers = {name.removesuffix(lora.A) for name in trained if name.endswith(lora.A)}
+    device = next(iter(weights.values())).device
+    base = {_inside(name, layers): tensor for name, tensor in weights.items()}
+    return {**base, **{name: tensor.to(device) for name, tensor in trained.items()}}
+
+
+def _inside(name: str, layers: set[str]) -> str:
+    layer, dot, leaf = name.rpartition(".")
+    return f"{layer}.base_layer.{leaf}" if layer in layers else f"{layer}{dot}{leaf}"
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer once, a tied one under its first name: what a checkpoint holds."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}

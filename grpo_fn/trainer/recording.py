@@ -1,0 +1,201 @@
+"""What a step shows of itself: rows for tables, its signal token by token, and the lens that every preset holds."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from grpo_fn.algo.step import Experience, Stages, of_samples
+from grpo_fn.analysis import compare_algorithms, health, token_report
+from grpo_fn.analysis.evaluation import Judged
+from grpo_fn.analysis.html import page, token_page
+from grpo_fn.core import checksums
+from grpo_fn.core.types import Gains, Scores
+from grpo_fn.shell.atomic_io import write_bytes
+from grpo_fn.shell.logging import eval_store, rollout_store
+from grpo_fn.shell.logging.async_writer import LateWriter
+from grpo_fn.shell.logging.console import Console
+from grpo_fn.shell.logging.metrics_writer import table
+from grpo_fn.shell.logging.mute import Mute
+from grpo_fn.shell.policy.checksums import Noted
+from grpo_fn.trainer import presets
+
+Row = dict[str, str]
+STRONGEST = 40  # tokens in TensorBoard's table
+COLUMNS, CELL = 512, 4  # of TensorBoard's picture: tokens of a row, pixels of a token
+AS_SAMPLED = (
+    "As the policy that sampled it saw it, before the first update of the step: every ratio is 1, nothing is clipped "
+    "yet, the entropy is not known."
+)
+REFUSED = " The step was refused: too few groups had a signal, and no update was made."
+
+
+def samples(seen: Experience, count: int) -> list[Row]:
+    """The first samples as a person would read them."""
+    problems, rollout, reward = seen.groups
+    size, adv = reward.value.shape[1], of_samples(seen.adv, seen.groups)
+    return [
+        {
+            "prompt": problems[b // size].prompt,
+            "completion": rollout.text[b],
+            "answer": problems[b // size].answer,
+            "reward": f"{reward.value.flatten()[b]:.2f}",
+            "advantage": f"{adv.flatten()[b]:.2f}",
+        }
+        for b in range(min(count, len(rollout.text)))
+    ]
+
+
+class Compared(NamedTuple):
+    """Every preset's learning signal on a step's rollout, next to the run's own, which comes first."""
+
+    rows: list[Row]
+    cosine: Float[Tensor, "K K"]
+
+
+def compare(config: Path, mine: Stages, seen: Experience, gains: Gains, key: Tensor) -> Compared:
+    """What every preset laid over a configuration would have made of the step, as the policy that sampled it saw it."""
+    fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts])
+    old, ref = seen.batch.logp_old, seen.batch.logp_ref
+    views = {
+        name: compare_algorithms.view(stages, seen.groups, old, ref, gains, key)
+        for name, stages in {"this run": mine, **fitting}.items()
+    }
+    signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
+    cosine, share = compare_algorithms.cosines(signal), compare_algorithms.moved(signal, seen.groups.rollout.mask)
+    return Compared([*compared(list(views), cosine[0], share), *left_out(refused)], cosine)
+
+
+def compared(names: Sequence[str], alike: Float[Tensor, "K"], share: Float[Tensor, "K"]) -> list[Row]:
+    """A line for each view."""
+    figures = zip(names, alike.tolist(), share.tolist(), strict=True)
+    return [{"preset": n, "cosine with this run": f"{a:.3f}", "tokens moved": f"{s:.3f}"} for n, a, s in figures]
+
+
+def left_out(refused: dict[str, str]) -> list[Row]:
+    """A line for each preset that does not fit the run."""
+    return [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
+
+
+def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, writer: LateWriter) -> None:
+    """Store the rollout; put distributions, a few samples and the lens where TensorBoard shows them."""
+    cadence = built.cadence
+    adv = of_samples(seen.adv, seen.groups)
+    problems, rollout, reward = seen.groups
+    there = tree_map_only(Tensor, Tensor.cpu, (rollout, reward, adv))
+    asked = partial(rollout_store.store, built.run_dir / "rollouts", step, problems, built.algo.group_size, *there)
+    writer.do(f"the rollout of step {step}", partial(asked, keep=cadence.keep_rollouts))
+    writer.histogram(step, "advantage/distribution", adv)
+    writer.histogram(step, "generation/length", rollout.mask.sum(-1))
+    writer.histogram(step, "loss/ratio", seen.ratio)
+    if due(step, cadence.show_every):
+        show(writer, step, "samples", samples(seen, cadence.show_rows))
+    if due(step, cadence.lens_every):
+        found = compare(built.run_dir / "config.gin", built.algo, seen, gains, key)
+        show(writer, step, "lens/presets", found.rows)
+        writer.image(step, "lens/cosines", page.heat(found.cosine, cell=16))
+    if due(step, cadence.signal_every):
+        record_signal(built, step, seen, gains, writer)
+
+
+def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer: LateWriter) -> None:
+    """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
+    shown, said = explained(built, seen, gains)
+    writer.do(f"the signal of step {step}", partial(write_page, built.run_dir, step, shown, said))
+    show(writer, step, "signal/strongest", token_report.strongest(shown, count=STRONGEST))
+    writer.image(step, "signal/rows", token_report.strip(shown, columns=COLUMNS, cell=CELL))
+
+
+def token_by_token(built: Any, step: int, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
+    """The learning signal of a step, and the page that shows it."""
+    shown, said = explained(built, seen, gains)
+    return shown, paged(built.run_dir, step, shown, said)
+
+
+def explained(built: Any, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
+    """The learning signal of a step as plain lists, and what it is the signal of. The tokenizer is the training's."""
+    algo, tokenizer = built.algo, built.tokenizer
+    signal, figures = token_report.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
+    decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    special = {*tokenizer.all_special_ids}
+    shown = token_report.shown(seen, signal, figures, decode, special, rows=built.cadence.signal_rows)
+    refused = int((seen.adv != 0).any(-1).any(-1).sum()) < algo.min_signal
+    return shown, AS_SAMPLED + REFUSED * refused
+
+
+def paged(run_dir: Path, step: int, shown: token_report.Shown, said: str) -> str:
+    """The page that shows a learning signal."""
+    return token_page.document(shown, title=f"Step {step} of {run_dir.name}", said=said)
+
+
+def write_page(run_dir: Path, step: int, shown: token_report.Shown, said: str) -> None:
+    """RUN/signal/step_N.html."""
+    path = run_dir / "signal" / f"step_{step}.html"
+    path.parent.mkdir(exist_ok=True)
+    write_bytes(path, paged(run_dir, step, shown, said).encode())
+
+
+def digested(built: Any, step: int, seen: Experience, noted: Noted) -> dict[str, Any]:
+    """The step's line in digests.jsonl: its checksums, and what they may depend on besides. Every rank takes part."""
+    (_, rollout, reward), world = seen.groups, built.world
+    return {
+        "step": step,
+        **checksums.of_step(rollout, reward, seen.adv, seen.batch.logp_old, noted.signals),
+        **built.policy.digests(),
+        "width": rollout.tokens.shape[1],
+        "ranks": world.size,
+        "device": world.device.type,
+        "torch": torch.__version__,
+    }
+
+
+def record_evaluation(run_dir: Path, step: int, judged: Sequence[Judged], rows: int, writer: LateWriter) -> None:
+    """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
+    eval_store.store(run_dir / "eval", step, [one.row() for one in judged])
+    show(writer, step, "eval/samples", [one.shown() for one in judged[:rows]])
+
+
+def examine(
+    built: Any, step: int, history: health.History, console: Console | Mute, writer: LateWriter | Mute
+) -> list[health.Finding]:
+    """Say what the rules newly find in the metrics; what ends the run is returned, the same on every rank.
+
+    The main rank judges: seconds and memory differ between ranks, and a rule may look at them.
+    """
+    return tell(built.world.agree(partial(findings, built, history), what="the rules of health"), step, console, writer)
+
+
+def tell(
+    found: tuple[Sequence[health.Finding], Sequence[health.Finding]],
+    step: int,
+    console: Console | Mute,
+    writer: LateWriter | Mute,
+) -> list[health.Finding]:
+    """Say what was found of a step: what warns, and what ends the run, which is returned."""
+    said, fatal = found
+    every = [*dict.fromkeys([*said, *fatal])]
+    for found in every:
+        console.line(f"health, {found.rule}: {found.text}")
+    show(writer, step, "health", [found._asdict() for found in every])
+    return [*fatal]
+
+
+def findings(built: Any, history: health.History) -> tuple[list[health.Finding], list[health.Finding]]:
+    """What is new to the rules that warn, and to those that end the run."""
+    return health.news(built.health, history), health.news(built.stop_on, history)
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps happens now; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def show(writer: LateWriter | Mute, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Rows as a table in TensorBoard's text tab."""
+    if rows:
+        writer.text(step, tag, table(rows))

@@ -1,0 +1,159 @@
+"""What a run keeps besides its policy, and how it comes back after it stopped or died."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from grpo_fn.analysis import health
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Carried, Gains, Groups, Reward, Rollout, RunState
+from grpo_fn.shell.checkpoint import store
+from grpo_fn.shell.model.lora import LoRA
+from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.world import World
+
+BEST = "eval/accuracy"  # what keep_best goes by
+
+
+@dataclass
+class Progress:
+    """What the loop carries from step to step besides the policy; all of it is in every checkpoint."""
+
+    state: RunState
+    carried: Carried
+    accuracy_before: float
+    accuracy: float  # of the newest evaluation
+    evaluated: int  # the step after which that was
+    seconds: float  # of work so far, over all starts
+    ahead: list[dict[str, Any]] = field(default_factory=list)  # batches that are sampled and not yet learned from
+    pending: list[int] = field(default_factory=list)  # evaluations beside the training that have not come in yet
+    scores: dict[int, float] = field(default_factory=dict)  # of those that came in, by step: what keep_best goes by
+
+
+def recalled(run_dir: Path) -> list[health.Line]:
+    """What the rules of health remember of a run, from its metrics.jsonl."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    return health.kept([health.line(row.pop("step"), row) for row in rows])
+
+
+def figures_of(run_dir: Path, step: int) -> dict[str, float]:
+    """The figures of a step in metrics.jsonl; none where it has no line."""
+    rows = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines())
+    return next((health.line(step, row) for row in rows if row.pop("step") == step), {})
+
+
+def begun(run_dir: Path) -> bool:
+    """Whether a run folder holds anything that a run has found out."""
+    metrics = run_dir / "metrics.jsonl"
+    return bool(store.steps(run_dir / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def packed_progress(progress: Progress, policy: Sharded, adapters: LoRA | None) -> tuple[dict[str, Any], dict]:
+    """What a checkpoint holds besides tensors: (blobs, meta)."""
+    measured_now = progress.evaluated == progress.state.step  # a score counts for the weights that earned it
+    meta = {
+        **progress.state._asdict(),
+        "accuracy_before": progress.accuracy_before,
+        "accuracy": progress.accuracy,
+        "evaluated": progress.evaluated,
+        "seconds": progress.seconds,
+        "metrics": {BEST: progress.accuracy} if measured_now else {},
+        "pending": [*progress.pending],
+        "scores": {str(step): score for step, score in progress.scores.items()},
+        "lora": None if adapters is None else asdict(adapters),
+    }
+    return {"policy": policy.counters(), "carried": packed(progress.carried), "ahead": progress.ahead}, meta
+
+
+def restore(
+    run_dir: Path,
+    policy: Sharded,
+    problem: Callable[[int], Problem],
+    world: World,
+    *,
+    start_over: bool,
+    said: list[str],
+) -> Progress | None:
+    """Take back the newest checkpoint that verifies; None when there is none. What was skipped is added to `said`.
+
+    `problem` gives the problem of a uid, of which a checkpoint holds no text. The number of ranks that wrote it, and
+    how the model was spread over them, may have been others.
+
+    Raises ValueError when there are checkpoints and none is whole, unless told to start over: that would drop the
+    metrics of the run so far.
+    """
+    path, blobs, meta, skipped = world.agree(
+        partial(newest, run_dir / "checkpoints", start_over=start_over), what="the newest checkpoint"
+    )
+    said += skipped
+    if path is None:
+        return None
+    policy.restore(partial(store.load_into, path, world=world), blobs["policy"])
+    return Progress(
+        state=RunState(meta["step"], meta["seed"]),
+        carried=unpacked(blobs["carried"], problem),
+        accuracy_before=number(meta["accuracy_before"]),
+        accuracy=number(meta["accuracy"]),
+        evaluated=meta["evaluated"],
+        seconds=meta["seconds"],
+        ahead=blobs.get("ahead", []),
+        pending=[*meta.get("pending", ())],
+        scores={int(step): score for step, score in meta.get("scores", {}).items()},
+    )
+
+
+def reload(run_dir: Path, step: int, policy: Sharded, world: World) -> None:
+    """The policy as the checkpoint of a step holds it; every rank takes part."""
+    path = run_dir / "checkpoints" / f"step_{step}"
+    blobs = world.agree(partial(store.blobs, path), what=f"reading the checkpoint of step {step}")
+    policy.restore(partial(store.load_into, path, world=world), blobs["policy"])
+
+
+def newest(root: Path, *, start_over: bool) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
+    """(path, blobs, meta, what was skipped) of the newest checkpoint that verifies."""
+    said: list[str] = []
+    found = store.latest(root, warn=said.append)
+    broken = sorted(path.name for path in root.glob("broken-step_*"))
+    if found is None and broken and not start_over:
+        problem = (
+            f"got {root} with nothing but broken checkpoints ({', '.join(broken)}), wanted one to resume from: "
+            "choose another --run_dir, or pass --force to start over in this one"
+        )
+        raise ValueError("\n  ".join([problem, *said]))
+    if found is None:
+        return None, {}, {}, said
+    return found.path, store.blobs(found.path), found.meta, said
+
+
+def packed(carried: Carried) -> dict[str, Any]:
+    """What is carried, as containers of numbers, strings and tensors."""
+    waiting = carried.waiting
+    return {
+        "drawn": carried.drawn,
+        "gains": [*carried.gains],
+        "waiting": None
+        if waiting is None
+        else {
+            "uids": [problem.uid for problem in waiting.problems],
+            "rollout": [*waiting.rollout[:4], list(waiting.rollout.text)],
+            "reward": [*waiting.reward],
+        },
+    }
+
+
+def unpacked(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -> Carried:
+    """The inverse of `packed`."""
+    waiting = blob["waiting"] and Groups(
+        tuple(problem(uid) for uid in blob["waiting"]["uids"]),
+        Rollout(*blob["waiting"]["rollout"][:4], tuple(blob["waiting"]["rollout"][4])),
+        Reward(*blob["waiting"]["reward"]),
+    )
+    return Carried(blob["drawn"], waiting, Gains(*blob["gains"]))
+
+
+def number(value: float | None) -> float:
+    """JSON's null back to the NaN that it stands for."""
+    return float("nan") if value is None else value

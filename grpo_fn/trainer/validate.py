@@ -1,0 +1,198 @@
+"""What the functions of a run are to one another, found by asking them about small steps made up for it.
+
+Whoever brings a function of his own declares nothing: whether an objective looks at the reference, or a sampler draws
+from the policy, shows in what it answers.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from grpo_fn.algo.credit import Credit
+from grpo_fn.algo.step import recomputed
+from grpo_fn.core.batch import count
+from grpo_fn.core.types import Batch, Gains, Policy, Pullback, Reward, Rollout, Scores
+
+Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+OldLogp = Callable[[Policy, Rollout], Tensor]
+Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Mark = Callable[[Batch, Tensor], Tensor]
+
+
+def check_credit(credit: Credit, group_size: int, parts: Sequence[str]) -> None:
+    """Raise ValueError when groups of one can carry no signal: normalised advantages compare within a group.
+
+    `parts` are the names of the reward's parts; a credit that asks for others says so here.
+    """
+    signal = credit(*small_step(torch.zeros(2, 1, 1), parts)).any()
+    if group_size == 1 and not signal:
+        raise ValueError(
+            "group_size: got 1 with an advantage that compares within a group (always 0), wanted 2 or more"
+        )
+
+
+def small_step(drift: Tensor, parts: Sequence[str]) -> tuple[Reward, Tensor, Tensor]:
+    """A step to ask a credit about: drift `[P, G, T]`, every token sampled, every sample rewarded differently."""
+    value = torch.arange(drift.shape[0] * drift.shape[1], dtype=drift.dtype).reshape(drift.shape[:2])
+    everything = torch.ones_like(drift, dtype=torch.bool)
+    return Reward(value, everything[..., 0], dict.fromkeys(parts, value)), drift, everything
+
+
+def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -> bool:
+    """Whether objective or credit look at logp_ref, found by asking them: then a frozen reference has to be kept."""
+    mask = torch.tensor([[False, True, True], [False, True, True]])
+    logp = torch.full((2, 3), -1.0, dtype=torch.float64)  # a small beta must not drown in rounding
+    adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(logp)
+
+    def value(logp_ref: Tensor) -> Tensor:
+        batch = Batch(mask.long(), mask, logp, logp, logp_ref, adv, mask)
+        entropy = torch.ones_like(logp)
+        loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))
+        return loss(Scores(logp, entropy))[0]
+
+    drift = torch.tensor([[[0.3], [0.1]], [[0.2], [0.7]]], dtype=torch.float64)
+    with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
+    return bool(value(logp - 1) != value(logp)) or not torch.equal(with_drift, without)
+
+
+def found_by_update(old_logp: OldLogp, updates: int, credit: Credit, mark: Mark, parts: Sequence[str]) -> bool:
+    """Whether the trainer's logp_old can be what a step's one update finds in its own pass, instead of one before it.
+
+    It can where nobody asks for it earlier: neither a credit that moves with logp_old - logp_ref, nor whoever marks
+    tokens by it.
+    """
+    drift = torch.rand(2, 2, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
+    early = not torch.equal(with_drift, without) or any(bool(mark(*marking(scale)).any()) for scale in (0.1, 1.0, 10.0))
+    return updates == 1 and getattr(old_logp, "func", old_logp) is recomputed and not early
+
+
+def marking(scale: float) -> tuple[Batch, Tensor]:
+    """Rows to ask about marks: log-probs and advantages far apart, every token but the first sampled."""
+    number = torch.arange(32, dtype=torch.float64).view(4, 8)
+    mask, logp = number % 8 > 0, -scale * (number * 7 % 32)
+    adv = torch.where(number * 5 % 3 > 0, scale, -scale)
+    return Batch(mask.long(), mask, logp, logp, logp, adv, ~mask & mask), torch.arange(8).view(4, 2)
+
+
+def check_full_support(choose: Choose, temperature: float, accept_bias: bool) -> None:
+    """Raise ValueError unless `choose`, its knobs bound, draws from softmax(logits / temperature), the trainer's.
+
+    The policy gradient and every importance ratio are about that distribution. A sampler that cuts its tail (top-p,
+    top-k, min-p), draws at another temperature or always takes the likeliest token samples from a policy other than
+    the one that the trainer differentiates. Found by drawing from a few known distributions; `accept_bias` skips it.
+    """
+    if accept_bias:
+        return
+    wrong = next(filter(None, (odd_draws(choose, logits, count, temperature) for logits, count in KNOWN)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"choose: {wrong}, wanted draws from softmax(logits / {temperature:g}) while training, or the gradient is "
+            "that of another policy: train.train.choose = @sampling.categorical, or train.train.accept_bias = True to "
+            "train all the same"
+        )
+
+
+# Logits and how often to draw from them: a few tokens, drawn often enough to count each; a steep slope, where any min-p
+# cuts a tail; nearly even ones over a large vocabulary, where any top-k does.
+KNOWN = ((torch.linspace(-1, 1, 8), 4096), (torch.linspace(-20, 0, 64), 64), (torch.linspace(0, 1, 2**16), 64))
+EIGHTS = 8  # of each vocabulary, to count draws in
+
+
+def odd_draws(choose: Choose, logits: Tensor, count: int, temperature: float) -> str | None:
+    """What is wrong with `count` draws at evenly spaced u, if they are not from softmax(logits / temperature)."""
+    u = (torch.arange(count) + 0.5) / count
+    token, logp = choose(logits.expand(count, -1), u)
+    true = torch.log_softmax(logits.double() / temperature, dim=-1)
+    off = float((logp - true[token]).abs().nan_to_num(torch.inf).max())
+    if off > 1e-4 + 1e-6 * float(logits.abs().max()) / temperature:  # float32 rounds logits / temperature
+        return f"got log-probabilities up to {off:.2g} nats off"
+    wanted = true.exp().reshape(EIGHTS, -1).sum(-1) * count
+    seen = torch.bincount(token, minlength=len(logits)).reshape(EIGHTS, -1).sum(-1)
+    far = (seen - wanted).abs() > 3 + 5 * wanted.sqrt()
+    if far.any():
+        i = int(far.nonzero()[0, 0])
+        return f"got tokens of probability {float(wanted[i]) / count:.2g} drawn {int(seen[i])} times in {count}"
+    return None
+
+
+def check_stale(objective: Objective, old_logp: OldLogp, max_staleness: int) -> None:
+    """Raise ValueError when samples of an older policy may come and nothing in the objective corrects for that.
+
+    Something does when the learning signal moves with logp_sampled: a correction, the ratio where logp_old is the
+    sampler's, a loss around the sampler (dppo_tv). KL and bonus are left out of the question.
+    """
+    if max_staleness > 0 and len({probed(objective, old_logp, gap).signal for gap in GAPS}) == 1:
+        raise ValueError(
+            f"max_staleness: got {max_staleness} with an objective that does not ask how likely the sampler found its "
+            "samples, so stale ones would be learned from as if they were fresh: wanted max_staleness 0, or "
+            "train.train.old_logp = @step.recomputed and "
+            "objective.policy_objective.correct = @importance.truncated"
+        )
+
+
+def check_correction(objective: Objective, old_logp: OldLogp) -> None:
+    """Raise ValueError for a correction that can correct nothing, as it compares the sampler with itself.
+
+    That is one that gives weights other than 1 to samples of another policy when the trainer's log-probs are logp_old,
+    and never with the `old_logp` there is.
+    """
+    able, does = (any(probed(objective, f, gap).corrected for gap in GAPS) for f in (recomputed, old_logp))
+    if able and not does:
+        raise ValueError(
+            "correct: got a correction by logp_old - logp_sampled and an old_logp that is logp_sampled itself, so "
+            "every weight is 1: wanted train.train.old_logp = @step.recomputed, or "
+            "objective.policy_objective.correct = @importance.none"
+        )
+
+
+GAPS = (0.0, 0.1, -0.1, 1.0, -1.0, 20.0, -20.0)  # logp - logp_sampled, nats: within any clip or mask, and beyond
+
+
+class Probed(NamedTuple):
+    """What an objective makes of a few samples."""
+
+    signal: tuple[float, ...]  # on each sampled token
+    corrected: bool  # whether some weight is not 1
+
+
+class Trainer(NamedTuple):
+    """A policy that says the same of every rollout, and can do nothing else."""
+
+    now: Tensor
+
+    def logp(self, rollout: Rollout) -> Tensor:
+        return self.now
+
+    def reference(self, rollout: Rollout) -> None:
+        return None
+
+    def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
+        raise NotImplementedError
+
+    def expect(self, parts: int) -> None:
+        raise NotImplementedError
+
+    def update(self) -> dict[str, float]:
+        raise NotImplementedError
+
+
+def probed(objective: Objective, old_logp: OldLogp, gap: float) -> Probed:
+    """Two samples, one good and one bad, which the sampler found exp(-gap) times as likely as the trainer does.
+
+    Both gains are 0, which leaves the corrected token loss.
+    """
+    mask = torch.tensor([[False, True, True], [False, True, True]])
+    now = torch.full((2, 3), -30.0, dtype=torch.float64)  # so far down that no gap makes a probability above 1
+    rollout = Rollout(mask.long(), mask, now - gap, ~mask[:, 1], ("", ""))
+    old = old_logp(Trainer(now), rollout)
+    adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(now)
+    batch = Batch(mask.long(), mask, rollout.logp_sampled, old, now, adv, torch.zeros_like(mask))
+    loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(0.0, 0.0))
+    signal, seen = grad(loss, has_aux=True)(Scores(now, torch.ones_like(now)))
+    weight = seen.get("correction", torch.ones_like(now))
+    return Probed(tuple(signal.logp[mask].tolist()), bool((weight != 1)[mask].any()))

@@ -1,0 +1,286 @@
+"""Invariants of every advantage function, and the formulas of the papers."""
+
+import math
+import statistics
+from itertools import combinations, pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from catalogue import bound, each
+from hypothesis import assume, given
+from profiles import profile, quarter
+from torch import Tensor
+
+from grpo_fn.algo import advantage
+from grpo_fn.testing import advantages, groups
+
+ALL = bound(advantage, "reward", "valid")
+ZERO_SUM = {"group_normalized", "centered", "leave_one_out", "pass_at_k", "max_rl"}
+SHIFT_INVARIANT = {"group_normalized", "centered", "leave_one_out", "leave_one_out_normalized"}
+SCALE_INVARIANT = {"group_normalized", "leave_one_out_normalized"}  # as eps -> 0
+SCALE_EQUIVARIANT = {"centered", "leave_one_out"}
+# The largest |A| of n valid samples, whatever their rewards; those not here are as large as the rewards' range.
+BOUND = {
+    "group_normalized": lambda n, ddof, **_: math.sqrt((n - 1) * (n - ddof) / n),
+    "leave_one_out_normalized": lambda n, **_: n / math.sqrt(n - 1),
+    "pass_at_k": lambda n, k, **_: math.sqrt(max(0.0, n / k - 1)),
+    "max_rl": lambda n, **_: n - 1,
+}
+
+number = st.floats(-100, 100, width=32)
+
+
+def group(rewards, valid=None) -> tuple[Tensor, Tensor]:
+    value = torch.tensor(rewards, dtype=torch.float64)
+    return value, torch.ones(len(rewards), dtype=torch.bool) if valid is None else torch.tensor(valid)
+
+
+@st.composite
+def spread_out(draw):
+    """A fully valid group whose rewards differ by enough to speak of a scale."""
+    rewards = draw(st.lists(number, min_size=2, max_size=8))
+    assume(max(rewards) - min(rewards) > 1)
+    return group(rewards)
+
+
+def close(got: Tensor, wanted: Tensor, tol: float = 1e-9) -> None:
+    torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+
+
+@each(ALL)
+@pytest.mark.parametrize("invariant", advantages.INVARIANTS, ids=lambda invariant: invariant.__name__)
+def test_holds_what_every_advantage_holds(f, invariant):
+    with profile(max_examples=quarter()):
+        invariant(f, number)
+
+
+@each(ALL)
+def test_constant_group_is_exactly_zero_whatever_float32_holds(f):
+    """The ulp between sum/G and R, divided by a tiny std, is a fault peers have."""
+    advantages.constant_group_is_exactly_zero(f, st.floats(width=32, allow_nan=False, allow_infinity=False))
+
+
+def test_the_naive_formula_fails_on_a_constant_group():
+    """Why the test above is worth having: 0.1 in float32, by the formula as written."""
+    faults = [(r - r.mean()) / (r.std() + 1e-9) for n in range(2, 65) if (r := torch.full((n,), 0.1)).shape]
+    assert any((a != 0).any() for a in faults)
+
+
+@each(ALL)
+@pytest.mark.parametrize("valid", [[True], [False], [False, True, False], [False] * 4])
+def test_one_sample_or_none_has_nothing_to_compare_with(f, valid):
+    reward = torch.full((len(valid),), math.nan)
+    reward[torch.tensor(valid)] = 0.7
+    assert (f(reward, torch.tensor(valid)) == 0).all()
+
+
+@each(ALL, only=ZERO_SUM)
+@given(groups())
+def test_sums_to_zero(f, g):
+    out = f(*g)
+    assert abs(out.sum().item()) <= 1e-9 * (1 + out.abs().max().item())
+
+
+@each(ALL, only=SHIFT_INVARIANT)
+@given(spread_out(), number)
+def test_shifting_every_reward_changes_nothing(f, g, shift):
+    reward, valid = g
+    close(f(reward + shift, valid), f(reward, valid))
+
+
+@each(ALL, only=SCALE_EQUIVARIANT)
+@given(groups(), st.floats(1e-3, 1e3))
+def test_scaling_every_reward_scales_the_advantages(f, g, scale):
+    reward, valid = g
+    close(f(reward * scale, valid), f(reward, valid) * scale)
+
+
+@each(ALL, only=SCALE_INVARIANT)
+@given(spread_out(), st.floats(1, 1e6))
+def test_scaling_every_reward_changes_nothing_but_eps(f, g, scale):
+    """std is at least 0.3 here, so eps may move an advantage by its ratio to that and no more."""
+    reward, valid = g
+    before = f(reward, valid)
+    assert ((f(reward * scale, valid) - before).abs() <= before.abs() * f.keywords["eps"] / 0.25 + 1e-9).all()
+
+
+@each(ALL, only=SCALE_INVARIANT)
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e30])
+def test_squares_neither_overflow_nor_vanish_in_float32(f, scale):
+    """eps is taken along with the unit, so only the arithmetic is on trial."""
+    base = torch.tensor([0.0, 1.0, 1.0, 3.0])
+    valid = torch.ones(4, dtype=torch.bool)
+    knobs = {**f.keywords, "eps": f.keywords["eps"] * scale}
+    close(f.func(base * scale, valid, **knobs), f(base, valid), 1e-5)
+
+
+@each(ALL, only={"group_normalized"})
+@given(spread_out())
+def test_has_unit_std(f, g):
+    ddof = f.keywords["ddof"]
+    assert abs(f(*g).std(correction=ddof).item() - 1) < 1e-3
+
+
+@given(groups())
+def test_leave_one_out_is_n_over_n_minus_one_times_centered(g):
+    n = int(g[1].sum())
+    close(advantage.leave_one_out(*g), advantage.centered(*g) * (n / (n - 1) if n > 1 else 0.0))
+
+
+@given(st.lists(number, min_size=2, max_size=8))
+def test_formulas_as_scalar_loops(rewards):
+    r, v = group(rewards)
+    n, mean = len(rewards), statistics.fmean(rewards)
+    others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(n)]
+    close(advantage.centered(r, v), group([x - mean for x in rewards])[0])
+    close(advantage.leave_one_out(r, v), group([x - o for x, o in zip(rewards, others, strict=True)])[0])
+    for ddof, std in ((0, statistics.pstdev(rewards)), (1, statistics.stdev(rewards))):
+        got = advantage.group_normalized(r, v, eps=1e-4, ddof=ddof)
+        close(got, group([(x - mean) / (std + 1e-4) for x in rewards])[0], 1e-7)
+
+
+def test_golden_group():
+    """Rewards 1, 0, 0, 1, 0: mean 0.4, sample std sqrt(0.3)."""
+    r, v = group([1.0, 0.0, 0.0, 1.0, 0.0])
+    s = math.sqrt(0.3)
+    wanted = group([0.6 / s, -0.4 / s, -0.4 / s, 0.6 / s, -0.4 / s])[0]
+    close(advantage.group_normalized(r, v, eps=0.0, ddof=1), wanted, 1e-12)
+    close(advantage.leave_one_out(r, v), group([0.75, -0.5, -0.5, 0.75, -0.5])[0], 1e-12)
+
+
+@each(ALL, only=set(BOUND))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@given(groups(least=2), st.sampled_from([1.0, 1e-30, 1e-6, 1e6]))
+def test_advantages_stay_bounded_whatever_the_rewards(f, dtype, g, unit):
+    reward, valid = g
+    n = int(valid.sum())
+    if n > 1:
+        limit = BOUND[f.func.__name__](n, **f.keywords)
+        assert f((reward * unit).to(dtype), valid).abs().max() <= limit * (1 + 1e-5)
+
+
+@each(ALL, only=set(BOUND))
+@given(st.floats(0.0, 100, width=32), st.integers(2, 64), st.integers(1, 3))
+def test_rewards_that_differ_by_rounding_alone_stay_bounded(f, value, size, ulps):
+    """The std of such a group is pure rounding, and eps may be far below it."""
+    reward = torch.full((size,), value, dtype=torch.float32)
+    for _ in range(ulps):
+        reward[0] = torch.nextafter(reward[0], torch.tensor(torch.inf))
+    limit = BOUND[f.func.__name__](size, **f.keywords)
+    assert f(reward, torch.ones(size, dtype=torch.bool)).abs().max() <= limit * (1 + 1e-5)
+
+
+@each(ALL, only={"centered", "leave_one_out"})
+@given(groups(least=2))
+def test_differences_are_no_larger_than_the_range_of_the_rewards(f, g):
+    reward, valid = g
+    if valid.any():
+        assert f(reward, valid).abs().max() <= (reward[valid].max() - reward[valid].min()) * (1 + 1e-12)
+
+
+def leave_one_out_std_as_written(reward: Tensor) -> Tensor:
+    """The others' mean and sample std from sums of rewards and of their squares, as one peer computes them."""
+    n = len(reward) - 1
+    # One after the other: how a product adds them up differs from processor to processor.
+    mean, square = (
+        torch.stack([sum(x[others]) for others in ~torch.eye(n + 1, dtype=torch.bool)]) / n for x in (reward, reward**2)
+    )
+    std = ((square - mean**2) * n / (n - 1)).sqrt().nan_to_num(0)
+    return torch.where(std > 0, (reward - mean) / (std + 1e-6), reward - mean)
+
+
+def test_one_sample_that_differs_from_equal_others_is_no_catastrophe():
+    """Leave-one-out in mean and std, float32: the others' std is 0, or what rounding leaves of it."""
+    reward = torch.tensor([2.0] + [0.3] * 7)
+    assert leave_one_out_std_as_written(reward)[0] > 10_000
+    for ddof in (0, 1):
+        out = advantage.leave_one_out_normalized(reward, torch.ones(8, dtype=torch.bool), eps=1e-6, ddof=ddof)
+        assert out.abs().max() <= 8 / math.sqrt(7)
+        assert out[0] == out.max() > 2.5
+
+
+@given(st.lists(number, min_size=3, max_size=8).filter(lambda x: max(x) - min(x) > 1), st.sampled_from([0, 1]))
+def test_leave_one_out_normalized_as_a_scalar_loop(rewards, ddof):
+    r, v = group(rewards)
+    n, std = len(rewards), (statistics.stdev if ddof else statistics.pstdev)
+    whole = std(rewards)
+    rest = [rewards[:i] + rewards[i + 1 :] for i in range(n)]
+    wanted = [(x - statistics.fmean(o)) / (max(std(o), whole) + 1e-4) for x, o in zip(rewards, rest, strict=True)]
+    close(advantage.leave_one_out_normalized(r, v, eps=1e-4, ddof=ddof), group(wanted)[0], 1e-7)
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 5))
+def test_pass_at_k_as_published(won, lost, k):
+    """Equations for R-bar, sigma and both advantages with binomials, and with all groups of k drawn and scored."""
+    n = won + lost
+    rewards = [1.0] * won + [0.0] * lost
+    got = advantage.pass_at_k(*group(rewards), k=k, threshold=1.0).tolist()
+    mean = 1 - math.comb(lost, k) / math.comb(n, k) if n >= k else 1.0
+    if mean == 1 or n < k:
+        assert got == [0.0] * n
+        return
+    sigma = math.sqrt(mean * (1 - mean))
+    good = (1 - mean) / sigma
+    bad = (1 - mean - math.comb(lost - 1, k - 1) / math.comb(n - 1, k - 1)) / sigma
+    assert got == pytest.approx([good] * won + [bad] * lost, rel=1e-9)
+    drawn = [(max(rewards[i] for i in c), c) for c in combinations(range(n), k)]
+    of = [[(best - mean) / sigma for best, c in drawn if i in c] for i in range(n)]
+    assert got == pytest.approx([statistics.fmean(x) for x in of], rel=1e-9, abs=1e-12)
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=9))
+def test_pass_at_one_is_group_normalized(rewards):
+    r, v = group(rewards)
+    close(advantage.pass_at_k(r, v, k=1, threshold=1.0), advantage.group_normalized(r, v, eps=0.0, ddof=0))
+
+
+def test_pass_at_k_turns_away_from_problems_that_are_solved():
+    """More solved samples, less to learn, none when any k samples hold a solved one."""
+    size = [advantage.pass_at_k(*group([1.0] * c + [0.0] * (8 - c)), k=4, threshold=1.0).abs().max() for c in range(9)]
+    assert size[0] == 0
+    assert all(a > b for a, b in pairwise(size[1:6]))
+    assert size[5:] == [0] * 4
+
+
+@pytest.mark.parametrize("k", [0, -1])
+def test_pass_at_less_than_one_is_refused(k):
+    with pytest.raises(ValueError, match=f"k: got {k}, wanted at least 1"):
+        advantage.pass_at_k(*group([0.0, 1.0]), k=k, threshold=1.0)
+
+
+@given(st.lists(st.floats(0, 100, width=32), min_size=1, max_size=8))
+def test_max_rl_as_published_for_rewards_that_are_not_negative(rewards):
+    mean = statistics.fmean(rewards)
+    wanted = [(x - mean) / mean if mean else 0.0 for x in rewards]
+    close(advantage.max_rl(*group(rewards)), group(wanted)[0])
+
+
+@given(st.floats(0.01, 0.99), st.integers(2, 9))
+def test_max_rl_climbs_the_log_of_the_success_rate_up_to_the_group_size(p, n):
+    """All outcomes of n coins of chance p = sigmoid(theta): grad log of a head is 1 - p, of a tail -p."""
+
+    def expected(f):
+        total = 0.0
+        for heads in range(n + 1):
+            adv = f(*group([1.0] * heads + [0.0] * (n - heads)))
+            slope = (adv[:heads].sum() * (1 - p) - adv[heads:].sum() * p).item() / n
+            total += math.comb(n, heads) * p**heads * (1 - p) ** (n - heads) * slope
+        return total
+
+    grad_p = p * (1 - p)
+    assert expected(advantage.max_rl) == pytest.approx(sum((1 - p) ** (k - 1) * grad_p for k in range(1, n)))
+    assert expected(advantage.centered) == pytest.approx(grad_p * (n - 1) / n)
+    assert expected(advantage.leave_one_out) == pytest.approx(grad_p)
+
+
+@given(groups(), st.floats(1e-3, 1e3))
+def test_max_rl_does_not_mind_the_unit_of_the_reward(g, scale):
+    reward, valid = g
+    close(advantage.max_rl(reward * scale, valid), advantage.max_rl(reward, valid))
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e30, 1e37])
+def test_max_rl_of_tiny_and_huge_rewards_in_float32(scale):
+    reward = torch.tensor([0.0, 1.0, 1.0, 2.0]) * scale
+    close(advantage.max_rl(reward, torch.ones(4, dtype=torch.bool)), torch.tensor([-1.0, 0.0, 0.0, 1.0]), 1e-5)

@@ -1,0 +1,281 @@
+"""Invariants of every credit function: an advantage for each token of a step."""
+
+import math
+import statistics
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import GARBAGE
+from catalogue import bound, each
+from hypothesis import given, settings
+from strategies import masks, tensors
+from torch import Tensor
+
+from grpo_fn.algo import advantage, credit
+from grpo_fn.core.types import Reward
+
+ALL = bound(credit, "reward", "drift", "mask")
+WITH_BETA = {"outcome_minus_kl", "reward_to_go"}
+WHITENED = {"token_whitened", "row_whitened"}
+COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))  # of each function at each setting
+eighths = st.integers(-24, 24).map(lambda n: n / 8)  # sums of them are exact, in float32 too
+
+Step = tuple[Reward, Tensor, Tensor]  # reward, drift [P G T], mask [P G T]
+
+
+@st.composite
+def steps(draw) -> Step:
+    """Rewards, drift and mask of P prompts with G samples of T tokens; rows without a token and invalid ones too."""
+    p, g, t = (draw(st.integers(1, 3)) for _ in range(3))
+    numbers = st.one_of(eighths, st.sampled_from([0.0, 1.0]))
+    same = draw(masks((p, 1)))  # groups of one reward
+    value = draw(tensors((p, g), numbers))
+    value = torch.where(same, value[:, :1], value)
+    parts = {name: draw(tensors((p, g), numbers)) for name in ("correct", "boxed")}
+    return Reward(value, draw(masks((p, g))), parts), draw(tensors((p, g, t), eighths)), draw(masks((p, g, t)))
+
+
+def run(f, step: Step) -> Tensor:
+    return f(*step)
+
+
+def counted(step: Step) -> Tensor:
+    return step[2] & step[0].valid[..., None]
+
+
+def spoiled(step: Step, garbage: float) -> Step:
+    """Garbage in the drift where nothing was sampled, and in the rewards of samples that could not be scored."""
+    reward, drift, mask = step
+    value, *parts = (torch.where(reward.valid, x, garbage) for x in (reward.value, *reward.parts.values()))
+    named = dict(zip(reward.parts, parts, strict=True))
+    return Reward(value, reward.valid, named), torch.where(mask, drift, garbage), mask
+
+
+def cast(step: Step, dtype: torch.dtype) -> Step:
+    reward, drift, mask = step
+    parts = {name: x.to(dtype) for name, x in reward.parts.items()}
+    return Reward(reward.value.to(dtype), reward.valid, parts), drift.to(dtype), mask
+
+
+def close(got: Tensor, wanted: Tensor, tol: float = 1e-9) -> None:
+    torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+
+
+def outcomes(value, valid=None, length=None) -> Step:
+    """A step in which row b has length[b] sampled tokens and nothing drifted."""
+    value = torch.tensor(value)
+    valid = torch.ones_like(value, dtype=torch.bool) if valid is None else torch.tensor(valid)
+    length = torch.ones_like(value).int() if length is None else torch.tensor(length)
+    mask = torch.arange(int(length.max())) < length[..., None]
+    return Reward(value, valid, {"correct": value, "boxed": value}), torch.zeros(mask.shape), mask
+
+
+# -- what holds for each of them
+
+
+@each(ALL)
+@COSTLY
+@given(steps())
+def test_every_sampled_token_of_a_valid_sample_gets_a_finite_advantage_and_the_rest_zero(f, step):
+    adv = run(f, step)
+    assert adv.shape == step[2].shape
+    assert adv.dtype == step[0].value.dtype
+    assert adv.isfinite().all()
+    assert (adv[~counted(step)] == 0).all()
+
+
+@each(ALL)
+@COSTLY
+@given(steps(), st.sampled_from(GARBAGE))
+def test_what_was_not_sampled_or_not_scored_has_no_say(f, step, garbage):
+    assert torch.equal(run(f, spoiled(step, garbage)), run(f, step))
+
+
+@each(ALL)
+@COSTLY
+@given(steps(), st.randoms(use_true_random=False))
+def test_the_order_of_prompts_does_not_matter(f, step, random):
+    reward, drift, mask = step
+    order = list(range(len(drift)))
+    random.shuffle(order)
+    parts = {name: x[order] for name, x in reward.parts.items()}
+    shuffled = Reward(reward.value[order], reward.valid[order], parts), drift[order], mask[order]
+    close(run(f, shuffled), run(f, step)[order])
+
+
+@each(ALL)
+@COSTLY
+@given(steps(), st.integers(1, 3))
+def test_padding_columns_change_nothing(f, step, extra):
+    reward, drift, mask = step
+    wide = (torch.nn.functional.pad(x, (0, extra), value=v) for x, v in ((drift, math.nan), (mask, False)))
+    adv = run(f, (reward, *wide))
+    close(adv[..., :-extra], run(f, step))
+    assert (adv[..., -extra:] == 0).all()
+
+
+@each(ALL)
+@COSTLY
+@given(steps())
+def test_float32_gives_what_float64_gives(f, step):
+    low = run(f, cast(step, torch.float32))
+    assert low.dtype == torch.float32
+    close(low.double(), run(f, cast(step, torch.float64)), 1e-4)
+
+
+@each(ALL)
+@COSTLY
+@given(steps(), st.floats(-100, 100, width=32))
+def test_a_step_of_equal_rewards_that_did_not_drift_is_exactly_zero_in_float32(f, step, value):
+    """But for reward_to_go by itself, which compares with nobody: there each token has the reward."""
+    reward, drift, mask = cast(step, torch.float32)
+    equal = torch.full_like(reward.value, value)
+    step = Reward(equal, reward.valid, dict.fromkeys(reward.parts, equal)), torch.zeros_like(drift), mask
+    wanted = torch.where(counted(step), value, 0.0) if f.func is credit.reward_to_go else torch.zeros_like(drift)
+    assert torch.equal(run(f, step), wanted)
+
+
+@each(ALL)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_valid_reward_that_is_not_finite_shows(f, bad):
+    """No silent zero: the seam to the batch refuses what is not finite."""
+    step = outcomes([[0.0, bad, 1.0], [1.0, 0.0, 1.0]])
+    assert not run(f, step).isfinite().all()
+
+
+@each(ALL, only=WITH_BETA)
+@COSTLY
+@given(steps(), st.floats(-2, 2))
+def test_where_nothing_drifted_beta_does_not_matter(f, step, beta):
+    reward, drift, mask = step
+    still = reward, torch.zeros_like(drift), mask
+    assert torch.equal(run(partial(f, beta=beta), still), run(f, still))
+
+
+@each(ALL, only=set(dict.fromkeys(name.split("(")[0] for name in ALL)) - WITH_BETA - WHITENED)
+@COSTLY
+@given(steps())
+def test_only_what_names_beta_looks_at_the_drift(f, step):
+    reward, drift, mask = step
+    assert torch.equal(run(f, (reward, drift + 1, mask)), run(f, step))
+
+
+# -- formulas
+
+
+@given(steps(), st.sampled_from([0.0, 0.3, -1.0]))
+def test_the_kl_of_a_sample_is_a_part_of_its_reward(step, beta):
+    reward, drift, mask = step
+    adv = run(partial(credit.outcome_minus_kl, advantage=advantage.leave_one_out, beta=beta), step)
+    for p in range(len(drift)):
+        value = [
+            reward.value[p, g].item() - beta * sum(drift[p, g][mask[p, g]].tolist()) for g in range(drift.shape[1])
+        ]
+        wanted = advantage.leave_one_out(torch.tensor(value, dtype=torch.float64), reward.valid[p])
+        close(adv[p], torch.where(mask[p], wanted[:, None], 0.0))
+
+
+@given(steps(), st.sampled_from([0.0, 0.3, -1.0]))
+def test_reward_to_go_as_a_scalar_loop(step, beta):
+    reward, drift, mask = step
+    adv = run(partial(credit.reward_to_go, beta=beta), step)
+    for p, g, t in counted(step).nonzero().tolist():
+        to_come = sum(drift[p, g, s].item() for s in range(t, drift.shape[2]) if mask[p, g, s])
+        assert adv[p, g, t].item() == pytest.approx(reward.value[p, g].item() - beta * to_come)
+
+
+@given(steps(), st.floats(-2, 2), st.floats(-2, 2))
+def test_parts_are_compared_one_by_one_and_then_weighed(step, a, b):
+    reward, _, mask = step
+    normalized = partial(advantage.group_normalized, eps=1e-4, ddof=1)
+    adv = run(partial(credit.per_part, advantage=normalized, weights={"correct": a, "boxed": b}), step)
+    for p in range(len(mask)):
+        one, two = (normalized(reward.parts[name][p], reward.valid[p]) for name in ("correct", "boxed"))
+        close(adv[p], torch.where(mask[p], (a * one + b * two)[:, None], 0.0))
+
+
+def test_what_the_sum_of_rewards_hides_its_parts_show():
+    """Two rewards of two samples, (0, 1) or (0, 2) in all: GDPO's example, arXiv:2601.05242, section 3.1."""
+    normalized = partial(advantage.group_normalized, eps=0.0, ddof=1)
+    correct, boxed = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    reward = Reward(correct + boxed, torch.ones(2, 2, dtype=torch.bool), {"correct": correct, "boxed": boxed})
+    step = reward, torch.zeros(2, 2, 1), torch.ones(2, 2, 1, dtype=torch.bool)
+    half = math.sqrt(0.5)
+    summed = run(partial(credit.outcome, advantage=normalized), step)[..., 0]
+    apart = run(partial(credit.per_part, advantage=normalized, weights={"correct": 1.0, "boxed": 1.0}), step)[..., 0]
+    close(summed, torch.tensor([[-half, half], [-half, half]]), 1e-6)
+    close(apart, torch.tensor([[-half, half], [-2 * half, 2 * half]]), 1e-6)
+
+
+@pytest.mark.parametrize("weights", [{"correct": 1.0, "style": 1.0}, {}])
+def test_weights_of_parts_that_there_are_not_are_refused(weights):
+    with pytest.raises(ValueError, match=r"weights: got .* wanted some of \['boxed', 'correct'\]"):
+        run(partial(credit.per_part, advantage=advantage.centered, weights=weights), outcomes([[0.0, 1.0]]))
+
+
+def whitened(numbers: list[float], eps: float) -> list[float]:
+    mean, std = statistics.fmean(numbers), statistics.pstdev(numbers)
+    return [(x - mean) / (std + eps) for x in numbers]
+
+
+@given(steps(), st.sampled_from([1e-4, 1e-9]))
+def test_token_whitened_standardises_the_tokens_of_the_step(step, eps):
+    inner = partial(credit.reward_to_go, beta=0.3)
+    plain, adv = (run(f, step)[counted(step)] for f in (inner, partial(credit.token_whitened, credit=inner, eps=eps)))
+    if len(plain) and float(plain.std(correction=0)) > 1e-6:
+        close(adv, torch.tensor(whitened(plain.tolist(), eps), dtype=torch.float64))
+
+
+@given(steps(), st.sampled_from([1e-4, 1e-9]))
+def test_row_whitened_standardises_the_rows_of_the_step(step, eps):
+    inner = partial(credit.outcome, advantage=advantage.centered)
+    plain, adv = (run(f, step) for f in (inner, partial(credit.row_whitened, credit=inner, eps=eps)))
+    rows = counted(step).any(-1)
+    numbers = [plain[p, g][step[2][p, g]][0].item() for p, g in rows.nonzero().tolist()]
+    if not numbers or statistics.pstdev(numbers) < 1e-6:
+        return
+    for (p, g), wanted in zip(rows.nonzero().tolist(), whitened(numbers, eps), strict=True):
+        assert adv[p, g][step[2][p, g]].tolist() == pytest.approx([wanted] * int(step[2][p, g].sum()), abs=1e-9)
+
+
+def test_a_long_row_weighs_more_among_tokens_and_not_among_rows():
+    """Rewards 1 and 0 of 3 and 1 tokens: the token mean is 3/4, the row mean 1/2."""
+    step = outcomes([[1.0, 0.0]], length=[[3, 1]])
+    inner = partial(credit.reward_to_go, beta=0.0)
+    tokens, rows = (run(partial(f, credit=inner, eps=0.0), step) for f in (credit.token_whitened, credit.row_whitened))
+    close(tokens[0, :, 0], torch.tensor([0.25, -0.75]) / math.sqrt(3 / 16), 1e-6)
+    close(rows[0, :, 0], torch.tensor([1.0, -1.0]), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        partial(credit.outcome, advantage=advantage.centered),
+        partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-6, ddof=1)),
+        partial(
+            credit.per_part,
+            advantage=partial(advantage.group_normalized, eps=1e-6, ddof=1),
+            weights={"correct": 1.0, "boxed": 0.3},
+        ),
+    ],
+    ids=["centered", "group_normalized", "per_part"],
+)
+@given(
+    st.lists(st.lists(st.floats(-10, 10, width=32), min_size=5, max_size=5), min_size=1, max_size=6),
+    st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=40),
+)
+def test_row_whitened_leaves_groups_without_signal_at_exactly_zero_in_float32(inner, lively, silent):
+    """The mean of advantages that cancel out is 0 but for rounding, which must not look like a signal."""
+    step = outcomes([*lively, *([x] * 5 for x in silent)])
+    adv = run(partial(credit.row_whitened, credit=inner, eps=1e-6), step)
+    assert (adv[len(lively) :] == 0).all()
+    spread = run(inner, step).abs().amax((1, 2)) > 1e-3
+    assert adv[spread].abs().amax((1, 2)).gt(0).all()
+
+
+def test_the_textbook_whitening_does_not():
+    """Why the test above is worth having: one lively group and a silent one, in float32, as written."""
+    adv = run(partial(credit.outcome, advantage=advantage.centered), outcomes([[0.1, 0.7, 0.3], [0.5] * 3]))
+    assert ((adv - adv.mean()) / (adv.std() + 1e-6))[1].any()

@@ -1,0 +1,372 @@
+"""Invariants of every correction, their formulas as loops over plain numbers, and what each of them estimates."""
+
+import math
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import GARBAGE, batches, padded, row_of, rows, spoiled
+from catalogue import bound, each
+from hypothesis import given, settings
+from profiles import quarter
+from torch import Tensor
+from torch.func import grad, jacrev, vmap
+
+from grpo_fn.algo import importance
+from grpo_fn.core.types import Batch
+
+ALL = bound(importance, "logp", "row")
+# Also knobs at the edges of what is allowed.
+EDGES = {
+    "truncated(cap=1)": partial(importance.truncated, cap=1.0),
+    "masked(low=0,high=inf)": partial(importance.masked, low=0.0, high=math.inf),
+    "masked(low=1,high=1)": partial(importance.masked, low=1.0, high=1.0),
+    "sequence_masked(low=1,high=1)": partial(importance.sequence_masked, low=1.0, high=1.0),
+    "off_policy_sequence_mask(delta=0)": partial(importance.off_policy_sequence_mask, delta=0.0),
+    "both(masked, sequence_masked)": partial(
+        importance.both,
+        weight=partial(importance.masked, low=0.5, high=5.0),
+        mask=partial(importance.sequence_masked, low=0.9, high=1.1),
+    ),
+}
+EVERY = {**ALL, **EDGES}
+BY_TOKEN = {"none", "truncated", "masked"}
+BY_THE_SAMPLER = {"truncated", "masked", "sequence_truncated", "sequence_masked"}
+IGNORE_THE_POLICY = {"none", *BY_THE_SAMPLER}
+COSTLY = settings(max_examples=quarter())
+FAR = st.sampled_from([0.5, 3.0, 20.0])
+
+
+def exactly(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def example(log_w: list[float], adv: float = -1.0, behind: list[float] | None = None) -> tuple[Tensor, Batch]:
+    """A row whose sampler is log_w below logp_old, and `behind` above the policy as it is now."""
+    log_w = torch.tensor(log_w, dtype=torch.float64)
+    sampled = torch.full_like(log_w, -3.0)
+    logp = sampled - (torch.zeros_like(log_w) if behind is None else torch.tensor(behind, dtype=torch.float64))
+    everything = torch.ones(len(log_w), dtype=torch.bool)
+    zero = torch.zeros_like(log_w)
+    return logp, Batch(everything.long(), everything, sampled, sampled + log_w, zero, zero + adv, ~everything)
+
+
+# -- what holds for each of them
+
+
+@each(EVERY)
+@COSTLY
+@given(rows(drift=0.0))
+def test_between_equal_policies_every_weight_is_exactly_one(f, row):
+    assert (f(*row) == 1).all()
+
+
+@each(EVERY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@COSTLY
+@given(rows(drift=20.0))
+def test_weights_are_finite_not_negative_and_one_where_nothing_was_sampled(f, dtype, row):
+    logp, row = row[0].to(dtype), Batch(*(x.to(dtype) if x.is_floating_point() else x for x in row[1]))
+    weight = f(logp, row)
+    assert weight.shape == logp.shape
+    assert weight.dtype == dtype
+    assert (weight.isfinite() & (weight >= 0)).all()
+    assert (weight[~row.mask] == 1).all()
+
+
+@each(EVERY)
+@COSTLY
+@given(rows(drift=3.0), st.sampled_from(GARBAGE))
+def test_what_is_behind_the_mask_has_no_say(f, row, garbage):
+    assert torch.equal(f(*spoiled(*row, garbage)), f(*row))
+
+
+@each(EVERY)
+@COSTLY
+@given(rows(drift=3.0), st.integers(1, 3))
+def test_padding_changes_nothing(f, row, extra):
+    wide = f(*padded(*row, extra))
+    exactly(wide[:-extra], f(*row))
+    assert (wide[-extra:] == 1).all()
+
+
+@each(EVERY)
+@COSTLY
+@given(batches(drift=3.0))
+def test_a_row_depends_on_itself_alone(f, data):
+    """vmapped over rows it gives each what it gets alone, also when B == T; and no row notices another's change."""
+    logp, batch = data
+    together = vmap(f)(logp, batch)
+    exactly(together, torch.stack([f(x, row_of(batch, b)) for b, x in enumerate(logp)]))
+    others = batch._replace(logp_sampled=batch.logp_sampled - 1, logp_old=batch.logp_old + 1, adv=-batch.adv)
+    mixed = Batch(*(torch.cat([x[:1], y[1:]]) for x, y in zip(batch, others, strict=True)))
+    exactly(vmap(f)(logp, mixed)[0], together[0])
+
+
+@each(EVERY)
+@COSTLY
+@given(rows(drift=3.0))
+def test_a_weight_is_a_constant_to_every_gradient(f, row):
+    """By torch.func and by autograd, also through the fields of the row: an objective may be built of the same leaf."""
+    logp, row = row
+    assert (grad(lambda x: f(x, row).sum())(logp) == 0).all()
+    assert (jacrev(lambda x: f(x, row._replace(logp_old=x, logp_sampled=x - 1)))(logp) == 0).all()
+    leaf = logp.clone().requires_grad_()
+    assert not (f(leaf, row._replace(logp_old=leaf)) * 1.0).requires_grad
+
+
+@each(EVERY)
+def test_policies_worlds_apart_stay_finite(f):
+    """A thousand nats, either way, in both dtypes: one nan would reach every weight of the model."""
+    for dtype in (torch.float32, torch.float64):
+        zero, mask = torch.zeros(2, dtype=dtype), torch.ones(2, dtype=torch.bool)
+        for gap in (-1e3, 1e3):
+            there = torch.tensor([0.0, gap], dtype=dtype)
+            for sampled, old in ((zero, there), (there, zero), (there, there)):
+                for adv in (-1.0, 1.0):
+                    row = Batch(mask.long(), mask, sampled, old, zero, zero + adv, ~mask)
+                    assert f(zero, row).isfinite().all()
+
+
+@each(EVERY)
+@COSTLY
+@given(rows(drift=20.0))
+def test_a_weight_is_within_its_knobs(f, row):
+    weight, knobs = f(*row)[row[1].mask], f.keywords
+    if "cap" in knobs:
+        assert (weight <= knobs["cap"]).all()
+    if "low" in knobs:
+        assert ((weight == 0) | ((weight >= knobs["low"]) & (weight <= knobs["high"]))).all()
+    if "delta" in knobs:
+        assert ((weight == 0) | (weight == 1)).all()
+
+
+@each(ALL, only=IGNORE_THE_POLICY)
+@COSTLY
+@given(rows(drift=3.0), st.floats(-5, 5))
+def test_a_weight_by_the_sampler_stays_the_same_from_update_to_update(f, row, moved):
+    assert torch.equal(f(row[0] + moved, row[1]), f(*row))
+
+
+@each(ALL, only=BY_THE_SAMPLER)
+@COSTLY
+@given(rows(drift=20.0))
+def test_a_weight_by_the_sampler_is_blind_to_the_advantage(f, row):
+    assert torch.equal(f(row[0], row[1]._replace(adv=-row[1].adv - 1)), f(*row))
+
+
+@each(ALL, only=BY_THE_SAMPLER)
+@COSTLY
+@given(rows(drift=3.0))
+def test_where_the_sampler_is_the_old_policy_there_is_nothing_to_correct(f, row):
+    """As with step.from_sampler, however far the policy has moved since."""
+    assert (f(row[0], row[1]._replace(logp_old=row[1].logp_sampled)) == 1).all()
+
+
+# -- the formulas, one number after the other
+
+
+def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], adv: list[float]) -> list[float]:
+    """The weights of a row's sampled tokens, from the equations."""
+    count = len(log_w)
+    w_s = math.exp(sum(log_w) / count)
+    drift = sum(behind) / count
+    weights = []
+    for t in range(count):
+        w = math.exp(log_w[t])
+        if name == "none":
+            weights.append(1.0)
+        elif name == "truncated":
+            weights.append(w if w <= knobs["cap"] else knobs["cap"])
+        elif name == "masked":
+            weights.append(w if knobs["low"] <= w <= knobs["high"] else 0.0)
+        elif name == "sequence_truncated":
+            weights.append(w_s if w_s <= knobs["cap"] else knobs["cap"])
+        elif name == "sequence_masked":
+            weights.append(w_s if knobs["low"] <= w_s <= knobs["high"] else 0.0)
+        elif name == "off_policy_sequence_mask":
+            weights.append(0.0 if adv[t] < 0 and drift > knobs["delta"] else 1.0)
+        elif name == "both":
+            inner, outer = knobs["weight"], knobs["mask"]
+            kept = reference(outer.func.__name__, outer.keywords, log_w, behind, adv)[t]
+            weights.append(reference(inner.func.__name__, inner.keywords, log_w, behind, adv)[t] if kept else 0.0)
+        else:
+            raise LookupError(f"got no loop of {name}, wanted one here")
+    return weights
+
+
+def near_an_edge(log_w: list[float], behind: list[float], knobs: dict) -> bool:
+    """Whether rounding may decide: a value within 1e-9 of a threshold."""
+    knobs = {k: v for f in (knobs.get("weight"), knobs.get("mask")) if f for k, v in f.keywords.items()} or knobs
+    w = [*log_w, sum(log_w) / len(log_w)]
+    edges = [math.log(knobs[k]) for k in ("cap", "low", "high") if knobs.get(k) and math.isfinite(knobs[k])]
+    drifts = [abs(sum(behind) / len(behind) - knobs["delta"])] if "delta" in knobs else []
+    return any(abs(x - edge) < 1e-9 for x in w for edge in edges) or any(d < 1e-9 for d in drifts)
+
+
+@each(EVERY)
+@COSTLY
+@given(FAR.flatmap(lambda drift: rows(drift=drift)))
+def test_formulas_as_scalar_loops(f, row):
+    logp, row = row
+    here = row.mask.nonzero()[:, 0].tolist()
+    if not here:
+        return
+    log_w = (row.logp_old - row.logp_sampled)[here].tolist()
+    behind = (row.logp_sampled - logp)[here].tolist()
+    if near_an_edge(log_w, behind, f.keywords):
+        return
+    wanted = reference(
+        f.func.__name__ if isinstance(f, partial) else f.__name__, f.keywords, log_w, behind, row.adv[here].tolist()
+    )
+    assert f(logp, row)[here].tolist() == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("f", "row", "wanted"),
+    [
+        (importance.none, example([2.0, -2.0]), [1.0, 1.0]),
+        (partial(importance.truncated, cap=2.0), example([math.log(1.5), 1.0, -1.0]), [1.5, 2.0, math.exp(-1)]),
+        (
+            partial(importance.masked, low=0.5, high=5.0),
+            example([math.log(4), math.log(6), math.log(0.6), math.log(0.4)]),
+            [4.0, 0.0, 0.6, 0.0],
+        ),
+        (partial(importance.sequence_truncated, cap=2.0), example([math.log(8), math.log(2)]), [2.0, 2.0]),
+        (partial(importance.sequence_truncated, cap=5.0), example([math.log(8), math.log(2)]), [4.0, 4.0]),
+        (partial(importance.sequence_masked, low=0.5, high=3.0), example([math.log(8), math.log(2)]), [0.0, 0.0]),
+        (partial(importance.sequence_masked, low=0.5, high=4.5), example([math.log(8), math.log(2)]), [4.0, 4.0]),
+        (
+            partial(importance.off_policy_sequence_mask, delta=0.5),
+            example([0.0, 0.0], adv=-1.0, behind=[1.2, 0.0]),
+            [0.0, 0.0],
+        ),
+        (
+            partial(importance.off_policy_sequence_mask, delta=0.5),
+            example([0.0, 0.0], adv=1.0, behind=[1.2, 0.0]),
+            [1.0, 1.0],
+        ),
+        (
+            partial(importance.off_policy_sequence_mask, delta=0.5),
+            example([0.0, 0.0], adv=-1.0, behind=[-9.0, -9.0]),  # more likely than it was: a mistake being made
+            [1.0, 1.0],
+        ),
+    ],
+)
+def test_by_hand(f, row, wanted):
+    assert f(*row).tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "token"), [("sequence_truncated", "truncated"), ("sequence_masked", "masked")], ids=["cap", "range"]
+)
+@given(rows(drift=3.0), st.data())
+def test_of_a_row_of_one_token_the_sequence_form_is_the_token_form(sequence, token, row, draw):
+    logp, row = row
+    t = draw.draw(st.integers(0, len(logp) - 1))
+    row = row._replace(mask=torch.arange(len(logp)) == t)
+    knobs = ALL[next(name for name in ALL if name.startswith(f"{token}("))].keywords
+    exactly(getattr(importance, sequence)(logp, row, **knobs), getattr(importance, token)(logp, row, **knobs))
+
+
+@given(rows(drift=3.0), st.floats(0.1, 3))
+def test_the_off_policy_mask_takes_whole_rows_of_bad_samples_and_no_good_one(row, adv):
+    logp, row = row
+    f = partial(importance.off_policy_sequence_mask, delta=0.2)
+    good = f(logp, row._replace(adv=torch.full_like(row.adv, adv)))
+    bad = f(logp, row._replace(adv=torch.full_like(row.adv, -adv)))
+    assert (good == 1).all()
+    assert len(bad[row.mask].unique()) <= 1
+
+
+@given(rows(drift=3.0))
+def test_both_with_nothing_on_one_side_is_the_other(row):
+    weight, mask = partial(importance.truncated, cap=2.0), partial(importance.off_policy_sequence_mask, delta=0.2)
+    exactly(importance.both(*row, weight=weight, mask=importance.none), weight(*row))
+    exactly(importance.both(*row, weight=importance.none, mask=mask), mask(*row))
+    exactly(importance.both(*row, weight=weight, mask=mask), weight(*row) * mask(*row))
+
+
+@given(rows(drift=3.0))
+def test_a_mask_that_keeps_its_weight_does_not_square_it(row):
+    f = partial(importance.masked, low=0.5, high=5.0)
+    exactly(importance.both(*row, weight=f, mask=f), f(*row))
+
+
+# -- what they estimate, by enumerating every token
+
+
+def every_token(seed: int, vocabulary: int, apart: float) -> tuple[Tensor, Tensor, Tensor, Batch]:
+    """Any f, pi_sampled and pi_old of a small vocabulary, and one row of one token for each of its tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    f, here, step = (torch.randn(vocabulary, generator=generator, dtype=torch.float64) for _ in range(3))
+    sampled, old = here.log_softmax(-1), (here + apart * step).log_softmax(-1)
+    mask = torch.ones(vocabulary, 1, dtype=torch.bool)
+    fields = (x[:, None] for x in (sampled, old, old, f))
+    return f, sampled.exp(), old.exp(), Batch(torch.arange(vocabulary)[:, None], mask, *fields, ~mask)
+
+
+seeds = st.integers(0, 2**31)
+
+
+@given(seeds, st.integers(2, 9), st.floats(0, 2))
+def test_truncated_is_unbiased_where_no_weight_reaches_the_cap(seed, vocabulary, apart):
+    """sum pi_sampled w f = sum pi_old f, for any f."""
+    f, sampled, old, batch = every_token(seed, vocabulary, apart)
+    cap = float((old / sampled).max()) + 1e-9
+    w = vmap(partial(importance.truncated, cap=cap))(batch.logp_old, batch)[:, 0]
+    exactly((sampled * w * f).sum(), (old * f).sum())
+
+
+@given(seeds, st.integers(2, 9), st.floats(0, 2), st.floats(1, 3))
+def test_the_bias_of_truncated_is_what_is_above_the_cap(seed, vocabulary, apart, cap):
+    """|bias| <= max |f| sum (pi_old - cap pi_sampled)+, and the weights' mean never exceeds 1."""
+    f, sampled, old, batch = every_token(seed, vocabulary, apart)
+    w = vmap(partial(importance.truncated, cap=cap))(batch.logp_old, batch)[:, 0]
+    beyond = (old - cap * sampled).clamp(min=0).sum()
+    assert (sampled * w).sum() == pytest.approx(float(1 - beyond), abs=1e-12)
+    assert ((sampled * w * f).sum() - (old * f).sum()).abs() <= f.abs().max() * beyond + 1e-12
+
+
+@given(seeds, st.integers(2, 9), st.floats(0, 2))
+def test_masked_is_the_expectation_over_the_tokens_it_keeps(seed, vocabulary, apart):
+    f, sampled, old, batch = every_token(seed, vocabulary, apart)
+    w = vmap(partial(importance.masked, low=0.5, high=1.5))(batch.logp_old, batch)[:, 0]
+    kept = w > 0
+    exactly((sampled * w * f).sum(), (old * f)[kept].sum())
+
+
+@given(seeds, st.integers(2, 9))
+def test_without_a_correction_the_expectation_is_the_samplers(seed, vocabulary):
+    f, sampled, old, batch = every_token(seed, vocabulary, 1.0)
+    w = vmap(importance.none)(batch.logp_old, batch)[:, 0]
+    exactly((sampled * w * f).sum(), (sampled * f).sum())
+    assert ((sampled - old) * f).sum().abs() > 0
+
+
+# -- knobs that cannot work
+
+
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        *(
+            (partial(f, cap=c), f"cap: got {c}, wanted at least 1")
+            for f in (importance.truncated, importance.sequence_truncated)
+            for c in (0.5, -1.0, math.nan)
+        ),
+        *(
+            (partial(f, low=low, high=high), f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high")
+            for f in (importance.masked, importance.sequence_masked)
+            for low, high in ((1.5, 2.0), (0.5, 0.9), (-0.1, 2.0), (math.nan, 2.0), (0.5, math.nan))
+        ),
+        *(
+            (partial(importance.off_policy_sequence_mask, delta=d), f"delta: got {d}, wanted at least 0")
+            for d in (-0.1, math.nan)
+        ),
+    ],
+)
+def test_knobs_that_would_mask_the_policys_own_samples_are_refused(f, message):
+    with pytest.raises(ValueError, match=message):
+        f(*example([0.0]))

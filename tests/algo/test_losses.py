@@ -1,0 +1,333 @@
+"""Invariants of every token loss, and the formulas of the papers."""
+
+import math
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import rows
+from catalogue import bound, each
+from hypothesis import given, settings
+from profiles import profile, quarter
+from torch.func import jacrev
+
+from grpo_fn.algo import losses
+from grpo_fn.core.types import Batch
+from grpo_fn.testing import losses as generic
+from grpo_fn.testing.losses import slope
+
+ALL = bound(losses, "logp", "row")
+# A penalty on the distance from the old policy or the sampler: there is something to learn without an advantage.
+PENALISED = {name for name, f in ALL.items() if f.keywords.get("kappa") or "coef" in f.keywords}
+# One ratio for the whole row: a token's loss moves with every logp of the row.
+WHOLE_ROW = {"sequence_ratio", "gmpo"}
+SEQUENCE = {"sequence_ratio", "sequence_ratio_token"}
+REINFORCE_PER_TOKEN = {name.split("(")[0] for name in ALL} - WHOLE_ROW - {"clip_cov"}
+COSTLY = settings(max_examples=quarter())  # of each loss at each setting
+NEVER_CLIPS = {"reinforce", "cispo", "sapo", "kl_cov"}
+UNPENALISED = {name: f for name, f in ALL.items() if name not in PENALISED}
+
+
+def exactly(got, wanted):
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def one_advantage(row: Batch, adv: float) -> Batch:
+    return row._replace(adv=torch.full_like(row.adv, adv))
+
+
+def example(log_r, adv, mask=None, logp=-2.0, marked=None) -> tuple[torch.Tensor, Batch]:
+    """A row at logp = `logp` whose old policy and sampler are `log_r` behind."""
+    log_r = torch.tensor(log_r, dtype=torch.float64)
+    here = torch.full_like(log_r, logp)
+    old = here - log_r
+    everything = torch.ones(len(log_r), dtype=torch.bool)
+    mask = everything if mask is None else torch.tensor(mask)
+    marked = ~everything if marked is None else torch.tensor(marked)
+    adv = torch.tensor(adv, dtype=torch.float64).expand(len(log_r))
+    return here, Batch(torch.zeros(len(log_r)).long(), mask, old, old, old, adv, marked)
+
+
+# -- what holds for each of them
+
+
+@each(ALL)
+@pytest.mark.parametrize("invariant", generic.INVARIANTS, ids=lambda invariant: invariant.__name__)
+def test_holds_what_every_token_loss_holds(f, invariant):
+    with profile(max_examples=quarter()):
+        invariant(f)
+
+
+@each(ALL)
+@COSTLY
+@given(rows())
+def test_the_loss_of_a_clipped_token_is_moved_by_no_logp_except_through_a_penalty(f, row):
+    """Row t of the Jacobian: in `sequence_ratio` a clipped token's logp still has a say in its neighbours' losses."""
+    logp, row = row
+    if f.func is losses.gmpo:
+        return  # there the clip is inside the mean: the next test
+    clipped = sum(f(logp, row)[1][side] for side in ("clip_low", "clip_high")) > 0
+    with_advantage, without = (jacrev(lambda x, r=r: f(x, r)[0])(logp) for r in (row, one_advantage(row, 0.0)))
+    assert torch.equal(with_advantage[clipped], without[clipped])
+
+
+@each(ALL)
+@COSTLY
+@given(rows())
+def test_the_logp_of_a_clipped_token_moves_nothing_except_a_penalty(f, row):
+    """Column t of the Jacobian: the gradient that reaches the policy. One A a row, where it is shared by all."""
+    logp, row = row
+    if f.func is losses.sequence_ratio:
+        row = one_advantage(row, row.adv[0].item())
+    clipped = sum(f(logp, row)[1][side] for side in ("clip_low", "clip_high")) > 0
+    assert torch.equal(slope(f, logp, row)[clipped], slope(f, logp, one_advantage(row, 0.0))[clipped])
+
+
+@each(ALL, only={"clipped_ratio", "dual_clip"})
+@COSTLY
+@given(rows())
+def test_and_a_token_without_gradient_is_reported_as_clipped(f, row):
+    aux = f(*row)[1]
+    learns = row[1].mask & (row[1].adv != 0) & (aux["clip_low"] + aux["clip_high"] == 0)
+    wanted = torch.where(learns, -row[1].adv * aux["ratio"], 0.0)
+    exactly(slope(f, *row), wanted)
+
+
+@each(ALL, only=NEVER_CLIPS)
+@COSTLY
+@given(rows())
+def test_some_take_no_gradient_away(f, row):
+    aux = f(*row)[1]
+    assert not aux["clip_low"].any()
+    assert not aux["clip_high"].any()
+
+
+@each(UNPENALISED)
+@COSTLY
+@given(rows(drift=20.0))
+def test_without_advantage_there_is_nothing_to_learn(f, row):
+    row = (row[0], one_advantage(row[1], 0.0))
+    assert (f(*row)[0] == 0).all()
+    assert (slope(f, *row) == 0).all()
+
+
+@each(ALL)
+@COSTLY
+@given(rows(drift=0.0))
+def test_on_policy_without_advantage_there_is_nothing_to_learn(f, row):
+    """A penalty on the distance costs nothing where there is none."""
+    row = (row[0], one_advantage(row[1], 0.0))
+    assert (f(*row)[0] == 0).all()
+    assert (slope(f, *row) == 0).all()
+
+
+@each({name: f for name, f in ALL.items() if name in PENALISED})
+@COSTLY
+@given(rows())
+def test_a_penalty_is_never_a_reward(f, row):
+    logp, row = row[0], one_advantage(row[1], 0.0)
+    assert (f(logp, row)[0] >= 0).all()
+    base = row.logp_old if f.func is losses.kl_cov else row.logp_sampled
+    assert (slope(f, logp, row)[row.mask] * (logp - base)[row.mask] >= 0).all()
+
+
+@each(ALL, only=REINFORCE_PER_TOKEN)
+@COSTLY
+@given(rows(drift=0.0))
+def test_on_policy_the_gradient_is_that_of_reinforce(f, row):
+    exactly(slope(f, *row), -row[1].adv * row[1].mask)
+
+
+@each(ALL, only=WHOLE_ROW)
+@COSTLY
+@given(rows(drift=0.0), st.floats(-3, 3))
+def test_on_policy_the_gradient_is_that_of_reinforce_for_one_advantage_a_row(f, row, adv):
+    logp, row = row[0], one_advantage(row[1], adv)
+    exactly(slope(f, logp, row), -row.adv * row.mask)
+
+
+@each(ALL, only={"clip_cov"})
+@COSTLY
+@given(rows(drift=0.0))
+def test_on_policy_the_gradient_is_that_of_reinforce_where_not_marked(f, row):
+    exactly(slope(f, *row), -row[1].adv * (row[1].mask & ~row[1].marked))
+
+
+@each({name: f for name, f in ALL.items() if f.func not in (losses.clip_cov, losses.kl_cov)})
+@COSTLY
+@given(rows(), st.data())
+def test_only_the_cov_losses_look_at_the_marks(f, row, data):
+    other = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(row[0]), max_size=len(row[0]))))
+    logp, row = row
+    assert torch.equal(f(logp, row)[0], f(logp, row._replace(marked=other))[0])
+
+
+# -- formulas
+
+
+@given(rows(drift=2.0), st.sampled_from([(0.2, 0.2), (0.2, 0.28), (0.1, 5.0)]))
+def test_clipped_ratio_as_a_scalar_loop(row, knobs):
+    logp, row = row
+    low, high = knobs
+    got, aux = losses.clipped_ratio(logp, row, clip_low=low, clip_high=high)
+    capped, _ = losses.dual_clip(logp, row, clip_low=low, clip_high=high, cap=3.0)
+    for t in range(len(logp)):
+        r, a = math.exp(logp[t].item() - row.logp_old[t].item()), row.adv[t].item()
+        wanted = -min(r * a, min(max(r, 1 - low), 1 + high) * a) if row.mask[t] else 0.0
+        assert got[t].item() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+        assert capped[t].item() == pytest.approx(min(wanted, -3 * a) if a < 0 else wanted, rel=1e-9, abs=1e-12)
+        assert aux["ratio"][t].item() == pytest.approx(r if row.mask[t] else 1.0, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("r", "adv", "loss", "gradient", "side"),
+    [
+        (1.5, 1.0, -1.28, 0.0, "clip_high"),  # already more likely than the clip allows
+        (1.5, -1.0, 1.5, 1.5, None),  # more likely although it is bad: always pushed back
+        (0.5, 1.0, -0.5, -0.5, None),  # less likely although it is good: always pulled up
+        (0.5, -1.0, 0.8, 0.0, "clip_low"),  # already less likely than the clip allows
+        (1.1, 1.0, -1.1, -1.1, None),
+    ],
+)
+def test_the_four_corners_of_clipped_ratio(r, adv, loss, gradient, side):
+    logp, row = example([math.log(r)], adv)
+    f = partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.28)
+    got, aux = f(logp, row)
+    exactly(got.item(), loss)
+    exactly(slope(f, logp, row).item(), gradient)
+    assert [name for name in ("clip_low", "clip_high") if aux[name].item()] == ([side] if side else [])
+
+
+@pytest.mark.parametrize(("r", "loss", "gradient"), [(2.9, 2.9, 2.9), (4.0, 3.0, 0.0), (0.5, 0.8, 0.0)])
+def test_dual_clip_bounds_the_loss_of_a_bad_token(r, loss, gradient):
+    logp, row = example([math.log(r)], -1.0)
+    f = partial(losses.dual_clip, clip_low=0.2, clip_high=0.28, cap=3.0)
+    got, aux = f(logp, row)
+    exactly(got.item(), loss)
+    exactly(slope(f, logp, row).item(), gradient)
+    assert (aux["clip_high"].item(), aux["clip_low"].item()) == (r == 4.0, r == 0.5)
+
+
+def test_golden_sequence_ratio():
+    """log r = 0.3 and -0.1 of two sampled tokens, a third is not: s = exp(0.1), within 0.2 of 1 and beyond 0.05."""
+    logp, row = example([0.3, -0.1, 9.0], 2.0, mask=[True, True, False])
+    s = math.exp(0.1)
+    wide, narrow = (partial(losses.sequence_ratio, clip_low=x, clip_high=x) for x in (0.2, 0.05))
+    exactly(wide(logp, row)[0].tolist(), [-2 * s, -2 * s, 0.0])
+    exactly(wide(logp, row)[1]["ratio"].tolist(), [s, s, 1.0])
+    exactly(slope(wide, logp, row).tolist(), [-2 * s, -2 * s, 0.0])  # of the sum; the mean's is half of it
+    exactly(narrow(logp, row)[0].tolist(), [-2 * 1.05, -2 * 1.05, 0.0])
+    assert not slope(narrow, logp, row).any()
+    assert narrow(logp, row)[1]["clip_high"].tolist() == [1.0, 1.0, 0.0]
+
+
+@given(rows(), st.floats(-3, 3))
+def test_the_token_form_is_the_sequence_form_for_one_advantage_a_row(row, adv):
+    logp, row = row[0], one_advantage(row[1], adv)
+    both = [partial(f, clip_low=0.2, clip_high=0.28) for f in (losses.sequence_ratio, losses.sequence_ratio_token)]
+    exactly(*(f(logp, row)[0] for f in both))
+    exactly(*(slope(f, logp, row) for f in both))
+
+
+def test_and_is_not_for_one_advantage_a_token():
+    logp, row = example([0.1, 0.0], 1.0)
+    row = row._replace(adv=torch.tensor([1.0, -2.0], dtype=torch.float64))
+    s = math.exp(0.05)
+    exactly(slope(partial(losses.sequence_ratio, clip_low=0.2, clip_high=0.2), logp, row).tolist(), [s / 2, s / 2])
+    exactly(slope(partial(losses.sequence_ratio_token, clip_low=0.2, clip_high=0.2), logp, row).tolist(), [-s, 2 * s])
+
+
+@given(rows(drift=2.0))
+def test_cispo_as_a_scalar_loop(row):
+    logp, row = row
+    f = partial(losses.cispo, clip_high=0.28)
+    loss, gradient = f(logp, row)[0], slope(f, logp, row)
+    for t in range(len(logp)):
+        r, a = math.exp(logp[t].item() - row.logp_old[t].item()), row.adv[t].item()
+        weight = min(r, 1.28) * a * row.mask[t].item()
+        assert loss[t].item() == pytest.approx(-weight * logp[t].item(), rel=1e-9, abs=1e-12)
+        assert gradient[t].item() == pytest.approx(-weight, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(("adv", "tau"), [(2.0, 1.0), (-2.0, 1.05)])
+@pytest.mark.parametrize("r", [0.2, 1.0, 3.0])
+def test_golden_sapo(adv, tau, r):
+    logp, row = example([math.log(r)], adv)
+    f = partial(losses.sapo, tau_positive=1.0, tau_negative=1.05)
+    sigmoid = 1 / (1 + math.exp(-tau * (r - 1)))
+    exactly(f(logp, row)[0].item(), -4 / tau * sigmoid * adv)
+    exactly(slope(f, logp, row).item(), -4 * sigmoid * (1 - sigmoid) * r * adv)
+
+
+@pytest.mark.parametrize("adv", [2.0, -2.0])
+def test_golden_gmpo(adv):
+    """log r = 1, -1, 0.1 and bounds 0.4: only the side that pays is cut, before the mean is taken."""
+    logp, row = example([1.0, -1.0, 0.1], adv)
+    f = partial(losses.gmpo, log_low=0.4, log_high=0.4)
+    kept = [0.4, -1.0, 0.1] if adv > 0 else [1.0, -0.4, 0.1]
+    g = math.exp(sum(kept) / 3)
+    loss, aux = f(logp, row)
+    exactly(loss.tolist(), [-g * adv] * 3)
+    exactly(slope(f, logp, row).tolist(), [-g * adv * (k == x) for k, x in zip(kept, [1.0, -1.0, 0.1], strict=True)])
+    assert (aux["clip_high"].tolist(), aux["clip_low"].tolist()) == ([adv > 0, 0, 0], [0, adv < 0, 0])
+    exactly(aux["ratio"].tolist(), [math.e, 1 / math.e, math.exp(0.1)])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "adv", "kept"),
+    [
+        (0.5, 0.75, 1.0, False),  # a frequent token that gained a quarter
+        (0.5, 0.75, -1.0, True),  # pushed back
+        (0.75, 0.5, -1.0, False),
+        (0.75, 0.5, 1.0, True),
+        (0.001, 0.01, 1.0, True),  # ten times as likely, and still rare
+        (0.5, 0.6, 1.0, True),
+    ],
+)
+def test_dppo_goes_by_how_far_the_probability_moved(before, after, adv, kept):
+    logp, row = example([math.log(after / before)], adv, logp=math.log(after))
+    f = partial(losses.dppo_tv, delta=0.2, kappa=0.5)
+    r = after / before
+    loss, aux = f(logp, row)
+    exactly(loss.item(), -adv * r * kept + 0.5 * math.log(r) ** 2)
+    exactly(slope(f, logp, row).item(), -adv * r * kept + math.log(r))
+    assert aux["clip_high"].item() + aux["clip_low"].item() == (not kept)
+    assert aux["clip_high"].item() == (not kept and adv > 0)
+
+
+@given(rows())
+def test_dppo_looks_at_the_sampler_and_not_at_the_old_policy(row):
+    logp, row = row
+    f = partial(losses.dppo_tv, delta=0.2, kappa=0.1)
+    assert torch.equal(f(logp, row)[0], f(logp, row._replace(logp_old=row.logp_old - 1))[0])
+
+
+@given(rows())
+def test_clip_cov_is_clipped_ratio_without_the_marked_tokens(row):
+    logp, row = row
+    plain, cov = (partial(f, clip_low=0.2, clip_high=0.28) for f in (losses.clipped_ratio, losses.clip_cov))
+    exactly(cov(logp, row)[0], torch.where(row.marked, 0.0, plain(logp, row)[0]))
+    exactly(slope(cov, logp, row), torch.where(row.marked, 0.0, slope(plain, logp, row)))
+    none = row._replace(marked=torch.zeros_like(row.marked))
+    exactly(cov(logp, none)[0], plain(logp, row)[0])
+
+
+def test_golden_kl_cov():
+    logp, row = example([0.5, 0.5, -0.5], 2.0, marked=[True, False, True])
+    f = partial(losses.kl_cov, coef=3.0)
+    up, down = math.exp(0.5), math.exp(-0.5)
+    exactly(f(logp, row)[0].tolist(), [-2 * up + 1.5, -2 * up, -2 * down + 1.5])
+    exactly(slope(f, logp, row).tolist(), [-2 * up + 3, -2 * up, -2 * down - 3])
+
+
+@pytest.mark.parametrize(
+    ("f", "complaint"),
+    [
+        (partial(losses.dual_clip, clip_low=0.2, clip_high=0.2, cap=1.0), "cap: got 1.0, wanted more than 1"),
+        (partial(losses.sapo, tau_positive=0.0, tau_negative=1.0), "tau: got 0.0 and 1.0, wanted more than 0"),
+    ],
+)
+def test_knobs_that_break_the_formula_are_refused(f, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        f(*example([0.0], 1.0))

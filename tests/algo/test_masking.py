@@ -1,0 +1,132 @@
+"""Which tokens of a step are treated apart: as many as asked for, and the right ones."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import GARBAGE, batches, padded, spoiled
+from catalogue import bound, each
+from hypothesis import given, settings
+from torch import Tensor
+
+from grpo_fn.algo import masking
+from grpo_fn.core import prng
+from grpo_fn.core.types import Batch
+
+ALL = bound(masking, "batch", "key")
+COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))  # of each function at each setting
+
+
+def keys(rows: int, seed: int = 0) -> Tensor:
+    return prng.split(prng.key(seed, device="cpu"), rows)
+
+
+@st.composite
+def steps(draw) -> tuple[Batch, Tensor]:
+    """Rows to choose from, with the key of each."""
+    _, batch = draw(batches())
+    return batch, keys(len(batch.mask), draw(st.integers(0, 2**32)))
+
+
+def covariances(batch: Batch) -> Tensor:
+    """Token by token, as the paper writes it: nan where nothing was sampled."""
+    m = batch.mask
+    cov = (batch.logp_old - batch.logp_old[m].mean()) * (batch.adv - batch.adv[m].mean())
+    return torch.where(m, cov, torch.nan)
+
+
+def wide(rows: int, width: int, seed: int) -> Batch:
+    """Many tokens, all of them sampled."""
+    draw = partial(torch.randn, rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    mask = torch.ones(rows, width, dtype=torch.bool)
+    logp = -draw().abs()
+    return Batch(mask.long(), mask, logp, logp, logp, draw(), ~mask)
+
+
+@each(ALL)
+@COSTLY
+@given(steps(), st.sampled_from(GARBAGE))
+def test_only_sampled_tokens_are_marked_and_only_they_have_a_say(f, step, garbage):
+    batch, key = step
+    marked = f(batch, key)
+    assert marked.shape == batch.mask.shape
+    assert marked.dtype == torch.bool
+    assert not (marked & ~batch.mask).any()
+    assert torch.equal(f(spoiled(batch.logp_old, batch, garbage)[1], key), marked)
+
+
+@each(ALL)
+@COSTLY
+@given(steps(), st.integers(1, 3))
+def test_padding_columns_change_nothing(f, step, extra):
+    batch, key = step
+    marked = f(padded(batch.logp_old, batch, extra)[1], key)
+    assert torch.equal(marked[:, :-extra], f(batch, key))
+
+
+@each(ALL)
+@COSTLY
+@given(steps(), st.randoms(use_true_random=False))
+def test_a_row_keeps_its_marks_wherever_it_stands(f, step, random):
+    """In eighths of a nat, whose sums are exact: otherwise the order of a sum could decide by an ulp."""
+    batch, key = step
+    batch = batch._replace(adv=(batch.adv * 8).round() / 8, logp_old=(batch.logp_old * 8).round() / 8)
+    order = list(range(len(key)))
+    random.shuffle(order)
+    shuffled = f(Batch(*(x[order] for x in batch)), key[order])
+    assert torch.equal(shuffled, f(batch, key)[order])
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-9, 0.1, 0.37, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_as_many_are_marked_as_asked_for(share, seed):
+    batch = wide(8, 25, seed)
+    wanted = max(1, int(share * 200)) if share else 0
+    assert int(masking.kl_cov(batch, keys(8), share=share).sum()) == wanted
+    everything = partial(masking.clip_cov, low=-1e9, high=1e9)
+    assert int(everything(batch, keys(8), share=share).sum()) == wanted
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kl_cov_marks_the_highest_covariances(seed):
+    batch = wide(8, 25, seed)
+    marked, cov = masking.kl_cov(batch, keys(8), share=0.1), covariances(batch)
+    assert cov[marked].min() > cov[~marked].max()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_clip_cov_draws_from_the_band_alone(seed):
+    batch = wide(8, 25, seed)
+    cov, band = covariances(batch), partial(masking.clip_cov, low=0.5, high=1.5)
+    inside = (cov > 0.5) & (cov < 1.5)
+    assert not (band(batch, keys(8), share=0.02) & ~inside).any()
+    assert torch.equal(band(batch, keys(8), share=1.0), inside)  # fewer than asked for: all there are
+
+
+def test_clip_cov_draws_evenly_and_by_the_key_alone():
+    batch, times = wide(4, 10, 0), 2000
+    band = partial(masking.clip_cov, batch, low=-1e9, high=1e9, share=0.25)
+    counts = sum(band(keys(4, seed)).int() for seed in range(times))
+    assert torch.equal(band(keys(4, 7)), band(keys(4, 7)))
+    # 500 of 2000 each, in expectation; a binomial's standard deviation is 19.4
+    assert (counts - times / 4).abs().max() < 5 * 19.4
+
+
+def test_equal_covariances_are_decided_by_the_key():
+    """All tokens alike: which of them are marked is a draw, not the order of the rows."""
+    batch = wide(4, 10, 0)._replace(adv=torch.zeros(4, 10, dtype=torch.float64))
+    one, other = (masking.kl_cov(batch, keys(4, seed), share=0.25) for seed in (1, 2))
+    assert int(one.sum()) == int(other.sum()) == 10
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match=f"share: got {share}, wanted 0 to 1"):
+        masking.kl_cov(wide(1, 2, 0), keys(1), share=share)
+
+
+@given(steps())
+def test_nothing_marks_nothing(step):
+    assert not masking.nothing(*step).any()

@@ -1,0 +1,69 @@
+"""Which samples a step leaves out: every filter answers for each of them, and looks at nothing but its own business."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import torch
+from catalogue import bound, each
+from hypothesis import given
+from strategies import masks, tensors
+from torch import Tensor
+
+from grpo_fn.algo import filters
+from grpo_fn.core.types import Rollout
+
+ALL = bound(filters, "rollout", "adv")
+
+
+@st.composite
+def steps(draw) -> tuple[Rollout, Tensor]:
+    """A rollout of P * G rows and advantages [P, G, T], whole groups of zeros among them."""
+    p, g, t = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    adv = draw(tensors((p, g, t))) * draw(masks((p, 1, 1)))
+    nothing = torch.zeros(p * g, t)
+    rollout = Rollout(nothing.long(), nothing.bool(), nothing, draw(masks(p * g)), ("",) * (p * g))
+    return rollout, adv
+
+
+@each(ALL)
+@given(steps())
+def test_every_filter_answers_for_every_sample(f, step):
+    keep = f(*step)
+    assert keep.shape == step[1].shape[:2]
+    assert keep.dtype == torch.bool
+
+
+@each(ALL)
+@given(steps(), st.data())
+def test_groups_are_judged_one_by_one(f, step, data):
+    rollout, adv = step
+    p = data.draw(st.integers(0, len(adv) - 1))
+    rows = slice(p * adv.shape[1], (p + 1) * adv.shape[1])
+    alone = Rollout(*(x[rows] for x in rollout))
+    assert torch.equal(f(alone, adv[p : p + 1])[0], f(rollout, adv)[p])
+
+
+@given(steps())
+def test_finished_leaves_out_what_was_cut_off(step):
+    rollout, adv = step
+    keep = filters.finished(rollout, adv)
+    size = adv.shape[1]
+    for b, cut in enumerate(rollout.truncated.tolist()):
+        assert bool(keep[b // size, b % size]) is not cut
+
+
+@given(steps())
+def test_comparable_leaves_out_whole_groups_without_signal(step):
+    rollout, adv = step
+    keep = filters.comparable(rollout, adv)
+    for group, kept in zip(adv, keep, strict=True):
+        assert kept.tolist() == [bool(group.any())] * len(kept)
+
+
+@given(steps())
+def test_what_learns_nothing_by_itself_is_all_that_comparable_takes_away(step):
+    """The sum of |A| is untouched: only denominators change."""
+    rollout, adv = step
+    keep = filters.comparable(rollout, adv)
+    assert (adv.abs() * keep[..., None]).sum() == adv.abs().sum()
+    assert partial(filters.comparable, rollout)(adv * 0).any().item() is False

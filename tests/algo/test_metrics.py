@@ -1,0 +1,188 @@
+"""Statistics merge as sets of values do, and every summary has the names and values it promises."""
+
+import math
+from functools import reduce
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from strategies import finite, masks, tensors
+from torch import Tensor
+
+from grpo_fn.algo import metrics
+from grpo_fn.algo.metrics import Stat, merge, merge_all, stat
+from grpo_fn.core.types import Reward, Rollout
+
+values = st.integers(0, 6).flatmap(lambda n: tensors(n, finite(1e4)))
+
+
+def of(x: Tensor) -> Stat:
+    return stat(x, torch.ones_like(x, dtype=torch.bool))
+
+
+def same(a: Stat, b: Stat) -> None:
+    for got, wanted in zip(a, b, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-6)  # squares of 1e4, and their rounding
+
+
+def check(s: Stat, x: np.ndarray) -> None:
+    """s is the Stat of the numbers x by numpy's account."""
+    assert float(s.count) == x.size
+    if x.size:
+        assert float(s.mean) == pytest.approx(x.mean(), rel=1e-9, abs=1e-9)
+        assert float(s.m2) == pytest.approx(x.var() * x.size, rel=1e-9, abs=1e-6)
+        assert (float(s.low), float(s.high)) == (x.min(), x.max())
+
+
+@given(st.data(), st.integers(1, 6))
+def test_a_stat_is_numpys_where_the_mask_is(data, n):
+    x, mask = data.draw(tensors(n)), data.draw(masks(n))
+    check(stat(torch.where(mask, x, torch.nan), mask), x[mask].numpy())
+
+
+@given(st.lists(values, min_size=1, max_size=5))
+def test_merging_is_the_stat_of_all_values_together(parts):
+    check(reduce(merge, map(of, parts)), torch.cat(parts).numpy())
+
+
+@given(values, values, values)
+def test_merge_is_a_commutative_monoid(a, b, c):
+    x, y, z = of(a), of(b), of(c)
+    same(merge(merge(x, y), z), merge(x, merge(y, z)))
+    same(merge(x, y), merge(y, x))
+    none = of(torch.zeros(0))
+    for s in (x, y, z):
+        assert merge(s, none) == merge(none, s) == s
+
+
+def test_a_stat_holds_no_graph_and_is_float64():
+    s = of(torch.ones(3, requires_grad=True))
+    assert all(not x.requires_grad and x.dtype == torch.float64 for x in s)
+
+
+def test_a_small_spread_around_a_large_mean_is_kept():
+    parts = [of(1e8 + torch.tensor([0.0, 1.0], dtype=torch.float64)) for _ in range(50)]
+    assert metrics.spread("", reduce(merge, parts))["std"] == pytest.approx(0.5, rel=1e-6)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), values, max_size=3), max_size=4))
+def test_tables_merge_name_by_name(tables):
+    merged = merge_all([{name: of(x) for name, x in table.items()} for table in tables])
+    assert merged.keys() == set().union(*tables)
+    for name, s in merged.items():
+        check(s, torch.cat([table[name] for table in tables if name in table]).numpy())
+
+
+@given(values)
+def test_summaries_of_nothing_are_zero(x):
+    wanted = (x.mean(), x.min(), x.max(), x.std(correction=0)) if len(x) else [torch.zeros(())] * 4
+    got = metrics.spread("p_", of(x))
+    assert list(got) == ["p_mean", "p_min", "p_max", "p_std"]
+    assert list(got.values()) == pytest.approx([float(v) for v in wanted], rel=1e-6, abs=1e-3)
+
+
+# -- what a step reports
+
+
+def test_a_rollouts_figures():
+    mask = torch.tensor([[False, True, True, False], [False, True, False, False]])
+    seen = Rollout(mask.long(), mask, torch.zeros(2, 4), torch.tensor([True, False]), ("", ""))
+    assert metrics.of_rollout(seen) == {
+        **{"generation/rows": 2.0, "generation/tokens": 3.0, "generation/truncated": 0.5},
+        **{"generation/length_mean": 1.5, "generation/length_min": 1.0, "generation/length_max": 2.0},
+    }
+
+
+def test_a_rewards_figures_leave_out_what_could_not_be_scored():
+    valid = torch.tensor([[True, True], [True, False]])
+    right, form = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    got = metrics.of_reward(Reward(right + 0.5 * form, valid, {"right": right, "form": form}))
+    numbers = np.array([1.5, 0.5, 0.0])
+    assert got == pytest.approx(
+        {
+            **{"reward/mean": numbers.mean(), "reward/min": 0.0, "reward/max": 1.5, "reward/std": numbers.std()},
+            **{"reward/correct_rate": 1 / 3, "reward/invalid": 0.25, "reward/right": 1 / 3, "reward/form": 2 / 3},
+        }
+    )
+
+
+def test_a_reward_without_a_valid_sample_has_figures_too():
+    nothing = Reward(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool), {"right": torch.zeros(2, 2)})
+    got = metrics.of_reward(nothing)
+    assert got.pop("reward/invalid") == 1.0
+    assert set(got.values()) == {0.0}
+
+
+def test_the_share_of_groups_without_signal_counts_groups_of_zeros():
+    adv = torch.tensor([[0.0, 0.0], [1.0, -1.0], [0.0, 0.0], [2.0, 0.0]])
+    got = metrics.of_advantage(adv, torch.ones(4, 2, dtype=torch.bool))
+    assert got["advantage/no_signal"] == 0.5
+    assert (got["advantage/min"], got["advantage/max"], got["advantage/mean"]) == (-1.0, 2.0, 0.25)
+    assert got["advantage/std"] == pytest.approx(float(adv.std(correction=0)))
+
+
+def test_learnings_figures():
+    numbers = {"kl": [0.5, 1.5], "entropy": [2.0], "clip_low": [0.0, 1.0], "clip_high": [0.0], "ratio": [0.5, 2.0]}
+    numbers |= {"correction": [0.0, 1.5], "correction_zero": [1.0, 0.0]}
+    got = metrics.of_learning({name: of(torch.tensor(x)) for name, x in numbers.items()})
+    assert got == {
+        **{"loss/kl": 1.0, "loss/entropy": 2.0, "loss/clip_low": 0.5, "loss/clip_high": 0.0},
+        **{"loss/ratio_mean": 1.25, "loss/ratio_min": 0.5, "loss/ratio_max": 2.0},
+        **{"loss/correction_mean": 0.75, "loss/correction_zero": 0.5},
+    }
+
+
+two_policies = st.integers(1, 6).flatmap(lambda n: st.tuples(*(tensors((3, n), st.floats(-6, 0)) for _ in range(2))))
+
+
+@given(two_policies, st.data())
+def test_the_mismatch_is_what_loops_make_of_it_however_it_is_cut_up(two, draw):
+    now, sampled = two
+    mask = draw.draw(masks(now.shape))
+    parts = [metrics.mismatch((now - sampled)[i : i + 1], mask[i : i + 1]) for i in range(3)]
+    got = metrics.of_mismatch(metrics.merge_all(parts))
+    x = (now - sampled)[mask].tolist()
+    if not x:
+        assert got == {}
+        return
+    w = [math.exp(one) for one in x]
+    assert got == pytest.approx(
+        {
+            "loss/logp_gap_mean": sum(map(abs, x)) / len(x),
+            "loss/logp_gap_max": max(map(abs, x)),
+            "loss/mismatch_kl": sum(r - 1 - one for r, one in zip(w, x, strict=True)) / len(x),
+            "loss/mismatch_ess": sum(w) ** 2 / len(w) / sum(r * r for r in w),
+        },
+        rel=1e-9,
+        abs=1e-12,
+    )
+    assert 0 < got["loss/mismatch_ess"] <= 1 + 1e-12
+    assert got["loss/mismatch_kl"] >= 0
+
+
+@given(tensors(4, st.floats(-6, 0)), st.sampled_from([torch.float32, torch.float64]))
+def test_a_sampler_that_is_the_trainer_has_no_mismatch_at_all(logp, dtype):
+    mask = torch.tensor([False, True, True, False])
+    got = metrics.of_mismatch(metrics.mismatch((logp - logp).to(dtype).where(mask, torch.nan), mask))
+    names = ("logp_gap_mean", "logp_gap_max", "mismatch_kl")
+    assert got == {**dict.fromkeys([f"loss/{name}" for name in names], 0.0), "loss/mismatch_ess": 1.0}
+
+
+@pytest.mark.parametrize("x", [[1e3, 0.0], [-1e3, -1e3], [1e3, -1e3], [90.0, 0.0]])
+def test_policies_worlds_apart_have_figures_that_are_finite(x):
+    for dtype in (torch.float32, torch.float64):
+        got = metrics.of_mismatch(metrics.mismatch(torch.tensor(x, dtype=dtype), torch.ones(2, dtype=torch.bool)))
+        assert all(math.isfinite(value) for value in got.values()), got
+        assert 0 <= got["loss/mismatch_ess"] <= 1
+
+
+@given(st.integers(0, 2**31), st.floats(0.1, 2))
+def test_the_expected_mismatch_is_the_kl_of_the_sampler_from_the_trainer(seed, apart):
+    """Exactly: every token of a vocabulary, as often as the sampler draws it."""
+    generator = torch.Generator().manual_seed(seed)
+    q, p = (apart * torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2))
+    q, p = q.log_softmax(-1), p.log_softmax(-1)
+    each = [metrics.mismatch((p - q)[i : i + 1], torch.ones(1, dtype=torch.bool))["mismatch_kl"].mean for i in range(5)]
+    torch.testing.assert_close((q.exp() * torch.stack(each)).sum(), (q.exp() * (q - p)).sum(), rtol=1e-9, atol=1e-12)

@@ -1,0 +1,227 @@
+"""Invariants of every objective composed from the catalogue, and the step of the GRPO paper by hand."""
+
+import math
+from functools import partial
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import GARBAGE, UNMOVED, batches, padded, row_of, scores, spoiled, totals
+from catalogue import bound
+from hypothesis import given
+from torch.func import grad_and_value, vmap
+
+from grpo_fn.algo import aggregation, importance, kl, losses, objective
+from grpo_fn.core.types import Batch, Gains, Scores
+
+LOSSES = bound(losses, "logp", "row")
+CORRECTIONS = bound(importance, "logp", "row")
+KLS = bound(kl, "logp", "row")
+WEIGHTS = bound(aggregation, "mask", "totals")
+DIAGNOSTICS = {"ratio", "clip_low", "clip_high", "correction"}
+
+
+def composed(loss: str, c: str, k: str, w: str, beta: float, bonus: float) -> partial:
+    return partial(
+        objective.policy_objective,
+        token_loss=LOSSES[loss],
+        correct=CORRECTIONS[c],
+        kl=KLS[k],
+        weigh=WEIGHTS[w],
+        beta=beta,
+        entropy_bonus=bonus,
+    )
+
+
+coefficients = st.sampled_from([0.0, 0.04, 1.0])
+objectives = st.builds(
+    composed, *(st.sampled_from(sorted(x)) for x in (LOSSES, CORRECTIONS, KLS, WEIGHTS)), coefficients, coefficients
+)
+
+
+def signals(f, logp, batch, denominators=None, gains=UNMOVED) -> tuple[Scores, tuple]:
+    """The learning signal; the objective's value and the diagnostics."""
+    bound_to = partial(f, batch=batch, totals=denominators or totals(batch), gains=gains)
+    return grad_and_value(bound_to, has_aux=True)(scores(logp))
+
+
+def learn(f, logp, batch, denominators=None):
+    """The learning signal on logp, the objective's value, the diagnostics."""
+    signal, (value, aux) = signals(f, logp, batch, denominators)
+    return signal.logp, value, aux
+
+
+def exactly(got, wanted):
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@given(objectives, batches())
+def test_the_objective_is_a_sum_over_rows_also_when_b_equals_t(f, data):
+    """By a loop over rows and tokens: no row's advantage may touch another row."""
+    logp, batch = data
+    weight = f.keywords["weigh"](batch.mask, totals(batch))
+    wanted = 0.0
+    for b, x in enumerate(logp):
+        row = row_of(batch, b)
+        token = f.keywords["correct"](x, row) * f.keywords["token_loss"](x, row)[0]
+        token = token + f.keywords["beta"] * f.keywords["kl"](x, row)
+        token = token - f.keywords["entropy_bonus"] * torch.where(row.mask, scores(x).entropy, 0.0)
+        wanted += sum((w * t).item() for w, t in zip(weight[b], token, strict=True))
+    assert learn(f, logp, batch)[1].item() == pytest.approx(wanted, rel=1e-12, abs=1e-12)
+
+
+@given(objectives, batches(), st.data())
+def test_splitting_into_micro_batches_changes_neither_loss_nor_gradient(f, data, draw):
+    logp, batch = data
+    cuts = sorted({0, len(logp), *draw.draw(st.lists(st.integers(0, len(logp)), max_size=3))})
+    parts = [slice(a, b) for a, b in pairwise(cuts)]
+    whole, value, aux = learn(f, logp, batch)
+    micro = [learn(f, logp[s], Batch(*(x[s] for x in batch)), totals(batch)) for s in parts]
+    exactly(torch.cat([signal for signal, _, _ in micro]), whole)
+    exactly(sum(v for _, v, _ in micro), value)
+    for name, x in aux.items():
+        exactly(torch.cat([seen[name] for _, _, seen in micro]), x)
+
+
+@given(objectives, batches(), st.integers(1, 3))
+def test_padding_columns_change_nothing(f, data, extra):
+    signal, value, _ = learn(f, *data)
+    wide, same, _ = learn(f, *padded(*data, extra))
+    exactly(wide[:, :-extra], signal)
+    exactly(same, value)
+    assert (wide[:, -extra:] == 0).all()
+
+
+@given(objectives, batches(), st.sampled_from(GARBAGE))
+def test_garbage_behind_the_mask_reaches_neither_loss_nor_gradient(f, data, garbage):
+    signal, value, _ = learn(f, *data)
+    dirty, same, _ = learn(f, *spoiled(*data, garbage))
+    assert torch.equal(dirty, signal)
+    assert torch.equal(same, value)
+    assert (signal[~data[1].mask] == 0).all()
+
+
+@given(objectives, batches(), st.sampled_from(GARBAGE))
+def test_without_beta_the_reference_may_hold_anything(f, data, garbage):
+    f = partial(f, beta=0.0)
+    logp, batch = data
+    signal, value, _ = learn(f, logp, batch)
+    blind, same, _ = learn(f, logp, batch._replace(logp_ref=torch.full_like(logp, garbage)))
+    assert torch.equal(blind, signal)
+    assert torch.equal(same, value)
+
+
+@given(objectives, batches())
+def test_without_a_bonus_entropy_is_read_and_not_optimised(f, data):
+    signal, (_, aux) = signals(partial(f, entropy_bonus=0.0), *data)
+    assert (signal.entropy == 0).all()
+    assert torch.equal(aux["entropy"], scores(data[0]).entropy)
+
+
+@given(objectives, batches(), st.floats(0.01, 2), st.floats(0.01, 3))
+def test_a_bonus_pays_for_entropy_at_every_sampled_token(f, data, bonus, gain):
+    """-w bonus gain is the whole gradient on the entropy; that on logp does not notice."""
+    with_bonus, _ = signals(partial(f, entropy_bonus=bonus), *data, gains=Gains(kl=1.0, entropy=gain))
+    without, _ = signals(partial(f, entropy_bonus=0.0), *data)
+    exactly(with_bonus.entropy, -bonus * gain * f.keywords["weigh"](data[1].mask, totals(data[1])))
+    assert torch.equal(with_bonus.logp, without.logp)
+
+
+@given(objectives, batches(), st.floats(0.01, 3), st.floats(0.01, 3))
+def test_gains_multiply_the_coefficients(f, data, on_kl, on_entropy):
+    moved = partial(f, beta=on_kl * f.keywords["beta"], entropy_bonus=on_entropy * f.keywords["entropy_bonus"])
+    wanted, (value, _) = signals(moved, *data)
+    got, (same, _) = signals(f, *data, gains=Gains(on_kl, on_entropy))
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(same, value, rtol=1e-9, atol=1e-12)
+
+
+@given(objectives, batches())
+def test_diagnostics_are_per_token_and_detached(f, data):
+    logp, batch = data
+    leaf = logp.clone().requires_grad_()
+    _, aux = f(scores(leaf), batch=batch, totals=totals(batch), gains=UNMOVED)
+    assert set(aux) == {*DIAGNOSTICS, "kl", "entropy"}
+    assert all(x.shape == logp.shape and not x.requires_grad for x in aux.values())
+    exactly(aux["kl"], vmap(kl.k3)(logp, batch))
+
+
+@given(objectives, batches(drift=3.0))
+def test_a_correction_weighs_the_token_loss_and_nothing_else(f, data):
+    """signal = c signal of the token loss + signal of the rest; the denominators do not notice."""
+    whole, (_, seen) = signals(f, *data)
+    rest, _ = signals(partial(f, token_loss=silent), *data)
+    exactly(whole.entropy, rest.entropy)
+    c = vmap(f.keywords["correct"])(*data)
+    assert torch.equal(seen["correction"], c)
+    if f.keywords["token_loss"].func in (losses.sequence_ratio, losses.gmpo):
+        return  # there a token's loss is moved by the whole row
+    own, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, correct=importance.none), *data)
+    exactly(whole.logp, c * own.logp + rest.logp)
+
+
+def silent(logp, row):
+    """A token loss that teaches nothing."""
+    nothing = torch.zeros_like(logp)
+    return nothing, dict.fromkeys(("ratio", "clip_low", "clip_high"), nothing)
+
+
+@given(objectives, batches(drift=3.0), st.sampled_from(GARBAGE))
+def test_without_a_correction_nothing_asks_the_sampler_unless_the_loss_does(f, data, garbage):
+    if f.keywords["token_loss"].func is losses.dppo_tv:
+        return
+    f = partial(f, correct=importance.none)
+    logp, batch = data
+    blind = learn(f, logp, batch._replace(logp_sampled=torch.full_like(logp, garbage)))
+    assert all(torch.equal(a, b) for a, b in zip(blind[:2], learn(f, logp, batch)[:2], strict=True))
+
+
+@given(objectives, batches())
+def test_beta_weighs_the_penalty_linearly(f, data):
+    """signal(beta) = signal(0) + beta (signal(1) - signal(0))."""
+    zero, one = (learn(partial(f, beta=b), *data)[0] for b in (0.0, 1.0))
+    torch.testing.assert_close(learn(partial(f, beta=0.3), *data)[0], zero + 0.3 * (one - zero), rtol=1e-9, atol=1e-9)
+
+
+@given(objectives, batches())
+def test_a_batch_without_a_sampled_token_teaches_nothing(f, data):
+    logp, batch = data
+    signal, value, _ = learn(f, logp, batch._replace(mask=torch.zeros_like(batch.mask)))
+    assert value == 0
+    assert (signal == 0).all()
+
+
+@given(objectives, batches(), st.randoms(use_true_random=False))
+def test_the_order_of_rows_does_not_matter(f, data, random):
+    logp, batch = data
+    order = list(range(len(logp)))
+    random.shuffle(order)
+    signal, value, _ = learn(f, logp, batch)
+    shuffled, same, _ = learn(f, logp[order], Batch(*(x[order] for x in batch)))
+    exactly(shuffled, signal[order])
+    exactly(same, value)
+
+
+def test_grpo_golden_step():
+    """Two rows of 2 and 1 tokens, A = +1 and -1, eps 0.2, beta 0.04: eq. 3 of arXiv:2402.03300 by hand."""
+    r = torch.tensor([[1.5, 0.9], [0.5, 1.0]], dtype=torch.float64)
+    logp = torch.full((2, 2), math.log(0.5), dtype=torch.float64)
+    mask = torch.tensor([[True, True], [True, False]])
+    adv = torch.tensor([[1.0], [-1.0]]).double().expand(2, 2)
+    batch = Batch(mask.long(), mask, *(logp - r.log(),) * 2, logp - math.log(2), adv, ~mask)
+    f = partial(
+        objective.policy_objective,
+        token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+        correct=importance.none,
+        kl=kl.k3,
+        weigh=aggregation.sequence_mean,
+        beta=0.04,
+        entropy_bonus=0.0,
+    )
+    signal, value, aux = learn(f, logp, batch)
+    penalty = 0.5 - math.log(0.5) - 1
+    exactly(value.item(), (((-1.2 - 0.9) / 2) + 0.8) / 2 + 0.04 * penalty)
+    exactly(signal, torch.tensor([[0.0 + 0.02, -0.9 + 0.02], [2 * 0.02, 0.0]], dtype=torch.float64) / 4)
+    exactly(aux["clip_high"].tolist(), [[1.0, 0.0], [0.0, 0.0]])
+    exactly(aux["clip_low"].tolist(), [[0.0, 0.0], [1.0, 0.0]])

@@ -1,0 +1,118 @@
+"""Every preset against the scalar loop written from its paper: the value of the loss, and what each token learns."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import reference
+import torch
+from hypothesis import assume, given, settings
+from steps import KEY, PRESETS, Learned, Preset, Step, learn, preset, rich_step, steps
+
+from grpo_fn.algo import step as algorithm
+from grpo_fn.core import prng
+
+SOME = settings(max_examples=max(5, settings.default.max_examples // 8))
+FEW = settings(max_examples=max(2, settings.default.max_examples // 30))
+
+
+def loop_of(name: str) -> Callable:
+    """The scalar loop that has the preset's name."""
+    found = getattr(reference, name, None)
+    if found is None or not inspect.isfunction(found):
+        raise LookupError(f"got no scalar loop of gin/algo/{name}.gin, wanted {name} in tests/helpers/reference.py")
+    return found
+
+
+def samples(step: Step) -> list[list[reference.Sample]]:
+    """The step as plain numbers; the variables are (row, column)."""
+    (problems, rollout, reward), logp, old, ref = step
+    size = reward.value.shape[1]
+    keys = algorithm.row_keys(step.groups, prng.fold_in(KEY, algorithm.MARKING))
+    luck = prng.uniform(keys, logp.shape[1], dtype=torch.float64, low=0.0, high=1.0)
+
+    def sample(p: int, g: int) -> reference.Sample:
+        b = p * size + g
+        columns = rollout.mask[b].nonzero()[:, 0].tolist()
+        return reference.Sample(
+            reward.value[p, g].item(),
+            {name: x[p, g].item() for name, x in reward.parts.items()},
+            bool(reward.valid[p, g]),
+            bool(rollout.truncated[b]),
+            [reference.Dual(logp[b, t].item(), {(b, t): 1.0}) for t in columns],
+            *(x[b, columns].tolist() for x in (old, ref, rollout.logp_sampled, luck)),
+        )
+
+    return [[sample(p, g) for g in range(size)] for p in range(len(problems))]
+
+
+def agree(how: Preset, loop: Callable, step: Step) -> Learned:
+    """To 1e-9, relative and absolute."""
+    try:
+        wanted = loop(samples(step), how.max_new_tokens)
+    except reference.Undecided:
+        assume(False)
+    got = learn(how, step)
+    slope = torch.zeros_like(step.logp)
+    for where, value in wanted.slope.items():
+        slope[where] = value
+    assert got.objective == pytest.approx(wanted.x, rel=1e-9, abs=1e-9)
+    torch.testing.assert_close(got.signals, slope[None], rtol=1e-9, atol=1e-9)
+    return got
+
+
+def test_there_are_presets():
+    assert {"grpo", "dr_grpo", "rloo"} <= set(PRESETS)
+
+
+def test_a_preset_without_a_scalar_loop_is_told_by_name():
+    with pytest.raises(LookupError, match=r"got no scalar loop of gin/algo/novel\.gin, wanted novel in"):
+        loop_of("novel")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@SOME
+@given(step=steps(st.integers(1, 3)))
+def test_a_preset_is_what_its_paper_says(name, step):
+    agree(preset(name), loop_of(name), step)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@FEW
+@given(seed=st.integers(0, 2**32))
+def test_also_for_a_step_in_which_everything_happens(name, seed):
+    """18 rows of up to 5 tokens: every branch of a loss is taken, and every token that may learn does."""
+    got = agree(preset(name), loop_of(name), rich_step(seed, 3))
+    assert got.signals.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@FEW
+@given(seed=st.integers(0, 2**32), share=st.floats(0.05, 1.0))
+def test_the_cov_presets_for_larger_shares_of_tokens(name, seed, share):
+    """The share of the papers is one token of any step that a test can hold."""
+    how = preset(name)
+    more = how._replace(mark=partial(how.mark, share=share))
+    agree(more, partial(loop_of(name), share=share), rich_step(seed, 3))
+
+
+@FEW
+@given(seed=st.integers(0, 2**32), beta=st.floats(0.01, 1.0))
+def test_rloo_with_the_kl_of_its_paper(seed, beta):
+    how = preset("rloo")
+    paid = how._replace(credit=partial(how.credit, beta=beta))
+    agree(paid, partial(reference.rloo, beta=beta), rich_step(seed, 3))
+
+
+@given(st.floats(0.1, 3), st.floats(0.1, 3))
+def test_the_loops_differentiate_as_differences_do(x, y):
+    def every_operation(a: reference.Dual, b: reference.Dual) -> reference.Dual:
+        smooth = reference.exp(a - 2.0) * b + reference.sigmoid(-a) / 3 - (b**-1.5) * (1.0 - a)
+        return smooth + reference.magnitude(a - 3.5) * reference.clip(b, -9, 9) + reference.smaller(a, b + 9.0) * 0.5
+
+    both = every_operation(reference.Dual(x, {"x": 1.0}), reference.Dual(y, {"y": 1.0}))
+    for name, (dx, dy) in {"x": (1e-6, 0.0), "y": (0.0, 1e-6)}.items():
+        up, down = (every_operation(reference.Dual(x + s * dx), reference.Dual(y + s * dy)).x for s in (1, -1))
+        assert both.slope[name] == pytest.approx((up - down) / 2e-6, rel=1e-6, abs=1e-6)

@@ -1,0 +1,673 @@
+"""The box, on a policy that is one table: what happens in which order, what is learned, and what is reported."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import dealt
+from fakes import LIMIT, PROMPT, WORDS, TablePolicy, TableSampler, problem
+from hypothesis import given, settings
+from torch import Tensor
+
+from grpo_fn.algo import (
+    aggregation,
+    controllers,
+    credit,
+    filters,
+    group_sampling,
+    importance,
+    kl,
+    losses,
+    masking,
+    objective,
+)
+from grpo_fn.algo.advantage import centered, group_normalized, leave_one_out
+from grpo_fn.algo.step import (
+    AT_THE_START,
+    Algo,
+    Experience,
+    as_found,
+    as_given,
+    from_sampler,
+    grpo_step,
+    of_samples,
+    recomputed,
+)
+from grpo_fn.core import prng
+from grpo_fn.core.groups import by_group
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.core.types import Carried, Gains, Policy, Reward, Rollout, Sampler
+from grpo_fn.rewards.combine import combine, serial
+
+TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
+KEY = prng.key(3, device="cpu")
+COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))
+KEYS = {
+    *(f"generation/{name}" for name in ("rows", "tokens", "truncated", "length_mean", "length_min", "length_max")),
+    *(f"reward/{name}" for name in ("mean", "min", "max", "std", "correct_rate", "invalid", "likes_two", "likes_one")),
+    *(f"advantage/{name}" for name in ("mean", "min", "max", "std", "no_signal", "refused")),
+    *(f"loss/{name}" for name in ("objective", "kl", "entropy", "clip_low", "clip_high", "grad_norm")),
+    *("loss/kl_gain", "loss/entropy_gain"),
+    *(f"loss/ratio_{name}" for name in ("mean", "min", "max")),
+    *(f"loss/{name}" for name in ("logp_gap_mean", "logp_gap_max", "mismatch_kl", "mismatch_ess")),
+    *("loss/correction_mean", "loss/correction_zero", "optimizer/lr", "optimizer/step"),
+}
+ALWAYS = {"loss/objective", "loss/grad_norm", "loss/kl_gain", "loss/entropy_gain"}
+MEASURED_WHILE_LEARNING = {name for name in KEYS if name.startswith("loss/")} - ALWAYS
+
+
+def likes_two(problem: Problem, completion: Completion) -> float:
+    return completion.text.split().count("2") / completion.length
+
+
+def likes_one(problem: Problem, completion: Completion) -> float:
+    return float("1" in completion.text.split())
+
+
+def broken(problem: Problem, completion: Completion) -> None:
+    """Nothing can be scored."""
+
+
+def constant(problem: Problem, completion: Completion) -> float:
+    return 0.3
+
+
+def outcome(advantage) -> partial:
+    return partial(credit.outcome, advantage=advantage)
+
+
+def algo(
+    beta: float = 0.0, entropy_bonus: float = 0.0, parts: Sequence = (likes_two, likes_one), n: int = 3, **changes
+) -> Algo:
+    f = partial(
+        objective.policy_objective,
+        token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+        correct=importance.none,
+        kl=kl.k3_ratio,
+        weigh=aggregation.token_mean,
+        beta=beta,
+        entropy_bonus=entropy_bonus,
+    )
+    reward = partial(combine, parts=parts, weights=[1.0, 0.5][: len(parts)], score=serial)
+    cut = {name: changes.pop(name, n) for name, n in {"micro_tokens": 20, "devices": 1}.items()}
+    numbers = {
+        "group_size": 4,
+        "epochs": 1,
+        "minibatches": 1,
+        "split": partial(dealt, **cut),
+        "anchor": as_given,
+        "min_signal": 0,
+    }
+    plain = {
+        "filters": [],
+        "mark": masking.nothing,
+        "kl_control": controllers.fixed,
+        "entropy_control": controllers.fixed,
+    }
+    drawn = {"collect": partial(group_sampling.every, prompts=n), "reward": reward, "credit": outcome(centered)}
+    return Algo(**{**numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes})
+
+
+def pair(lr: float = 0.5, reference: Tensor | None = None, table: Tensor = TABLE) -> tuple[TablePolicy, TableSampler]:
+    policy = TablePolicy(table, lr=lr, reference_table=reference)
+    return policy, TableSampler(policy)
+
+
+def stream(first: int, count: int) -> list[Problem]:
+    return [problem(10 + i, "?") for i in range(first, first + count)]
+
+
+def onwards(
+    policy, sampler, how: Algo, carried: Carried, key: Tensor = KEY, span=lambda name: nullcontext()
+) -> tuple[Experience, Carried, dict[str, float]]:
+    return grpo_step(policy, sampler, stream, carried, key=key, algo=how, span=span)
+
+
+def step(policy, sampler, how: Algo, **options) -> tuple[Experience, dict[str, float]]:
+    """The first step."""
+    experience, _, figures = onwards(policy, sampler, how, AT_THE_START, **options)
+    return experience, figures
+
+
+def row_adv(experience: Experience) -> Tensor:
+    """[P, G]"""
+    return of_samples(experience.adv, experience.groups)
+
+
+# -- order
+
+
+def test_the_fakes_speak_the_protocols():
+    assert isinstance(pair()[0], Policy)
+    assert isinstance(pair()[1], Sampler)
+
+
+@pytest.mark.parametrize(("old_logp", "asked"), [(from_sampler, []), (recomputed, ["logp"])])
+def test_a_step_samples_scores_trains_and_syncs(old_logp, asked):
+    policy, sampler = pair()
+    log = policy.log
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        log.append(f"<{name}")
+        yield
+        log.append(f"{name}>")
+
+    scored = algo().reward
+    how = algo(
+        old_logp=old_logp, micro_tokens=10**6, minibatches=3, reward=lambda *a: (log.append("reward"), scored(*a))[1]
+    )
+    step(policy, sampler, how, span=span)
+    climb = ["vjp", "pullback", "update"]
+    assert log == [
+        *("<generate", "sample", "generate>", "<score", "reward", "score>", "rest"),
+        *("<train", *asked, "reference", *climb, *climb, *climb, "train>", "<sync", "load", "sync>"),
+    ]
+
+
+@COSTLY
+@given(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(1, 40))
+def test_every_epoch_takes_one_update_for_each_minibatch(epochs, minibatches, micro_tokens):
+    policy, sampler = pair()
+    seen: dict[int, set[tuple[float, ...]]] = defaultdict(set)  # the totals that each update was made with
+    how = algo(n=4, epochs=epochs, minibatches=minibatches, micro_tokens=micro_tokens)
+
+    def noted(scores, *, totals, **rest):
+        seen[len(policy.steps)].add(tuple(map(float, totals)))
+        return how.objective(scores, totals=totals, **rest)
+
+    experience, figures = step(policy, sampler, replace(how, objective=noted))
+    assert len(policy.steps) == len(seen) == epochs * minibatches == figures["optimizer/step"]
+    tokens, rows = zip(*(only for (only,) in seen.values()), strict=True)  # of all its micro-batches the same
+    assert sum(tokens) == epochs * int(experience.groups.rollout.mask.sum())
+    assert set(rows) == {16 / minibatches}
+    assert sum(len(micro.tokens) for micro in policy.seen) == epochs * 16
+    assert torch.equal(sampler.table, policy.table)
+
+
+# -- what is learned
+
+
+def by_hand(table: Tensor, rollout: Rollout, adv: Tensor) -> Tensor:
+    """The on-policy gradient, one token after the other: -A (onehot - p) averaged over all sampled tokens."""
+    p, adv = table.double().softmax(-1), adv.double().flatten(0, 1)
+    terms = [
+        -adv[b, t] * (torch.eye(WORDS, dtype=torch.float64)[rollout.tokens[b, t]] - p)
+        for b, t in rollout.mask.nonzero().tolist()
+    ]
+    return torch.stack(terms).mean(0)
+
+
+@pytest.mark.parametrize("advantage", [centered, leave_one_out, partial(group_normalized, eps=1e-4, ddof=0)])
+@pytest.mark.parametrize("old_logp", [from_sampler, recomputed])
+@COSTLY
+@given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
+def test_an_on_policy_step_climbs_the_policy_gradient(advantage, old_logp, seed, micro_tokens):
+    policy, sampler = pair()
+    how = algo(credit=outcome(advantage), old_logp=old_logp, micro_tokens=micro_tokens)
+    experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
+    _, rollout, reward = experience.groups
+    groups = [advantage(v, ok) for v, ok in zip(reward.value, reward.valid, strict=True)]
+    torch.testing.assert_close(row_adv(experience), torch.stack(groups))
+    wanted = by_hand(TABLE, rollout, experience.adv)
+    torch.testing.assert_close(policy.steps[0], wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(policy.table, TABLE.double() - 0.5 * wanted, rtol=1e-9, atol=1e-12)
+    assert figures["loss/ratio_min"] == pytest.approx(1.0, abs=1e-12)
+    assert figures["loss/ratio_max"] == pytest.approx(1.0, abs=1e-12)
+    assert figures["loss/logp_gap_max"] == pytest.approx(0.0, abs=1e-12)
+    assert figures["loss/clip_low"] == figures["loss/clip_high"] == 0.0
+    assert figures["loss/grad_norm"] == pytest.approx(float(wanted.norm()))
+    p = TABLE.double().softmax(-1)
+    assert figures["loss/entropy"] == pytest.approx(float(torch.special.entr(p).sum()))
+
+
+@pytest.mark.parametrize("advantage", [centered, leave_one_out, partial(group_normalized, eps=1e-9, ddof=0)])
+def test_groups_of_equal_rewards_teach_nothing(advantage):
+    policy, sampler = pair()
+    _, figures = step(policy, sampler, algo(parts=[constant], credit=outcome(advantage), epochs=2))
+    assert all(not signal.logp.any() for signal in policy.signals)
+    assert all(not gradient.any() for gradient in policy.steps)
+    assert torch.equal(policy.table, TABLE.double())
+    assert (figures["advantage/no_signal"], figures["reward/std"]) == (1.0, pytest.approx(0.0, abs=1e-9))
+
+
+def test_entropy_and_unsampled_tokens_get_no_signal():
+    policy, sampler = pair(reference=torch.zeros(WORDS))
+    step(policy, sampler, algo(beta=0.1))
+    assert any(signal.logp.any() for signal in policy.signals)
+    for micro, signal in zip(policy.seen, policy.signals, strict=True):
+        assert not signal.entropy.any()
+        assert not signal.logp[~micro.mask].any()
+        assert signal.logp.isfinite().all()  # the sampler leaves nan where nothing was sampled
+
+
+@COSTLY
+@given(st.integers(0, 99), *(st.tuples(st.integers(1, 80), st.integers(1, 4)) for _ in range(2)))
+def test_the_size_of_micro_batches_does_not_matter(seed, one, other):
+    results = []
+    for micro_tokens, devices in (one, other):
+        policy, sampler = pair(reference=torch.zeros(WORDS))
+        how = algo(beta=0.1, epochs=2, minibatches=3, micro_tokens=micro_tokens, devices=devices)
+        _, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
+        results.append((policy.table, figures))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-9, atol=1e-9)
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-6, abs=1e-9)
+
+
+def test_micro_tokens_are_those_of_each_device():
+    shown = []
+    for devices in (1, 3):
+        policy, sampler = pair()
+        step(policy, sampler, algo(micro_tokens=1, devices=devices))
+        shown.append([len(micro.tokens) for micro in policy.seen])
+    assert shown == [[1] * 12, [3] * 4]
+
+
+def test_a_second_epoch_is_off_policy_against_the_same_old_policy():
+    policy, sampler = pair(lr=20.0)
+    _, figures = step(policy, sampler, algo(epochs=2))
+    assert figures["loss/ratio_max"] > 1.2
+    assert figures["loss/clip_low"] + figures["loss/clip_high"] > 0
+    first, second = policy.seen[0], policy.seen[len(policy.seen) // 2]
+    torch.testing.assert_close(first.logp_old, second.logp_old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("reference", [None, torch.linspace(-1, 1, WORDS)])
+@pytest.mark.parametrize("correct", [importance.none, partial(importance.truncated, cap=1.1)])
+@COSTLY
+@given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80), minimum=st.integers(0, 4))
+def test_one_update_finds_the_old_policy_in_its_own_pass(reference, correct, seed, micro_tokens, minimum):
+    beta = 0.0 if reference is None else 0.3
+    seen = []
+    for changes in (
+        {"old_logp": recomputed, "anchor": as_given},
+        {"old_logp": from_sampler, "anchor": partial(as_found, reference=reference is not None)},
+    ):
+        policy, sampler = pair(reference=reference)
+        sampler.table = sampler.table.roll(1)  # older weights: logp_sampled is not logp_old
+        how = with_correction(correct, beta=beta, micro_tokens=micro_tokens, min_signal=minimum, **changes)
+        experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
+        seen.append((policy, experience, figures))
+    (one, wanted, told), (other, got, same) = seen
+    assert torch.equal(one.table, other.table)
+    assert told == same
+    assert "logp" in one.log
+    assert "logp" not in other.log
+    trained = not told["advantage/refused"]
+    for name in ("logp_old", "logp_ref") if trained else ():
+        mask = wanted.batch.mask
+        assert torch.equal(getattr(got.batch, name)[mask], getattr(wanted.batch, name)[mask])
+
+
+def test_without_a_reference_the_old_policy_stands_in():
+    policy, sampler = pair()
+    _, figures = step(policy, sampler, algo())
+    for micro in policy.seen:
+        torch.testing.assert_close(micro.logp_ref, micro.logp_old, rtol=0, atol=0, equal_nan=True)
+    assert figures["loss/kl"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_reference_pulls_the_policy_towards_itself():
+    reference = torch.tensor([1.0, -1.0, 0.0, 0.5, 0.0, -0.5])
+    policy, sampler = pair(reference=reference, lr=1.0)
+    kls = [
+        step(policy, sampler, algo(beta=1.0, parts=[constant], n=8), key=prng.fold_in(KEY, i))[1]["loss/kl"]
+        for i in range(30)
+    ]
+    assert kls[0] > 0.1
+    assert max(kls[-5:]) < 0.01
+
+
+def test_thirty_steps_find_out_what_pays():
+    policy, sampler = pair(lr=4.0)
+    figures = [step(policy, sampler, algo(parts=[likes_two], n=8), key=prng.fold_in(KEY, i))[1] for i in range(30)]
+    assert figures[0]["reward/mean"] < 0.3
+    assert figures[-1]["reward/mean"] > 0.9
+    assert float(policy.table.softmax(-1)[2]) > 0.9
+
+
+# -- what is reported
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_step_reports_the_same_figures_every_time(beta):
+    policy, sampler = pair(reference=torch.zeros(WORDS) if beta else None)
+    for epochs in (1, 2):
+        _, figures = step(policy, sampler, algo(beta=beta, epochs=epochs))
+        assert figures.keys() == KEYS
+        assert all(type(x) is float and x == x for x in figures.values())
+
+
+def test_a_step_in_which_nothing_could_be_scored_changes_nothing_and_says_so():
+    policy, sampler = pair()
+    experience, figures = step(policy, sampler, algo(parts=[broken], minibatches=3))
+    assert torch.equal(policy.table, TABLE.double())
+    assert "vjp" not in policy.log
+    assert policy.log[-1] == "load"
+    assert not experience.adv.any()
+    assert figures["reward/invalid"] == figures["advantage/no_signal"] == 1.0
+    assert figures["loss/objective"] == figures["loss/grad_norm"] == 0.0
+    assert figures["optimizer/step"] == 3.0
+    gone = {"reward/likes_two", "reward/likes_one", *MEASURED_WHILE_LEARNING}
+    assert figures.keys() == (KEYS - gone) | {"reward/broken"}
+
+
+def test_a_row_that_could_not_be_scored_moves_nobody():
+    def sometimes(problem: Problem, completion: Completion) -> float | None:
+        return None if completion.length == LIMIT else likes_two(problem, completion)
+
+    policy, sampler = pair()
+    experience, _ = step(policy, sampler, algo(parts=[sometimes]))
+    _, rollout, reward = experience.groups
+    valid = reward.valid.flatten()
+    assert 0 < int(valid.sum()) < len(valid)
+    shown = rollout._replace(mask=rollout.mask & valid[:, None])
+    torch.testing.assert_close(policy.steps[0], by_hand(TABLE, shown, experience.adv))
+
+
+def test_the_experience_is_what_was_sampled_and_how_it_was_judged():
+    policy, sampler = pair()
+    experience, figures = step(policy, sampler, algo())
+    asked, rollout, reward = experience.groups
+    assert [problem.uid for problem in asked] == [10, 11, 12]
+    assert rollout.tokens.shape == (12, PROMPT + LIMIT)
+    assert reward.value.shape == (3, 4)
+    assert experience.adv.shape == (3, 4, PROMPT + LIMIT)
+    assert figures["reward/mean"] == pytest.approx(float(reward.value.mean()))
+    assert figures["generation/tokens"] == float(rollout.mask.sum())
+
+
+# -- steps without signal
+
+
+@pytest.mark.parametrize("min_signal", [1, 3])
+def test_a_step_with_too_little_signal_is_refused_and_said(min_signal):
+    policy, sampler = pair(reference=torch.zeros(WORDS))
+    how = algo(beta=1.0, entropy_bonus=1.0, parts=[constant], min_signal=min_signal)
+    before = policy.table.clone()
+    _, carried, figures = onwards(policy, sampler, how, AT_THE_START)
+    assert figures["advantage/refused"] == 1.0
+    assert torch.equal(policy.table, before)
+    assert {"vjp", "update"}.isdisjoint(policy.log)
+    assert carried == AT_THE_START._replace(drawn=3)
+    assert "loss/kl" not in figures
+
+
+# -- filters, marks, entropy, controllers
+
+
+def test_a_sample_that_a_filter_leaves_out_stays_in_the_baseline():
+    policy, sampler = pair()
+    experience, _ = step(policy, sampler, algo(filters=[filters.finished]))
+    rollout, adv = experience.groups.rollout, row_adv(experience)
+    assert rollout.truncated.any()
+    assert adv.flatten()[rollout.truncated].any()
+    torch.testing.assert_close(adv.sum(-1), torch.zeros(3), rtol=0, atol=1e-6)
+    shown = rollout._replace(mask=rollout.mask & ~rollout.truncated[:, None])
+    torch.testing.assert_close(policy.steps[0], by_hand(TABLE, shown, experience.adv))
+
+
+def test_marks_reach_the_loss_and_their_keys_are_the_rows_own():
+    keys: list[Tensor] = []
+
+    def first_words(batch, key):
+        keys.append(key)
+        return batch.mask & (prng.uniform(key, batch.mask.shape[1], dtype=torch.float32, low=0.0, high=1.0) < 0.5)
+
+    marked = []
+    for n in (2, 3):
+        policy, sampler = pair()
+        step(policy, sampler, algo(n=n, mark=first_words, micro_tokens=10**6))
+        (micro,) = policy.seen
+        marked.append(int(micro.marked.sum()))
+        assert 0 < marked[-1] < int(micro.mask.sum())
+    assert torch.equal(keys[0], keys[1][:8])
+    assert len(keys[1].unique(dim=0)) == 12
+
+
+def test_an_entropy_bonus_alone_makes_the_policy_uniform():
+    policy, sampler = pair(lr=1.0)
+    how = algo(entropy_bonus=1.0, parts=[constant], n=8)
+    entropy = [step(policy, sampler, how, key=prng.fold_in(KEY, i))[1]["loss/entropy"] for i in range(30)]
+    highest = float(torch.tensor(float(WORDS)).log())
+    assert entropy[0] < highest - 0.02
+    assert entropy[-1] == pytest.approx(highest, abs=1e-3)
+
+
+def test_controllers_are_asked_once_a_step_and_move_the_coefficients():
+    asked = []
+
+    def halving(gain: float, measured: float) -> float:
+        asked.append((gain, measured))
+        return gain / 2
+
+    reference = torch.tensor([1.0, -1.0, 0.0, 0.5, 0.0, -0.5])
+    how = algo(beta=1.0, parts=[constant], kl_control=halving)
+    policy, sampler = pair(lr=0.0, reference=reference)
+    _, carried, figures = onwards(policy, sampler, how, AT_THE_START)
+    assert asked == [(1.0, figures["loss/kl"])]
+    assert carried.gains == Gains(kl=0.5, entropy=1.0)
+    _, _, figures = onwards(policy, sampler, how, carried._replace(drawn=0))
+    assert figures["loss/kl_gain"] == 0.5
+    torch.testing.assert_close(policy.steps[1], policy.steps[0] / 2)  # the same rows, half the penalty
+
+
+def test_a_kl_in_the_reward_reaches_the_advantages():
+    reference = torch.tensor([1.0, -1.0, 0.0, 0.5, 0.0, -0.5])
+    policy, sampler = pair(reference=reference)
+    how = algo(credit=partial(credit.outcome_minus_kl, advantage=centered, beta=0.5))
+    experience, _ = step(policy, sampler, how)
+    (_, rollout, reward), adv = experience.groups, row_adv(experience)
+    drift = by_group(
+        torch.where(rollout.mask, (TABLE.log_softmax(-1) - reference.log_softmax(-1))[rollout.tokens], 0), 3
+    )
+    wanted = [centered(v, ok) for v, ok in zip(reward.value - 0.5 * drift.sum(-1), reward.valid, strict=True)]
+    torch.testing.assert_close(adv, torch.stack(wanted).to(adv.dtype))
+
+
+# -- dynamic sampling
+
+
+def rarely(problem: Problem, completion: Completion) -> float:
+    """Only some groups have two kinds of samples under it."""
+    return float(completion.text.startswith("2 3"))
+
+
+def dynamic(**changes) -> Algo:
+    numbers = {"prompts": 4, "max_gen_batches": 20, **changes}
+    return algo(parts=[rarely], collect=partial(group_sampling.dynamic, **numbers), min_signal=1)
+
+
+def test_dynamic_sampling_learns_from_groups_with_signal_alone_and_wastes_none():
+    policy, sampler = pair()
+    carried, learned, drawn = AT_THE_START, [], 0
+    for _ in range(4):
+        experience, carried, figures = onwards(policy, sampler, dynamic(), carried)
+        assert (experience.adv != 0).any(-1).any(-1).all()
+        learned += [p.uid - 10 for p in experience.groups.problems]
+        drawn += int(figures["generation/batches"]) * 4
+        assert carried.drawn == drawn
+        assert figures["advantage/no_signal"] == figures["generation/filled"] == 0.0
+        assert figures["generation/rows"] == 16 * figures["generation/batches"]
+    waiting = [] if carried.waiting is None else [p.uid - 10 for p in carried.waiting.problems]
+    # Every group with signal is learned from once, in the order of the stream: none twice, none lost.
+    order = [*learned, *waiting]
+    assert order == sorted(set(order))
+    assert len(order) < drawn
+    assert len(learned) == 16
+
+
+def test_without_enough_signal_the_step_is_filled_up():
+    policy, sampler = pair()
+    how = dynamic(max_gen_batches=1)
+    experience, carried, figures = onwards(policy, sampler, how, AT_THE_START)
+    assert len(experience.groups.problems) == 4
+    assert figures["generation/filled"] == 4 - 4 * figures["generation/accepted"] > 0
+    assert carried.waiting is None
+    signal = (experience.adv != 0).any(-1).any(-1).tolist()
+    assert signal == sorted(signal, reverse=True)
+
+
+@COSTLY
+@given(seed=st.integers(0, 50), cut=st.integers(1, 3))
+def test_what_is_carried_is_all_that_dynamic_sampling_remembers(seed, cut):
+    """A run that stops after `cut` steps and one that does not end with the same table."""
+    key, tables = prng.key(seed, device="cpu"), []
+    for stops in ((), (cut,)):
+        policy, sampler = pair()
+        carried = AT_THE_START
+        for i in range(4):
+            if i in stops:
+                table = policy.table
+                policy, sampler = pair(table=table)
+            _, carried, _ = onwards(policy, sampler, dynamic(), carried, key=key)
+        tables.append(policy.table)
+    assert torch.equal(*tables)
+
+
+# -- minibatches and epochs
+
+
+@pytest.mark.parametrize("old_logp", [from_sampler, recomputed])
+def test_every_update_of_a_step_is_measured_against_the_policy_that_sampled(old_logp):
+    policy, sampler = pair(lr=5.0)
+    step(policy, sampler, algo(n=4, epochs=3, minibatches=2, micro_tokens=10**6, old_logp=old_logp))
+    logprobs = TABLE.double().log_softmax(-1)
+    assert len(policy.seen) == 6
+    for micro in policy.seen:
+        got, wanted = micro.logp_old[micro.mask].double(), logprobs[micro.tokens[micro.mask]]
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
+
+
+# -- trainer against sampler
+
+OTHER = torch.tensor([0.1, 0.4, -0.3, 0.2, 0.0, -0.6])
+
+
+def apart(rollout: Rollout, rows: slice = slice(None)) -> Tensor:
+    """log pi_trainer - log pi_sampler of every sampled token, in float64, the sampler at OTHER."""
+    tokens = rollout.tokens[rows][rollout.mask[rows]]
+    return (TABLE.double().log_softmax(-1) - OTHER.double().log_softmax(-1))[tokens]
+
+
+def stale() -> tuple[TablePolicy, TableSampler]:
+    """A policy and a sampler that has other weights."""
+    policy, sampler = pair(lr=20.0)
+    sampler.table = OTHER.double()
+    return policy, sampler
+
+
+@pytest.mark.parametrize(("old_logp", "rows"), [(from_sampler, slice(8)), (recomputed, slice(None))])
+@pytest.mark.parametrize("micro_tokens", [7, 10**6])
+def test_the_mismatch_is_the_samplers_and_not_the_policys_own_movement(old_logp, rows, micro_tokens):
+    """Of every token where the trainer is asked before the first update, else of the first minibatch."""
+    policy, sampler = stale()
+    how = algo(n=4, epochs=3, minibatches=2, micro_tokens=micro_tokens, old_logp=old_logp)
+    experience, figures = step(policy, sampler, how)
+    assert figures["loss/ratio_max"] > 1.5  # it has moved far
+    x = apart(experience.groups.rollout, rows)
+    w = x.exp()
+    wanted = {
+        "loss/logp_gap_mean": x.abs().mean(),
+        "loss/logp_gap_max": x.abs().max(),
+        "loss/mismatch_kl": (w - 1 - x).mean(),
+        "loss/mismatch_ess": w.sum() ** 2 / (len(w) * (w**2).sum()),
+    }
+    assert {name: figures[name] for name in wanted} == pytest.approx({k: float(v) for k, v in wanted.items()}, abs=1e-6)
+
+
+@pytest.mark.parametrize("old_logp", [from_sampler, recomputed])
+def test_a_sampler_with_the_policys_weights_shows_no_mismatch_however_far_the_step_goes(old_logp):
+    policy, sampler = pair(lr=20.0)
+    _, figures = step(policy, sampler, algo(n=4, epochs=3, minibatches=2, old_logp=old_logp))
+    assert figures["loss/ratio_max"] > 1.5
+    assert figures["loss/logp_gap_max"] == pytest.approx(0.0, abs=1e-6)
+    assert figures["loss/mismatch_kl"] == pytest.approx(0.0, abs=1e-12)
+    assert figures["loss/mismatch_ess"] == pytest.approx(1.0, abs=1e-12)
+
+
+def test_where_the_first_minibatch_has_nothing_to_show_no_mismatch_is_made_up():
+    def first_half_unscorable(problem: Problem, completion: Completion) -> float | None:
+        return None if problem.uid < 12 else likes_two(problem, completion)
+
+    for old_logp, measured in ((from_sampler, False), (recomputed, True)):
+        policy, sampler = stale()
+        how = algo(n=4, minibatches=2, parts=[first_half_unscorable], old_logp=old_logp)
+        _, figures = step(policy, sampler, how)
+        assert ("loss/mismatch_kl" in figures) == measured
+        assert "loss/correction_mean" in figures
+
+
+def with_correction(correct, **changes) -> Algo:
+    how = algo(**{"old_logp": recomputed, **changes})
+    return replace(how, objective=partial(how.objective, correct=correct))
+
+
+@COSTLY
+@given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
+def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_tokens):
+    policy, sampler = stale()
+    correct = partial(importance.truncated, cap=1.2)
+    how = with_correction(correct, micro_tokens=micro_tokens)
+    experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
+    rollout = experience.groups.rollout
+    w = torch.zeros(rollout.mask.shape, dtype=torch.float64)
+    w[rollout.mask] = apart(rollout).exp().clamp(max=1.2)
+    wanted = by_hand(TABLE, rollout, experience.adv * by_group(w, 3))
+    torch.testing.assert_close(policy.steps[0], wanted, rtol=1e-5, atol=1e-7)  # the sampler speaks float32
+    assert figures["loss/correction_mean"] == pytest.approx(float(w[rollout.mask].mean()), abs=1e-6)
+    assert figures["loss/correction_zero"] == 0.0
+
+
+def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
+    policy, sampler = stale()
+    experience, figures = step(policy, sampler, with_correction(partial(importance.masked, low=0.9, high=1.2)))
+    rollout = experience.groups.rollout
+    w = apart(rollout).exp()
+    kept = (w >= 0.9) & (w <= 1.2)
+    assert 0 < kept.sum() < len(kept)
+    assert figures["loss/correction_zero"] == pytest.approx(1 - float(kept.double().mean()))
+    weight = torch.zeros(rollout.mask.shape, dtype=torch.float64)
+    weight[rollout.mask] = torch.where(kept, w, 0.0)
+    wanted = by_hand(TABLE, rollout, experience.adv * by_group(weight, 3))  # a mean over all sampled tokens
+    torch.testing.assert_close(policy.steps[0], wanted, rtol=1e-5, atol=1e-7)
+
+
+# -- the seams
+
+
+def test_a_reward_laid_out_the_other_way_is_refused():
+    def turned(asked: Sequence[Problem], rollout: Rollout) -> Reward:
+        good = algo().reward(asked, rollout)
+        return Reward(good.value.T, good.valid.T, {name: x.T for name, x in good.parts.items()})
+
+    policy, sampler = pair()
+    with pytest.raises(ValueError, match=r"got reward value \(4, 3\), wanted problems by samples, \(3, 4\)"):
+        step(policy, sampler, algo(reward=turned))
+    assert "update" not in policy.log
+
+
+def test_a_reward_that_is_not_finite_is_refused():
+    policy, sampler = pair()
+    with pytest.raises(ValueError, match="got advantages that are not finite"):
+        step(policy, sampler, algo(parts=[lambda problem, completion: float("inf")]))
+    assert "update" not in policy.log
+
+
+def test_a_sampler_that_returns_broken_rows_is_refused_before_anything_is_scored():
+    policy, sampler = pair()
+    whole = sampler.sample
+
+    def silent(*args, **kwargs) -> Rollout:
+        rollout = whole(*args, **kwargs)
+        return rollout._replace(mask=torch.zeros_like(rollout.mask))
+
+    sampler.sample = silent
+    with pytest.raises(ValueError, match="got row 0 without a sampled token"):
+        step(policy, sampler, algo())
+    assert "reference" not in policy.log

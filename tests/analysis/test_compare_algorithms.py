@@ -1,0 +1,197 @@
+"""The lens shows what each algorithm would have done, and the shares of rows are shares of the step."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import dealt
+from fakes import WORDS, TablePolicy, TableSampler, problem, table_scores
+from hypothesis import given
+from strategies import tensors
+from torch.func import grad
+
+from grpo_fn.algo import (
+    aggregation,
+    controllers,
+    credit,
+    filters,
+    group_sampling,
+    importance,
+    kl,
+    losses,
+    masking,
+    objective,
+)
+from grpo_fn.algo.advantage import centered, group_normalized
+from grpo_fn.algo.step import AT_THE_START, Algo, Stages, as_given, from_sampler, grpo_step
+from grpo_fn.analysis import compare_algorithms
+from grpo_fn.core import prng
+from grpo_fn.core.types import Gains, Scores
+from grpo_fn.rewards.combine import combine, serial
+
+UNMOVED = Gains(kl=1.0, entropy=1.0)
+TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
+KEY = prng.key(5, device="cpu")
+
+
+def stages(token_loss=losses.reinforce, advantage=centered, weigh=aggregation.token_mean, **changes) -> Stages:
+    each = {"token_loss": token_loss, "correct": importance.none, "kl": kl.k2, "weigh": weigh}
+    f = partial(objective.policy_objective, **each, beta=0.1, entropy_bonus=0.0)
+    plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "mark": masking.nothing}
+    return Stages(**{**plain, "objective": f, **changes})
+
+
+OTHERS = {
+    "plain": stages(),
+    "clipped": stages(partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2)),
+    "normalized": stages(advantage=partial(group_normalized, eps=1e-4, ddof=1), weigh=aggregation.sequence_mean),
+    "finished": stages(filters=[filters.finished]),
+}
+
+
+def likes_two(problem, completion) -> float:
+    return completion.text.split().count("2") / completion.length
+
+
+def one_step(mine: Stages):
+    """A policy, and what it saw in a step of `mine`."""
+    policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
+    algo = Algo(
+        **vars(mine),
+        collect=partial(group_sampling.every, prompts=3),
+        reward=partial(combine, parts=[likes_two], weights=[1.0], score=serial),
+        old_logp=from_sampler,
+        kl_control=controllers.fixed,
+        entropy_control=controllers.fixed,
+        group_size=4,
+        epochs=1,
+        minibatches=1,
+        split=partial(dealt, micro_tokens=10**6, devices=1),
+        anchor=as_given,
+        min_signal=0,
+    )
+    experience, _, _ = grpo_step(
+        policy,
+        TableSampler(policy),
+        lambda first, count: [problem(i, "?") for i in range(first, first + count)],
+        AT_THE_START,
+        key=KEY,
+        algo=algo,
+        span=lambda name: nullcontext(),
+    )
+    return policy, experience
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_a_view_is_the_signal_that_a_step_sends_back(name):
+    policy, seen = one_step(OTHERS[name])
+    old, ref = seen.batch.logp_old, seen.batch.logp_ref
+    view = compare_algorithms.view(OTHERS[name], seen.groups, old, ref, UNMOVED, KEY)
+    scores = table_scores(TABLE.double(), view.batch.tokens, seen.groups.rollout.mask)
+    (signal,) = compare_algorithms.signals(scores, {name: view}, UNMOVED)
+    sent, shown = policy.signals[0].logp, policy.seen[0]
+    order = [
+        next(b for b, row in enumerate(view.batch.tokens) if same_row(view.batch, b, shown, i))
+        for i in range(len(sent))
+    ]
+    width = shown.tokens.shape[1]
+    assert not signal[sorted({*range(12)} - {*order})].any()
+    torch.testing.assert_close(signal[order][:, :width], sent, rtol=1e-9, atol=1e-12)
+
+
+def same_row(batch, b, shown, i) -> bool:
+    width = shown.tokens.shape[1]
+    pairs = ((batch.tokens, shown.tokens), (batch.mask, shown.mask), (batch.adv, shown.adv))
+    return all(torch.equal(x[b, :width], y[i]) for x, y in pairs)
+
+
+def test_one_vmapped_call_is_a_gradient_for_each_view():
+    _, seen = one_step(OTHERS["plain"])
+    old, ref = seen.batch.logp_old, seen.batch.logp_ref
+    views = {name: compare_algorithms.view(s, seen.groups, old, ref, UNMOVED, KEY) for name, s in OTHERS.items()}
+    drift = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
+    scores = Scores(torch.where(seen.groups.rollout.mask, old + drift, 0.0), torch.zeros_like(old))
+    got = compare_algorithms.signals(scores, views, UNMOVED)
+    assert got.shape == (len(OTHERS), *old.shape)
+    for signal, view in zip(got, views.values(), strict=True):
+        loss = partial(view.objective, batch=view.batch, totals=view.totals, gains=UNMOVED)
+        wanted = grad(lambda s, loss=loss: loss(s)[0])(scores).logp
+        torch.testing.assert_close(signal, wanted)
+    assert not torch.allclose(got[0], got[1])
+
+
+signals = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)).flatmap(
+    lambda shape: tensors(shape, st.one_of(st.just(0.0), st.floats(-3, 3)))
+)
+
+
+@given(signals)
+def test_cosines_are_a_symmetric_matrix_in_minus_one_to_one(signal):
+    got = compare_algorithms.cosines(signal)
+    torch.testing.assert_close(got, got.T, rtol=0, atol=1e-12)
+    assert (got.abs() <= 1 + 1e-9).all()
+    silent = ~signal.flatten(1).any(-1)
+    assert (got[silent] == 0).all()
+    torch.testing.assert_close(got.diagonal(), (~silent).double())
+
+
+@given(signals, st.floats(0.01, 100))
+def test_a_louder_view_does_not_disagree(signal, factor):
+    one = signal[:1] if signal[0].any() else torch.ones_like(signal[:1])
+    torch.testing.assert_close(
+        compare_algorithms.disagreement(torch.cat([one, factor * one])), torch.zeros_like(one[0])
+    )
+    assert compare_algorithms.disagreement(torch.cat([one, -one])).max() > 0
+
+
+def test_moved_is_a_share_of_the_sampled_tokens():
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    signal = torch.tensor([[[9.0, 1.0, 0.0], [0.0, 2.0, 0.0]], [[0.0, 0.0, 0.0], [0.0, 0.0, 5.0]]])
+    assert compare_algorithms.moved(signal, mask).tolist() == [pytest.approx(2 / 3), 0.0]
+
+
+# -- rows
+
+
+def test_the_gradients_of_rows_add_up_to_the_steps():
+    policy, seen = one_step(OTHERS["clipped"])
+    batch = seen.batch
+
+    def logp(params, tokens, mask):
+        return table_scores(params["table"], tokens, mask).logp
+
+    old, ref = batch.logp_old, batch.logp_ref
+    view = compare_algorithms.view(OTHERS["clipped"], seen.groups, old, ref, UNMOVED, KEY)
+    scores = table_scores(TABLE.double(), batch.tokens, batch.mask)
+    (signal,) = compare_algorithms.signals(scores, {"": view}, UNMOVED)
+    rows = compare_algorithms.row_gradients(logp, {"table": TABLE.double()}, batch, signal)
+    assert rows.shape == (12, WORDS)
+    torch.testing.assert_close(rows.sum(0), policy.steps[0], rtol=1e-9, atol=1e-12)
+
+
+@given(st.integers(1, 6).flatmap(lambda b: tensors((b, 3), st.floats(-3, 3))))
+def test_shares_add_up_to_one(gradients):
+    shares = compare_algorithms.influence(gradients)
+    size = gradients.sum(0).square().sum()
+    assert float(shares.sum()) == pytest.approx(1.0 if size > 0 else 0.0, abs=1e-6)
+
+
+def test_noise_and_signal_are_unbiased():
+    """Over all pairs of prompts drawn from four, whose gradients are known: the estimates' means are the true ones."""
+    drawn = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0], [-1.0, 1.0]], dtype=torch.float64)
+    mean = drawn.mean(0)
+    variance = ((drawn - mean) ** 2).sum(-1).mean()
+    estimates = [
+        compare_algorithms.noise_scale(drawn[[i, i, j]] / torch.tensor([[4.0], [4.0], [2.0]]), torch.tensor([0, 0, 1]))
+        for i in range(4)
+        for j in range(4)
+    ]
+    assert sum(e.variance for e in estimates) / 16 == pytest.approx(float(variance))
+    assert sum(e.signal for e in estimates) / 16 == pytest.approx(float(mean @ mean))
+
+
+def test_one_group_has_no_noise_to_speak_of():
+    with pytest.raises(ValueError, match="got 1 group, wanted at least two"):
+        compare_algorithms.noise_scale(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))

@@ -1,0 +1,384 @@
+"""Invariants of every rule of health: it says something exactly on its condition, never raises, and is said once."""
+
+import importlib.util
+import inspect
+import math
+import re
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+from catalogue import public, signature
+from hypothesis import assume, given
+
+from grpo_fn.analysis import health
+
+# One value of every knob of every rule.
+KNOBS = {
+    "kl_high": {"limit": 0.5},
+    "grad_norm_high": {"limit": 10.0},
+    "logp_gap_high": {"limit": 0.1},
+    "not_finite": {"groups": ("reward", "advantage", "loss")},
+    "no_signal": {"share": 0.9, "steps": 3},
+    "truncated_high": {"share": 0.5, "steps": 3},
+    "overflowing": {"steps": 3},
+    "entropy_collapsed": {"share": 0.25, "window": 3},
+    "length_exploded": {"times": 2.0, "window": 3},
+    "reward_without_accuracy": {"evaluations": 3, "rise": 0.02, "fall": 0.05},
+}
+RULES = {name: partial(getattr(health, name), **knobs) for name, knobs in KNOBS.items()}
+each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+# A line that makes each rule speak when the history is made of such lines, and what it is made of when all is well.
+WELL = {
+    "loss/kl": 0.01,
+    "loss/entropy": 0.8,
+    "loss/grad_norm": 0.5,
+    "loss/logp_gap_mean": 1e-5,
+    "loss/objective": 0.0,
+    "reward/mean": 0.4,
+    "reward/correct_rate": 0.4,
+    "advantage/no_signal": 0.2,
+    "generation/truncated": 0.05,
+    "generation/length_mean": 60.0,
+    "optimizer/overflows": 2.0,
+    "eval/accuracy": 0.5,
+}
+NAMES = [*WELL, "step", "time/total", "loss/ratio_max"]
+
+numbers = st.floats()  # NaN and infinities among them
+histories = st.lists(st.dictionaries(st.sampled_from(NAMES), numbers), max_size=24)
+positive = st.floats(1e-3, 1e3)
+
+
+def lines(*metrics: dict) -> list[dict]:
+    return [{"step": float(i), **one} for i, one in enumerate(metrics)]
+
+
+def column(name: str, values: list) -> list[dict]:
+    """A healthy history in which one metric takes these values; None leaves it out."""
+    rest = {key: value for key, value in WELL.items() if key != name}
+    return lines(*[{**rest, **({} if value is None else {name: value})} for value in values])
+
+
+# Every rule -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_rule_of_the_room_is_tested_here() -> None:
+    found = {name for name, f in public(health).items() if signature(f)[0] == ("history",)} - {"kept", "at"}
+    assert found == set(RULES)
+    assert {name: set(signature(getattr(health, name))[1]) for name in RULES} == {n: set(k) for n, k in KNOBS.items()}
+
+
+@each_rule
+@given(histories)
+def test_no_history_makes_a_rule_raise_and_what_it_says_is_a_text(rule, history) -> None:
+    said = rule(history)
+    assert said is None or (isinstance(said, str) and len(said) > 80)
+
+
+@each_rule
+@given(histories)
+def test_a_rule_changes_nothing_and_says_the_same_again(rule, history) -> None:
+    before = [dict(one) for one in history]
+    assert rule(history) == rule(history)
+    assert repr(before) == repr(history)
+
+
+@each_rule
+@given(st.lists(st.dictionaries(st.sampled_from(sorted(WELL)), st.floats(-0.04, 0.04)), max_size=40))
+def test_a_healthy_run_is_left_in_peace(rule, wobbles) -> None:
+    """Each metric within 4 % of where it is, a counter of overflows that stands still, any metric missing."""
+    history = lines(*[{k: v * (1 + w.get(k, 0.0)) for k, v in WELL.items() if len(w) < 9 or k in w} for w in wobbles])
+    history = [{**one, "optimizer/overflows": 2.0} for one in history]
+    history = [{k: v for k, v in one.items() if k != "eval/accuracy" or i % 5 == 0} for i, one in enumerate(history)]
+    assert rule(history) is None
+
+
+@each_rule
+@given(histories, st.dictionaries(st.sampled_from(["time/total", "system/memory_gb", "lens/x"]), st.floats()))
+def test_metrics_that_differ_between_ranks_move_no_rule(rule, history, clocks) -> None:
+    def other(one):
+        return {**{k: v for k, v in one.items() if not k.startswith("time/")}, **clocks}
+
+    assert rule([other(one) for one in history]) == rule(history)
+
+
+@each_rule
+@given(histories)
+def test_null_and_nan_and_infinity_are_alike_so_that_a_resumed_run_judges_as_one_that_was_not(rule, history) -> None:
+    rows = [{k: v for k, v in one.items() if k != "step"} for one in history]
+    read = [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in rows]
+    again = [health.line(i, row) for i, row in enumerate(read)]
+    assert repr(again) == repr([health.line(i, row) for i, row in enumerate(rows)])
+    assert rule(again) == rule([{**row, "step": float(i)} for i, row in enumerate(rows)])
+
+
+# What each rule is about ----------------------------------------------------------------------------------------------
+
+ABOVE = [("kl_high", "loss/kl", 0.5), ("grad_norm_high", "loss/grad_norm", 10.0)]
+ABOVE += [("logp_gap_high", "loss/logp_gap_mean", 0.1)]
+SHARES = [("no_signal", "advantage/no_signal", 0.9), ("truncated_high", "generation/truncated", 0.5)]
+
+
+@pytest.mark.parametrize(("name", "metric", "limit"), ABOVE)
+@given(st.lists(st.floats(-1.0, 30.0) | st.none() | st.just(math.nan), min_size=1, max_size=6))
+def test_a_limit_is_on_the_newest_value_alone(name, metric, limit, values) -> None:
+    said = RULES[name](column(metric, values))
+    assert (said is not None) == (values[-1] is not None and values[-1] > limit)
+    if said:
+        assert f"{metric} is {values[-1]:.3g} at step {len(values) - 1}, above {limit:g}" in said
+
+
+@pytest.mark.parametrize(("name", "metric", "limit"), ABOVE)
+@given(positive, positive)
+def test_a_limit_has_the_unit_of_its_metric(name, metric, limit, value, factor) -> None:
+    rule = getattr(health, name)
+    assume(not math.isclose(value, 1.0))
+    said = [rule([{metric: value * c}], limit=c) is not None for c in (1.0, factor)]
+    assert said == [value > 1.0] * 2
+
+
+@pytest.mark.parametrize(("name", "metric", "share"), SHARES)
+@given(st.lists(st.floats(0.0, 1.0) | st.just("limit") | st.none(), max_size=8))
+def test_a_share_has_to_be_reached_in_every_one_of_the_last_steps(name, metric, share, values) -> None:
+    values = [share if value == "limit" else value for value in values]
+    there = [value for value in values if value is not None]
+    said = RULES[name](column(metric, values))
+    assert (said is not None) == (len(there) >= 3 and all(value >= share for value in there[-3:]))
+
+
+@given(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+def test_no_signal_says_on_which_side_the_problems_are_wrong(rate) -> None:
+    history = [{**one, "reward/correct_rate": rate} for one in column("advantage/no_signal", [1.0] * 3)]
+    assert ("too easy" if rate > 0.5 else "too hard") in RULES["no_signal"](history)
+
+
+@given(st.lists(st.integers(0, 2), max_size=8))
+def test_overflowing_is_a_count_that_rises_in_every_step(rises) -> None:
+    counts = [float(sum(rises[: i + 1])) for i in range(len(rises))]
+    said = RULES["overflowing"](column("optimizer/overflows", counts))
+    assert (said is not None) == (len(rises) >= 4 and all(rises[-3:]))
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.floats(allow_nan=True), min_size=1))
+def test_not_finite_names_what_is_not_and_only_of_its_groups(figures) -> None:
+    figures = {name: x for name, x in figures.items() if name != "optimizer/overflows"}  # its own test is the next
+    said = RULES["not_finite"]([figures])
+    bad = [n for n, v in figures.items() if not math.isfinite(v) and n.split("/")[0] in ("reward", "advantage", "loss")]
+    assert (said is not None) == bool(bad)
+    if said:
+        assert all(name in said for name in sorted(bad)[:4])
+
+
+@pytest.mark.parametrize(("before", "now", "skipped"), [(2, 3, True), (None, 1, True), (3, 3, False), (3, None, False)])
+def test_the_norm_of_a_step_that_float16_skipped_is_no_fault(before, now, skipped) -> None:
+    counts = [{} if n is None else {"optimizer/overflows": float(n)} for n in (before, now)]
+    history = [{**WELL, "loss/grad_norm": 1.0}, {**WELL, "loss/grad_norm": math.inf}]
+    history = [
+        {**{k: v for k, v in w.items() if k != "optimizer/overflows"}, **c}
+        for w, c in zip(history, counts, strict=True)
+    ]
+    assert (RULES["not_finite"](history) is None) == skipped
+    assert RULES["not_finite"]([*history[:1], {**history[1], "loss/kl": math.nan}]) is not None
+    assert RULES["grad_norm_high"](history) is None
+
+
+ENDS = [("entropy_collapsed", "loss/entropy", 0.25, False), ("length_exploded", "generation/length_mean", 2.0, True)]
+
+
+@pytest.mark.parametrize(("name", "metric", "times", "up"), ENDS)
+@given(st.lists(positive, min_size=3, max_size=3), st.lists(positive, max_size=4), st.lists(positive, max_size=3))
+def test_now_is_compared_with_the_beginning_over_windows(name, metric, times, up, first, between, newest) -> None:
+    values = [*first, *between, *newest]
+    start, now = sum(first) / 3, sum(values[-3:]) / 3
+    assume(not math.isclose(now, times * start))
+    said = RULES[name](column(metric, values))
+    assert (said is not None) == (len(values) >= 6 and (now > times * start if up else now < times * start))
+
+
+@pytest.mark.parametrize(("name", "metric", "times", "up"), ENDS)
+@given(st.lists(positive | st.none(), max_size=12), st.integers(-8, 8), st.randoms())
+def test_the_beginning_and_now_have_no_unit_and_no_order_within_a_window(
+    name, metric, times, up, values, power, random
+) -> None:
+    there = [value for value in values if value is not None]
+    if len(there) >= 6:
+        assume(not math.isclose(sum(there[-3:]), times * sum(there[:3]), rel_tol=1e-6))
+    said = RULES[name](column(metric, values)) is not None
+    scaled = [None if value is None else value * 2.0**power for value in values]
+    assert (RULES[name](column(metric, scaled)) is not None) == said
+    if len(there) >= 6:
+        mixed = [*random.sample(there[:3], 3), *there[3:-3], *random.sample(there[-3:], 3)]
+        assert (RULES[name](column(metric, mixed)) is not None) == said
+
+
+def gamed(accuracies: list[float], rewards: list[list[float]]) -> list[dict]:
+    """Evaluations, each followed by the rewards of the steps up to the next one, which is on the last of them."""
+    history = [{"eval/accuracy": accuracies[0]}]
+    for accuracy, between in zip(accuracies[1:], rewards, strict=True):
+        history += [{"reward/mean": reward} for reward in between]
+        history[-1] = {**history[-1], "eval/accuracy": accuracy}
+    return lines(*history)
+
+
+shares = st.sampled_from([0.1, 0.2, 0.3, 0.4])
+stretches = st.lists(shares, min_size=2, max_size=4)
+
+
+@given(st.lists(shares, min_size=2, max_size=5), st.data())
+def test_reward_without_accuracy_is_a_fall_from_the_best_evaluation_with_reward_rising_since(accuracies, data) -> None:
+    rewards = [data.draw(stretches) for _ in accuracies[1:]]
+    said = RULES["reward_without_accuracy"](gamed(accuracies, rewards))
+    recent = accuracies[-3:]
+    best = len(accuracies) - 1 - recent[::-1].index(max(recent))
+    since = [reward for between in rewards[best:] for reward in between]
+    half = len(since) // 2
+    rose = half > 0 and sum(since[-half:]) / half - sum(since[:half]) / half > 0.02
+    assert (said is not None) == (max(recent) - recent[-1] > 0.05 and rose)
+
+
+@given(st.lists(shares, max_size=5))
+def test_until_the_next_evaluation_reward_and_accuracy_are_compared_as_they_were(later) -> None:
+    history = gamed([0.5, 0.2], [[0.1, 0.1, 0.9, 0.9]])
+    said = RULES["reward_without_accuracy"](history)
+    assert "fell from 0.500 at step 0 to 0.200 at step 4 while reward/mean rose from 0.1 to 0.9" in said
+    assert RULES["reward_without_accuracy"]([*history, *[{"reward/mean": reward} for reward in later]]) == said
+
+
+@given(st.floats(-0.5, 0.5))
+def test_only_how_far_the_reward_rose_counts(shift) -> None:
+    history = gamed([0.5, 0.2], [[0.1 + shift, 0.1 + shift, 0.9 + shift, 0.9 + shift]])
+    assert RULES["reward_without_accuracy"](history) is not None
+    assert RULES["reward_without_accuracy"](gamed([0.5, 0.2], [[0.9 + shift, 0.9 + shift, 0.1, 0.1]])[:-1]) is None
+
+
+# What it says ---------------------------------------------------------------------------------------------------------
+
+SPEAKING = {
+    "kl_high": column("loss/kl", [2.0]),
+    "grad_norm_high": column("loss/grad_norm", [99.0]),
+    "logp_gap_high": column("loss/logp_gap_mean", [0.5]),
+    "not_finite": column("loss/objective", [math.nan]),
+    "no_signal": column("advantage/no_signal", [1.0] * 3),
+    "truncated_high": column("generation/truncated", [0.8] * 3),
+    "overflowing": column("optimizer/overflows", [1.0, 2.0, 3.0, 4.0]),
+    "entropy_collapsed": column("loss/entropy", [1.0] * 3 + [0.01] * 3),
+    "length_exploded": column("generation/length_mean", [10.0] * 3 + [90.0] * 3),
+    "reward_without_accuracy": gamed([0.5, 0.2], [[0.1, 0.9]]),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_knob_that_a_rule_advises_exists(name) -> None:
+    text = RULES[name](SPEAKING[name])
+    advised = re.findall(r"\b([a-z_]+)\.([A-Za-z_]+)\.([a-z_]+)\b", text)
+    assert advised
+    homes = ("", "shell.", "rewards.", "tasks.")
+    for module, function, knob in advised:
+        found = [home for home in homes if importlib.util.find_spec(f"grpo_fn.{home}{module}")]
+        target = getattr(importlib.import_module(f"grpo_fn.{found[0]}{module}"), function)
+        assert knob in inspect.signature(target).parameters, f"{module}.{function}.{knob}"
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "complaint"),
+    [
+        ("kl_high", {"limit": 0.0}, "limit: got 0.0, wanted a number above 0"),
+        ("grad_norm_high", {"limit": math.nan}, "limit: got nan"),
+        ("logp_gap_high", {"limit": -1.0}, "limit: got -1.0"),
+        ("not_finite", {"groups": ()}, r"groups: got \(\), wanted a list"),
+        ("not_finite", {"groups": "loss"}, "groups: got 'loss'"),
+        ("no_signal", {"share": 1.5}, "share: got 1.5, wanted more than 0 and at most 1"),
+        ("no_signal", {"steps": 0}, "steps: got 0, wanted 1 to"),
+        ("truncated_high", {"share": 0.0}, "share: got 0.0"),
+        ("overflowing", {"steps": 0}, "steps: got 0"),
+        ("entropy_collapsed", {"window": 1000}, "window: got 1000, wanted 1 to 64"),
+        ("length_exploded", {"times": 0.0}, "times: got 0.0"),
+        ("reward_without_accuracy", {"evaluations": 1}, "wanted evaluations >= 2"),
+    ],
+)
+def test_knobs_that_cannot_work_are_refused_before_there_is_any_history(name, knobs, complaint) -> None:
+    with pytest.raises(ValueError, match=f"{name}: .*{complaint}"):
+        health.check([partial(getattr(health, name), **{**KNOBS[name], **knobs})])
+
+
+def test_knobs_that_work_are_not() -> None:
+    health.check([*RULES.values()])
+
+
+# What is new and what is remembered -----------------------------------------------------------------------------------
+
+KL = RULES["kl_high"]
+
+
+def told(history: list[dict]) -> list[int]:
+    """The steps at which the rule was news."""
+    return [i for i in range(len(history)) if health.news([KL], history[: i + 1])]
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_a_finding_is_news_when_it_begins_and_when_it_begins_anew_after_a_calm(high) -> None:
+    history = column("loss/kl", [1.0 if one else 0.1 for one in high])
+    wanted = [i for i, one in enumerate(high) if one and not any(high[max(0, i - health.CALM) : i])]
+    assert told(history) == wanted
+
+
+@given(histories)
+def test_news_names_the_rule_and_every_rule_speaks_for_itself(history) -> None:
+    rules = [*RULES.values()]
+    found = health.news(rules, history)
+    assert found == [one for rule in rules for one in health.news([rule], history)]
+    assert all(RULES[one.rule](history) == one.text for one in found)
+
+
+@given(st.integers(0, health.FIRST + health.LAST + 60), st.integers(0, 40))
+def test_a_resumed_run_remembers_what_one_without_a_break_remembers(old, new) -> None:
+    everything = lines(*[{}] * (old + new))
+    assert health.kept([*health.kept(everything[:old]), *everything[old:]]) == health.kept(everything)
+    assert len(health.kept(everything)) <= health.FIRST + health.LAST
+    assert health.kept(everything)[: health.FIRST] == everything[: health.FIRST]
+    assert health.kept(everything)[-health.LAST :] == everything[-health.LAST :]
+
+
+@each_rule
+@pytest.mark.parametrize("length", [health.FIRST + health.LAST + 1, health.FIRST + health.LAST + 37])
+def test_what_is_forgotten_moves_no_rule(rule, length) -> None:
+    """A run in which everything gets worse; evaluations every 20 steps."""
+    worse = [
+        {
+            "loss/kl": 1e-3 * i,
+            "loss/grad_norm": 0.02 * i,
+            "loss/logp_gap_mean": 1e-4 * i,
+            "advantage/no_signal": i / length,
+            "generation/truncated": i / length,
+            "optimizer/overflows": float(i),
+            "loss/entropy": math.exp(-i / 100),
+            "generation/length_mean": 1.0 + i,
+            "reward/mean": i / length,
+            **({"eval/accuracy": 1 - i / length} if i % 20 == 0 else {}),
+        }
+        for i in range(length)
+    ]
+    history = lines(*worse)
+    assert rule(health.kept(history)) == rule(history)
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), numbers | st.none()), st.integers(0, 9))
+def test_a_line_says_what_metrics_jsonl_would_say(figures, step) -> None:
+    seen = health.line(step, figures)
+    assert seen["step"] == step
+    for name, value in figures.items():
+        if name != "step":
+            good = value is not None and math.isfinite(value)
+            assert seen[name] == value if good else math.isnan(seen[name])
+
+
+def mine(history, *, limit):
+    """A user's own rule."""
+    return f"{len(history)} lines" if len(history) > limit else None
+
+
+def test_a_rule_of_ones_own_is_any_function_of_the_history() -> None:
+    rule = partial(partial(mine, limit=7), limit=1)
+    assert health.news([rule], lines({}, {})) == [health.Finding("mine", "2 lines")]

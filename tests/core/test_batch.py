@@ -1,0 +1,290 @@
+"""Rows survive every cut: minibatches and micro-batches hold the same rows and add up to the same objective."""
+
+from functools import partial
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import UNMOVED, batches, scores, split, totals
+from catalogue import bound
+from hypothesis import given
+from strategies import masks
+from torch import Tensor
+from torch.func import grad_and_value
+
+from grpo_fn.algo import aggregation, importance, kl, losses, objective
+from grpo_fn.core.batch import check_reward, check_rollout, count, lengths, make_batch, minibatches
+from grpo_fn.core.types import Batch, Reward, Rollout, Scores
+
+LOSSES, CORRECTIONS, KLS = (bound(room, "logp", "row") for room in (losses, importance, kl))
+WEIGHTS = bound(aggregation, "mask", "totals")
+objectives = st.builds(
+    lambda loss, c, k, w, beta: partial(
+        objective.policy_objective,
+        token_loss=LOSSES[loss],
+        correct=CORRECTIONS[c],
+        kl=KLS[k],
+        weigh=WEIGHTS[w],
+        beta=beta,
+        entropy_bonus=0.0,
+    ),
+    *(st.sampled_from(sorted(x)) for x in (LOSSES, CORRECTIONS, KLS, WEIGHTS)),
+    st.sampled_from([0.0, 0.3]),
+)
+budgets = st.tuples(st.one_of(st.integers(1, 8), st.integers(1, 30)), st.integers(1, 3))  # micro_tokens, devices
+
+
+def numbered(batch: Batch) -> Batch:
+    """The batch with its row numbers as advantages, so that a row can be told wherever it goes."""
+    numbers = torch.arange(len(batch.adv), dtype=torch.float64)
+    return batch._replace(adv=numbers[:, None].expand(batch.adv.shape))
+
+
+def rows_of(micro: Batch) -> list[int]:
+    return [int(a) for a in micro.adv[:, 0]]
+
+
+# -- split
+
+
+@given(batches(), budgets)
+def test_split_deals_out_every_row_that_sampled_something_once(drawn, budget):
+    batch = numbered(drawn[1])
+    dealt = sorted(b for micro in split(batch, *budget) for b in rows_of(micro))
+    assert dealt == batch.mask.any(-1).nonzero()[:, 0].tolist()
+
+
+@given(batches(), budgets)
+def test_a_micro_batch_holds_its_rows_up_to_the_last_sampled_token(drawn, budget):
+    batch = numbered(drawn[1])
+    for micro in split(batch, *budget):
+        rows, width = rows_of(micro), micro.tokens.shape[1]
+        assert width == int(lengths(batch.mask)[rows].max())
+        for got, whole in zip(micro, batch, strict=True):
+            assert torch.equal(got, whole[rows, :width] if whole.ndim == 2 else whole[rows])
+
+
+@given(batches(), budgets)
+def test_dealt_out_one_by_one_a_micro_batch_fits_every_device_or_is_one_row_there(drawn, budget):
+    micro_tokens, devices = budget
+    for micro in split(drawn[1], micro_tokens, devices):
+        shares = [micro.tokens[device::devices] for device in range(devices)]
+        assert all(share.numel() <= micro_tokens or len(share) == 1 for share in shares)
+
+
+@given(batches(), st.integers(1, 30))
+def test_more_devices_never_make_more_micro_batches(drawn, micro_tokens):
+    parts = [len(split(drawn[1], micro_tokens, devices)) for devices in range(1, 5)]
+    assert parts == sorted(parts, reverse=True)
+    assert len(split(drawn[1], micro_tokens, len(drawn[0]))) <= 1  # a device for every row
+
+
+@pytest.mark.parametrize("devices", [0, -1])
+@given(batches())
+def test_less_than_one_device_is_refused(devices, drawn):
+    with pytest.raises(ValueError, match=f"devices: got {devices}, wanted at least 1"):
+        split(drawn[1], 10, devices)
+
+
+@given(batches(), budgets)
+def test_no_two_neighbouring_micro_batches_could_be_one(drawn, budget):
+    parts = split(drawn[1], *budget)
+    for a, b in pairwise(parts):
+        assert a.tokens.shape[1] >= b.tokens.shape[1]  # longest first
+        fullest = -(-(len(a.tokens) + 1) // budget[1])  # rows of a device, had `a` one more
+        assert fullest > 1
+        assert fullest * a.tokens.shape[1] > budget[0]
+
+
+@given(batches(), budgets, objectives)
+def test_the_sum_over_micro_batches_is_the_whole(drawn, budget, f):
+    logp, batch = drawn
+    batch = batch._replace(tokens=torch.arange(len(logp))[:, None].expand_as(batch.tokens))  # a row's number in it
+
+    def learn(x: Tensor, part: Batch) -> tuple[Scores, Tensor]:
+        signal, (value, _) = grad_and_value(partial(f, batch=part, totals=totals(batch), gains=UNMOVED), has_aux=True)(
+            scores(x)
+        )
+        return signal, value
+
+    wanted, whole = learn(logp, batch)
+    summed, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(logp)
+    for micro in split(batch, *budget):
+        rows, width = micro.tokens[:, 0], micro.tokens.shape[1]
+        signal, value = learn(logp[rows, :width], micro)
+        gradient[rows, :width] += signal.logp
+        summed = summed + value
+    torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, wanted.logp, rtol=1e-12, atol=1e-12)
+
+
+@given(batches(), budgets)
+def test_counts_add_up(drawn, budget):
+    parts = [count(micro) for micro in split(drawn[1], *budget)]
+    whole = count(drawn[1])
+    assert sum(int(p.tokens) for p in parts) == int(whole.tokens) == int(drawn[1].mask.sum())
+    assert sum(int(p.rows) for p in parts) == int(whole.rows) == int(drawn[1].mask.any(-1).sum())
+
+
+@given(batches())
+def test_lengths_reach_the_last_sampled_token(drawn):
+    wanted = [max([t + 1 for t, on in enumerate(row) if on], default=0) for row in drawn[1].mask.tolist()]
+    assert lengths(drawn[1].mask).tolist() == wanted
+
+
+# -- minibatches
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_minibatches_are_equal_runs_of_whole_groups_in_order(parts, each, group_size, data):
+    _, batch = data.draw(batches(rows=parts * each * group_size))
+    minis = minibatches(numbered(batch), parts)
+    assert [rows_of(mini) for mini in minis] == torch.arange(len(batch.adv)).view(parts, -1).tolist()
+    groups = [{b // group_size for b in rows_of(mini)} for mini in minis]
+    assert sum(map(len, groups)) == len(set().union(*groups)) == parts * each
+
+
+@given(batches(rows=4))
+def test_uneven_minibatches_are_refused(drawn):
+    with pytest.raises(ValueError, match="got 4 rows for 3 minibatches, wanted a multiple"):
+        minibatches(drawn[1], 3)
+
+
+# -- make_batch
+
+P, G, T = 2, 3, 5
+
+
+def rollout(**changes) -> Rollout:
+    mask = torch.zeros(P * G, T, dtype=torch.bool)
+    mask[:, 2:4] = True
+    tokens = torch.arange(P * G * T).view(P * G, T)
+    fields = {"tokens": tokens, "mask": mask, "logp_sampled": torch.full((P * G, T), -1.0)}
+    ended = torch.zeros(P * G, dtype=torch.bool)
+    return Rollout(**{**fields, "truncated": ended, "text": ("",) * (P * G), **changes})
+
+
+EVERYONE = torch.ones(P, G, dtype=torch.bool)
+
+
+def adv() -> Tensor:
+    return torch.arange(6.0 * T, dtype=torch.float64).view(P, G, T)
+
+
+@given(masks((P, G)))
+def test_what_could_not_be_scored_neither_learns_nor_counts(valid):
+    seen = rollout()
+    batch = make_batch(seen, valid, adv(), torch.full((6, T), -2.0), torch.full((6, T), -3.0))
+    assert torch.equal(batch.mask, seen.mask & valid.flatten()[:, None])
+    assert int(count(batch).rows) == int(valid.sum())
+    assert int(count(batch).tokens) == 2 * int(valid.sum())
+    assert {b // T for micro in split(batch, 7, 1) for b in rows_of(micro)} == set(
+        valid.flatten().nonzero()[:, 0].tolist()
+    )
+
+
+def test_row_b_is_sample_g_of_prompt_p():
+    old, ref = torch.full((6, T), -2.0), torch.full((6, T), -3.0)
+    seen = rollout()
+    batch = make_batch(seen, EVERYONE, adv(), old, ref)
+    assert batch.adv.tolist() == [adv()[p, g].tolist() for p in range(P) for g in range(G)]
+    assert not batch.marked.any()
+    assert batch.adv.dtype == seen.logp_sampled.dtype
+    assert batch.tokens is seen.tokens
+    assert (batch.logp_sampled, batch.logp_old, batch.logp_ref) == (seen.logp_sampled, old, ref)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_advantages_that_are_not_finite_are_refused(broken):
+    bad, some = adv(), torch.zeros(6, T)
+    bad[1, 2, 3] = broken
+    with pytest.raises(ValueError, match=rf"got advantages that are not finite, \[{broken}\], wanted finite ones"):
+        make_batch(rollout(), EVERYONE, bad, some, some)
+
+
+def test_advantages_for_other_rows_are_refused():
+    some = torch.zeros(6, T)
+    for shape in [(2, 2, T), (P, G, T - 1)]:
+        with pytest.raises(ValueError, match=r"got \(2, ., .\) advantages for 6 rows of 5, wanted one a token"):
+            make_batch(rollout(), EVERYONE, torch.zeros(shape), some, some)
+
+
+def test_what_stands_behind_the_mask_may_be_anything():
+    some, strange = torch.zeros(6, T), adv()
+    strange[:, :, 0] = torch.nan
+    assert make_batch(rollout(), EVERYONE, strange, some, some).adv.isnan().sum() == 6
+
+
+# -- the data seam
+
+
+def changed(name: str, b: int, t: int, value: object) -> Rollout:
+    x = getattr(rollout(), name).clone()
+    x[b, t] = value
+    return rollout(**{name: x})
+
+
+def silent(b: int) -> Rollout:
+    mask = rollout().mask.clone()
+    mask[b] = False
+    return rollout(mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda: changed("mask", 2, 0, True), "got a row whose first token is marked as sampled, wanted a prompt"),
+        (lambda: silent(4), "got row 4 without a sampled token, wanted at least one"),
+        (lambda: changed("logp_sampled", 3, 2, 0.5), "got logp_sampled 0.5 at row 3, token 2; wanted a finite log-pr"),
+        (lambda: changed("logp_sampled", 3, 2, float("nan")), "got logp_sampled nan at row 3, token 2; wanted a fin"),
+        (lambda: changed("logp_sampled", 3, 2, float("-inf")), "got logp_sampled -inf at row 3, token 2; wanted a f"),
+    ],
+)
+def test_a_broken_rollout_says_what_was_got_and_wanted(bad, message):
+    with pytest.raises(ValueError, match=message):
+        check_rollout(bad())
+
+
+class Unchecked:
+    """A rollout from a sampler that checks no shapes of its own."""
+
+    def __init__(self, **changes) -> None:
+        self.__dict__.update({**rollout()._asdict(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            {"mask": torch.ones(6, 4, dtype=torch.bool)},
+            r"got rollout.mask \(6, 4\), wanted the shape of tokens, \(6, 5",
+        ),
+        ({"logp_sampled": torch.zeros(5, 5)}, r"got rollout.logp_sampled \(5, 5\), wanted the shape of tokens, \(6, 5"),
+        ({"text": ("",) * 5}, r"got 5 texts and truncated \(6,\), wanted 6 of each"),
+        ({"truncated": torch.zeros(7, dtype=torch.bool)}, r"got 6 texts and truncated \(7,\), wanted 6 of each"),
+    ],
+)
+def test_fields_that_do_not_agree_are_named(bad, message):
+    unchecked = check_rollout.__wrapped__ if hasattr(check_rollout, "__wrapped__") else check_rollout
+    with pytest.raises(ValueError, match=message):
+        unchecked(Unchecked(**bad))
+
+
+@pytest.mark.parametrize("garbage", [0.5, float("nan"), float("inf"), float("-inf")])
+def test_what_was_not_sampled_may_hold_anything(garbage):
+    seen = rollout()
+    check_rollout(seen._replace(logp_sampled=torch.where(seen.mask, -0.0, garbage)))
+
+
+@pytest.mark.parametrize("name", ["value", "valid", "right"])
+def test_a_reward_of_another_layout_is_refused(name):
+    good = Reward(torch.zeros(P, G), EVERYONE, {"right": torch.zeros(P, G)})
+    check_reward(good, P, G)
+    unchecked = check_reward.__wrapped__ if hasattr(check_reward, "__wrapped__") else check_reward
+    if name == "right":
+        bad = good._replace(parts={"right": torch.zeros(G, P)})
+    else:
+        bad = good._replace(**{name: getattr(good, name).T})
+    with pytest.raises(ValueError, match=rf"got reward {name} \(3, 2\), wanted problems by samples, \(2, 3\)"):
+        unchecked(bad, P, G)

@@ -1,0 +1,151 @@
+"""Micro-batches by what is read: every row once, within a device's budget, prompts shared, the sum as it was."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import UNMOVED, batches, packed_split, totals
+from hypothesis import given
+from torch import Tensor
+from torch.func import grad_and_value
+
+from grpo_fn.algo import aggregation, importance, kl, losses, objective
+from grpo_fn.core.packing import each, places, prompt_lengths, read_lengths, together
+from grpo_fn.core.types import Batch, Scores
+
+SHARES = st.sampled_from([together, each])
+budgets = st.tuples(st.integers(1, 40), st.integers(1, 4))  # micro_tokens, devices
+
+
+@st.composite
+def grouped(draw) -> tuple[Tensor, Batch]:
+    """Batches in which many rows begin alike."""
+    logp, batch = draw(batches(rows=draw(st.integers(1, 9))))
+    tokens = draw(st.lists(st.integers(0, 1), min_size=logp.numel(), max_size=logp.numel()))
+    return logp, batch._replace(tokens=torch.tensor(tokens).view(logp.shape))
+
+
+def numbered(batch: Batch) -> Batch:
+    numbers = torch.arange(len(batch.adv), dtype=torch.float64)
+    return batch._replace(adv=numbers[:, None].expand(batch.adv.shape))
+
+
+def live(micro: Batch, rank: int = 0, devices: int = 1) -> list[int]:
+    """The numbers of a device's rows that sampled something."""
+    return [int(a) for a, on in zip(micro.adv[rank::devices, 0], micro.mask[rank::devices].any(-1), strict=True) if on]
+
+
+def read(batch: Batch, rows: list[int], share) -> int:
+    spans = share(batch.tokens[rows], batch.mask[rows])
+    return int((spans.end - spans.start).sum())
+
+
+@given(grouped(), budgets, SHARES)
+def test_every_row_that_sampled_something_is_dealt_out_once(drawn, budget, share):
+    batch = numbered(drawn[1])
+    dealt = sorted(row for micro in packed_split(batch, *budget, share=share) for row in live(micro))
+    assert dealt == batch.mask.any(-1).nonzero()[:, 0].tolist()
+
+
+@given(grouped(), budgets, SHARES)
+def test_no_device_reads_more_than_its_budget_but_for_a_row_that_does_so_alone(drawn, budget, share):
+    batch, (tokens, devices) = numbered(drawn[1]), budget
+    for micro in packed_split(batch, *budget, share=share):
+        assert micro.mask.any()
+        assert len(micro.mask) % devices == 0
+        assert micro.mask[:, -1].any()
+        for rank in range(devices):
+            rows = live(micro, rank, devices)
+            assert len(rows) <= 1 or read(batch, rows, share) <= tokens
+
+
+@given(grouped(), st.integers(1, 4))
+def test_rows_that_read_one_prompt_are_together_where_a_device_has_room_for_them(drawn, devices):
+    batch = numbered(drawn[1])
+    spans, whole = together(batch.tokens, batch.mask), read(batch, list(range(len(batch.mask))), together)
+    where = {
+        row: (i, rank)
+        for i, micro in enumerate(packed_split(batch, 10**6, devices, share=together))
+        for rank in range(devices)
+        for row in live(micro, rank, devices)
+    }
+    for first in {int(spans.first[row]) for row in where}:
+        rows = [row for row in where if int(spans.first[row]) == first]
+        if read(batch, rows, together) <= -(-whole // devices):
+            assert len({where[row] for row in rows}) == 1
+
+
+@given(grouped(), budgets, SHARES)
+def test_what_is_behind_the_mask_decides_nothing(drawn, budget, share):
+    batch = numbered(drawn[1])
+    last = read_lengths(batch.mask)[:, None]
+    odd = batch._replace(tokens=torch.where(torch.arange(batch.tokens.shape[1]) < last, batch.tokens, -7))
+    both = [[micro.adv.tolist() for micro in packed_split(x, *budget, share=share)] for x in (batch, odd)]
+    assert not batch.mask.any(-1).all() or both[0] == both[1]
+
+
+@given(grouped(), budgets, SHARES)
+def test_the_parts_add_up_to_the_whole(drawn, budget, share):
+    logp, batch = drawn
+    f = partial(
+        objective.policy_objective,
+        token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+        correct=importance.none,
+        kl=kl.k3,
+        weigh=aggregation.sequence_mean,
+        beta=0.1,
+        entropy_bonus=0.0,
+    )
+    number = batch._replace(logp_sampled=logp)
+    parts = packed_split(number, *budget, share=share)
+
+    def value(micro: Batch, logp: Tensor) -> tuple[Tensor, float]:
+        loss = partial(f, batch=micro, totals=totals(batch), gains=UNMOVED)
+        signal, (value, _) = grad_and_value(loss, has_aux=True)(Scores(logp, torch.zeros_like(logp)))
+        return signal.logp, float(value)
+
+    whole = value(number, logp)
+    found = [value(micro, micro.logp_sampled) for micro in parts]
+    assert sum(v for _, v in found) == pytest.approx(whole[1], abs=1e-9)
+    assert sum(float(s.abs().sum()) for s, _ in found) == pytest.approx(float(whole[0].abs().sum()), abs=1e-9)
+
+
+def test_one_long_group_is_shared_by_all_devices():
+    mask = torch.arange(12).expand(8, 12) >= 2
+    batch = Batch(torch.zeros(8, 12).long(), mask, *(torch.zeros(8, 12) for _ in range(4)), torch.zeros_like(mask))
+    (micro,) = packed_split(batch, 1000, 4, share=together)
+    assert [int(micro.mask[rank::4].any(-1).sum()) for rank in range(4)] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("devices", [0, -1])
+def test_less_than_one_device_is_refused(devices):
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    batch = Batch(mask.long(), mask, *(mask.double() for _ in range(4)), mask)
+    with pytest.raises(ValueError, match=f"got {devices}, wanted at least 1"):
+        packed_split(batch, 10, devices, share=together)
+
+
+# -- what is read
+
+
+@given(grouped(), SHARES)
+def test_every_row_finds_its_own_tokens_in_the_stream(drawn, share):
+    batch = drawn[1]
+    spans, column = share(batch.tokens, batch.mask), torch.arange(batch.tokens.shape[1])
+    at = places(spans, len(column))
+    stream = batch.tokens[(column >= spans.start[:, None]) & (column < spans.end[:, None])]
+    for b, n in enumerate(read_lengths(batch.mask).tolist()):
+        assert torch.equal(stream[at[b, :n]], batch.tokens[b, :n])
+        assert (at[b, n:] == at[b, 0]).all()
+
+
+@given(grouped())
+def test_a_prompt_that_is_shared_is_one_that_is_equal(drawn):
+    batch = drawn[1]
+    prompt, spans = prompt_lengths(batch.mask).tolist(), together(batch.tokens, batch.mask)
+    for b, first in enumerate(spans.first.tolist()):
+        assert first <= b
+        assert prompt[first] == prompt[b]
+        assert torch.equal(batch.tokens[first, : prompt[b]], batch.tokens[b, : prompt[b]])
+        assert int(spans.start[b]) == (0 if first == b else prompt[b])

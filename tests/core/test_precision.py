@@ -1,0 +1,256 @@
+"""What float32 costs: every function of the catalogue against itself in float64, on the very same numbers.
+
+`U` is float32's unit roundoff. The bounds are stated in units of it and hold for every function that the catalogue has;
+a new one is held to them the moment it exists. Where a function branches (a clip, a trust region) rounding may take the
+other branch: the float32 result has to lie between the float64 results of inputs that nobody could tell apart.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from catalogue import KNOBS, bound, each, functions, signature
+from hypothesis import given, settings
+from strategies import masks, tensors
+from torch import Tensor
+from torch.func import grad
+
+from grpo_fn.algo import advantage, aggregation, credit, kl, losses
+from grpo_fn.core.types import Batch, Reward, Totals
+
+U = 2.0**-24  # 6e-8
+APART = 2e-6  # nats: a log-ratio carries an error of a few U, and nobody could tell such neighbours apart
+ADVANTAGES = bound(advantage, "reward", "valid")
+LOSSES = bound(losses, "logp", "row")
+KLS = bound(kl, "logp", "row")
+WEIGHTS = bound(aggregation, "mask", "totals")
+SOME = settings(max_examples=max(10, settings.default.max_examples // 8))
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+# -- rows: token losses and KL estimators
+
+
+@st.composite
+def float32_rows(draw, drift: float = 3.0) -> tuple[Tensor, Batch]:
+    """logp down to -120 nats, other policies at most `drift` nats a token away, |A| at most 5; all of it float32."""
+    t = draw(st.integers(1, 6))
+    logp = draw(tensors(t, st.one_of(st.floats(-20, 0, width=32), st.floats(-120, -80, width=32)))).float()
+    near = [logp + draw(tensors(t, st.floats(-drift, drift, width=32))).float() for _ in range(3)]
+    adv = draw(tensors(t, st.floats(-5, 5, width=32))).float()
+    mask = draw(masks(t))
+    return logp, Batch(torch.zeros(t, dtype=torch.long), mask, *near, adv, mask & draw(masks(t)))
+
+
+def size(logp: Tensor, row: Batch) -> float:
+    """(1 + max |A|) (1 + max |logp|) exp(max |distance to another policy|), over the sampled tokens."""
+    if not row.mask.any():
+        return 1.0
+    gaps = [(logp - base)[row.mask].abs().max() for base in (row.logp_old, row.logp_ref, row.logp_sampled)]
+    adv, far = (float(x[row.mask].abs().max()) for x in (row.adv, logp))
+    return (1 + adv) * (1 + far) * math.exp(float(max(gaps)))
+
+
+def between(got: Tensor, neighbours: list[Tensor], slack: float) -> None:
+    assert got.dtype == torch.float32
+    low, high = (getattr(torch.stack(neighbours), pick)(0) for pick in ("amin", "amax"))
+    assert ((got.double() >= low - slack) & (got.double() <= high + slack)).all(), (got.tolist(), low, high, slack)
+
+
+def value_and_slope(f: Callable, logp: Tensor, row: Batch) -> tuple[Tensor, Tensor]:
+    """A row's per-token values, and the gradient of their sum."""
+
+    def values(x: Tensor) -> Tensor:
+        out = f(x, row)
+        return out[0] if isinstance(out, tuple) else out
+
+    return values(logp), grad(lambda x: values(x).sum())(logp)
+
+
+@each({**LOSSES, **KLS})
+@SOME
+@given(float32_rows())
+def test_a_loss_and_its_gradient_are_off_by_four_roundings_of_their_size(f, data):
+    """|float32 - float64| <= 4 U (1 + |A|) (1 + |logp|) e^|drift|, a row's largest of each."""
+    logp, row = data
+    exact = Batch(*map(doubled, row))
+    neighbours = [value_and_slope(f, logp.double() + shift, exact) for shift in (-APART, 0.0, APART)]
+    for got, wanted in zip(value_and_slope(f, logp, row), zip(*neighbours, strict=True), strict=True):
+        between(got, list(wanted), 4 * U * size(logp, row))
+
+
+@each(WEIGHTS)
+@given(masks((4, 5)), st.integers(1, 2**20), st.integers(1, 2**20))
+def test_a_weight_is_off_by_two_roundings(f, mask, tokens, rows):
+    exact = f(mask, Totals(torch.tensor(float(tokens)).double(), torch.tensor(float(rows)).double()))
+    got = f(mask, Totals(torch.tensor(float(tokens)), torch.tensor(float(rows))))
+    assert ((got.double() - exact).abs() <= 2 * U * exact).all()
+
+
+# -- groups: advantages
+
+
+@st.composite
+def float32_groups(draw, most: int = 16) -> tuple[Tensor, Tensor]:
+    """Rewards [G] up to 100 in size, many of them equal, and who is valid."""
+    n = draw(st.integers(1, most))
+    reward = st.floats(-100, 100, width=32, allow_subnormal=False)
+    few = draw(st.lists(reward, min_size=1, max_size=3))
+    values = draw(tensors(n, st.one_of(reward, st.sampled_from(few)))).float()
+    return values, draw(masks(n))
+
+
+@each(ADVANTAGES)
+@SOME
+@given(float32_groups(), st.sampled_from([1.0, 1e30]))
+def test_an_advantage_is_off_by_a_rounding_for_each_sample(f, group, unit):
+    """|float32 - float64| <= 4 n U max |A|, n the size of the group, even if its rewards differ by one ulp only."""
+    reward, valid = group[0] * unit, group[1]
+    exact, got = f(reward.double(), valid), f(reward, valid)
+    assert got.dtype == torch.float32
+    assert ((got.double() - exact).abs() <= 4 * len(reward) * U * exact.abs().max()).all(), (got, exact)
+
+
+# The largest |A| among n valid samples whose rewards span `span`. For the normalised ones: sum A = 0 and, eps aside,
+# sum A^2 = n - ddof, so by Cauchy-Schwarz A_1^2 = (A_2 + ... + A_n)^2 <= (n - 1) (n - ddof - A_1^2), that is
+# A_1^2 <= (n - 1) (n - ddof) / n. Leaving the sample out of its own mean multiplies by n / (n - 1).
+LARGEST: dict[str, Callable[..., float]] = {
+    "group_normalized": lambda n, span, *, ddof, eps: math.sqrt((n - 1) * (n - ddof) / n),
+    "centered": lambda n, span: span * (n - 1) / n,
+    "leave_one_out": lambda n, span: span,
+    "leave_one_out_normalized": lambda n, span, *, ddof, eps: math.sqrt(n * (n - ddof) / (n - 1)),
+    "pass_at_k": lambda n, span, *, k, threshold: math.sqrt(max(0.0, n / k - 1)),
+    "max_rl": lambda n, span: n - 1,
+}
+
+
+def largest(f: partial, n: int, span: float) -> float:
+    """Raises LookupError, naming the function, when nobody has said how large its advantages can be."""
+    name = f.func.__name__
+    if name not in LARGEST:
+        raise LookupError(f"got no bound of {name}, wanted one in LARGEST of tests/core/test_precision.py")
+    return LARGEST[name](n, span, **f.keywords)
+
+
+@each(ADVANTAGES)
+@SOME
+@given(float32_groups(most=24), st.sampled_from([1e-42, 1e-38, 1e-30, 1e-8, 1e8, 1e30, 1e34]))
+def test_advantages_are_bounded_in_float32_at_every_scale(f, group, unit):
+    """Rewards from the smallest that float32 knows to the largest, and any mixture of scales within a group."""
+    reward, valid = group
+    for values in (reward * unit, torch.where(torch.arange(len(reward)) % 2 == 0, reward * unit, reward)):
+        n, kept = int(valid.sum()), values[valid].double()
+        if n > 1:
+            limit = largest(f, n, float(kept.max() - kept.min()))
+            tiny = torch.finfo(torch.float32).smallest_normal
+            assert f(values, valid).abs().max().double() <= limit * (1 + 8 * n * U) + tiny
+
+
+@each(ADVANTAGES)
+@pytest.mark.parametrize("n", [2, 3, 8, 64])
+def test_and_no_smaller_bound_would_do(f, n):
+    """One sample that differs from equal others attains it, eps aside."""
+    reward = torch.tensor([1.0] + [0.0] * (n - 1), dtype=torch.float64)
+    limit = largest(f, n, 1.0)
+    assert f(reward, torch.ones(n, dtype=torch.bool)).abs().max().item() == pytest.approx(limit, rel=1e-3)
+
+
+# -- steps: credit
+
+# Knobs that are themselves functions or tables of the catalogue. Coefficients are powers of two: see float32_steps.
+NESTED: dict[str, tuple] = {
+    "advantage": (partial(advantage.group_normalized, eps=1e-4, ddof=1), advantage.max_rl),
+    "beta": (0.0, 0.0625),
+    "weights": ({"correct": 1.0, "boxed": 0.5}, {"correct": 1.0, "boxed": 1.0}),
+    "credit": (
+        partial(credit.outcome, advantage=advantage.centered),
+        partial(credit.reward_to_go, beta=0.0625),
+        partial(credit.outcome_minus_kl, advantage=advantage.centered, beta=0.0625),
+    ),
+}
+
+
+def credits() -> dict[str, partial]:
+    """Every credit function at every combination of its knobs, as `catalogue.bound` does it for the other rooms."""
+    found = {}
+    for name, f in functions(credit, "reward", "drift", "mask").items():
+        knobs = signature(f)[1]
+        if unknown := [knob for knob in knobs if knob not in KNOBS | NESTED]:
+            raise LookupError(
+                f"got knobs {unknown} of {name}, wanted an example value of each in tests/helpers/catalogue.py"
+            )
+        for number, values in enumerate(product(*((KNOBS | NESTED)[knob] for knob in knobs))):
+            found[f"{name}({number})"] = partial(f, **dict(zip(knobs, values, strict=True)))
+    return found
+
+
+CREDITS = credits()
+
+
+@st.composite
+def float32_steps(draw, most: int = 4) -> tuple[Reward, Tensor, Tensor]:
+    """Reward with two parts, drift [P G T], mask [P G T]; multiples of 1/64, so that R - beta KL is exact in float32.
+
+    Otherwise that difference rounds to U |R|, whatever is done with it afterwards.
+    """
+    p, g, t = (draw(st.integers(1, n)) for n in (3, most, 4))
+    number = st.integers(-128, 128).map(lambda n: n / 64)
+    few = st.sampled_from(draw(st.lists(number, min_size=1, max_size=3)))
+    value, correct, boxed = (draw(tensors((p, g), few)).float() for _ in range(3))
+    drift, mask = draw(tensors((p, g, t), number)).float(), draw(masks((p, g, t)))
+    return Reward(value, draw(masks((p, g))), {"correct": correct, "boxed": boxed}), drift, mask
+
+
+def in_double(reward: Reward) -> Reward:
+    return Reward(reward.value.double(), reward.valid, {name: x.double() for name, x in reward.parts.items()})
+
+
+def reach(f: partial, reward: Reward, drift: Tensor, mask: Tensor) -> float:
+    """The largest number on the way to the result: what its rounding is a rounding of.
+
+    Parts that cancel leave the rounding of the parts; a whitened advantage is divided by the spread of what it
+    whitens, which may be far smaller than that itself.
+    """
+    result = float(f(reward, drift, mask).abs().max())
+    if "weights" in f.keywords:
+        single = (partial(f, weights={name: w}) for name, w in f.keywords["weights"].items())
+        return sum(float(one(reward, drift, mask).abs().max()) for one in single)
+    if "credit" in f.keywords:
+        values = f.keywords["credit"](reward, drift, mask)[mask & reward.valid[..., None]]
+        gaps = values.sort().values.diff()
+        if (gaps > 0).any():
+            return result * (1 + float(values.abs().max() / gaps[gaps > 0].min()))
+    return result
+
+
+@each(CREDITS)
+@SOME
+@given(float32_steps())
+def test_a_credit_is_off_by_a_rounding_for_each_token(f, step):
+    """|float32 - float64| <= 8 n U `reach`, n the tokens of the step, where what is compared is exact in float32."""
+    reward, drift, mask = step
+    exact, got = f(in_double(reward), drift.double(), mask), f(reward, drift, mask)
+    assert got.dtype == torch.float32
+    slack = 8 * mask.numel() * U * reach(f, in_double(reward), drift.double(), mask)
+    assert ((got.double() - exact).abs() <= slack).all(), (got.tolist(), exact.tolist())
+
+
+@each(CREDITS)
+@SOME
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(1, 3), st.integers(1, 64), st.data())
+def test_a_step_of_equal_rewards_gives_exactly_nothing(f, value, p, g, data):
+    """Any float32 as the reward, groups of any size, next to the reference policy. `reward_to_go` compares nothing."""
+    if f.func is credit.reward_to_go:
+        return
+    valid = data.draw(masks((p, 1))).expand(p, g) | (torch.arange(g) % 3 == 0)
+    same = torch.where(valid, torch.full((p, g), value, dtype=torch.float32), torch.nan)
+    reward = Reward(same, valid, {"correct": same, "boxed": same})
+    mask = torch.arange(3) < 1 + torch.arange(p * g).view(p, g, 1) % 3
+    assert (f(reward, torch.zeros(p, g, 3), mask) == 0).all()

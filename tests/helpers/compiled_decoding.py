@@ -1,0 +1,46 @@
+"""Decodes with compiled steps and with steps as they are written, and says how they differ.
+
+A program of its own: what tests put around functions to check shapes cannot be traced.
+"""
+
+import copy
+import json
+import sys
+from functools import partial
+
+import torch
+from test_continuous_batching import TEXTS, family, held
+from test_local_sampler import KEY, completions, problems
+
+from grpo_fn.core.types import Rollout
+from grpo_fn.shell.model.blocks import recompilations
+from grpo_fn.shell.sampler.local.cuda_graphs import Eager
+from grpo_fn.shell.sampler.local.decode_step import compiled
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
+
+ASKED = ((TEXTS, 2), (TEXTS[:3], 3), (TEXTS[:1], 5))  # prompts, and completions of each
+
+
+def main(name: str) -> dict[str, object]:
+    """What one family of models gives."""
+    s = family(name, max_rows=5)
+    module = copy.deepcopy(s.model)
+    other = LocalSampler(**{**vars(s), "model": module, "held": held(module, Eager(), code=compiled(module))})
+    found: dict[str, list] = {"same": [], "apart": [], "built": []}
+    for texts, group_size in ASKED * 2:
+        one, two = (x.sample(problems(texts), group_size, key=KEY) for x in (s, other))
+        found["same"].append(completions(one) == completions(two))
+        found["apart"].append(apart(one, two))
+        found["built"].append(recompilations().built)
+    return found
+
+
+def apart(one: Rollout, two: Rollout) -> float:
+    """The most that log-probs differ by."""
+    return float((one.logp_sampled - two.logp_sampled).abs().max()) if one.tokens.shape == two.tokens.shape else 1e9
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.compile = partial(torch.compile, backend=sys.argv[1])
+    print(json.dumps(main(sys.argv[2])))

@@ -1,0 +1,90 @@
+"""One rank of test_estimate: trains one step in every way there is, and says what it allocated."""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
+
+from grpo_fn.core import prng
+from grpo_fn.shell.model import blocks, lora
+from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.model.packed_input import shared
+from grpo_fn.shell.policy import optimizer
+from grpo_fn.shell.policy.load_and_shard import Placing, place
+from grpo_fn.shell.policy.memory_estimate import stored
+from grpo_fn.shell.policy.mesh import Scale
+from grpo_fn.shell.world import World
+
+ADAMW = partial(optimizer.adamw, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
+HOW = lora.LoRA(rank=3, alpha=6.0, dropout=0.0, targets="all-linear")
+STRATEGIES = {"full": (1, "rest", True), "grad_op": (1, "rest", False), "none": ("rest", 1, False)}
+WAYS = list(product(STRATEGIES, (None, HOW), (torch.float32, torch.bfloat16)))
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes of storages, and of moments."""
+
+    weights: int
+    gradients: int
+    moments: int
+
+
+def scale(strategy: str) -> Scale:
+    replicate, shard, reshard = STRATEGIES[strategy]
+    return Scale(
+        replicate=replicate,
+        shard=shard,
+        tensor=1,
+        reshard_after_forward=reshard,
+        offload=False,
+        offload_reference=False,
+        prefetch=1,
+        activations=blocks.kept,
+        execution=blocks.eager,
+        deadline=60.0,
+    )
+
+
+def placing(folder: Path, strategy: str, adapters: lora.LoRA | None, dtype: torch.dtype) -> Placing:
+    return Placing(
+        folder=str(folder),
+        config=AutoConfig.from_pretrained(folder),
+        dtype=dtype,
+        attention="sdpa",
+        adapters=adapters,
+        scorer=partial(Scorer, temperature=1.0, head_elements=2**20, rows=shared),
+        scale=scale(strategy),
+        key=prng.key(0, device="cpu"),
+    )
+
+
+def storages(tensors: list[torch.Tensor]) -> int:
+    """Bytes of what these tensors lie in, each storage once."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
+
+
+def allocated(world: World, how: Placing) -> Allocated:
+    scorer = place(world, how, reference=False).scorer
+    made = ADAMW(p for p in scorer.parameters() if p.requires_grad)
+    tokens, mask = torch.arange(24).reshape(2, 12), torch.arange(12).expand(2, 12) > 4
+    logp, entropy = scorer(tokens, mask)
+    (logp.sum() + entropy.sum()).backward()
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what is gathered for the computation is another line of the estimate
+    params = list(scorer.parameters())
+    weights, gradients = storages(params), storages([p.grad for p in params if p.grad is not None])
+    made.step()
+    return Allocated(weights, gradients, sum(stored(state.values()) for state in made.state.values()))
+
+
+def in_every_way(world: World, folder: Path) -> list[dict[str, int]]:
+    """What is allocated in each of WAYS."""
+    return [vars(allocated(world, placing(folder, *way))) for way in WAYS]

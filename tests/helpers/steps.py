@@ -1,0 +1,201 @@
+"""One step of a preset without a model: each token's logp is a parameter of its own, so its gradient is the signal."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import torch
+from batches import dealt
+from strategies import tensors
+from torch import Tensor
+
+from grpo_fn.algo import controllers
+from grpo_fn.algo import step as algorithm
+from grpo_fn.algo.group_sampling import Harvest
+from grpo_fn.config import freeze, load
+from grpo_fn.core import prng
+from grpo_fn.core.groups import take
+from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Batch, Carried, Groups, Pullback, Reward, Rollout, Scores
+
+PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
+KEY = prng.key(11, device="cpu")
+PARTS = ("correct", "boxed")
+CHOSEN = ("credit", "filters", "mark", "objective")
+
+
+class Preset(NamedTuple):
+    """What a preset's gin file says over that of the embedded default."""
+
+    credit: Callable
+    filters: Sequence[Callable]
+    mark: Callable
+    objective: Callable
+    max_new_tokens: int
+
+
+@cache
+def preset(name: str) -> Preset:
+    """As a run would get it from `--gin_file run/arithmetic.gin --gin_file algo/NAME.gin`."""
+    knobs = load(["run/arithmetic.gin", f"algo/{name}.gin"], []).root.knobs
+    return Preset(**freeze({k: knobs[k] for k in CHOSEN}, {}), max_new_tokens=knobs["max_new_tokens"])
+
+
+class Step(NamedTuple):
+    """Groups as they were sampled and scored, and what three policies say of every token, [B, T]."""
+
+    groups: Groups
+    logp: Tensor
+    logp_old: Tensor
+    logp_ref: Tensor
+
+
+@st.composite
+def steps(draw, prompts: st.SearchStrategy[int], most: int = 6, stray: float = 2.0) -> Step:
+    """At most `most` rows, ragged and with holes; equal rewards, samples that have none, truncated ones among them.
+
+    Policies are up to `stray` nats a token apart, in steps of 1/32: no sum of them is near a clip or a tie by rounding.
+    Garbage stands wherever nothing was sampled.
+    """
+    p = draw(prompts)
+    g = draw(st.integers(1, max(1, most // p)))
+    b, t = p * g, draw(st.integers(2, 4))
+    mask = draw(tensors((b, t), st.booleans())).bool()
+    mask[:, 0] = False
+    mask[:, 1] |= ~mask.any(-1)
+    logp = draw(tensors((b, t), st.integers(-192, -1))) / 32
+    reach = int(32 * stray)
+    gap = st.integers(-reach, reach)
+    sampled, old, ref = ((logp - draw(tensors((b, t), gap)) / 32).clamp(max=0).where(mask, torch.nan) for _ in range(3))
+    verdict = st.sampled_from([0.0, 1.0]) if draw(st.booleans()) else st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.1, -0.5])
+    value, *parts = (draw(tensors((p, g), verdict)) for _ in range(1 + len(PARTS)))
+    valid, truncated = (draw(tensors(b, st.sampled_from([False, False, False, True]))).bool() for _ in range(2))
+    tokens = torch.zeros(b, t, dtype=torch.long)
+    tokens[:, 0] = torch.arange(b)  # a row's number, by which the policy knows it
+    rollout = Rollout(tokens, mask, sampled, truncated, ("",) * b)
+    problems = tuple(Problem(draw(st.integers(0, 1000)) * 8 + i, "", "", {}) for i in range(p))
+    reward = Reward(value, ~valid.view(p, g), dict(zip(PARTS, parts, strict=True)))
+    return Step(Groups(problems, rollout, reward), logp, old, ref)
+
+
+def rich_step(seed: int, prompts: int, group_size: int = 6, width: int = 6) -> Step:
+    """Rewards of every size, rows of every length, policies up to 2 nats apart; nothing equal by chance."""
+    b = prompts * group_size
+    keys = iter(prng.split(prng.key(seed, device="cpu"), 12))
+
+    def between(low: float, high: float, *shape: int) -> Tensor:
+        drawn = prng.uniform(next(keys), torch.Size(shape).numel(), dtype=torch.float64, low=low, high=high)
+        return drawn.view(shape)
+
+    lengths = between(1.0, float(width), b).int()
+    columns = torch.arange(width)
+    mask = (columns > 0) & (columns <= lengths[:, None])
+    logp = between(-4.0, -0.01, b, width)
+    sampled, old, ref = ((logp + between(-2.0, 2.0, b, width)).clamp(max=0) for _ in range(3))
+    tokens = torch.where(columns == 0, torch.arange(b)[:, None], 0)
+    rollout = Rollout(tokens, mask, sampled, between(0.0, 1.0, b) < 0.2, ("",) * b)
+    value, *parts = (between(0.0, 1.5, prompts, group_size) for _ in range(1 + len(PARTS)))
+    reward = Reward(value, between(0.0, 1.0, prompts, group_size) < 0.9, dict(zip(PARTS, parts, strict=True)))
+    return Step(Groups(tuple(Problem(7 * i, "", "", {}) for i in range(prompts)), rollout, reward), logp, old, ref)
+
+
+class TokenPolicy:
+    """Each row's logp is a parameter, found by the row's first token; plain gradient descent. Keeps every signal."""
+
+    def __init__(self, step: Step, lr: float) -> None:
+        self.logp_now, self.step, self.lr = step.logp.clone(), step, lr
+        self.grad = torch.zeros_like(step.logp)
+        self.signals: list[Tensor] = []
+
+    def expect(self, parts: int) -> None: ...
+
+    def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
+        where = batch.tokens[:, :1], torch.arange(batch.tokens.shape[1])
+        logp = torch.where(batch.mask, self.logp_now[where], 0.0)
+
+        def pullback(signal: Scores) -> None:
+            assert not signal.logp[~batch.mask].any()
+            self.grad[where] += signal.logp
+
+        return Scores(logp, -logp), pullback
+
+    def logp(self, rollout: Rollout) -> Tensor:
+        return self.step.logp_old[rollout.tokens[:, 0]]
+
+    def reference(self, rollout: Rollout) -> Tensor:
+        return self.step.logp_ref[rollout.tokens[:, 0]]
+
+    def update(self) -> dict[str, float]:
+        self.signals.append(self.grad)
+        self.logp_now = self.logp_now - self.lr * self.grad
+        self.grad = torch.zeros_like(self.grad)
+        return {}
+
+    def load(self, policy: object) -> None:
+        """It is its own sampler."""
+
+    def rest(self) -> None:
+        """It has no device."""
+
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        raise AssertionError("everything was sampled before")
+
+
+class Learned(NamedTuple):
+    """The signal of each update on each token, [U, B, T], and the objective's mean value over updates."""
+
+    signals: Tensor
+    objective: float
+
+
+def learn(
+    how: Preset,
+    step: Step,
+    *,
+    only: Sequence[int] | None = None,
+    lr: float = 0.0,
+    epochs: int = 1,
+    minibatches: int = 1,
+    micro_tokens: int = 10**6,
+    devices: int = 1,
+    cut: Callable[..., list[Tensor]] = dealt,
+) -> Learned:
+    """What grpo_step makes of the step's groups, or of the groups `only` in that order."""
+    groups = step.groups if only is None else take(step.groups, only)
+    algo = algorithm.Algo(
+        collect=partial(as_sampled, groups),
+        reward=unasked,
+        credit=how.credit,
+        filters=how.filters,
+        mark=how.mark,
+        objective=how.objective,
+        old_logp=algorithm.recomputed,
+        kl_control=controllers.fixed,
+        entropy_control=controllers.fixed,
+        group_size=groups.reward.value.shape[1],
+        epochs=epochs,
+        minibatches=minibatches,
+        split=partial(cut, micro_tokens=micro_tokens, devices=devices),
+        anchor=algorithm.as_given,
+        min_signal=0,
+    )
+    policy = TokenPolicy(step, lr)
+    _, _, figures = algorithm.grpo_step(
+        policy, policy, unasked, algorithm.AT_THE_START, key=KEY, algo=algo, span=silent
+    )
+    return Learned(torch.stack(policy.signals), figures["loss/objective"])
+
+
+def as_sampled(groups: Groups, explore: Callable, carried: Carried) -> Harvest:
+    return Harvest(groups, groups, carried, {})
+
+
+def unasked(*args: object) -> None:
+    raise AssertionError("everything was sampled and scored before")
+
+
+def silent(name: str) -> nullcontext:
+    return nullcontext()

@@ -1,0 +1,259 @@
+"""A server that speaks vLLM's HTTP on a thread, with weights, versions and pauses, and with faults on demand.
+
+What it draws is a function of (weights, prompt, seed), so an answer tells which weights it was drawn with.
+"""
+
+import hashlib
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from safetensors.torch import load
+
+from grpo_fn.shell.sampler.fingerprint import NOTHING, fingerprint
+
+WELL = {"backend": "grpo_file", "logprobs_mode": "processed_logprobs", "dtype": "float32"}
+
+
+def drawn(weights, prompt, seed, length):
+    """The tokens of a completion."""
+    said = json.dumps([list(weights), list(prompt), seed]).encode()
+    return [int(x) % 50 for x in hashlib.sha256(said).digest()[:length]]
+
+
+def checksum(tensors):
+    """Of weights, as a worker sees them."""
+    total = NOTHING
+    for tensor in tensors:
+        total += fingerprint(tensor)
+    return total
+
+
+class Stub:
+    """`faults` maps a path to what goes wrong there: a status, "drop", "hang", or "die" (it is killed at that moment).
+
+    A fault happens once, unless it is in `stuck`, too.
+    """
+
+    def __init__(self):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.described = dict(WELL, repeatable=True)
+        self.faults, self.stuck, self.calls, self.seconds = {}, False, [], 0.0
+        self.key = None
+        self.resting = threading.Event()
+        self.lock = threading.Lock()
+        self.server = None
+        self.start()
+
+    def start(self):
+        """As the process does: with the weights of the model folder. Nothing where it runs."""
+        with self.lock:
+            if self.server is None:
+                self.weights, self.label, self.coming, self.folder = checksum([torch.zeros(3)]), "default", None, None
+                self.opened, self.corrupt, self.torn = self.weights, False, False
+                self.resting.set()
+                self.connections = set()
+                self.server = self.listening()
+                threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def listening(self):
+        """At its port, once the server before it is quite gone."""
+        end = time.monotonic() + 2
+        while True:
+            try:
+                return Listening(("127.0.0.1", self.port), type("Handler", (Handler,), {"stub": self}))
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.005)
+
+    def kill(self):
+        """As SIGKILL does: nothing is said to anybody. Nothing where it does not run."""
+        with self.lock:
+            server, self.server = self.server, None
+            if server is None:
+                return
+            server.socket.close()
+            self.resting.set()
+            for connection in list(self.connections):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=server.shutdown, daemon=True).start()
+
+
+class Listening(ThreadingHTTPServer):
+    """Says nothing of clients that hang up."""
+
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """Nothing."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize = 2**16  # head and body at once: two small packets wait 40 ms for each other
+    stub: Stub
+
+    def setup(self):
+        super().setup()
+        self.stub.connections.add(self.request)
+
+    def finish(self):
+        self.stub.connections.discard(self.request)
+        with suppress(OSError):
+            super().finish()
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        split = urlsplit(self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        sent = json.loads(body) if body else {}
+        stub, path = self.stub, split.path + (f":{sent['method']}" if "method" in sent else "")
+        stub.calls.append((path, {**sent, **{k: v[0] for k, v in parse_qs(split.query).items()}}))
+        if stub.key and self.headers.get("Authorization") != f"Bearer {stub.key}":
+            return self.answer(401, {"error": "Unauthorized"})
+        fault = stub.faults.get(path) if stub.stuck else stub.faults.pop(path, None)
+        if isinstance(fault, int):
+            return self.answer(fault, {"error": {"message": f"a fault at {path}"}})
+        if fault == "drop":
+            return self.drop()
+        if fault == "die":
+            return stub.kill()
+        if fault == "hang":
+            time.sleep(0.6)
+            return self.drop()
+        if fault == "half":
+            self.close_connection = True
+            with suppress(OSError):
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{")
+            return None
+        status, said = ROUTES[split.path](stub, sent)
+        return self.answer(status, said)
+
+    def drop(self):
+        """Hang up."""
+        self.close_connection = True
+        with suppress(OSError):
+            self.request.shutdown(socket.SHUT_RDWR)
+
+    def answer(self, status, said):
+        data = json.dumps(said).encode()
+        with suppress(OSError):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+
+def generate(stub, sent):
+    """A completion; a pause holds it up, and it begins with what is there then."""
+    length = sent["sampling_params"]["max_tokens"]
+    stub.resting.wait(20)
+    weights, label = stub.weights, stub.label
+    if stub.torn:
+        weights = ("torn",)
+    time.sleep(stub.seconds)
+    tokens = drawn(weights, sent["token_ids"], sent["sampling_params"]["seed"], length)
+    content = [{"token_id": t, "logprob": -t / 7, "top_logprobs": []} for t in tokens]
+    spans = [{"version": label, "start": 0, "end": length}]
+    choice = {"index": 0, "finish_reason": "length", "token_ids": tokens}
+    return 200, {"choices": [{**choice, "logprobs": {"content": content}, "weight_versions": spans}]}
+
+
+def ask_workers(stub, sent):
+    """What the worker extension says."""
+    match sent["method"]:
+        case "grpo_described":
+            return 200, {"results": [{**stub.described, "updating": stub.coming is not None}]}
+        case "grpo_abandoned":
+            stub.coming, stub.torn = None, stub.torn or stub.coming is not None
+            return 200, {"results": [{}]}
+        case "grpo_receipt":
+            wrong = checksum([torch.ones(2)])
+            held = stub.weights if stub.corrupt in (False, "received") else wrong
+            received = wrong if stub.corrupt == "received" else stub.received
+            return 200, {"results": [{"received": list(received), "held": list(held), "replica": 0}]}
+        case "grpo_opened":
+            held = stub.opened if stub.corrupt != "hidden" else checksum([torch.ones(2)])
+            return 200, {"results": [{"received": list(stub.opened), "held": list(held), "replica": 0}]}
+
+
+def pause(stub, sent):
+    stub.resting.clear()
+    return 200, {}
+
+
+def resume(stub, sent):
+    stub.resting.set()
+    return 200, {}
+
+
+def begin(stub, sent):
+    if stub.coming is not None or stub.folder is None:
+        return 500, {"error": "start_weight_update called while a weight update is already active, or before a meeting"}
+    stub.coming = []
+    return 200, {}
+
+
+def join(stub, sent):
+    stub.folder = Path(sent["init_info"]["folder"])
+    return 200, {}
+
+
+def take(stub, sent):
+    data = (stub.folder / sent["update_info"]["name"]).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == sent["update_info"]["sha256"]
+    stub.coming.extend(load(data).values())
+    stub.torn = True
+    return 200, {}
+
+
+def finish(stub, sent):
+    stub.received = stub.weights = checksum(stub.coming)
+    stub.coming, stub.torn = None, False
+    return 200, {}
+
+
+def relabel(stub, sent):
+    stub.label = sent["new_version"]
+    return 200, {}
+
+
+def said(**words):
+    return lambda stub, sent: (200, words)
+
+
+ROUTES = {
+    "/health": said(),
+    "/get_world_size": said(world_size=1),
+    "/weight_info": lambda stub, sent: (200, {"weight_version": stub.label}),
+    "/inference/v1/generate": generate,
+    "/collective_rpc": ask_workers,
+    "/pause": pause,
+    "/resume": resume,
+    "/reset_prefix_cache": said(success=True),
+    "/abort_requests": said(),
+    "/init_weight_transfer_engine": join,
+    "/start_weight_update": begin,
+    "/update_weights": take,
+    "/finish_weight_update": finish,
+    "/update_weight_version": relabel,
+}

@@ -1,0 +1,34 @@
+"""What the server that forks runs and ranks has done before it forks: they neither load nor build it once more each.
+
+The server imports this module and nothing else, whoever starts it: `crew` or `e2e.running`.
+"""
+
+import gc
+from importlib import import_module
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+NEEDED = (
+    *(
+        "e2e.running",
+        "grpo_fn.trainer.loop",
+        "grpo_fn.train",
+        "grpo_fn.shell.policy.load_and_shard",
+        "grpo_fn.shell.policy.functional",
+        "grpo_fn.shell.sampler.local.local_sampler",
+    ),
+    *("grpo_fn.rewards.math", "grpo_fn.shell.model.tiny_model", "e2e.rewards", "pytest", "hypothesis.strategies"),
+    *(
+        f"grpo_fn.{room}"
+        for room in ("advantage", "control", "kl", "loss_scale", "losses", "marks", "objective", "weights")
+    ),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "gemma2")),
+    *("torch.distributed.tensor", "torch.profiler", "torch.utils.tensorboard"),
+    *("transformers.generation", "transformers.loss.loss_utils", "einops._torch_specific"),
+)
+
+for name in NEEDED:
+    import_module(name)
+get_checkpoint_conversion_mapping("qwen2")  # a thousand patterns, compiled for whoever opens a model first
+gc.collect()
+gc.freeze()  # nobody has to look at all of this again whenever garbage is collected

@@ -1,0 +1,181 @@
+"""Parts add up: the weighted sum where every weighted part was scored, and names that no two parts share."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn.algo.metrics import of_reward
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.core.types import Rollout
+from grpo_fn.rewards.combine import TAKEN, combine, part_names, serial
+from grpo_fn.rewards.format import boxed
+from grpo_fn.rewards.math import correct
+
+
+def rollout(texts, lengths=None, truncated=None):
+    texts = list(texts)
+    count = len(texts)
+    mask = torch.arange(4)[None] < torch.tensor(lengths or [2] * count)[:, None]
+    return Rollout(
+        torch.zeros(count, 4, dtype=torch.long),
+        mask,
+        torch.zeros(count, 4),
+        torch.tensor(truncated or [False] * count),
+        tuple(texts),
+    )
+
+
+def problems(count):
+    return [Problem(uid, "?", str(uid), {}) for uid in range(count)]
+
+
+def as_number(problem, completion):
+    return None if completion.text == "None" else float(completion.text)
+
+
+def by_length(problem, completion):
+    return 10.0 * completion.length + completion.truncated
+
+
+scores = st.one_of(st.none(), st.floats(-8, 8, width=32))
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 4), st.floats(-2, 2, width=32), st.floats(-2, 2, width=32))
+def test_combined_is_the_weighted_sum_where_every_weighted_part_was_scored(data, p, g, a, b):
+    texts = data.draw(st.lists(scores, min_size=p * g, max_size=p * g))
+    got = combine(problems(p), rollout(map(str, texts)), parts=[as_number, by_length], weights=[a, b], score=serial)
+    assert got.value.shape == got.valid.shape == (p, g)
+    assert got.value.dtype == torch.float32
+    assert list(got.parts) == ["as_number", "by_length"]
+    for row, text in enumerate(texts):
+        i, j = divmod(row, g)
+        assert bool(got.valid[i, j]) == (text is not None or a == 0)
+        want = (a * (text or 0.0) + b * 20.0) if got.valid[i, j] else 0.0
+        assert float(got.value[i, j]) == pytest.approx(want, abs=1e-4)
+
+
+def test_rows_belong_to_their_problem_and_carry_length_and_truncation():
+    seen = []
+
+    def spy(problem, completion):
+        seen.append((problem.uid, completion))
+        return 0.0
+
+    table = rollout("abcd", lengths=[1, 2, 3, 0], truncated=[True, False, False, False])
+    combine(problems(2), table, parts=[spy], weights=[1.0], score=serial)
+    assert seen == [
+        (0, Completion("a", 1, True)),
+        (0, Completion("b", 2, False)),
+        (1, Completion("c", 3, False)),
+        (1, Completion("d", 0, False)),
+    ]
+
+
+@pytest.mark.parametrize(("parts", "weights"), [([], []), ([by_length], []), ([by_length], [1.0, 2.0])])
+def test_parts_without_their_weights_are_refused(parts, weights):
+    with pytest.raises(ValueError, match="one weight per part"):
+        combine(problems(1), rollout(["1"]), parts=parts, weights=weights, score=serial)
+
+
+def test_rows_that_do_not_make_whole_groups_are_refused():
+    with pytest.raises(ValueError, match="got 3 rows for 2 problems"):
+        combine(problems(2), rollout(["1", "2", "3"]), parts=[by_length], weights=[1.0], score=serial)
+
+
+def test_parts_are_named_after_their_functions_and_by_module_where_names_collide():
+    twin = partial(lambda problem, completion: 0.0)
+    twin.func.__name__, twin.func.__module__ = "correct", "elsewhere"
+    assert part_names([partial(correct), boxed]) == ["correct", "boxed"]
+    assert part_names([correct, twin]) == ["grpo_fn.rewards.math.correct", "elsewhere.correct"]
+    with pytest.raises(ValueError, match="different functions"):
+        part_names([correct, partial(correct)])
+
+
+@pytest.mark.parametrize("name", sorted(TAKEN))
+def test_a_part_never_takes_the_name_of_a_metric_of_the_whole_reward(name):
+    part = partial(lambda problem, completion: 0.0)
+    part.func.__name__, part.func.__module__ = name, "mine"
+    assert part_names([part]) == [f"mine.{name}"]
+    reward = combine(problems(1), rollout(["1", "2"]), parts=[part], weights=[1.0], score=serial)
+    whole = {f"reward/{taken}" for taken in TAKEN}
+    assert set(of_reward(reward)) == whole | {f"reward/mine.{name}"}
+
+
+def wrapped(problem, completion, *, reward, seconds):
+    """A stand-in for what changes how a reward is run and not what it says."""
+    return reward(problem, completion)
+
+
+def shaped(problem, completion, *, verdict, by):
+    return verdict(problem, completion) + by
+
+
+def between(problem, completion, *, reward, other):
+    return (reward(problem, completion) + other(problem, completion)) / 2
+
+
+class Judge:
+    def __call__(self, problem, completion):
+        return 1.0
+
+
+async def asked_of(problem, completion):
+    return 1.0
+
+
+def named_within(fn):
+    return partial(wrapped, reward=fn, seconds=1.0)
+
+
+@pytest.mark.parametrize("bare", [correct, partial(correct), named_within(correct), partial(by_length, reward=2.0)])
+def test_a_wrapper_goes_by_the_name_of_what_it_wraps_however_deep(bare):
+    (name,) = part_names([bare])
+    assert name in ("correct", "by_length")
+    assert part_names([named_within(bare)]) == part_names([named_within(named_within(bare))]) == [name]
+
+
+def test_what_shapes_a_reward_has_a_name_of_its_own():
+    parts = [correct, partial(shaped, verdict=correct, by=1.0), partial(between, reward=correct, other=boxed)]
+    assert part_names(parts) == ["correct", "shaped", "between"]
+
+
+def test_wrapping_the_same_function_twice_is_still_the_same_function():
+    with pytest.raises(ValueError, match="different functions"):
+        part_names([correct, named_within(correct)])
+
+
+def test_coroutine_functions_and_objects_have_names_too():
+    judges = [type("Judge", (Judge,), {"__module__": name})() for name in ("mine", "yours")]
+    assert part_names([asked_of, Judge(), by_length]) == ["asked_of", "Judge", "by_length"]
+    assert part_names(judges) == ["mine.Judge", "yours.Judge"]
+
+
+@given(st.lists(scores, min_size=4, max_size=4))
+def test_a_part_that_is_only_logged_decides_nothing(texts):
+    lengths = [1, 2, 3, 4]
+    alone = combine(problems(2), rollout(map(str, texts), lengths), parts=[by_length], weights=[2.0], score=serial)
+    both = combine(
+        problems(2), rollout(map(str, texts), lengths), parts=[as_number, by_length], weights=[0.0, 2.0], score=serial
+    )
+    assert both.valid.all()
+    assert torch.equal(both.value, alone.value)
+    assert torch.equal(both.parts["by_length"], alone.parts["by_length"])
+    assert both.parts["as_number"].flatten().tolist() == [text or 0.0 for text in texts]
+
+
+@given(st.lists(st.tuples(scores, st.booleans()), min_size=4, max_size=4))
+def test_where_a_sample_is_valid_every_weighted_part_was_scored(rows):
+    """What a comparison part by part rests on: no 0 in it stands for an unknown."""
+
+    def said(problem, completion):
+        return None if completion.truncated else 1.0
+
+    table = rollout([str(score) for score, _ in rows], truncated=[cut for _, cut in rows])
+    got = combine(problems(1), table, parts=[as_number, said], weights=[1.0, 0.1], score=serial)
+    assert got.valid[0].tolist() == [score is not None and not cut for score, cut in rows]
+    for g, (score, _) in enumerate(rows):
+        if got.valid[0, g]:
+            assert (float(got.parts["as_number"][0, g]), float(got.parts["said"][0, g])) == (score, 1.0)

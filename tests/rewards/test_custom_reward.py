@@ -1,0 +1,128 @@
+"""docs/custom_reward.md, block by block: what it quotes is in the tested files, and the rest of it runs as it says."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rewards_on_trial
+from profiles import profile, quarter
+
+from experiments.custom_reward.test_idea import (  # its tests are run here, too
+    test_right_steps_is_fit_for_a_run as test_right_steps_is_fit_for_a_run,
+)
+from experiments.custom_reward.test_idea import (
+    test_steps_count_once_and_from_the_start as test_steps_count_once_and_from_the_start,
+)
+from grpo_fn import run, testing
+from grpo_fn.config import freeze, load
+from grpo_fn.rewards.combine import part_names
+
+PROJECT = Path(__file__).resolve().parents[2]
+FOLDER = PROJECT / "experiments" / "custom_reward"
+PAGE = (PROJECT / "docs" / "custom_reward.md").read_text(encoding="utf-8")
+BLOCKS = [(kind, text) for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)]
+QUOTED = [(FOLDER / name).read_text(encoding="utf-8") for name in ("idea.py", "test_idea.py")]
+IMPORTS = """
+from __gin__ import dynamic_registration
+from experiments.custom_reward import idea
+from grpo_fn import train
+from grpo_fn.rewards import combine
+from grpo_fn.rewards import format
+from grpo_fn.rewards import length
+from grpo_fn.rewards import wrappers
+from grpo_fn.rewards import math
+from grpo_fn.shell.reward_workers import reward_pool
+include "run/arithmetic.gin"
+"""
+
+
+def blocks(kind: str) -> list[str]:
+    return [text for name, text in BLOCKS if name == kind]
+
+
+def test_the_page_has_no_block_that_is_not_tested():
+    assert PAGE.count("```") == 2 * len(BLOCKS)
+    assert {kind for kind, _ in BLOCKS} == {"python", "gin", "sh", "text"}
+
+
+def test_python_is_quoted_from_the_files_or_runs():
+    ran = 0
+    for text in blocks("python"):
+        if not any(text in file for file in QUOTED):
+            with profile(max_examples=quarter()):
+                exec(compile(text, "docs/custom_reward.md", "exec"), {})
+            ran += 1
+    assert ran == 1
+
+
+@pytest.mark.parametrize(("place", "names"), [(0, 3), (1, 2), (2, 2)])
+def test_gin_says_what_exists_and_uses_all_that_it_binds(place, names, tmp_path):
+    """Laid over the embedded run; unknown and unused names are refused by load."""
+    bindings = [line for line in blocks("gin")[place].splitlines() if not line.startswith("from ")]
+    (tmp_path / "page.gin").write_text("\n".join([IMPORTS, *bindings, ""]), encoding="utf-8")
+    reward = freeze(load([str(tmp_path / "page.gin")], []).root.knobs["reward"], {})
+    assert len(reward.keywords["parts"]) == len(reward.keywords["weights"]) == names
+    assert len(part_names(reward.keywords["parts"])) == names
+
+
+def test_the_first_gin_block_is_that_of_the_run_file():
+    said = (FOLDER / "run.gin").read_text(encoding="utf-8").splitlines()
+    assert all(line in said for line in blocks("gin")[0].splitlines())
+
+
+def commands() -> list[str]:
+    lines = "".join(blocks("sh")).replace("|\n", "| ").splitlines()
+    return [line for line in lines if line.strip()]
+
+
+def test_every_command_is_one_that_is_tried_here():
+    assert [re.search(r"python -m (\S+)", line)[1] for line in commands()] == [
+        "pytest",
+        "grpo_fn.run",
+        "grpo_fn.run",
+        "grpo_fn.score.__main__",
+    ]
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if "grpo_fn.run" in line])
+def test_the_run_of_the_page_is_whole(line):
+    args = run.flags().parse_args(shlex.split(line)[3:])
+    (file,) = args.gin_file
+    assert (PROJECT / file).is_file()
+    assert load([str(PROJECT / file)], []).root.knobs
+
+
+def test_the_folder_that_the_page_gives_to_pytest_holds_the_tests_that_are_run_here():
+    (line,) = [line for line in commands() if "pytest" in line]
+    source = (PROJECT / line.split()[-1] / "test_idea.py").read_text(encoding="utf-8")
+    found = re.findall(r"^def (test_\w+)", source, re.MULTILINE)
+    assert len(found) == 2
+    assert set(found) <= globals().keys()
+
+
+def test_a_row_is_scored_as_the_page_says():
+    """Of three steps one is right, and the second is wrong."""
+    (line,) = [line for line in commands() if "grpo_fn.score.__main__" in line]
+    (row,) = re.findall(r"echo '(.*?)'", line)
+    argv = shlex.split(line.partition("|")[2])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROJECT), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, *argv[1:]], input=row, capture_output=True, text=True, timeout=120, check=True, env=env
+    )
+    assert json.loads(done.stdout)["score"] == pytest.approx(1 / 3)
+
+
+def test_the_complaint_on_the_page_is_the_one_that_comes():
+    with pytest.raises(AssertionError) as caught:
+        testing.check_reward(rewards_on_trial.backtracks, deadline=1.0)
+    assert [str(caught.value) + "\n"] == blocks("text")
+
+
+def test_what_the_page_names_is_there():
+    for name in re.findall(r"`testing\.(\w+)", PAGE):
+        assert hasattr(testing, name)

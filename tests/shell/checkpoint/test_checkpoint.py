@@ -1,0 +1,655 @@
+"""A checkpoint is absent, as it was, or complete; and whatever is wrong with one is named."""
+
+import errno
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from grpo_fn.shell import atomic_io
+from grpo_fn.shell.checkpoint import async_saver, manifest, store, tensor_shards
+from grpo_fn.shell.checkpoint import blobs as small
+from grpo_fn.shell.checkpoint.async_saver import Keep, Saver
+from grpo_fn.shell.checkpoint.store import latest, prune, steps
+from grpo_fn.shell.world import alone
+
+ALONE = alone(torch.device("cpu"))
+PIECES = "__0_0.distcp"  # the tensors of rank 0
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+shapes = st.lists(st.integers(0, 4), max_size=3)
+
+
+@st.composite
+def tensor(draw: st.DrawFn) -> torch.Tensor:
+    """Any bits of any dtype: NaN payloads, signed zeros and infinities among them."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
+    count = torch.Size(shape).numel()
+    if dtype == torch.bool:
+        return torch.tensor(draw(st.lists(st.booleans(), min_size=count, max_size=count)), dtype=dtype).reshape(shape)
+    raw = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=8)
+numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False)
+plain = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def bits(t: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
+
+
+def refuse(message: str) -> None:
+    raise AssertionError(message)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """A killed process loses nothing that was not flushed; that flushes happen is tested by making them fail."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def fresh() -> "tempfile.TemporaryDirectory[str]":
+    """A folder of its own for every generated example."""
+    return tempfile.TemporaryDirectory()
+
+
+class Contents(NamedTuple):
+    """All of a checkpoint."""
+
+    tensors: dict[str, torch.Tensor]
+    blobs: dict[str, Any]
+    meta: dict[str, Any]
+
+
+def save(root: Path, step: int, **what: Any) -> Path:
+    """One checkpoint, waited for."""
+    with Saver(root, ALONE) as writer:
+        writer.save(step, **what)
+    return root / f"step_{step}"
+
+
+def load(path: Path) -> Contents:
+    """All of a checkpoint that verifies."""
+    manifest.verify(path)
+    return Contents(store.read(path, ""), store.blobs(path), store.meta(path))
+
+
+def state(n: float) -> dict:
+    return {
+        "tensors": {"w": torch.full((3, 2), n), "b": torch.arange(4.0) * n},
+        "blobs": {"optimizer": {"state": {0: {"step": torch.tensor(n), "exp_avg": torch.full((5,), n)}}, "lr": n}},
+        "meta": {"seed": 7, "metrics": {"eval/accuracy": n}},
+    }
+
+
+def assert_state(contents: Contents, n: float) -> None:
+    wanted = state(n)
+    assert {k: bits(v) for k, v in contents.tensors.items()} == {k: bits(v) for k, v in wanted["tensors"].items()}
+    inner, wanted_inner = contents.blobs["optimizer"], wanted["blobs"]["optimizer"]
+    assert inner["lr"] == n
+    assert {k: bits(v) for k, v in inner["state"][0].items()} == {
+        k: bits(v) for k, v in wanted_inner["state"][0].items()
+    }
+    assert contents.meta == wanted["meta"]
+
+
+@given(st.dictionaries(names, tensor(), max_size=4), st.lists(tensor(), max_size=3), plain, st.integers(0, 10**9))
+def test_what_is_loaded_is_bitwise_what_was_saved(tensors, listed, extra, step):
+    with fresh() as folder:
+        meta = {"extra": extra}
+        path = save(Path(folder), step, tensors=tensors, blobs={"blob": {"ts": listed, 3: (extra,)}}, meta=meta)
+        assert path == Path(folder) / f"step_{step}"
+        found = latest(Path(folder), warn=refuse)
+        assert found is not None
+        assert (found.path, found.step) == (path, step)
+        contents = load(path)
+        assert {k: bits(v) for k, v in contents.tensors.items()} == {k: bits(v) for k, v in tensors.items()}
+        assert [bits(t) for t in contents.blobs["blob"]["ts"]] == [bits(t) for t in listed]
+        assert contents.blobs["blob"][3] == (extra,)
+        assert contents.meta == found.meta == atomic_io.finite(meta)
+
+
+def test_a_real_optimizer_comes_back_through_weights_only_loading(root):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    blobs = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    contents = load(save(root, 1, tensors=model.state_dict(), blobs=blobs, meta={}))
+    other = torch.optim.AdamW(model.parameters(), lr=0.5)
+    other.load_state_dict(contents.blobs["optimizer"])
+    assert other.param_groups[0]["lr"] == 0.1
+    assert torch.equal(other.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(contents.blobs["rng"], torch.get_rng_state())
+
+
+def test_views_and_parameters_are_saved_as_the_values_they_show(root):
+    base = torch.arange(12.0).reshape(3, 4)
+    tensors = {"t": base.T[1:], "p": nn.Parameter(torch.ones(2))}
+    loaded = load(save(root, 0, tensors=tensors, blobs={}, meta={})).tensors
+    assert torch.equal(loaded["t"], base.T[1:])
+    assert torch.equal(loaded["p"], torch.ones(2))
+
+
+@given(st.dictionaries(names, tensor(), max_size=4), st.dictionaries(names, tensor(), max_size=2))
+def test_the_tensors_under_a_prefix_are_read_without_it_and_nothing_else(tensors, others):
+    with fresh() as folder:
+        both = {f"w.{k}": v for k, v in tensors.items()} | {f"optimizer.{k}": v for k, v in others.items()}
+        path = save(Path(folder), 0, tensors=both, blobs={}, meta={})
+        assert {k: bits(v) for k, v in store.read(path, "w.").items()} == {k: bits(v) for k, v in tensors.items()}
+        assert store.names(path) == {k: (tuple(v.shape), v.dtype) for k, v in both.items()}
+
+
+@given(st.dictionaries(names, tensor(), min_size=1, max_size=4), st.data())
+def test_what_is_loaded_into_is_changed_in_place_and_wholly_or_not_at_all(tensors, data):
+    with fresh() as folder:
+        path = save(Path(folder), 0, tensors=tensors, blobs={}, meta={})
+        into = {k: torch.zeros_like(v) for k, v in tensors.items()}
+        places = {k: v.data_ptr() for k, v in into.items()}
+        odd = data.draw(st.sampled_from(list(tensors)))
+        wrong = data.draw(st.sampled_from(["name", "shape", "dtype"]))
+        asked = {k: v for k, v in into.items() if k != odd} | {
+            f"{odd}!" if wrong == "name" else odd: torch.zeros(5, 5, 5, 5)
+            if wrong == "shape"
+            else into[odd].to(torch.complex64)
+        }
+        with pytest.raises(ValueError, match=r"got .* wanted"):
+            store.load_into(path, asked, ALONE)
+        assert all(not v.any() for v in into.values())
+        store.load_into(path, into, ALONE)
+        assert {k: bits(v) for k, v in into.items()} == {k: bits(v) for k, v in tensors.items()}
+        assert {k: v.data_ptr() for k, v in into.items()} == places
+
+
+def test_an_index_that_would_run_something_is_refused(root):
+    path = save(root, 0, **state(1.0))
+
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, (str(root / "broken_into"),)
+
+    class Dotted:
+        def __reduce__(self) -> tuple:
+            return getattr, (torch.distributed.checkpoint.metadata.Metadata, "__init__")
+
+    for value in (Evil(), Dotted(), torch.nn.Linear):
+        (path / tensor_shards.INDEX).write_bytes(pickle.dumps(value))
+        with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
+            store.names(path)
+    dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.system\x93."
+    (path / tensor_shards.INDEX).write_bytes(
+        dotted.replace(b"\x27", bytes([len("torch.distributed.checkpoint.filesystem")]))
+    )
+    with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
+        store.names(path)
+    assert not (root / "broken_into").exists()
+
+
+# -- beside the training
+
+
+def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Each release lets one save be written."""
+    go, real = threading.Semaphore(0), tensor_shards.write
+
+    def late(*args: Any) -> Any:
+        assert go.acquire(timeout=60)
+        return real(*args)
+
+    monkeypatch.setattr(tensor_shards, "write", late)
+    return go
+
+
+def test_save_returns_before_anything_is_written_and_what_it_was_given_may_change(root, monkeypatch):
+    go, given = held_back(monkeypatch), state(1.0)
+    with Saver(root, ALONE) as writer:
+        held = writer.save(1, **given)
+        for value in (*given["tensors"].values(), given["blobs"]["optimizer"]["state"][0]["exp_avg"]):
+            value.zero_()
+        given["blobs"]["optimizer"]["lr"] = 9
+        given["meta"]["metrics"]["eval/accuracy"] = 9
+        assert steps(root) == []
+        go.release()
+        writer.wait()
+        assert_state(load(root / "step_1"), 1.0)
+        assert held.staged > 0
+        assert held.waited < held.staged + 1
+
+
+def test_the_next_save_waits_for_the_one_before_and_says_how_long(root, monkeypatch):
+    go = held_back(monkeypatch)
+    with Saver(root, ALONE) as writer:
+        writer.save(1, **state(1.0))
+        threading.Timer(0.5, go.release).start()
+        assert 0.2 < writer.save(2, **state(2.0)).waited < 30
+        assert steps(root) == [1]
+        go.release()
+    assert steps(root) == [1, 2]
+    assert_state(load(root / "step_1"), 1.0)
+
+
+def test_what_goes_wrong_beside_is_raised_by_the_next_call_and_once(root, monkeypatch):
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Saver(root, ALONE) as writer:
+        monkeypatch.setattr(tensor_shards, "write", broken)
+        writer.save(1, **state(1.0))
+        with pytest.raises(OSError, match="Input/output error"):
+            writer.save(2, **state(2.0))
+        monkeypatch.undo()
+        assert list(root.iterdir()) == []
+        writer.save(2, **state(2.0))
+    assert steps(root) == [2]
+
+
+def fail_after_save(root: Path) -> None:
+    with Saver(root, ALONE) as writer:
+        writer.save(1, **state(1.0))
+        raise KeyError("of the training")
+
+
+def test_an_error_in_the_training_is_not_hidden_by_one_beside_it(root, monkeypatch):
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(tensor_shards, "write", broken)
+    with pytest.raises(KeyError) as caught:
+        fail_after_save(root)
+    assert "Input/output error" in caught.value.__notes__[0]
+
+
+def test_a_save_that_is_under_way_when_the_training_fails_is_finished(root):
+    with pytest.raises(KeyError):
+        fail_after_save(root)
+    assert_state(load(root / "step_1"), 1.0)
+
+
+def test_those_not_kept_go_once_the_new_one_is_there(root, monkeypatch):
+    with Saver(root, ALONE) as writer:
+        for step in range(1, 4):
+            writer.save(step, **state(float(-step)))
+        writer.wait()
+        go = held_back(monkeypatch)
+        writer.save(4, **state(-4.0), keep=Keep(1, 1, "eval/accuracy"))
+        assert steps(root) == [1, 2, 3]
+        go.release()
+    assert steps(root) == [1, 4]
+
+
+def test_no_two_savers_ever_write_into_one_folder(root):
+    owners = [Saver(root, ALONE)._owner for _ in range(3)]
+    assert len({store.unfinished(root, "tmp", 1, owner) for owner in owners}) == 3
+    assert all(owner.startswith(f"{os.getpid()}-") for owner in owners)
+
+
+def test_what_a_process_not_quite_dead_would_rename_is_gone_before_it_is_deleted(root, monkeypatch):
+    save(root, 1, **state(1.0))
+    building = root / ".tmp-step_2-999999999-abc"
+    shutil.copytree(root / "step_1", building)
+    real = shutil.rmtree
+
+    def in_this_moment(path: Path, **how: Any) -> None:
+        with pytest.raises(FileNotFoundError):
+            os.rename(building, root / "step_2")
+        real(path, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", in_this_moment)
+    store.tidy(root)
+    assert [p.name for p in root.iterdir()] == ["step_1"]
+
+
+def test_non_finite_meta_becomes_null(root):
+    path = save(root, 0, tensors={}, blobs={}, meta={"metrics": {"a": float("nan"), "b": float("inf"), "c": 1}})
+    assert load(path).meta == {"metrics": {"a": None, "b": None, "c": 1}}
+
+
+class Custom:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("tensors", "blobs", "message"),
+    [
+        (lambda w: {"w": w}, {"optimizer": {"groups": [Custom()]}}, r"Custom at optimizer\['groups'\]\[0\]"),
+        (lambda w: {"w": w}, {"optimizer": {frozenset(): 1}}, "got a frozenset at optimizer"),
+        (lambda w: {"w": w}, {"../x": 1}, "wanted identifiers"),
+    ],
+)
+def test_what_would_not_come_back_is_refused_before_anything_is_written(root, tensors, blobs, message):
+    with pytest.raises(ValueError, match=message):
+        save(root, 0, tensors=tensors(torch.ones(3, 3)), blobs=blobs, meta={})
+    assert not root.exists()
+
+
+@given(st.data())
+def test_damage_to_any_file_at_any_place_is_named_and_the_one_before_is_taken(data):
+    with fresh() as folder:
+        root = Path(folder)
+        save(root, 10, **state(1.0))
+        path = save(root, 20, **state(2.0))
+        target = data.draw(st.sampled_from(sorted(path.iterdir())), label="file")
+        content = bytearray(target.read_bytes())
+        damage = data.draw(st.sampled_from(["flip", "cut", "grow", "remove"]), label="damage")
+        if damage == "flip":
+            content[data.draw(st.integers(0, len(content) - 1), label="byte")] ^= 1 << data.draw(st.integers(0, 7))
+        elif damage == "cut":
+            content = content[: data.draw(st.integers(0, len(content) - 1), label="length")]
+        elif damage == "grow":
+            content += data.draw(st.binary(min_size=1, max_size=9), label="tail")
+        target.write_bytes(content) if damage != "remove" else target.unlink()
+        with pytest.raises(ValueError, match=target.name):
+            load(path)
+        said: list[str] = []
+        found = latest(root, warn=said.append)
+        assert found is not None
+        assert found.step == 10
+        assert_state(load(found.path), 1.0)
+        assert len(said) == 1
+        assert str(path) in said[0]
+        assert target.name in said[0]
+        assert latest(root, warn=refuse) == found  # it was set aside and is not met again
+        save(root, 20, **state(3.0))
+        found = latest(root, warn=refuse)
+        assert found is not None
+        assert_state(load(found.path), 3.0)
+
+
+def test_a_checkpoint_under_another_steps_name_is_broken(root):
+    shutil.copytree(save(root, 1, **state(1.0)), root / "step_2")
+    said: list[str] = []
+    found = latest(root, warn=said.append)
+    assert found is not None
+    assert found.step == 1
+    assert "step 1" in said[0]
+
+
+def test_a_checkpoint_of_another_format_is_refused_and_kept(root, monkeypatch):
+    monkeypatch.setattr(manifest, "FORMAT", 3)
+    path = save(root, 1, **state(1.0))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"got .* format 3, wanted 2"):
+        latest(root, warn=refuse)
+    assert path.exists()
+
+
+def test_nothing_there_is_none(root):
+    assert latest(root, warn=refuse) is None
+    (root / "step_3x").mkdir(parents=True)
+    (root / "step_4").write_text("a file")
+    assert latest(root, warn=refuse) is None
+
+
+def test_a_permission_error_is_no_proof_of_damage(root, monkeypatch):
+    path = save(root, 1, **state(1.0))
+
+    def denied(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "denied", str(path))
+
+    monkeypatch.setattr(manifest, "_sha256", denied)
+    with pytest.raises(PermissionError):
+        latest(root, warn=refuse)
+    assert path.exists()
+
+
+# -- a process that dies ---------------------------------------------------------------------------------------------
+
+
+def on_each_line(action: Callable[[], object], tick: Callable[[], None]) -> None:
+    """Run the action and call `tick` before every line of our own code."""
+    ours = {module.__file__ for module in (store, atomic_io, manifest, async_saver, tensor_shards, small)}
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename not in ours:
+            return None
+        if event == "line":
+            tick()
+        return trace
+
+    before = sys.gettrace()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_saver, "helper", lambda work, name: work())
+        sys.settrace(trace)
+        try:
+            action()
+        finally:
+            sys.settrace(before)
+
+
+def places(action: Callable[[], object]) -> list[int]:
+    """Lines to die at: every few while files are written, every single one at the end, where names change."""
+    lines: list[None] = []
+    on_each_line(action, lambda: lines.append(None))
+    return [*range(0, len(lines) - 40, 15), *range(max(0, len(lines) - 40), len(lines))]
+
+
+def die_at(line: int, action: Callable[[], object]) -> None:
+    """Run the action in a forked child that takes SIGKILL before that line."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        left = iter(range(line))
+        try:
+            on_each_line(action, lambda: None if next(left, None) is not None else os.kill(os.getpid(), signal.SIGKILL))
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_sigkill_at_any_line_of_save_leaves_the_old_or_the_new(tmp_path, replacing):
+    def before(root: Path) -> Path:
+        save(root, 10, **state(1.0))
+        if replacing:
+            save(root, 20, **state(2.0))
+        return root
+
+    rehearsal = before(tmp_path / "rehearsal")
+    seen = []
+    for line in places(lambda: save(rehearsal, 20, **state(3.0))):
+        root = before(tmp_path / str(line))
+        die_at(line, lambda root=root: save(root, 20, **state(3.0)))
+        found = latest(root, warn=refuse)
+        assert found is not None
+        value = found.meta["metrics"]["eval/accuracy"]
+        assert (found.step, value) in {(20, 2.0) if replacing else (10, 1.0), (20, 3.0)}
+        assert_state(load(found.path), value)
+        assert {p.name for p in root.iterdir()} <= {"step_10", "step_20"}  # leftovers are gone
+        seen.append(value)
+        save(root, 20, **state(4.0))  # and the next save is none the worse
+        assert_state(load(root / "step_20"), 4.0)
+    assert seen == sorted(seen)  # once the new one shows, it stays
+    assert len(set(seen)) == 2
+
+
+def test_sigkill_at_any_line_of_prune_leaves_the_kept_ones_whole(tmp_path):
+    def fill() -> None:
+        for step in {1, 2, 3} - {*steps(tmp_path)}:
+            save(tmp_path, step, **state(float(-step)))
+
+    def cut() -> None:
+        prune(tmp_path, keep_last=1, keep_best=1, metric="eval/accuracy")
+
+    fill()
+    seen = set()
+    for line in places(cut):
+        fill()
+        die_at(line, cut)
+        found = latest(tmp_path, warn=refuse)
+        assert found is not None
+        assert found.step == 3
+        for step in steps(tmp_path):
+            assert_state(load(tmp_path / f"step_{step}"), float(-step))
+        assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+        seen.add(tuple(steps(tmp_path)))
+    assert seen == {(1, 2, 3), (1, 3)}
+
+
+def test_a_checkpoint_half_deleted_no_longer_bears_its_name(root, monkeypatch):
+    for step in (1, 2):
+        save(root, step, **state(float(step)))
+
+    def cut_short(path: Path) -> None:
+        (path / PIECES).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        prune(root, keep_last=1, keep_best=0, metric="eval/accuracy")
+    monkeypatch.undo()
+    assert steps(root) == [2]
+    assert latest(root, warn=refuse) is not None
+    assert [p.name for p in root.iterdir()] == ["step_2"]
+
+
+def test_leftovers_of_the_living_stay_and_of_the_dead_go(root):
+    save(root, 1, **state(1.0))
+    living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        busy = root / f".tmp-step_2-{living.pid}"
+        busy.mkdir()
+        assert latest(root, warn=refuse) is not None
+        assert busy.exists()
+    finally:
+        living.communicate(b"\n")
+    assert latest(root, warn=refuse) is not None
+    assert not busy.exists()
+
+
+# -- a disk that is full ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root; the simulated full disk below runs everywhere")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("big", ["tensors", "blobs"])
+def test_a_disk_that_fills_up_names_path_and_bytes_and_keeps_the_old(tiny_disk, monkeypatch, big):
+    save(tiny_disk, 1, **state(1.0))
+    too_much = {**state(2.0), big: {"x": torch.ones(2**19)}}
+    with pytest.raises(atomic_io.NoSpace, match=r"no space left: got [\d,]+ bytes free, wanted [\d,]+"):
+        save(tiny_disk, 2, **too_much)  # seen before anything is written
+    monkeypatch.setattr(async_saver, "check_space", lambda path, need_bytes: None)  # another process was quicker
+    with pytest.raises(
+        OSError, match=r"no space left: got [\d,]+ bytes free, wanted 2,\d\d\d,\d\d\d: .*step_2"
+    ) as caught:
+        save(tiny_disk, 2, **too_much)
+    assert caught.value.errno == errno.ENOSPC
+    assert [p.name for p in tiny_disk.iterdir()] == ["step_1"]
+    assert_state(load(tiny_disk / "step_1"), 1.0)
+
+
+FLUSHES = 6  # tensors, index, blobs, manifest, the folder, and the folder it is renamed in
+
+
+@given(st.integers(0, FLUSHES + 1), st.sampled_from([errno.ENOSPC, errno.EDQUOT, errno.EIO]), st.booleans())
+def test_any_failing_flush_leaves_the_checkpoints_as_they_were(nth, code, replacing):
+    with fresh() as folder, pytest.MonkeyPatch.context() as patch:
+        root, real, calls = Path(folder), os.fsync, 0
+        save(root, 1, **state(1.0))
+        if replacing:
+            save(root, 2, **state(2.0))
+
+        def failing(fd: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > nth:
+                raise OSError(code, os.strerror(code))
+            real(fd)
+
+        patch.setattr(os, "fsync", failing)
+        wanted = nullcontext() if nth >= FLUSHES else pytest.raises(OSError if code == errno.EIO else atomic_io.NoSpace)
+        with wanted as caught:
+            save(root, 2, **state(3.0))
+        patch.undo()
+        assert calls == min(nth + 1, FLUSHES)
+        assert caught is None or caught.value.errno == (errno.EIO if code == errno.EIO else errno.ENOSPC)
+        done = calls == FLUSHES  # the last flush is that of the rename, which has happened
+        assert {p.name for p in root.iterdir()} == {"step_1", "step_2"} if done or replacing else {"step_1"}
+        found = latest(root, warn=refuse)
+        assert found is not None
+        assert_state(load(found.path), 3.0 if done else 2.0 if replacing else 1.0)
+
+
+# -- which ones stay -------------------------------------------------------------------------------------------------
+
+scores = st.none() | st.sampled_from([0.0, 0.5, 1.0]) | st.floats(allow_nan=True)
+
+
+@given(st.dictionaries(st.integers(0, 200), scores, min_size=1, max_size=7), st.integers(1, 4), st.integers(0, 4))
+def test_prune_keeps_the_last_and_the_best_and_nothing_else(found, keep_last, keep_best):
+    with fresh() as folder:
+        root = Path(folder)
+        for step, score in found.items():
+            save(root, step, tensors={}, blobs={}, meta={"metrics": {} if score is None else {"m": score}})
+        deleted = prune(root, keep_last=keep_last, keep_best=keep_best, metric="m")
+        left = steps(root)
+        assert sorted([*left, *deleted]) == sorted(found)
+        assert {p.name for p in root.iterdir()} == {f"step_{step}" for step in left}
+        assert set(sorted(found)[-keep_last:]) <= set(left)
+        rated = {s: v for s, v in found.items() if v is not None and v - v == 0}  # finite
+        best = [s for s in left if s in rated and sum((rated[o], o) > (rated[s], s) for o in rated) < keep_best]
+        assert len(best) == min(keep_best, len(rated))
+        assert set(left) == set(best) | set(sorted(found)[-keep_last:])
+        assert prune(root, keep_last=keep_last, keep_best=keep_best, metric="m") == []
+
+
+def test_a_visibly_broken_folder_never_displaces_a_whole_one(root):
+    for step in (1, 2):
+        save(root, step, **state(float(step)))
+    (root / "step_2" / PIECES).write_bytes(b"")
+    assert prune(root, keep_last=1, keep_best=0, metric="eval/accuracy") == []
+    found = latest(root, warn=lambda text: None)
+    assert found is not None
+    assert found.step == 1
+
+
+@pytest.mark.parametrize(("last", "best"), [(0, 1), (-1, 1), (1, -1)])
+def test_keeping_less_than_the_newest_is_refused(root, last, best):
+    with pytest.raises(ValueError, match=f"got keep_last {last}, keep_best {best}; wanted"):
+        prune(root, keep_last=last, keep_best=best, metric="m")

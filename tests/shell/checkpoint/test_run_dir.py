@@ -1,0 +1,163 @@
+"""A run folder has one configuration and one process in it, and nothing else is ever taken for one."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn.shell import atomic_io
+from grpo_fn.shell.checkpoint import run_dir
+from grpo_fn.shell.checkpoint.run_dir import open_run
+
+CONFIG = "".join(f"train.knob_{i} = {i}\n" for i in range(30))
+
+
+def enter(path: Path, *, config: str = CONFIG, fingerprint: str = "f1", force: bool = False, need: int = 0) -> bool:
+    return open_run(path, config_text=config, fingerprint=fingerprint, force=force, need_bytes=need)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "a"
+
+
+def test_a_new_folder_is_laid_out_and_the_second_time_it_is_resumed(folder):
+    assert enter(folder) is False
+    assert (folder / "config.gin").read_text() == CONFIG
+    assert all((folder / name).is_dir() for name in ("tensorboard", "rollouts", "checkpoints"))
+    (folder / "metrics.jsonl").write_text("kept\n")
+    assert enter(folder) is True
+    assert (folder / "metrics.jsonl").read_text() == "kept\n"
+
+
+def test_an_existing_empty_folder_will_do(tmp_path):
+    assert enter(tmp_path) is False
+
+
+def test_another_configuration_is_refused_with_the_lines_that_differ_unless_forced(folder):
+    enter(folder)
+    other = CONFIG.replace("knob_3 = 3\n", "knob_3 = 99\n")
+    with pytest.raises(ValueError, match="another configuration") as caught:
+        enter(folder, config=other, fingerprint="f2")
+    text = str(caught.value)
+    assert "-train.knob_3 = 3\n" in text
+    assert "+train.knob_3 = 99\n" in text
+    assert "knob_4" not in text
+    assert "--force" in text
+    assert (folder / "config.gin").read_text() == CONFIG
+    assert enter(folder, config=other, fingerprint="f2", force=True) is True
+    assert (folder / "config.gin").read_text() == other
+    assert enter(folder, config=other, fingerprint="f2") is True
+
+
+def test_a_long_list_of_differences_is_cut_and_counted(folder):
+    enter(folder)
+    with pytest.raises(ValueError, match="another configuration") as caught:
+        enter(folder, config="", fingerprint="f2")
+    assert str(caught.value).count("knob") == 10
+    assert "and 20 more" in str(caught.value)
+
+
+def test_the_same_text_with_another_fingerprint_says_so(folder):
+    enter(folder)
+    with pytest.raises(ValueError, match="the same text; fingerprint f1, now f2"):
+        enter(folder, fingerprint="f2")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_of_something_else_is_refused_and_untouched(tmp_path, force):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"got run folder .*thesis\.tex.*wanted an empty one"):
+        enter(tmp_path, force=force)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    with pytest.raises(ValueError, match="a file; wanted a folder"):
+        enter(tmp_path / "thesis.tex", force=force)
+
+
+def test_a_folder_whose_making_was_cut_short_is_made_again(folder, monkeypatch):
+    def die(path: Path, obj: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_dir, "write_json", die)
+    with pytest.raises(KeyboardInterrupt):
+        enter(folder)
+    monkeypatch.undo()
+    assert enter(folder) is False
+
+
+def test_too_little_space_is_refused_before_anything_is_made(folder):
+    with pytest.raises(
+        atomic_io.NoSpace, match=r"no space left: got [\d,]+ bytes free, wanted 1,000,000,000,000,000,000"
+    ):
+        enter(folder, need=10**18)
+    assert not folder.parent.exists()
+
+
+def hold(path: Path, ready) -> None:
+    enter(path)
+    child = os.fork()  # a worker that outlives its parent must not keep the folder
+    if child == 0:
+        signal.alarm(60)
+        signal.pause()
+        os._exit(0)
+    ready.send(child)
+    signal.pause()
+
+
+def test_two_processes_never_share_a_folder_and_a_killed_one_lets_go(folder):
+    ours, theirs = multiprocessing.Pipe()
+    holder = multiprocessing.get_context("fork").Process(target=hold, args=(folder, theirs))
+    holder.start()
+    orphan = ours.recv()
+    try:
+        for force in (False, True):
+            with pytest.raises(ValueError, match=f"which process {holder.pid} is working in"):
+                enter(folder, force=force)
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.join()
+        assert enter(folder) is True
+    finally:
+        holder.kill()
+        holder.join()
+        os.kill(orphan, signal.SIGKILL)
+    code = "import sys; from pathlib import Path; from grpo_fn.shell.checkpoint.run_dir import open_run\n"
+    code += "open_run(Path(sys.argv[1]), config_text='', fingerprint='', force=True, need_bytes=0)"
+    refused = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert f"which process {os.getpid()} is working in" in refused.stderr  # entering it twice did not lose the lock
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(json_values)
+def test_json_is_strict_and_comes_back_with_null_for_what_json_cannot_say(value):
+    text = atomic_io.to_json(value)
+    assert text.isascii()
+    assert "\n" not in text
+    assert json.loads(text, parse_constant=pytest.fail) == atomic_io.finite(value)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    atomic_io.write_json(tmp_path / "summary.json", {"a": 1})
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        atomic_io.write_json(tmp_path / "summary.json", {"a": 2})
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]

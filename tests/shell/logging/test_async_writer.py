@@ -1,0 +1,167 @@
+"""What is written beside the training is what would have been written at once, in its order, or the run hears of it."""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from grpo_fn.shell.logging import async_writer
+from grpo_fn.shell.logging.async_writer import LateWriter
+from grpo_fn.shell.logging.metrics_writer import Writer
+from grpo_fn.shell.logging.mute import Mute
+from grpo_fn.shell.world import alone
+from grpo_fn.trainer import loggers
+
+SOON = 20.0  # seconds
+
+
+def opened(folder: Path, *, deadline: float = SOON) -> LateWriter:
+    return LateWriter(Writer(folder, start_step=0), deadline=deadline)
+
+
+def events(folder: Path) -> list[object]:
+    (path,) = (folder / "tensorboard").iterdir()
+    return [(event.step, event.summary) for event in EventFileLoader(str(path)).Load() if event.HasField("summary")]
+
+
+CALLS: list[Callable[[Writer | LateWriter, int], None]] = [
+    lambda writer, i: writer.text(i, "samples", f"text {i}"),
+    lambda writer, i: writer.histogram(i, "advantage", torch.arange(float(i + 1))),
+    lambda writer, i: writer.image(i, "rows", torch.full((3, 2, 2), 0.5)),
+    lambda writer, i: writer.scalars(i, {"loss/kl": i / 3}),
+    lambda writer, i: writer.scalars(i, {}) or writer.amend(i, {"eval/accuracy": 0.5}),
+    lambda writer, i: writer.layout({"Health": {"KL": ("Multiline", ["loss/kl"])}}),
+    lambda writer, i: writer.hparams({"lr": 1.0}, ["loss/kl"]),
+    lambda writer, i: writer.finished(),
+]
+
+
+@given(st.lists(st.sampled_from(CALLS), max_size=40))
+def test_it_writes_what_a_writer_writes_in_the_same_order(calls: list[Callable]) -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "time", lambda: 1e9)  # in events and in the names of their files
+        found = []
+        for name, make in (("now", partial(Writer, start_step=0)), ("later", opened)):
+            (Path(folder) / name).mkdir()
+            with make(Path(folder) / name) as writer:
+                for i, call in enumerate(calls):
+                    call(writer, i)
+            found.append(((Path(folder) / name / "metrics.jsonl").read_bytes(), events(Path(folder) / name)))
+    assert found[0] == found[1]
+
+
+def test_it_writes_beside_and_wait_waits(tmp_path: Path) -> None:
+    gate, done = threading.Event(), []
+    with opened(tmp_path) as writer:
+        writer.do("a gate", partial(gate.wait, SOON))
+        writer.scalars(0, {"a": 1.0})
+        writer.do("a note", lambda: done.append(threading.current_thread()))
+        assert (tmp_path / "metrics.jsonl").read_text() == ""
+        gate.set()
+        writer.wait()
+        assert done[0] is not threading.current_thread()
+        assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": 1.0}\n'
+
+
+def test_what_is_handed_over_as_figures_may_change_at_once(tmp_path: Path) -> None:
+    gate, figures = threading.Event(), {"a": 1.0}
+    with opened(tmp_path) as writer:
+        writer.do("a gate", partial(gate.wait, SOON))
+        writer.scalars(0, figures)
+        figures.clear()
+        gate.set()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": 1.0}\n'
+
+
+def broken() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_after_what_could_not_be_written_nothing_is_and_the_next_step_hears_of_it(tmp_path: Path) -> None:
+    writer = opened(tmp_path)
+    writer.scalars(0, {})
+    writer.do("the rollout of step 1", broken)
+    writer.scalars(1, {})
+    for end in (writer.wait, writer.wait, partial(writer.__exit__, None, None, None)):
+        with pytest.raises(OSError, match="No space left") as caught:
+            end()
+        assert caught.value.__notes__ == ["while writing the rollout of step 1"]
+        assert writer.failed
+        for step in range(2, 2 + 2 * async_writer.MOST):  # it does not wait for a thread that is no more
+            writer.scalars(step, {})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def crash(folder: Path, *works: Callable[[], object]) -> None:
+    with opened(folder) as writer:
+        for work in works:
+            writer.do("the metrics", work)
+        writer.scalars(0, {})
+        raise RuntimeError("the crash")
+
+
+def test_a_crash_finds_everything_written(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the crash") as caught:
+        crash(tmp_path, partial(time.sleep, 0.05))
+    assert not hasattr(caught.value, "__notes__")
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_crash_and_a_full_disk_are_both_said(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the crash") as caught:
+        crash(tmp_path, broken)
+    assert "the log could not be written: [Errno 28] No space left" in caught.value.__notes__[0]
+
+
+def test_the_training_waits_when_too_much_is_waiting(tmp_path: Path) -> None:
+    gate, asked = threading.Event(), []
+
+    def ask(writer: LateWriter) -> None:
+        for i in range(async_writer.MOST + 1):
+            writer.do(f"work {i}", partial(gate.wait, SOON))
+            asked.append(i)
+
+    with opened(tmp_path) as writer:
+        thread = threading.Thread(target=ask, args=(writer,))
+        thread.start()
+        thread.join(0.2)
+        assert len(asked) == async_writer.MOST
+        gate.set()
+        thread.join(SOON)
+        assert len(asked) == async_writer.MOST + 1
+
+
+def test_a_disk_that_hangs_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with opened(tmp_path, deadline=0.05) as writer:
+        writer.do("the rollout of step 3", partial(gate.wait, SOON))
+        with pytest.raises(TimeoutError, match=r"got the rollout of step 3 not written within 0\.05 s"):
+            writer.wait()
+        gate.set()
+
+
+def test_the_mute_one_has_all_of_its_calls() -> None:
+    calls = {name for name in vars(LateWriter) if not name.startswith("_")}
+    assert calls <= {*dir(Mute)}
+    with Mute() as mute:
+        assert mute.failed is False
+        assert mute.wait() is None
+
+
+def test_a_run_that_is_alone_has_a_deadline_for_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "LOG", 0.05)
+    gate, built = threading.Event(), SimpleNamespace(run_dir=tmp_path, world=alone(torch.device("cpu")))
+    with loggers.late(built, start_step=0) as writer:
+        writer.do("the rollout of step 3", partial(gate.wait, SOON))
+        with pytest.raises(TimeoutError, match=r"got the rollout of step 3 not written within 0\.05 s"):
+            writer.wait()
+        gate.set()

@@ -1,0 +1,138 @@
+"""The charts are those that TensorBoard's own plugin draws; all knobs are there, as numbers or strings."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import metadata
+
+from grpo_fn.config import load
+from grpo_fn.config.dump import literal
+from grpo_fn.shell.logging import tensorboard_layout
+from grpo_fn.shell.logging.metrics_writer import Writer
+
+CONFIG = """# The resolved configuration of a run: --gin_file with this file repeats it.
+
+from __gin__ import dynamic_registration
+
+from grpo_fn.trainer import loop
+from grpo_fn.shell.policy.fsdp import optimizer
+
+INNER = 7
+LR = 1e-05
+STEPS = %INNER
+
+evaluation/sampling.categorical.temperature = 0.5
+loop.Cadence.steps = %STEPS
+optimizer.adamw.lr = %LR
+some.f.text = 'a %STEPS = "b"'
+some.f.many = [%LR, '%LR', @losses.cispo, None]
+some.f.yes = True
+some.f.endless = 1e999
+"""
+
+
+def seen(run_dir: Path) -> EventAccumulator:
+    return EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+
+
+def begun(run_dir: Path, text: str = CONFIG, *, start_step: int = 0) -> EventAccumulator:
+    (run_dir / "config.gin").write_text(text)
+    with Writer(run_dir, start_step=start_step) as writer:
+        tensorboard_layout.begin(writer, run_dir / "config.gin")
+        writer.finished()
+    return seen(run_dir)
+
+
+def test_the_layout_is_read_back_as_it_was_written_health_first(tmp_path: Path) -> None:
+    (event,) = begun(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == ["Health", "Learning", "Generation", "Time"]
+    for category in layout.category:
+        assert [chart.title for chart in category.chart] == list(tensorboard_layout.LAYOUT[category.title])
+        for chart in category.chart:
+            kind, tags = tensorboard_layout.LAYOUT[category.title][chart.title]
+            if kind == "Margin":
+                (one,) = chart.margin.series
+                assert [one.value, one.lower, one.upper] == tags
+            else:
+                assert list(chart.multiline.tag) == tags
+
+
+def test_a_run_that_starts_over_has_one_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(tmp_path)
+    events = begun(tmp_path)
+    assert len(events.Tensors("custom_scalars__config__")) == 1
+    assert len(events.Tensors("config/text_summary")) == 1
+
+
+@pytest.mark.parametrize(
+    ("tag", "titles"),
+    [
+        ("loss/kl", ["KL to the reference"]),  # a prefix of loss/kl_gain
+        ("loss/kl_gain", ["gains of the controllers"]),
+        ("generation/tokens", ["tokens"]),
+        ("reward/mean", ["reward"]),
+        ("reward/mean_length", ["reward by part"]),
+        ("eval/accuracy", []),  # only in the chart with its interval
+        ("eval/lenient", ["held-out, other judges"]),
+        ("eval/pass@8", ["held-out, of several samples"]),
+        ("eval/level/5", ["held-out accuracy by kind"]),
+        ("time/total", ["seconds a step"]),
+        ("system/gpu0_memory_gb", ["memory and devices"]),
+    ],
+)
+def test_a_tag_is_drawn_where_it_belongs_and_nowhere_else(tag: str, titles: list[str]) -> None:
+    drawn = [
+        title
+        for charts in tensorboard_layout.LAYOUT.values()
+        for title, (kind, tags) in charts.items()
+        if kind == "Multiline" and any(re.match(pattern, tag) for pattern in tags)  # as the plugin looks for them
+    ]
+    assert drawn == titles
+
+
+def test_macros_are_what_they_stand_for_and_strings_are_left_alone() -> None:
+    assert tensorboard_layout.hparams(CONFIG) == {
+        "evaluation/sampling.categorical.temperature": 0.5,
+        "loop.Cadence.steps": 7,
+        "optimizer.adamw.lr": 1e-5,
+        "some.f.text": 'a %STEPS = "b"',
+        "some.f.many": "[1e-05, '%LR', @losses.cispo, None]",
+        "some.f.yes": "True",
+        "some.f.endless": float("inf"),
+    }
+
+
+@given(st.text() | st.integers() | st.floats(allow_nan=False))
+def test_every_number_and_string_comes_back(value: str | float) -> None:
+    assert tensorboard_layout.hparams(f"a.b = {literal(value, {})}\n") == {"a.b": value}
+
+
+def test_a_macro_without_a_value_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got %STEPS in a configuration without it, wanted one of \['LR'\]"):
+        tensorboard_layout.hparams("LR = 1.0\nloop.Cadence.steps = %STEPS\n")
+
+
+def test_every_knob_of_a_real_configuration_is_there() -> None:
+    found = tensorboard_layout.hparams(load(["run/arithmetic.gin"], ["STEPS=3"]).text)
+    assert found["loop.Cadence.steps"] == 3
+    assert found["mesh.Scale.reshard_after_forward"] == "True"
+    assert found["train.train.policy"] == "@fsdp.Sharded"
+    assert not any("%" in str(value) for value in found.values())
+
+
+def test_the_tab_hparams_has_the_knobs_the_measures_and_the_end(tmp_path: Path) -> None:
+    content = begun(tmp_path).PluginTagToContent("hparams")
+    started = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    assert started.hparams["loop.Cadence.steps"].number_value == 7
+    assert started.hparams["some.f.yes"].string_value == "True"
+    experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
+    assert [info.name.tag for info in experiment.metric_infos] == tensorboard_layout.MEASURES
+    assert {info.name for info in experiment.hparam_infos} == tensorboard_layout.hparams(CONFIG).keys()
+    ended = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
+    assert ended.status == 1  # STATUS_SUCCESS

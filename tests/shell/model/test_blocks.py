@@ -1,0 +1,264 @@
+"""What is done to a block changes what it keeps and how fast it runs, never what it computes."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from families import FAMILIES, family
+from policies import mesh_of_one
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_fn.shell.model import lora
+from grpo_fn.shell.model.blocks import (
+    Change,
+    Compiled,
+    blocks,
+    compiled,
+    eager,
+    kept,
+    recompilations,
+    recomputed,
+    recomputed_but_products,
+)
+
+ACTIVATIONS = [kept, recomputed, recomputed_but_products]
+IDS = torch.arange(22).reshape(2, 11)
+ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.5, targets="all-linear")
+
+
+def changed(model: nn.Module, *changes: Change) -> nn.Module:
+    for block in blocks(model):
+        for change in changes:
+            change(block)
+    return model
+
+
+def forward(model: nn.Module, ids: Tensor = IDS) -> Tensor:
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+
+
+def trained(model: nn.Module, ids: Tensor = IDS) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and every gradient of a nonlinear function of them; the same noise every time."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    out = forward(model, ids)
+    out.square().mean().backward()
+    return out.detach(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_equal_runs(got: tuple, wanted: tuple, tolerance: float) -> None:
+    torch.testing.assert_close(got[0], wanted[0], rtol=tolerance, atol=tolerance)
+    assert got[1].keys() == wanted[1].keys()
+    for name, grad in wanted[1].items():
+        torch.testing.assert_close(got[1][name], grad, rtol=tolerance, atol=tolerance, msg=name)
+
+
+# -- found
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_blocks_are_the_decoders_layers_in_order(name: str, adapted: bool) -> None:
+    model = family(name)
+    if adapted:
+        lora.attach(model, ADAPTERS)
+    assert [id(block) for block in blocks(model)] == [id(layer) for layer in model.get_decoder().layers]
+    assert len(blocks(nn.ModuleDict({"model": model}))) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 2), "got Linear without transformer blocks; wanted modules of a class in .* names none"),
+        (family("mistral").lm_head, "got Linear without"),
+    ],
+)
+def test_a_model_without_blocks_is_an_error(model: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        blocks(model)
+
+
+def test_it_says_what_it_looked_for() -> None:
+    model = family("qwen2_tied")
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(ValueError, match=r"got Qwen2ForCausalLM without .* which names \['Qwen2DecoderLayer'\]"):
+        blocks(model)
+
+
+# -- activations
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("change", ACTIVATIONS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_gradients_and_noise_are_those_of_the_plain_block_bit_for_bit(
+    name: str, change: Change, training: bool
+) -> None:
+    plain = family(name).train(training)
+    assert_equal_runs(trained(changed(copy.deepcopy(plain), change)), trained(plain), 0.0)
+
+
+def test_there_is_noise_to_be_had_twice() -> None:
+    model = family("phi3_fused").train()
+    assert not torch.equal(forward(model), forward(model))
+
+
+@pytest.mark.parametrize("change", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["qwen3_untied", "phi3_fused"])
+def test_so_it_is_with_adapters_and_their_dropout(name: str, change: Change) -> None:
+    plain = lora.attach(family(name), ADAPTERS)
+    for module in lora.dropouts(plain):
+        module.train()
+    wanted = trained(plain)
+    assert wanted[1].keys() == {name for name, _ in plain.named_parameters() if lora.is_adapter(name)}
+    assert_equal_runs(trained(changed(copy.deepcopy(plain), change)), wanted, 0.0)
+
+
+@pytest.mark.parametrize("change", [*ACTIVATIONS, eager, compiled])
+def test_no_name_changes_and_a_copy_is_a_model_of_its_own(change: Change) -> None:
+    plain = family("qwen2_tied")
+    model = changed(copy.deepcopy(plain), change)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    if change is not compiled:  # the same there, shown without compiling twice
+        assert torch.equal(forward(model), forward(plain))
+        assert not forward(other).any()
+    assert all(bound(block.forward).__self__ is block for block in blocks(other))
+
+
+def bound(f: Callable) -> Callable:
+    """The block's own method, under what was put around it."""
+    while not hasattr(f, "__self__"):
+        f = f.forward if isinstance(f, Compiled) else f.args[0]
+    return f
+
+
+class Counting(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, f: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        self.products += f in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        return f(*args, **(kwargs or {}))
+
+
+def products(model: nn.Module) -> tuple[int, int]:
+    """Matrix products in the forward pass, and in the backward pass."""
+    with Counting() as ahead:
+        out = forward(model)
+    with Counting() as back:
+        out.square().mean().backward()
+    return ahead.products, back.products
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_untied", "phi3_fused"])
+def test_products_are_computed_again_only_where_everything_is(name: str, attention: str) -> None:
+    model = family(name)
+    model.set_attn_implementation(attention)
+    none, full, selective = (products(changed(copy.deepcopy(model), change)) for change in ACTIVATIONS)
+    assert none[0] == full[0] == selective[0]
+    assert none[1] == selective[1]
+    assert full[1] > none[1] + none[0] / 2
+
+
+def bytes_kept(model: nn.Module) -> int:
+    """What the forward pass has allocated and not freed when it is done, its result among it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = forward(model, torch.arange(120).reshape(2, 60))
+    assert out.requires_grad
+    return sum(event.self_cpu_memory_usage for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "phi3_fused"])
+def test_the_more_is_recomputed_the_less_is_kept(name: str) -> None:
+    none, full, selective = (bytes_kept(changed(family(name), change)) for change in ACTIVATIONS)
+    assert full < selective < none
+
+
+@pytest.mark.parametrize("change", ACTIVATIONS)
+def test_without_gradients_nothing_is_kept_for_a_second_run(change: Change) -> None:
+    model = changed(family("mistral"), change)
+    with torch.no_grad():
+        out = forward(model)
+    assert not out.requires_grad
+    assert torch.equal(out, forward(family("mistral")))
+
+
+# -- execution
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_untied", "gemma2_capped"])
+def test_a_compiled_model_computes_the_same_and_is_built_once_for_all_blocks_and_sizes(name: str) -> None:
+    plain, model = family(name), changed(family(name), compiled)
+    before = recompilations()
+    for rows, width in ((2, 11), (3, 7), (4, 9)):
+        ids = torch.arange(rows * width).reshape(rows, width)
+        assert_equal_runs(trained(model, ids), trained(plain, ids), 1e-6)
+    after = recompilations()
+    assert after.built > before.built
+    assert after.built - before.built <= 2  # Gemma's layers are of two kinds
+    assert after.again - before.again == after.built - before.built - 1
+
+
+@pytest.mark.slow
+def test_recomputing_goes_around_the_compiled_forward() -> None:
+    plain, before = family("qwen2_tied"), recompilations().built
+    for change in (recomputed, recomputed_but_products):
+        model = changed(copy.deepcopy(plain), compiled, change)
+        assert all(isinstance(block.forward.args[0], Compiled) for block in blocks(model))
+        assert_equal_runs(trained(model), trained(plain), 1e-6)
+    assert recompilations().built > before  # once: both run the same code inside
+
+
+def test_a_call_with_a_cache_runs_as_written() -> None:
+    plain, model = family("mistral"), changed(family("mistral"), compiled, recomputed)
+    before = recompilations()
+    settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+    assert torch.equal(model.generate(IDS, **settings), plain.generate(IDS, **settings))
+    with torch.enable_grad():
+        got = model(input_ids=IDS, use_cache=True)
+    assert got.past_key_values.get_seq_length() == IDS.shape[1]
+    got.logits.sum().backward()
+    assert got.past_key_values.get_seq_length() == IDS.shape[1]
+    assert recompilations() == before
+
+
+# -- under FSDP2
+
+
+@pytest.fixture
+def mesh() -> object:
+    return mesh_of_one()
+
+
+@pytest.mark.parametrize(
+    "changes", [(recomputed,), (recomputed_but_products,), pytest.param((compiled, recomputed), marks=pytest.mark.slow)]
+)
+def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...], mesh: object) -> None:
+    plain = lora.attach(family("qwen3_untied"), ADAPTERS)
+    model = changed(copy.deepcopy(plain), *changes)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert len(blocks(model)) == 2
+    wanted, got = trained(plain), trained(model)
+    got = (got[0], {name: grad.full_tensor() for name, grad in got[1].items()})
+    assert_equal_runs(got, wanted, 1e-6 if compiled in changes else 0.0)

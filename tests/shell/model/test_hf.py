@@ -1,0 +1,235 @@
+"""Model folders: what is wrong with a bad one is said, and an exported one opens anywhere as what it was."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import MODELS, VOCABULARY, qwen2_tied, tokenizer
+
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.tiny_model import CHAT_TEMPLATE
+from grpo_fn.shell.world import find_device
+
+TRICKY = [
+    *("0123456789", "12 + 34 = 46", "a b  c   d", " lead", "trail ", "\n", "\n\n\nx\n", "\t\r\n", "Tom's 3.5%"),
+    *("é", "naïve – “quotes”", "日本語", "🙂👍🏽", "مرحبا", "\\boxed{42}", "<|not special|>", "A" * 40),
+]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "good"
+    hf.export(qwen2_tied(VOCABULARY), tokenizer(), folder)
+    return folder
+
+
+def opened(folder: Path) -> None:
+    """What a run does with its model before it starts."""
+    source = hf.Pretrained(str(folder))
+    source.config()
+    hf.load_tokenizer(source.folder())
+
+
+def copied(good: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in good.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def drop(pattern: str) -> Callable[[Path], None]:
+    return lambda folder: [file.unlink() for file in list(folder.glob(pattern))]
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def rewrite(name: str, **changes: object) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (drop("config.json"), r"got folder .*bad without config\.json; wanted a Hugging Face model; it holds gen"),
+        (drop("*"), r"got folder .*bad without config\.json; .* it holds nothing"),
+        (write("config.json", "{"), "got model .*bad', wanted a causal language model's folder or hub name: .*JSON"),
+        (write("config.json", "{}"), "got model .*bad', wanted a causal language model's folder .*model_type"),
+        (write("config.json", '{"model_type": "nothing"}'), "got model .*bad', wanted a causal .*nothing"),
+        (drop("*.safetensors"), r"got model folder .*bad without weights \(\*\.safetensors\); it holds config\.json, "),
+        (drop("tokenizer*"), r"got no tokenizer in .*bad; wanted tokenizer\.json or its like"),
+        (drop("tokenizer.json"), r"got no tokenizer in .*bad; wanted tokenizer\.json or its like"),
+        (write("tokenizer.json", "{"), r"got no usable tokenizer in .*bad; wanted tokenizer\.json or its like: "),
+        (rewrite("tokenizer_config.json", eos_token=None), "got a tokenizer without an EOS token in .*bad; wanted one"),
+        (
+            rewrite("tokenizer_config.json", eos_token="<|new|>"),
+            r"got EOS '<\|new\|>' in .*bad, which is not in the vocabulary: its id 290 was added; wanted .* 290 ids",
+        ),
+    ],
+)
+def test_a_bad_folder_says_what_was_got_and_wanted(good: Path, tmp_path: Path, spoil: Callable, message: str):
+    bad = copied(good, tmp_path / "bad")
+    opened(bad)
+    spoil(bad)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        opened(bad)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nor/this", "nowhere", "a/b/c"])
+def test_a_missing_folder_is_named(name: str):
+    with pytest.raises(
+        ValueError, match=f"got model '{name}', which does not exist; wanted a Hugging Face model folder"
+    ):
+        hf.Pretrained(name).config()
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(
+        ValueError, match=r"got model .*model\.bin', a file; wanted a folder with config\.json, weights"
+    ):
+        hf.Pretrained(str(tmp_path / "model.bin")).folder()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_config_tells_the_size_without_the_weights(name: str, tmp_path: Path):
+    model = MODELS[name](VOCABULARY)
+    hf.export(model, tokenizer(), tmp_path / "m")
+    empty = hf.empty_model(hf.Pretrained(str(tmp_path / "m")).config())
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    assert hf.parameter_count(empty) == sum({id(p): p.numel() for p in model.parameters()}.values())
+
+
+# -- export
+
+FRESH = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, texts = sys.argv[1], json.loads(sys.argv[2])
+tokenizer = AutoTokenizer.from_pretrained(folder)
+ids = [tokenizer(text)["input_ids"] for text in texts]
+with torch.no_grad():
+    logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[1, 2, 3]])).logits
+report = {"ids": ids, "texts": [tokenizer.decode(row) for row in ids], "eos": tokenizer.eos_token_id}
+print(json.dumps({**report, "logits": logits.flatten().tolist(), "words": len(tokenizer)}))
+"""
+
+
+def test_an_exported_folder_opens_in_a_fresh_process_as_what_it_was(good: Path):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [sys.executable, "-c", FRESH, str(good), json.dumps(TRICKY)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["texts"] == TRICKY
+    assert seen["ids"] == [tokenizer()(text)["input_ids"] for text in TRICKY]
+    assert all(seen["ids"])
+    assert (seen["eos"], seen["words"]) == (VOCABULARY - 1, VOCABULARY)
+    with torch.no_grad():
+        logits = qwen2_tied(VOCABULARY)(torch.tensor([[1, 2, 3]])).logits
+    torch.testing.assert_close(torch.tensor(seen["logits"]), logits.flatten(), rtol=0, atol=1e-5)
+
+
+def test_digits_are_tokens_of_their_own():
+    pieces = [tokenizer().decode([i]) for i in tokenizer()("12 + 345")["input_ids"]]
+    assert [p for p in pieces if any(c.isdigit() for c in p)] == ["1", "2", "3", "4", "5"]
+
+
+def test_weights_come_back_bit_for_bit_and_ready_to_score(good: Path):
+    model = hf.load_model(str(good), dtype=torch.float32, device=torch.device("cpu"), attention="eager")
+    wanted = qwen2_tied(VOCABULARY)
+    assert not model.training
+    assert model.config._attn_implementation == "eager"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), wanted.parameters(), strict=True))
+
+
+def test_an_export_replaces_the_folder_before_it(good: Path, tmp_path: Path):
+    folder = copied(good, tmp_path / "model")
+    (folder / "stale.txt").touch()
+    hf.export(qwen2_tied(VOCABULARY), tokenizer(), folder)
+    opened(folder)
+    assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in good.iterdir())
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_export_that_fails_leaves_what_was_there(good: Path, tmp_path: Path, before: bool):
+    folder = tmp_path / "model"
+    if before:
+        copied(good, folder)
+
+    def fill_up(to: Path) -> None:
+        assert (to / "model.safetensors").exists()
+        raise OSError("no space left on device")
+
+    broken = deepcopy(tokenizer())
+    broken.save_pretrained = fill_up
+    with pytest.raises(OSError, match="no space left"):
+        hf.export(qwen2_tied(VOCABULARY), broken, folder)
+    assert folder.exists() is before
+    if before:
+        opened(folder)
+        assert all((folder / p.name).read_bytes() == p.read_bytes() for p in good.iterdir())
+
+
+# -- prompts
+
+
+def test_without_a_chat_template_the_prompt_is_its_text():
+    assert hf.encode_prompt(tokenizer(), "Tom has 12") == tokenizer()("Tom has 12")["input_ids"]
+
+
+def test_with_a_chat_template_the_prompt_is_one_user_turn(tmp_path: Path):
+    chatty = deepcopy(tokenizer())
+    chatty.chat_template = CHAT_TEMPLATE
+    hf.export(qwen2_tied(VOCABULARY), chatty, tmp_path / "chat")
+    ids = hf.encode_prompt(hf.load_tokenizer(str(tmp_path / "chat")), "Tom has\n12")
+    wanted = "<|im_start|>user\nTom has\n12<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == tokenizer()(wanted)["input_ids"]
+
+
+def test_a_system_turn_comes_first_and_needs_a_template():
+    chatty = deepcopy(tokenizer())
+    with pytest.raises(ValueError, match="got a system prompt for a tokenizer without a chat template"):
+        hf.with_system(chatty, "Tom", system="Be brief.")
+    chatty.chat_template = CHAT_TEMPLATE
+    wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
+    assert hf.with_system(chatty, "Tom", system="Be brief.") == tokenizer()(wanted)["input_ids"]
+    assert hf.bare(chatty, "Tom") == tokenizer()("Tom")["input_ids"]
+
+
+def test_tokens_are_padded_on_the_left():
+    padded = hf.as_tokens([[1], [2, 3, 4]], 9, torch.device("cpu"))
+    assert padded.tolist() == [[9, 9, 1], [2, 3, 4]]
+
+
+# -- devices and dtypes
+
+
+def test_devices_and_dtypes_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto", 0) == find_device("cpu", 0) == torch.device("cpu")
+    with pytest.raises(ValueError, match="got device 'cuda:0', wanted one that exists"):
+        find_device("cuda:0", 0)
+    assert hf.find_dtype("bfloat16") == torch.bfloat16
+    with pytest.raises(ValueError, match=r"got dtype 'int8', wanted one of \['bfloat16', 'float16', 'float32'\]"):
+        hf.find_dtype("int8")
+
+
+def test_an_attention_that_cannot_be_had_is_named_before_anything_is_loaded() -> None:
+    for name in ("sdpa", "eager"):
+        hf.check_attention(name)
+    with pytest.raises(ValueError, match=r"attention: got 'flash', wanted one of .*sdpa"):
+        hf.check_attention("flash")
+    if importlib.util.find_spec("flash_attn") is None:
+        with pytest.raises(ValueError, match=r"got 'flash_attention_2' without the package flash-attn.*pip install"):
+            hf.check_attention("flash_attention_2")

@@ -1,0 +1,360 @@
+"""A folder filled into an empty model is what from_pretrained makes of it, whole or divided among ranks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import filling_rank
+import pytest
+import torch
+from crew import crew
+from fakes import VOCABULARY
+from families import FAMILIES, family
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_fn.shell.model import load_weights, lora
+from grpo_fn.shell.model.load_weights import empty, entries, fill, folder_of
+
+CPU = torch.device("cpu")
+TIED = [name for name in FAMILIES if family(name).config.get_text_config().tie_word_embeddings]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A family's folder, in one file or in shards of at most so many bytes."""
+    made: dict[tuple, Path] = {}
+
+    def folder(name: str, shard: str = "1GB") -> Path:
+        if (name, shard) not in made:
+            made[name, shard] = tmp_path_factory.mktemp("models") / name
+            family(name).save_pretrained(made[name, shard], max_shard_size=shard)
+        return made[name, shard]
+
+    return folder
+
+
+def filled(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=dtype)
+    fill(model, folder, device=CPU, prefix="")
+    return model
+
+
+def pretrained(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def logits(model: nn.Module) -> Tensor:
+    ids = torch.arange(14).reshape(2, 7)
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+
+
+def assert_equal_models(got: nn.Module, wanted: nn.Module) -> None:
+    assert tensors(got).keys() == tensors(wanted).keys()
+    for name, tensor in tensors(wanted).items():
+        assert tensors(got)[name].dtype == tensor.dtype, name
+        assert tensors(got)[name].requires_grad == tensor.requires_grad, name
+        torch.testing.assert_close(tensors(got)[name], tensor, rtol=0, atol=0, msg=name)
+    assert got.training == wanted.training
+    assert torch.equal(logits(got), logits(wanted))
+
+
+@pytest.mark.parametrize("shard", ["1GB", "4KB"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_filled_model_is_the_pretrained_one_bit_for_bit(name: str, shard: str, folders: Callable) -> None:
+    folder = folders(name, shard)
+    assert (len(list(folder.glob("*.safetensors"))) > 2) == (shard == "4KB")
+    assert_equal_models(filled(folder), pretrained(folder))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_so_it_is_in_another_dtype_than_the_files(name: str, folders: Callable) -> None:
+    assert_equal_models(filled(folders(name), torch.bfloat16), pretrained(folders(name), torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_empty_model_holds_nothing_but_right_buffers(name: str, folders: Callable) -> None:
+    folder = folders(name)
+    model = empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
+    assert all(p.is_meta for p in model.parameters())
+    wanted = dict(pretrained(folder).named_buffers())
+    assert wanted
+    assert all(torch.equal(buffer, wanted[name]) for name, buffer in model.named_buffers())
+
+
+def test_the_frequencies_of_a_scaled_rope_are_not_the_defaults(folders: Callable) -> None:
+    scaled, default = (
+        dict(empty(AutoConfig.from_pretrained(folders(name)), attention="eager", dtype=torch.float32).named_buffers())
+        for name in ("llama_scaled", "mistral")
+    )
+    name = "model.rotary_emb.inv_freq"
+    torch.testing.assert_close(scaled[name], default[name] / 2)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_tied_weights_stay_one_parameter(name: str, folders: Callable) -> None:
+    assert "lm_head.weight" not in entries(folders(name))
+    model = filled(folders(name))
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def rewritten(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A copy of the folder with its tensors changed."""
+    to.mkdir()
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    held = load_file(folder / "model.safetensors")
+    change(held)
+    save_file(held, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def test_a_tied_head_may_stand_in_the_file_alone_or_twice(folders: Callable, tmp_path: Path) -> None:
+    def twice(held: dict[str, Tensor]) -> None:
+        held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+
+    def alone(held: dict[str, Tensor]) -> None:
+        held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
+
+    wanted = pretrained(folders("qwen2_tied"))
+    for change in (twice, alone):
+        assert_equal_models(filled(rewritten(folders("qwen2_tied"), tmp_path / change.__name__, change)), wanted)
+
+
+def test_tied_weights_that_differ_are_an_error(folders: Callable, tmp_path: Path) -> None:
+    def differ(held: dict[str, Tensor]) -> None:
+        held["lm_head.weight"] = held["model.embed_tokens.weight"] + 1
+
+    bad = rewritten(folders("qwen2_tied"), tmp_path / "bad", differ)
+    with pytest.raises(ValueError, match=r"got (\S+) and (\S+) with different values in .*, wanted them tied"):
+        filled(bad)
+
+
+def test_frequencies_that_old_files_kept_are_left_alone(folders: Callable, tmp_path: Path) -> None:
+    def old(held: dict[str, Tensor]) -> None:
+        held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((4,), 9.0)
+
+    folder = rewritten(folders("llama_scaled"), tmp_path / "old", old)
+    assert_equal_models(filled(folder), pretrained(folders("llama_scaled")))
+
+
+class Wrapped(nn.Module):
+    """A root of one's own around a model, with a persistent buffer of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def test_a_prefix_is_taken_off_and_persistent_buffers_are_read(folders: Callable, tmp_path: Path) -> None:
+    def add(held: dict[str, Tensor]) -> None:
+        held["model.norm.seen"] = torch.tensor(7)
+
+    folder = rewritten(folders("qwen3_untied"), tmp_path / "more", add)
+    model = empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
+    model.model.norm.register_buffer("seen", torch.tensor(0))
+    fill(Wrapped(model), folder, device=CPU, prefix="model.")
+    assert model.model.norm.seen == 7
+    assert torch.equal(logits(model), logits(pretrained(folders("qwen3_untied"))))
+    with pytest.raises(
+        ValueError, match=r"got a module with model\.model\.\S+, wanted every name to begin with 'scorer"
+    ):
+        fill(Wrapped(model), folder, device=CPU, prefix="scorer.")
+
+
+def test_parameters_that_have_storage_keep_it(folders: Callable) -> None:
+    folder = folders("qwen2_tied")
+    model = pretrained(folder)
+    before = dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter in before.values():
+            parameter.zero_()
+    fill(model, folder, device=CPU, prefix="")
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    assert_equal_models(model, pretrained(folder))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_under_adapters_the_plain_weights_are_read_and_the_adapters_left(name: str, folders: Callable) -> None:
+    folder = folders(name)
+    how = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
+    model = lora.attach(empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.bfloat16), how)
+    fill(model, folder, device=CPU, prefix="")
+    assert {p.is_meta for name, p in model.named_parameters() if load_weights.is_adapter(name)} == {True}
+    with lora.switched_off(model):
+        assert torch.equal(logits(model), logits(pretrained(folder, torch.bfloat16)))
+
+
+# -- what is wrong with a folder
+
+
+def only(pattern: str) -> Callable[[Path], object]:
+    return lambda folder: [path.unlink() for path in folder.iterdir() if not path.match(pattern)]
+
+
+def as_bin(folder: Path) -> None:
+    only("config.json")(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+
+
+def truncate(keep: float) -> Callable[[Path], object]:
+    def cut(folder: Path) -> None:
+        file = sorted(folder.glob("*.safetensors"))[0]
+        file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
+
+    return cut
+
+
+def change(edit: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
+    def rewrite(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        held = load_file(file)
+        edit(held)
+        save_file(held, file, {"format": "pt"})
+
+    return rewrite
+
+
+def garbage(content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "model.safetensors").write_bytes(content)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (only("config.json"), r"got \S+bad, wanted model\.safetensors or model\.safetensors\.index\.json in it$"),
+        (as_bin, r"got \S+bad, wanted model\.safetensors .*; convert pytorch_model\.bin to safetensors"),
+        (truncate(0.5), r"got \S+model\.safetensors with \d+ bytes, wanted \d+ for (lm_head|model)\.\S+ .*truncated"),
+        (truncate(0.0), r"got \S+model\.safetensors with 0 bytes, wanted a whole safetensors file"),
+        (truncate(0.01), r"got \S+model\.safetensors with \d+ bytes, wanted a whole safetensors file"),
+        (garbage(b"\2" + b"\0" * 7 + b"[]"), r"got \S+model\.safetensors, wanted a safetensors file"),
+        (garbage(b"\4" + b"\0" * 7 + b"null"), r"got \S+model\.safetensors, wanted a safetensors file"),
+        (
+            garbage(b"<html>not found</html>"),
+            r"got \S+model\.safetensors with 22 bytes, wanted a whole safetensors file",
+        ),
+        (
+            change(lambda held: held.pop(NORM)),
+            r"got weights without model\.norm\.weight in \S+bad, wanted those of Qwen3",
+        ),
+        (
+            change(lambda held: held.update(odd=held[NORM].clone())),
+            r"got weights with odd in \S+bad, wanted those of Qwen3ForCausalLM alone",
+        ),
+        (
+            change(lambda held: held.update({f"{i}": held.pop(NORM) if i == 0 else torch.ones(1) for i in range(5)})),
+            r"got weights without model\.norm\.weight and with \d, \d, \d and 2 more in",
+        ),
+        (
+            change(lambda held: held.update({NORM: torch.ones(15)})),
+            r"got model\.norm\.weight of shape \(15,\) in \S+model\.safetensors, wanted \(16,\)",
+        ),
+        (
+            change(lambda held: held.update({NORM: torch.ones(16, dtype=torch.int8)})),
+            r"got model\.norm\.weight as I8 in \S+model\.safetensors, wanted one of F64, F32, F16, BF16",
+        ),
+    ],
+)
+def test_a_bad_folder_says_what_was_got_and_wanted_before_anything_is_allocated(
+    folders: Callable, tmp_path: Path, spoil: Callable, message: str
+) -> None:
+    bad = rewritten(folders("qwen3_untied"), tmp_path / "bad", lambda held: None)
+    model = empty(AutoConfig.from_pretrained(bad), attention="eager", dtype=torch.float32)
+    spoil(bad)
+    with pytest.raises(ValueError, match=message):
+        fill(model, bad, device=CPU, prefix="")
+    assert all(p.is_meta for p in model.parameters())
+
+
+def sharded_copy(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", r"got \S+index\.json, wanted a JSON object with a weight_map"),
+        ("[]", r"got \S+index\.json, wanted a JSON object with a weight_map"),
+        ('{"weight_map": ["a"]}', r"got \S+index\.json, wanted a JSON object with a weight_map"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', r"got \S+bad without gone\.safetensors, wanted every file"),
+    ],
+)
+def test_a_bad_index_says_what_was_got_and_wanted(folders: Callable, tmp_path: Path, index: str, message: str) -> None:
+    bad = sharded_copy(folders("mistral", "4KB"), tmp_path / "bad")
+    (bad / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=message):
+        entries(bad)
+
+
+def test_a_shard_that_is_gone_or_truncated_is_named(folders: Callable, tmp_path: Path) -> None:
+    bad = sharded_copy(folders("mistral", "4KB"), tmp_path / "bad")
+    index = json.loads((bad / "model.safetensors.index.json").read_text())["weight_map"]
+    truncate(0.7)(bad)
+    victim = sorted(bad.glob("*.safetensors"))[0]
+    named = "|".join(name for name, file in index.items() if file == victim.name).replace(".", r"\.")
+    with pytest.raises(ValueError, match=rf"got \S+{victim.name} with \d+ bytes, wanted \d+ for ({named}) alone"):
+        entries(bad)
+    victim.unlink()
+    with pytest.raises(ValueError, match=rf"got \S+bad without {victim.name}, wanted every file that \S+index.json"):
+        entries(bad)
+
+
+def test_a_folder_is_itself_and_a_name_is_downloaded_without_other_formats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert folder_of(str(tmp_path)) == tmp_path
+    asked = {}
+
+    def download(name: str, **patterns: list[str]) -> str:
+        asked.update(name=name, **patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(load_weights, "snapshot_download", download)
+    assert folder_of("owner/model") == tmp_path
+    from huggingface_hub.utils import filter_repo_objects
+
+    there = [
+        *("config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "vocab.txt", "chat_template.jinja")
+    ]
+    other = [*("pytorch_model.bin", "consolidated.safetensors", "original/x.safetensors", "model.gguf", "README.md")]
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects([*there, *other], **patterns)) == there
+
+
+@pytest.mark.parametrize("name", ["no/such/thing", "owner/--bad--", "/nowhere/at/all"])
+def test_a_name_that_cannot_be_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match=f"got model '{name}', wanted a folder or a hub name, owner/model"):
+        folder_of(name)
+
+
+# -- among ranks
+
+RANKS = 2
+
+
+def test_every_rank_reads_its_rows_alone_and_together_they_are_the_model(folders: Callable, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    FAMILIES["qwen3_untied"](VOCABULARY + 1).save_pretrained(odd)  # its embedding and head cannot be halved
+    models = [folders("gemma2_capped", "4KB"), odd]
+    for told in crew(RANKS).run(filling_rank.told, models):
+        for folder, seen in zip(models, told, strict=True):
+            wanted = pretrained(folder)
+            for key, tensor in wanted.named_parameters():
+                assert torch.equal(seen["full"][f"model.{key}"], tensor), key
+            whole = sum(p.numel() for p in wanted.parameters())
+            assert seen["read"] == seen["held"] <= 0.51 * whole
+            assert torch.equal(seen["logits"], logits(wanted))
+            assert seen["adapters"]["whole"].keys() == seen["adapters"]["gathered"].keys() != set()
+            for key, tensor in seen["adapters"]["whole"].items():
+                assert torch.equal(seen["adapters"]["gathered"][key], tensor), key

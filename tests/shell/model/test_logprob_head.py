@@ -1,0 +1,235 @@
+"""The chunked head is the dense one: value and gradient, whatever the chunk size, and never a whole [N, V]."""
+
+import json
+from functools import partial
+from itertools import accumulate
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch.func import grad, vjp
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
+
+TEMPERATURES = st.sampled_from([1.0, 0.7, 2.5])
+
+
+def inputs(n: int, v: int, d: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """hidden [N, D], weight [V, D], target [N] and cotangents for logp and entropy."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(k, d, generator=g, dtype=torch.float64).to(dtype) for k in (n, v))
+    wide = torch.promote_types(dtype, torch.float32)
+    cotangents = (torch.randn(n, generator=g, dtype=torch.float64).to(wide) for _ in range(2))
+    return hidden, weight, torch.randint(0, v, (n,), generator=g), *cotangents
+
+
+def dense(hidden, weight, target, temperature):
+    return dense_scores(hidden @ weight.T, target, temperature=temperature)
+
+
+def chunked(hidden, weight, target, temperature, elements=64):
+    return linear_scores(hidden, weight, target, temperature=temperature, elements=elements)
+
+
+def pulled(f, hidden, weight, dlogp, dentropy):
+    """Values and gradients of f(hidden, weight) -> (logp, entropy); a cotangent of None is left out."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    out = f(hidden, weight)
+    pairs = [(y, c) for y, c in zip(out, (dlogp, dentropy), strict=True) if c is not None]
+    grads = torch.autograd.grad([y for y, _ in pairs], [hidden, weight], [c for _, c in pairs])
+    return [y.detach() for y in out], list(grads)
+
+
+def near(got, wanted, tolerance):
+    """Agreement relative to the largest entry of what is wanted, or to 1: inputs and cotangents are of that size."""
+    for x, y in zip(got, wanted, strict=True):
+        assert x.dtype == y.dtype
+        scale = max(1.0, float(y.abs().max())) if y.numel() else 1.0
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("which", ["logp", "entropy", "both"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@given(st.integers(1, 9), st.integers(2, 11), st.integers(1, 4), st.integers(1, 200), TEMPERATURES, st.integers(0, 99))
+def test_values_and_gradients_are_those_of_the_dense_head(dtype, tolerance, which, n, v, d, elements, tau, seed):
+    hidden, weight, target, dlogp, dentropy = inputs(n, v, d, dtype, seed)
+    cotangents = (None if which == "entropy" else dlogp, None if which == "logp" else dentropy)
+    got = pulled(lambda h, w: chunked(h, w, target, tau, elements), hidden, weight, *cotangents)
+    wanted = pulled(lambda h, w: dense(h, w, target, tau), hidden, weight, *cotangents)
+    near(got[0], wanted[0], tolerance)
+    near(got[1], wanted[1], tolerance)
+
+
+def test_finite_differences_agree_with_the_gradient():
+    hidden, weight, target, *_ = inputs(4, 5, 3, torch.float64)
+    arguments = (hidden.requires_grad_(), weight.requires_grad_())
+    assert torch.autograd.gradcheck(lambda h, w: chunked(h, w, target, 0.7, 10), arguments)
+
+
+@given(st.integers(1, 7), st.integers(1, 100))
+def test_a_tied_weight_collects_both_of_its_gradients(n, elements):
+    _, table, target, dlogp, dentropy = inputs(n, 6, 3, torch.float64)
+    ids = torch.arange(n) % 6
+    both = []
+    for head in (lambda h, w: chunked(h, w, target, 0.7, elements), lambda h, w: dense(h, w, target, 0.7)):
+        weight = table.clone().requires_grad_()
+        embedded = torch.tanh(weight[ids])
+        both.append(torch.autograd.grad(head(embedded, weight), weight, (dlogp, dentropy)))
+    near(*both, 1e-13)
+
+
+@given(st.integers(1, 40), st.integers(1, 400))
+def test_the_chunk_size_changes_rounding_at_most(n, elements):
+    hidden, weight, target, dlogp, dentropy = inputs(n, 9, 3, torch.float64)
+    whole, part = (
+        pulled(lambda h, w, e=e: chunked(h, w, target, 1.0, e), hidden, weight, dlogp, dentropy)
+        for e in (10**9, elements)
+    )
+    near(part[0] + part[1], whole[0] + whole[1], 1e-13)
+
+
+def test_no_rows_give_no_scores_and_a_zero_gradient():
+    hidden, weight, target, dlogp, dentropy = inputs(0, 7, 3, torch.float32)
+    (logp, entropy), (dhidden, dweight) = pulled(
+        lambda h, w: chunked(h, w, target, 1.0), hidden, weight, dlogp, dentropy
+    )
+    assert logp.shape == entropy.shape == (0,)
+    assert dhidden.shape == (0, 3)
+    assert torch.equal(dweight, torch.zeros(7, 3))
+
+
+@given(TEMPERATURES, st.integers(1, 60))
+def test_functorch_differentiates_it_like_the_dense_head(tau, elements):
+    hidden, weight, target, dlogp, dentropy = inputs(6, 7, 3, torch.float64)
+    out, pull = vjp(lambda h, w: chunked(h, w, target, tau, elements), hidden, weight)
+    wanted_out, wanted_pull = vjp(lambda h, w: dense(h, w, target, tau), hidden, weight)
+    near(out, wanted_out, 1e-13)
+    near(pull((dlogp, dentropy)), wanted_pull((dlogp, dentropy)), 1e-13)
+    slopes = [grad(lambda w, f=f: (f(hidden, w, target, tau)[0] * dlogp).sum())(weight) for f in (chunked, dense)]
+    near(slopes[:1], slopes[1:], 1e-13)
+
+
+def test_entropy_is_that_of_the_tempered_distribution():
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1e4, 0.0, 0.0, 0.0]])
+    logp, entropy = linear_scores(logits, torch.eye(4), torch.tensor([2, 0]), temperature=0.5, elements=4)
+    torch.testing.assert_close(logp, torch.tensor([4.0, 1.0]).log().neg())
+    torch.testing.assert_close(entropy, torch.tensor([4.0, 1.0]).log())
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_broken_hidden_states_are_seen_not_hidden(broken):
+    hidden, weight, target, *_ = inputs(3, 5, 2, torch.float32)
+    hidden[1, 0] = broken
+    logp, entropy = chunked(hidden, weight, target, 1.0)
+    assert logp.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(("dtype", "half_unit"), [(torch.bfloat16, 2.0**-9), (torch.float16, 2.0**-12)])
+@given(st.integers(0, 99), TEMPERATURES)
+def test_halves_are_float32_up_to_the_rounding_of_their_logits(dtype, half_unit, seed, tau):
+    hidden, weight, target, dlogp, dentropy = inputs(8, 50, 16, dtype, seed)
+    half = pulled(lambda h, w: chunked(h, w, target, tau, 100), hidden, weight, dlogp, dentropy)
+    full = pulled(lambda h, w: dense(h, w, target, tau), hidden.float(), weight.float(), dlogp, dentropy)
+    assert [x.dtype for x in half[0]] == [torch.float32] * 2
+    assert [x.dtype for x in half[1]] == [dtype] * 2
+    # A logit of about 4 sqrt(16) is rounded: half a unit of its last bit, over tau; the largest of fifty, more.
+    largest = float((hidden.float() @ weight.float().T).abs().max())
+    slack = 2 * largest * half_unit / tau
+    torch.testing.assert_close(half[0][0], full[0][0], rtol=0, atol=slack)
+    torch.testing.assert_close(half[0][1], full[0][1], rtol=0, atol=slack * 4)  # times log V
+    near([x.float() for x in half[1]], full[1], 4 * slack)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_vocabulary_of_150k_costs_float32_no_digits(chunks):
+    """Against float64; torch's own log_softmax of these logits is off by 1e-5 and more on a CPU.
+
+    Gradients are products with probabilities that follow rounded logits, summed by MKL over 151,936 terms: off by 2e-6,
+    or by 1e-4 where a side is below 16.
+    """
+    hidden, weight, target, dlogp, dentropy = inputs(16 * chunks, 151_936, 16, torch.float32)
+    given = (hidden, weight, dlogp, dentropy)
+    got = pulled(lambda h, w: chunked(h, w, target, 1.0, 16 * 151_936), *given)
+    wanted = pulled(lambda h, w: dense(h, w, target, 1.0), *(x.double() for x in given))
+    for found, right, tolerance in zip(got, wanted, (1e-6, 1e-5), strict=True):
+        near([x.double() for x in found], right, tolerance)
+
+
+@given(st.integers(1, 30), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_a_head_that_does_not_train_hands_the_signal_on_and_has_no_gradient(elements, dtype):
+    """As under adapters."""
+    hidden, weight, target, dlogp, dentropy = inputs(5, 6, 3, dtype)
+    trained = pulled(lambda h, w: chunked(h, w, target, 0.7, elements), hidden, weight, dlogp, dentropy)
+    hidden.requires_grad_()
+    torch.autograd.backward(chunked(hidden, weight, target, 0.7, elements), (dlogp, dentropy))
+    assert torch.equal(hidden.grad, trained[1][0])
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("elements", [12, 10**6])
+def test_what_is_kept_for_the_pullback_stays_as_it_is(elements):
+    hidden, weight, target, dlogp, dentropy = inputs(5, 6, 3, torch.float32)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    out = chunked(*leaves, target, 0.7, elements)
+    once, again = (torch.autograd.grad(out, leaves, (dlogp, dentropy), retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, once, again))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation under it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+def peak(head) -> int:
+    """The largest tensor of a forward and backward pass with N = 64, V = 96, D = 2."""
+    hidden, weight, target, dlogp, dentropy = inputs(64, 96, 2, torch.float32)
+    hidden.requires_grad_(), weight.requires_grad_()
+    with Largest() as largest:
+        torch.autograd.backward(head(hidden, weight, target), (dlogp, dentropy))
+    return largest.elements
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_no_more_logits_than_allowed_exist_at_once(rows):
+    assert peak(lambda h, w, t: dense(h, w, t, 1.0)) == 64 * 96  # so the measure works
+    assert peak(lambda h, w, t: chunked(h, w, t, 1.0, rows * 96)) == max(rows * 96, 96 * 2)
+
+
+def bytes_at_most(head, signals, folder) -> int:
+    """What a forward and backward pass has allocated at its most, kernels' own buffers included, as torch counts it.
+
+    The gradients are in it, hidden states and weight are not. There are 256 tokens, three chunks of at most the 110
+    that base.gin's head_elements allows here, a sixty-fourth of its micro-batch: more make the dense head only worse.
+    """
+    hidden, weight, target, *_ = inputs(256, 151_936, 16, torch.float32)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        out = head(*leaves, target, 1.0)
+        torch.autograd.backward(out[: len(signals)], signals)
+    seen.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    counted = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    return max(accumulate(change for _, change in counted))
+
+
+def test_at_a_vocabulary_of_150k_memory_is_a_quarter_of_the_dense_heads_at_most(tmp_path):
+    signals = tuple(torch.randn(2, 256))
+    wanted, got = (bytes_at_most(f, signals, tmp_path) for f in (dense, partial(chunked, elements=16_777_216)))
+    assert wanted > 4 * 256 * 151_936 * 4, (
+        "the dense head holds logits, log-probs, probabilities and a gradient at once"
+    )
+    assert got <= wanted / 4
+    assert got >= 16 * 151_936 * 4, "the weight's gradient"

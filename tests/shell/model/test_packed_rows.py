@@ -1,0 +1,459 @@
+"""Rows end to end, a prompt read once or in every row, are scored and pulled back as padded rows are."""
+
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from functools import lru_cache, partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from fakes import MODELS
+from families import FAMILIES
+from hypothesis import given, settings
+from policies import local
+from test_fsdp import assert_same
+from test_local_sampler import KEY, problems, sampler
+from torch import Tensor, nn
+from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
+
+from grpo_fn.core import prng
+from grpo_fn.core.packing import each, together
+from grpo_fn.core.sampling import categorical
+from grpo_fn.shell.model import attention, blocks, lora, packed_input
+from grpo_fn.shell.model.attention_layout import Layout
+from grpo_fn.shell.model.logprob_model import Scorer
+
+V = 13
+EXAMPLES = settings.default.max_examples
+WAYS = {"packed": packed_input.packed, "shared": packed_input.shared}
+ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
+
+
+# -- rows
+
+
+class Drawn(NamedTuple):
+    """A micro-batch; `prompts` says which rows were given the same prompt."""
+
+    tokens: Tensor
+    mask: Tensor
+    prompts: list[int]
+
+
+@st.composite
+def drawn(draw: Any) -> Drawn:
+    """Groups of any size in any order, prompts and completions of any length, holes, rows that are masked out whole."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    prompts = draw(st.permutations([p for p, n in enumerate(sizes) for _ in range(n)]))
+    lengths = [draw(st.integers(1, 7)) for _ in sizes]
+    completions = [draw(st.integers(0, 9)) for _ in prompts]
+    width = max(lengths[p] + n for p, n in zip(prompts, completions, strict=True)) + draw(st.integers(0, 3))
+    return made(prompts, lengths, completions, width, seed=draw(st.integers(0, 999)), holes=draw(st.booleans()))
+
+
+def made(
+    prompts: list[int], lengths: list[int], completions: list[int], width: int, *, seed: int, holes: bool
+) -> Drawn:
+    g = torch.Generator().manual_seed(seed)
+    start, column = torch.tensor([lengths[p] for p in prompts])[:, None], torch.arange(width)
+    texts = torch.randint(0, V, (len(lengths), width), generator=g)[prompts]
+    tokens = torch.where(column < start, texts, torch.randint(0, V, texts.shape, generator=g))
+    mask = (column >= start) & (column < start + torch.tensor(completions)[:, None])
+    if holes:
+        mask &= torch.rand(mask.shape, generator=g) < 0.7
+    return Drawn(tokens, mask, list(prompts))
+
+
+GROUPS = made([0, 0, 1, 0, 2, 2, 1], [5, 1, 3], [4, 9, 3, 6, 1, 8, 2], 16, seed=3, holes=False)
+
+
+# -- what a scorer makes of them
+
+
+def scorer(model: nn.Module, way: Callable, temperature: float = 0.7) -> Scorer:
+    return Scorer(model, temperature=temperature, head_elements=5 * V, rows=way)
+
+
+class Found(NamedTuple):
+    logp: Tensor
+    entropy: Tensor
+    grads: dict[str, Tensor]
+
+
+def found(scoring: Scorer, tokens: Tensor, mask: Tensor, seed: int = 0) -> Found:
+    """Scores, and what random signals for both pull back."""
+    scoring.zero_grad()
+    logp, entropy = scoring(tokens, mask)
+    g = torch.Generator().manual_seed(seed)
+    signal = [torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype) for x in (logp, entropy)]
+    torch.autograd.backward([logp, entropy], signal)
+    grads = {n: p.grad.clone() for n, p in scoring.model.named_parameters() if p.requires_grad}
+    return Found(logp.detach(), entropy.detach(), grads)
+
+
+@lru_cache(maxsize=64)
+def family(name: str, way: str, dtype: torch.dtype) -> Scorer:
+    model = FAMILIES[name](V).to(dtype)
+    return scorer(model, {"padded": packed_input.padded, **WAYS}[way])
+
+
+def assert_alike(got: Found, wanted: Found, tolerance: float) -> None:
+    """To `tolerance` of the largest entry: of each score, and of all gradients together."""
+    for x, y in zip(got[:2], wanted[:2], strict=True):
+        assert float((x - y).abs().max()) <= tolerance * max(1.0, float(y.abs().max()))
+    if any(bool(x.any()) for x in wanted.grads.values()):
+        assert_same(got.grads, wanted.grads, tolerance)
+    else:
+        assert not any(bool(x.any()) for x in got.grads.values())
+
+
+def rounding(single: Found, double: Found) -> float:
+    """How far float32 is from float64 with padded rows, of the largest gradient."""
+    largest = max(float(x.abs().max()) for x in double.grads.values())
+    apart = max(float((single.grads[n] - x).abs().max()) for n, x in double.grads.items())
+    return apart / largest if largest else 0.0
+
+
+# -- the central property
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("way", list(WAYS))
+@settings(max_examples=max(5, EXAMPLES // 5))
+@given(drawn())
+def test_scores_and_gradients_are_those_of_padded_rows(name, way, some):
+    wanted = found(family(name, "padded", torch.float32), *some[:2])
+    # Beyond what float32 makes of padded rows themselves: both ways round, and not alike.
+    tolerance = 1e-6 + rounding(wanted, found(family(name, "padded", torch.float64), *some[:2]))
+    assert_alike(found(family(name, way, torch.float32), *some[:2]), wanted, tolerance)
+    assert family(name, way, torch.float32).rows.fit
+
+
+class Norm(nn.Module):
+    """A root-mean-square norm that stays in the dtype it is given, as the models' own do not."""
+
+    def __init__(self, weight: Tensor, plus: float) -> None:
+        super().__init__()
+        self.weight, self.plus = weight, plus
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (self.weight + self.plus)
+
+
+def precise(model: nn.Module) -> nn.Module:
+    """In float64, norms included."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            parent, _, attribute = name.rpartition(".")
+            setattr(
+                model.get_submodule(parent),
+                attribute,
+                Norm(module.weight, float("gemma" in type(model).__name__.lower())),
+            )
+    return model.double()
+
+
+@lru_cache(maxsize=64)
+def precise_family(name: str, way: str) -> Scorer:
+    return scorer(precise(FAMILIES[name](V)), {"padded": packed_input.padded, **WAYS}[way])
+
+
+# Gemma's softmax and soft cap are computed in float32 by its own eager attention.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma2_capped"])
+@pytest.mark.parametrize("way", list(WAYS))
+@settings(max_examples=max(3, EXAMPLES // 10))
+@given(drawn())
+def test_and_to_the_last_digits_of_float64_where_the_model_computes_in_it(name, way, some):
+    wanted, got = (found(precise_family(name, which), *some[:2]) for which in ("padded", way))
+    assert_alike(got, wanted, 1e-13)
+
+
+@settings(max_examples=max(5, EXAMPLES // 5))
+@given(drawn(), st.sampled_from(sorted(FAMILIES)), st.sampled_from(sorted(WAYS)))
+def test_what_stands_behind_the_last_sampled_token_changes_nothing(some, name, way):
+    tokens, mask, _ = some
+    last = (torch.arange(tokens.shape[1]) * mask).amax(-1, keepdim=True)
+    garbage = torch.where(torch.arange(tokens.shape[1]) > last, -(2**40), tokens)  # no token at all
+    tried = family(name, way, torch.float32)
+    if mask.any():
+        mended = torch.where(mask.any(-1, keepdim=True), garbage, tokens)
+        got, wanted = found(tried, mended, mask), found(tried, tokens, mask)
+        assert torch.equal(got.logp, wanted.logp)
+        assert torch.equal(got.entropy, wanted.entropy)
+        assert all(torch.equal(got.grads[n], x) for n, x in wanted.grads.items())
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@settings(max_examples=max(5, EXAMPLES // 5))
+@given(drawn(), st.data())
+def test_a_broken_prompt_breaks_its_own_rows_alone(way, some, data):
+    tokens, mask, prompts = some
+    odd = data.draw(st.sampled_from(prompts))
+    mine = torch.tensor([p == odd for p in prompts])
+    tokens = torch.where((tokens == 0) & ~mine[:, None], 1, tokens)
+    tokens[mine, 0] = 0
+    sound, broken = FAMILIES["qwen3_untied"](V), FAMILIES["qwen3_untied"](V)
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[0] = torch.nan
+    with torch.no_grad():
+        scoring = scorer(broken, WAYS[way])
+        scoring.rows.fit = True  # asked of a broken model, it would be found unfit
+        got, wanted = scoring(tokens, mask)[0], scorer(sound, WAYS[way])(tokens, mask)[0]
+    assert got[mine & mask.any(-1)][mask[mine & mask.any(-1)]].isnan().all()
+    torch.testing.assert_close(got[~mine], wanted[~mine], rtol=0, atol=1e-5)
+
+
+# -- what is read
+
+
+@given(drawn())
+def test_the_stream_is_every_prompt_once_and_every_completion_but_its_last_token(some):
+    tokens, mask, _ = some
+    live = mask.any(-1)
+    start, last = mask.int().argmax(-1).tolist(), (torch.arange(mask.shape[1]) * mask).amax(-1).tolist()
+    whole = [tuple(row[:n]) for row, n, on in zip(tokens.tolist(), last, live.tolist(), strict=True) if on]
+    begun = {
+        row[:n] for row, n in zip(whole, [n for n, on in zip(start, live.tolist(), strict=True) if on], strict=True)
+    }
+    read = sum(len(p) for p in begun) + sum(n - m for n, m, on in zip(last, start, live.tolist(), strict=True) if on)
+    for share, wanted in ((together, read), (each, sum(map(len, whole)))):
+        stream = packed_input.end_to_end(tokens, mask, share=share)
+        assert stream.tokens.shape == (1, max(1, wanted))
+        for b, (n, on) in enumerate(zip(last, live.tolist(), strict=True)):
+            at = stream.at[b, : n if on else 0]
+            assert torch.equal(stream.tokens[0, at], tokens[b, : len(at)])
+            assert torch.equal(stream.told["position_ids"][0, at], torch.arange(len(at)))
+
+
+@given(drawn(), st.sampled_from([together, each]), st.sampled_from([None, 1, 3, 100]))
+def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itself(some, share, window):
+    layout: Layout = packed_input.end_to_end(*some[:2], share=share).told["layout"]
+    sights: dict[int, set[int]] = {}
+    for number, one in enumerate(layout.buckets):
+        mask = layout.mask(number, window, torch.float32)
+        if mask is None:
+            mask = torch.full((one.query.shape[1],) * 2, -torch.inf).triu(1).expand(len(one.query), 1, -1, -1)
+        assert (mask == 0).any(-1).all()
+        for b, q in one.real.nonzero().tolist():
+            sights[int(one.query[b, q])] = {int(k) for k, x in zip(one.key[b], mask[b, 0, q], strict=True) if x == 0}
+    n = int((layout.spans.end - layout.spans.start).sum())
+    assert sorted(sights) == list(range(n))
+    assert sum(int(one.real.sum()) for one in layout.buckets) == n
+    for b, t in product(range(len(layout.spans.end)), range(layout.at.shape[1])):
+        if layout.spans.start[b] <= t < layout.spans.end[b]:
+            first = 0 if window is None else max(0, t + 1 - window)
+            assert sights[int(layout.at[b, t])] == {*layout.at[b, first : t + 1].tolist()}
+    stream = torch.arange(n)[:, None, None].float()
+    assert torch.equal(layout.restored([stream[one.query] for one in layout.buckets]), stream)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_without_a_row_every_parameter_has_a_gradient_of_zero(name, way):
+    got = found(family(name, way, torch.float32), GROUPS.tokens, torch.zeros_like(GROUPS.mask))
+    assert not got.logp.any()
+    assert all(not x.any() for x in got.grads.values())
+
+
+# -- what is done to blocks, and beside them
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_tied", "gemma2_capped"])
+@pytest.mark.parametrize("change", [blocks.recomputed, blocks.recomputed_but_products])
+def test_recomputed_blocks_and_adapters_make_no_difference(change, name, adapted):
+    model = FAMILIES[name](V)
+    if adapted:
+        lora.reset(lora.attach(model, ADAPTERS), key=prng.key(1, device="cpu"), device=torch.device("cpu"))
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                if n.endswith(lora.B):  # zero in the beginning: no gradient would reach A
+                    p.copy_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))))
+    wanted, plain = (
+        found(scorer(deepcopy(model), way), *GROUPS[:2]) for way in (packed_input.padded, packed_input.shared)
+    )
+    for block in blocks.blocks(model):
+        change(block)
+    tried = scorer(model, packed_input.shared)
+    got = found(tried, *GROUPS[:2])
+    assert tried.rows.fit
+    assert_alike(got, wanted, 2e-6)
+    assert_alike(got, plain, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [(blocks.compiled,), (blocks.compiled, blocks.recomputed)])
+def test_compiled_blocks_compute_the_same_and_rows_of_other_lengths_are_not_compiled_anew(changes):
+    torch.compiler.reset()
+    plain, model = family("qwen2_tied", "padded", torch.float32), FAMILIES["qwen2_tied"](V)
+    for block, change in product(blocks.blocks(model), changes):
+        change(block)
+    tried, built = scorer(model, packed_input.shared), []
+    for seed in range(5):
+        some = made(
+            [0, 0, 1, 1][: 3 + seed % 2], [3 + seed, 4], [5, 6 + seed, 7, 2][: 3 + seed % 2], 16, seed=seed, holes=False
+        )
+        assert_alike(found(tried, *some[:2]), found(plain, *some[:2]), 2e-6)
+        built.append(blocks.recompilations().built)
+    assert tried.rows.fit
+    assert built[0] == built[-1], "the first micro-batch, and the questions before it, compile all there is"
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_a_model_that_has_adopted_it_computes_what_it_did_without_a_layout(name):
+    model, adopted = FAMILIES[name](V), FAMILIES[name](V)
+    attention.adopt(adopted)
+    attention.adopt(adopted)
+    tokens = GROUPS.tokens[:, :9]
+    behind = (torch.arange(9) >= torch.tensor([0, 2, 4, 0, 0, 1, 8])[:, None]).long()  # padding on the left
+    for told in ({}, {"attention_mask": behind}):
+        assert torch.equal(model(input_ids=tokens, **told).logits, adopted(input_ids=tokens, **told).logits)
+    drawn = [
+        m.generate(tokens, attention_mask=behind, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        for m in (model, adopted)
+    ]
+    assert torch.equal(*drawn)
+    assert "rows" not in adopted.config.to_json_string()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_policy_scores_what_the_sampler_drew_with_the_same_module_as_the_sampler_did(name):
+    drawing = sampler(name=name, choose=partial(categorical, temperature=0.8))
+    policy = local(drawing.model, temperature=0.8, micro_tokens=10**4, head_elements=10**4, rows=packed_input.shared)
+    for _ in range(2):
+        rollout = drawing.sample(problems(["Tom has", "Tom has 12", "a"]), 4, key=KEY)
+        gap = policy.logp(rollout) - rollout.logp_sampled
+        assert policy.scorer.rows.fit
+        assert float(gap[rollout.mask].abs().max()) < 1e-4
+
+
+# -- models that are not fit for it
+
+
+def neighbourly() -> nn.Module:
+    """Every token gets a little of the one before it, as convolutions and recurrences mix them."""
+    model = FAMILIES["qwen2_tied"](V)
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out + 0.1 * out.roll(1, 1))
+    return model
+
+
+def silent() -> nn.Module:
+    """Attention that does not say how far it sees."""
+    model = FAMILIES["gemma3_tied"](V)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    return model
+
+
+def deaf() -> nn.Module:
+    """A block that does not hand on what it is told."""
+    model = FAMILIES["qwen3_untied"](V)
+    for layer in model.model.layers:
+        forward = layer.forward
+        layer.forward = partial(lambda forward, *args, layout=None, **told: forward(*args, **told), forward)
+    return model
+
+
+def chunked() -> nn.Module:
+    model = FAMILIES["llama_scaled"](V)
+    model.config.attention_chunk_size = 4
+    return model
+
+
+def sinking() -> nn.Module:
+    """Attention with sinks, experts, and windows."""
+    config = GptOssConfig(
+        **{"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1},
+        **{"sliding_window": 4, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0},
+    )
+    return GptOssForCausalLM(config).eval()
+
+
+def biased() -> nn.Module:
+    """Positions are not rotations but something added to scores."""
+    return BloomForCausalLM(BloomConfig(vocab_size=V, hidden_size=16, n_layer=2, n_head=2)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (neighbourly, "apart"),
+        (silent, "ask for"),
+        (deaf, "Error"),
+        (chunked, "chunked"),
+        (sinking, "s_aux"),
+        (biased, ""),
+    ],
+)
+def test_a_model_that_is_not_fit_is_said_to_be_so_and_shown_padded_rows(make, why):
+    tried, plain = scorer(make(), packed_input.shared), scorer(make(), packed_input.padded)
+    plain.load_state_dict(tried.state_dict())
+    with pytest.warns(RuntimeWarning, match=f"padded rows, not on packed ones: .*{why}"):
+        got = found(tried, *GROUPS[:2])
+    assert tried.rows.fit is False
+    assert_alike(got, found(plain, *GROUPS[:2]), 1e-7)
+
+
+def test_an_attention_that_is_known_by_its_name_alone_is_refused():
+    model = FAMILIES["qwen2_tied"](V)
+    model.config._attn_implementation = "somebody_elses"
+    with pytest.raises(ValueError, match="got 'somebody_elses', wanted eager or one of"):
+        scorer(model, packed_input.shared)
+    scorer(model, packed_input.padded)
+
+
+# -- kernels for rows of unequal length, which are for CUDA: here, what they are documented to compute stands in
+
+
+def loop(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, *longest: int, scale: float, window: tuple[int, int]
+) -> Tensor:
+    """Row by row; the last query of a row sees its last key, and each one before it a key less."""
+    assert longest == tuple(int(x.diff().max()) for x in (queries, keys))
+    assert queries.dtype == keys.dtype == torch.int32
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = []
+    for a, b, c, d in zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scale
+        behind = torch.arange(d - c)[None] - torch.arange(b - a)[:, None] - ((d - c) - (b - a))
+        unseen = behind > window[1]
+        if window[0] >= 0:
+            unseen |= behind < -window[0]
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v[c:d]))
+    return torch.cat(out)
+
+
+def as_torch_has_it(q, k, v, *rest, scale, window_size, enable_gqa=False):
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    return loop(q, k, v, *rest, scale=scale, window=window_size)
+
+
+def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_size, softcap):
+    assert (dropout_p, causal, softcap) == (0.0, True, 0.0)
+    return loop(q, k, v, *rest, scale=softmax_scale, window=window_size)
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "flash"])
+@settings(max_examples=max(5, EXAMPLES // 5))
+@given(drawn(), st.sampled_from([None, 1, 2, 5]), st.sampled_from([together, each]), st.sampled_from([1, 2]))
+def test_kernels_for_unequal_rows_are_told_of_the_same_rows(kernel, some, window, share, heads):
+    layout: Layout = packed_input.end_to_end(*some[:2], share=share).told["layout"]
+    n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))
+    knobs = {"window": window, "scale": 0.3, "dropout": 0.0, "cap": None}
+    wanted = attention.bucketed(q, k, v, layout, **knobs, core=attention.fused)
+    torch.testing.assert_close(
+        attention.bucketed(q, k, v, layout, **knobs, core=attention.written_out), wanted, rtol=0, atol=1e-12
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", as_torch_has_it)
+        patch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=as_flash_has_it))
+        attention.knows_groups.cache_clear()
+        got = getattr(attention, kernel)(q, k, v, layout, **knobs)
+    attention.knows_groups.cache_clear()
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)

@@ -1,0 +1,622 @@
+"""However a model is spread over ranks, it computes what one process computes as a pure function of its weights."""
+
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import cache, lru_cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from crew import CPU, crew
+from fakes import MODELS
+from hypothesis import Phase, given, settings
+from test_fsdp import (
+    OBJECTIVES,
+    PRODUCT,
+    V,
+    adamw_step,
+    assert_same,
+    batch_for,
+    climb,
+    clipped,
+    doubled,
+    identical,
+    plain,
+    rollout,
+    shuffled_parts,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+
+from grpo_fn.algo import loss_scale
+from grpo_fn.config import freeze, load
+from grpo_fn.core import prng
+from grpo_fn.core.batch import count
+from grpo_fn.core.types import Batch, Scores
+from grpo_fn.shell.model import blocks, hf, lora
+from grpo_fn.shell.model.load_weights import give, part
+from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.model.packed_input import shared
+from grpo_fn.shell.policy.fsdp import WEIGHTS, Sharded
+from grpo_fn.shell.policy.functional import Functional
+from grpo_fn.shell.policy.gradients import whole
+from grpo_fn.shell.policy.load_and_shard import Placed, Placing, place
+from grpo_fn.shell.policy.mesh import Scale
+from grpo_fn.shell.policy.optimizer import adamw
+from grpo_fn.shell.world import World
+
+pytestmark = pytest.mark.xdist_group("sharded")
+EXAMPLES = settings.default.max_examples
+UNSHRUNK = [Phase.explicit, Phase.reuse, Phase.generate]  # an example costs a second: the first that fails will do
+KEY = prng.key(3, device="cpu")
+TEMPERATURE = 0.7
+ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
+ATTENTION = {"gemma2_capped": "eager"}  # the one that knows of its soft cap
+ACTIVATIONS = {f.__name__: f for f in (blocks.kept, blocks.recomputed, blocks.recomputed_but_products)}
+HOST = 2  # ranks of a host, as hybrid_shard.gin sees it
+STEP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
+DYNAMIC = partial(loss_scale.dynamic, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+
+
+class Meshed(Scale):
+    """A Scale that makes each mesh once in a process: groups are not given back before it ends."""
+
+    made: dict[tuple[int, ...], DeviceMesh] = {}  # noqa: RUF012
+
+    def mesh(self, world: World) -> DeviceMesh:
+        os.environ["LOCAL_WORLD_SIZE"] = str(min(HOST, world.size))
+        shape = self.shape(world.size, min(HOST, world.size))
+        if shape not in self.made:
+            self.made[shape] = super().mesh(world)
+        return self.made[shape]
+
+
+@cache
+def in_file(name: str) -> dict[str, Any]:
+    """What gin/scale/NAME.gin makes of a Scale."""
+    knobs = load(["run/arithmetic.gin", f"scale/{name}.gin"], []).root.knobs["scale"]
+    return vars(freeze({"scale": knobs}, {})["scale"])
+
+
+# Each as its file has it, then those that a file and another knob make.
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")},
+    "no_shard_resharded": ("no_shard", {"reshard_after_forward": True}),
+    "hybrid_shard_grad_op": ("hybrid_shard", {"reshard_after_forward": False}),
+}
+SIZES = {2: [name for name in STRATEGIES if not name.startswith("hybrid")], 4: list(STRATEGIES)}
+
+
+class Case(NamedTuple):
+    """A model and how it is spread."""
+
+    model: str
+    strategy: str
+    activations: str = "kept"
+    adapted: bool = False
+
+
+def scale_of(case: Case) -> Meshed:
+    file, changes = STRATEGIES[case.strategy]
+    return Meshed(**{**in_file(file), **changes, "activations": ACTIVATIONS[case.activations]})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """A folder with a folder of every model."""
+    made = tmp_path_factory.mktemp("models")
+    for name, model in MODELS.items():
+        model(V).save_pretrained(made / name)
+    return made
+
+
+def cases(size: int) -> st.SearchStrategy[Case]:
+    return st.builds(
+        Case,
+        st.sampled_from(sorted(MODELS)),
+        st.sampled_from(SIZES[size]),
+        st.sampled_from(sorted(ACTIVATIONS)),
+        st.booleans(),
+    )
+
+
+# -- one process
+
+
+def enlivened(model: nn.Module) -> nn.Module:
+    """The adapters' B, zero in the beginning, are something: otherwise no gradient reaches A."""
+    for name, p in list(model.named_parameters()):
+        if name.endswith(lora.B):
+            g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = 0.03 * torch.randn(p.shape, generator=g)
+            give(model, [name], noise.__getitem__, device=CPU)
+    return model
+
+
+@lru_cache(maxsize=16)
+def whole_model(folder: str, attention: str, adapted: bool) -> nn.Module:
+    model = hf.load_model(folder, dtype=torch.float32, device=CPU, attention=attention)
+    if adapted:
+        lora.reset(lora.attach(model, ADAPTERS), key=KEY, device=CPU)
+    return enlivened(model)
+
+
+def oracle(folders: Path, case: Case) -> Functional:
+    model = whole_model(str(folders / case.model), ATTENTION.get(case.model, "sdpa"), case.adapted)
+    return Functional(model, temperature=TEMPERATURE)
+
+
+class Wanted(NamedTuple):
+    """What one process makes of a batch: gradients, their norm, and the weights after a step, and their log-probs."""
+
+    grads: dict[str, Tensor]
+    norm: float
+    largest: float
+    tolerance: float  # of the largest: 1e-6, or three times what rounding does to the oracle itself where that is more
+    limit: float
+    weights: dict[str, Tensor]
+    logp: Tensor
+
+
+@lru_cache(maxsize=1024)
+def wanted(folders: Path, model: str, adapted: bool, which: str, seed: int, rows: int) -> Wanted:
+    alone = oracle(folders, Case(model, "", adapted=adapted))
+    batch = batch_for(model, seed, rows)
+    climb(alone, [batch], PRODUCT[which], count(batch))
+    grads = alone.grads
+    largest = max(float(g.abs().max()) for g in grads.values())
+    precise = Functional(deepcopy(alone.model).double(), temperature=TEMPERATURE)
+    climb(precise, [doubled(batch)], PRODUCT[which], count(doubled(batch)))
+    rounding = max(float((g.double() - precise.grads[name]).abs().max()) for name, g in grads.items()) / largest
+    _, norm = clipped(grads, 1.0)
+    limit = norm * (0.5 if seed % 2 else 2.0)
+    # A step as large as the gradients are, not as their signs say: it does not turn the rounding of a tiny one into a
+    # visible difference. (float64 is out of question: what is computed is computed in the mesh's dtype.)
+    after, _ = adamw_step(alone.params, clipped(grads, limit)[0], {}, 1, **STEP, eps=largest)
+    alone.params = after
+    named = {name: p.detach().clone() for name, p in alone.model.named_parameters()}
+    logp = alone.vjp(plain(batch.tokens, batch.mask))[0].logp
+    return Wanted(grads, norm, largest, max(1e-6, 3 * rounding), limit, {**named, **after}, logp)
+
+
+# -- what ranks do
+
+
+def unmoved(step: int) -> float:
+    return 1.0
+
+
+def built(world: World, folder: str, case: Case, **knobs: Any) -> Sharded:
+    """The policy, put in place as `train` does it."""
+    dtype, reference = knobs.pop("dtype", torch.float32), knobs.pop("reference", False)
+    placing = Placing(
+        folder=folder,
+        config=AutoConfig.from_pretrained(folder),
+        dtype=dtype,
+        attention=ATTENTION.get(case.model, "sdpa"),
+        adapters=ADAPTERS if case.adapted else None,
+        scorer=partial(Scorer, temperature=TEMPERATURE, head_elements=3 * V, rows=shared),
+        scale=scale_of(case),
+        key=KEY,
+    )
+    placed: Placed = place(world, placing, reference=reference)
+    enlivened(placed.scorer.model)
+    chosen = {
+        **{"micro_tokens": 30, "max_grad_norm": 1e9, "schedule": unmoved, "seed": 0, "initial_scale": 1.0},
+        **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": loss_scale.constant},
+    }
+    own = {"world": world, "data": placed.data, "frozen": placed.frozen, "noisy": placed.noisy}
+    return Sharded(placed.scorer, **own, **{**chosen, **knobs})
+
+
+def gathered_grads(policy: Sharded) -> dict[str, Tensor]:
+    # A gradient that is whole on this rank is no copy yet.
+    return {name: whole(x.grad).clone() for name, x in policy.named().items() if x.grad is not None}
+
+
+def weights_of(policy: Sharded) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in policy.weights(trained=False)}
+
+
+class Seen(NamedTuple):
+    """What a rank saw of one step."""
+
+    before: dict[str, Tensor]
+    grads: dict[str, Tensor]
+    figures: dict[str, float]
+    weights: dict[str, Tensor]
+    logp: Tensor
+
+
+def one_step(
+    world: World, folder: str, case: Case, micros: list[Batch], f: Callable, totals: Any, batch: Batch, knobs: Mapping
+) -> Seen:
+    policy = built(world, folder, case, **knobs)
+    before = weights_of(policy)
+    climb(policy, micros, f, totals)
+    grads = gathered_grads(policy)
+    figures = policy.update()
+    return Seen(before, grads, figures, weights_of(policy), policy.logp(rollout(batch.tokens, batch.mask)))
+
+
+def many_gradients(
+    world: World, folder: str, case: Case, asked: list[tuple[list[Batch], Callable, Any]]
+) -> list[dict[str, Tensor]]:
+    """The gradients of one objective after another, of the same weights."""
+    policy, found = built(world, folder, case), []
+    for micros, f, totals in asked:
+        climb(policy, micros, f, totals)
+        found.append(gathered_grads(policy))
+        policy.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def alike(found: list[Any]) -> Any:
+    """What every rank found, which is the same to the last bit."""
+    assert all(identical(one, found[0]) for one in found[1:])
+    return found[0]
+
+
+def alike_in_words(found: list[Any]) -> Any:
+    """The same, where a NaN is to be equal to a NaN."""
+    assert all(repr(one) == repr(found[0]) for one in found[1:])
+    return found[0]
+
+
+# -- the central test
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+@settings(max_examples=max(6, EXAMPLES // 10), phases=UNSHRUNK)
+@given(st.data())
+def test_gradients_and_one_step_are_those_of_one_process(folders, size, data):
+    case = data.draw(cases(size))
+    which, seed = data.draw(st.sampled_from(sorted(PRODUCT))), data.draw(st.integers(0, 5))
+    rows, parts = data.draw(st.integers(3, 9)), data.draw(st.sampled_from([1, 3]))
+    check_step(folders, size, case, which, seed, rows, parts)
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "model", "adapted"),
+    [
+        *((2, strategy, "qwen2_tied", i % 2 == 0) for i, strategy in enumerate(SIZES[2])),
+        *((4, strategy, "qwen3_untied", i % 2 == 1) for i, strategy in enumerate(SIZES[4])),
+    ],
+)
+def test_every_strategy_is_among_them(folders, size, strategy, model, adapted):
+    case = Case(model, strategy, "recomputed_but_products" if adapted else "recomputed", adapted)
+    check_step(folders, size, case, sorted(PRODUCT)[0], seed=1, rows=7, parts=3)
+
+
+def check_step(folders: Path, size: int, case: Case, which: str, seed: int, rows: int, parts: int) -> None:
+    right = wanted(folders, case.model, case.adapted, which, seed, rows)
+    batch = batch_for(case.model, seed, rows)
+    micros = shuffled_parts(batch, parts, seed) if parts > 1 else [batch]
+    knobs = {"optimizer": partial(adamw, **STEP, eps=right.largest), "max_grad_norm": right.limit}
+    asked = (str(folders / case.model), case, micros, PRODUCT[which], count(batch), batch, knobs)
+    seen = alike(crew(size).run(one_step, *asked))
+    assert_same(seen.grads, right.grads, right.tolerance)
+    assert seen.figures["loss/grad_norm"] == pytest.approx(right.norm, rel=1e-5)
+    assert seen.weights.keys() == right.weights.keys() == seen.before.keys()
+    frozen = right.weights.keys() - right.grads.keys()
+    assert bool(frozen) == case.adapted
+    for name, x in right.weights.items():
+        rounding = 2e-7 * float(x.abs().max())  # of a float32 weight
+        torch.testing.assert_close(seen.weights[name], x, rtol=0, atol=right.tolerance * STEP["lr"] + rounding)
+        assert torch.equal(seen.weights[name], seen.before[name]) == (name in frozen), name
+    torch.testing.assert_close(seen.logp, right.logp, rtol=0, atol=5e-6)
+
+
+WHOLE = [
+    (size, Case(*rest))
+    for size, strategies in SIZES.items()
+    for rest in product(MODELS, strategies, ACTIVATIONS, [False, True])
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "case"), WHOLE, ids=["-".join(map(str, (n, *case))) for n, case in WHOLE])
+def test_gradients_of_every_loss_are_those_of_one_process_in_every_combination(folders, size, case):
+    """Every loss with some KL and some weight, each of which is in it, too; in one part and in three."""
+    batch, asked, right = batch_for(case.model, 1, 6), [], []
+    for which, parts in product(OBJECTIVES, [1, 3]):
+        micros = shuffled_parts(batch, parts, len(asked)) if parts > 1 else [batch]
+        asked.append((micros, PRODUCT[which], count(batch)))
+        right.append(wanted(folders, case.model, case.adapted, which, 1, 6))
+    found = alike(crew(size).run(many_gradients, str(folders / case.model), case, asked, patience=300.0))
+    for got, one in zip(found, right, strict=True):
+        assert_same(got, one.grads, one.tolerance)
+
+
+# -- rows, signals, scores
+
+
+def pulled(world: World, folder: str, case: Case, batch: Batch, signal: Scores) -> tuple[Scores, dict, dict, bool]:
+    """Scores, gradients, the figures of an update, and whether that changed any weight."""
+    policy = built(world, folder, case)
+    before = weights_of(policy)
+    scores, pullback = policy.vjp(batch)
+    pullback(signal)
+    grads, figures = gathered_grads(policy), policy.update()
+    return scores, grads, figures, identical(weights_of(policy), before)
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+@settings(max_examples=max(4, EXAMPLES // 20), phases=UNSHRUNK)
+@given(st.data())
+def test_any_number_of_rows_and_any_signal(folders, size, data):
+    case, rows = data.draw(cases(size)), data.draw(st.integers(1, 9))
+    heard = data.draw(st.tuples(st.booleans(), st.booleans()))
+    check_pulled(folders, size, case, rows, heard, data.draw(st.integers(0, 9)))
+
+
+@pytest.mark.parametrize("heard", [(True, False), (False, True), (False, False)], ids=["logp", "entropy", "none"])
+def test_one_row_for_four_ranks_is_enough_whatever_is_heard_of_it(folders, heard):
+    check_pulled(folders, 4, Case("qwen2_tied", "full_shard"), 1, heard, 3)
+
+
+def check_pulled(folders: Path, size: int, case: Case, rows: int, heard: tuple[bool, bool], seed: int) -> None:
+    batch, g = batch_for(case.model, seed, rows), torch.Generator().manual_seed(seed)
+    signal = Scores(*(loud * torch.randn(batch.mask.shape, generator=g) for loud in heard))  # behind the mask as well
+    alone = oracle(folders, case)
+    right, pullback = alone.vjp(batch)
+    pullback(signal)
+    found = crew(size).run(pulled, str(folders / case.model), case, batch, signal)
+    scores, grads, figures, still = alike(found)
+    for got, x in zip(scores, right, strict=True):
+        torch.testing.assert_close(got, x, rtol=0, atol=5e-6)
+        assert (got[~batch.mask] == 0).all()
+    assert still == (not any(heard))
+    if any(heard):
+        assert_same(grads, alone.grads, 1e-6)
+    else:
+        assert not grads
+        assert figures["loss/grad_norm"] == 0.0
+
+
+# -- log-probs, reference, weights, restoring
+
+
+def references(world: World, folder: str, case: Case, batch: Batch) -> tuple[Tensor, ...]:
+    """The policy's and the reference's log-probs before and after a step, and the policy's weights before it."""
+    policy, seen = built(world, folder, case, reference=True), rollout(batch.tokens, batch.mask)
+    at_first = policy.logp(seen), policy.reference(seen)
+    climb(policy, [batch], next(iter(PRODUCT.values())), count(batch))
+    policy.update()
+    return *at_first, policy.logp(seen), policy.reference(seen)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (2, "no_shard"), (4, "hybrid_shard")])
+def test_the_reference_is_the_model_as_it_was_loaded(folders, size, strategy, adapted):
+    case = Case("qwen3_untied", strategy, adapted=adapted)
+    batch = batch_for(case.model, 2, 7)  # three passes of the budget of 30 tokens a rank, on one rank; fewer on more
+    first, reference, after, still = alike(crew(size).run(references, str(folders / case.model), case, batch))
+    asked = plain(batch.tokens, batch.mask)
+    mine, loaded = (oracle(folders, case._replace(adapted=way)).vjp(asked)[0].logp for way in (adapted, False))
+    torch.testing.assert_close(first, mine, rtol=0, atol=5e-6)
+    torch.testing.assert_close(reference, loaded, rtol=0, atol=5e-6)
+    assert torch.equal(reference, still)
+    assert (after - first).abs().max() > 1e-3
+    assert adapted == ((first - reference).abs().max() > 1e-3).item()
+
+
+def restored(world: World, folder: str, case: Case, table: dict[str, Tensor], batch: Batch) -> tuple[Tensor, dict]:
+    """Log-probs and weights after a restore that comes when weights of before lie gathered."""
+    policy = built(world, folder, case)
+    policy.vjp(batch)
+    policy.logp(rollout(batch.tokens, batch.mask))
+
+    def fill(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+            local.copy_(table[name.removeprefix(WEIGHTS)][part(tensor)])
+
+    with torch.no_grad():
+        policy.restore(fill, policy.counters())
+    logp = policy.logp(rollout(batch.tokens, batch.mask))
+    policy.vjp(batch)[1](quiet(batch))  # after which nothing lies gathered any more
+    return logp, weights_of(policy)
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (2, "shard_grad_op"), (4, "hybrid_shard_grad_op")])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_restored_policy_computes_with_what_was_restored(folders, size, strategy, adapted):
+    case, batch = Case("qwen2_tied", strategy, adapted=adapted), batch_for("qwen2_tied", 4, 5)
+    alone = oracle(folders, case)
+    alone.params = {name: 1.5 * x for name, x in alone.params.items()}
+    logp, weights = alike(crew(size).run(restored, str(folders / case.model), case, alone.params, batch))
+    for name, x in alone.params.items():
+        assert torch.equal(weights[name], x)
+    torch.testing.assert_close(logp, alone.vjp(plain(batch.tokens, batch.mask))[0].logp, rtol=0, atol=5e-6)
+
+
+# -- precision
+
+
+class Attempt(NamedTuple):
+    """What an update did."""
+
+    raised: str
+    figures: dict[str, float]
+    changed: bool
+    dtypes: set[torch.dtype]
+
+
+def attempts(
+    world: World, folder: str, case: Case, batch: Batch, signals: list[Scores], knobs: Mapping
+) -> list[Attempt]:
+    """One update after another, each of one signal."""
+    policy, found = built(world, folder, case, **knobs), []
+    for signal in signals:
+        before, raised, figures = weights_of(policy), "", {}
+        policy.vjp(batch)[1](signal)
+        try:
+            figures = policy.update()
+        except FloatingPointError as error:
+            raised = str(error)
+        kept = [*policy.tensors().values()]
+        dtypes = {x.dtype for x in kept}
+        assert all(p.grad is None for p in policy.model.parameters())
+        found.append(Attempt(raised, figures, not identical(weights_of(policy), before), dtypes))
+    return found
+
+
+def quiet(batch: Batch) -> Scores:
+    signal = torch.where(batch.mask, 0.1, 0.0)
+    return Scores(signal, torch.zeros_like(signal))
+
+
+def spoilt(batch: Batch, row: int, value: float) -> Scores:
+    """A signal of which one token of one row is something else."""
+    signal = quiet(batch)
+    signal.logp[row, 2] = value
+    return signal
+
+
+@pytest.mark.parametrize(
+    ("size", "row", "strategy", "adapted"),
+    [(2, 0, "full_shard", False), (2, 3, "no_shard", True), (4, 3, "full_shard", True), (4, 0, "hybrid_shard", False)],
+)
+def test_an_overflow_on_one_rank_is_skipped_on_all_and_counted(folders, size, row, strategy, adapted):
+    batch = batch_for("qwen2_tied", 0, 5)
+    signals = [quiet(batch), spoilt(batch, row, 1e6), quiet(batch), spoilt(batch, row, float("inf")), quiet(batch)]
+    knobs = {"dtype": torch.float16, "loss_scale": DYNAMIC, "initial_scale": 1024.0}
+    case = Case("qwen2_tied", strategy, adapted=adapted)
+    found = alike_in_words(crew(size).run(attempts, str(folders / case.model), case, batch, signals, knobs))
+    assert [a.raised for a in found] == [""] * 5
+    assert [a.changed for a in found] == [True, False, True, False, True]
+    assert [a.figures["optimizer/overflows"] for a in found] == [0, 1, 1, 2, 2]
+    assert [a.figures["optimizer/loss_scale"] for a in found] == [1024, 1024, 512, 512, 256]
+    assert [a.figures["optimizer/step"] for a in found] == [1, 1, 2, 2, 3]
+    assert found[0].figures["loss/grad_norm"] > 0
+    assert all(a.dtypes == {torch.float32} for a in found)  # weights that train and their moments
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "strategy"),
+    [(2, float("nan"), "full_shard"), (2, float("inf"), "no_shard"), (4, float("nan"), "hybrid_shard")],
+)
+def test_a_nan_on_one_rank_raises_on_all_when_the_scale_cannot_shrink(folders, size, value, strategy):
+    batch = batch_for("qwen2_tied", 0, 5)
+    signals = [quiet(batch), spoilt(batch, 1, value), quiet(batch)]
+    asked = (str(folders / "qwen2_tied"), Case("qwen2_tied", strategy), batch, signals, {})
+    first, broken, last = alike_in_words(crew(size).run(attempts, *asked))
+    assert "wanted a finite one" in broken.raised
+    assert (first.raised, last.raised) == ("", "")
+    assert (first.changed, broken.changed, last.changed) == (True, False, True)
+    assert last.figures["optimizer/step"] == 2
+
+
+def gradients_in(world: World, folder: str, case: Case, batch: Batch, f: Callable, knobs: Mapping) -> dict[str, Tensor]:
+    policy = built(world, folder, case, **knobs)
+    climb(policy, [batch], f, count(batch))
+    return {name: x / policy.scale for name, x in gathered_grads(policy).items()}
+
+
+# Unit roundoff times a few of the roundings that a gradient goes through.
+ROUNDING = {torch.bfloat16: 16 * 2.0**-8, torch.float16: 16 * 2.0**-11}
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "adapted", "model"),
+    [
+        *((1, torch.bfloat16, False, "qwen3_untied"), (1, torch.float16, True, "qwen2_tied")),
+        *((2, torch.bfloat16, True, "gemma2_capped"), (2, torch.float16, False, "qwen2_tied")),
+        *((4, torch.bfloat16, False, "qwen2_tied"), (4, torch.float16, True, "qwen3_untied")),
+    ],
+)
+def test_half_precision_gradients_are_float32s_within_its_rounding(folders, size, dtype, adapted, model):
+    case, batch = Case(model, "full_shard", adapted=adapted), batch_for(model, 1, 7)
+    which = next(iter(PRODUCT))
+    right = wanted(folders, model, adapted, which, 1, 7).grads
+    knobs = {"dtype": dtype, "initial_scale": 1024.0 if dtype is torch.float16 else 1.0}
+    got = alike(crew(size).run(gradients_in, str(folders / model), case, batch, PRODUCT[which], knobs))
+    assert {x.dtype for x in got.values()} == {torch.float32}
+    one, other = (torch.cat([x[name].flatten() for name in right]) for x in (got, right))
+    assert float((one - other).norm() / other.norm()) < ROUNDING[dtype]
+    assert not torch.equal(one, other)
+
+
+def small_step(world: World, folder: str, case: Case, batch: Batch, lr: float) -> tuple[dict, dict, dict]:
+    how = partial(adamw, **{**STEP, "lr": lr, "weight_decay": 0.0}, eps=1e-12)
+    policy = built(world, folder, case, dtype=torch.bfloat16, optimizer=how)
+    before = weights_of(policy)
+    policy.vjp(batch)[1](quiet(batch))
+    grads = gathered_grads(policy)
+    policy.update()
+    return before, grads, weights_of(policy)
+
+
+@pytest.mark.parametrize(("size", "adapted"), [(1, False), (2, True), (4, False)])
+def test_a_step_far_below_bfloat16s_spacing_is_not_lost(folders, size, adapted):
+    case, batch, lr = Case("qwen2_tied", "full_shard", adapted=adapted), batch_for("qwen2_tied", 0, 5), 1e-6
+    before, grads, after = alike(crew(size).run(small_step, str(folders / case.model), case, batch, lr))
+    assert grads
+    for name, g in grads.items():
+        moved = (after[name] - before[name])[g.abs() > 1e-6]
+        spacing = 1.2e-7 * float(before[name].abs().max())
+        assert (moved.abs() - lr).abs().max() <= spacing, name  # Adam's first step is as long as the learning rate
+        assert (before[name].abs().max() * 2**-9) > lr
+
+
+# -- collectives
+
+
+class Collectives(TorchDispatchMode):
+    """Notes every collective, with what it sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented  # it takes itself apart, and its collectives come by here
+        if op.namespace in ("c10d", "_c10d_functional"):
+            shapes = [tuple(x.shape) for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
+            self.seen.append((str(op), shapes))
+        return op(*args, **(kwargs or {}))
+
+
+def phases(world: World, folder: str, case: Case, batch: Batch, f: Callable) -> dict[str, list]:
+    """The collectives of every phase."""
+    policy = built(world, folder, case, reference=True)
+    seen = rollout(batch.tokens, batch.mask)
+    found: dict[str, list] = {}
+
+    def noted(phase: str, call: Callable[[], Any]) -> Any:
+        with Collectives() as mode:
+            value = call()
+        found[phase] = mode.seen
+        return value
+
+    scores, pullback = noted("forward", lambda: policy.vjp(batch))
+    noted("backward", lambda: pullback(quiet(batch)))
+    noted("silence", lambda: policy.vjp(batch)[1](Scores(*(torch.zeros_like(x) for x in scores))))
+    noted("update", policy.update)
+    noted("log-probs", lambda: policy.logp(seen))
+    noted("reference", lambda: policy.reference(seen))
+    noted("weights", lambda: weights_of(policy))
+    noted("exchange", lambda: world.exchange([world.rank] * (1 + world.rank), what="lists of many lengths"))
+    return found
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+@settings(max_examples=max(3, EXAMPLES // 25), phases=UNSHRUNK)
+@given(st.data())
+def test_every_phase_has_the_same_collectives_on_every_rank(folders, size, data):
+    case, rows = data.draw(cases(size)), data.draw(st.integers(1, 9))
+    asked = (str(folders / case.model), case, batch_for(case.model, 1, rows), next(iter(PRODUCT.values())))
+    found = alike(crew(size).run(phases, *asked))
+    talkative = {name for name, seen in found.items() if seen}
+    assert talkative >= {"forward", "backward", "log-probs", "reference", "exchange"}
+    sharded = STRATEGIES[case.strategy][0] != "no_shard"  # otherwise all ranks hold, and measure, all of it
+    assert ({"weights", "update"} <= talkative) == sharded

@@ -1,0 +1,204 @@
+"""What a run is said to keep in memory is what it allocates."""
+
+from functools import cache
+from pathlib import Path
+
+import estimating_rank as rank
+import pytest
+import torch
+from crew import crew
+from fakes import VOCABULARY
+from families import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+
+from grpo_fn.shell.model import blocks, lora
+from grpo_fn.shell.policy import memory, memory_estimate
+from grpo_fn.shell.policy.memory import Arrangement, Passing
+from grpo_fn.shell.world import alone
+
+NOTHING = Passing(0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose embedding and head two ranks cannot halve."""
+    path = tmp_path_factory.mktemp("model")
+    FAMILIES["qwen3_untied"](VOCABULARY + 1).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def allocated(folder: Path) -> dict[int, list[list[dict[str, int]]]]:
+    """Of 1 and of 2 processes: for each rank, for each of rank.WAYS, the bytes that it allocated."""
+    here = rank.in_every_way(alone(torch.device("cpu")), folder)
+    return {1: [here], 2: crew(2).run(rank.in_every_way, folder)}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("way", rank.WAYS, ids=str)
+def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, way, size):
+    """Exactly, on the rank that keeps most. Of a weight whose rows the ranks cannot share evenly, FSDP2 pads weights
+    and gradients to the same size on every rank; moments are not padded: together they are those of the whole."""
+    strategy, adapters, dtype = way
+    _, shard, _ = rank.scale(strategy).shape(size, size)
+    parts = memory_estimate.weights(
+        memory_estimate.empty(AutoConfig.from_pretrained(folder), adapters, "sdpa"), shard, 1
+    )
+    moments = memory_estimate.moment_bytes(rank.ADAMW, parts)
+    how = Arrangement(dtype.itemsize, size > 1, True, 1, False, False, False)
+    said = memory.per_device([w for w, _ in parts], moments, NOTHING, how)
+    standing, training = ({part.name: part.bytes for part in phase} for phase in (said.standing, said.training))
+    got = [each[rank.WAYS.index(way)] for each in allocated[size]]
+    assert [x["weights"] for x in got] == [standing["weights"]] * size
+    assert [x["gradients"] for x in got] == [training["gradients"]] * size
+    assert got[0]["moments"] == standing["optimizer state"] == max(x["moments"] for x in got)
+    padding = sum(shard * w.part - w.whole for w, _ in parts if w.trained)
+    assert sum(x["moments"] for x in got) == size * moments - size // shard * 8 * padding
+    assert (padding > 0) == (shard == 2)
+
+
+SHAPE = {
+    **{"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 48, "tie_word_embeddings": True},
+}
+
+
+@cache
+def alive(changed, *, layers: int = 3, adapters=None, dtype=torch.float32, attention="sdpa", rows=4, width=40) -> int:
+    config = Qwen2Config(**SHAPE, num_hidden_layers=layers)
+    return memory_estimate.activation_bytes(
+        config, adapters, changed, dtype=dtype, attention=attention, rows=rows, width=width
+    )
+
+
+def saved(layers: int) -> int:
+    """Bytes that autograd keeps of a forward pass with data, weights apart."""
+    config = Qwen2Config(**SHAPE, num_hidden_layers=layers)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model.get_decoder()(input_ids=torch.zeros(4, 40, dtype=torch.long), use_cache=False)
+    return sum(s.nbytes() for pointer, s in kept.items() if pointer not in own)
+
+
+def test_activations_are_those_that_a_pass_with_data_keeps():
+    """The same for each layer more, but for keys and values repeated for 4 heads instead of 2 and a mask of 8 columns;
+    besides them, what the backward pass has in hand at its fullest."""
+    small, large = saved(3), saved(6)
+    repeated, mask = 160 * 2 * (4 - 2) * 8 * 4, 160 * 8 * 4
+    assert alive(blocks.kept, layers=6) - alive(blocks.kept, layers=3) == large - small + 3 * (repeated + mask)
+    assert small <= alive(blocks.kept, layers=3) <= 1.25 * small
+
+
+def test_activations_grow_with_layers_and_tokens_and_shrink_where_they_are_recomputed():
+    kept, products, little = (alive(how) for how in (blocks.kept, blocks.recomputed_but_products, blocks.recomputed))
+    assert little < products < kept
+    per_layer = 160 * 32 * 4  # recomputed: the block's input alone
+    assert alive(blocks.recomputed, layers=5) - little == 2 * per_layer
+    assert alive(blocks.kept, layers=4) - kept == alive(blocks.kept, layers=5) - alive(blocks.kept, layers=4)
+    assert alive(blocks.kept, rows=8) == pytest.approx(2 * kept, rel=0.01)
+    assert alive(blocks.kept, rows=1, width=160) == kept
+    assert alive(blocks.kept, dtype=torch.bfloat16) < 0.7 * kept
+    assert alive(blocks.kept, attention="eager", rows=1, width=160) > kept + 3 * 4 * 160 * 160 * 4  # layers x heads
+
+
+def test_nothing_of_the_models_size_is_allocated():
+    """A model of a hundred billion weights is counted here."""
+    config = Qwen2Config(
+        hidden_size=8192, intermediate_size=29568, num_hidden_layers=4, num_attention_heads=64, num_key_value_heads=8
+    )
+    parts = memory_estimate.weights(memory_estimate.empty(config, rank.HOW, "sdpa"), 16, 1)
+    assert sum(w.whole for w, _ in parts) > 4e9
+    assert memory_estimate.moment_bytes(rank.ADAMW, parts) < 8.1 * sum(w.part for w, _ in parts if w.trained)
+
+
+class Moment8(torch.optim.Optimizer):
+    """As 8-bit ones are: a byte a number in whole blocks of 256 from 4096 numbers on, else float32; and 77 bytes."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                small = p.numel() < 4096 or p.numel() % 256 or p.ndim < 2
+                self.state[p] = {
+                    "moment": torch.zeros(p.numel(), dtype=torch.float32 if small else torch.uint8),
+                    "scale": torch.zeros(0 if small else p.numel() // 256),
+                    "fixed": torch.zeros(77, dtype=torch.uint8),
+                }
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(1, 9) | st.integers(15, 5000), st.integers(1, 300)), min_size=1, max_size=5))
+def test_an_optimizer_is_asked_what_it_keeps(shapes):
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    made = Moment8(params)
+    made.step()
+    parts = [(memory.Weight(p.numel(), p.numel(), True, None), True) for p in params]
+    assert memory_estimate.moment_bytes(Moment8, parts) == sum(
+        memory_estimate.stored(made.state[p].values()) for p in params
+    )
+
+
+def test_what_is_frozen_has_no_moments():
+    assert memory_estimate.moment_bytes(Moment8, [(memory.Weight(10, 10, False, None), True)]) == 0
+
+
+@pytest.mark.parametrize("adapters", [None, rank.HOW])
+def test_tensor_parallel_divides_the_blocks_products_alone(adapters: lora.LoRA | None):
+    config = Qwen2Config(**SHAPE, num_hidden_layers=3)
+    model = memory_estimate.empty(config, adapters, "sdpa")
+    whole, halves = memory_estimate.weights(model, 1, 1), memory_estimate.weights(model, 1, 2)
+    for (name, p), (one, matrix), (half, _) in zip(model.named_parameters(), whole, halves, strict=True):
+        layer = "_proj" in name
+        row_bias, first = (
+            name.endswith("o_proj.bias") or name.endswith("down_proj.bias"),
+            "o_proj" in name or "down_" in name,
+        )
+        free = not layer or row_bias or (".lora_B." in name if first else ".lora_A." in name)
+        assert half.part == half.whole == one.whole // (1 if free else 2), name
+        assert matrix == (p.ndim == 2)
+
+
+weight = st.builds(
+    lambda part, ranks, trained, block: memory.Weight(part, part * ranks, trained, block),
+    st.integers(1, 1000),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([None, 0, 1, 2]),
+)
+
+
+@given(st.lists(weight, min_size=1), st.integers(0, 99), st.integers(0, 3), st.booleans(), st.booleans())
+def test_what_saves_memory_never_costs_any(weights, moments, prefetch, reference, offload):
+    usual = Arrangement(2, True, True, prefetch, False, False, reference)
+    said = memory.per_device(weights, moments, Passing(3, 5, 7), usual)
+    free = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(offload=True, offload_reference=True))
+    held = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(reshard_after_forward=False))
+    wide = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(width=4))
+    assert free.peak() <= said.peak() <= min(held.peak(), wide.peak())
+    assert said.host() == 0
+    both = [sum(p.bytes for phase in x for p in phase) for x in (said, free)]
+    assert both[0] == both[1]
+    alone = memory.per_device(weights, moments, NOTHING, usual._replace(gathers=False, reference=False))
+    kept = sum(w.part * (8 if w.trained else 2) for w in weights)
+    assert alone.peak() == kept + moments
+
+
+@given(st.lists(weight, min_size=1), st.integers(0, 3))
+def test_gathered_are_the_root_and_the_largest_blocks(weights, prefetch):
+    sizes = [sum(w.whole for w in weights if w.block == i) for i in range(3)]
+    root = sum(w.whole for w in weights if w.block is None)
+    how = Arrangement(2, True, True, prefetch, False, False, False)
+    assert memory.gathered(weights, how) == root + sum(sorted(sizes)[::-1][: 1 + prefetch])
+    assert memory.gathered(weights, how._replace(reshard_after_forward=False)) == root + sum(sizes)

@@ -1,0 +1,40 @@
+"""What a device cannot do, and what does not go together, is said before anything is loaded."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from grpo_fn.shell.model.blocks import compiled, eager, kept
+from grpo_fn.shell.policy.mesh import Scale, check_precision
+
+CARDS = {"Tesla V100": (7, 0), "Tesla T4": (7, 5), "A100": (8, 0), "H200": (9, 0)}
+KNOBS = {
+    **{"replicate": 1, "shard": "rest", "reshard_after_forward": True, "offload": False, "offload_reference": False},
+    **{"prefetch": 1, "activations": kept, "deadline": 60.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("card", list(CARDS))
+def test_bfloat16_is_refused_on_cards_before_ampere_and_float16_named(monkeypatch, card, dtype):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: CARDS[card])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    if dtype is torch.bfloat16 and CARDS[card] < (8, 0):
+        with pytest.raises(ValueError, match=rf"got bfloat16 on {card}.* wanted float16 .*scale/fp16\.gin"):
+            check_precision(dtype, torch.device("cuda:0"))
+    else:
+        check_precision(dtype, torch.device("cuda:0"))
+
+
+def test_a_cpu_computes_in_every_precision():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        check_precision(dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("execution", [compiled, partial(compiled)])
+def test_compiled_blocks_are_not_divided_by_tensor(execution):
+    with pytest.raises(ValueError, match="got tensor 2 with compiled blocks, wanted eager ones"):
+        Scale(tensor=2, execution=execution, **KNOBS)
+    Scale(tensor=1, execution=execution, **KNOBS)
+    Scale(tensor=2, execution=eager, **KNOBS)

@@ -1,0 +1,220 @@
+"""Optimizers: each is AdamW as it is written, sharded as whole, and what a checkpoint holds of it brings it back."""
+
+import importlib.util
+import sys
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from policies import mesh_of_one
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from grpo_fn.shell.policy import optimizer
+
+KNOBS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
+knobs = st.fixed_dictionaries(
+    {
+        "lr": st.floats(1e-5, 0.1),
+        "beta1": st.floats(0.0, 0.95),
+        "beta2": st.floats(0.5, 0.999),
+        "eps": st.floats(1e-8, 1e-2),
+        "weight_decay": st.sampled_from([0.0, 0.01, 0.3]),
+    }
+)
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="NOT TESTED: adamw_8bit needs torchao: pip install 'grpo-fn[adamw8bit]'",
+)
+ALL = [
+    optimizer.adamw,
+    optimizer.adamw_foreach,
+    pytest.param(optimizer.adamw_8bit, marks=needs_torchao),
+]
+
+
+def net(seed: int) -> nn.Module:
+    """Matrices of 64 x 128 (kept in codes by adamw_8bit), vectors, and a matrix too small for codes."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(128, 64), nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 3))
+
+
+def gradients(model: nn.Module, seed: int, steps: int) -> list[list[torch.Tensor]]:
+    """Of one sign each and of magnitude 0.5 to 1: in the finest part of the map of 8 bits."""
+    draw = torch.Generator().manual_seed(seed)
+    signs = [torch.randint(0, 2, p.shape, generator=draw) * 2.0 - 1 for p in model.parameters()]
+    return [[s * (0.5 + torch.rand(s.shape, generator=draw) / 2) for s in signs] for _ in range(steps)]
+
+
+def step(made: torch.optim.Optimizer, params: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
+    for p, grad in zip(params, grads, strict=True):
+        if isinstance(p, torch.distributed.tensor.DTensor):
+            local = grad.clone()  # a world of one holds all of it
+            p.grad = torch.distributed.tensor.DTensor.from_local(local, p.device_mesh, p.placements)
+        else:
+            p.grad = grad.clone()
+    made.step()
+
+
+def written_out(p, grads, *, lr, beta1, beta2, eps, weight_decay):
+    """Algorithm 2 of arXiv:1711.05101 in float64, decay on matrices alone."""
+    p, m, v = p.detach().double(), 0.0, 0.0
+    decay = weight_decay if p.ndim == 2 else 0.0
+    for t, g in enumerate((g.double() for g in grads), 1):
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        p = p - lr * (m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + decay * p)
+    return p, m, v
+
+
+@pytest.mark.parametrize("make", [optimizer.adamw, optimizer.adamw_foreach])
+@given(knobs, st.integers(0, 99), st.integers(1, 4))
+def test_it_is_adamw_as_it_is_written(make, given_knobs, seed, steps):
+    model = net(seed)
+    before = [p.detach().clone() for p in model.parameters()]
+    made, grads = make(model.parameters(), **given_knobs), gradients(model, seed, steps)
+    for each in grads:
+        step(made, list(model.parameters()), each)
+    for p, old, g in zip(model.parameters(), before, zip(*grads, strict=True), strict=True):
+        torch.testing.assert_close(p.detach().double(), written_out(old, g, **given_knobs)[0], rtol=2e-6, atol=2e-7)
+
+
+@needs_torchao
+@settings(max_examples=10)
+@given(knobs, st.integers(0, 99))
+def test_the_first_step_in_8_bits_is_adamw_and_its_moments_are_within_half_a_code(given_knobs, seed):
+    model = net(seed)
+    before = [p.detach().clone() for p in model.parameters()]
+    made, (grads,) = optimizer.adamw_8bit(model.parameters(), **given_knobs), gradients(model, seed, 1)
+    step(made, list(model.parameters()), grads)
+    for p, old, g in zip(model.parameters(), before, grads, strict=True):
+        wanted, m, v = written_out(old, [g], **given_knobs)
+        rounding = 2e-7 / (1 - max(given_knobs["beta1"], given_knobs["beta2"]))  # of 1 - beta^t in float32
+        torch.testing.assert_close(p.detach().double(), wanted, rtol=2e-6, atol=2e-7 + given_knobs["lr"] * rounding)
+        state = made.state[p]
+        # Ends of the map: 64 fractions from 0.1 to 1 with a sign, 128 without; half a gap of the block's largest. At
+        # the negative end a whole one, since the map has no -1.
+        for moment, exact, gap in ((state["exp_avg"], m, 0.9 / 64), (state["exp_avg_sq"], v, 0.9 / 128)):
+            off = (optimizer.plain(moment).double() - exact).abs().amax()
+            assert off <= (gap / 2 + 1e-4) * exact.abs().amax()
+            assert (off > 1e-5 * exact.abs().amax()) == hasattr(moment, "codes")
+            assert hasattr(moment, "codes") == (p.numel() >= 4096)
+
+
+@needs_torchao
+def test_steps_in_8_bits_stay_as_near_to_adamw_as_the_moments_are():
+    model = net(0)
+    before = [p.detach().clone() for p in model.parameters()]
+    made, grads = optimizer.adamw_8bit(model.parameters(), **KNOBS), gradients(model, 0, 4)
+    for each in grads:
+        step(made, list(model.parameters()), each)
+    for p, old, g in zip(model.parameters(), before, zip(*grads, strict=True), strict=True):
+        wanted = written_out(old, g, **KNOBS)[0]
+        # Half a gap is at most 1.5 % of a moment of half the largest or more: 2.2 % of an update, each step.
+        assert (p.detach().double() - wanted).abs().amax() <= KNOBS["lr"] * 0.022 * (0 + 1 + 2 + 3)
+        assert (p.numel() < 4096) == torch.allclose(p.detach().double(), wanted, rtol=2e-6, atol=2e-7)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for layer in model:
+        fully_shard(layer, mesh=mesh_of_one())
+    return fully_shard(model, mesh=mesh_of_one())
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_a_sharded_step_is_the_whole_one(make):
+    whole, parts = net(3), sharded(net(3))
+    one, other = (make(model.parameters(), **KNOBS) for model in (whole, parts))
+    for grads in gradients(whole, 3, 3):
+        step(one, list(whole.parameters()), grads)
+        step(other, list(parts.parameters()), grads)
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(p, q.full_tensor())
+        for key, value in one.state[p].items():
+            theirs = optimizer.plain(other.state[q][key])
+            assert torch.equal(optimizer.plain(value), getattr(theirs, "full_tensor", lambda t=theirs: t)())
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("make", ALL)
+def test_what_a_checkpoint_holds_brings_it_back_bit_for_bit(make, spread):
+    """Steps with gradients of every magnitude, moments taken out, a fresh optimizer filled in, and on with both."""
+    model, again = (sharded(net(5)) if spread else net(5) for _ in range(2))
+    made, fresh = (make(m.parameters(), **KNOBS) for m in (model, again))
+    draw = torch.Generator().manual_seed(5)
+
+    def wild():
+        return [torch.randn(p.shape, generator=draw) ** 5 for p in model.parameters()]
+
+    for _ in range(3):
+        step(made, list(model.parameters()), wild())
+    step(fresh, list(again.parameters()), [torch.zeros(p.shape) for p in again.parameters()])
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        with torch.no_grad():
+            q.copy_(p)
+        for key, value in fresh.state[q].items():
+            held = optimizer.plain(value)
+            assert not hasattr(getattr(held, "_local_tensor", held), "codes")
+            held.copy_(optimizer.plain(made.state[p][key]))
+            optimizer.take(value, held)
+            assert torch.equal(_all(optimizer.plain(value)), _all(optimizer.plain(made.state[p][key]))), key
+    for _ in range(2):
+        grads = wild()
+        step(made, list(model.parameters()), grads)
+        step(fresh, list(again.parameters()), grads)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(_all(p), _all(q))
+
+
+def _all(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+@needs_torchao
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(-30, 20), st.integers(1, 9), st.booleans())
+def test_values_of_whole_blocks_come_back_exactly(seed, power, spread, signed):
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state, again = (OptimState8bit.zeros((20, 256), signed=signed) for _ in range(2))
+    values = torch.randn(20, 256, generator=torch.Generator().manual_seed(seed)) ** spread * 2.0**power
+    values[0] = 0.0
+    values[1] = -values[1].abs()
+    state.copy_(values if signed else values.abs())
+    optimizer.take(again, optimizer.plain(state))
+    assert torch.equal(optimizer.plain(again), optimizer.plain(state))
+
+
+@needs_torchao
+def test_values_that_are_no_codes_go_to_the_nearest():
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    state, own = (OptimState8bit.zeros((20, 256), signed=True) for _ in range(2))
+    values = torch.randn(20, 256, generator=torch.Generator().manual_seed(0))
+    optimizer.take(state, values)
+    own.copy_(values)
+    assert torch.equal(optimizer.plain(state), optimizer.plain(own))
+    assert (optimizer.plain(state) - values).abs().max() <= 0.0075 * values.abs().max()
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_a_learning_rate_is_a_plain_number_that_may_be_set(make):
+    model = net(0)
+    made = make(model.parameters(), **KNOBS)
+    before = [p.detach().clone() for p in model.parameters()]
+    for group in made.param_groups:
+        assert group["lr"] == KNOBS["lr"]
+        assert isinstance(group["lr"], float)
+        group["lr"] = 0.0
+    step(made, list(model.parameters()), gradients(model, 0, 1)[0])
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert [group["lr"] for group in made.param_groups] == [0.0, 0.0]
+
+
+def test_8_bits_without_torchao_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ValueError, match=r"got adamw_8bit without torchao .*pip install 'grpo-fn\[adamw8bit\]'"):
+        optimizer.adamw_8bit(net(0).parameters(), **KNOBS)

@@ -1,0 +1,366 @@
+"""A digest is a matter of every bit, its place, name, shape and dtype, and of nothing else: not of who holds what."""
+
+import json
+import struct
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from crew import crew
+from hypothesis import assume, given
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from grpo_fn.core import checksums
+from grpo_fn.core.checksums import BITS, GAMMA, QUANTITIES, chained, digest, mix, seed_of, share, signed, total
+from grpo_fn.core.types import Batch, Reward, Rollout, Scores
+from grpo_fn.shell.policy.checksums import Piece, append, joined, pieces, recorded, shares
+
+pytestmark = pytest.mark.xdist_group("digest")
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+@st.composite
+def tensors(draw: st.DrawFn, least: int = 0) -> Tensor:
+    """Any bits of any dtype and of any shape up to three axes."""
+    shape = draw(st.lists(st.integers(least, 5), min_size=least, max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    words = torch.randint(-(2**62), 2**62, shape, generator=generator)
+    return words.to(BITS[dtype.itemsize]).view(dtype)
+
+
+@given(tensors(least=1), st.data())
+def test_one_flipped_bit_gives_another(x: Tensor, data: st.DataObject) -> None:
+    flat = x.clone().view(BITS[x.element_size()])
+    place = tuple(data.draw(st.integers(0, n - 1)) for n in x.shape)
+    bit = 0 if x.dtype == torch.bool else data.draw(st.integers(0, 8 * x.element_size() - 1))
+    width = 8 * x.element_size()
+    word = (int(flat[place]) ^ (1 << bit)) % 2**width
+    flat[place] = word if flat.dtype == torch.uint8 else (word + 2 ** (width - 1)) % 2**width - 2 ** (width - 1)
+    assert digest(flat.view(x.dtype)) != digest(x)
+    flat[place] = x.view(flat.dtype)[place]
+    assert digest(flat.view(x.dtype)) == digest(x)
+
+
+@given(tensors(least=1), st.data())
+def test_two_elements_that_change_places_give_another(x: Tensor, data: st.DataObject) -> None:
+    flat = x.flatten()
+    i, j = (data.draw(st.integers(0, len(flat) - 1)) for _ in range(2))
+    swapped = flat.clone()
+    swapped[i], swapped[j] = flat[j], flat[i]
+    bits = BITS[x.element_size()]
+    assume(not torch.equal(swapped.view(bits), flat.view(bits)))
+    assert digest(swapped.reshape(x.shape)) != digest(x)
+
+
+@given(tensors())
+def test_it_depends_on_values_and_not_on_memory(x: Tensor) -> None:
+    strided = x[..., None].repeat_interleave(2, -1)[..., 0] if x.ndim else x.clone()
+    back = x.flip(list(range(x.ndim))).flip(list(range(x.ndim)))
+    assert digest(x) == digest(strided) == digest(back) == digest(x.clone())
+    assert 0 <= digest(x) < 2**64
+
+
+@given(tensors())
+def test_dtype_and_shape_enter(x: Tensor) -> None:
+    same_bits = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bool: torch.uint8}
+    if x.dtype in same_bits:
+        assert digest(x.view(same_bits[x.dtype])) != digest(x)
+    assert digest(x[None]) != digest(x)
+    assert digest(x.flatten()) != digest(x) or x.ndim == 1
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(torch.float32, "<I"), (torch.float64, "<Q")])
+def test_nans_and_zeros_are_told_apart(dtype: torch.dtype, code: str) -> None:
+    width = 8 * struct.calcsize(code)
+    exponent = 0xFF << 23 if width == 32 else 0x7FF << 52
+    words = [0, 1 << (width - 1), exponent, exponent | 1, exponent | 2, exponent | 1 << (width - 1) | 1]
+    made = [torch.frombuffer(bytearray(struct.pack(code, word)), dtype=dtype) for word in words]
+    assert made[0] == made[1]
+    assert made[3].isnan()
+    assert made[4].isnan()
+    assert len({digest(x) for x in made}) == len(words)
+
+
+def test_an_empty_tensor_has_one_too() -> None:
+    shapes = [(0,), (0, 3), (3, 0), (1, 0)]
+    assert len({digest(torch.empty(shape)) for shape in shapes}) == len(shapes)
+
+
+def test_complex_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"complex64.*wanted real"):
+        digest(torch.zeros(2, dtype=torch.complex64))
+
+
+def test_the_mixing_function_is_splitmix64s() -> None:
+    """The first outputs of the generator with the seed 1234567, as its author's program prints them."""
+    state = torch.tensor([signed(1234567 + i * GAMMA) for i in range(1, 6)])
+    assert [int(z) % 2**64 for z in mix(state)] == [
+        *(6457827717110365317, 3203168211198807973, 9817491932198370423),
+        *(4593380528125082431, 16408922859458223821),
+    ]
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), unique=True, max_size=50))
+def test_mixing_loses_nothing(words: list[int]) -> None:
+    assert len({int(z) for z in mix(torch.tensor([signed(word) for word in words], dtype=torch.int64))}) == len(words)
+
+
+def test_multiples_of_the_golden_step_keep_their_distance() -> None:
+    """At less than 2^30 places apart they are 2^32 apart or more, so elements of 32 bits never share an argument.
+
+    Of all multiples up to k, the nearest to 0 are at convergents of the continued fraction of g / 2^64.
+    """
+    least, (a, b), (p, q) = 2**64, (GAMMA, 2**64), (0, 1)
+    while a:
+        digit, (a, b) = b // a, (b % a, a)
+        p, q = q, p + digit * q
+        if q < 2**30:
+            multiple = q * GAMMA % 2**64
+            least = min(least, multiple, 2**64 - multiple)
+    assert least >= 2**32
+    sample = (torch.arange(1, 2**16) * signed(GAMMA)).abs()
+    assert int(sample.min()) >= least
+
+
+@given(tensors(least=1), st.data())
+def test_any_cut_into_blocks_adds_up(x: Tensor, data: st.DataObject) -> None:
+    seed = seed_of("name", x.shape, x.dtype)
+    blocks = [(tuple(0 for _ in x.shape), x)]
+    for axis in range(x.ndim):
+        cut = data.draw(st.integers(0, x.shape[axis]))
+        blocks = [
+            ((*offset[:axis], offset[axis] + start, *offset[axis + 1 :]), part)
+            for offset, block in blocks
+            for start, part in ((0, block.narrow(axis, 0, cut)), (cut, block.narrow(axis, cut, x.shape[axis] - cut)))
+        ]
+    blocks = data.draw(st.permutations(blocks))
+    whole = total(seed, [share(x, [0] * x.ndim, x.shape, seed)])
+    assert total(seed, [share(part, offset, x.shape, seed) for offset, part in blocks]) == whole
+
+
+def test_a_large_tensor_in_chunks_is_the_same_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(37, 11, generator=torch.Generator().manual_seed(0))
+    at_once = digest(x)
+    for chunk in (1, 10, 11, 100):
+        monkeypatch.setattr(checksums, "CHUNK", chunk)
+        assert digest(x) == at_once
+
+
+# -- over ranks
+
+
+@given(tensors(), st.integers(1, 4))
+def test_copies_count_once_and_other_copies_do_not(x: Tensor, ranks: int) -> None:
+    alone = joined([shares({"w": x})])
+    assert joined([shares({"w": x}) for _ in range(ranks)]) == alone
+    odd = shares({"w": x})
+    seed, (piece,) = odd["w"]
+    odd["w"] = seed, [piece._replace(share=piece.share ^ 1)]
+    assert joined([*(shares({"w": x}) for _ in range(ranks)), odd]) != alone
+
+
+@given(st.lists(tensors(), min_size=2, max_size=2))
+def test_names_enter_and_their_order_does_not(pair: list[Tensor]) -> None:
+    x, y = pair
+    one = joined([shares({"a": x, "b": y})])
+    assert joined([shares({"b": y, "a": x})]) == one
+    assert joined([shares({"a": x}), shares({"b": y})]) == one, "every rank may hold tensors of its own"
+    assert joined([shares({"a": x, "c": y})]) != one
+
+
+PLACEMENTS = {
+    "rows": ((2,), [Shard(0)]),
+    "columns": ((2,), [Shard(1)]),
+    "copies": ((2,), [Replicate()]),
+    "four": ((4,), [Shard(0)]),
+    "hybrid": ((2, 2), [Replicate(), Shard(0)]),
+    "both axes": ((2, 2), [Shard(0), Shard(1)]),
+    "same axis": ((2, 2), [Shard(0), Shard(0)]),
+}
+SHAPES = [(8, 6), (7, 5), (1, 3), (3, 2), (5, 1)]
+MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def spread(world, shape: tuple[int, ...], placements: list, tensors: list[Tensor]) -> list:
+    """In a rank: its shares of the tensors, placed so."""
+    if shape not in MESHES:
+        MESHES[shape] = init_device_mesh("cpu", shape)
+    placed = {str(i): distribute_tensor(x, MESHES[shape], placements) for i, x in enumerate(tensors)}
+    assert all(isinstance(x, DTensor) for x in placed.values())
+    return world.exchange(shares(placed), what="digests")
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_tensor_over_ranks_has_the_digest_of_the_whole(name: str) -> None:
+    shape, placements = PLACEMENTS[name]
+    generator = torch.Generator().manual_seed(5)
+    whole = [torch.randn(size, generator=generator) for size in SHAPES]
+    whole += [torch.randn(SHAPES[0], generator=generator).bfloat16()]
+    wanted = joined([shares({str(i): x for i, x in enumerate(whole)})])
+    ranks = 1
+    for n in shape:
+        ranks *= n
+    for brought in crew(ranks).run(spread, shape, placements, whole):
+        assert joined(brought) == wanted
+    whole[0][3, 2] += 1e-6
+    assert joined([shares({str(i): x for i, x in enumerate(whole)})]) != wanted
+
+
+def unsummed(world) -> str:
+    """In a rank: what becomes of a sum that is still in parts."""
+    from torch.distributed.tensor import Partial
+
+    x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
+    try:
+        shares({"x": x})
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_sum_in_parts_is_refused() -> None:
+    assert all(crew(2).run(unsummed))
+
+
+def test_a_piece_is_where_it_lies() -> None:
+    x = torch.zeros(2, 3)
+    assert [where for where, _ in pieces(x)] == [((0, 0), (2, 3))]
+    assert Piece((0,), (2,), 1) != Piece((1,), (2,), 1)
+
+
+# -- of a step
+
+
+def step(seed: int, rows: int = 6, width: int = 9) -> tuple[Rollout, Reward, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    column, length = torch.arange(width), torch.randint(1, width - 2, (rows, 1), generator=generator)
+    mask = (column >= 2) & (column < 2 + length)
+    tokens = torch.randint(0, 50, (rows, width), generator=generator)
+    values = torch.randn(5, rows, width, generator=generator)
+    rollout = Rollout(tokens, mask, -values[0].abs(), torch.zeros(rows, dtype=torch.bool), ("",) * rows)
+    value = torch.randn(2, rows // 2, generator=generator)
+    reward = Reward(value, torch.ones_like(value, dtype=torch.bool), {"a": value / 2, "b": value / 3})
+    return rollout, reward, values[1].reshape(2, rows // 2, width), values[2]
+
+
+def sent(rollout: Rollout, signal: Tensor, cuts: list[int]) -> list[tuple[Batch, Scores]]:
+    """The rows in micro-batches that end at the cuts."""
+    bounds = [0, *cuts, len(signal)]
+    found = []
+    for i, j in pairwise(bounds):
+        rows = [x[i:j] for x in (rollout.tokens, rollout.mask, *([signal] * 4), rollout.mask)]
+        found += [(Batch(*rows), Scores(signal[i:j], 2 * signal[i:j]))] if i < j else []
+    return found
+
+
+@given(st.integers(0, 2**32), st.integers(0, 3), st.lists(st.integers(0, 6), max_size=3).map(sorted))
+def test_padding_and_micro_batches_are_nobodys_business(seed: int, extra: int, cuts: list[int]) -> None:
+    rollout, reward, adv, old = step(seed)
+    wanted = checksums.of_step(rollout, reward, adv, old, sent(rollout, old, []))
+    pad = partial(torch.nn.functional.pad, pad=(0, extra), value=3)
+    mask = torch.nn.functional.pad(rollout.mask, (0, extra))
+    wide = rollout._replace(tokens=pad(rollout.tokens), mask=mask, logp_sampled=pad(rollout.logp_sampled))
+    garbage = torch.where(mask, pad(old), torch.nan)
+    found = checksums.of_step(wide, reward, pad(adv), garbage, sent(wide, garbage, cuts))
+    assert found == wanted
+    assert set(wanted) | {"gradients", "weights"} == set(QUANTITIES)
+
+
+@given(st.integers(0, 2**32), st.data())
+def test_whatever_changes_is_named_and_nothing_else(seed: int, data: st.DataObject) -> None:
+    rollout, reward, adv, old = step(seed)
+    b = data.draw(st.integers(0, 5))
+    t = data.draw(st.sampled_from(rollout.mask[b].nonzero()[:, 0].tolist()))
+    p, g = divmod(b, 3)
+    changed = {
+        "tokens": [rollout._replace(tokens=bumped(rollout.tokens, (b, t))), reward, adv, old, old],
+        "rewards": [rollout, reward._replace(value=bumped(reward.value, (p, g))), adv, old, old],
+        "advantages": [rollout, reward, bumped(adv, (p, g, t)), old, old],
+        "logp_old": [rollout, reward, adv, bumped(old, (b, t)), old],
+        "signal": [rollout, reward, adv, old, bumped(old, (b, t))],
+    }
+    wanted = checksums.of_step(rollout, reward, adv, old, sent(rollout, old, []))
+    name = data.draw(st.sampled_from(sorted(changed)))
+    *parts, signal = changed[name]
+    assert checksums.differing(wanted, checksums.of_step(*parts, sent(rollout, signal, []))) == [name]
+
+
+def bumped(x: Tensor, place: tuple[int, ...]) -> Tensor:
+    """The tensor with one element changed."""
+    x = x.clone()
+    x[place] += 1
+    return x
+
+
+@given(st.integers(0, 2**32))
+def test_what_is_sent_to_the_entropy_is_a_part_of_the_signal(seed: int) -> None:
+    rollout, _, _, old = step(seed)
+    (one,) = sent(rollout, old, [])
+    t = int(rollout.mask[0].int().argmax())
+    other = one[0], one[1]._replace(entropy=bumped(one[1].entropy, (0, t)))
+    assert checksums.of_signal([one]) != checksums.of_signal([other])
+    assert checksums.of_signal([one, one]) != checksums.of_signal([one]) != checksums.of_signal([])
+
+
+@given(st.integers(0, 2**32))
+def test_the_rest_of_a_rollout_and_of_a_reward_enters(seed: int) -> None:
+    rollout, reward, _, _ = step(seed)
+    tokens = checksums.of_rollout(rollout)
+    assert checksums.of_rollout(rollout._replace(truncated=~rollout.truncated)) != tokens
+    first = int(rollout.mask[0].int().argmax())
+    assert checksums.of_rollout(rollout._replace(tokens=bumped(rollout.tokens, (0, first - 1)))) != tokens, "the prompt"
+    unsampled = rollout.mask.clone()
+    unsampled[0, 1] = True
+    assert checksums.of_rollout(rollout._replace(mask=unsampled)) != tokens
+    rewards = checksums.of_reward(reward)
+    assert checksums.of_reward(reward._replace(valid=~reward.valid)) != rewards
+    parts = reward.parts
+    assert checksums.of_reward(reward._replace(parts={"b": parts["b"], "a": parts["a"]})) == rewards
+    assert checksums.of_reward(reward._replace(parts={"a": parts["b"], "b": parts["a"]})) != rewards
+    assert checksums.of_reward(reward._replace(parts={"a": parts["a"], "c": parts["b"]})) != rewards
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=5), st.lists(st.integers(0, 2**64 - 1), max_size=5))
+def test_a_chain_is_one_of_its_links_in_their_order(one: list[int], other: list[int]) -> None:
+    assert (chained(one) == chained(other)) == (one == other)
+
+
+# -- the file
+
+
+def test_lines_come_back_and_a_torn_one_does_not(tmp_path: Path) -> None:
+    assert recorded(tmp_path) == {}
+    for number in (1, 2):
+        append(tmp_path, {"step": number, "tokens": f"{number:016x}"})
+    both = recorded(tmp_path)
+    assert both == {n: {"step": n, "tokens": f"{n:016x}"} for n in (1, 2)}
+    with open(tmp_path / "digests.jsonl", "a") as file:
+        file.write(json.dumps({"step": 3, "tokens": "0"})[:-4])
+    assert recorded(tmp_path) == both
+
+
+@pytest.mark.parametrize("line", ["", "{", "[1]", '{"tokens": "0"}', "\x00"])
+def test_a_line_that_is_none_is_told(tmp_path: Path, line: str) -> None:
+    append(tmp_path, {"step": 1})
+    with open(tmp_path / "digests.jsonl", "a") as file:
+        file.write(line + "\n")
+    append(tmp_path, {"step": 3})
+    with pytest.raises(ValueError, match=r"digests.jsonl:2 .*wanted a JSON object with a step"):
+        recorded(tmp_path)

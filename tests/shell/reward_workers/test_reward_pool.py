@@ -1,0 +1,389 @@
+"""The reward pool: what a model writes costs at most its own row, and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from functools import partial
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pool_rewards import (
+    calls_so_far,
+    hands_on,
+    length_of_text,
+    not_a_number,
+    obeys,
+    own_process,
+    raises,
+    raises_an_unprintable_one,
+    raises_what_it_is_told,
+    scaled,
+    slowly,
+    takes,
+    unscorable,
+)
+
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.rewards.math import correct
+from grpo_fn.rewards.wrappers import within
+from grpo_fn.shell.reward_workers.reward_pool import COMPLAINTS, Job, RewardError, RewardPool
+from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE, Outcome
+
+
+def asked(*texts, answer="42"):
+    return [Problem(i, "?", answer, {}) for i in range(len(texts))], [Completion(text, 1, False) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RewardPool(workers=2, deadline=2.0, memory_mb=1024, stop_on_error=True) as pool:
+        yield pool
+
+
+def lost(pool, fn, *rows):
+    """What the rows score, and which counters that moved."""
+    before = dict(pool.counts)
+    scores = pool.score(fn, *rows)
+    return scores, {name: count - before[name] for name, count in pool.counts.items() if count != before[name]}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 300])
+def test_scores_come_back_in_the_order_of_the_rows(pool, rows):
+    texts = ["x" * (i % 97) for i in range(rows)]
+    assert pool.score(length_of_text, *asked(*texts)) == [float(len(text)) for text in texts]
+    assert pool.score(partial(scaled, by=2), *asked(*texts)) == [2.0 * len(text) for text in texts]
+
+
+def test_a_reward_may_say_that_it_cannot_score(pool):
+    assert lost(pool, unscorable, *asked("a", "b")) == ([None, None], {})
+
+
+def test_equal_rows_are_scored_once():
+    with RewardPool(workers=1, deadline=5.0, memory_mb=1024, stop_on_error=True) as pool:
+        problem, twin = Problem(0, "?", "1", {}), Problem(0, "?", "1", {"row": 7})
+        same = Completion("a", 1, False)
+        rows = [(problem, same), (problem, same), (twin, same), (problem, same._replace(truncated=True)), (twin, same)]
+        assert pool.score(calls_so_far, *zip(*rows, strict=True)) == [1.0, 1.0, 2.0, 3.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("sleep", "timeouts"),
+        ("child", "timeouts"),
+        ("exit", "deaths"),
+        ("leave", "deaths"),
+        ("segfault", "deaths"),
+        ("allocate", "deaths"),
+        ("shout", "errors"),
+    ],
+)
+def test_a_lost_worker_costs_its_own_row_only(pool, text, reason):
+    texts = [f"fine {i}" for i in range(20)]
+    texts[10] = text
+    scores, moved = lost(pool, obeys, *asked(*texts))
+    assert scores == [1.0] * 10 + [None] + [1.0] * 9
+    assert moved == {reason: 1}
+
+
+def test_a_reward_that_prints_or_reads_stdin_disturbs_nobody(pool):
+    assert lost(pool, obeys, *asked("print", "fine")) == ([1.0, 1.0], {})
+
+
+def test_an_exception_in_a_reward_names_function_row_and_text_and_leaves_the_pool_usable(pool):
+    with pytest.raises(RewardError, match=r"(?s)raises raised on problem 1, completion 'bad'.*KeyError: 'boom'"):
+        pool.score(raises, *asked("good", "bad", "fine"))
+    assert pool.score(raises, *asked("good", "fine")) == [1.0, 1.0]
+
+
+def test_a_reward_that_is_no_finite_number_is_an_error(pool):
+    with pytest.raises(RewardError, match="wanted a finite number or None"):
+        pool.score(not_a_number, *asked("a"))
+
+
+@pytest.fixture(scope="module")
+def patient():
+    """Goes on after an exception."""
+    with RewardPool(workers=2, deadline=1.0, memory_mb=1024, stop_on_error=False) as pool:
+        yield pool
+
+
+def reasons(outcomes):
+    return [outcome.reason for outcome in outcomes]
+
+
+LOSSES = {
+    "sleep": "late: no answer within 2 s",
+    "exit": "worker died (memory limit or crash)",
+    "allocate": "worker died (memory limit or crash)",
+    "shout": "worker talked nonsense",
+}
+
+
+@pytest.mark.parametrize("text", LOSSES)
+def test_a_row_without_a_value_says_why_and_how_long_it_took(pool, text):
+    outcomes = pool.judge(obeys, *asked("fine", text, "fine"))
+    assert [outcome.value for outcome in outcomes] == [1.0, None, 1.0]
+    assert reasons(outcomes) == ["", LOSSES[text], ""]
+    assert all(0 <= outcome.seconds < 1.0 for outcome in outcomes[::2])
+    low = 2.0 if text == "sleep" else 0.0
+    assert low <= outcomes[1].seconds < low + 1.5
+
+
+def test_none_that_a_reward_returns_has_a_reason_too(pool):
+    assert reasons(pool.judge(unscorable, *asked("a"))) == [RETURNED_NONE]
+
+
+def test_seconds_are_those_of_the_row_and_not_of_its_neighbours(pool):
+    problems, completions = asked(*"abcdefgh")
+    for outcome in pool.judge(partial(takes, seconds=0.1), problems, completions):
+        assert 0.1 <= outcome.seconds < 0.6
+
+
+@given(st.lists(st.sampled_from(["fine", "bad", "x", "xx"]), max_size=20))
+def test_score_is_judge_without_the_reasons_and_rows_do_not_meet(patient, texts):
+    outcomes = patient.judge(raises, *asked(*texts))
+    assert [outcome.value for outcome in outcomes] == [None if text == "bad" else 1.0 for text in texts]
+    assert reasons(outcomes) == ["KeyError: 'boom'" if text == "bad" else "" for text in texts]
+    assert patient.score(raises, *asked(*texts)) == [outcome.value for outcome in outcomes]
+
+
+def test_an_exception_costs_its_row_and_no_process_where_it_is_not_to_stop_everything(patient):
+    before = {worker.pid for worker in psutil.Process().children()}
+    texts = ["good", "bad"] * 20
+    scores, moved = lost(patient, own_process, *asked(*texts))
+    assert moved == {"raised": 20}
+    assert scores[1::2] == [None] * 20
+    assert set(scores[::2]) <= {float(pid) for pid in before}
+
+
+def test_complaints_tell_of_each_kind_of_loss_once_and_are_bounded():
+    with RewardPool(workers=1, deadline=1.0, memory_mb=1024, stop_on_error=False) as one:  # so rows come in order
+        one.score(raises, *asked("bad", "good", "bad"))
+        (text,) = one.complaints
+        assert text.startswith("pool_rewards.raises lost problem 0, completion 'bad': KeyError: 'boom'\nTraceback")
+        one.score(obeys, *asked("exit"))
+        assert one.complaints[1].endswith("completion 'exit': worker died (memory limit or crash)")
+        one.score(raises_what_it_is_told, *asked(*map(str, range(100))))
+        assert len(one.complaints) == COMPLAINTS
+        one.complaints.clear()
+        one.score(raises, *asked("bad"))
+        assert len(one.complaints) == 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "text", "reason"),
+    [
+        (raises_what_it_is_told, "two\nlines", "ValueError: got two lines"),
+        (raises_what_it_is_told, "x" * 10**6, "ValueError: got xxx"),
+        (raises_what_it_is_told, "\ud800", "ValueError: got \ud800"),
+        (raises_an_unprintable_one, "", "Unprintable: <exception str() failed>"),
+        (not_a_number, "", "ValueError: reward: got float nan, wanted a finite number or None"),
+    ],
+    ids=["lines", "length", "surrogate", "unprintable", "NaN"],
+)
+def test_whatever_is_raised_becomes_one_short_line(patient, fn, text, reason):
+    (got,) = reasons(patient.judge(fn, *asked(text)))
+    assert got.removeprefix("pool_rewards.").startswith(reason)
+    assert len(got) <= 200
+    assert "\n" not in got
+
+
+def test_a_reward_may_be_async(patient):
+    texts = ["a", "raise", "none", "sleep", "cancel", "leave behind", "together", "b"]
+    outcomes = patient.judge(slowly, *asked(*texts))
+    assert [outcome.value for outcome in outcomes] == [1.0, None, None, None, None, 1.0, 10.0, 1.0]
+    assert reasons(outcomes)[1:5] == [
+        "KeyError: 'boom'",
+        RETURNED_NONE,
+        "late: no answer within 1 s",
+        "RuntimeError: the reward was cancelled from inside",
+    ]
+    assert patient.score(hands_on, *asked("a", "none")) == [1.0, None]
+
+
+POOLS = "late: no answer within 0.3 s"
+
+
+@pytest.mark.parametrize(("own", "value", "reason"), [(0.2, None, "late: no answer within 0.2 s"), (60.0, 1.0, "")])
+def test_a_reward_may_have_a_deadline_of_its_own(own, value, reason):
+    slow = partial(takes, seconds=0.6)
+    with RewardPool(workers=1, deadline=0.3, memory_mb=1024, stop_on_error=True) as pool:
+        for fn, wanted in ((partial(within, reward=slow, seconds=own), (value, reason)), (slow, (None, POOLS))):
+            (got,) = pool.judge(fn, *asked("a"))
+            assert (got.value, got.reason) == wanted
+
+
+def test_a_reward_with_a_deadline_goes_by_its_own_name(pool):
+    with pytest.raises(RewardError, match="raises raised on problem 0"):
+        pool.score(partial(within, reward=raises, seconds=1.0), *asked("bad"))
+
+
+def test_rows_may_be_added_while_others_are_scored(pool):
+    problems, completions = asked(*("x" * n for n in range(200)))
+    rows, outcomes = deque(zip(problems, completions, strict=True)), []
+    with pool.job(length_of_text) as job:
+        while rows or job:
+            while rows and len(job) < 10:
+                job.add(*rows.popleft())
+            pool.turn(job, watching=())
+            outcomes += job.take()
+    assert [outcome.value for outcome in outcomes] == [float(n) for n in range(200)]
+
+
+def test_equal_rows_share_an_outcome_until_it_is_taken():
+    (problem,), (completion,) = asked("a")
+    job = Job(length_of_text, 1.0)
+    for text in "abb":
+        job.add(problem, completion._replace(text=text))
+    first, second = job.waiting
+    first.outcome = Outcome(1.0, "", 0.0)
+    assert list(job.take()) == [first.outcome]
+    job.add(problem, completion._replace(text="b"))
+    assert len(job.waiting) == 2
+    second.outcome = Outcome(2.0, "", 0.0)
+    assert list(job.take()) == [second.outcome] * 3
+    job.add(problem, completion._replace(text="b"))
+    assert len(job.waiting) == 3
+    assert not list(job.take())
+
+
+def test_a_turn_ends_when_what_is_watched_can_be_read(pool):
+    read, write = os.pipe()
+    with open(read, "rb", buffering=0) as reader, open(write, "wb", buffering=0) as writer, pool.job(obeys) as job:
+        job.add(*(column[0] for column in asked("sleep")))
+        assert not pool.turn(job, watching=[reader])  # the worker is ready; the row takes its 2 seconds
+        writer.write(b"x")
+        started = time.monotonic()
+        assert pool.turn(job, watching=[reader])
+        assert time.monotonic() - started < 1.0
+        assert not list(job.take())
+
+
+def test_time_that_the_caller_takes_between_turns_is_not_the_workers():
+    with (
+        RewardPool(workers=1, deadline=1.0, memory_mb=1024, stop_on_error=True) as pool,
+        pool.job(partial(takes, seconds=1.6)) as job,
+    ):
+        job.add(*(column[0] for column in asked("a")))
+        pool.turn(job, watching=())  # it is ready
+        time.sleep(1.1)
+        outcomes = []
+        while job:
+            pool.turn(job, watching=())
+            outcomes += job.take()
+        assert [outcome.value for outcome in outcomes] == [1.0]
+
+
+def test_two_jobs_at_once_are_refused(pool):
+    with pool.job(obeys) as job:
+        job.add(*(column[0] for column in asked("sleep")))
+        pool.turn(job, watching=())
+        with pytest.raises(RuntimeError, match="wanted one at a time"):
+            pool.score(obeys, *asked("fine"))
+    assert pool.score(obeys, *asked("fine")) == [1.0]
+
+
+def test_a_function_without_a_name_is_refused(pool):
+    with pytest.raises(ValueError, match="wanted a function that a module defines"):
+        pool.score(lambda problem, completion: 1.0, *asked("a"))
+
+
+BOMBS = {
+    "tower": r"\boxed{9^{9^{9^9}}}",
+    "factorial": r"\boxed{(10^{9})!}",
+    "nested factorials": r"\boxed{9!!!!}",
+    "binomial": r"\boxed{\binom{10^{10}}{10^9}}",
+    "sum": r"\boxed{\sum_{k=1}^{10^{12}} \frac{1}{k^k}}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
+def test_a_bomb_in_the_answer_is_never_right_and_hurts_no_other_row(pool, bomb):
+    texts = [r"\boxed{42}", r"\boxed{42.0}", bomb, r"\boxed{41.0}", "#### 42"]
+    (*before, score, wrong, last), _ = lost(pool, correct, *asked(*texts))
+    assert [*before, wrong, last] == [1.0, 1.0, 0.0, 1.0]
+    assert score in (0.0, None)
+
+
+@pytest.mark.parametrize("text", ["(" * 100, "{" * 60 + "}" * 60, r"\sqrt{" * 40 + "2" + "}" * 40, r"\frac12" * 30])
+def test_deep_nesting_is_never_right_and_hurts_no_other_row(pool, text):
+    (first, score, last), _ = lost(pool, correct, *asked(r"\boxed{42}", rf"\boxed{{{text}}}", r"\boxed{42.0}"))
+    assert (first, last) == (1.0, 1.0)
+    assert score in (0.0, None)
+
+
+def test_megabytes_of_text_pass_through_the_pipes(pool):
+    texts = ["x" * 2**20 + rf"\boxed{{{i}}}" for i in range(40, 50)]
+    assert lost(pool, correct, *asked(*texts)) == ([float(i == 42) for i in range(40, 50)], {})
+
+
+def test_a_worker_killed_between_calls_is_replaced_and_no_row_is_lost():
+    before = set(psutil.Process().children())  # what other tests keep: the server that forks, its tracker, a browser
+    with RewardPool(workers=2, deadline=60.0, memory_mb=1024, stop_on_error=True) as pool:
+        pool.score(length_of_text, *asked(*"abcdefgh"))
+        mine = set(psutil.Process().children()) - before
+        assert mine
+        for worker in mine:
+            worker.kill()
+        assert lost(pool, length_of_text, *asked("a", "bc", "d")) == ([1.0, 2.0, 1.0], {})
+
+
+def test_a_memory_limit_that_nothing_can_start_under_is_named():
+    with (
+        RewardPool(workers=1, deadline=1.0, memory_mb=16, stop_on_error=True) as pool,
+        pytest.raises(RuntimeError, match="16 MB"),
+    ):
+        pool.score(length_of_text, *asked("a"))
+
+
+@pytest.mark.parametrize(("knob", "value"), [("workers", 0), ("deadline", 0.0), ("memory_mb", -1)])
+def test_a_pool_without_workers_time_or_memory_is_refused(knob, value):
+    with pytest.raises(ValueError, match=f"{knob}: got {value}, wanted more than 0"):
+        RewardPool(**{"workers": 1, "deadline": 1.0, "memory_mb": 64, "stop_on_error": True, knob: value})
+
+
+def test_scoring_outside_the_context_is_refused():
+    with pytest.raises(RuntimeError, match="wanted it inside"):
+        RewardPool(workers=1, deadline=1.0, memory_mb=64, stop_on_error=True).score(length_of_text, *asked("a"))
+
+
+def gone(processes):
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return not alive
+
+
+def test_no_process_is_left_when_the_pool_closes():
+    before = set(psutil.Process().children(recursive=True))
+    with RewardPool(workers=2, deadline=0.5, memory_mb=1024, stop_on_error=True) as pool:
+        assert pool.score(obeys, *asked("child", "exit", "sleep", "fine")) == [None, None, None, 1.0]
+        mine = set(psutil.Process().children(recursive=True)) - before
+        assert len(mine) == 2
+    assert gone(mine)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+PARENT = """
+import sys
+from test_reward_pool import RewardPool, asked, obeys
+with RewardPool(workers=2, deadline=60.0, memory_mb=1024, stop_on_error=True) as pool:
+    print("up", flush=True)
+    pool.score(obeys, *asked("sleep", "fine"))
+"""
+
+
+def test_workers_die_with_their_parent_idle_or_busy():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=env)
+    assert parent.stdout.readline() == b"up\n"
+    time.sleep(1.5)  # one worker is asleep in a row, the other one waits
+    workers = psutil.Process(parent.pid).children()
+    assert len(workers) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert gone(workers)

@@ -1,0 +1,320 @@
+"""Slots filled again, steps that are captured, models that need another cache: a row stays what it is alone."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from fakes import VOCABULARY, qwen2_tied
+from families import FAMILIES
+from hypothesis import given, settings
+from test_local_sampler import CHOICES, EOS, KEY, alone, completions, problems, sampler
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
+
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.core.types import Rollout
+from grpo_fn.shell.model import blocks
+from grpo_fn.shell.sampler.local.cuda_graphs import Captured, Eager, Sizes, as_many, few
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, Code, Engine, compiled, unfit
+from grpo_fn.shell.sampler.local.kv_cache import seats
+from grpo_fn.shell.sampler.local.local_sampler import Held, LocalSampler
+
+EXAMPLES = settings.default.max_examples
+COSTLY = settings(max_examples=max(4, EXAMPLES // 20))
+TEXTS = ["Tom has", "aT é 7", "7 7 7 a a a T T", "a7"]
+CPU = torch.device("cpu")
+SMALL = Sizes(partial(few, least=1), partial(few, least=4), 3)  # as on CUDA: few shapes, several steps between looks
+
+
+def held(module: nn.Module, run: Eager | Captured, sizes: Sizes = SMALL, code: Code = WRITTEN) -> Held:
+    """Decodes in a way that is not this machine's own."""
+    made = Held()
+    assert unfit(module, CPU) is None
+    made.model, made.engine = module, Engine(module, sizes=sizes, run=run, code=code)
+    return made
+
+
+def assert_as_alone(s: LocalSampler, texts: list[str], rollout: Rollout) -> None:
+    group_size = len(rollout.tokens) // len(texts)
+    for b, tokens in enumerate(completions(rollout)):
+        p, g = divmod(b, group_size)
+        wanted, logps, truncated = alone(s, texts[p], 100 + p, g)
+        assert tokens == wanted
+        assert bool(rollout.truncated[b]) is truncated
+        got = rollout.logp_sampled[b][rollout.mask[b]]
+        torch.testing.assert_close(got, torch.tensor(logps), rtol=0, atol=1e-4)
+
+
+@lru_cache(maxsize=16)
+def ending(name: str) -> nn.Module:
+    """A model of the family, for which every fourth token or so ends a completion."""
+    made = FAMILIES[name](VOCABULARY)
+    made.generation_config.eos_token_id = [EOS, *range(0, 140, 2)]
+    return made
+
+
+def family(name: str, **knobs) -> LocalSampler:
+    s = sampler(**knobs)
+    return LocalSampler(**{**vars(s), "model": ending(name)})
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_rows_that_come_when_others_have_ended_are_the_plain_loops(name: str) -> None:
+    s = family(name, max_rows=3)
+    assert_as_alone(s, TEXTS, s.sample(problems(TEXTS), 2, key=KEY))
+    assert s.held.engine is not None  # no family is decoded with a cache that grows
+
+
+@COSTLY
+@given(
+    st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 6)
+)
+def test_looking_seldom_and_few_shapes_change_nothing(texts, group_size, max_rows, new) -> None:
+    knobs = {"max_rows": max_rows, "max_new_tokens": new, "stop": ("a", "é")}
+    wanted = sampler(**knobs).sample(problems(texts), group_size, key=KEY)
+    s = sampler(**knobs)
+    run = Captured(lambda: lambda step: (step(), step(), step)[2])  # warms up as a real one does
+    got = LocalSampler(**{**vars(s), "held": held(s.model, run)}).sample(problems(texts), group_size, key=KEY)
+    assert completions(got) == completions(wanted)
+    assert torch.equal(got.truncated, wanted.truncated)
+    torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+
+
+# -- captured steps
+
+
+class Counting:
+    """Captures nothing, and counts what it is asked to capture and to replay."""
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            step()
+
+        return replay
+
+
+def test_a_shape_is_captured_once_and_again_when_weights_have_moved() -> None:
+    module, counting = ending("qwen3_untied"), Counting()
+    run = Captured(lambda: counting)
+    s = LocalSampler(**{**vars(sampler()), "model": module, "held": held(module, run)})
+    first = s.sample(problems(TEXTS), 2, key=KEY)
+    shapes, steps = counting.captured, counting.replayed
+    assert 0 < shapes < steps
+    again = s.sample(problems(TEXTS), 2, key=KEY)
+    assert torch.equal(first.tokens, again.tokens)
+    assert (counting.captured, counting.replayed) == (shapes, 2 * steps)
+    module.lm_head.weight.data = module.lm_head.weight.data.clone()
+    assert torch.equal(s.sample(problems(TEXTS), 2, key=KEY).tokens, first.tokens)
+    assert counting.captured == 2 * shapes
+
+
+def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
+    def never(step: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    s = sampler()
+    wanted = s.sample(problems(TEXTS), 2, key=KEY)
+    other = LocalSampler(**{**vars(s), "held": held(s.model, Captured(lambda: never))})
+    with pytest.warns(RuntimeWarning, match="not as a CUDA graph: operation not permitted when stream is capturing$"):
+        assert torch.equal(other.sample(problems(TEXTS), 2, key=KEY).tokens, wanted.tokens)
+
+
+# -- compiled steps
+
+
+# Tracing alone tells what has to be built how often; building the code of all parts takes minutes.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_untied", "gemma2_capped"])
+def test_compiled_steps_draw_the_same_and_are_not_built_again(name: str, backend: str) -> None:
+    here = Path(__file__).parents[2] / "helpers"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here, here.parent)))}
+    command = [sys.executable, str(here / "compiled_decoding.py"), backend, name]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert all(found["same"])
+    assert max(found["apart"]) < 1e-5
+    once, again = found["built"][len(found["built"]) // 2 - 1], found["built"][-1]
+    assert 0 < once == again < 30
+
+
+def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCompiler(TorchDynamoException):
+        pass
+
+    def never(function: object, **_: object) -> Callable[..., object]:
+        def call(*_: object, **__: object) -> None:
+            raise NoCompiler("no compiler found\nmore")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", never)
+    s, module = sampler(), qwen2_tied(VOCABULARY)
+    module.load_state_dict(s.model.state_dict())
+    module.generation_config = s.model.generation_config
+    made = compiled(module)
+    other = LocalSampler(**{**vars(s), "model": module, "held": held(module, Eager(), code=made)})
+    with pytest.warns(RuntimeWarning, match="runs as written, not compiled: NoCompiler, no compiler found$"):
+        got = other.sample(problems(TEXTS), 2, key=KEY)
+    assert torch.equal(got.tokens, s.sample(problems(TEXTS), 2, key=KEY).tokens)
+
+
+@given(st.integers(1, 5000), st.sampled_from([1, 64]))
+def test_sizes_are_few_and_not_much_larger_than_asked_for(n: int, least: int) -> None:
+    size = few(n, least=least)
+    assert n <= size <= max(least, 1.5 * n)
+    assert few(size, least=least) == size
+
+
+def test_there_are_few_sizes() -> None:
+    assert len({few(n, least=1) for n in range(1, 1025)}) == 20
+    assert sorted({few(n, least=64) for n in range(1, 500)}) == [64, 96, 128, 192, 256, 384, 512]
+
+
+# -- seats
+
+
+@given(st.lists(st.integers(-1, 4), min_size=1, max_size=20))
+def test_every_row_has_a_seat_of_its_own_at_its_prompt(homes: list[int]) -> None:
+    home = torch.tensor(homes)
+    there = home >= 0
+    wide = max(1, int(torch.bincount(home[there], minlength=5).max()))
+    found = seats(home.clamp(min=0), there, 5, wide)
+    assert len(found.row) == 5 * wide
+    for row in there.nonzero()[:, 0].tolist():
+        assert int(found.row[found.seat[row]]) == row
+        assert int(found.seat[row]) // wide == homes[row]
+
+
+# -- memory
+
+
+def test_buffers_stay_where_they_are_and_are_gone_at_rest() -> None:
+    s = sampler()
+    s.sample(problems(TEXTS), 4, key=KEY)
+    engine = s.held.engine
+    where = [x.data_ptr() for x in (*engine.live, *engine.drawn.layers[0], *engine.prompts.layers[0])]
+    size = engine.drawn.bytes + engine.prompts.bytes
+    for asked, group_size in ((TEXTS[:1], 1), (TEXTS, 4), (TEXTS[1:], 2)):
+        s.sample(problems(asked), group_size, key=KEY)
+        assert [x.data_ptr() for x in (*engine.live, *engine.drawn.layers[0], *engine.prompts.layers[0])] == where
+    assert engine.drawn.bytes + engine.prompts.bytes == size
+    s.rest()
+    assert engine.drawn is engine.prompts is engine.live is None
+
+
+def test_no_more_is_held_than_the_rows_at_once_need() -> None:
+    s = sampler(max_rows=3)
+    s.sample(problems(TEXTS * 4), 2, key=KEY)
+    assert (s.held.engine.drawn.count, s.held.engine.prompts.count) == (3, 4)
+
+
+# -- who is told
+
+
+@pytest.mark.parametrize("max_rows", [3, 64])
+@pytest.mark.parametrize("fit", [True, False])
+def test_every_row_is_told_of_once_as_the_rollout_has_it(max_rows: int, fit: bool) -> None:
+    told: dict[tuple[int, str, int, bool], int] = {}
+
+    def finished(problem: Problem, completion: Completion) -> None:
+        asked = (problem.uid, *completion)
+        told[asked] = told.get(asked, 0) + 1
+
+    s = sampler(max_rows=max_rows, finished=finished)
+    if not fit:
+        s.held.model = s.model  # as if it had been asked, and were not
+    rollout = s.sample(problems(TEXTS), 3, key=KEY)
+    wanted: dict[tuple[int, str, int, bool], int] = {}
+    for b, text in enumerate(rollout.text):
+        row = (100 + b // 3, text, int(rollout.mask[b].sum()), bool(rollout.truncated[b]))
+        wanted[row] = wanted.get(row, 0) + 1
+    assert told == wanted
+
+
+def test_a_row_is_told_of_before_the_last_one_is_drawn() -> None:
+    steps: list[int] = []
+    s = sampler(max_rows=3, finished=lambda problem, completion: steps.append(len(shapes)))
+    shapes: list[torch.Size] = []
+    with s.model.register_forward_pre_hook(
+        lambda m, a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    ):
+        s.sample(problems(TEXTS), 3, key=KEY)
+    assert steps[0] < steps[-1] == len(shapes)
+
+
+# -- models that are not fit
+
+
+def bloom() -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 2, "eos_token_id": EOS}
+    return BloomForCausalLM(BloomConfig(**sizes, pad_token_id=EOS)).eval()
+
+
+def sinks() -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    return GptOssForCausalLM(GptOssConfig(**sizes, **heads, eos_token_id=EOS, pad_token_id=EOS)).eval()
+
+
+@pytest.mark.parametrize("made", [bloom, sinks])
+def test_a_model_that_attends_in_its_own_way_is_decoded_with_its_own_cache(made: Callable[[], nn.Module]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        module = made()
+    module.generation_config.eos_token_id = [EOS, *range(0, 80, 2)]
+    s = LocalSampler(**{**vars(sampler(max_rows=5)), "model": module, "held": Held()})
+    with pytest.warns(
+        RuntimeWarning, match=f"{type(module).__name__} is decoded with a cache that grows, not in slots: "
+    ):
+        rollout = s.sample(problems(TEXTS), 3, key=KEY)
+    assert_as_alone(s, TEXTS, rollout)
+
+
+@pytest.mark.parametrize("name", list(CHOICES))
+def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
+    s = sampler(choose=CHOICES[name], max_rows=5, stop=("a", "7"))
+    other = LocalSampler(**{**vars(s), "held": Held()})
+    other.held.model = s.model
+    got, wanted = (x.sample(problems(TEXTS), 3, key=KEY) for x in (s, other))
+    assert s.held.engine is not None
+    assert other.held.engine is None
+    assert completions(got) == completions(wanted)
+    assert torch.equal(got.truncated, wanted.truncated)
+    torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+
+
+# -- blocks
+
+
+def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
+    module = qwen2_tied(VOCABULARY)
+    wanted = LocalSampler(**{**vars(sampler()), "model": module, "held": Held()}).sample(problems(TEXTS), 2, key=KEY)
+    for block in blocks.blocks(module):
+        changed = object.__new__(blocks.Compiled)
+        changed.forward, changed.fast = block.forward, None  # calling that fails
+        changed.which = blocks._uncached
+        block.forward = changed
+    got = LocalSampler(**{**vars(sampler()), "model": module, "held": held_as_is(module)})
+    assert torch.equal(got.sample(problems(TEXTS), 2, key=KEY).tokens, wanted.tokens)
+
+
+def held_as_is(module: nn.Module) -> Held:
+    """Without asking the model whether it is fit, which compiled blocks are asked too."""
+    made = Held()
+    made.model, made.engine = module, Engine(module, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
+    return made

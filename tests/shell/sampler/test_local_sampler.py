@@ -1,0 +1,381 @@
+"""Cached, batched, ragged decoding gives every row what a plain loop over that row alone gives."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from fakes import MODELS, VOCABULARY, problem, qwen2_tied, tokenizer
+from hypothesis import given, settings
+from policies import local
+from torch import Tensor, nn
+
+from grpo_fn.core import prng
+from grpo_fn.core.batch import check_rollout
+from grpo_fn.core.sampling import categorical, greedy, nucleus
+from grpo_fn.core.types import Batch, Rollout, Sampler, Scores
+from grpo_fn.shell.model.hf import encode_prompt
+from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.policy.optimizer import adamw
+from grpo_fn.shell.sampler.local.local_sampler import Choose, LocalSampler
+
+EOS = VOCABULARY - 1
+KEY = prng.key(5, device="cpu")
+EXAMPLES = settings.default.max_examples
+COSTLY = settings(max_examples=max(5, EXAMPLES // 5))
+CHOICES: dict[str, Choose] = {
+    "greedy": greedy,
+    "categorical": partial(categorical, temperature=0.4),
+    "nucleus": partial(nucleus, temperature=0.8, top_k=20, top_p=0.9),
+}
+prompts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=4)
+
+
+@lru_cache(maxsize=8)
+def model(name: str, ends: int) -> nn.Module:
+    """A model for which `ends` token ids, besides EOS, end a completion: every so many rows end early."""
+    made = MODELS[name](VOCABULARY)
+    made.generation_config.eos_token_id = [EOS, *range(0, 2 * ends, 2)]
+    return made
+
+
+def sampler(ends: int = 40, name: str = "qwen2_tied", **knobs) -> LocalSampler:
+    chosen = {
+        "choose": CHOICES["categorical"],
+        "encode": encode_prompt,
+        "max_new_tokens": 7,
+        "stop": (),
+        "max_rows": 64,
+    }
+    return LocalSampler(model(name, ends), tokenizer(), **{**chosen, **knobs})
+
+
+def problems(texts: list[str]) -> list:
+    return [problem(100 + i, text) for i, text in enumerate(texts)]
+
+
+def completions(rollout: Rollout) -> list[list[int]]:
+    return [row[keep].tolist() for row, keep in zip(rollout.tokens, rollout.mask, strict=True)]
+
+
+def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], list[float], bool]:
+    """The plain loop: one row, the whole text through the model for every token, no cache, no padding."""
+    u = prng.uniform(prng.fold_in(KEY, uid, g), s.max_new_tokens, dtype=torch.float32, low=0.0, high=1.0)
+    ids, tokens, logps = encode_prompt(s.tokenizer, prompt), [], []
+    ends = s.model.generation_config.eos_token_id
+    for t in range(s.max_new_tokens):
+        with torch.no_grad():
+            logits = s.model(input_ids=torch.tensor([ids + tokens])).logits[:, -1]
+        token, logp = s.choose(logits, u[t : t + 1])
+        tokens.append(int(token))
+        logps.append(float(logp))
+        if tokens[-1] in ends:
+            return tokens, logps, False
+    return tokens, logps, True
+
+
+@pytest.mark.parametrize("choose", list(CHOICES))
+@pytest.mark.parametrize("name", list(MODELS))
+@settings(max_examples=max(3, EXAMPLES // 20))
+@given(prompts, st.integers(1, 3), st.integers(1, 12))
+def test_every_row_is_the_plain_loops(name, choose, texts, group_size, max_rows):
+    s = sampler(name=name, choose=CHOICES[choose], max_rows=max_rows)
+    asked = problems(texts)
+    rollout = s.sample(asked, group_size, key=KEY)
+    for b, tokens in enumerate(completions(rollout)):
+        p, g = divmod(b, group_size)
+        wanted, logps, truncated = alone(s, texts[p], asked[p].uid, g)
+        assert tokens == wanted
+        assert bool(rollout.truncated[b]) is truncated
+        got = rollout.logp_sampled[b][rollout.mask[b]]
+        torch.testing.assert_close(got, torch.tensor(logps), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("temperature", [0.4, 1.0])
+@COSTLY
+@given(texts=prompts, group_size=st.integers(1, 3))
+def test_logp_sampled_is_the_policys_logp(name, temperature, texts, group_size):
+    s = sampler(name=name, choose=partial(categorical, temperature=temperature))
+    rollout = s.sample(problems(texts), group_size, key=KEY)
+    assert rollout.logp_sampled.dtype == torch.float32
+    gap = policy(s.model, temperature).logp(rollout) - rollout.logp_sampled
+    assert float(gap[rollout.mask].abs().max()) < 1e-4
+
+
+def policy(module: nn.Module, temperature: float, lr: float = 0.1) -> Sharded:
+    optimizer = partial(adamw, lr=lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
+    knobs = {"micro_tokens": 60, "max_grad_norm": 1.0, "head_elements": 10**4}
+    return local(module, temperature=temperature, optimizer=optimizer, **knobs)
+
+
+# -- a row depends on (weights, prompt, key, uid, g) alone
+
+
+@COSTLY
+@given(prompts, st.integers(1, 4), st.integers(1, 20), st.randoms(use_true_random=False))
+def test_neighbours_order_and_chunks_do_not_change_a_row(texts, group_size, max_rows, random):
+    asked = problems(texts)
+    shuffled = random.sample(asked, random.randint(1, len(asked)))
+    whole = dict(zip([p.uid for p in asked], grouped(sampler(), asked, group_size), strict=True))
+    part = grouped(sampler(max_rows=max_rows), shuffled, group_size)
+    assert part == [whole[p.uid] for p in shuffled]
+
+
+@COSTLY
+@given(prompts, st.integers(1, 3), st.integers(0, 3))
+def test_a_smaller_group_is_a_prefix_of_a_larger(texts, group_size, more):
+    asked = problems(texts)
+    small, large = (grouped(sampler(), asked, g) for g in (group_size, group_size + more))
+    assert small == [rows[:group_size] for rows in large]
+
+
+def grouped(s: LocalSampler, asked: list, group_size: int) -> list[list[list[int]]]:
+    rows = completions(s.sample(asked, group_size, key=KEY))
+    return [rows[i : i + group_size] for i in range(0, len(rows), group_size)]
+
+
+def test_uid_sample_and_key_all_matter():
+    s, same = sampler(ends=0), [problem(uid, "Tom has") for uid in (1, 2, 1)]
+    one, two, again = grouped(s, same, 3)
+    assert one == again
+    assert len({tuple(row) for row in one + two}) == 6
+    other = completions(s.sample(same[:1], 3, key=prng.key(6, device="cpu")))
+    assert all(a != b for a, b in zip(one, other, strict=True))
+
+
+def test_it_neither_reads_nor_moves_the_global_generator():
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = sampler().sample(problems(["Tom"]), 2, key=KEY)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(sampler().sample(problems(["Tom"]), 2, key=KEY).tokens, first.tokens)
+
+
+# -- layout
+
+
+@COSTLY
+@given(prompts, st.integers(1, 4))
+def test_rows_read_prompt_completion_padding(texts, group_size):
+    s = sampler()
+    rollout = s.sample(problems(texts), group_size, key=KEY)
+    check_rollout(rollout)
+    assert rollout.tokens.shape[0] == len(texts) * group_size
+    ends = set(s.model.generation_config.eos_token_id)
+    longest = 0
+    for b, (row, mask) in enumerate(zip(rollout.tokens.tolist(), rollout.mask.tolist(), strict=True)):
+        ids = encode_prompt(tokenizer(), texts[b // group_size])
+        n = sum(mask)
+        longest = max(longest, len(ids) + n)
+        assert row[: len(ids)] == ids
+        assert mask == [len(ids) <= t < len(ids) + n for t in range(len(row))]
+        assert set(row[len(ids) + n :]) <= {EOS}
+        completion = row[len(ids) : len(ids) + n]
+        assert not ends & set(completion[:-1])
+        assert bool(rollout.truncated[b]) is (completion[-1] not in ends)
+        assert n == s.max_new_tokens or not rollout.truncated[b]
+        assert rollout.text[b] == tokenizer().decode(completion, skip_special_tokens=True)
+        assert (rollout.logp_sampled[b][~rollout.mask[b]] == 0).all()
+    assert rollout.tokens.shape[1] == longest
+
+
+def test_one_new_token_is_enough():
+    rollout = sampler(max_new_tokens=1).sample(problems(["Tom has", "a"]), 3, key=KEY)
+    assert rollout.mask.sum(-1).tolist() == [1] * 6
+
+
+# -- ends
+
+
+class Script:
+    """A choice that has been made beforehand: the t-th token, for every row, whatever the logits."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = list(tokens)
+
+    def __call__(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        token = torch.full(u.shape, self.tokens.pop(0))
+        return token, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0]
+
+
+def scripted(tokens: list[int], **knobs) -> Rollout:
+    s = sampler(ends=0, choose=Script(tokens), **{"max_new_tokens": len(tokens), **knobs})
+    return s.sample(problems(["Tom has"]), 1, key=KEY)
+
+
+def test_eos_is_part_of_the_completion_but_not_of_the_text():
+    rollout = scripted([65, 66, EOS, 67])
+    assert completions(rollout) == [[65, 66, EOS]]
+    assert not rollout.truncated.any()
+    assert rollout.text == (tokenizer().decode([65, 66]),)
+
+
+@pytest.mark.parametrize(("limit", "truncated"), [(2, True), (3, False)])
+def test_an_eos_on_the_last_token_counts_as_an_end(limit, truncated):
+    assert scripted([65, 66, EOS], max_new_tokens=limit).truncated.tolist() == [truncated]
+
+
+@pytest.mark.parametrize("last", [EOS, 3, 8])
+def test_every_end_of_the_generation_config_ends_a_row(last):
+    s = sampler(ends=0, choose=Script([65, last, 66]), max_new_tokens=3)
+    module = qwen2_tied(VOCABULARY)
+    module.generation_config.eos_token_id = [3, 8]
+    rollout = replace(s, model=module).sample(problems(["a"]), 1, key=KEY)
+    assert completions(rollout) == [[65, last]]
+
+
+@pytest.mark.parametrize("named", [None, 3])
+def test_the_tokenizers_eos_ends_a_row_whatever_the_generation_config_names(named):
+    module = qwen2_tied(VOCABULARY)
+    module.generation_config.eos_token_id = named
+    s = replace(sampler(choose=Script([65, EOS, 66]), max_new_tokens=3), model=module)
+    assert completions(s.sample(problems(["a"]), 1, key=KEY)) == [[65, EOS]]
+
+
+STOPS = ("\n\n", "END", "é", "…a", "has", "are there?", "}")
+
+
+@given(
+    st.lists(
+        st.sampled_from(["a", "E", "END", "\n", "é", "…", "Tom has 12 apples.", " are", " there?", "}"]), min_size=1
+    ),
+    st.lists(st.sampled_from(STOPS), min_size=1, max_size=3, unique=True).map(tuple),
+)
+@COSTLY
+def test_a_row_ends_with_the_first_token_that_completes_a_stop_string(words, stop):
+    ids = tokenizer()("".join(words))["input_ids"][:20]
+    texts = [tokenizer().decode(ids[: n + 1]) for n in range(len(ids))]
+    hits = [n for n, text in enumerate(texts) if any(s in text for s in stop)]
+    rollout = scripted(ids, stop=stop)
+    wanted = hits[0] + 1 if hits else len(ids)
+    assert completions(rollout) == [ids[:wanted]]
+    assert rollout.truncated.tolist() == [not hits]
+    assert rollout.text == (texts[wanted - 1],)
+
+
+def test_the_stop_strings_of_the_test_lie_across_inside_and_below_tokens():
+    pieces = {s: tokenizer()(s)["input_ids"] for s in STOPS}
+    assert len(pieces["END"]) == 3  # several tokens
+    assert len(pieces["é"]) == 2  # a character in two
+    apples = [tokenizer().decode([i]) for i in tokenizer()("Tom has 12 apples.")["input_ids"]]
+    assert any("has" in piece and piece != "has" for piece in apples)  # inside one
+
+
+def test_a_row_stops_by_itself_while_others_go_on():
+    texts = ["Tom has", "a", "7 7 7"]
+    free = sampler(ends=0).sample(problems(texts), 2, key=KEY)
+    character = next(c for c in free.text[0] if c.isascii())
+    cut = sampler(ends=0, stop=(character,)).sample(problems(texts), 2, key=KEY)
+    lengths = cut.mask.sum(-1).tolist()
+    for b, row in enumerate(completions(free)):
+        hits = [n for n in range(1, len(row) + 1) if character in tokenizer().decode(row[:n])]
+        assert completions(cut)[b] == row[: hits[0] if hits else None]
+        assert bool(cut.truncated[b]) is (not hits and bool(free.truncated[b]))
+    assert min(lengths) < max(lengths)
+
+
+# -- cost
+
+
+several = st.lists(st.text("aT 7\né", min_size=3, max_size=9), min_size=1, max_size=4)
+
+
+@COSTLY
+@given(several, st.integers(1, 4), st.integers(1, 16))
+def test_a_prompt_is_read_once_and_a_drawn_token_once_by_its_own_row(texts, group_size, max_rows):
+    s = sampler(max_rows=max_rows)
+    s.sample(problems(texts[:1]), 1, key=KEY)  # the first call asks the model whether it is fit
+    rollout, shapes = watched(s, problems(texts), group_size)
+    lengths = [len(encode_prompt(tokenizer(), text)) for text in texts]
+    assert min(lengths) > 1  # otherwise reading a prompt could look like a step
+    read, steps = ([shape for shape in shapes if (shape[1] == 1) is one] for one in (False, True))
+    assert all(rows == 1 for rows, _ in read)
+    assert sum(tokens for _, tokens in read) == sum(lengths)
+    # No row reads the last token that it has drawn.
+    assert sum(rows for rows, _ in steps) == int(rollout.mask.sum()) - len(rollout.mask)
+    assert all(rows <= max_rows for rows, _ in steps)
+
+
+def watched(s: LocalSampler, asked: list, group_size: int) -> tuple[Rollout, list[torch.Size]]:
+    """A rollout, and the shapes that the model was shown for it."""
+    shapes = []
+    with s.model.register_forward_pre_hook(
+        lambda m, a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    ):
+        return s.sample(asked, group_size, key=KEY), shapes
+
+
+def test_two_threads_may_ask_at_once():
+    """An evaluation does, while the next batch is sampled beside the training."""
+    drawing, asked = sampler(max_new_tokens=20), problems(["a 7", "T", "7 7 a"])
+    kinds = [drawing, replace(drawing, choose=greedy)]
+    wanted = [s.sample(asked, 4, key=KEY) for s in kinds]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            found = list(pool.map(lambda s: s.sample(asked, 4, key=KEY), kinds))
+            for got, right in zip(found, wanted, strict=True):
+                assert torch.equal(got.tokens, right.tokens)
+                assert torch.equal(got.logp_sampled, right.logp_sampled)
+
+
+def test_an_update_of_the_policy_changes_the_samples_without_a_load():
+    module = qwen2_tied(VOCABULARY)
+    s = replace(sampler(ends=0), model=module)
+    trained = policy(module, 0.4)
+    before = s.sample(problems(["Tom has"]), 4, key=KEY)
+    nothing = torch.zeros_like(before.logp_sampled)
+    batch = Batch(before.tokens, before.mask, nothing, nothing, nothing, nothing, nothing.bool())
+    scores, pullback = trained.vjp(batch)
+    pullback(Scores(before.mask.float(), torch.zeros_like(scores.entropy)))  # makes what was sampled less likely
+    trained.update()
+    after = s.sample(problems(["Tom has"]), 4, key=KEY)
+    assert completions(after) != completions(before)
+    gap = trained.logp(after) - after.logp_sampled
+    assert float(gap[after.mask].abs().max()) < 1e-4
+    assert float(trained.logp(before).sum()) < float(scores.logp.sum())
+
+
+# -- choices and limits
+
+
+def test_top_k_of_one_is_greedy_and_sure():
+    texts = problems(["Tom has", "7"])
+    one = sampler(choose=partial(nucleus, temperature=1.0, top_k=1, top_p=1.0)).sample(texts, 2, key=KEY)
+    best = sampler(choose=greedy).sample(texts, 2, key=KEY)
+    assert torch.equal(one.tokens, best.tokens)
+    assert (one.logp_sampled == 0).all()
+    assert (best.logp_sampled[best.mask] < -1e-3).all()  # greedy reports the plain softmax
+
+
+def test_a_prompt_without_room_for_the_answer_names_its_problem():
+    s = sampler(max_new_tokens=60)
+    s.sample([problem(1, "a7a7")], 1, key=KEY)
+    with pytest.raises(ValueError, match="got problem 3 with 5 prompt tokens and max_new_tokens 60, wanted at most 64"):
+        s.sample([problem(2, "a"), problem(3, "a7a7a")], 1, key=KEY)
+
+
+def test_a_prompt_without_tokens_names_its_problem():
+    with pytest.raises(ValueError, match="got problem 9 whose prompt has no tokens; wanted at least one"):
+        sampler().sample([problem(9, "")], 1, key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0, wanted at least 1"),
+        ({"max_rows": 0}, "max_rows: got 0, wanted at least 1"),
+        ({"stop": "END"}, "stop: got 'END', wanted a tuple"),
+        ({"stop": ("END", "")}, "wanted a tuple of strings that are not empty"),
+    ],
+)
+def test_knobs_that_could_not_mean_anything_are_refused(knobs: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        sampler(**knobs)
+
+
+def test_it_speaks_the_protocol():
+    assert isinstance(sampler(), Sampler)

@@ -1,0 +1,103 @@
+"""An engine that does not compute what the policy does is found out after the push."""
+
+from dataclasses import replace
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from fakes import MODELS, VOCABULARY, tokenizer
+from hypothesis import given, settings
+from policies import CPU, local
+from torch import nn
+
+from grpo_fn.core import prng, sampling
+from grpo_fn.shell.model.hf import bare
+from grpo_fn.shell.sampler.data_parallel import Spread
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
+from grpo_fn.shell.sampler.probe import Mismatch, Probe
+from grpo_fn.shell.world import alone
+
+KEY = prng.key(3, device="cpu")
+ROOM = 64
+PROBE = Probe(prompt_tokens=20, new_tokens=8, max_gap=1e-3)
+
+
+def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
+    choose = partial(sampling.categorical, temperature=temperature)
+    return LocalSampler(model, tokenizer(), choose, bare, 16, (), 8)
+
+
+def asked(spread: Spread, policy: object, probe: Probe = PROBE, room: int | None = ROOM) -> dict[str, float]:
+    return probe(spread, policy, key=KEY, room=room)
+
+
+def model(name: str = "qwen2_tied") -> nn.Module:
+    made = MODELS[name](VOCABULARY)
+    made.generation_config.eos_token_id = VOCABULARY - 1
+    return made
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_same_weights_pass(name):
+    same = model(name)
+    told = asked(Spread(sampler(same), alone(CPU)), local(same))
+    assert 0 <= told["engine/probe_gap_mean"] <= told["engine/probe_gap_max"] < 1e-4
+
+
+@settings(deadline=None)
+@given(name=st.sampled_from(list(MODELS)), place=st.integers(0, 99), by=st.sampled_from([0.3, -0.5]))
+def test_one_weight_left_behind_is_noticed(name, place, by):
+    """Whichever it is; one that does nothing to the log-probs is no difference."""
+    fresh, stale = model(name), model(name)
+    parameters = [x for x in fresh.parameters() if x.ndim > 1]
+    with torch.no_grad():
+        moved = parameters[place % len(parameters)]
+        moved.add_(by * torch.randn(moved.shape, generator=torch.Generator().manual_seed(place)))
+    with pytest.raises(Mismatch, match=r"engine 0 of 1: got log-probs that are .* wanted at most 0\.001"):
+        asked(Spread(sampler(stale), alone(CPU)), local(fresh))
+
+
+def test_another_temperature_is_noticed():
+    same = model()
+    with pytest.raises(Mismatch, match="another temperature"):
+        asked(Spread(sampler(same, temperature=1.0), alone(CPU)), local(same, temperature=0.7))
+
+
+def test_log_probs_that_are_no_numbers_are_noticed():
+    broken = model()
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(Mismatch, match="nan nats"):
+        asked(Spread(sampler(broken), alone(CPU)), local(model()))
+
+
+@given(wanted=st.integers(1, 80), room=st.none() | st.integers(24, 64), new=st.integers(1, 30))
+def test_the_prompt_is_as_long_as_asked_for_where_there_is_room(wanted, room, new):
+    probe = Probe(prompt_tokens=wanted, new_tokens=new, max_gap=1.0)
+    ids = bare(tokenizer(), probe.prompt(sampler(model()), room))
+    assert len(ids) >= min(wanted, 1 if room is None else room - 12)
+    assert room is None or len(ids) <= room
+
+
+def test_after_every_load_and_among_the_figures():
+    same = model()
+    policy, calls = local(same), []
+
+    def probe(spread: Spread, policy: object) -> dict[str, float]:
+        calls.append(policy)
+        return {"engine/probe_gap_mean": float(len(calls))}
+
+    spread = Spread(sampler(same), alone(CPU), probe)
+    spread.load(policy)
+    assert spread.figures() == {"engine/probe_gap_mean": 1.0}
+    assert spread.figures() == {}
+    spread.load(policy)
+    assert spread.figures() == {"engine/probe_gap_mean": 2.0}
+    assert calls == [policy, policy]
+
+
+@pytest.mark.parametrize("odd", [{"prompt_tokens": 0}, {"new_tokens": 0}, {"max_gap": 0.0}, {"max_gap": float("nan")}])
+def test_numbers_that_make_no_probe_are_refused(odd):
+    with pytest.raises(ValueError, match="probe: got prompt_tokens"):
+        replace(PROBE, **odd)

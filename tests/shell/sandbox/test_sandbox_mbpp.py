@@ -1,0 +1,57 @@
+"""MBPP through the sandbox: every reference passes its own tests, and no other problem's."""
+
+import json
+from functools import partial
+
+import pytest
+from published import published
+from test_sandbox import most
+
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.rewards import code
+from grpo_fn.shell import sandbox
+
+# Task 123 adds up amicable numbers for seconds.
+KNOBS = {"wall_seconds": 60.0, "cpu_seconds": 30, "memory_mb": 512, "processes": 8, "file_mb": 8, "output_kb": 256}
+
+
+def problems(file):
+    rows = [json.loads(line) for line in (published("mbpp") / file).read_text().splitlines()]
+    for row in rows:
+        setup = "\n".join(row["test_imports"]) if "test_imports" in row else row["test_setup_code"]
+        yield Problem(row["task_id"], "", row["code"], {"tests": tuple(row["test_list"]), "setup": setup})
+
+
+def references(problem):
+    return Completion(f"```python\n{problem.answer}\n```", 1, False)
+
+
+def scores(reward, asked):
+    """Of every problem's own reference."""
+    scorer = partial(reward, run=partial(sandbox.run, **KNOBS, isolation=most()))
+    return {problem.uid: scorer(problem, references(problem)) for problem in asked}
+
+
+# Two of every hundred; and the two with a setup, one with a class in its tests, a built-in redefined, sys in the tests.
+SAMPLE = {*range(11, 975, 48), 367, 927, 601, 126, 596}
+
+
+def test_references_pass_their_own_tests():
+    asked = [problem for problem in problems("mbpp.jsonl") if problem.uid in SAMPLE]
+    assert len(asked) >= 25
+    assert scores(code.passed, asked) == {problem.uid: 1.0 for problem in asked}
+    assert scores(code.share_passed, asked[:3]) == {problem.uid: 1.0 for problem in asked[:3]}
+
+
+def test_references_do_not_pass_the_tests_of_another_problem():
+    asked = [problem for problem in problems("mbpp.jsonl") if problem.uid in SAMPLE][:10]
+    swapped = [mine._replace(answer=other.answer) for mine, other in zip(asked, asked[1:] + asked[:1], strict=True)]
+    assert set(scores(code.passed, swapped).values()) == {0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "rows"), [("mbpp.jsonl", 974), ("sanitized-mbpp.jsonl", 427)])
+def test_every_reference_passes_its_own_tests(file, rows):
+    found = scores(code.passed, problems(file))
+    assert len(found) == rows
+    assert [task for task, score in found.items() if score != 1.0] == []

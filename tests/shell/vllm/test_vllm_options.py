@@ -1,0 +1,97 @@
+"""What vLLM is told draws what the house's functions draw, and every row has a seed of its own."""
+
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from grpo_fn.core import prng
+from grpo_fn.core.sampling import categorical, greedy, nucleus
+from grpo_fn.shell.vllm.options import NEUTRAL, OURS, SEEDS, check_extra, merged, params, row_seeds
+
+temperatures = st.floats(0.01, 2.0)
+uids = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
+
+
+@given(temperature=temperatures)
+def test_a_categorical_draw_has_a_temperature_and_nothing_else(temperature: float) -> None:
+    assert params(partial(categorical, temperature=temperature)) == {"temperature": temperature}
+    assert params(partial(partial(categorical), temperature=temperature)) == {"temperature": temperature}
+
+
+@given(temperature=temperatures, top_k=st.integers(0, 99), top_p=st.floats(0.1, 1.0))
+def test_a_nucleus_has_its_cuts(temperature: float, top_k: int, top_p: float) -> None:
+    knobs = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    assert params(partial(nucleus, **knobs)) == knobs
+
+
+def test_greedy_is_temperature_zero() -> None:
+    assert params(greedy) == params(partial(greedy)) == {"temperature": 0.0}
+
+
+def test_other_functions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"choose: got fork_rng, wanted sampling.greedy, .* vLLM draws by itself"):
+        params(partial(torch.random.fork_rng, enabled=True))
+
+
+@given(temperature=st.floats(0.0, 0.0099) | st.floats(2.001, 99.0))
+def test_temperatures_that_vllm_changes_or_refuses_are_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"temperature: got .*, wanted one that vLLM draws at, 0.01 to 2"):
+        params(partial(categorical, temperature=temperature))
+
+
+BIASES = {
+    **{"repetition_penalty": 1.1, "presence_penalty": -0.1, "frequency_penalty": 0.5, "min_p": 0.05, "top_p": 0.9},
+    **{"top_k": 50, "logit_bias": {3: 1.0}, "bad_words": ["no"], "min_tokens": 4, "allowed_token_ids": [1, 2]},
+    **{"structured_outputs": {"regex": "a"}, "no_field_of_today": 0},
+}
+
+
+@given(extra=st.dictionaries(st.sampled_from(sorted(BIASES)), st.none(), min_size=1))
+def test_what_may_bias_is_refused_unless_the_config_accepts_it(extra: dict[str, Any]) -> None:
+    extra = {name: BIASES[name] for name in extra}
+    check_extra(extra, accept_bias=True)
+    with pytest.raises(ValueError, match="may draw from another distribution") as refused:
+        check_extra(extra, accept_bias=False)
+    assert all(f"{name} = {value!r}" in str(refused.value) for name, value in extra.items())
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_changes_nothing_is_accepted(name: str) -> None:
+    check_extra({name: NEUTRAL[name], "top_k": 0}, accept_bias=False)
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+@pytest.mark.parametrize("accept_bias", [True, False])
+def test_what_the_sampler_sets_itself_is_not_for_others(name: str, accept_bias: bool) -> None:
+    with pytest.raises(ValueError, match=f"extra: got {name}, which the sampler sets itself"):
+        check_extra({name: 1}, accept_bias=accept_bias)
+
+
+def test_function_and_extra_fields_do_not_disagree() -> None:
+    drawn = params(partial(nucleus, temperature=1.0, top_k=0, top_p=0.9))
+    assert merged(drawn, {"min_p": 0.1, "top_p": 0.9}) == {**drawn, "min_p": 0.1}
+    with pytest.raises(ValueError, match=r"extra: got top_p = 0.5, wanted as `choose` has it, top_p = 0.9"):
+        merged(drawn, {"top_p": 0.5})
+
+
+@given(seed=st.integers(0, 2**64 - 1), uids=uids, group_size=st.integers(1, 5))
+def test_a_rows_seed_is_that_of_its_own_key(seed: int, uids: list[int], group_size: int) -> None:
+    key = prng.key(seed, device="cpu")
+    seeds = row_seeds(key, uids, group_size)
+    assert [len(of_each) for of_each in seeds] == [group_size] * len(uids)
+    for uid, of_each in zip(uids, seeds, strict=True):
+        assert row_seeds(key, [uid], group_size) == [of_each]
+        assert row_seeds(key, [uid], group_size + 2)[0][:group_size] == of_each
+        for g, one in enumerate(of_each):
+            assert one == int(prng.randint(prng.fold_in(key, uid, g), low=0, high=SEEDS))
+            assert 0 <= one < 2**31
+
+
+def test_seeds_hardly_ever_meet() -> None:
+    seeds = [one for of_each in row_seeds(prng.key(1, device="cpu"), range(500), 8) for one in of_each]
+    assert len({*seeds}) >= len(seeds) - 1  # 4000^2 / 2^32 pairs are expected to
+    assert abs(sum(seeds) / len(seeds) / SEEDS - 0.5) < 0.03

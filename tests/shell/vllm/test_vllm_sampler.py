@@ -1,0 +1,423 @@
+"""What stands around an engine: prompts out, rows back, versions counted; and in which order a GPU's is woken."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from fakes import MODELS, VOCABULARY, problem, tokenizer
+from hypothesis import given, settings
+from torch import Tensor
+
+from grpo_fn.core import prng
+from grpo_fn.core.batch import check_rollout
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.core.sampling import categorical, greedy
+from grpo_fn.rewards.combine import completions_of
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.hf import encode_prompt
+from grpo_fn.shell.sampler.data_parallel import share
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
+from grpo_fn.shell.sampler.interface import Answer, Ask, Heard, Receipt, Seat, StaleEngine, verified
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
+from grpo_fn.shell.sampler.weight_export import HEAD, Fixed
+from grpo_fn.shell.vllm import colocated as vllm_engine
+from grpo_fn.shell.vllm import vllm_arguments
+from grpo_fn.shell.vllm.colocated import TAGS, Colocated
+from grpo_fn.shell.vllm.options import row_seeds
+from grpo_fn.shell.vllm.vllm_arguments import BATCHED, arguments
+from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated, ends_of
+from grpo_fn.shell.world import World, alone
+
+CPU = torch.device("cpu")
+KEY = prng.key(5, device="cpu")
+MODEL = MODELS["qwen2_tied"](VOCABULARY)
+POSITIONS = MODEL.config.max_position_embeddings
+EXAMPLES = settings.default.max_examples
+KNOBS = {
+    **{"choose": partial(categorical, temperature=1.0), "encode": encode_prompt, "max_new_tokens": 6, "stop": ()},
+    **{"max_rows": 8, "max_model_len": None, "extra": {}, "accept_bias": False, "tensor_parallel": 1},
+    **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "deadline": 60.0},
+}
+prompts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=4)
+
+
+class Engine:
+    """Answers from the seed alone, and notes what it is asked."""
+
+    ranks, overlaps, repeatable, mixes = 2, True, False, True
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[Ask], dict[str, Any]]] = []
+        self.pushed: list[tuple[int, dict[str, Tensor]]] = []
+        self.calls: list[str] = []
+        self.complaints = ["one"]
+
+    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard) -> list[list[Answer]]:
+        self.asked.append(([*asks], {**how}))
+        answers = [[self.answer(ask, seed, how["max_tokens"]) for seed in ask.seeds] for ask in asks]
+        places = [(i, j) for i, row in enumerate(answers) for j in range(len(row))]
+        for i, j in random.Random(len(places)).sample(places, len(places)):
+            heard(i, j, answers[i][j])
+        return answers
+
+    @staticmethod
+    def answer(ask: Ask, seed: int, most: int) -> Answer:
+        tokens = [(seed + 7 * i) % (VOCABULARY - 1) for i in range(1 + seed % most)]
+        return Answer(tokens, [-float(token) for token in tokens], len(tokens) < most, 0)
+
+    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:
+        self.pushed.append((version, dict(weights)))
+        return Receipt(version, NOTHING, None)
+
+    def rest(self) -> None:
+        self.calls.append("rest")
+
+    def figures(self) -> dict[str, float]:
+        return {"engine/x": 1.0}
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def seat(**changes: Any) -> Seat:
+    given = {"folder": "/nowhere", "config": MODEL.config, "dtype": torch.float32, "world": alone(CPU)}
+    return Seat(**{**given, "adapters": None, "whole": lambda: MODEL, **changes})
+
+
+def sampler(engine: Any = None, **changes: Any) -> VllmSampler:
+    fields = ("choose", "encode", "max_new_tokens", "stop", "max_rows", "max_model_len", "extra")
+    given = {"seat": seat(), "tokenizer": tokenizer(), "ends": [VOCABULARY - 1], **{k: KNOBS[k] for k in fields}}
+    return VllmSampler(engine or Engine(), **{**given, **changes})
+
+
+def problems(texts: Sequence[str]) -> list:
+    return [problem(100 + i, text) for i, text in enumerate(texts)]
+
+
+# -- rows
+
+
+@given(texts=prompts, group_size=st.integers(1, 4))
+def test_every_row_is_the_answer_to_its_own_seed(texts: list[str], group_size: int) -> None:
+    asking = sampler()
+    rollout = asking.sample(problems(texts), group_size, key=KEY)
+    check_rollout(rollout)
+    seeds = row_seeds(KEY, [100 + i for i in range(len(texts))], group_size)
+    for b in range(len(texts) * group_size):
+        ids = encode_prompt(tokenizer(), texts[b // group_size])
+        answer = Engine.answer(Ask((), ()), seeds[b // group_size][b % group_size], 6)
+        end = len(ids) + len(answer.tokens)
+        assert rollout.tokens[b, :end].tolist() == ids + answer.tokens
+        assert rollout.mask[b].nonzero()[:, 0].tolist() == [*range(len(ids), end)]
+        assert rollout.logp_sampled[b, len(ids) : end].tolist() == answer.logp
+        assert not rollout.logp_sampled[b][~rollout.mask[b]].any()
+        assert bool(rollout.truncated[b]) == (not answer.stopped)
+        assert rollout.text[b] == tokenizer().decode(answer.tokens, skip_special_tokens=True)
+        assert set(rollout.tokens[b, end:].tolist()) <= {tokenizer().eos_token_id}
+
+
+@given(texts=prompts, group_size=st.integers(1, 4), ranks=st.integers(1, 3))
+def test_the_ranks_of_an_engine_tell_of_every_row_once_as_the_rollout_has_it(texts, group_size, ranks) -> None:
+    told: list[list[tuple[Problem, Completion]]] = []
+    asked = problems(texts)
+    for rank in range(ranks):
+        told.append([])
+        place = alone(CPU)
+        place.rank = rank
+        one = sampler(seat=seat(world=place), finished=lambda *row: told[-1].append(row))
+        one.engine.ranks = ranks
+        rollout = one.sample(asked, group_size, key=KEY)
+    rows = [problem for problem in asked for _ in range(group_size)]
+    right = [*zip(rows, completions_of(rollout), strict=True)]
+    for rank in range(ranks):
+        assert sorted(told[rank], key=repr) == sorted(right[share(len(right), rank, ranks)], key=repr)
+
+
+@settings(max_examples=max(5, EXAMPLES // 5))
+@given(texts=prompts, group_size=st.integers(1, 3))
+def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: list[str], group_size: int) -> None:
+    """Whatever the engine, a rollout has one form: here it answers what the local sampler drew."""
+    local = LocalSampler(MODEL, tokenizer(), KNOBS["choose"], encode_prompt, 6, (), 64)
+    wanted = local.sample(problems(texts), group_size, key=KEY)
+    rows = zip(wanted.tokens, wanted.logp_sampled, wanted.mask, wanted.truncated, strict=True)
+    drawn = iter([Answer(t[m].tolist(), x[m].tolist(), not bool(cut), 0) for t, x, m, cut in rows])
+    engine = Engine()
+    engine.generate = lambda asks, how, heard: [[next(drawn) for _ in ask.seeds] for ask in asks]
+    found = sampler(engine).sample(problems(texts), group_size, key=KEY)
+    assert found.text == wanted.text
+    for got, due in zip(found[:-1], wanted[:-1], strict=True):
+        assert torch.equal(got, due)
+
+
+def test_the_engine_is_told_ends_limits_and_how_to_draw() -> None:
+    engine = Engine()
+    told = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "stop_token_ids": [3, 9]}
+    asking = sampler(engine, ends=[3, 9])
+    asking.sample(problems(["a"]), 1, key=KEY)
+    assert engine.asked[-1][1] == told
+    replace(asking, choose=greedy, extra={"min_p": 0.1}, stop=("\n",)).sample(problems(["a"]), 1, key=KEY)
+    stops = {"stop": ["\n"], "include_stop_str_in_output": True}
+    assert engine.asked[-1][1] == {**told, **stops, "temperature": 0.0, "min_p": 0.1}
+
+
+def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
+    model = MODELS["qwen2_tied"](VOCABULARY)
+    model.generation_config.eos_token_id = [11, 5]
+    hf.export(model, tokenizer(), tmp_path / "model")
+    assert ends_of(seat(folder=str(tmp_path / "model")), tokenizer()) == [5, 11, VOCABULARY - 1]
+
+
+def test_prompts_without_tokens_or_room_are_refused_by_number() -> None:
+    with pytest.raises(ValueError, match="got problem 101 whose prompt has no tokens"):
+        sampler(encode=lambda tokenizer, text: [1] * (text != "b")).sample(problems(["a", "b"]), 1, key=KEY)
+    for limit, room in ((None, POSITIONS), (20, 20)):
+        exact = sampler(encode=lambda tokenizer, text: [1] * len(text), max_model_len=limit)
+        exact.sample(problems(["7" * (room - 6)]), 1, key=KEY)
+        with pytest.raises(ValueError, match=rf"problem 100 with {room - 5} prompt .* wanted at most {room} positions"):
+            exact.sample(problems(["7" * (room - 5)]), 1, key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"max_rows": 0}, "max_rows: got 0"),
+        ({"stop": "word"}, "stop: got 'word'"),
+        ({"stop": ("",)}, "wanted a tuple of strings that are not empty"),
+        ({"choose": partial(categorical, temperature=3.0)}, "temperature: got 3.0"),
+        ({"extra": {"temperature": 0.5}}, "temperature"),
+    ],
+)
+def test_bad_knobs_are_refused(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        sampler(**knobs)
+    with pytest.raises(ValueError, match=said):  # and before an engine is started
+        colocated(seat(), tokenizer(), **{**KNOBS, **knobs})
+
+
+def test_bias_is_refused_before_an_engine_is_started() -> None:
+    with pytest.raises(ValueError, match=r"repetition_penalty = 1\.2"):
+        colocated(seat(), tokenizer(), **{**KNOBS, "extra": {"repetition_penalty": 1.2}})
+
+
+# -- weights
+
+
+def test_every_load_is_a_version_whoever_asks() -> None:
+    engine = Engine()
+    asking = sampler(engine)
+    likeliest = replace(asking, choose=greedy)
+    for each in (asking, likeliest, asking):
+        each.load(Fixed(MODEL, alone(CPU)))
+    assert [version for version, _ in engine.pushed] == [0, 1, 2]
+    sent = engine.pushed[0][1]
+    assert torch.equal(sent[HEAD], MODEL.model.embed_tokens.weight)
+    assert sent.keys() == MODEL.state_dict().keys()
+
+
+def test_what_concerns_the_engine_goes_to_it() -> None:
+    engine = Engine()
+    asking = sampler(engine)
+    asking.rest()
+    asking.close()
+    assert engine.calls == ["rest", "close"]
+    assert asking.figures() == {"engine/x": 1.0}
+    assert (asking.ranks, asking.overlaps, asking.repeatable, asking.mixes) == (2, True, False, True)
+    assert asking.complaints == ["one"]
+
+
+@given(first=st.integers(-9, 9), second=st.integers(-9, 9))
+def test_a_receipt_is_in_order_when_both_sides_agree_or_one_is_not_known(first: int, second: int) -> None:
+    sent, held = Fingerprint(first, 0), Fingerprint(second, 0)
+    assert verified(Receipt(3, sent, None)).version == 3
+    if first == second:
+        assert verified(Receipt(3, sent, held)).held == held
+    else:
+        with pytest.raises(StaleEngine, match=f"weights of version 3: got {held} in the engine after {sent} was sent"):
+            verified(Receipt(3, sent, held))
+
+
+# -- the engine in the process, without vLLM
+
+
+class LLM:
+    """Notes what is asked of it, in order. It holds what it is given, but for the names in `loses`."""
+
+    def __init__(self, **made_with: Any) -> None:
+        self.made_with, self.calls, self.loses = made_with, [], set()
+        self.held = sum(map(fingerprint, MODEL.state_dict().values()), NOTHING)
+        done = SimpleNamespace(shutdown=partial(self.calls.append, "shutdown"))
+        core = SimpleNamespace(model_executor=done, scheduler=done)
+        client = SimpleNamespace(engine_core=core, _finalizer=SimpleNamespace(detach=lambda: None))
+        self.llm_engine = SimpleNamespace(engine_core=client)
+
+    def apply_model(self, f: Callable[..., Any]) -> list[Any]:
+        return [True if f is vllm_engine.has_head else self.held]
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.calls.append(method)
+        given = [(name, x) for name, x in kwargs["weights_iterator"] if name not in self.loses]
+        self.held = sum((fingerprint(x) for _, x in given), NOTHING)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {' '.join(tags)}")
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        return True
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Colocated:
+    """An engine that believes to be on a GPU."""
+    for name in ("group_of_one", "same_randomness"):
+        monkeypatch.setattr(vllm_engine, name, lambda _: nullcontext())
+    monkeypatch.setattr(vllm_engine, "imported", lambda: SimpleNamespace(LLM=LLM))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
+    knobs = {name: KNOBS[name] for name in (*names, "enforce_eager", "deadline")}
+    return Colocated(seat(world=alone(torch.device("cuda"))), **knobs, detokenize=False)
+
+
+def weights() -> Iterator[tuple[str, Tensor]]:
+    return iter(MODEL.state_dict().items())
+
+
+class Stepping:
+    """vLLM's own engine: every step it has got one more token for each request, which wants as many as its seed."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, int] = {}
+        self.steps = 0
+
+    def add_request(self, name: str, prompt: dict[str, Any], params: SimpleNamespace) -> None:
+        self.wanted[name] = params.seed
+
+    def step(self) -> list[SimpleNamespace]:
+        self.steps += 1
+        return [self.output(name, seed) for name, seed in self.wanted.items() if seed == self.steps]
+
+    def output(self, name: str, seed: int) -> SimpleNamespace:
+        tokens = [*range(seed)]
+        logp = SimpleNamespace(logprobs=[-1.0] * seed, token_ids=tokens)
+        done = SimpleNamespace(finish_reason="stop", token_ids=tokens, logprobs=logp)
+        return SimpleNamespace(request_id=name, outputs=[done], finished=True)
+
+
+def test_an_answer_is_told_of_in_the_step_that_ends_it(on_cuda: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, heard = Stepping(), []
+    on_cuda.llm.llm_engine = engine
+    monkeypatch.setattr(Colocated, "_params", lambda self, how, seed: SimpleNamespace(seed=seed))
+    asks = [Ask((1,), (5, 2)), Ask((1, 2), (2, 1))]
+    answers = on_cuda.generate(asks, how={}, heard=lambda *told: heard.append((engine.steps, *told)))
+    places = [(1, 1, 1), (2, 0, 1), (2, 1, 0), (5, 0, 0)]
+    assert heard == [(step, i, j, answers[i][j]) for step, i, j in places]
+    assert all(len(answers[i][j].tokens) == step for step, i, j in places)
+
+
+def test_a_gpu_engine_sleeps_and_is_woken_around_its_weights(on_cuda: Colocated) -> None:
+    on_cuda.push(weights(), version=0)
+    assert on_cuda.llm.calls == ["reload_weights", "reset"]
+    on_cuda.llm.calls.clear()
+    on_cuda.rest()
+    on_cuda.rest()
+    assert on_cuda.llm.calls == ["sleep 2"]
+    with pytest.raises(RuntimeError, match="got an engine at rest"):
+        on_cuda.generate([Ask((1,), (1,))], how={})
+    on_cuda.push(weights(), version=1)
+    assert on_cuda.llm.calls == ["sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset"]
+    on_cuda.close()
+    on_cuda.close()
+    assert on_cuda.llm is None
+
+
+def test_after_a_push_that_failed_only_what_still_sleeps_is_woken(on_cuda: Colocated) -> None:
+    on_cuda.rest()
+    with pytest.raises(ValueError, match=r"push: got no .* \(\d+ missing\), wanted every weight"):
+        on_cuda.push(iter([]), version=0)
+    assert on_cuda.asleep == [TAGS[1]]
+    on_cuda.llm.calls.clear()
+    on_cuda.push(weights(), version=1)
+    assert on_cuda.llm.calls == ["reload_weights", "wake kv_cache", "reset"]
+    assert on_cuda.ready
+
+
+def test_stale_weights_are_told_by_version_and_numbers(on_cuda: Colocated) -> None:
+    on_cuda._in_folder = lambda: on_cuda._opened
+    on_cuda.llm.loses = {"model.norm.weight"}
+    with pytest.raises(StaleEngine, match="weights of version 4: got"):
+        on_cuda.push(weights(), version=4)
+    assert not on_cuda.ready
+    on_cuda.llm.loses = set()
+    assert on_cuda.push(weights(), version=5).held is not None
+    assert on_cuda.figures()["engine/verified"] == 1.0
+
+
+def test_a_layout_that_cannot_be_recognised_is_left_to_the_probe(on_cuda: Colocated) -> None:
+    """An engine that held something else than its folder from the first is not called stale for it."""
+    on_cuda._in_folder = lambda: NOTHING
+    on_cuda.llm.loses = {"model.norm.weight"}
+    assert on_cuda.push(weights(), version=4).held is None
+    assert on_cuda.ready
+    assert on_cuda.figures()["engine/verified"] == 0.0
+
+
+def test_one_path_for_both_devices() -> None:
+    names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
+    make = partial(arguments, **{name: KNOBS[name] for name in (*names, "enforce_eager")}, detokenize=False)
+    on_cpu, on_gpu = make(seat()), make(seat(world=alone(torch.device("cuda:0"))))
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": BATCHED}
+    assert {k: v for k, v in on_cpu.items() if k not in on_gpu} == {"kv_cache_memory_bytes": 2**26, **whole}
+    assert make(seat(), max_model_len=BATCHED + 7)["max_num_batched_tokens"] == BATCHED + 7
+    only = {k: v for k, v in on_gpu.items() if k not in on_cpu}
+    assert only == {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
+    assert on_cpu["logprobs_mode"] == "processed_logprobs"
+    with pytest.raises(ValueError, match="got cuda:1, wanted cuda:0"):
+        make(seat(world=alone(torch.device("cuda:1"))))
+    with pytest.raises(ValueError, match="tensor_parallel: got 2 for 1 ranks, wanted a divisor"):
+        make(seat(), tensor_parallel=2)
+
+
+def test_generators_and_threads_are_left_as_they_were() -> None:
+    setter, threads = torch.set_num_threads, torch.get_num_threads()
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with vllm_engine.same_randomness(CPU), vllm_engine.same_threads():
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        setter(threads + 1)
+        torch.set_num_threads = print
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert (torch.set_num_threads, torch.get_num_threads()) == (setter, threads)
+
+
+@pytest.mark.parametrize("deadline", [0.0, -1.0])
+def test_a_deadline_is_positive(deadline: float) -> None:
+    with pytest.raises(ValueError, match=r"deadline: got .* wanted more than 0"):
+        vllm_arguments.check_deadline(deadline, seat())
+
+
+def test_a_deadline_is_shorter_than_other_ranks_wait() -> None:
+    world = World.__new__(World)  # of two ranks that were never brought together
+    world.rank, world.size, world.device, world.deadline = 0, 2, CPU, 600.0
+    vllm_arguments.check_deadline(599.0, seat(world=world))
+    with pytest.raises(ValueError, match=r"deadline: got 600 s .* wanted less than the 600 s"):
+        vllm_arguments.check_deadline(600.0, seat(world=world))
+
+
+@pytest.mark.parametrize("found", [None, ModuleType("vllm")], ids=["nothing", "a folder of that name"])
+def test_without_vllm_it_is_said_what_to_install(found: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", found)
+    with pytest.raises(ValueError, match=r"got no vllm .* pip install 'grpo-fn\[vllm\]'"):
+        colocated(seat(), tokenizer(), **KNOBS)

@@ -1,0 +1,560 @@
+"""Servers that fail in every way, at every call: no answer is lost, none is drawn from other weights than it says."""
+
+import queue
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm_stub import Stub, checksum, drawn
+
+from grpo_fn.shell.sampler.interface import Ask, StaleEngine, verified
+from grpo_fn.shell.vllm import vllm_chunks, vllm_transfer
+from grpo_fn.shell.vllm.vllm_servers import Dedicated
+from grpo_fn.shell.world import World
+
+HOW = {"temperature": 0.7, "max_tokens": 5}
+ASKS = [Ask((1, 2, 3), (4, 5)), Ask((6,), ()), Ask((7, 8), (9, 4, 2**31 - 1))]
+FAULTS = (500, 503, "drop", "hang", "half", "die")
+SWAP = (
+    *("/health", "/collective_rpc:grpo_described", "/weight_info", "/get_world_size", "/init_weight_transfer_engine"),
+    *("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc:grpo_receipt"),
+    *("/reset_prefix_cache", "/update_weight_version", "/resume"),
+)
+
+
+def weights(version):
+    """A small model; the tied head is the embedding once more, and one tensor is larger than a chunk."""
+    made = torch.Generator().manual_seed(version)
+    embedding = torch.randn(20, 4, generator=made)
+    yield "model.embed_tokens.weight", embedding
+    yield "lm_head.weight", embedding
+    yield "model.norm.weight", torch.randn(4, generator=made).to(torch.bfloat16)
+    yield "model.layers.0.weight", torch.randn(6, 6, generator=made).T
+    yield "model.layers.0.bias", torch.tensor([0.0, -0.0, 1.0])
+
+
+def expected(version, asks=ASKS):
+    """What every answer has to be, whoever gives it."""
+    sent = checksum(tensor for _, tensor in weights(version))
+    return [[(drawn(sent, ask.prompt, seed, 5), version) for seed in ask.seeds] for ask in asks]
+
+
+def seen(answers):
+    """Of answers, what `expected` tells."""
+    assert all(a.logp == [-t / 7 for t in a.tokens] and not a.stopped for row in answers for a in row)
+    return [[(answer.tokens, answer.oldest) for answer in row] for row in answers]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("weights")
+
+
+def engine(stubs, folder, **knobs):
+    """An engine that is quick to give up."""
+    transfer = partial(vllm_transfer.file, folder=str(folder), chunk_bytes=100, keep=knobs.pop("keep", True))
+    quick = {"request_seconds": 0.4, "swap_seconds": 0.4, "check_seconds": 0.02, "deadline": 5.0, "max_requests": 3}
+    return Dedicated(
+        knobs.pop("world", World(0, 1, torch.device("cpu"), deadline=30.0)),
+        torch.float32,
+        servers=[stub.url for stub in stubs],
+        transfer=transfer,
+        **{"pause": "wait", **quick, **knobs},
+    )
+
+
+@pytest.fixture
+def two(folder):
+    """Two servers and an engine of them."""
+    stubs = [Stub(), Stub()]
+    made = engine(stubs, folder)
+    yield *stubs, made
+    made.close()
+    for stub in stubs:
+        stub.kill()
+
+
+def until(true, seconds=5.0):
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
+
+def test_answers_are_in_order_and_drawn_from_the_weights_last_pushed(two, folder):
+    one, other, servers = two
+    for version in (0, 1, 7):
+        receipt = verified(servers.push(weights(version), version=version))
+        assert receipt.version == version
+        assert receipt.held == receipt.sent == checksum(tensor for _, tensor in weights(version))
+        assert seen(servers.generate(ASKS, how=HOW)) == expected(version)
+    told = servers.figures()
+    assert told.pop("engine/push_seconds") > 0
+    assert told == {"engine/servers": 2, "engine/retried": 0, "engine/lost": 0, "engine/taken_back": 0}
+    assert servers.figures()["engine/push_seconds"] == 0
+    assert not servers.complaints
+    assert {path for path, _ in one.calls} >= {"/inference/v1/generate"} <= {path for path, _ in other.calls}
+    assert servers.repeatable
+    servers.close()
+    assert not list(folder.iterdir())
+
+
+def test_a_swap_is_in_order_and_nothing_computed_before_is_remembered(two):
+    one, _, servers = two
+    servers.push(weights(0), version=0)
+    steps = [path for path, _ in one.calls if path in SWAP[5:]]
+    kept = [step for i, step in enumerate(steps) if i == 0 or step != steps[i - 1]]
+    assert kept == list(SWAP[5:])
+    assert all(sent["mode"] == "wait" for path, sent in one.calls if path == "/pause")
+
+
+def test_a_request_says_all_that_decides_the_tokens(two):
+    one, other, servers = two
+    servers.push(weights(0), version=0)
+    servers.generate([Ask((3, 1), (8,))], how={**HOW, "stop_token_ids": [2]})
+    (sent,) = [sent for stub in (one, other) for path, sent in stub.calls if path == "/inference/v1/generate"]
+    params = {**HOW, "stop_token_ids": [2], "seed": 8, "n": 1, "logprobs": 0}
+    assert sent == {"token_ids": [3, 1], "sampling_params": params}
+
+
+@pytest.mark.parametrize("fault", [500, "drop", "hang", "die"])
+@pytest.mark.parametrize("path", SWAP)
+def test_a_server_that_fails_in_a_push_is_out_and_comes_back_with_the_new_weights(two, path, fault):
+    one, other, servers = two
+    servers.push(weights(0), version=0)
+    for stub in (one, other):
+        stub.label = "default" if path in ("/get_world_size", "/init_weight_transfer_engine") else stub.label
+    one.faults[path] = fault
+    servers.push(weights(1), version=1)
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(1)
+    if fault == "die":
+        assert servers.figures()["engine/servers"] == 1
+        assert any(one.url in text and "is out" in text for text in servers.complaints)
+        one.start()
+    until(lambda: any(one.url in text and "is out" in text for text in servers.complaints))  # a hang: in its own time
+    until(lambda: servers._fleet.members[0].live)
+    assert not one.torn
+    assert one.label == other.label
+    assert one.weights == other.weights == checksum(tensor for _, tensor in weights(1))
+    assert one.resting.is_set()
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(1)
+    told = servers.figures()
+    assert told["engine/servers"] == 2
+    assert any(one.url in text and "is back" in text for text in servers.complaints)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_server_is_lost_with_another_one_answers(two, fault):
+    one, _, servers = two
+    servers.push(weights(0), version=0)
+    one.faults["/inference/v1/generate"] = fault
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    told = servers.figures()
+    assert told["engine/retried"] >= 1
+    assert told["engine/lost"] == 1
+    assert any(one.url in text for text in servers.complaints)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_answer_is_told_of_once_and_when_it_comes(two, fault):
+    one, _, servers = two
+    servers.push(weights(0), version=0)
+    one.faults["/inference/v1/generate"] = fault
+    heard, thread, open_ = {}, threading.get_ident(), threading.Event()
+
+    def hear(i, j, answer):
+        assert (i, j) not in heard
+        assert threading.get_ident() != thread
+        assert not open_.is_set()  # the call goes on
+        heard[i, j] = answer
+
+    answers = servers.generate(ASKS, how=HOW, heard=hear)
+    open_.set()
+    assert heard == {(i, j): answer for i, row in enumerate(answers) for j, answer in enumerate(row)}
+
+
+def test_a_server_that_was_started_again_gets_the_weights_before_it_draws(two):
+    one, other, servers = two
+    servers.push(weights(3), version=3)
+    one.kill()
+    other.kill()
+    threading.Timer(0.2, one.start).start()
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(3)
+    assert one.label.endswith("-3")
+
+
+def test_without_kept_weights_it_waits_for_the_next_push(folder):
+    stubs = [Stub(), Stub()]
+    servers = engine(stubs, folder, keep=False)
+    servers.push(weights(0), version=0)
+    stubs[0].kill()
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    stubs[0].start()
+    time.sleep(0.2)
+    assert servers.figures()["engine/servers"] == 1
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    servers.push(weights(1), version=1)
+    assert servers.figures()["engine/servers"] == 2
+    assert not list(folder.glob("*/*"))
+    servers.close()
+
+
+def test_with_no_server_left_it_stops_and_names_all_of_them_and_what_waited(folder):
+    stubs = [Stub(), Stub()]
+    servers = engine(stubs, folder, deadline=0.5)
+    servers.push(weights(0), version=0)
+    for stub in stubs:
+        stub.kill()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"none for 0\.5 s while 5 completions of 3 prompts waited") as caught:
+        servers.generate(ASKS, how=HOW)
+    assert all(stub.url in str(caught.value) for stub in stubs)
+    with pytest.raises(RuntimeError, match="while new weights waited") as caught:
+        servers.push(weights(1), version=1)
+    assert all(stub.url in str(caught.value) for stub in stubs)
+    assert time.monotonic() - began < 10
+    servers.close()
+
+
+def test_a_request_that_breaks_every_server_ends(folder):
+    stubs = [Stub(), Stub()]
+    servers = engine(stubs, folder, deadline=0.5)
+    servers.push(weights(0), version=0)
+    for stub in stubs:
+        stub.stuck, stub.faults["/inference/v1/generate"] = True, 500
+    with pytest.raises(RuntimeError, match="completions"):
+        servers.generate(ASKS, how=HOW)
+    servers.close()
+
+
+def test_a_request_that_is_refused_ends_all_at_once(two):
+    one, other, servers = two
+    servers.push(weights(0), version=0)
+    for stub in (one, other):
+        stub.faults["/inference/v1/generate"] = 400
+    with pytest.raises(RuntimeError, match="status 400"):
+        servers.generate(ASKS, how=HOW)
+    assert servers.figures()["engine/lost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("backend", "grpo_nccl", "grpo_file"),
+        ("logprobs_mode", "raw_logprobs", "processed_logprobs"),
+        ("dtype", "bfloat16", "float32"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_refused_before_any_weights(two, name, value, why):
+    one, other, servers = two
+    other.described[name] = value
+    with pytest.raises(RuntimeError, match=f"{other.url}.*{value}.*{why}.*vllm_server.sh"):
+        servers.push(weights(0), version=0)
+    assert not any(path == "/update_weights" for path, _ in one.calls)
+
+
+@pytest.mark.parametrize(("status", "why"), [(401, "VLLM_API_KEY"), (403, "vllm_server.sh"), (404, "vllm_server.sh")])
+def test_a_refusal_says_what_is_missing(two, status, why):
+    one, _, servers = two
+    one.faults["/collective_rpc:grpo_described"] = status
+    with pytest.raises(RuntimeError, match=why):
+        servers.push(weights(0), version=0)
+
+
+def test_the_key_is_taken_from_the_environment(folder, monkeypatch):
+    stub = Stub()
+    stub.key = "secret"
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    servers = engine([stub], folder)
+    servers.push(weights(0), version=0)
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    servers.close()
+
+
+def test_before_the_first_push_all_servers_are_waited_for(folder):
+    stubs = [Stub(), Stub()]
+    stubs[1].kill()
+    servers = engine(stubs, folder)
+    threading.Timer(0.3, stubs[1].start).start()
+    servers.push(weights(0), version=0)
+    assert servers.figures()["engine/servers"] == 2
+    assert stubs[1].label == stubs[0].label
+    servers.close()
+
+
+def test_one_that_never_comes_does_not_hold_up_a_run_for_ever(folder):
+    stubs = [Stub(), Stub()]
+    stubs[1].kill()
+    servers = engine(stubs, folder, deadline=0.3)
+    servers.push(weights(0), version=0)
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+    servers.close()
+
+
+@pytest.mark.parametrize("what", ["received", "held"])
+def test_weights_that_arrive_otherwise_stop_the_run(two, what):
+    one, _, servers = two
+    one.corrupt = what
+    with pytest.raises(StaleEngine, match=one.url):
+        servers.push(weights(0), version=0)
+    with pytest.raises(RuntimeError):
+        servers.generate(ASKS, how=HOW)
+
+
+def test_a_layout_in_which_nothing_was_ever_recognised_proves_nothing(two):
+    one, _, servers = two
+    one.corrupt = "hidden"
+    assert servers.push(weights(0), version=0).held is None
+
+
+def test_weights_that_break_off_leave_no_server_that_draws_from_half_of_them(two):
+    one, other, servers = two
+    servers.push(weights(0), version=0)
+
+    def broken():
+        yield from list(weights(1))[:3]
+        raise KeyError("a rank is gone")
+
+    with pytest.raises(KeyError):
+        servers.push(broken(), version=1)
+    assert one.label == other.label == "torn"
+    assert one.resting.is_set()
+    assert servers.figures()["engine/servers"] == 0
+    servers.push(weights(2), version=2)
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(2)
+
+
+def test_an_update_that_another_trainer_left_open_is_given_up(two):
+    one, _, servers = two
+    one.coming, one.label = [torch.ones(5)], "0000-3"
+    one.resting.clear()
+    servers.push(weights(3), version=3)
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(3)
+
+
+def test_weights_of_another_run_are_not_taken_for_ours(two):
+    one, other, servers = two
+    servers.push(weights(0), version=0)
+    one.label, one.weights = "ffffffff-0", (1, 2)
+    other.kill()
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
+
+
+def test_many_threads_may_generate_while_weights_are_pushed(two):
+    one, other, servers = two
+    one.seconds = other.seconds = 0.01
+    servers.push(weights(0), version=0)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.extend(servers.generate(ASKS, how=HOW) for _ in range(6)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for version in range(1, 5):
+        servers.push(weights(version), version=version)
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 12
+    table = [[one for row in expected(version) for one in row] for version in range(5)]
+    for answers in found:
+        for place, (tokens, oldest) in enumerate(one for row in seen(answers) for one in row):
+            assert table[oldest][place] == (tokens, oldest)
+
+
+def test_no_more_requests_are_under_way_than_allowed(folder):
+    stub = Stub()
+    stub.seconds = 0.02
+    servers = engine([stub], folder, max_requests=2)
+    servers.push(weights(0), version=0)
+    busiest = []
+
+    def look():
+        while stub.server is not None:
+            busiest.append(servers._fleet.members[0].busy)
+            time.sleep(0.002)
+
+    threading.Thread(target=look, daemon=True).start()
+    servers.generate([Ask((1,), tuple(range(12)))], how=HOW)
+    stub.kill()
+    assert max(busiest) == 2
+    servers.close()
+
+
+def test_closing_ends_what_is_under_way(folder):
+    stub = Stub()
+    servers = engine([stub], folder, request_seconds=60.0)
+    servers.push(weights(0), version=0)
+    stub.resting.clear()
+    ended = []
+
+    def ask():
+        try:
+            servers.generate(ASKS, how=HOW)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: any(path == "/inference/v1/generate" for path, _ in stub.calls))
+    servers.close()
+    servers.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert ended
+    stub.kill()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        ({"pause": "abort"}, "'wait' or 'keep'"),
+        ({"max_requests": 0}, "at least 1"),
+        ({"deadline": 0.0}, "more than 0"),
+        ({"stubs": []}, "list of different addresses"),
+    ],
+)
+def test_knobs_that_make_no_sense_are_refused(folder, knobs, why):
+    stubs = knobs.pop("stubs", [type("Stub", (), {"url": "http://127.0.0.1:1"})])
+    with pytest.raises(ValueError, match=why):
+        engine(stubs, folder, **knobs)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://"])
+def test_an_address_that_is_none_is_refused(folder, url):
+    with pytest.raises(ValueError, match="wanted an address"):
+        engine([type("Stub", (), {"url": url})], folder)
+
+
+def test_sampling_parameters_that_vllm_would_ignore_are_refused(two):
+    _, _, servers = two
+    servers.push(weights(0), version=0)
+    with pytest.raises(ValueError, match="temprature"):
+        servers.generate(ASKS, how={**HOW, "temprature": 0.7})
+
+
+def test_nothing_is_drawn_before_the_first_push(two):
+    with pytest.raises(RuntimeError, match="first push"):
+        two[2].generate(ASKS, how=HOW)
+
+
+def test_files_of_a_trainer_that_was_killed_are_swept(folder):
+    left = folder / f"{vllm_transfer._mark(2**22 + 5)}-abc"
+    left.mkdir()
+    (left / "0.safetensors").write_bytes(b"x")
+    stub = Stub()
+    servers = engine([stub], folder)
+    servers.push(weights(0), version=0)
+    assert not left.exists()
+    servers.close()
+    stub.kill()
+
+
+class Pair(World):
+    """One of two ranks, as threads."""
+
+    def __init__(self, rank, told):
+        super().__init__(0, 1, torch.device("cpu"), deadline=30.0)
+        self.rank, self.size, self.told = rank, 2, told
+
+    def agree(self, f, *, what):
+        if self.main:
+            self.told.put(f())
+        found = self.told.get(timeout=10)
+        self.told.put(found)
+        return found
+
+
+def test_one_rank_sends_and_all_go_through_the_weights_and_draw(folder):
+    stubs, told = [Stub(), Stub()], queue.Queue()
+    ranks = [engine(stubs, folder, world=Pair(rank, told)) for rank in range(2)]
+    for version in range(2):
+        passed, receipts = [], []
+
+        def gathered(passed=passed, version=version):
+            for one in weights(version):
+                passed.append(one[0])
+                yield one
+
+        for rank in ranks:  # rank 0 first: what it leaves in the queue is what rank 1 hears
+            receipts.append(rank.push(gathered(), version=version))
+        told.get()
+        assert receipts[0] == receipts[1]
+        assert len(passed) == 2 * len([*weights(version)])
+        assert [seen(rank.generate(ASKS, how=HOW)) for rank in ranks] == [expected(version)] * 2
+    assert sum(path == "/finish_weight_update" for path, _ in stubs[0].calls) == 2
+    stubs[0].kill()
+    assert seen(ranks[1].generate(ASKS, how=HOW)) == expected(1)
+    stubs[0].start()
+    until(lambda: ranks[1]._fleet.members[0].live)  # rank 0 has given it the weights meanwhile
+    assert stubs[0].weights == stubs[1].weights
+    for rank in ranks:
+        rank.close()
+
+
+MOVES = st.lists(
+    st.one_of(
+        st.just(("push",)),
+        st.just(("generate",)),
+        st.tuples(st.just("kill"), st.integers(0, 1)),
+        st.tuples(st.just("start"), st.integers(0, 1)),
+        st.tuples(st.just("fault"), st.integers(0, 1), st.sampled_from(SWAP), st.sampled_from((500, "drop", "die"))),
+        st.tuples(st.just("fault"), st.integers(0, 1), st.just("/inference/v1/generate"), st.sampled_from(FAULTS)),
+    ),
+    max_size=12,
+)
+
+
+@given(moves=MOVES)
+@settings(max_examples=25)
+def test_whatever_happens_to_servers_every_answer_is_of_the_newest_weights(moves, folder):
+    stubs, version = [Stub(), Stub()], 0
+    servers = engine(stubs, folder)
+    servers.push(weights(0), version=0)
+    try:
+        for move in [*moves, ("push",), ("generate",)]:
+            match move:
+                case ("push",):
+                    version += 1
+                    revive(stubs)
+                    servers.push(weights(version), version=version)
+                case ("generate",):
+                    revive(stubs)
+                    assert seen(servers.generate(ASKS, how=HOW)) == expected(version)
+                case ("kill", which):
+                    stubs[which].kill()
+                case ("start", which):
+                    stubs[which].start()
+                case ("fault", which, path, fault):
+                    stubs[which].faults[path] = fault
+    finally:
+        servers.close()
+        for stub in stubs:
+            stub.kill()
+            stub.lock.acquire()  # timers of this example start nothing any more
+
+
+def revive(stubs):
+    """A supervisor starts a server again, a little later."""
+    for stub in stubs:
+        for seconds in (0.05, 0.3):
+            threading.Timer(seconds, stub.start).start()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=12),
+    size=st.integers(1, 100),
+)
+def test_chunks_are_the_weights_in_order_and_none_is_larger_than_it_has_to_be(sizes, size):
+    given = [(str(i), torch.zeros(n)) for i, n in enumerate(sizes)]
+    parts = list(vllm_chunks.chunks(iter(given), size))
+    assert [one for part in parts for one in part] == given
+    for part in parts:
+        held = [tensor.numel() * 4 for _, tensor in part]
+        assert sum(held[:-1]) < size
+        assert part is parts[-1] or sum(held) >= size

@@ -1,0 +1,646 @@
+"""The test kit: every invariant lets the sound pass, catches what it is there for, and says so."""
+
+import inspect
+import math
+import re
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import rewards_on_trial as trial
+import torch
+from hypothesis import Phase, given, settings
+from profiles import profile, quarter
+
+from grpo_fn import testing
+from grpo_fn.algo import advantage, kl
+from grpo_fn.core.batch import check_rollout
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.rewards import format, length, repetition
+from grpo_fn.rewards.math import correct, lenient
+from grpo_fn.shell.reward_workers.reward_pool import RewardError
+from grpo_fn.testing import advantages, aggregations, harness, kls, rewards, texts
+from grpo_fn.testing import losses as token_losses
+
+
+@pytest.fixture
+def unshrunk():
+    """Shrinking a failure that is wanted would only take time."""
+    with profile(phases=harness.UNSHRUNK, max_examples=200):
+        yield
+
+
+@pytest.fixture
+def fewer():
+    """Examples: each costs two processes a call, or a gradient."""
+    with profile(max_examples=quarter()):
+        yield
+
+
+# -- advantages
+
+
+def plain_normalized(reward, valid):
+    """The formula as written: the ulp between sum/G and R, over a tiny std."""
+    dev = torch.where(valid, reward - reward[valid].mean(), 0.0)
+    return dev / (dev.square().mean().sqrt() + 1e-9)
+
+
+def counts_the_invalid(reward, valid):
+    known = torch.where(valid, reward, 0.0)
+    return torch.where(valid, known - known.mean(), 0.0) * (known.amax() > known.amin())
+
+
+def against_the_first(reward, valid):
+    return torch.where(valid, reward - torch.where(valid, reward, 0.0)[valid.int().argmax()], 0.0)
+
+
+def others_std(reward, valid):
+    """Leave-one-out in mean and std: without bound where all the others are equal."""
+    others = (valid.sum() - 1).clamp(min=1)
+    dev = advantage.centered(reward, valid)
+    mean, square = (dev.sum() - dev) / others, (dev.square().sum() - dev.square()) / others
+    return dev / ((square - mean**2).clamp(min=0).sqrt() + 1e-6)
+
+
+def looks_at_the_data(reward, valid):
+    return advantage.centered(reward, valid) if bool(valid.any()) else torch.zeros_like(reward)
+
+
+def keeps_the_invalid(reward, valid):
+    return advantage.centered(reward.nan_to_num(), torch.ones_like(valid))
+
+
+def in_float32(reward, valid):
+    return advantage.centered(reward, valid).float()
+
+
+def hides_what_is_odd(reward, valid):
+    return advantage.centered(reward, valid).nan_to_num(0.0, 0.0, 0.0)
+
+
+def made_for(rewards, reward, valid):
+    """centered, for rewards of these values alone."""
+    known = ~valid | ~reward.isfinite()
+    for value in rewards:
+        known = known | (reward == value)
+    return torch.where(known.all(), advantage.centered(reward, valid), 1e9)
+
+
+ADVANTAGE_FAULTS = [
+    (plain_normalized, advantages.constant_group_is_exactly_zero),
+    (counts_the_invalid, advantages.invalid_samples_move_nobody),
+    (against_the_first, advantages.order_does_not_matter),
+    (others_std, advantages.bounded),
+    (looks_at_the_data, advantages.groups_do_not_leak),
+    (keeps_the_invalid, advantages.finite_and_zero_where_invalid),
+    (in_float32, advantages.finite_and_zero_where_invalid),
+    (hides_what_is_odd, advantages.a_reward_that_is_not_finite_shows),
+]
+
+
+@pytest.mark.usefixtures("unshrunk")
+@pytest.mark.parametrize(("faulty", "invariant"), ADVANTAGE_FAULTS)
+def test_a_faulty_advantage_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
+    with pytest.raises((AssertionError, RuntimeError)):
+        invariant(faulty, testing.finite())
+
+
+@pytest.mark.usefixtures("fewer")
+def test_an_advantage_made_for_some_rewards_is_checked_on_those():
+
+    testing.check_advantage(partial(made_for, {0.0, 1.0}), rewards=st.sampled_from([0.0, 1.0]))
+    with pytest.raises(AssertionError):
+        testing.check_advantage(partial(made_for, {0.0, 1.0}))
+
+
+def test_what_broke_is_said_with_the_example_that_broke_it():
+    with pytest.raises(AssertionError, match=r"(?s)got .*, wanted exactly 0 where not") as caught:
+        testing.check_advantage(keeps_the_invalid)
+    assert any("finite_and_zero_where_invalid" in note for note in caught.value.__notes__)
+
+
+# -- token losses
+
+
+def seen(logp, row, **also):
+    zero = torch.zeros_like(logp)
+    return {"ratio": zero + 1, "clip_low": zero, "clip_high": zero, **also}
+
+
+def sound(logp, row):
+    return torch.where(row.mask, -row.adv * torch.where(row.mask, logp, 0.0), 0.0), seen(logp, row)
+
+
+def masks_the_product(logp, row):
+    return -row.adv * logp * row.mask, seen(logp, row)
+
+
+def masks_the_output_only(logp, row):
+    """The value is right, and the gradient is 0 * inf."""
+    return torch.where(row.mask, -row.adv * (logp - row.logp_old).exp(), 0.0), seen(logp, row)
+
+
+def over_the_width(logp, row):
+    return sound(logp, row)[0] / len(logp), seen(logp, row)
+
+
+def branches(logp, row):
+    return sound(logp, row) if bool(row.mask.any()) else (torch.zeros_like(logp), seen(logp, row))
+
+
+def overflows(logp, row):
+    ratio = torch.where(row.mask, logp - row.logp_old, 0.0).exp()
+    return torch.where(row.mask, -row.adv * ratio, 0.0), seen(logp, row)
+
+
+def says_too_little(logp, row):
+    return sound(logp, row)[0], {"ratio": torch.ones_like(logp)}
+
+
+def says_shares(logp, row):
+    return sound(logp, row)[0], seen(logp, row, clip_low=torch.full_like(logp, 0.5))
+
+
+def says_one_number(logp, row):
+    return sound(logp, row)[0], seen(logp, row, ratio=torch.ones((), dtype=logp.dtype))
+
+
+def says_nan(logp, row):
+    return sound(logp, row)[0], seen(logp, row, ratio=torch.where(row.mask, 1.0, torch.nan))
+
+
+def says_both(logp, row):
+    return sound(logp, row)[0], seen(logp, row, clip_low=torch.ones_like(logp), clip_high=torch.ones_like(logp))
+
+
+def says_what_is_masked(logp, row):
+    return sound(logp, row)[0], seen(logp, row, ratio=logp.nan_to_num(0.5, 0.5, 0.5).clamp(-9, 9))
+
+
+def says_how_wide_it_is(logp, row):
+    return sound(logp, row)[0], seen(logp, row, ratio=torch.full_like(logp, len(logp)))
+
+
+def costs_padding(logp, row):
+    return torch.where(row.mask, sound(logp, row)[0], 1.0), seen(logp, row)
+
+
+def in_double(logp, row):
+    return sound(logp, row)[0] * torch.ones((), dtype=torch.float64)[None], seen(logp, row)
+
+
+class _Twice(torch.autograd.Function):
+    """x -> x with a backward pass that is wrong by a factor of two."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent.clone()
+
+
+class _Behind(torch.autograd.Function):
+    """x -> 0 with a gradient of 1 nevertheless."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class _Mixed(torch.autograd.Function):
+    """x -> x, and under vmap the mean over what is vmapped."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x.mean(in_dims[0], keepdim=True).expand_as(x).clone(), in_dims[0]
+
+
+def learns_behind_the_mask(logp, row):
+    loss, diagnostics = sound(logp, row)
+    return loss + _Behind.apply(logp), diagnostics
+
+
+def mixes_rows(logp, row):
+    loss, diagnostics = sound(logp, row)
+    return _Mixed.apply(loss), diagnostics
+
+
+def mixes_what_it_says(logp, row):
+    loss, diagnostics = sound(logp, row)
+    return loss, {**diagnostics, "ratio": _Mixed.apply(row.mask.to(logp.dtype))}
+
+
+def wrong_in_float32(logp, row):
+    loss, diagnostics = sound(logp, row)
+    return loss * (1.01 if logp.dtype == torch.float32 else 1.0), diagnostics
+
+
+def wrong_backward(logp, row):
+    return sound(_Twice.apply(logp), row)
+
+
+LOSS_FAULTS = [
+    (masks_the_product, token_losses.what_is_behind_the_mask_has_no_say),
+    (masks_the_output_only, token_losses.what_is_behind_the_mask_has_no_say),
+    (costs_padding, token_losses.what_is_behind_the_mask_has_no_say),
+    (says_what_is_masked, token_losses.what_is_behind_the_mask_has_no_say),
+    (learns_behind_the_mask, token_losses.what_is_behind_the_mask_has_no_say),
+    (costs_padding, token_losses.padding_changes_nothing),
+    (says_how_wide_it_is, token_losses.padding_changes_nothing),
+    (over_the_width, token_losses.padding_changes_nothing),
+    (branches, token_losses.rows_do_not_leak),
+    (mixes_rows, token_losses.rows_do_not_leak),
+    (mixes_what_it_says, token_losses.rows_do_not_leak),
+    (overflows, token_losses.policies_worlds_apart_stay_finite),
+    (says_too_little, token_losses.reports_the_same_diagnostics),
+    (says_shares, token_losses.reports_the_same_diagnostics),
+    (says_one_number, token_losses.reports_the_same_diagnostics),
+    (says_nan, token_losses.reports_the_same_diagnostics),
+    (says_both, token_losses.reports_the_same_diagnostics),
+    (wrong_in_float32, token_losses.float32_gives_what_float64_gives),
+    (in_double, token_losses.float32_gives_what_float64_gives),
+    (wrong_backward, token_losses.reverse_and_forward_gradient_agree),
+]
+
+
+@pytest.mark.usefixtures("unshrunk")
+@pytest.mark.parametrize(("faulty", "invariant"), LOSS_FAULTS)
+def test_a_faulty_loss_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
+    with pytest.raises((AssertionError, RuntimeError)):
+        invariant(faulty)
+
+
+@pytest.mark.usefixtures("fewer")
+def test_a_sound_loss_passes():
+    """Those of the package do so where they are tested."""
+    testing.check_token_loss(sound)
+
+
+# -- KL estimators
+
+
+def plain_k3(logp, row):
+    x = torch.where(row.mask, row.logp_ref - logp, 0.0)
+    return x.exp() - x - 1
+
+
+def unmasked_k2(logp, row):
+    return (row.logp_ref - logp) ** 2 / 2
+
+
+def never_zero(logp, row):
+    return torch.where(row.mask, kl.k2(logp, row) + 1e-9, 0.0)
+
+
+def relative(logp, row):
+    x = kl.k2(logp, row)
+    return x / len(x)
+
+
+def careless(logp, row):
+    return kl.k2(logp, row) if bool(row.mask.any()) else torch.zeros_like(logp)
+
+
+def wrong_slope(logp, row):
+    return kl.k2(_Twice.apply(logp), row)
+
+
+KL_FAULTS = [
+    (plain_k3, kls.policies_worlds_apart_stay_finite),
+    (unmasked_k2, kls.what_is_behind_the_mask_has_no_say),
+    (never_zero, kls.agreeing_policies_cost_exactly_nothing),
+    (relative, kls.padding_changes_nothing),
+    (careless, kls.rows_do_not_leak),
+    (wrong_slope, kls.reverse_and_forward_gradient_agree),
+]
+
+
+@pytest.mark.usefixtures("unshrunk")
+@pytest.mark.parametrize(("faulty", "invariant"), KL_FAULTS)
+def test_a_faulty_kl_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
+    with pytest.raises((AssertionError, RuntimeError)):
+        invariant(faulty)
+
+
+# -- weights
+
+
+def by_its_own_tokens(mask, totals):
+    return mask / mask.sum().double().clamp(min=1)
+
+
+def by_its_width(mask, totals):
+    return mask / (totals.rows.clamp(min=1) * mask.shape[1])
+
+
+def weighs_padding(mask, totals):
+    return torch.ones(mask.shape, dtype=torch.float64) / totals.tokens.clamp(min=1)
+
+
+def of_nothing(mask, totals):
+    return mask / totals.tokens
+
+
+def grows_with_the_ranks(mask, totals):
+    return mask * totals.rows
+
+
+WEIGHT_FAULTS = [
+    (by_its_own_tokens, aggregations.parts_of_a_step_weigh_what_they_weigh_in_the_whole),
+    (by_its_width, aggregations.padding_changes_nothing),
+    (weighs_padding, aggregations.only_sampled_tokens_weigh),
+    (of_nothing, aggregations.only_sampled_tokens_weigh),
+    (grows_with_the_ranks, aggregations.totals_of_more_ranks_weigh_less),
+]
+
+
+@pytest.mark.usefixtures("unshrunk")
+@pytest.mark.parametrize(("faulty", "invariant"), WEIGHT_FAULTS)
+def test_faulty_weights_are_caught_by_the_invariant_that_they_break(faulty, invariant):
+    with pytest.raises(AssertionError):
+        invariant(faulty)
+
+
+@pytest.mark.parametrize(
+    ("check", "module"),
+    [
+        (testing.check_advantage, advantages),
+        (testing.check_token_loss, token_losses),
+        (testing.check_kl, kls),
+        (testing.check_weights, aggregations),
+    ],
+)
+def test_a_check_goes_through_every_invariant(check, module, monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "INVARIANTS", [lambda f, *rest, n=n: seen.append((n, f)) for n in range(3)])
+    check(sound)
+    assert seen == [(0, sound), (1, sound), (2, sound)]
+
+
+@pytest.mark.parametrize(
+    ("module", "faults"),
+    [(advantages, ADVANTAGE_FAULTS), (token_losses, LOSS_FAULTS), (kls, KL_FAULTS), (aggregations, WEIGHT_FAULTS)],
+    ids=lambda x: x.__name__.rpartition(".")[2] if inspect.ismodule(x) else "",
+)
+def test_every_invariant_is_in_the_list_and_has_a_fault_that_it_catches(module, faults):
+    own = {f for _, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
+    helpers = {"slope", "directional", "as_loss", "totals"}
+    invariants = {f for f in own if not f.__name__.startswith("check_") and f.__name__ not in helpers}
+    assert set(module.INVARIANTS) == invariants == {invariant for _, invariant in faults}
+    assert all(f.__doc__ for f in invariants)
+
+
+# -- rewards
+
+
+@pytest.mark.usefixtures("fewer")
+@pytest.mark.parametrize(
+    ("reward", "bounds"),
+    [(trial.shares_digits, (0, 1)), (trial.in_its_own_time, (1, 1)), (partial(trial.scaled, by=-2), (-2, 0))],
+)
+def test_a_sound_reward_passes(reward, bounds):
+    testing.check_reward(reward, bounds=bounds)
+
+
+@pytest.mark.usefixtures("fewer")
+@pytest.mark.parametrize(
+    ("reward", "complaint"),
+    [
+        (trial.parses, "could not convert string to float"),
+        (trial.returns_text, "wanted a finite number or None"),
+        (trial.returns_nan, "wanted a finite number or None"),
+        (trial.needs_meta, "KeyError: 'tests'"),
+        (trial.draws, r"for the same rows, wanted the same|in another process and order"),
+        (trial.counts, r"for the same rows, wanted the same|in another process and order"),
+        (trial.remembers, r"for the same rows, wanted the same|in another process and order"),
+        (trial.takes_the_time, r"for the same rows, wanted the same|in another process and order"),
+        (trial.salted, "in another process and order"),
+        (partial(trial.scaled, by=2), r"got 2.0 on .* wanted within \(-1, 1\), or None"),
+    ],
+)
+def test_an_unsound_reward_is_caught_and_the_complaint_says_why(reward, complaint):
+    with pytest.raises((AssertionError, RewardError), match=complaint):
+        testing.check_reward(reward, bounds=(-1, 1) if isinstance(reward, partial) else (-math.inf, math.inf))
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        (trial.sleeps, "((((("),
+        (trial.backtracks, "The answer is 999"),
+        (trial.computes, "9^{9"),
+        (trial.allocates, "boxed"),
+        (trial.exits, "_exit"),
+    ],
+)
+def test_a_reward_that_a_text_can_hang_bloat_or_end_is_caught_and_the_text_is_shown_in_brief(reward, text):
+    with pytest.raises(AssertionError, match=r"got (late|worker died).* on Row\(.*wanted a number or None") as caught:
+        testing.check_reward(reward, deadline=1.0)
+    assert text in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.usefixtures("fewer")
+def test_every_hostile_text_is_tried_and_every_row_twice_and_in_two_processes(monkeypatch):
+    asked = []
+
+    @contextmanager
+    def listening(*_):
+        asked.append([])
+        mine = asked[-1]
+        yield lambda rows: [mine.append(row) or 0.5 for row in rows]
+
+    monkeypatch.setattr(rewards, "scoring", listening)
+    testing.check_reward(trial.scaled)
+    one, other = asked
+    assert {row.completion.text for row in one} >= {*testing.HOSTILE, *testing.BOMBS}
+    assert all(one.count(row) >= 2 for row in other)
+    assert len(other) >= settings().max_examples
+
+
+@pytest.mark.parametrize("reward", [lambda problem, completion: 1.0, partial(lambda p, c, *, by: by, by=1.0)])
+def test_a_reward_without_a_name_is_caught(reward):
+    with pytest.raises(AssertionError, match="wanted a function that a module defines"):
+        testing.check_reward(reward)
+
+
+@pytest.mark.usefixtures("fewer")
+def test_a_reward_that_reads_meta_is_checked_on_problems_that_have_it():
+    problems = st.builds(Problem, st.integers(0, 9), st.just("?"), st.just(""), st.just({"tests": ["assert True"]}))
+    testing.check_reward(trial.needs_meta, problems=problems, bounds=(1, 1))
+
+
+def test_the_defaults_are_the_deadline_and_the_memory_of_a_run():
+    base = (Path(__file__).parents[2] / "gin" / "base.gin").read_text()
+    defaults = inspect.signature(testing.check_reward).parameters
+    for name in ("deadline", "memory_mb"):
+        (bound,) = re.findall(rf"^reward_pool\.RewardPool\.{name} = (\S+)", base, re.MULTILINE)
+        assert defaults[name].default == float(bound)
+
+
+TAGS = ("think", "answer")
+OVERLONG = partial(length.soft_overlong_punishment, max_length=2048, cache_length=512)
+COSINE = partial(
+    length.cosine_length,
+    verdict=format.boxed,
+    max_length=2048,
+    right_empty=2.0,
+    right_full=1.0,
+    wrong_empty=-10.0,
+    wrong_full=0.0,
+    exceeded=-10.0,
+)
+
+
+@pytest.mark.usefixtures("fewer")
+@pytest.mark.parametrize(
+    ("reward", "bounds"),
+    [
+        (format.boxed, (0, 1)),
+        (partial(format.tagged, tags=TAGS), (0, 1)),
+        (partial(format.tagged_by_prompt, tags=TAGS), (0, 1)),
+        (OVERLONG, (-1, 0)),
+        (COSINE, (-10, 2)),
+        (partial(repetition.repeated_ngrams, ngram=3, max_penalty=0.5), (-0.5, 0)),
+        (correct, (0, 1)),
+        (lenient, (0, 1)),
+    ],
+)
+def test_the_rewards_of_the_package_are_fit_for_a_run(reward, bounds):
+    testing.check_reward(reward, bounds=bounds)
+
+
+def test_a_reward_that_has_to_compute_is_checked_without_bombs():
+    testing.check_reward(trial.computes, hostile=testing.HOSTILE)
+
+
+# -- what is drawn
+
+
+def drawn(strategy):
+    """Two hundred examples."""
+    found = []
+
+    @settings(max_examples=200, phases=[Phase.generate], deadline=None, derandomize=True, database=None)
+    @given(strategy)
+    def note(example):
+        found.append(example)
+
+    note()
+    return found
+
+
+def test_right_and_wrong_rows_are_drawn_and_golds_that_cannot_be_scored():
+    assert {correct(*row) for row in drawn(texts.rows(testing.problems(), testing.completions))} >= {1.0, 0.0}
+    assert "" in drawn(texts.answers())
+
+
+def test_what_is_drawn_holds_no_bomb_and_no_lone_surrogate():
+    """String constants of loaded modules get into st.text, and the bombs are such constants."""
+    for problem, completion in drawn(texts.rows(testing.problems(), testing.completions)):
+        for text in (completion.text, problem.prompt):
+            assert not any(bomb in text for bomb in texts.BOMBS)
+            text.encode()
+
+
+@given(testing.rollouts())
+def test_a_drawn_rollout_is_one_that_a_sampler_may_return(rollout):
+    check_rollout(rollout)
+
+
+@given(testing.rollouts(prompts=2, group_size=3))
+def test_a_drawn_rollout_has_the_shape_that_was_asked_for(rollout):
+    assert rollout.tokens.shape[0] == len(rollout.text) == 6
+
+
+@given(testing.groups(least=2, most=3))
+def test_a_drawn_group_is_finite_where_valid(group):
+    reward, valid = group
+    assert reward.shape == valid.shape
+    assert 2 <= len(reward) <= 3
+    assert reward[valid].isfinite().all()
+
+
+def test_the_corners_of_a_group_are_drawn():
+    groups = drawn(testing.groups())
+    assert any(not valid.any() for _, valid in groups)
+    assert any(len(valid) == 1 and valid.all() for _, valid in groups)
+    assert any(len(reward) > 3 and valid.all() and reward[0] != 0 == reward.std() for reward, valid in groups)
+    assert any(valid.any() and not reward.isfinite().all() for reward, valid in groups)
+
+
+def test_the_corners_of_a_batch_are_drawn():
+    batches = [batch for _, batch in drawn(testing.batches())]
+    assert any(batch.mask.shape[0] == batch.mask.shape[1] > 1 for batch in batches)
+    assert any(not batch.mask.any() for batch in batches)
+    assert any(batch.mask.any() and not batch.mask.any(-1).all() for batch in batches)
+    assert any(batch.marked.any() for batch in batches)
+    assert any((batch.adv != batch.adv[:, :1]).any() for batch in batches)
+
+
+# -- how it is proven
+
+
+def test_an_example_is_drawn_as_often_as_the_profile_says():
+    seen = []
+    harness.for_all(st.integers(), seen.append)
+    assert settings().max_examples <= len(seen) <= settings().max_examples + 1
+
+
+def test_the_simplest_example_comes_first():
+    assert harness.simplest(st.integers(3, 9)) == 3
+    assert harness.simplest(testing.problems()) == Problem(0, "", "0", {})
+
+
+def test_a_slow_example_is_no_failure():
+    harness.for_all(st.just(0), lambda example: time.sleep(0.3))
+
+
+def test_the_completions_of_a_row_are_shown_in_brief():
+    row = texts.Row(Problem(3, "?", "42", {}), Completion("x" * 10**6, 7, True))
+    assert len(repr(row)) < 300
+    assert "uid=3" in repr(row)
+    assert "length=7" in repr(row)
+
+
+def test_every_name_that_is_exported_exists_and_says_what_it_is():
+    assert all(getattr(testing, name).__doc__ for name in testing.__all__)
+    assert rewards.check_reward is testing.check_reward

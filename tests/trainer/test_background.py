@@ -1,0 +1,270 @@
+"""Work beside the training: one at a time, heard of alike on every rank, and never the end of the process."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from crew import CPU, crew
+from hypothesis import given
+
+from grpo_fn.shell.world import Elsewhere, World, alone
+from grpo_fn.trainer.background import Background
+
+ALONE = alone(CPU)
+FOREVER = 60.0
+values = st.integers() | st.text() | st.lists(st.floats(allow_nan=False))
+
+
+def both(value: Any, seconds: float) -> tuple[Any, float]:
+    return value, seconds
+
+
+def first(value: Any, seconds: float) -> tuple[Any]:
+    return (value,)
+
+
+def waited(background: Background, take: Callable[[Any, float], Any] = first) -> Any:
+    """What `taken` returns in the end."""
+    while (made := background.taken(take, patience=0.05)) is None:
+        pass
+    return made
+
+
+@given(st.lists(values, max_size=4))
+def test_every_work_comes_back_once_and_in_its_turn(brought: list[Any]) -> None:
+    with Background(ALONE, deadline=FOREVER) as background:
+        assert background.taken(first, patience=0.0) is None
+        for value in brought:
+            background.begin(f"work on {value!r}", partial(lambda value: value, value))
+            assert waited(background) == (value,)
+            assert background.name is None
+            assert background.taken(first, patience=0.0) is None
+
+
+def test_it_goes_on_beside_and_says_how_long_it_took() -> None:
+    gate, at = threading.Event(), []
+
+    def work() -> str:
+        at.append(threading.current_thread())
+        gate.wait(FOREVER)
+        return "done"
+
+    with Background(ALONE, deadline=FOREVER) as background:
+        background.begin("the work", work)
+        began = time.monotonic()
+        assert background.taken(first, patience=0.2) is None
+        assert 0.2 <= time.monotonic() - began < 5.0  # waited, and not for all of it
+        assert background.taken(first, patience=0.0) is None
+        assert background.name == "the work"
+        gate.set()
+        taken = []
+        value, seconds = waited(background, lambda *found: taken.append(threading.current_thread()) or both(*found))
+        assert value == "done"
+        assert 0.2 <= seconds < time.monotonic() - began + 0.1
+        assert at != [threading.current_thread()] == taken
+
+
+def test_there_are_never_two_at_once() -> None:
+    gate = threading.Event()
+    with Background(ALONE, deadline=FOREVER) as background:
+        background.begin("the first", lambda: gate.wait(FOREVER))
+        with pytest.raises(RuntimeError, match="got the second to begin beside the first, wanted one at a time"):
+            background.begin("the second", int)
+        gate.set()
+        assert waited(background) == (True,)  # the first has not been touched
+
+
+@pytest.mark.parametrize("raised", [ValueError("bad row"), TimeoutError("a socket's own")])
+def test_what_it_raises_comes_out_with_its_name(raised: Exception) -> None:
+    def work() -> None:
+        raise raised
+
+    with Background(ALONE, deadline=FOREVER) as background:
+        background.begin("evaluation of step 7", work)
+        with pytest.raises(type(raised), match=str(raised)) as caught:
+            waited(background)
+        assert caught.value is raised
+        assert caught.value.__notes__[-1] == "in the evaluation of step 7, beside the training"
+        background.begin("evaluation of step 8", lambda: 8)
+        assert waited(background) == (8,)
+
+
+def test_an_exit_in_it_ends_nothing_but_the_work() -> None:
+    with Background(ALONE, deadline=FOREVER) as background:
+        background.begin("evaluation of step 7", lambda: sys.exit("no engine"))
+        with pytest.raises(RuntimeError, match="the evaluation of step 7 ended by SystemExit: no engine"):
+            waited(background)
+
+
+def test_what_is_raised_as_it_is_taken_comes_out_too() -> None:
+    def take(value: int, seconds: float) -> None:
+        raise OSError(f"no space for {value}")
+
+    with Background(ALONE, deadline=FOREVER) as background:
+        background.begin("evaluation of step 7", lambda: 3)
+        with pytest.raises(OSError, match="no space for 3"):
+            waited(background, take)
+        assert background.name is None
+
+
+def test_a_hang_meets_the_deadline_and_is_named() -> None:
+    hung = threading.Event()
+    with Background(ALONE, deadline=0.3) as background:
+        began = time.monotonic()
+        background.begin("evaluation of step 7", partial(stuck, hung))
+        with pytest.raises(TimeoutError, match=r"got no result of the evaluation of step 7 within 0.3 s, wanted one"):
+            waited(background)
+        assert 0.3 <= time.monotonic() - began < 5.0
+    assert hung.wait(5.0), "the thread is still there"
+
+
+def stuck(ended: threading.Event) -> None:
+    """Work without an end; says when it was ended all the same."""
+    try:
+        while True:
+            time.sleep(0.01)
+    finally:
+        ended.set()
+
+
+def test_the_deadline_is_looked_at_however_short_the_patience() -> None:
+    with Background(ALONE, deadline=0.2) as background:
+        background.begin("the work", partial(stuck, threading.Event()))
+        time.sleep(0.3)
+        with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
+            background.taken(first, patience=0.0)
+
+
+def test_what_was_over_in_time_is_taken_however_late_one_asks() -> None:
+    with Background(ALONE, deadline=0.2) as background:
+        background.begin("the work", lambda: 5)
+        time.sleep(0.3)
+        assert background.taken(first, patience=0.0) == (5,)
+
+
+def test_an_interrupt_while_waiting_is_an_interrupt() -> None:
+    ended = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Background(ALONE, deadline=FOREVER) as background:
+            background.begin("the work", partial(stuck, ended))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                background.taken(first, patience=10.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert ended.wait(5.0)
+
+
+def test_left_it_gives_up_what_is_at_work_and_soon() -> None:
+    ended, began = threading.Event(), time.monotonic()
+    with Background(ALONE, deadline=FOREVER) as background:
+        background.begin("the work", partial(stuck, ended))
+    assert ended.is_set()
+    assert time.monotonic() - began < 5.0
+
+
+BUSY = """
+import sys, threading, time
+import torch
+from grpo_fn.trainer.background import Background
+from grpo_fn.shell.world import alone
+
+torch.set_num_threads(1)
+begun = threading.Event()
+
+def work():
+    x, layer = torch.randn(64, 64), torch.nn.Linear(64, 64)
+    while True:
+        layer(x)[torch.tensor([1, 2, 3])].tolist()
+        begun.set()
+
+with Background(alone(torch.device("cpu")), deadline=60.0) as background:
+    background.begin("the work", work)
+    begun.wait(60.0)
+    time.sleep({seconds})
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_the_exit_code_is_the_process_s_own_whatever_torch_is_at(seconds: float) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BUSY.format(seconds=seconds)], capture_output=True, text=True, timeout=100
+    )
+    assert (ended.returncode, ended.stderr) == (75, "")
+
+
+@pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan")])
+def test_a_deadline_that_cannot_be_met_is_refused(deadline: float) -> None:
+    with pytest.raises(ValueError, match=f"got {deadline} s, wanted more than 0"):
+        Background(ALONE, deadline=deadline)
+
+
+# -- on many ranks
+
+
+def heard(world: World, value: str, seconds: float) -> tuple[list[Any], int]:
+    """What each look found until it was over, on this rank, and how often this rank worked."""
+    ran, found = [], []
+
+    def work() -> str:
+        ran.append(world.rank)
+        time.sleep(seconds)
+        return value
+
+    with Background(world, deadline=FOREVER) as background:
+        background.begin("the work", work)
+        while not found or found[-1] is None:
+            found.append(background.taken(first, patience=0.05))
+        return found, len(ran)
+
+
+def test_every_rank_hears_the_same_and_the_main_one_alone_works() -> None:
+    (found, worked), *others = crew(2).run(heard, "done", 0.3)
+    assert found[0] is None
+    assert found[-1] == ("done",)
+    assert worked == 1
+    assert others == [(found, 0)]
+
+
+def failing(world: World, hang: bool) -> tuple[str, str, Any]:
+    """The error on this rank, its text, and what the next work came to."""
+
+    def work() -> None:
+        if hang:
+            stuck(threading.Event())
+        raise ValueError("bad row")
+
+    with Background(world, deadline=0.3) as background:
+        background.begin("evaluation of step 7", work)
+        try:
+            waited(background)
+        except Exception as error:
+            background.begin("evaluation of step 8", lambda: 8)
+            return type(error).__name__, str(error), waited(background)
+    return "", "", None
+
+
+@pytest.mark.parametrize(("hang", "error", "text"), [(False, ValueError, "bad row"), (True, TimeoutError, "of step 7")])
+def test_where_it_fails_every_rank_fails_and_may_begin_anew(hang: bool, error: type[Exception], text: str) -> None:
+    (name, said, after), *others = crew(2).run(failing, hang)
+    assert name == error.__name__
+    assert text in said
+    assert after == (8,)
+    for name, heard_of, after in others:
+        assert name == Elsewhere.__name__
+        assert heard_of == f"rank 0: {said}"
+        assert after == (8,)

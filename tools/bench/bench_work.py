@@ -1,0 +1,178 @@
+"""The work that `tools/bench trl` gives to both sides: a model folder, prompts in a file, and how much of it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from grpo_fn.core import prng
+from grpo_fn.shell.model import hf, tiny_model
+from grpo_fn.tasks import arithmetic
+
+WORDS = 40_000  # of the text that a vocabulary of 32,000 entries is learned from
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Work(NamedTuple):
+    """A model with random weights, and the completions of one step."""
+
+    shape: tiny_model.Shape
+    prompts: int
+    group_size: int
+    prompt_tokens: int  # of every prompt; 0: word problems, as long as they come
+    new_tokens: int
+    micro_tokens: int  # of ours, in one forward and backward pass
+    head_elements: int  # of ours, logits in one chunk of the head
+
+
+def shape(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int) -> tiny_model.Shape:
+    """A Qwen2's sizes, with as many key and value heads as others."""
+    return tiny_model.Shape(
+        vocabulary=vocabulary,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        intermediate=intermediate,
+        positions=positions,
+    )
+
+
+SCALES = {
+    "tiny": Work(shape(352, 32, 1, 2, 64, 128), 2, 4, 0, 4, 16_384, 2**24),
+    "arithmetic": Work(shape(352, 128, 2, 4, 512, 128), 32, 16, 0, 9, 16_384, 2**24),
+    "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 2048, 2**26),
+}
+LR, BETA2 = 1e-6, 0.99
+
+
+def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
+    """Write the model and the prompts of so many steps to `folder`; returns what both sides are told."""
+    key = prng.key(0, device="cpu")
+    tokenizer = tiny_model.train_tokenizer(texts(work, key), vocabulary=work.shape.vocabulary)
+    model = tiny_model.random_model(work.shape, seed=0, eos=tokenizer.eos_token_id)
+    hf.export(model, tokenizer, folder / "model")
+    asked = prompts(work, tokenizer, key, work.prompts * steps + 1)  # one is held out: a run of ours has to hold out
+    rows = "".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in asked)
+    (folder / "prompts.jsonl").write_text(rows)
+    return {
+        "model": str(folder / "model"),
+        "prompts_file": str(folder / "prompts.jsonl"),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "prompt_tokens": sum(len(tokenizer(prompt)["input_ids"]) for prompt in asked) / len(asked),
+        "prompts": work.prompts,
+        "group_size": work.group_size,
+        "new_tokens": work.new_tokens,
+        "micro_tokens": work.micro_tokens,
+        "head_elements": work.head_elements,
+        "steps": steps,
+        "lr": LR,
+        "beta2": BETA2,
+    }
+
+
+def texts(work: Work, key: torch.Tensor) -> list[str]:
+    """What the tokenizer learns its vocabulary from."""
+    if work.prompt_tokens:
+        return [" ".join(words(prng.fold_in(key, 1), WORDS))]
+    return arithmetic.corpus(problems(), prng.fold_in(key, 1), 4000)
+
+
+def prompts(work: Work, tokenizer: PreTrainedTokenizerBase, key: torch.Tensor, count: int) -> list[str]:
+    """Distinct prompts; random words cut to `prompt_tokens` tokens, or word problems."""
+    key = prng.fold_in(key, 2)
+    found = cut(tokenizer, key, work.prompt_tokens) if work.prompt_tokens else asked(key)
+    distinct: dict[str, None] = {}
+    while len(distinct) < count:
+        distinct[next(found)] = None
+    return list(distinct)
+
+
+def problems() -> Any:
+    """The arithmetic task of gin/run/arithmetic.gin."""
+    return arithmetic.task(max_value=5, operations=3, test_size=128)
+
+
+def asked(key: torch.Tensor) -> Iterator[str]:
+    """Word problems."""
+    task, uid = problems(), 0
+    while True:
+        yield task.train(key, uid).prompt
+        uid += 1
+
+
+def cut(tokenizer: PreTrainedTokenizerBase, key: torch.Tensor, tokens: int) -> Iterator[str]:
+    """Random words, cut to so many tokens; those that are others once put together again are left out."""
+    number = 0
+    while True:
+        text = " ".join(words(prng.fold_in(key, number), tokens))
+        text = tokenizer.decode(tokenizer(text)["input_ids"][:tokens])
+        if len(tokenizer(text)["input_ids"]) == tokens:
+            yield text
+        number += 1
+
+
+def words(key: torch.Tensor, count: int) -> list[str]:
+    """Random words of four to eleven letters."""
+    u = prng.uniform(key, count * 12, low=0.0, high=1.0, dtype=torch.float64).view(count, 12)
+    letters, lengths = (u[:, :11] * len(LETTERS)).long().tolist(), (4 + u[:, 11] * 8).long().tolist()
+    return ["".join(LETTERS[i] for i in row[:n]) for row, n in zip(letters, lengths, strict=True)]
+
+
+def gin(told: dict[str, Any]) -> str:
+    """Our run file."""
+    return GIN.format(**told)
+
+
+GIN = """# Written by tools/bench trl.
+from __gin__ import dynamic_registration
+
+import bench_reward
+from grpo_fn.algo import kl
+from grpo_fn.algo import losses
+from grpo_fn.algo import objective
+from grpo_fn.trainer import loop
+from grpo_fn import train
+from grpo_fn.rewards import combine
+from grpo_fn.shell.policy.fsdp import optimizer
+from grpo_fn.shell.model import logprob_model
+from grpo_fn.tasks import rows
+
+include "base.gin"
+include "algo/grpo.gin"
+include "task/rows.gin"
+
+STEPS = {steps}
+SEED = 0
+DATA = "{prompts_file}"
+PROMPT_FIELD = "prompt"
+
+train.train.model = "{model}"
+train.train.prompts = {prompts}
+train.train.group_size = {group_size}
+train.train.max_new_tokens = {new_tokens}
+train.train.micro_tokens = {micro_tokens}
+logprob_model.Scorer.head_elements = {head_elements}
+train.train.eval_problems = 1
+rows.split.test_size = 1
+rows.problems.template = "{{prompt}}"
+
+combine.combine.parts = [@bench_reward.ours]
+combine.combine.weights = [1.0]
+train.train.judges = [@bench_reward.ours]
+
+losses.clipped_ratio.clip_low = 0.2
+losses.clipped_ratio.clip_high = 0.2
+objective.policy_objective.beta = 0.0
+optimizer.adamw.lr = {lr}
+optimizer.adamw.beta2 = {beta2}
+optimizer.constant.warmup = 0
+
+# Off, because the other side has nothing like it: checksums of every step, tables of samples, pages of signals.
+loop.Cadence.digest_every = 0
+loop.Cadence.show_every = 0
+loop.Cadence.signal_every = 0
+"""

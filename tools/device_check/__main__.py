@@ -1,0 +1,5 @@
+import sys
+
+from device_check import main
+
+sys.exit(main())

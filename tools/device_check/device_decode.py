@@ -1,0 +1,274 @@
+"""Sampling on the device: whether an uncached forward pass draws the same, and how close it comes to the bandwidth."""
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from device_parts import KEY, forget, full_float32, local, most_held, problems, random_prompt, require, seconds
+from device_runner import Figure, LeftOut, Setting
+from device_shapes import EOS, QWEN_HALF, QWEN_LARGE, TOY, Shape, folder, sized
+from device_speed import ceilings
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig
+
+from grpo_fn.core import prng
+from grpo_fn.core.sampling import categorical
+from grpo_fn.core.types import Rollout
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.attention import adopt
+from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.local.cuda_graphs import Captured, Eager
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, Engine
+from grpo_fn.shell.sampler.local.local_sampler import Held, LocalSampler
+from grpo_fn.shell.world import alone, find_device
+
+SHORT = Shape(96, 256, 4, 4, 2, 768)  # a vocabulary so small that rows end early, all at different lengths
+SPREAD = 0.05
+WORK = (16, 16, 128, 256)  # prompts, completions of each, tokens of a prompt and of a completion
+
+
+def seat(setting: Setting, model: str, dtype: torch.dtype) -> Seat:
+    """A whole model to sample from, of its own."""
+    device = find_device(setting.device, 0)
+    return Seat(
+        folder=model,
+        config=AutoConfig.from_pretrained(model),
+        dtype=dtype,
+        world=alone(device),
+        adapters=None,
+        whole=partial(hf.load_model, model, dtype=dtype, device=device, attention="sdpa"),
+    )
+
+
+# -- correctness
+
+
+def exact(setting: Setting) -> list[Figure]:
+    """Draws in float32 and bfloat16: against an uncached forward pass, again, without graphs, in fewer slots."""
+    model = folder(setting, TOY if setting.tiny else SHORT, spread=SPREAD, dtype=torch.float32)
+    size = Asking(2, 3, 8) if setting.tiny else Asking(8, 8, 96)
+    with warnings.catch_warnings(), full_float32():
+        # So the sampler says that it has to do without slots, or without graphs.
+        warnings.simplefilter("error", RuntimeWarning)
+        single = drawn(setting, model, torch.float32, size)
+        half = drawn(setting, model, torch.bfloat16, size)
+    require(single.same >= 0.999, f"float32: got {single.same:.4f} of the tokens that an uncached forward pass draws")
+    require(single.without >= 0.99, f"float32: got {single.without:.4f} of the tokens that are drawn without graphs")
+    require(half.same >= 0.85, f"bfloat16: got {half.same:.4f} of the tokens that an uncached forward pass draws")
+    require(half.mean <= 0.05, f"bfloat16: got log-probs {half.mean:.2g} nats from the uncached in the mean")
+    return [
+        Figure("float32, log-probs from the uncached, most", single.most, "nats", at_most=1e-4),
+        Figure("float32, tokens that the uncached draws, too", single.same, at_least=0.999),
+        Figure("float32, tokens again with the same key", single.again, at_least=1.0),
+        Figure("float32, tokens without graphs", single.without, at_least=1.0),
+        # A draw that rounding makes fall the other way, rightly, changes all that comes after it.
+        Figure("float32, tokens in a quarter of the slots", single.fewer, at_least=0.98),
+        Figure("bfloat16, log-probs from the uncached, mean", half.mean, "nats", at_most=0.02),
+        Figure("bfloat16, tokens that the uncached draws, too", half.same, at_least=0.9),
+        Figure("bfloat16, tokens again with the same key", half.again, at_least=1.0),
+        Figure("bfloat16, tokens without graphs", half.without, at_least=1.0),
+        Figure("rows that ended early", single.ended),
+        Figure("graphs captured", float(single.graphs)),
+    ]
+
+
+class Asking(NamedTuple):
+    """How many rows."""
+
+    prompts: int
+    size: int
+    new: int
+
+
+class Drawn(NamedTuple):
+    """What came of drawing the same rows in several ways; shares of tokens, and nats."""
+
+    same: float  # as the uncached forward pass draws them
+    mean: float  # log-probs from the uncached
+    most: float
+    again: float
+    without: float
+    fewer: float
+    ended: float  # rows that ended by themselves
+    graphs: int
+
+
+def drawn(setting: Setting, model: str, dtype: torch.dtype, asking: Asking) -> Drawn:
+    """The same rows with all slots, again, without graphs, with a quarter of the slots, and by the uncached."""
+    whole, rows = seat(setting, model, dtype), asking.prompts * asking.size
+    draw = partial(sample, asking=asking)
+    usual = local(whole, prompt_tokens=5, new_tokens=asking.new, max_rows=rows)
+    rollout, again = draw(usual), draw(usual)
+    require(usual.held.engine is not None, "got a sampler that decodes without slots")
+    captured = isinstance(usual.held.engine.run, Captured)
+    require(captured == (setting.device == "cuda"), "got a sampler that captures no graphs on CUDA")
+    plain = uncached(usual.model, rollout)
+    u = uniform(rollout, asking)
+    logp = plain.log_softmax(-1).gather(-1, rollout.tokens[:, 1:, None])[..., 0]
+    apart = (logp - rollout.logp_sampled[:, 1:])[rollout.mask[:, 1:]].abs()
+    return Drawn(
+        same=agreement(rollout, plain, u),
+        mean=float(apart.mean()),
+        most=float(apart.max()),
+        again=in_common(rollout, again),
+        without=in_common(rollout, draw(without_graphs(usual))),
+        fewer=in_common(rollout, draw(replace(usual, max_rows=max(2, rows // 4), held=Held()))),
+        ended=1 - float(rollout.truncated.float().mean()),
+        graphs=len(usual.held.engine.run.replays) if captured else 0,
+    )
+
+
+def sample(sampler: LocalSampler, *, asking: Asking) -> Rollout:
+    """The rows."""
+    return sampler.sample(problems(0, asking.prompts), asking.size, key=prng.key(KEY, device="cpu"))
+
+
+def without_graphs(sampler: LocalSampler) -> LocalSampler:
+    """The same in steps of the same shapes, run as they are written."""
+    held = Held()
+    usual = sampler.held.engine
+    held.model, held.engine = sampler.model, Engine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code)
+    return replace(sampler, held=held)
+
+
+def uncompiled(sampler: LocalSampler, model: nn.Module) -> LocalSampler:
+    """The same with another copy of the model, in steps that are captured where the others are, and not compiled."""
+    held, usual = Held(), sampler.held.engine
+    run = Captured(usual.run.captures) if isinstance(usual.run, Captured) else Eager()
+    held.model, held.engine = model, Engine(model, sizes=usual.sizes, run=run, code=WRITTEN)
+    adopt(model)
+    return replace(sampler, model=model, held=held)
+
+
+@torch.no_grad()
+def uncached(model: nn.Module, rollout: Rollout) -> Tensor:
+    """Logits in float32 of every column but the first, `[B, T-1, V]`, each row read whole."""
+    return model(input_ids=rollout.tokens, use_cache=False).logits[:, :-1].float()
+
+
+def uniform(rollout: Rollout, asking: Asking) -> Tensor:
+    """The number that each token was drawn with, at the token's place, `[B, T-1]`."""
+    device = rollout.tokens.device
+    uid = torch.arange(asking.prompts, device=device).repeat_interleave(asking.size)
+    g = torch.arange(asking.size, device=device).repeat(asking.prompts)
+    key = prng.fold_in(prng.key(KEY, device=device), uid, g)
+    u = prng.uniform(key, asking.new, low=0.0, high=1.0, dtype=torch.float32)
+    drawn = torch.arange(asking.new, device=device) < rollout.mask.sum(-1, keepdim=True)
+    return torch.zeros(rollout.mask.shape, device=device).masked_scatter(rollout.mask, u[drawn])[:, 1:]
+
+
+def agreement(rollout: Rollout, logits: Tensor, u: Tensor) -> float:
+    """The share of sampled tokens that these logits and numbers lead to, too."""
+    token, _ = categorical(logits, u, temperature=1.0)
+    mask = rollout.mask[:, 1:]
+    return float((token == rollout.tokens[:, 1:])[mask].float().mean())
+
+
+def in_common(one: Rollout, other: Rollout) -> float:
+    """The share of one's tokens at whose place the other has the same."""
+    width = min(one.tokens.shape[1], other.tokens.shape[1])
+    same = (one.tokens[:, :width] == other.tokens[:, :width]) & one.mask[:, :width] & other.mask[:, :width]
+    return float(same.sum() / one.mask.sum())
+
+
+# -- speed
+
+
+def speed_half(setting: Setting) -> list[Figure]:
+    """0.5B."""
+    return speed(setting, sized(setting, QWEN_HALF))
+
+
+def speed_large(setting: Setting) -> list[Figure]:
+    """1.5B."""
+    return speed(setting, sized(setting, QWEN_LARGE))
+
+
+def speed(setting: Setting, shape: Shape) -> list[Figure]:
+    """Tokens a second over a whole call, its prefill included, and how that compares with two others.
+
+    The bandwidth limit of a step that decodes one token in each of n rows is the time to read what it must: all weights
+    once (2 bytes each; the embedding as the head) and every row's keys and values so far,
+
+        (2 parameters + n (prompt + new / 2) kv_bytes) / bandwidth,
+
+    the mean over `new` steps. The share is that time over the time taken for a step. `generate` of transformers draws
+    as many tokens for the same prompts.
+    """
+    prompts, size, prompt, new = (2, 3, 5, 6) if setting.tiny else WORK
+    rows, asked = prompts * size, problems(0, prompts)
+    whole = seat(setting, folder(setting, shape), torch.bfloat16)
+    sampler = local(whole, prompt_tokens=prompt, new_tokens=new, max_rows=rows)
+    forget(setting.device)
+    tokens, took = timed(setting, sampler, asked, size)
+    read = 2 * shape.parameters() + rows * (prompt + new / 2) * shape.kv_bytes(2)
+    limit = read / ceilings(setting).bandwidth
+    share = limit * (tokens / rows) / took
+    held = most_held(setting)
+    written = uncompiled(sampler, whole.whole())
+    sampler.rest()
+    fewer, longer = timed(setting, written, asked, size)
+    written.rest()
+    theirs = generate(setting, whole.whole(), asked, size, prompt, new)
+    return [
+        Figure("tokens/s", tokens / took),
+        Figure("share of the bandwidth limit", 100 * share, "%", at_least=50.0),
+        Figure("the limit", rows / limit, "tokens/s"),
+        *held,
+        Figure("times not compiled", (tokens / took) / (fewer / longer), "x"),
+        Figure("transformers' generate", rows * new / theirs, "tokens/s"),
+        Figure("times generate", tokens / took / (rows * new / theirs), "x"),
+    ]
+
+
+def timed(setting: Setting, sampler: Any, asked: list[Any], size: int) -> tuple[float, float]:
+    """Tokens of a call, the mean, and its seconds; after one that compiles and captures."""
+    drawn: list[Rollout] = []
+
+    def call() -> None:
+        drawn.append(sampler.sample(asked, size, key=prng.key(len(drawn), device="cpu")))
+
+    call()
+    took = seconds(setting.device, call, times=1 if setting.tiny else 2)
+    return sum(int(rollout.mask.sum()) for rollout in drawn[1:]) / len(drawn[1:]), took
+
+
+@torch.no_grad()
+def generate(setting: Setting, model: nn.Module, asked: list[Any], size: int, prompt: int, new: int) -> float:
+    """Seconds that transformers takes for as many tokens; sampled, none ends early."""
+    vocabulary = model.config.vocab_size
+    ids = torch.tensor([random_prompt(vocabulary, prompt, None, problem.prompt) for problem in asked])
+    ids = ids.repeat_interleave(size, 0).to(setting.device)
+    call = partial(
+        model.generate,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=new,
+        min_new_tokens=new,
+    )
+    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+    return seconds(setting.device, call, times=1)
+
+
+def continuous(setting: Setting) -> list[Figure]:
+    """Transformers' continuous batching on the prompts of `speed_half`; what it cannot do is its own affair."""
+    prompts, size, prompt, new = WORK
+    whole = seat(setting, folder(setting, sized(setting, QWEN_HALF)), torch.bfloat16)
+    model = whole.whole()
+    ids = [random_prompt(model.config.vocab_size, prompt, None, problem.prompt) for problem in problems(0, prompts)]
+    how = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=EOS)
+    call = partial(model.generate_batch, inputs=[row for row in ids for _ in range(size)], generation_config=how)
+    drawn: list[dict[str, Any]] = []
+    try:
+        call()  # compiles, captures
+        took = seconds(setting.device, lambda: drawn.append(call()), times=1)
+    except (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise LeftOut(f"transformers' continuous batching: {type(error).__name__}, {error}") from error
+    tokens = sum(len(answer.generated_tokens) for answer in drawn[0].values())
+    return [Figure("transformers, tokens/s", tokens / took), Figure("tokens", float(tokens))]

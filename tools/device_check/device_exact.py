@@ -1,0 +1,260 @@
+"""What is computed on the device is what the CPU computes: gradients, rows, head, precisions, blocks."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from device_parts import (
+    Bench,
+    built,
+    distance,
+    forget,
+    full_float32,
+    objective,
+    peak,
+    require,
+)
+from device_runner import Figure, Setting
+from device_shapes import MIDDLE, QWEN_HALF, folder, sized
+from torch import Tensor
+from torch.func import grad_and_value
+
+from grpo_fn.algo import loss_scale
+from grpo_fn.algo.step import UNMOVED
+from grpo_fn.core.batch import count
+from grpo_fn.core.types import Batch, Scores
+from grpo_fn.shell.model import blocks, hf
+from grpo_fn.shell.model.attention import fitting
+from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
+from grpo_fn.shell.model.packed_input import packed, padded, shared
+from grpo_fn.shell.policy.functional import Functional
+from grpo_fn.shell.policy.gradients import whole
+
+TEMPERATURE = 0.7
+SPREAD = 0.05  # of the weights: far enough from a fresh model's that every nonlinearity matters
+CPU = torch.device("cpu")
+OBJECTIVE = objective(0.1, 0.01)
+
+
+# -- gradients
+
+
+def rows_of(vocabulary: int, *, groups: int, size: int, prompt: int, new: int) -> tuple[Tensor, Tensor]:
+    """Rows of groups that share a prompt, of different lengths; the first is as long as possible. On the CPU."""
+    g = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, vocabulary, (groups * size, prompt + new), generator=g)
+    start = torch.randint(1, prompt + 1, (groups, 1), generator=g).repeat_interleave(size, 0)
+    length = torch.randint(1, new + 1, (groups * size, 1), generator=g)
+    start[0], length[0] = prompt, new
+    column = torch.arange(prompt + new)
+    shown = tokens[::size].repeat_interleave(size, 0)
+    return torch.where(column < start, shown, tokens), (column >= start) & (column < start + length)
+
+
+class Asked(NamedTuple):
+    """A batch on the device, the oracle, and the learning signal that it leads to there."""
+
+    batch: Batch
+    oracle: Functional
+    signal: Scores
+
+
+def asked(setting: Setting, model: str) -> Asked:
+    """A batch whose old and reference policies are near the model's."""
+    oracle = Functional(
+        hf.load_model(model, dtype=torch.float32, device=CPU, attention="sdpa"), temperature=TEMPERATURE
+    )
+    small = {"groups": 2, "size": 3, "prompt": 4, "new": 9}
+    sizes = small if setting.tiny else {"groups": 4, "size": 4, "prompt": 24, "new": 40}
+    tokens, mask = rows_of(oracle.model.config.vocab_size, **sizes)
+    with torch.no_grad():
+        logp = oracle.scores(oracle.params, tokens, mask).logp
+    g = torch.Generator().manual_seed(2)
+    old, ref, sampled = (logp + 0.3 * torch.randn(mask.shape, generator=g) for _ in range(3))
+    adv = torch.randn(len(mask), 1, generator=g).expand(mask.shape)
+    batch = Batch(tokens, mask, sampled, old, ref, adv, torch.zeros_like(mask))
+    signal = climb(oracle, batch)
+    return Asked(Batch(*(x.to(setting.device) for x in batch)), oracle, Scores(*(x.to(setting.device) for x in signal)))
+
+
+def climb(policy: Any, batch: Batch) -> Scores:
+    """Pull the objective's gradient back, in one micro-batch; the learning signal."""
+    scores, pullback = policy.vjp(batch)
+    loss = partial(OBJECTIVE, batch=batch, totals=count(batch), gains=UNMOVED)
+    signal, _ = grad_and_value(loss, has_aux=True)(scores)
+    pullback(signal)
+    return signal
+
+
+def grads(bench: Bench) -> dict[str, Tensor]:
+    """The accumulated gradients, whole, under the model's names."""
+    return {name: whole(p.grad).float().cpu() for name, p in bench.policy.named().items() if p.grad is not None}
+
+
+def gradients(setting: Setting) -> list[Figure]:
+    """The whole path of training against `functional_call` and `torch.func.vjp` on the CPU."""
+    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
+    batch, oracle, signal = asked(setting, model)
+    made = partial(built, setting, model, temperature=TEMPERATURE)
+    with full_float32():
+        climb((single := made(torch.float32)).policy, batch)
+    largest, _ = distance(grads(single), oracle.grads)
+    half = made(torch.bfloat16)
+    # The oracle's own signal: a token near a clip would get another one from the rounding of its log-prob.
+    once, again = (seen(half, batch, signal)[-1] for _ in range(2))
+    (_, rounded), (repeated, _) = distance(once, oracle.grads), distance(again, once)
+    require(largest <= 1e-4, f"float32 gradients: got {largest:.2g} of the largest apart, wanted at most 1e-4")
+    require(rounded <= 0.1, f"bfloat16 gradients: got {rounded:.2g} of their norm apart, wanted at most 0.1")
+    return [
+        Figure("float32, of the largest entry", largest, at_most=1e-5),
+        Figure("bfloat16 with float32 weights, of the norm", rounded, at_most=0.03),
+        Figure("bfloat16 again, of the largest entry", repeated, at_most=0.0),
+    ]
+
+
+def rows(setting: Setting) -> list[Figure]:
+    """Scores and gradients of rows end to end against those of padded rows."""
+    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
+    batch, _, signal = asked(setting, model)
+    found: list[Figure] = []
+    for dtype, most, goal in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 0.1, 0.03)):
+        query = torch.empty(1, 2, 64, dtype=dtype, device=setting.device)
+        kernel = fitting(query, False, None)
+        name = getattr(kernel, "func", kernel).__name__
+        with full_float32():
+            wanted = seen(built(setting, model, dtype, rows=padded, temperature=TEMPERATURE), batch, signal)
+            for make in (packed, shared):
+                bench = built(setting, model, dtype, rows=make, temperature=TEMPERATURE)
+                apart = furthest(seen(bench, batch, signal), wanted)
+                require(bench.policy.scorer.rows.fit is True, f"{make.__name__}: got padded rows after all")
+                what = f"{make.__name__} rows, {str(dtype).removeprefix('torch.')}, {name}"
+                require(apart <= most, f"{what}: got {apart:.2g} of the norm apart, wanted at most {most:g}")
+                found.append(Figure(f"{what}, of the norm", apart, at_most=goal))
+    return found
+
+
+def seen(bench: Bench, batch: Batch, signal: Scores) -> list[dict[str, Tensor]]:
+    """Log-probs, entropies, and the gradients that the signal is pulled back to; these are cleared."""
+    scores, pullback = bench.policy.vjp(batch)
+    pullback(signal)
+    found = [{"logp": scores.logp.float()}, {"entropy": scores.entropy.float()}, grads(bench)]
+    bench.policy.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def furthest(got: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> float:
+    """The largest of their distances, each of its norm."""
+    return max(distance(a, b)[1] for a, b in zip(got, wanted, strict=True))
+
+
+# -- the head
+
+
+def head(setting: Setting) -> list[Figure]:
+    """linear_scores against dense_scores of float32, on the numbers of a half-B head."""
+    tokens, vocabulary, width = (32, 2000, 64) if setting.tiny else (2048, QWEN_HALF.vocabulary, QWEN_HALF.hidden)
+    g = torch.Generator(setting.device).manual_seed(3)
+    drawn = partial(torch.randn, device=setting.device, generator=g)
+    hidden, weight = drawn(tokens, width), drawn(vocabulary, width) / width**0.5
+    target = torch.randint(0, vocabulary, (tokens,), device=setting.device, generator=g)
+    signal = drawn(2, tokens)
+    linear = partial(linear_scores, temperature=TEMPERATURE, elements=2**22 if not setting.tiny else 2**13)
+    found: list[Figure] = []
+    for dtype, most, goal in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 0.03, 0.01)):
+        given = [hidden.to(dtype), weight.to(dtype)]
+        with full_float32():
+            dense, dense_peak = pulled(setting, dense_head, [x.float() for x in given], target, signal)
+            got, got_peak = pulled(setting, linear, given, target, signal)
+        apart = max(distance({"x": a.float()}, {"x": b})[1] for a, b in zip(got, dense, strict=True))
+        name = str(dtype).removeprefix("torch.")
+        require(apart <= most, f"head, {name}: got {apart:.2g} of the norm apart, wanted at most {most:g}")
+        found.append(Figure(f"{name} against dense float32, of the norm", apart, at_most=goal))
+        if setting.device == "cuda":
+            found.append(Figure(f"{name}, share of the dense one's memory", got_peak / dense_peak, at_most=0.25))
+    return found
+
+
+def dense_head(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """All logits at once."""
+    return dense_scores(hidden @ weight.T, target, temperature=TEMPERATURE)
+
+
+def pulled(
+    setting: Setting, f: Callable[..., Any], given: list[Tensor], target: Tensor, signal: Tensor
+) -> tuple[list[Tensor], float]:
+    """Scores and the gradients of hidden states and weight, and the gigabytes that it took beside what was there."""
+    leaves = [x.clone().requires_grad_() for x in given]
+    before = torch.cuda.memory_allocated() / 1e9 if setting.device == "cuda" else 0.0
+    forget(setting.device)
+    scores = f(*leaves, target)
+    torch.autograd.backward(scores, [s.to(y.dtype) for s, y in zip(signal, scores, strict=True)])
+    return [*(x.detach() for x in scores), *(x.grad for x in leaves)], peak(setting.device) - before
+
+
+# -- precisions and places
+
+
+def float16(setting: Setting) -> list[Figure]:
+    """Steps with the numbers of gin/scale/fp16.gin, until one is not skipped."""
+    scaling = partial(loss_scale.dynamic, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
+    bench = built(setting, model, torch.float16, lr=1e-3, scaling=scaling, initial_scale=2.0**16)
+    batch, _, _ = asked(setting, model)
+    before = weights(bench)
+    for _ in range(20):
+        climb(bench.policy, batch)
+        if (said := bench.policy.update())["optimizer/step"] > 0:
+            break
+    after = weights(bench)
+    require(said["optimizer/step"] > 0, f"float16: got no step in 20, the loss scale down to {bench.policy.scale:g}")
+    require(all(bool(x.isfinite().all()) for x in after.values()), "float16: got weights that are not finite")
+    moved = distance(after, before)[1]
+    require(moved > 0, "float16: got the same weights after a step")
+    return [
+        Figure("steps skipped before it", said["optimizer/overflows"]),
+        Figure("gradient norm", said["loss/grad_norm"]),
+        Figure("weights moved, of the norm", moved),
+    ]
+
+
+def offload(setting: Setting) -> list[Figure]:
+    """One update with everything on the host against one on the device."""
+    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
+    batch, _, _ = asked(setting, model)
+    moved = []
+    for away in (True, False):
+        bench = built(setting, model, torch.bfloat16, lr=1e-3, offload=away)
+        before = weights(bench)
+        climb(bench.policy, batch)
+        bench.policy.update()
+        moved.append({name: x - before[name] for name, x in weights(bench).items()})
+    _, apart = distance(*moved)
+    require(apart <= 0.05, f"offload: got an update {apart:.2g} of its norm apart, wanted at most 0.05")
+    return [Figure("the update, of its norm", apart, at_most=0.01)]
+
+
+def weights(bench: Bench) -> dict[str, Tensor]:
+    """What trains, whole, on the CPU."""
+    return {name: whole(x).float().cpu().clone() for name, x in bench.policy.named().items() if x.requires_grad}
+
+
+def compiled(setting: Setting) -> list[Figure]:
+    """Compiled blocks on batches of three widths, and how often they were compiled anew."""
+    model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
+    batch, _, signal = asked(setting, model)
+    width = batch.mask.shape[1]
+    widths = [width, width - 7, width - 12]
+    made = partial(built, setting, model, torch.bfloat16, temperature=TEMPERATURE)
+    fast, plain = made(execution=blocks.compiled), made()
+    worst = 0.0
+    for columns in widths:
+        part, of_part = (type(one)(*(x[:, :columns] for x in one)) for one in (batch, signal))
+        worst = max(worst, furthest(*(seen(bench, part, of_part) for bench in (fast, plain))))
+    graphs = blocks.recompilations()
+    require(worst <= 0.1, f"compiled: got {worst:.2g} of the norm apart, wanted at most 0.1")
+    return [
+        Figure("scores and gradients, of the norm", worst, at_most=0.03),
+        Figure("graphs built", float(graphs.built)),
+        Figure("compiled again", float(graphs.again)),
+    ]

@@ -1,0 +1,299 @@
+"""What the checks of a device share: a policy and a sampler in place, a reward, clocks and memory, distances."""
+
+import platform
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+from device_runner import Figure, Setting
+from device_shapes import EOS
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from grpo_fn.algo import (
+    advantage,
+    aggregation,
+    controllers,
+    credit,
+    group_sampling,
+    importance,
+    kl,
+    loss_scale,
+    losses,
+    masking,
+)
+from grpo_fn.algo.objective import policy_objective
+from grpo_fn.algo.step import Algo, as_given, from_sampler
+from grpo_fn.core import prng, sampling
+from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.rewards.combine import combine, serial
+from grpo_fn.shell.model import blocks
+from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.model.lora import LoRA
+from grpo_fn.shell.model.packed_input import shared
+from grpo_fn.shell.policy import optimizer
+from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.policy.load_and_shard import Placed, Placing, place
+from grpo_fn.shell.policy.mesh import Scale
+from grpo_fn.shell.sampler.data_parallel import Spread
+from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.local import local_sampler
+from grpo_fn.shell.world import World, alone, find_device
+
+KEY = 20_26
+GB = 1e9
+
+
+def machine(setting: Setting) -> list[Figure]:
+    """The card and what runs on it. Raises ValueError where the device is not there."""
+    device = find_device(setting.device, 0)
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        card = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    else:
+        card = f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
+    named = ("torch", "transformers", "triton", "peft", "flash-attn", "trl", "vllm")
+    there = [f"{name} {at}" for name in named if (at := installed(name))]
+    return [Figure("on", card), Figure("with", ", ".join([f"Python {platform.python_version()}", *there]))]
+
+
+def installed(package: str) -> str:
+    """Its version; nothing where it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+# -- a policy and a sampler
+
+
+def objective(beta: float, entropy_bonus: float) -> Callable[..., Any]:
+    """GRPO's."""
+    return partial(
+        policy_objective,
+        token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+        correct=importance.none,
+        kl=kl.k3,
+        weigh=aggregation.token_mean,
+        beta=beta,
+        entropy_bonus=entropy_bonus,
+    )
+
+
+def scale(**changed: Any) -> Scale:
+    """One device, nothing saved; `changed` are fields of Scale."""
+    usual = {
+        **{"replicate": 1, "shard": "rest", "tensor": 1, "reshard_after_forward": False, "prefetch": 1},
+        **{"offload": False, "offload_reference": False, "deadline": 60.0},
+        **{"activations": blocks.kept, "execution": blocks.eager},
+    }
+    return Scale(**{**usual, **changed})
+
+
+class Bench(NamedTuple):
+    """A policy in place, and what it takes to sample from it."""
+
+    policy: Sharded
+    placed: Placed
+    placing: Placing
+    world: World
+
+    def seat(self) -> Seat:
+        """What a sampler is made from."""
+        return Seat(
+            folder=self.placing.folder,
+            config=self.placing.config,
+            dtype=self.placing.dtype,
+            world=self.world,
+            adapters=self.placing.adapters,
+            whole=self.placed.decoding,
+        )
+
+    def sampler(self, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Spread:
+        """The local sampler, as a run has it."""
+        seat = self.seat()
+        return Spread(local(seat, prompt_tokens=prompt_tokens, new_tokens=new_tokens, max_rows=max_rows), self.world)
+
+    def algo(self, prompts: int, group_size: int) -> Algo:
+        """GRPO with one update a step, and a reward that rows of random tokens differ in."""
+        return Algo(
+            collect=partial(group_sampling.every, prompts=prompts),
+            reward=partial(combine, parts=[even], weights=[1.0], score=serial),
+            credit=partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-4, ddof=1)),
+            filters=[],
+            mark=masking.nothing,
+            objective=objective(0.0, 0.0),
+            old_logp=from_sampler,
+            anchor=as_given,
+            kl_control=controllers.fixed,
+            entropy_control=controllers.fixed,
+            group_size=group_size,
+            epochs=1,
+            minibatches=1,
+            split=self.policy.split,
+            min_signal=1,
+        )
+
+
+def built(
+    setting: Setting,
+    model: str,
+    dtype: torch.dtype,
+    *,
+    rows: Any = shared,
+    adapters: LoRA | None = None,
+    micro_tokens: int = 16_384,
+    head_elements: int = 2**27,
+    temperature: float = 1.0,
+    lr: float = 1e-6,
+    scaling: Any = loss_scale.constant,
+    initial_scale: float = 1.0,
+    **changed: Any,
+) -> Bench:
+    """The policy as `train` puts it together; `changed` are fields of Scale."""
+    world = alone(find_device(setting.device, 0))
+    placing = Placing(
+        folder=model,
+        config=AutoConfig.from_pretrained(model),
+        dtype=dtype,
+        attention="sdpa",
+        adapters=adapters,
+        scorer=partial(Scorer, temperature=temperature, head_elements=head_elements, rows=rows),
+        scale=scale(**changed),
+        key=prng.key(KEY, device="cpu"),
+    )
+    placed = place(world, placing, reference=False)
+    policy = Sharded(
+        placed.scorer,
+        world=world,
+        data=placed.data,
+        frozen=None,
+        noisy=placed.noisy,
+        seed=0,
+        micro_tokens=micro_tokens,
+        optimizer=partial(optimizer.adamw, lr=lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),
+        schedule=partial(optimizer.constant, warmup=0),
+        loss_scale=scaling,
+        initial_scale=initial_scale,
+        max_grad_norm=1.0,
+    )
+    return Bench(policy, placed, placing, world)
+
+
+def local(seat: Seat, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Any:
+    """The local sampler in that seat."""
+    return local_sampler.local(
+        seat,
+        Numbers(),
+        choose=partial(sampling.categorical, temperature=1.0),
+        encode=partial(random_prompt, seat.config.vocab_size, prompt_tokens),
+        max_new_tokens=new_tokens,
+        stop=(),
+        max_rows=max_rows,
+    )
+
+
+class Numbers(PreTrainedTokenizerBase):
+    """A tokenizer that writes a token as its number, and reads nothing."""
+
+    eos_token_id = EOS
+
+    def __init__(self) -> None:
+        """Without the files that others have."""
+
+    def __repr__(self) -> str:
+        return "Numbers()"
+
+    def decode(self, row: Sequence[int], skip_special_tokens: bool) -> str:
+        """One text."""
+        return " ".join(map(str, row))
+
+    def batch_decode(self, rows: Sequence[Any], skip_special_tokens: bool) -> list[str]:
+        """One text a row."""
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
+
+def random_prompt(vocabulary: int, tokens: int, tokenizer: Any, prompt: str) -> list[int]:
+    """Random tokens, the same for the same prompt, whatever it says."""
+    key = prng.key(zlib.crc32(prompt.encode()), device="cpu")
+    u = prng.uniform(key, tokens, low=1.0, high=vocabulary - 1.0, dtype=torch.float64)
+    return u.long().tolist()
+
+
+def problems(first: int, count: int) -> list[Problem]:
+    """Prompts first, ..., first + count - 1 of an endless stream."""
+    return [Problem(uid, str(uid), "", {}) for uid in range(first, first + count)]
+
+
+def even(problem: Problem, completion: Completion) -> float:
+    """The share of even tokens."""
+    tokens = completion.text.split()
+    return sum(token[-1] in "02468" for token in tokens) / max(1, len(tokens))
+
+
+# -- clocks and memory
+
+
+def wait(device: str) -> None:
+    """Until the device has done all that it was told."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(device: str, f: Callable[[], Any], *, times: int) -> float:
+    """Of one call, over so many in a row."""
+    wait(device)
+    begun = time.perf_counter()
+    for _ in range(times):
+        f()
+    wait(device)
+    return (time.perf_counter() - begun) / times
+
+
+def peak(device: str) -> float:
+    """Most gigabytes that tensors held on the device since `forget`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() / GB if device == "cuda" else 0.0
+
+
+def most_held(setting: Setting, what: str = "peak memory") -> list[Figure]:
+    """`peak` as a figure; none on a CPU."""
+    return [Figure(what, peak(setting.device), "GB")] if setting.device == "cuda" else []
+
+
+def forget(device: str) -> None:
+    """`peak` begins anew."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Matrix products of float32 in float32, not in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def distance(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, float]:
+    """Of two sets of tensors: the largest difference over the largest entry, and the norm of all over the norm."""
+    if got.keys() != wanted.keys():
+        raise AssertionError(f"got {sorted(got.keys() ^ wanted.keys())[:3]} on one side alone")
+    apart = {name: got[name].cpu().double() - x.cpu().double() for name, x in wanted.items()}
+    biggest = [max(float(x.abs().max()) for x in one.values()) for one in (apart, wanted)]
+    norm = [sum(float(x.double().square().sum()) for x in one.values()) ** 0.5 for one in (apart, wanted)]
+    return biggest[0] / biggest[1], norm[0] / norm[1]
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise AssertionError, saying `what`, unless it holds; a plain assert is not run under python -O."""
+    if not holds:
+        raise AssertionError(what)

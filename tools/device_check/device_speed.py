@@ -1,0 +1,131 @@
+"""How fast the device trains, against what it can do at most, measured in the same process."""
+
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from device_parts import built, forget, most_held, require, seconds
+from device_runner import Figure, Setting
+from device_shapes import QWEN_HALF, QWEN_LARGE, Shape, folder, sized
+
+from grpo_fn.algo.step import UNMOVED, climb
+from grpo_fn.core.batch import count
+from grpo_fn.core.types import Batch, Rollout
+from grpo_fn.shell.model import blocks
+
+MATRIX = 8192
+
+
+class Ceilings(NamedTuple):
+    """What the device does at most."""
+
+    flops: float  # a second, of matrix products in bfloat16
+    bandwidth: float  # bytes a second, read and written
+
+
+@lru_cache(maxsize=1)
+def ceilings(setting: Setting) -> Ceilings:
+    """A product of two random matrices of 8192 x 8192, and a copy of two gigabytes."""
+    size, width = (64, 2**20) if setting.tiny else (MATRIX, 2**31)
+    a, b = (torch.randn(size, size, device=setting.device).bfloat16() for _ in range(2))
+    product = partial(torch.mm, a, b)
+    source, goal = (torch.zeros(width, dtype=torch.uint8, device=setting.device) for _ in range(2))
+    copy = partial(goal.copy_, source)
+    for f in (product, copy):
+        seconds(setting.device, f, times=3)  # to warm up
+    times = 2 if setting.tiny else 20
+    return Ceilings(
+        2 * size**3 / seconds(setting.device, product, times=times),
+        2 * width / seconds(setting.device, copy, times=times),
+    )
+
+
+def train_half(setting: Setting) -> list[Figure]:
+    """0.5B."""
+    return train(setting, sized(setting, QWEN_HALF), goal=None)
+
+
+def train_large(setting: Setting) -> list[Figure]:
+    """1.5B."""
+    return train(setting, sized(setting, QWEN_LARGE), goal=45.0)
+
+
+def train_large_compiled(setting: Setting) -> list[Figure]:
+    """1.5B, compiled blocks."""
+    return train(setting, sized(setting, QWEN_LARGE), goal=45.0, execution=blocks.compiled)
+
+
+class Work(NamedTuple):
+    """Groups of rows that share a prompt, all of one length."""
+
+    groups: int
+    size: int
+    prompt: int
+    new: int
+
+    @property
+    def tokens(self) -> int:
+        """That the model reads: a prompt once for its group."""
+        return self.groups * (self.prompt + self.size * self.new)
+
+    def flops(self, shape: Shape) -> float:
+        """Of forward and backward pass, a multiplication and an addition being two.
+
+            6 W tokens + 6 V D sampled + 12 L H pairs
+
+        W weights of the blocks' matrices, each of which is used twice forward and four times backward for every token
+        read (6 N per token, the head's part of N only where a token is predicted); V D of the head; pairs of a query
+        and a key it sees, for each of which a layer's H = heads x head size costs 4 H forward and 8 H backward. What
+        is computed again to save memory is not counted.
+        """
+        sampled = self.groups * self.size * self.new
+        pairs = self.groups * (
+            self.prompt * (self.prompt + 1) / 2 + self.size * self.new * (self.prompt + (self.new + 1) / 2)
+        )
+        head = shape.vocabulary * shape.hidden
+        return 6 * shape.matrices() * self.tokens + 6 * head * sampled + 12 * shape.layers * shape.hidden * pairs
+
+
+def train(setting: Setting, shape: Shape, *, goal: float | None, **changed: object) -> list[Figure]:
+    """Whole optimizer steps on made-up rows: bfloat16 with float32 weights and moments, micro-batches of 16k tokens."""
+    work = Work(2, 3, 4, 6) if setting.tiny else Work(4, 16, 128, 1024)
+    bench = built(setting, folder(setting, shape), torch.bfloat16, micro_tokens=16_384 + work.prompt, **changed)
+    algo, batch = bench.algo(work.groups, work.size), made_up(setting, shape, work)
+    batch = batch._replace(logp_old=(logp := bench.policy.logp(rolled(batch))), logp_ref=logp, logp_sampled=logp)
+    step = partial(climb, bench.policy, batch, count(batch), UNMOVED, algo)
+    learned = step()  # compiles, makes the moments
+    require(learned.update["loss/grad_norm"] > 0, "training: got no gradient")
+    forget(setting.device)
+    took = seconds(setting.device, step, times=1 if setting.tiny else 3)
+    limit = ceilings(setting).flops
+    return [
+        Figure("tokens/s", work.tokens / took),
+        Figure("MFU", 100 * work.flops(shape) / took / limit, "%", at_least=goal),
+        Figure("matmul peak", limit / 1e12, "TFLOP/s"),
+        Figure("seconds an update", took),
+        *most_held(setting),
+    ]
+
+
+def made_up(setting: Setting, shape: Shape, work: Work) -> Batch:
+    """Random tokens; half of each group's rows were better than the other half."""
+    g = torch.Generator(setting.device).manual_seed(5)
+    rows, width = work.groups * work.size, work.prompt + work.new
+    tokens = torch.randint(1, shape.vocabulary, (rows, width), device=setting.device, generator=g)
+    tokens[:, : work.prompt] = tokens[:: work.size, : work.prompt].repeat_interleave(work.size, 0)
+    mask = (torch.arange(width, device=setting.device) >= work.prompt).repeat(rows, 1)
+    nothing = torch.zeros(rows, width, device=setting.device)
+    adv = torch.where(torch.arange(rows, device=setting.device) % 2 == 0, 1.0, -1.0)[:, None].expand(rows, width)
+    return Batch(tokens, mask, nothing, nothing, nothing, adv, torch.zeros_like(mask))
+
+
+def rolled(batch: Batch) -> Rollout:
+    """The rows as a sampler would bring them."""
+    rows = len(batch.mask)
+    return Rollout(
+        batch.tokens,
+        batch.mask,
+        batch.logp_sampled,
+        torch.ones(rows, dtype=torch.bool, device=batch.mask.device),
+        ("",) * rows,
+    )

@@ -1,0 +1,118 @@
+"""vLLM in the process that trains: pushes, fingerprints, the probe, sleep and waking with real memory; its speed."""
+
+from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from device_decode import WORK, seat, timed
+from device_parts import GB, KEY, Numbers, built, problems, random_prompt, require
+from device_runner import Figure, LeftOut, Setting
+from device_shapes import QWEN_HALF, folder, sized
+
+from grpo_fn.algo.step import AT_THE_START, grpo_step
+from grpo_fn.core import prng, sampling
+from grpo_fn.shell.sampler.data_parallel import Spread
+from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.probe import Probe
+from grpo_fn.shell.vllm import vllm_sampler
+
+PROMPT, NEW, SIZE = 160, 32, 8  # the prompt longer than a block of cached prefixes
+SHARE = 0.3  # of the card
+
+
+def colocated(setting: Setting) -> list[Figure]:
+    """A half-B engine beside a half-B policy: pushed, probed, asleep, awake, a whole step, probed again."""
+    if find_spec("vllm") is None:
+        raise LeftOut("vllm is not here")
+    shape = sized(setting, QWEN_HALF)
+    bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
+    sampler = engine_in(bench.seat(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
+    spread = Spread(sampler, bench.world)
+    probe = Probe(prompt_tokens=PROMPT, new_tokens=NEW, max_gap=0.1)
+    key = prng.key(KEY, device="cpu")
+    try:
+        spread.load(bench.policy)  # raises StaleEngine where the fingerprints differ
+        first = probe(spread, bench.policy, key=key, room=PROMPT + 2 * NEW)
+        verified = spread.figures()["engine/verified"]
+        shallow = nap(sampler.engine)
+        deep = freed(spread.rest)
+        spread.load(bench.policy)
+        grpo_step(
+            bench.policy,
+            spread,
+            problems,
+            AT_THE_START,
+            key=key,
+            algo=bench.algo(4, SIZE),
+            span=lambda _: nullcontext(),
+        )
+        second = probe(spread, bench.policy, key=key, room=PROMPT + 2 * NEW)
+    finally:
+        spread.close()
+    require(deep > 0, "sleep: got no memory back")
+    return [
+        Figure("fingerprints compared after a push", "yes" if verified else "its layout hides them"),
+        Figure("probe after the first push, mean", first["engine/probe_gap_mean"], "nats", at_most=0.02),
+        Figure("probe after a whole step, mean", second["engine/probe_gap_mean"], "nats", at_most=0.02),
+        Figure("sleep level 1 gives back", shallow, "GB"),
+        Figure("rest (sleep level 2) gives back", deep, "GB"),
+    ]
+
+
+def speed(setting: Setting) -> list[Figure]:
+    """The rows of `decode-0.5b`, drawn by vLLM: its own kernels, graphs and scheduler."""
+    if find_spec("vllm") is None:
+        raise LeftOut("vllm is not here")
+    prompts, size, prompt, new = WORK
+    shape = sized(setting, QWEN_HALF)
+    place = seat(setting, folder(setting, shape), torch.bfloat16)
+    room = 2 * prompts * size * (prompt + new) * shape.kv_bytes(2)
+    sampler = engine_in(place, prompt=prompt, new=new, tokens=prompt + new, rows=prompts * size, cache=room)
+    try:
+        tokens, took = timed(setting, sampler, problems(0, prompts), size)
+    finally:
+        sampler.close()
+    return [Figure("vLLM, tokens/s", tokens / took), Figure("tokens", tokens)]
+
+
+def engine_in(place: Seat, *, prompt: int, new: int, tokens: int, rows: int, cache: int) -> Any:
+    """The sampler, as gin/engine/vllm_colocated.gin makes it; `cache` bytes of keys and values, on a CPU."""
+    return vllm_sampler.colocated(
+        place,
+        Numbers(),
+        choose=partial(sampling.categorical, temperature=1.0),
+        encode=partial(random_prompt, place.config.vocab_size, prompt),
+        max_new_tokens=new,
+        stop=(),
+        max_rows=rows,
+        max_model_len=tokens,
+        extra={},
+        accept_bias=False,
+        tensor_parallel=1,
+        gpu_memory_utilization=SHARE,
+        kv_cache_bytes=cache,
+        enforce_eager=False,
+        deadline=60.0,
+    )
+
+
+def nap(engine: Any) -> float:
+    """Gigabytes that sleep level 1 gives back. Awake again it holds what it held, or AssertionError is raised."""
+    before = engine._held()
+    gave = freed(lambda: engine.llm.sleep(level=1))
+    require(gave > 0, "sleep level 1: got no memory back")
+    engine.llm.wake_up()
+    require(engine._held() == before, "sleep level 1: got other weights on waking")
+    return gave
+
+
+def freed(f: Any) -> float:
+    """Gigabytes of the card that are free after it and were not before."""
+    torch.cuda.synchronize()
+    before, _ = torch.cuda.mem_get_info()
+    f()
+    torch.cuda.synchronize()
+    after, _ = torch.cuda.mem_get_info()
+    return (after - before) / GB

@@ -1,0 +1,5 @@
+import sys
+
+from import_config import main
+
+sys.exit(main())

@@ -1,0 +1,310 @@
+"""A GRPOConfig of TRL as a gin file (tools/import_config, docs/from_trl.md)."""
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from import_draft import (
+    DIFFERS,
+    LEFT,
+    Draft,
+    Number,
+    Reader,
+    Text,
+    adamw,
+    bounded,
+    clipped,
+    colocated,
+    correct,
+    corrected,
+    normalized,
+    penalty,
+    schedule,
+    token_loss,
+    weigh,
+)
+
+PROMPT_TOKENS = 512  # a prompt's length, for the size of micro-batches, where the original does not bound it
+
+TRL_LEFT = {
+    "vllm_.*": (
+        "nothing without use_vllm and the mode or the correction it belongs to; a server's own are flags of "
+        "tools/launch/vllm_server.sh, and a colocated engine always sleeps on a GPU"
+    ),
+    "top_p|top_k|min_p|repetition_penalty|generation_kwargs|cache_implementation": (
+        "tokens are drawn from the whole distribution, of which the trainer's log-probs are those"
+    ),
+    "reward_weights|multi_objective_aggregation": (
+        "the reward functions are not in this file: combine.combine.parts, weights"
+    ),
+    "sync_ref_model|ref_model_.*": "the reference is the model that the run began with",
+    "top_entropy_quantile": "there is no mask by entropy; losses.clip_cov and losses.kl_cov choose tokens",
+    "deepspeed": "a file of its own: files of scale/ (shard_grad_op is ZeRO-2, full_shard ZeRO-3, offload)",
+    "fsdp_config|accelerator_config|parallelism_config|ddp_.*": "mesh.Scale and the files of scale/",
+    "model_init_kwargs.*": "train.train.dtype, train.train.attention",
+    "chat_template_kwargs.*": "the tokenizer's own template is used",
+    "use_liger_kernel|use_liger_loss|liger_.*": "log-probs are computed in chunks anyway: logprob_model.Scorer.head_elements",
+    "max_tool_calling_iterations|tools.*|environment.*": "one turn, without tools",
+    "num_generations_eval": "evaluation is greedy; eval/samples.gin draws",
+    "shuffle_dataset|data_seed|dataloader_.*": "the order is a function of SEED, every row once an epoch",
+    "disable_dropout": "the model's own dropout is always off",
+    "label_smoothing_factor|neftune_noise_alpha|group_by_length|auto_find_batch_size|optim_args|optim_target_modules": (
+        "there is no such thing here"
+    ),
+}
+TRL_QUIET = [
+    r"output_dir|overwrite_output_dir|run_name|report_to|logging_.*|log_.*|num_completions_to_print|push_to_hub.*|hub_.*",
+    r"project|trackio_.*|disable_tqdm|remove_unused_columns|do_train|do_eval|do_predict|local_rank|save_strategy|save_only_model",
+    r"save_safetensors|load_best_model_at_end|metric_for_best_model|greater_is_better|resume_from_checkpoint|full_determinism",
+    r"ds3_gather_for_generation|per_device_eval_batch_size|eval_on_start|eval_delay|ignore_data_skip|wandb_.*|tf32|seed_.*",
+    r"gradient_checkpointing_kwargs.*|torch_compile_.*|include_.*|prediction_loss_only|skip_memory_metrics|use_cpu|no_cuda",
+]
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
+WEIGHTS = {"grpo": "sequence_mean", "dr_grpo": "constant_length", "dapo": "token_mean", "bnpo": "token_mean"}
+WEIGHTS |= {"cispo": "token_mean", "sapo": "sequence_mean"}
+CORRECTIONS = {  # kind, and whether one weight is a row's
+    "token_truncate": ("truncated", False),
+    "token_mask": ("masked", False),
+    "sequence_truncate": ("truncated", True),
+    "sequence_mask": ("masked", True),
+}
+
+
+def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
+    """A GRPOConfig's fields. Raises ValueError for what TRL refuses, and for a loss that there is not here."""
+    key, draft = Reader(config), Draft()
+    updates = trl_batches(key, draft, world, rows)
+    trl_loss(key, draft)
+    trl_engine(key, draft)
+    trl_advantage(key, draft)
+    trl_optimizer(key, draft, updates)
+    trl_device(key, draft)
+    draft.knobs["train.train.temperature"] = key.positive("temperature", 1.0, zero=False)
+    if key("mask_truncated_completions", bool, False):
+        draft.knobs["train.train.filters"] = ["@filters.finished"]
+    draft.macros["SEED"] = key.count("seed", 42, 0)
+    every = updates // draft.macros["STEPS"]
+    draft.knobs["loop.Cadence.save_every"] = per_step(key.positive("save_steps", 500, zero=False), updates, every)
+    if key("eval_strategy", str, "no") == "steps":
+        draft.knobs["loop.Cadence.eval_every"] = per_step(key.positive("eval_steps", 500, zero=False), updates, every)
+    else:
+        key.taken.add("eval_steps")
+    draft.knobs["loop.Cadence.keep_last"] = key.count("save_total_limit", 2)
+    draft.includes.append("task/rows.gin")
+    draft.note(LEFT, "dataset and reward functions", "not in this file: task/rows.gin and base.gin's verified answers")
+    key.rest(draft, TRL_LEFT, TRL_QUIET)
+    return draft
+
+
+def per_step(value: float, updates: int, every: int) -> int:
+    """So many optimizer steps, or such a share of all, in steps of ours with `every` optimizer steps each."""
+    return max(1, ceil((value * updates if value < 1 else value) / every))
+
+
+def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> int:
+    """Prompts, minibatches and steps; returns the optimizer steps of the whole run.
+
+    per_device_train_batch_size x world x gradient_accumulation_steps completions are one optimizer step;
+    generation_batch_size of them are sampled at a time, and learned from num_iterations times.
+    """
+    device = key.count("per_device_train_batch_size", 8)
+    accumulate = key.count("gradient_accumulation_steps", 1)
+    group = key.count("num_generations", 8, 2)
+    sampled, rounds = key.count("generation_batch_size", None), key.count("steps_per_generation", None)
+    at_once, update = device * world, device * world * accumulate
+    if sampled is not None and rounds is not None:
+        raise ValueError("got generation_batch_size and steps_per_generation, wanted one of them")
+    if sampled is None:
+        sampled = at_once * (rounds or accumulate)
+    if sampled % at_once or sampled % group:
+        raise ValueError(
+            f"generation_batch_size: got {sampled}, wanted a multiple of num_generations {group} and of "
+            f"per_device_train_batch_size {device} x {world} processes (--world)"
+        )
+    if update % sampled and sampled % update:
+        raise ValueError(
+            f"generation_batch_size: got {sampled} with {update} completions an optimizer step, wanted one to be a "
+            "multiple of the other: a step here samples, then makes whole optimizer steps of it"
+        )
+    prompts, wanted = max(sampled, update) // group, max(1, sampled // update)
+    parts = max(n for n in range(1, wanted + 1) if prompts % n == 0)
+    if parts != wanted:
+        draft.note(
+            DIFFERS,
+            "gradient_accumulation_steps",
+            f"{wanted} optimizer steps for {prompts} prompts would split groups; minibatches are whole groups: {parts}",
+        )
+    epochs = key.count("num_iterations", 1)
+    longest = key.count("max_completion_length", 256)
+    asked = key.count("max_prompt_length", PROMPT_TOKENS)
+    draft.macros |= {"STEPS": trl_steps(key, prompts, parts * epochs, rows), "MAX_NEW_TOKENS": longest}
+    draft.knobs |= {"train.train.model": "%MODEL", "train.train.eval_problems": 256}
+    draft.knobs |= {"train.train.prompts": prompts, "train.train.group_size": group, "train.train.epochs": epochs}
+    draft.knobs |= {"train.train.minibatches": parts, "train.train.micro_tokens": device * (asked + longest)}
+    draft.knobs["train.train.max_new_tokens"] = "%MAX_NEW_TOKENS"
+    draft.note(
+        DIFFERS,
+        "per_device_train_batch_size",
+        f"{device} x {world} processes x {accumulate} = {update} completions an optimizer step: {prompts} prompts x "
+        f"{group} samples in {parts} minibatches here, for any number of ranks; micro_tokens alone bounds the memory",
+    )
+    return draft.macros["STEPS"] * parts * epochs
+
+
+def trl_steps(key: Reader, prompts: int, updates: int, rows: int | None) -> int:
+    """Steps of ours, with so many optimizer steps each."""
+    given, epochs = key("max_steps", int, -1), key.positive("num_train_epochs", 3.0, zero=False)
+    if given > 0:
+        return ceil(given / updates)
+    if rows is None:
+        raise ValueError(f"max_steps: got none, with num_train_epochs {epochs:g}; wanted --rows, the training rows")
+    return ceil(epochs * rows / prompts)
+
+
+def trl_loss(key: Reader, draft: Draft) -> None:
+    """Token loss, weights and KL."""
+    kind = key("loss_type", str, "dapo")
+    key.choice("loss_type", "dapo", WEIGHTS)
+    level = key.choice("importance_sampling_level", "token", {"token": False, "sequence": True})
+    low = key.positive("epsilon", 0.2, zero=True)
+    high = key.positive("epsilon_high", low, zero=True)
+    delta = key("delta", Number, None)
+    taus = (key.positive(f"sapo_temperature_{sign}", tau, zero=False) for sign, tau in (("pos", 1.0), ("neg", 1.05)))
+    if (level or delta is not None) and kind in ("cispo", "sapo"):
+        raise ValueError(f"loss_type: got {kind} with importance_sampling_level or delta, wanted it without")
+    if level and delta is not None:
+        raise ValueError("delta: got it with importance_sampling_level 'sequence', wanted one of them")
+    if kind == "cispo":
+        if high <= 1:
+            raise ValueError(f"epsilon_high: got {high} with loss_type cispo, wanted more than 1: it is the cap itself")
+        token_loss(draft, "cispo", clip_high=round(high - 1, 12))
+        draft.note(DIFFERS, "epsilon_high", f"the cap {high} itself there, 1 + clip_high here")
+    elif kind == "sapo":
+        token_loss(draft, "sapo", **dict(zip(("tau_positive", "tau_negative"), taus, strict=True)))
+    else:
+        clipped(draft, level, low, high, delta, "delta")
+    weigh(draft, WEIGHTS[kind])
+    if kind == "bnpo":
+        draft.note(DIFFERS, "loss_type", "bnpo is the mean over each device's own tokens; here over the whole step's")
+    if kind in ("dapo", "cispo"):
+        draft.note(DIFFERS, "loss_type", f"{kind} divides by the tokens of each optimizer step here, always (trl#6024)")
+    beta = key.positive("beta", 0.0, zero=True)
+    unbiased = key("use_bias_correction_kl", bool, False)
+    penalty(draft, beta, "k3_ratio" if unbiased else "k3")
+
+
+def trl_engine(key: Reader, draft: Draft) -> None:
+    """vLLM in the processes or on a server, and what its samples are worth to the trainer."""
+    weight, mask, name = None, None, "off_policy_mask_threshold"
+    if key(name, Number, None) is not None:
+        mask = corrected(draft, "off_policy_sequence_mask", delta=key.positive(name, 0.5, zero=True))
+    if key("use_vllm", bool, False):
+        key.choice("vllm_mode", "server", {"server": trl_server, "colocate": trl_colocated})(key, draft)
+        weight = trl_weight(key, draft)
+        draft.knobs["train.train.old_logp"] = "@step.recomputed"  # of the trainer, corrected or not
+    correct(draft, weight, mask)
+
+
+def trl_colocated(key: Reader, draft: Draft) -> None:
+    name = "vllm_gpu_memory_utilization"
+    share, ranks = key.positive(name, 0.3, zero=False), key.count("vllm_tensor_parallel_size", 1)
+    colocated(draft, share=share, ranks=ranks, name=name)
+    draft.knobs["vllm_sampler.colocated.max_model_len"] = key.count("vllm_max_model_length", None)
+
+
+def trl_server(key: Reader, draft: Draft) -> None:
+    if key("vllm_mode", str, None) is None:
+        draft.note(
+            DIFFERS,
+            "vllm_mode",
+            "not given: 'server', as in the TRL that was read; newer ones take 'colocate': engine/vllm_colocated.gin",
+        )
+    host, port = key("vllm_server_host", str, "0.0.0.0"), key.count("vllm_server_port", 8000)
+    url = key("vllm_server_base_url", str, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}")
+    draft.includes.append("engine/vllm_dedicated.gin")
+    draft.macros["SERVERS"] = [Text(url)]
+    draft.note(DIFFERS, "vllm_mode", "the server is tools/launch/vllm_server.sh here, `trl vllm-serve` there")
+
+
+def trl_weight(key: Reader, draft: Draft) -> str | None:
+    """The correction between vLLM and the trainer; vllm_importance_sampling_cap is clip_max's older name."""
+    place = "vllm_importance_sampling_"
+    if not key(f"{place}correction", bool, True):
+        return None
+    kind, sequence = key.choice(f"{place}mode", "sequence_mask", CORRECTIONS)
+    cap = key.positive(f"{place}cap", 3.0, zero=False)
+    low, high = key.positive(f"{place}clip_min", 0.0, zero=True), key.positive(f"{place}clip_max", cap, zero=False)
+    return bounded(draft, kind, low, high, f"{place}clip_max", sequence=sequence)
+
+
+def trl_advantage(key: Reader, draft: Draft) -> None:
+    """What rewards are divided by."""
+    value = key("scale_rewards", (str, bool), "group")
+    name = {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
+    if name == "group":
+        normalized(draft, 1e-4)
+    elif name == "none":
+        draft.knobs["credit.outcome.advantage"] = "@advantage.centered"
+    elif name == "batch":
+        draft.knobs |= {"train.train.credit": "@credit.row_whitened", "credit.row_whitened.credit": "@credit.outcome"}
+        draft.knobs |= {"credit.row_whitened.eps": 1e-4, "credit.outcome.advantage": "@advantage.centered"}
+        draft.note(DIFFERS, "scale_rewards", "the std of the rewards there (ddof 1), of R - mean here (ddof 0)")
+    elif name == "mean":
+        draft.knobs["credit.outcome.advantage"] = "@advantage.max_rl"
+        draft.note(DIFFERS, "scale_rewards", "(R - mean) / (mean + 1e-4) there; no eps here, and 0 where all are equal")
+    else:
+        raise ValueError(f"scale_rewards: got {value!r}, wanted group, batch, mean, none, true or false")
+
+
+OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw")
+OPTIMIZERS |= dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit")
+SCHEDULES = {"linear": 0.0, "cosine": 0.0, "constant": None, "constant_with_warmup": None}
+
+
+def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
+    """AdamW and its schedule over so many optimizer steps."""
+    name = key.choice("optim", "adamw_torch_fused", OPTIMIZERS)
+    if name == "adamw_8bit":
+        draft.note(DIFFERS, "optim", "torchao's 8-bit AdamW (pip install 'grpo-fn[adamw8bit]')")
+    adamw(
+        draft,
+        name,
+        lr=key.positive("learning_rate", 1e-6, zero=True),
+        beta1=key.positive("adam_beta1", 0.9, zero=True),
+        beta2=key.positive("adam_beta2", 0.999, zero=True),
+        eps=key.positive("adam_epsilon", 1e-8, zero=False),
+        weight_decay=key.positive("weight_decay", 0.0, zero=True),
+    )
+    kind = key("lr_scheduler_type", str, "linear")
+    final = key.choice("lr_scheduler_type", "linear", SCHEDULES)
+    warm = key.positive("warmup_steps", 0, zero=True)
+    share = key.positive("warmup_ratio", 0.0, zero=True)
+    first = warm * updates if 0 < warm < 1 else warm or share * updates
+    schedule(draft, 0 if kind == "constant" else ceil(first), updates, final)
+    if kind == "cosine":
+        draft.note(DIFFERS, "lr_scheduler_type", "there is no cosine: linear to 0 over the same steps")
+    limit = key.positive("max_grad_norm", 1.0, zero=True)
+    draft.knobs["fsdp.Sharded.max_grad_norm"] = limit or 1e9  # 0 is no clipping there
+
+
+def trl_device(key: Reader, draft: Draft) -> None:
+    """Precision, recomputation, compilation, sharding: files of scale/."""
+    half = key("fp16", bool, False)
+    if key("bf16", bool, not half) and half:
+        raise ValueError("got bf16 and fp16, wanted one of them")
+    wanted = {"fp16": half, "bf16": key("bf16", bool, not half), "compiled": key("torch_compile", bool, False)}
+    wanted["checkpointed"] = key("gradient_checkpointing", bool, True)
+    words = key("fsdp", (str, list, bool), "")
+    if isinstance(words, bool):
+        words = ["full_shard"] if words else []
+    words = words if isinstance(words, list) else words.split()
+    odd = [word for word in words if word not in (*STRATEGIES, "offload", "auto_wrap", "hybrid_shard_zero2")]
+    if odd:
+        raise ValueError(f"fsdp: got {odd}, wanted some of {', '.join((*STRATEGIES, 'offload', 'auto_wrap'))}")
+    wanted |= {name: name in words for name in (*STRATEGIES, "offload")}
+    if "hybrid_shard_zero2" in words:
+        draft.note(
+            LEFT, "fsdp", "hybrid_shard_zero2: scale/hybrid_shard.gin with mesh.Scale.reshard_after_forward=False"
+        )
+    draft.includes += [f"scale/{name}.gin" for name, there in wanted.items() if there]
+    draft.note(DIFFERS, "bf16, fp16", "what trains is kept in float32, gradients are reduced in float32")
