@@ -26,19 +26,18 @@ from grpo_fn.rewards.combine import part_names
 from grpo_fn.shell.checkpoint.run_dir import open_run
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.logging.tracker import Mirror
-from grpo_fn.shell.machine import keep_freed_memory
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.logprob_model import Scorer
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.shell.policy.load_and_shard import Placing, place
 from grpo_fn.shell.policy.mesh import Scale
+from grpo_fn.shell.process import keep_freed_memory
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.reward_workers.streaming import Early
 from grpo_fn.shell.sampler.async_sampler import Ahead
-from grpo_fn.shell.sampler.completions import positions
 from grpo_fn.shell.sampler.data_parallel import Spread, spread_score
-from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.interface import Seat, positions
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, join
 from grpo_fn.tasks.task import Task, first, train_problems

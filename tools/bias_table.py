@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from grpo_fn.algo import advantage, aggregation, credit, filters, kl, losses
+from grpo_fn.algo import advantage, aggregation, credit, kl, losses, masking
 from grpo_fn.core import prng
 from grpo_fn.core.types import Batch, Reward, Rollout, Totals
 
@@ -335,8 +335,8 @@ def lengths() -> dict[str, Signal]:
         "`constant_length` 2": weighed(partial(aggregation.constant_length, max_length=2)),
         "`sequence_mean`": weighed(aggregation.sequence_mean),
         "`token_mean`": weighed(aggregation.token_mean),
-        "`constant_length` 1, filter `finished`": by_step(compared, filters.finished, size=2),
-        "`constant_length` 1, filter `comparable`": by_step(compared, filters.comparable, size=2),
+        "`constant_length` 1, filter `finished`": by_step(compared, masking.finished, size=2),
+        "`constant_length` 1, filter `comparable`": by_step(compared, masking.comparable, size=2),
     }
 
 

@@ -1,8 +1,13 @@
-"""Controllers of a coefficient: `(gain, measured) -> gain`, asked once a step with what the step measured.
+"""Controllers: coefficients that follow a measurement, and the loss scale of float16.
+
+A coefficient controller is `(gain, measured) -> gain`, called once a step with what the step measured.
 
 A gain multiplies a coefficient of the algorithm: beta of the KL, in the loss and in the credit, or entropy_bonus. It is
 1 in the first step. What is measured is `loss/kl` (k3, the mean over tokens, in nats) or `loss/entropy` (its mean over
 tokens, in nats).
+
+A loss scale is `(scale, good_steps, finite) -> (scale, good_steps)`, called after each attempted optimizer step. A scale
+that does not shrink after a step that was not finite says that scaling is not what broke it.
 """
 
 
@@ -32,3 +37,31 @@ def adaptive_entropy(gain: float, measured: float, *, target: float, step: float
     if step <= 0 or highest < 0:
         raise ValueError(f"step, highest: got {step}, {highest}, wanted step > 0 and highest >= 0")
     return min(highest, max(0.0, gain + (step if measured < target else -step)))
+
+
+def constant(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
+    """The scale as it is: for float32 and bfloat16, whose gradients need none."""
+    return scale, good_steps + 1 if finite else 0
+
+
+def dynamic(
+    scale: float,
+    good_steps: int,
+    finite: bool,
+    *,
+    growth: float,
+    backoff: float,
+    interval: int,
+    low: float,
+    high: float,
+) -> tuple[float, int]:
+    """Times `backoff` after an overflow, times `growth` after `interval` finite steps in a row, within low .. high.
+
+    Micikevicius et al., Mixed Precision Training (arXiv:1710.03740), section 3.2, dynamic form. Powers of two for
+    growth and backoff change no bit of a gradient that neither overflows nor vanishes.
+    """
+    if not finite:
+        return max(low, scale * backoff), 0
+    if good_steps + 1 < interval:
+        return scale, good_steps + 1
+    return min(high, scale * growth), 0

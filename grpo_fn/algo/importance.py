@@ -1,4 +1,4 @@
-"""Weights for samples that another policy drew: `(logp [T], row) -> weight [T]`, one row. The objective vmaps them.
+"""Importance ratios, and weights for samples of another policy: `(logp [T], row) -> weight [T]`, one row, vmapped.
 
 The sampler is never quite the trainer: other kernels, another precision, or weights that are some updates old. With
 w = exp(logp_old - logp_sampled), an expectation over the sampler's tokens of w f is one over pi_old of f, the prefixes
@@ -8,13 +8,13 @@ A weight is a constant to the gradient, finite, 1 where nothing was sampled, and
 logp_old is logp_sampled itself (step.from_sampler), w is 1 everywhere: take step.recomputed.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_fn.algo.ratio import capped, log_ratio
 from grpo_fn.core import masked as over
 from grpo_fn.core.types import Batch
 
@@ -118,3 +118,30 @@ def _check_range(low: float, high: float) -> None:
         raise ValueError(
             f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high, or samples of the policy itself are masked"
         )
+
+
+def log_ratio(
+    logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
+) -> Float[Tensor, "*B T"]:
+    """logp - base where `mask`, 0 elsewhere; in nats.
+
+    Whatever stands behind the mask, infinities and nan included, changes neither the value nor a gradient: the choice
+    is made before anything multiplies, so no 0 * inf arises on the way back.
+    """
+    return torch.where(mask, logp - base, 0.0)
+
+
+def capped(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
+    """Log-ratios of at most half the largest exponent of their dtype (44 in float32, 354 in float64).
+
+    Beyond, `exp` overflows, and inf * 0 in a product with a zero advantage would be nan. Half of the range leaves room
+    for a product of two ratios. The gradient there is zero: one such token would outweigh all others together.
+    """
+    return log_r.clamp(max=math.log(torch.finfo(log_r.dtype).max) / 2 - 1)
+
+
+def ratio(
+    logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
+) -> Float[Tensor, "*B T"]:
+    """r = exp(logp - base) where `mask`, 1 elsewhere; always finite for finite inputs."""
+    return capped(log_ratio(logp, base, mask)).exp()

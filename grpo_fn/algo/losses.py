@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.algo.ratio import capped, log_ratio, ratio
+from grpo_fn.algo.importance import capped, log_ratio, ratio
 from grpo_fn.core import masked
 from grpo_fn.core.types import Batch
 

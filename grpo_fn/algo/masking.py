@@ -1,15 +1,21 @@
-"""Tokens that a loss is to treat apart, chosen over the whole step: `(batch, key [B 2]) -> marked [B T]`.
+"""Which samples are left out of the loss, and which tokens it treats apart; both chosen over the whole step.
+
+A filter is `(rollout, adv [P G T]) -> keep [P G]`. A sample left out was still part of its group's baseline; it has no
+gradient and counts in no denominator. (One that could not be scored is left out of both, by `reward.valid`.)
+
+A token selection is `(batch, key [B 2]) -> selected [B T]`.
 
 A token loss sees one row; what is chosen among all tokens of a step is chosen here, before the rows are dealt out to
 micro-batches, from the old policy's log-probs. `key` is one key a row: a random choice depends on it alone.
 """
 
 import torch
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_fn.core import prng
-from grpo_fn.core.types import Batch
+from grpo_fn.core.types import Batch, Rollout
 
 
 def nothing(batch: Batch, key: Int[Tensor, "B 2"]) -> Bool[Tensor, "B T"]:
@@ -72,3 +78,19 @@ def _lowest(
     pairs = pairs[pairs[:, 1].argsort(stable=True)]
     last = pairs[pairs[:, 0].argsort(stable=True)][count - 1]
     return candidates & ((score < last[0]) | ((score == last[0]) & (tie <= last[1])))
+
+
+def finished(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor, "P G"]:
+    """Samples that ended by themselves. Overlong filtering (DAPO, arXiv:2503.14476, section 3.4).
+
+    A truncated answer says nothing about how good the reasoning in it was.
+    """
+    return rearrange(~rollout.truncated, "(p g) -> p g", p=len(adv))
+
+
+def comparable(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor, "P G"]:
+    """Samples of groups in which some token has an advantage: the others would only dilute the denominators.
+
+    As Clip-Cov and KL-Cov are published (arXiv:2505.22617, section 4.3).
+    """
+    return repeat((adv != 0).any(-1).any(-1), "p -> p g", g=adv.shape[1])

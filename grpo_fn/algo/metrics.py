@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_fn.algo.ratio import capped
+from grpo_fn.algo.importance import capped
 from grpo_fn.core.types import Reward, Rollout
 
 

@@ -92,7 +92,7 @@ def together(reply: Reply, count: int) -> Finding:
 
 
 def host(reply: Reply, *, parameters: int, gpus: int, vllm: bool) -> Iterator[Finding]:
-    """Of `shell.machine.host`, for a model of so many parameters (0 where none is known)."""
+    """Of `doctor.probe_host.host`, for a model of so many parameters (0 where none is known)."""
     if reply.facts is None:
         yield Finding("host", "host", State.WARNING, reply.trouble, "look at memory, disk and limits by hand")
         return

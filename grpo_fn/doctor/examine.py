@@ -93,7 +93,7 @@ def folder_trouble(model: str) -> Finding | None:
 
 def asked(folder: str, deadline: int | float) -> dict[str, Reply]:
     """The replies of the processes that look, side by side. Engines are asked that are there to be asked."""
-    questions = {"devices": ("grpo_fn.doctor.probe_devices:look",), "host": ("grpo_fn.shell.machine:host", ".")}
+    questions = {"devices": ("grpo_fn.doctor.probe_devices:look",), "host": ("grpo_fn.doctor.probe_host:host", ".")}
     if folder:
         questions["transformers"] = ("grpo_fn.doctor.probe_transformers:in_transformers", folder)
     if there("vllm"):

@@ -1,6 +1,6 @@
-"""A reward with a deadline of its own, said where the reward is named."""
+"""Rewards around rewards: a timeout for one of them, one reward for each task of a mixture."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,3 +34,14 @@ def seconds_of(fn: Any) -> float | None:
         if not seconds > 0:
             raise ValueError(f"wrappers.within seconds: got {seconds}, wanted more than 0")
     return min(found, default=None)
+
+
+def by_task(problem: Problem, completion: Completion, *, rewards: Mapping[str, RewardFn]) -> float | None:
+    """The reward that `rewards` names for the problem's part of the mixture, `meta["task"]`.
+
+    Raises ValueError for a problem of no part, or of one without a reward.
+    """
+    name = problem.meta.get("task")
+    if name not in rewards:
+        raise ValueError(f"problem {problem.uid}: got task {name!r}, wanted one with a reward: {', '.join(rewards)}")
+    return rewards[name](problem, completion)

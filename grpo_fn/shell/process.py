@@ -1,7 +1,13 @@
-"""Asking a run to stop: SIGTERM and SIGINT set a flag that the loop reads between steps."""
+"""This process: stop requests by signal, helper threads, and the C library's memory."""
 
+import ctypes
+import os
 import signal
+from collections.abc import Callable
+from threading import Event, Thread
 from types import FrameType
+
+import torch
 
 # EX_TEMPFAIL of sysexits.h: everything is saved, the same command goes on from here.
 EXIT_STOPPED = 75
@@ -40,3 +46,43 @@ class StopRequest:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
+
+
+SETTLED = 10.0  # seconds; a thread that has begun needs microseconds
+
+
+def helper(work: Callable[[], object], *, name: str) -> Thread:
+    """A started thread that does `work`, in which torch computes without a team; it does not keep the process alive.
+
+    Threads that come later get as many threads of torch's as they would have got.
+    """
+    threads, alone = torch.get_num_threads(), Event()
+
+    def begin() -> None:
+        torch.get_num_threads()  # the first call of a thread sets its number to that of all
+        torch.set_num_threads(1)  # here, and for threads yet to come
+        alone.set()
+        work()
+
+    thread = Thread(target=begin, name=name, daemon=True)
+    thread.start()
+    alone.wait(SETTLED)
+    torch.set_num_threads(threads)
+    return thread
+
+
+# Of the GNU C library's malloc.h.
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what is freed for what comes next, as torch does with a GPU's memory.
+
+    By default it hands large blocks back to the system, which clears each one page by page when it is asked for again:
+    of the tensors of a step on CPU that is all of them, every step. Whoever has set one of its MALLOC_ variables has
+    chosen; another C library is left as it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt(TRIM_THRESHOLD, -1)  # never
+        mallopt(MMAP_THRESHOLD, 2**31 - 1)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks import template as templates
+from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, jsonl_rows
 from grpo_fn.tasks.task import Task, first, from_rows
 

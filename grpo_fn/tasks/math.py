@@ -11,10 +11,9 @@ from typing import Any
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.rewards.format import last_box
-from grpo_fn.tasks import template as templates
+from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, jsonl_rows, text
-from grpo_fn.tasks.rules import all_answered, answered
-from grpo_fn.tasks.task import Task, first, from_rows, keep, noted
+from grpo_fn.tasks.task import Task, all_answered, answered, first, from_rows, keep, noted
 
 
 def task(

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks import template as templates
+from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, jsonl_rows, text
 from grpo_fn.tasks.task import Task, first, from_rows
 

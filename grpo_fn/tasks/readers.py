@@ -1,8 +1,11 @@
-"""Reading JSON lines, with errors that say where to look."""
+"""Readers of rows: JSON lines, parquet and hub data sets, with errors that name file and line."""
 
+import importlib
 import json
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 
@@ -79,3 +82,77 @@ def _row(where: str, line: str, fields: Sequence[str]) -> Row:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: got a JSON {type(value).__name__}, wanted an object with {', '.join(fields)}")
     return Row(where, value)
+
+
+def file(fields: Sequence[str], *, path: str) -> Iterator[Row]:
+    """The rows of a .jsonl file (.json where it holds an object a line) or a .parquet file.
+
+    A `*` or `?` in the file name stands for all files that match, in the order of their names. Parquet needs pyarrow,
+    and reads the named fields alone. Raises ValueError with what is there when nothing is at `path`, and naming file
+    and line (row) for one that is no object or lacks a field.
+    """
+    for found in _files(Path(path).expanduser()):
+        reader = _READERS.get(found.suffix)
+        if reader is None:
+            raise ValueError(f"path: got {found}, wanted a file that ends in {', '.join(_READERS)}")
+        yield from reader(found, fields)
+
+
+def hub(fields: Sequence[str], *, name: str, config: str, split: str, revision: str) -> Iterator[Row]:
+    """The rows of a split of a hub dataset, or of a folder that the `datasets` library can load; needs that library.
+
+    `config` and `revision` may be empty: the default ones. A split can be cut as the library allows, `train[:1000]`.
+    Raises ValueError when there is no such dataset or split, and when its rows lack a field.
+    """
+    datasets = _library("datasets")
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split, revision=revision or None)
+    except Exception as error:  # a dozen kinds, by what is wrong with name, network or files
+        got = f"dataset {name!r}, config {config!r}, split {split!r}, revision {revision!r}"
+        raise ValueError(f"got {got}, wanted one that can be loaded: {type(error).__name__}: {error}") from error
+    _check_fields(f"{name}, split {split}", rows.column_names, fields)
+    for number, value in zip(count(1), rows.select_columns(list(fields)), strict=False):
+        yield Row(f"{name}/{split}:{number}", value)
+
+
+def _files(path: Path) -> list[Path]:
+    found = sorted(path.parent.glob(path.name)) if {"*", "?"} & {*path.name} else [path] if path.is_file() else []
+    if not found:
+        there = listing(path.parent) if path.parent.is_dir() else "no such folder"
+        raise ValueError(f"path: got {path}, which is no file, wanted one; {path.parent} has: {there}")
+    return found
+
+
+def _json_rows(path: Path, fields: Sequence[str]) -> Iterator[Row]:
+    for row in json_lines(path, fields):
+        _check_fields(row.where, list(row.value), fields)
+        yield row
+
+
+def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[Row]:
+    arrow, parquet = _library("pyarrow"), _library("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as table:
+            _check_fields(str(path), table.schema_arrow.names, fields)
+            batches = table.iter_batches(columns=list(fields))
+            values = (value for batch in batches for value in batch.to_pylist())
+            for number, value in enumerate(values, start=1):
+                yield Row(f"{path}:{number}", value)
+    except (OSError, arrow.ArrowException) as error:
+        raise ValueError(f"{path}: got a file that cannot be read, wanted parquet: {error}") from error
+
+
+def _library(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"got no library {name!r}, wanted it: pip install 'grpo-fn[data]' ({error})") from error
+
+
+def _check_fields(where: str, there: Sequence[str], fields: Sequence[str]) -> None:
+    absent = [field for field in fields if field not in there]
+    if absent:
+        raise ValueError(f"{where}: got the fields {', '.join(there) or 'none'}, wanted also {', '.join(absent)}")
+
+
+_READERS = {".jsonl": _json_rows, ".json": _json_rows, ".parquet": _parquet_rows}

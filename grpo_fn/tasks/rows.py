@@ -11,10 +11,9 @@ from typing import Any
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks import template as templates
+from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, text
-from grpo_fn.tasks.rules import all_answered, answered, distinct
-from grpo_fn.tasks.task import Task, from_rows, held_out, noted
+from grpo_fn.tasks.task import Task, all_answered, answered, distinct, from_rows, held_out, noted
 
 Source = Callable[[], Sequence[Problem]]
 Reader = Callable[[Sequence[str]], Iterable[Row]]

@@ -1,6 +1,7 @@
-"""What a task is: an endless keyed stream of training problems and a fixed held-out set."""
+"""Tasks: an endless keyed stream of training problems and a fixed held-out set; prompt templates, rules for rows."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -167,3 +168,47 @@ def _draw(rows: tuple[Problem, ...], key: Tensor, index: int) -> Problem:
 @lru_cache(maxsize=32)
 def _order(frozen: FrozenKey, epoch: int, size: int) -> Tensor:
     return prng.permutation(prng.fold_in(thawed_key(frozen), epoch), size)
+
+
+def check(template: str, names: Sequence[str]) -> str:
+    r"""The template itself. Raises ValueError unless it holds `{name}` for each of `names`.
+
+    Braces that are none of these stand for themselves, as in `\boxed{}`.
+    """
+    for name in names:
+        if f"{{{name}}}" not in template:
+            raise ValueError(f"template: got {template!r}, wanted one that holds {{{name}}}")
+    return template
+
+
+def fill(template: str, values: Mapping[str, str]) -> str:
+    """The template with every `{name}` replaced by its value, once: what a value says is not looked at again."""
+    places = "|".join(re.escape(f"{{{name}}}") for name in values)
+    return re.sub(places, lambda found: values[found.group()[1:-1]], template)
+
+
+def answered(task: Task) -> Task:
+    """The task without the training rows whose answer is empty: no completion of theirs could be scored."""
+    without = [place(problem) for problem in task.rows if not problem.answer]
+    if not without:
+        return task
+    left, count = keep(task, lambda problem: bool(problem.answer))
+    return noted(left, f"left out {count} training rows without an answer: {listing(without)}")
+
+
+def all_answered(test: Sequence[Problem]) -> Sequence[Problem]:
+    """The held-out problems themselves. A benchmark is whole: raises ValueError when an answer is empty."""
+    without = [place(problem) for problem in numbered(test) if not problem.answer]
+    if without:
+        raise ValueError(f"held-out rows: got no answer in {listing(without)} (counted from 0), wanted one in each")
+    return test
+
+
+def distinct(rows: Sequence[Problem]) -> tuple[list[Problem], tuple[str, ...]]:
+    """The rows without those that repeat the prompt and the answer of an earlier one, and a note if there are any."""
+    left: dict[tuple[str, str], Problem] = {}
+    again = [
+        place(problem) for problem in rows if left.setdefault((problem.prompt, problem.answer), problem) is not problem
+    ]
+    notes = (f"left out {len(again)} rows that repeat an earlier one: {listing(again)}",) if again else ()
+    return list(left.values()), notes

@@ -14,11 +14,10 @@ Needs hypothesis (`pip install hypothesis`).
 
 from grpo_fn.testing.advantages import check_advantage
 from grpo_fn.testing.aggregations import check_weights
-from grpo_fn.testing.batches import batches, rollouts, rows
 from grpo_fn.testing.kls import check_kl
 from grpo_fn.testing.losses import check_token_loss
 from grpo_fn.testing.rewards import check_reward
-from grpo_fn.testing.strategies import finite, groups, masks, tensors
+from grpo_fn.testing.strategies import batches, finite, groups, masks, rollouts, rows, tensors
 from grpo_fn.testing.texts import BOMBS, HOSTILE, completions, problems
 
 __all__ = [

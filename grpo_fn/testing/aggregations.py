@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from grpo_fn.core.types import Totals
-from grpo_fn.testing.batches import pad
 from grpo_fn.testing.harness import claim, for_all, same
-from grpo_fn.testing.strategies import masks
+from grpo_fn.testing.strategies import masks, pad
 
 Weigh = Callable[[Tensor, Totals], Tensor]
 MASKS = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(masks)

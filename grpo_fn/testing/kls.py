@@ -10,9 +10,9 @@ from torch import Tensor
 
 from grpo_fn.core.types import Batch
 from grpo_fn.testing import losses
-from grpo_fn.testing.batches import rows
 from grpo_fn.testing.harness import claim, for_all
 from grpo_fn.testing.losses import Row, TokenLoss
+from grpo_fn.testing.strategies import rows
 
 Estimator = Callable[[Tensor, Batch], Tensor]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from grpo_fn.core.types import Batch
-from grpo_fn.testing.batches import GARBAGE, batches, padded, row_of, rows, spoiled
 from grpo_fn.testing.harness import claim, for_all, same
+from grpo_fn.testing.strategies import GARBAGE, batches, padded, row_of, rows, spoiled
 
 Row = tuple[Tensor, Batch]
 TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]

@@ -1,4 +1,4 @@
-"""Small tensors: numbers, masks and groups of rewards, drawn element by element, so that failures shrink."""
+"""Hypothesis strategies: small tensors, masks, groups of rewards and float64 batches, drawn so that failures shrink."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -7,6 +7,9 @@ from typing import Any
 import hypothesis.strategies as st
 import torch
 from torch import Tensor
+
+from grpo_fn.core.types import Batch, Gains, Rollout, Scores, Totals
+from grpo_fn.testing import texts
 
 Shape = int | tuple  # of integers; beartype would look at one drawn with `random`, which hypothesis warns of
 Draw = Callable[..., Any]  # hypothesis's own type for it cannot be checked at run time
@@ -61,3 +64,94 @@ def _filled(shape: Shape, elements: st.SearchStrategy) -> st.SearchStrategy[Tens
 
 def _as_tensor(sizes: torch.Size, values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).reshape(sizes)  # by default torch would round to float32
+
+
+GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
+MASKED_FIELDS = ("logp_sampled", "logp_old", "logp_ref", "adv")
+
+
+LOGP = st.floats(-6, 0)
+ADVANTAGE = st.one_of(st.sampled_from([0.0, 1.0, -1.5]), st.floats(-3, 3))  # floats alone are too often 0
+between = lru_cache(maxsize=64)(st.floats)
+
+
+@lru_cache(maxsize=64)
+def advantages(b: int, t: int) -> st.SearchStrategy[Tensor]:
+    """adv [b, t]: half of the time one for each row."""
+    return st.one_of(tensors(b, ADVANTAGE).map(partial(each_token, t)), tensors((b, t), ADVANTAGE))
+
+
+@st.composite
+def batches(draw: Draw, rows: int | None = None, drift: float = 1.0) -> tuple[Tensor, Batch]:
+    """logp [B, T] and a Batch whose other policies are at most `drift` nats a token away; 0 puts all of them at one."""
+    b = rows or draw(st.integers(1, 5))
+    t = draw(st.integers(1, 5))
+    logp = draw(tensors((b, t), LOGP))
+    near = [logp + draw(tensors((b, t), between(-drift, drift))) if drift else logp.clone() for _ in range(3)]
+    adv = draw(advantages(b, t))
+    mask = draw(masks((b, t)))
+    marked = mask & draw(masks((b, t)))
+    return logp, Batch(torch.zeros(b, t, dtype=torch.long), mask, *near, adv, marked)
+
+
+def each_token(t: int, adv: Tensor) -> Tensor:
+    """A row's advantage at each of its t tokens."""
+    return adv[:, None].repeat(1, t)
+
+
+@st.composite
+def rows(draw: Draw, drift: float = 1.0) -> tuple[Tensor, Batch]:
+    """One row: logp [T] and a Batch of [T] fields."""
+    logp, batch = draw(batches(rows=1, drift=drift))
+    return logp[0], row_of(batch, 0)
+
+
+@st.composite
+def rollouts(draw: Draw, prompts: int | None = None, group_size: int | None = None) -> Rollout:
+    """What a sampler returns for P prompts with G samples each: rows `[prompt | completion | padding]`."""
+    b, t = (prompts or draw(st.integers(1, 3))) * (group_size or draw(st.integers(1, 4))), draw(st.integers(2, 6))
+    first = draw(tensors((b, 1), st.integers(1, t - 1)))  # a prompt has a token, and so has a completion
+    place, end = torch.arange(t), first + draw(tensors((b, 1), st.integers(1, t - 1)))
+    mask = (place >= first) & (place < end)
+    logp = draw(tensors((b, t), st.floats(-6, 0)))
+    return Rollout(
+        draw(tensors((b, t), st.integers(0, 9))).long(),
+        mask,
+        torch.where(mask, logp, draw(st.sampled_from(GARBAGE))),
+        draw(masks(b)),
+        tuple(draw(st.lists(texts.PROSE, min_size=b, max_size=b))),
+    )
+
+
+def row_of(batch: Batch, b: int) -> Batch:
+    return Batch(*(x[b] for x in batch))
+
+
+def spoiled(logp: Tensor, batch: Batch, garbage: float) -> tuple[Tensor, Batch]:
+    """The same with garbage wherever nothing was sampled."""
+    spoil = partial(torch.where, batch.mask)
+    filled = {name: spoil(getattr(batch, name), garbage) for name in MASKED_FIELDS}
+    return spoil(logp, garbage), batch._replace(**filled)
+
+
+def padded(logp: Tensor, batch: Batch, extra: int) -> tuple[Tensor, Batch]:
+    """The same with columns of padding on the right, garbage in them."""
+    wide = {name: pad(getattr(batch, name), extra, torch.nan) for name in MASKED_FIELDS}
+    wide |= {"tokens": pad(batch.tokens, extra, 0)}
+    wide |= {name: pad(getattr(batch, name), extra, False) for name in ("mask", "marked")}
+    return pad(logp, extra, torch.nan), batch._replace(**wide)
+
+
+def pad(x: Tensor, extra: int, value: float | int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, extra), value=value)
+
+
+def totals(batch: Batch) -> Totals:
+    return Totals(tokens=batch.mask.sum().double(), rows=batch.mask.any(-1).sum().double())
+
+
+UNMOVED = Gains(kl=1.0, entropy=1.0)
+
+
+def scores(logp: Tensor) -> Scores:
+    return Scores(logp=logp, entropy=-logp)

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.sampler.completions import positions
+from grpo_fn.shell.sampler.interface import positions
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task
 

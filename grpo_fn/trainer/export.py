@@ -8,7 +8,7 @@ from torch import Tensor
 from grpo_fn.shell.atomic_io import write_json
 from grpo_fn.shell.checkpoint.store import prune
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.mute import Mute
+from grpo_fn.shell.logging.metrics_writer import Mute
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.trainer.state import BEST, Progress
 

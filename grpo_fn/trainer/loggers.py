@@ -10,8 +10,7 @@ from grpo_fn.analysis import health
 from grpo_fn.shell.checkpoint.async_saver import Saver
 from grpo_fn.shell.logging.async_writer import LateWriter
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.metrics_writer import Writer, rewind
-from grpo_fn.shell.logging.mute import Mute
+from grpo_fn.shell.logging.metrics_writer import Mute, Writer, rewind
 from grpo_fn.shell.logging.profiler import Profiler
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.policy import checksums

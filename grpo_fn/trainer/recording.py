@@ -20,8 +20,7 @@ from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import eval_store, rollout_store
 from grpo_fn.shell.logging.async_writer import LateWriter
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.metrics_writer import table
-from grpo_fn.shell.logging.mute import Mute
+from grpo_fn.shell.logging.metrics_writer import Mute, table
 from grpo_fn.shell.policy.checksums import Noted
 from grpo_fn.trainer import presets
 

@@ -18,17 +18,12 @@ def check_sandboxes(rewards: Iterable[Any]) -> None:
 
 def check_engines(samplers: Iterable[Any]) -> None:
     """Raise ValueError where what an engine of the samplers is made of is not here: vLLM, a GPU."""
-    from grpo_fn.shell.vllm import (
-        nccl_transfer,
-        process_guards,
-        vllm_sampler,
-        vllm_transfer,  # torch: scores do without
-    )
+    from grpo_fn.shell.vllm import nccl_transfer, process_guards, vllm_sampler
 
     samplers = [*samplers]
     if any(bound(samplers, vllm_sampler.colocated)):
         process_guards.check_installed("sampler")
-    if any(bound(samplers, vllm_transfer.nccl)):
+    if any(bound(samplers, nccl_transfer.nccl)):
         nccl_transfer.check_here()
 
 

@@ -9,7 +9,8 @@ from types import ModuleType
 import catalogue
 import pytest
 
-from grpo_fn.algo import advantage, aggregation, controllers, credit, filters, importance, kl, losses, masking
+from grpo_fn.algo import advantage, aggregation, controllers, credit, importance, kl, losses, masking
+from grpo_fn.algo import masking as filters
 
 ROOMS = [
     (

@@ -14,18 +14,8 @@ from fakes import LIMIT, PROMPT, WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 from torch import Tensor
 
-from grpo_fn.algo import (
-    aggregation,
-    controllers,
-    credit,
-    filters,
-    group_sampling,
-    importance,
-    kl,
-    losses,
-    masking,
-    objective,
-)
+from grpo_fn.algo import aggregation, controllers, credit, group_sampling, importance, kl, losses, masking, objective
+from grpo_fn.algo import masking as filters
 from grpo_fn.algo.advantage import centered, group_normalized, leave_one_out
 from grpo_fn.algo.step import (
     AT_THE_START,

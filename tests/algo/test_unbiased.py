@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.func import grad, vmap
 
-from grpo_fn.algo import advantage, aggregation, credit, filters, kl, losses
+from grpo_fn.algo import advantage, aggregation, credit, kl, losses, masking
 from grpo_fn.core.types import Batch, Totals
 
 V = 3
@@ -316,7 +316,7 @@ def test_every_function_of_the_catalogue_is_in_the_table():
         (kl, ("logp", "row")),
         (aggregation, ("mask", "totals")),
         (credit, ("reward", "drift", "mask")),
-        (filters, ("rollout", "adv")),
+        (masking, ("rollout", "adv")),
     ]
     absent = [name for room, positional in rooms for name in functions(room, *positional) if name not in shown]
     assert not absent, f"docs/bias.md says nothing of {absent}: measure them in tools/bias_table.py"

@@ -12,18 +12,8 @@ from hypothesis import given
 from strategies import tensors
 from torch.func import grad
 
-from grpo_fn.algo import (
-    aggregation,
-    controllers,
-    credit,
-    filters,
-    group_sampling,
-    importance,
-    kl,
-    losses,
-    masking,
-    objective,
-)
+from grpo_fn.algo import aggregation, controllers, credit, group_sampling, importance, kl, losses, masking, objective
+from grpo_fn.algo import masking as filters
 from grpo_fn.algo.advantage import centered, group_normalized
 from grpo_fn.algo.step import AT_THE_START, Algo, Stages, as_given, from_sampler, grpo_step
 from grpo_fn.analysis import compare_algorithms

@@ -9,7 +9,8 @@ import pytest
 from catalogue import public
 from test_gin_files import header, uncalled
 
-from grpo_fn.algo import advantage, aggregation, filters, importance, kl, losses, masking
+from grpo_fn.algo import advantage, aggregation, importance, kl, losses, masking
+from grpo_fn.algo import masking as filters
 from grpo_fn.config import freeze, load, read
 from grpo_fn.config.nodes import Node
 from grpo_fn.run import main

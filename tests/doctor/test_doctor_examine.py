@@ -13,12 +13,11 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grpo_fn.doctor import __main__, examine, subprocess_probe, versions
+from grpo_fn.doctor import __main__, examine, probe_host, subprocess_probe, versions
 from grpo_fn.doctor.checks import Reply
 from grpo_fn.doctor.examine import Question
 from grpo_fn.doctor.report import Finding, State
 from grpo_fn.doctor.subprocess_probe import ask
-from grpo_fn.shell import machine
 from grpo_fn.shell.model.tiny_model import Shape, make_random
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -303,7 +302,7 @@ def test_a_sum_over_processes_is_right() -> None:
 
 
 def test_facts_of_this_host_are_those_of_the_system(tmp_path: Path) -> None:
-    facts = machine.host(str(tmp_path / "not" / "there" / "yet"))
+    facts = probe_host.host(str(tmp_path / "not" / "there" / "yet"))
     assert facts["memory"] == psutil.virtual_memory().total
     assert 0 < facts["memory_free"] <= facts["memory"]
     assert abs(facts["disk_free"] - shutil.disk_usage(tmp_path).free) < 5e9
@@ -313,11 +312,11 @@ def test_facts_of_this_host_are_those_of_the_system(tmp_path: Path) -> None:
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "max").write_text("3000000000\n")
     (tmp_path / "current").write_text("1000000000\n")
-    monkeypatch.setattr(machine, "LIMITS", (tmp_path / "max",))
-    monkeypatch.setattr(machine, "USED", (tmp_path / "current",))
-    assert machine.host(".")["memory_free"] == 2_000_000_000
+    monkeypatch.setattr(probe_host, "LIMITS", (tmp_path / "max",))
+    monkeypatch.setattr(probe_host, "USED", (tmp_path / "current",))
+    assert probe_host.host(".")["memory_free"] == 2_000_000_000
     (tmp_path / "max").write_text("max\n")
-    assert machine.host(".")["memory_free"] > 2_000_000_000
+    assert probe_host.host(".")["memory_free"] > 2_000_000_000
 
 
 def test_a_reply_is_whole_or_not_there(tmp_path: Path) -> None:

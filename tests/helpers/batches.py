@@ -8,7 +8,7 @@ from torch import Tensor
 from grpo_fn.core.batch import by_width, cut
 from grpo_fn.core.packing import Share, by_reading, together
 from grpo_fn.core.types import Batch
-from grpo_fn.testing.batches import GARBAGE, UNMOVED, batches, padded, row_of, rows, scores, spoiled, totals
+from grpo_fn.testing.strategies import GARBAGE, UNMOVED, batches, padded, row_of, rows, scores, spoiled, totals
 
 __all__ = [
     "GARBAGE",

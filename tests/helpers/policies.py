@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from grpo_fn.algo import loss_scale
+from grpo_fn.algo import controllers
 from grpo_fn.shell.model.logprob_model import Scorer
 from grpo_fn.shell.model.packed_input import Rows, padded
 from grpo_fn.shell.policy.fsdp import Sharded
@@ -44,7 +44,7 @@ def local(
         "micro_tokens": 30,
         "optimizer": partial(adamw, **DEFAULTS),
         "schedule": constantly,
-        "loss_scale": loss_scale.constant,
+        "loss_scale": controllers.constant,
         "initial_scale": 1.0,
         "max_grad_norm": 1e9,
     }

@@ -10,7 +10,7 @@ import pytest
 # Two tensors, so that one is not simply given the place of the other.
 FAULTS = """
 import resource, torch
-from grpo_fn.shell.machine import keep_freed_memory
+from grpo_fn.shell.process import keep_freed_memory
 
 KEEP
 def cleared():

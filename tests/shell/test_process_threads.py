@@ -7,12 +7,12 @@ from threading import Thread
 
 import torch
 
-from grpo_fn.shell.helping import helper
+from grpo_fn.shell.process import helper
 
 # A product is a piece of work for a team of threads. Nobody has any before the first.
 TEAMS = """
 import threading, torch
-from grpo_fn.shell.helping import helper
+from grpo_fn.shell.process import helper
 
 def threads():
     with open("/proc/self/status") as lines:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards import by_task as by_task_module
-from grpo_fn.rewards.by_task import by_task
+from grpo_fn.rewards import wrappers as by_task_module
 from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.math import correct
+from grpo_fn.rewards.wrappers import by_task
 from grpo_fn.tasks import arithmetic, mixture
 from grpo_fn.tasks.overlong import drop
 from grpo_fn.tasks.task import TEST_UID, from_rows, held_out, keep, train_problems

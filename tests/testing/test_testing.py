@@ -19,7 +19,8 @@ from grpo_fn import testing
 from grpo_fn.algo import advantage, kl
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards import format, length, repetition
+from grpo_fn.rewards import format, length
+from grpo_fn.rewards import length as repetition
 from grpo_fn.rewards.math import correct, lenient
 from grpo_fn.shell.reward_workers.reward_pool import RewardError
 from grpo_fn.testing import advantages, aggregations, harness, kls, rewards, texts

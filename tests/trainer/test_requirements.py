@@ -11,7 +11,7 @@ import torch
 from grpo_fn.eval import __main__ as evaluating
 from grpo_fn.run import main
 from grpo_fn.shell.sampler.local.local_sampler import local
-from grpo_fn.shell.vllm import vllm_sampler, vllm_servers, vllm_transfer
+from grpo_fn.shell.vllm import nccl_transfer, vllm_sampler, vllm_servers, vllm_transfer
 from grpo_fn.trainer.requirements import check_engines
 
 INSTALL = r"error: sampler: got no vllm \(.*\), wanted it installed: pip install 'grpo-fn\[vllm\]'"
@@ -19,8 +19,8 @@ COLOCATED = ["--gin_file", "run/arithmetic_vllm.gin"]
 BESIDE = [*COLOCATED, "--gin_param", "train.train.sampler=@local_sampler.local"]
 BESIDE += ["--gin_param", "train.train.evaluator=@vllm_sampler.colocated"]
 SERVED = ["--gin_file", "run/arithmetic.gin", "--gin_file", "engine/vllm_dedicated.gin"]
-SERVED += ["--gin_param", "SERVERS=['http://127.0.0.1:9']", "--gin_param", "vllm_transfer.nccl.host='127.0.0.1'"]
-SERVED += ["--gin_param", "vllm_servers.Dedicated.transfer=@vllm_transfer.nccl"]
+SERVED += ["--gin_param", "SERVERS=['http://127.0.0.1:9']", "--gin_param", "nccl_transfer.nccl.host='127.0.0.1'"]
+SERVED += ["--gin_param", "vllm_servers.Dedicated.transfer=@nccl_transfer.nccl"]
 
 
 @pytest.fixture(autouse=True)
@@ -76,4 +76,4 @@ def test_engines_that_need_neither_are_let_pass() -> None:
 
 
 def by_nccl() -> partial:
-    return partial(vllm_transfer.nccl, host="127.0.0.1", chunk_bytes=1, seconds=1.0)
+    return partial(nccl_transfer.nccl, host="127.0.0.1", chunk_bytes=1, seconds=1.0)

@@ -25,7 +25,7 @@ from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.sampling import categorical, greedy, nucleus
 from grpo_fn.shell.sampler.interface import StaleEngine
 from grpo_fn.shell.sampler.weight_export import HEAD, outgoing
-from grpo_fn.shell.vllm.vllm_arguments import BATCHED
+from grpo_fn.shell.vllm.options import BATCHED
 from grpo_fn.shell.vllm.vllm_sampler import colocated
 
 pytestmark = pytest.mark.xdist_group("vllm")

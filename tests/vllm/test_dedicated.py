@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_fn.shell.sampler.interface import Ask, verified
-from grpo_fn.shell.vllm import vllm_chunks, vllm_transfer
+from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.client import FIELDS, Patience, Server, Unreachable
 from grpo_fn.shell.vllm.vllm_servers import Dedicated
 from grpo_fn.shell.world import World
@@ -241,7 +241,7 @@ def test_an_update_that_broke_off_is_given_up_and_a_wrong_file_is_refused(proces
     async def half():
         server = Server(processes[0].url, patience=PATIENCE, connections=4, api_key=None)
         transfer = vllm_transfer.file(folder=str(tmp_path), chunk_bytes=40_000, keep=True)
-        parts = list(vllm_chunks.chunks(weights(model(9)), transfer.chunk_bytes))
+        parts = list(vllm_transfer.chunks(weights(model(9)), transfer.chunk_bytes))
         info, _ = transfer.meeting(server.url, 1)
         await server.join(info)
         await server.pause("keep")

@@ -13,7 +13,7 @@ from torch import nn
 from grpo_fn.core import prng
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
 from grpo_fn.shell.sampler.weight_export import HEAD, outgoing
-from grpo_fn.shell.vllm.vllm_chunks import Chunk, chunks
+from grpo_fn.shell.vllm.vllm_transfer import Chunk, chunks
 
 pytestmark = pytest.mark.xdist_group("vllm")
 CLOSE = 1e-4

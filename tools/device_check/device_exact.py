@@ -20,7 +20,7 @@ from device_shapes import MIDDLE, QWEN_HALF, folder, sized
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo import loss_scale
+from grpo_fn.algo import controllers
 from grpo_fn.algo.step import UNMOVED
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
@@ -28,8 +28,8 @@ from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import fitting
 from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
 from grpo_fn.shell.model.packed_input import packed, padded, shared
+from grpo_fn.shell.policy.fsdp import whole
 from grpo_fn.shell.policy.functional import Functional
-from grpo_fn.shell.policy.gradients import whole
 
 TEMPERATURE = 0.7
 SPREAD = 0.05  # of the weights: far enough from a fresh model's that every nonlinearity matters
@@ -197,7 +197,7 @@ def pulled(
 
 def float16(setting: Setting) -> list[Figure]:
     """Steps with the numbers of gin/scale/fp16.gin, until one is not skipped."""
-    scaling = partial(loss_scale.dynamic, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+    scaling = partial(controllers.dynamic, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
     model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
     bench = built(setting, model, torch.float16, lr=1e-3, scaling=scaling, initial_scale=2.0**16)
     batch, _, _ = asked(setting, model)

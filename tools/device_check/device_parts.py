@@ -15,18 +15,8 @@ from device_shapes import EOS
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_fn.algo import (
-    advantage,
-    aggregation,
-    controllers,
-    credit,
-    group_sampling,
-    importance,
-    kl,
-    loss_scale,
-    losses,
-    masking,
-)
+from grpo_fn.algo import advantage, aggregation, controllers, credit, group_sampling, importance, kl, losses, masking
+from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo.objective import policy_objective
 from grpo_fn.algo.step import Algo, as_given, from_sampler
 from grpo_fn.core import prng, sampling

@@ -161,7 +161,7 @@ def nemo_batches(key: Reader, draft: Draft) -> None:
         draft.knobs["group_sampling.dynamic.max_gen_batches"] = key.count("grpo.dynamic_sampling_max_gen_batches", 10)
     key.taken.add("grpo.dynamic_sampling_max_gen_batches")
     if key("grpo.overlong_filtering", bool, False):
-        draft.knobs["train.train.filters"] = ["@filters.finished"]
+        draft.knobs["train.train.filters"] = ["@masking.finished"]
     nemo_shaping(key, draft, longest)
 
 

@@ -81,7 +81,7 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
     trl_device(key, draft)
     draft.knobs["train.train.temperature"] = key.positive("temperature", 1.0, zero=False)
     if key("mask_truncated_completions", bool, False):
-        draft.knobs["train.train.filters"] = ["@filters.finished"]
+        draft.knobs["train.train.filters"] = ["@masking.finished"]
     draft.macros["SEED"] = key.count("seed", 42, 0)
     every = updates // draft.macros["STEPS"]
     draft.knobs["loop.Cadence.save_every"] = per_step(key.positive("save_steps", 500, zero=False), updates, every)

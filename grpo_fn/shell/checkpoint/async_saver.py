@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_fn.shell.atomic_io import NoSpace, check_space, finite, free_bytes, is_full, no_space
 from grpo_fn.shell.checkpoint import store, tensor_shards
-from grpo_fn.shell.checkpoint.blobs import packed
-from grpo_fn.shell.checkpoint.manifest import Entry, entry, seal
-from grpo_fn.shell.helping import helper
+from grpo_fn.shell.checkpoint.manifest import Entry, entry, packed, seal
+from grpo_fn.shell.process import helper
 from grpo_fn.shell.world import GRACE, Elsewhere, LostRank, World
 
 T = TypeVar("T")

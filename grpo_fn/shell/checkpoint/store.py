@@ -21,8 +21,7 @@ from torch import Tensor
 
 from grpo_fn.shell.atomic_io import flush_file
 from grpo_fn.shell.checkpoint import tensor_shards
-from grpo_fn.shell.checkpoint.blobs import SUFFIX, unpacked
-from grpo_fn.shell.checkpoint.manifest import Broken, read_manifest, verify
+from grpo_fn.shell.checkpoint.manifest import SUFFIX, Broken, read_manifest, unpacked, verify
 from grpo_fn.shell.world import World
 
 UNFINISHED = re.compile(r"\.(tmp|old|gone)-(step_\d+)-(\d+)(?:-[0-9a-f]+)?")

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fn.shell.helping import helper
 from grpo_fn.shell.logging.metrics_writer import Writer
+from grpo_fn.shell.process import helper
 
 MOST = 24  # calls that may be waiting, those of a few steps; the training waits when there are more
 LEAVE = 10.0  # seconds that the thread may take to come out of the call that it is in

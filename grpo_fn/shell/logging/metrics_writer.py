@@ -1,10 +1,10 @@
-"""Metrics to metrics.jsonl and TensorBoard under the same names, rewound exactly when a run resumes."""
+"""MetricsWriter: metrics.jsonl and TensorBoard under the same names, rewound exactly on resume; and its null object."""
 
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -146,3 +146,38 @@ def _step(path: Path, i: int, line: bytes, *, last: bool) -> float:
         if last:  # a lost page of the disk reads as zeros and may well end in a newline
             return math.inf
         raise ValueError(f"got {path}:{i + 1} {line[:80]!r}, wanted a JSON object with a step") from error
+
+
+class Mute:
+    """Stands in for `LateWriter` and `Console` on all ranks but the main one."""
+
+    failed = False
+
+    def do(self, what: str, work: Callable[[], object]) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+    def step(self, metrics: Mapping[str, float | int]) -> None: ...
+
+    def scalars(self, step: int, values: Mapping[str, float | int]) -> None: ...
+
+    def amend(self, step: int, values: Mapping[str, float | int]) -> None: ...
+
+    def text(self, step: int, tag: str, text: str) -> None: ...
+
+    def histogram(self, step: int, tag: str, values: Tensor) -> None: ...
+
+    def image(self, step: int, tag: str, pixels: Tensor) -> None: ...
+
+    def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None: ...
+
+    def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None: ...
+
+    def finished(self) -> None: ...
+
+    def __enter__(self) -> "Mute":
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_fn.shell.logging.async_writer import LateWriter
-from grpo_fn.shell.logging.metrics_writer import Writer
-from grpo_fn.shell.logging.mute import Mute
+from grpo_fn.shell.logging.metrics_writer import Mute, Writer
 
 # A value in config.gin: a string, which is left alone, or a macro.
 STRING_OR_MACRO = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|%([\w./]+)""")

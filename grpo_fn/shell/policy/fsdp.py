@@ -1,4 +1,4 @@
-"""The policy behind the seam: a module on one device or many, trained in place."""
+"""FSDPPolicy: a module on one device or many, trained in place behind the `Policy` protocol."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -10,6 +10,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from grpo_fn.core.batch import lengths
@@ -18,7 +19,6 @@ from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.logprob_model import Scorer, check_rows
 from grpo_fn.shell.policy.checksums import Noted, joined, shares
-from grpo_fn.shell.policy.gradients import shrink_, total_norm, whole
 from grpo_fn.shell.policy.optimizer import plain, take
 from grpo_fn.shell.world import World
 
@@ -304,3 +304,27 @@ class Sharded:
         finally:
             for module in self.noisy:
                 module.eval()
+
+
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """The Euclidean norm of all gradients together, the same number on every rank; 0 of none."""
+    if not grads:
+        return torch.zeros(())
+    by_mesh: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    norms = [whole(nn.utils.get_total_norm(part)) for part in by_mesh.values()]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
+def shrink_(params: list[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients, what clipping and the loss scale ask for at once."""
+    if factor != 1.0:
+        for p in params:
+            (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).mul_(factor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, gathered from all ranks where it is spread over them; detached."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Reward, Rollout
-from grpo_fn.shell.helping import helper
+from grpo_fn.shell.process import helper
 from grpo_fn.shell.reward_workers.reward_pool import by_name
 from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
 from grpo_fn.shell.sampler.data_parallel import spread_score

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from grpo_fn.shell.model import hf, lora
-from grpo_fn.shell.policy.fsdp import Sharded
-from grpo_fn.shell.policy.gradients import whole
+from grpo_fn.shell.policy.fsdp import Sharded, whole
 from grpo_fn.shell.sampler.interface import Seat
 from grpo_fn.shell.world import World
 

@@ -17,8 +17,8 @@ from grpo_fn.shell.sampler.interface import Answer, Ask, Heard, Receipt, Seat, u
 from grpo_fn.shell.sampler.weight_export import HEAD
 from grpo_fn.shell.vllm.engine_weights import Share, has_head, held
 from grpo_fn.shell.vllm.incoming_weights import Coming, in_folder
+from grpo_fn.shell.vllm.options import arguments, check_deadline
 from grpo_fn.shell.vllm.process_guards import group_of_one, imported, same_randomness, same_threads
-from grpo_fn.shell.vllm.vllm_arguments import arguments, check_deadline
 from grpo_fn.shell.world import LostRank
 
 UNPUSHED = -1  # the version of the weights in the model folder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grpo_fn.shell.vllm.process_guards import check_installed
-from grpo_fn.shell.vllm.vllm_chunks import Chunk, Info, check_size
+from grpo_fn.shell.vllm.vllm_transfer import Chunk, Info, check_size
 
 POLL = 0.01  # seconds
 
@@ -17,13 +17,21 @@ POLL = 0.01  # seconds
 def check_here() -> None:
     """Raise ValueError where a GPU or vLLM is missing, before anything is made."""
     if not torch.cuda.is_available():
-        raise ValueError("transfer: got vllm_transfer.nccl without a GPU here, wanted vllm_transfer.file")
+        raise ValueError("transfer: got nccl_transfer.nccl without a GPU here, wanted vllm_transfer.file")
     check_installed("transfer")
+
+
+def nccl(*, host: str, chunk_bytes: int, seconds: float) -> "Nccl":
+    """Broadcast from this rank's GPU to those of the servers; vLLM is installed beside the trainer.
+
+    `host` is this machine as the servers reach it. A broadcast that takes longer than `seconds` loses its server.
+    """
+    return Nccl(host, chunk_bytes, seconds)
 
 
 @dataclass
 class Nccl:
-    """See `vllm_transfer.nccl`. One group for each server: one that dies takes no other's with it."""
+    """See `nccl_transfer.nccl`. One group for each server: one that dies takes no other's with it."""
 
     host: str
     chunk_bytes: int
@@ -40,7 +48,7 @@ class Nccl:
             import vllm  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                f"transfer: vllm_transfer.nccl wants vllm installed beside the trainer: {error}"
+                f"transfer: nccl_transfer.nccl wants vllm installed beside the trainer: {error}"
             ) from error
         self._device = torch.cuda.current_device()
 

@@ -20,9 +20,20 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import Encode
 from grpo_fn.shell.policy.fsdp import Sharded
-from grpo_fn.shell.sampler.completions import assemble, check_lengths, check_limits, ended, positions
 from grpo_fn.shell.sampler.data_parallel import share
-from grpo_fn.shell.sampler.interface import Answer, Ask, Engine, Finished, Seat, unread
+from grpo_fn.shell.sampler.interface import (
+    Answer,
+    Ask,
+    Engine,
+    Finished,
+    Seat,
+    assemble,
+    check_lengths,
+    check_limits,
+    ended,
+    positions,
+    unread,
+)
 from grpo_fn.shell.sampler.local.local_sampler import Choose
 from grpo_fn.shell.sampler.weight_export import Fixed, outgoing
 from grpo_fn.shell.vllm.colocated import Colocated

@@ -17,8 +17,7 @@ from grpo_fn.shell.sampler.fingerprint import NOTHING, fingerprint
 from grpo_fn.shell.sampler.interface import Answer, Ask, Heard, Receipt, unread
 from grpo_fn.shell.vllm.client import Patience, Server, check
 from grpo_fn.shell.vllm.router import Fleet, Member, Newest
-from grpo_fn.shell.vllm.vllm_chunks import Info, chunks
-from grpo_fn.shell.vllm.vllm_transfer import Transfer
+from grpo_fn.shell.vllm.vllm_transfer import Info, Transfer, chunks
 from grpo_fn.shell.vllm.weight_update import Swapper
 from grpo_fn.shell.world import World
 

@@ -8,17 +8,37 @@ import hashlib
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import psutil
 from safetensors.torch import save
 from torch import Tensor
 
-from grpo_fn.shell.vllm.nccl_transfer import Nccl
-from grpo_fn.shell.vllm.vllm_chunks import Chunk, Info, check_size
+Chunk = list[tuple[str, Tensor]]
+Info = dict[str, Any]  # what a server is told of one
+
+
+def chunks(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Chunk]:
+    """Weights in their order, in lists of at least `size` bytes (less than a tensor above it); the last may be less."""
+    chunk, held = [], 0
+    for name, tensor in weights:
+        chunk.append((name, tensor))
+        held += tensor.numel() * tensor.element_size()
+        if held >= size:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
+        yield chunk
+
+
+def check_size(chunk_bytes: int) -> None:
+    """Raise ValueError for chunks of nothing."""
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes: got {chunk_bytes}, wanted at least 1")
+
 
 PREFIX = "grpo_fn-weights-"
 
@@ -70,14 +90,6 @@ def file(*, folder: str, chunk_bytes: int, keep: bool) -> "File":
     given them; without, it waits for the next ones. /dev/shm is memory: with `keep` it holds the whole model.
     """
     return File(folder, chunk_bytes, keep)
-
-
-def nccl(*, host: str, chunk_bytes: int, seconds: float) -> Nccl:
-    """Broadcast from this rank's GPU to those of the servers; vLLM is installed beside the trainer.
-
-    `host` is this machine as the servers reach it. A broadcast that takes longer than `seconds` loses its server.
-    """
-    return Nccl(host, chunk_bytes, seconds)
 
 
 @dataclass

@@ -15,8 +15,7 @@ from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint
 from grpo_fn.shell.sampler.interface import StaleEngine
 from grpo_fn.shell.vllm.client import Refused, Unreachable
 from grpo_fn.shell.vllm.router import Fleet, Member, Newest
-from grpo_fn.shell.vllm.vllm_chunks import Info
-from grpo_fn.shell.vllm.vllm_transfer import Transfer
+from grpo_fn.shell.vllm.vllm_transfer import Info, Transfer
 
 TORN = "torn"  # label of weights of which only a part was loaded
 MUSTER = 1.0  # seconds between two looks at servers that a push waits for

@@ -22,7 +22,7 @@ from torch import nn
 
 from grpo_fn.shell import atomic_io
 from grpo_fn.shell.checkpoint import async_saver, manifest, store, tensor_shards
-from grpo_fn.shell.checkpoint import blobs as small
+from grpo_fn.shell.checkpoint import manifest as small
 from grpo_fn.shell.checkpoint.async_saver import Keep, Saver
 from grpo_fn.shell.checkpoint.store import latest, prune, steps
 from grpo_fn.shell.world import alone

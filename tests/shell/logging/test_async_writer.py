@@ -16,8 +16,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from grpo_fn.shell.logging import async_writer
 from grpo_fn.shell.logging.async_writer import LateWriter
-from grpo_fn.shell.logging.metrics_writer import Writer
-from grpo_fn.shell.logging.mute import Mute
+from grpo_fn.shell.logging.metrics_writer import Mute, Writer
 from grpo_fn.shell.world import alone
 from grpo_fn.trainer import loggers
 

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from grpo_fn.algo import loss_scale
+from grpo_fn.algo import controllers
 from grpo_fn.config import freeze, load
 from grpo_fn.core import prng
 from grpo_fn.core.batch import count
@@ -44,9 +44,8 @@ from grpo_fn.shell.model import blocks, hf, lora
 from grpo_fn.shell.model.load_weights import give, part
 from grpo_fn.shell.model.logprob_model import Scorer
 from grpo_fn.shell.model.packed_input import shared
-from grpo_fn.shell.policy.fsdp import WEIGHTS, Sharded
+from grpo_fn.shell.policy.fsdp import WEIGHTS, Sharded, whole
 from grpo_fn.shell.policy.functional import Functional
-from grpo_fn.shell.policy.gradients import whole
 from grpo_fn.shell.policy.load_and_shard import Placed, Placing, place
 from grpo_fn.shell.policy.mesh import Scale
 from grpo_fn.shell.policy.optimizer import adamw
@@ -62,7 +61,7 @@ ATTENTION = {"gemma2_capped": "eager"}  # the one that knows of its soft cap
 ACTIVATIONS = {f.__name__: f for f in (blocks.kept, blocks.recomputed, blocks.recomputed_but_products)}
 HOST = 2  # ranks of a host, as hybrid_shard.gin sees it
 STEP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
-DYNAMIC = partial(loss_scale.dynamic, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+DYNAMIC = partial(controllers.dynamic, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
 
 
 class Meshed(Scale):
@@ -210,7 +209,7 @@ def built(world: World, folder: str, case: Case, **knobs: Any) -> Sharded:
     enlivened(placed.scorer.model)
     chosen = {
         **{"micro_tokens": 30, "max_grad_norm": 1e9, "schedule": unmoved, "seed": 0, "initial_scale": 1.0},
-        **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": loss_scale.constant},
+        **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": controllers.constant},
     }
     own = {"world": world, "data": placed.data, "frozen": placed.frozen, "noisy": placed.noisy}
     return Sharded(placed.scorer, **own, **{**chosen, **knobs})

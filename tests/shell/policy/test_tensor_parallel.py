@@ -59,7 +59,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo_fn.algo import loss_scale
+from grpo_fn.algo import controllers
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch
 from grpo_fn.shell.checkpoint import store
@@ -68,9 +68,8 @@ from grpo_fn.shell.model import blocks, load_weights, lora
 from grpo_fn.shell.model.logprob_model import Scorer
 from grpo_fn.shell.model.packed_input import shared
 from grpo_fn.shell.policy import tensor_parallel
-from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.policy.fsdp import Sharded, whole
 from grpo_fn.shell.policy.functional import Functional
-from grpo_fn.shell.policy.gradients import whole
 from grpo_fn.shell.policy.load_and_shard import Placing, place
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.world import World
@@ -235,7 +234,7 @@ def built(world: World, folder: str, case: Case, *, reference: bool = False, lim
         micro_tokens=30,
         optimizer=partial(adamw, **STEP, eps=eps),
         schedule=unmoved,
-        loss_scale=loss_scale.constant,
+        loss_scale=controllers.constant,
         initial_scale=1.0,
         max_grad_norm=limit,
     )

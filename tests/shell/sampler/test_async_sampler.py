@@ -39,7 +39,7 @@ from grpo_fn.algo.step import AT_THE_START, Algo, as_given, grpo_step
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carried, Groups, Reward, Rollout
-from grpo_fn.shell.checkpoint import blobs
+from grpo_fn.shell.checkpoint import manifest
 from grpo_fn.shell.sampler import async_sampler
 from grpo_fn.shell.sampler.async_sampler import Ahead, check_staleness
 from grpo_fn.shell.sampler.data_parallel import Spread
@@ -232,7 +232,7 @@ START = State(0, 0, [])
 
 def kept(drained: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As a checkpoint gives it back."""
-    return torch.load(io.BytesIO(blobs.packed({"ahead": drained})["ahead.pt"]), weights_only=True)
+    return torch.load(io.BytesIO(manifest.packed({"ahead": drained})["ahead.pt"]), weights_only=True)
 
 
 def same_rollout(got: Rollout, right: Rollout) -> None:

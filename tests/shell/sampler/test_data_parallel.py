@@ -17,7 +17,8 @@ from steps import Preset, preset
 from test_fsdp_ranks import Case, scale_of
 from transformers import AutoConfig
 
-from grpo_fn.algo import controllers, group_sampling, loss_scale
+from grpo_fn.algo import controllers, group_sampling
+from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.step import AT_THE_START, Algo, as_given, grpo_step
 from grpo_fn.analysis.evaluation import Judged, evaluate, summarise

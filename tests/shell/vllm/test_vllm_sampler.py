@@ -31,10 +31,9 @@ from grpo_fn.shell.sampler.interface import Answer, Ask, Heard, Receipt, Seat, S
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.sampler.weight_export import HEAD, Fixed
 from grpo_fn.shell.vllm import colocated as vllm_engine
-from grpo_fn.shell.vllm import vllm_arguments
+from grpo_fn.shell.vllm import options
 from grpo_fn.shell.vllm.colocated import TAGS, Colocated
-from grpo_fn.shell.vllm.options import row_seeds
-from grpo_fn.shell.vllm.vllm_arguments import BATCHED, arguments
+from grpo_fn.shell.vllm.options import BATCHED, arguments, row_seeds
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated, ends_of
 from grpo_fn.shell.world import World, alone
 
@@ -405,15 +404,15 @@ def test_generators_and_threads_are_left_as_they_were() -> None:
 @pytest.mark.parametrize("deadline", [0.0, -1.0])
 def test_a_deadline_is_positive(deadline: float) -> None:
     with pytest.raises(ValueError, match=r"deadline: got .* wanted more than 0"):
-        vllm_arguments.check_deadline(deadline, seat())
+        options.check_deadline(deadline, seat())
 
 
 def test_a_deadline_is_shorter_than_other_ranks_wait() -> None:
     world = World.__new__(World)  # of two ranks that were never brought together
     world.rank, world.size, world.device, world.deadline = 0, 2, CPU, 600.0
-    vllm_arguments.check_deadline(599.0, seat(world=world))
+    options.check_deadline(599.0, seat(world=world))
     with pytest.raises(ValueError, match=r"deadline: got 600 s .* wanted less than the 600 s"):
-        vllm_arguments.check_deadline(600.0, seat(world=world))
+        options.check_deadline(600.0, seat(world=world))
 
 
 @pytest.mark.parametrize("found", [None, ModuleType("vllm")], ids=["nothing", "a folder of that name"])

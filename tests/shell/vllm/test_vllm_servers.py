@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_stub import Stub, checksum, drawn
 
 from grpo_fn.shell.sampler.interface import Ask, StaleEngine, verified
-from grpo_fn.shell.vllm import vllm_chunks, vllm_transfer
+from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.vllm_servers import Dedicated
 from grpo_fn.shell.world import World
 
@@ -552,7 +552,7 @@ def revive(stubs):
 )
 def test_chunks_are_the_weights_in_order_and_none_is_larger_than_it_has_to_be(sizes, size):
     given = [(str(i), torch.zeros(n)) for i, n in enumerate(sizes)]
-    parts = list(vllm_chunks.chunks(iter(given), size))
+    parts = list(vllm_transfer.chunks(iter(given), size))
     assert [one for part in parts for one in part] == given
     for part in parts:
         held = [tensor.numel() * 4 for _, tensor in part]

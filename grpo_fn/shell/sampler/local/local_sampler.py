@@ -15,8 +15,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.hf import Encode, stop_ids
 from grpo_fn.shell.policy.fsdp import Sharded
-from grpo_fn.shell.sampler.completions import assemble, check_lengths, check_limits, ended, positions
-from grpo_fn.shell.sampler.interface import Finished, Seat
+from grpo_fn.shell.sampler.interface import Finished, Seat, assemble, check_lengths, check_limits, ended, positions
 from grpo_fn.shell.sampler.local import hf_cache_decode
 from grpo_fn.shell.sampler.local.continuous_batching import Decoded, Ended, Ends, Refilling
 from grpo_fn.shell.sampler.local.decode_step import Choose, Engine, engine, unfit

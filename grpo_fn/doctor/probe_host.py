@@ -1,6 +1,5 @@
-"""What there is of a host: processors, memory, disk and limits. Without torch: it answers where torch cannot."""
+"""Doctor probe: processors, memory, disk and limits of this host. Without torch: it answers where torch cannot."""
 
-import ctypes
 import os
 import resource
 import shutil
@@ -13,23 +12,6 @@ SHARED = Path("/dev/shm")
 # Of the control group that a container runs in: a number of bytes or the word "max" (v2), a huge number for none (v1).
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 USED = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
-
-
-# Of the GNU C library's malloc.h.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep what is freed for what comes next, as torch does with a GPU's memory.
-
-    By default it hands large blocks back to the system, which clears each one page by page when it is asked for again:
-    of the tensors of a step on CPU that is all of them, every step. Whoever has set one of its MALLOC_ variables has
-    chosen; another C library is left as it is.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
-        mallopt(TRIM_THRESHOLD, -1)  # never
-        mallopt(MMAP_THRESHOLD, 2**31 - 1)
 
 
 def host(folder: str) -> dict[str, Any]:
