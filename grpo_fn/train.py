@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.algo.group_sampling import Harvest
-from grpo_fn.algo.step import Algo, as_found, as_given, from_sampler
+from grpo_fn.algo.group_sampling import GroupBatch
+from grpo_fn.algo.step import Algorithm, compare_as_given, compare_to_own_pass, from_sampler
 from grpo_fn.analysis import health as rules
-from grpo_fn.analysis.evaluation import Evaluation, judge_names
+from grpo_fn.analysis.evaluation import Evaluation, grader_names
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import RewardFn
 from grpo_fn.rewards.combine import part_names
@@ -27,26 +27,26 @@ from grpo_fn.shell.checkpoint.run_dir import open_run
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy import memory_estimate
-from grpo_fn.shell.policy.load_and_shard import Placing, place
-from grpo_fn.shell.policy.mesh import Scale
+from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
+from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.process import keep_freed_memory
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-from grpo_fn.shell.reward_workers.streaming import Early
-from grpo_fn.shell.sampler.async_sampler import Ahead
-from grpo_fn.shell.sampler.data_parallel import Spread, spread_score
-from grpo_fn.shell.sampler.interface import Seat, positions
+from grpo_fn.shell.reward_workers.streaming import StreamingRewards
+from grpo_fn.shell.sampler.async_sampler import AsyncSampler
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, spread_score
+from grpo_fn.shell.sampler.interface import SamplerContext, positions
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, join
 from grpo_fn.tasks.task import Task, first, train_problems
 from grpo_fn.trainer import async_eval, validate
 from grpo_fn.trainer import plan as planning
 from grpo_fn.trainer.build import prepare
-from grpo_fn.trainer.loop import ADAPTERS, DATA, EVALUATION, PROBING, Built, Cadence, work
+from grpo_fn.trainer.loop import ADAPTERS, DATA, EVALUATION, PROBING, Cadence, TrainingRun, run_training
 from grpo_fn.trainer.requirements import check_engines, check_sandboxes
-from grpo_fn.trainer.state import begun
+from grpo_fn.trainer.state import has_progress
 
 # Keyword-only parameters that the program passes to what gin names here; gin binds the others.
 SUPPLIED = {
@@ -77,7 +77,7 @@ class Request:
     hosts: int
     force: bool
     enter: Callable[..., object] = open_run  # how the run folder is entered
-    work: Callable[[Built], int] = work  # what is done with the pieces; returns the exit code
+    run_training: Callable[[TrainingRun], int] = run_training  # what is done with the pieces; returns the exit code
     world: World | None = None  # where the ranks are together already; they stay so
 
 
@@ -109,9 +109,9 @@ def train(
     dtype: str,
     device: str,
     attention: str,
-    scale: Scale,
+    scale: Parallelism,
     adapters: LoRA | None,
-    scorer: Callable[..., Scorer],
+    scorer: Callable[..., LogprobModel],
     policy: Callable[..., Any],
     sampler: Callable[..., Any],
     evaluator: Callable[..., Any] | None,
@@ -127,7 +127,7 @@ def train(
     judges: Sequence[RewardFn],
     evaluation: Evaluation,
     reward_pool: Callable[[], RewardPool],
-    collect: Callable[..., Harvest],
+    collect: Callable[..., GroupBatch],
     credit: Callable[..., Tensor],
     filters: Sequence[Callable[..., Tensor]],
     mark: Callable[..., Tensor],
@@ -172,7 +172,7 @@ def train(
     planning.check_divides(prompts, minibatches)
     profiler.check(profile_steps, cadence.steps)
     parts = part_names(reward.keywords.get("parts", ()))
-    judge_names(judges)
+    grader_names(judges)
     check_sandboxes([reward, *judges])
     if not request.dry_run:  # which may be about another machine
         check_engines([sampler, evaluator])
@@ -184,7 +184,7 @@ def train(
     validate.check_stale(objective, old_logp, max_staleness)
     reference = validate.uses_reference(objective, credit, parts)
     # What drops at random says another thing in the pass that trains.
-    found = validate.found_by_update(old_logp, epochs * minibatches, credit, mark, parts) and (
+    found = validate.own_pass_suffices(old_logp, epochs * minibatches, credit, mark, parts) and (
         adapters is None or adapters.dropout == 0
     )
     precision = hf.find_dtype(dtype)
@@ -203,7 +203,7 @@ def train(
         max_new_tokens=max_new_tokens,
         max_rows=sampler.keywords.get("max_rows", 0),  # a sampler elsewhere holds nothing here
         parameters=hf.parameter_count(hf.empty_model(config)),
-        trained=memory_estimate.trained(config, adapters),
+        trained=memory_estimate.trained_parameters(config, adapters),
         kv_bytes_per_token=planning.kv_bytes_per_token(config, precision.itemsize),
         ranks=request.ranks,
         arrangement="",
@@ -247,7 +247,7 @@ def train(
         request.run_dir,
         config_text=request.config_text,
         fingerprint=request.fingerprint,
-        force=request.force or not begun(request.run_dir),  # a start that failed has left nothing to lose
+        force=request.force or not has_progress(request.run_dir),  # a start that failed has left nothing to lose
         need_bytes=plan.need_bytes(),
     )
     if isinstance(model, str):  # all there to be looked at before a run folder is made
@@ -257,7 +257,7 @@ def train(
         world.agree(enter, what="opening the run folder")
         world.agree(source.folder, what="making the model")
         folder, tokenizer, problems = world.together(ready, what="looking at model and data")
-    placing = Placing(
+    placing = ModelSpec(
         folder=folder,
         config=config,
         dtype=precision,
@@ -267,7 +267,7 @@ def train(
         scale=scale,
         key=prng.fold_in(key, ADAPTERS),
     )
-    placed = world.together(partial(place, world, placing, reference=reference), what="loading the model")
+    placed = world.together(partial(load_and_shard, world, placing, reference=reference), what="loading the model")
     trained = policy(
         placed.scorer,
         world=world,
@@ -278,8 +278,8 @@ def train(
         micro_tokens=micro_tokens,
     )
     pool = reward_pool()
-    early = Early(pool)
-    seat = Seat(
+    early = StreamingRewards(pool)
+    seat = SamplerContext(
         folder=folder,
         config=config,
         dtype=precision,
@@ -292,7 +292,7 @@ def train(
     start = partial(sampler, seat, tokenizer, choose=partial(choose, temperature=temperature), **asks)
     drawing = world.together(start, what="starting the sampler")
     evaluating = evaluator and partial(
-        async_eval.opened,
+        async_eval.open_evaluator,
         partial(
             evaluator,
             # Its own, whatever trains.
@@ -309,23 +309,23 @@ def train(
     probing = probe and partial(probe, key=prng.fold_in(key, PROBING), room=positions(config))
     with closing(drawing), pool, early:
         score = spread_score(pool.score, world)
-        built = Built(
+        built = TrainingRun(
             run_dir=request.run_dir,
             key=key,
             seed=seed,
             world=world,
             policy=trained,
             adapters=adapters,
-            sampler=Ahead(
-                Spread(drawing, world, probing),
+            sampler=AsyncSampler(
+                DataParallelSampler(drawing, world, probing),
                 partial(train_problems, problems, prng.fold_in(key, DATA)),
                 max_staleness=max_staleness,
                 deadline=sample_deadline,
             ),
-            greedy=Spread(replace(drawing, choose=sampling.greedy, finished=None), world),
-            sampled=Spread(replace(drawing, choose=evaluation.choose, finished=None), world),
+            greedy=DataParallelSampler(replace(drawing, choose=sampling.greedy, finished=None), world),
+            sampled=DataParallelSampler(replace(drawing, choose=evaluation.choose, finished=None), world),
             tokenizer=tokenizer,
-            algo=Algo(
+            algo=Algorithm(
                 collect=partial(collect, prompts=prompts),
                 reward=partial(early.round, reward=reward, world=world),
                 credit=credit,
@@ -333,7 +333,7 @@ def train(
                 mark=mark,
                 objective=objective,
                 old_logp=from_sampler if found else old_logp,
-                anchor=partial(as_found, reference=reference) if found else as_given,
+                anchor=partial(compare_to_own_pass, reference=reference) if found else compare_as_given,
                 kl_control=kl_control,
                 entropy_control=entropy_control,
                 group_size=group_size,

@@ -287,7 +287,7 @@ def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
 def graded() -> dict[str, Signal]:
     return {
         "no baseline: `reward_to_go`": by_step(to_go, size=1),
-        "`centered`": by_group(advantage.centered),
+        "`centered`": by_group(advantage.mean_centered),
         "`leave_one_out`": by_group(advantage.leave_one_out),
         "`group_normalized`": by_group(group_normalized),
         "`leave_one_out_normalized`": by_group(leave_one_out_normalized),
@@ -335,8 +335,8 @@ def lengths() -> dict[str, Signal]:
         "`constant_length` 2": weighed(partial(aggregation.constant_length, max_length=2)),
         "`sequence_mean`": weighed(aggregation.sequence_mean),
         "`token_mean`": weighed(aggregation.token_mean),
-        "`constant_length` 1, filter `finished`": by_step(compared, masking.finished, size=2),
-        "`constant_length` 1, filter `comparable`": by_step(compared, masking.comparable, size=2),
+        "`constant_length` 1, filter `finished`": by_step(compared, masking.drop_truncated, size=2),
+        "`constant_length` 1, filter `comparable`": by_step(compared, masking.drop_incomparable, size=2),
     }
 
 

@@ -30,7 +30,7 @@ from grpo_fn.core.types import Batch, Gains, Groups, Rollout, Scores
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.policy.functional import Functional
+from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.trainer import presets
 from grpo_fn.trainer.loop import SAMPLING
 from grpo_fn.trainer.model_source import check_fits, locate, take
@@ -109,11 +109,11 @@ def look(args: argparse.Namespace) -> Seen:
     temperature, seed = presets.setting([config])
     logp_old = groups.rollout.logp_sampled
     model, tokenizer = opened(args.policy or str(args.run))
-    oracle = Functional(model, temperature=temperature)
+    oracle = FunctionalPolicy(model, temperature=temperature)
     scores = Scores(logp_old, torch.zeros_like(logp_old)) if args.on_policy else scored(oracle, groups.rollout)
     logp_ref = logp_old
     if args.reference is not None:
-        logp_ref = scored(Functional(opened(args.reference)[0], temperature=temperature), groups.rollout).logp
+        logp_ref = scored(FunctionalPolicy(opened(args.reference)[0], temperature=temperature), groups.rollout).logp
     key = prng.fold_in(prng.key(seed, device="cpu"), SAMPLING)
     views = {
         name: compare_algorithms.view(s, groups, logp_old, logp_ref, UNMOVED, key) for name, s in algorithms.items()
@@ -147,7 +147,7 @@ def opened(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
 
 
 @torch.no_grad()
-def scored(oracle: Functional, rollout: Rollout) -> Scores:
+def scored(oracle: FunctionalPolicy, rollout: Rollout) -> Scores:
     """The scores of the rollout's tokens, some rows at a time."""
     at_once = max(1, MICRO_TOKENS // rollout.tokens.shape[1])
     parts = [
@@ -157,7 +157,7 @@ def scored(oracle: Functional, rollout: Rollout) -> Scores:
     return Scores(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 
-def moved_by(oracle: Functional, batch: Batch, signal: Tensor, groups: Groups, pattern: str | None) -> Rows:
+def moved_by(oracle: FunctionalPolicy, batch: Batch, signal: Tensor, groups: Groups, pattern: str | None) -> Rows:
     """Each rollout's gradient on the chosen parameters, what share of the step it is, and how noisy the step is."""
     chosen = chosen_parameters(oracle.params, pattern or last_layer(oracle.params))
     size = sum(p.numel() for p in chosen.values())

@@ -21,7 +21,7 @@ def group_normalized(
     GRPO's outcome supervision (arXiv:2402.03300, section 4.1.2). Unchanged by shifting the rewards, and by scaling
     them as long as eps is small against std. `eps` has the unit of the reward.
     """
-    dev = centered(reward, valid)
+    dev = mean_centered(reward, valid)
     # Measured in units of the largest deviation, squares neither overflow nor vanish, whatever the reward's unit.
     unit = dev.abs().amax()
     safe = torch.where(unit == 0, 1.0, unit)
@@ -31,7 +31,7 @@ def group_normalized(
     return torch.where(unit == 0, 0.0, relative / (std + eps / safe))
 
 
-def centered(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor, "G"]:
+def mean_centered(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor, "G"]:
     """A = R - mean R over the valid samples. Dr. GRPO (arXiv:2503.20783).
 
     In expectation the policy gradient times (n - 1) / n, since a sample is part of its own baseline.
@@ -49,7 +49,7 @@ def leave_one_out(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float
     RLOO (arXiv:2402.14740; Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free").
     """
     count = valid.sum().to(reward.dtype)
-    return centered(reward, valid) * (count / (count - 1).clamp(min=1))
+    return mean_centered(reward, valid) * (count / (count - 1).clamp(min=1))
 
 
 def leave_one_out_normalized(
@@ -61,7 +61,7 @@ def leave_one_out_normalized(
     equal others, and A without bound; with the group's in reserve |A| <= n / sqrt(n - 1) for any rewards and any eps.
     std with n - 1 - `ddof` in its denominator for the others and n - `ddof` for the group; `eps` in units of reward.
     """
-    dev = centered(reward, valid)
+    dev = mean_centered(reward, valid)
     unit = dev.abs().amax()
     safe = torch.where(unit == 0, 1.0, unit)
     relative = dev / safe
@@ -109,4 +109,4 @@ def max_rl(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor
     unit = above.amax()
     relative = above / torch.where(unit == 0, 1.0, unit)  # in units of the largest nothing overflows or vanishes
     mean = relative.sum() / valid.sum().clamp(min=1)  # at least 1 / n, or all are 0
-    return centered(relative, valid) / torch.where(unit == 0, 1.0, mean)
+    return mean_centered(relative, valid) / torch.where(unit == 0, 1.0, mean)

@@ -11,7 +11,7 @@ that does not shrink after a step that was not finite says that scaling is not w
 """
 
 
-def fixed(gain: float, measured: float) -> float:
+def constant_gain(gain: float, measured: float) -> float:
     """The gain as it is."""
     return gain
 
@@ -39,12 +39,12 @@ def adaptive_entropy(gain: float, measured: float, *, target: float, step: float
     return min(highest, max(0.0, gain + (step if measured < target else -step)))
 
 
-def constant(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
+def constant_loss_scale(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
     """The scale as it is: for float32 and bfloat16, whose gradients need none."""
     return scale, good_steps + 1 if finite else 0
 
 
-def dynamic(
+def dynamic_loss_scale(
     scale: float,
     good_steps: int,
     finite: bool,

@@ -104,7 +104,7 @@ def token_whitened(
     adv = credit(reward, drift, mask)
     counted = mask & reward.valid[..., None]
     mean, std = moments(adv[counted])
-    return torch.where(counted, standardised(adv, mean, std, eps), 0.0)
+    return torch.where(counted, standardise(adv, mean, std, eps), 0.0)
 
 
 def row_whitened(
@@ -122,7 +122,7 @@ def row_whitened(
     """
     adv = credit(reward, drift, mask)
     mean, std = moments(first_token(adv, mask)[reward.valid & mask.any(-1)])
-    return torch.where(mask & reward.valid[..., None], standardised(adv, mean, std, eps), 0.0)
+    return torch.where(mask & reward.valid[..., None], standardise(adv, mean, std, eps), 0.0)
 
 
 def over_tokens(adv: Float[Tensor, "P G"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:
@@ -151,7 +151,7 @@ def moments(values: Float[Tensor, "N"]) -> tuple[Float[Tensor, ""], Float[Tensor
     return least + mean, ((above - mean) ** 2).mean().sqrt()
 
 
-def standardised(
+def standardise(
     x: Float[Tensor, "*B T"], mean: Float[Tensor, ""], std: Float[Tensor, ""], eps: float
 ) -> Float[Tensor, "*B T"]:
     """(x - mean) / (std + eps) in the dtype of x; 0 where x is as near to the mean as rounding can bring it.

@@ -12,7 +12,7 @@ from grpo_fn.core.types import Carried, Groups
 Explore = Callable[[int, int], Groups]
 
 
-class Harvest(NamedTuple):
+class GroupBatch(NamedTuple):
     """What was found: groups to learn from now, all that was sampled for it, and what is left for the next step."""
 
     groups: Groups
@@ -21,13 +21,13 @@ class Harvest(NamedTuple):
     figures: dict[str, float]
 
 
-def every(explore: Explore, carried: Carried, *, prompts: int) -> Harvest:
+def keep_all(explore: Explore, carried: Carried, *, prompts: int) -> GroupBatch:
     """The next `prompts` problems, whatever comes of them."""
     groups = explore(carried.drawn, prompts)
-    return Harvest(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
+    return GroupBatch(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
 
 
-def dynamic(explore: Explore, carried: Carried, *, prompts: int, max_gen_batches: int) -> Harvest:
+def dynamic(explore: Explore, carried: Carried, *, prompts: int, max_gen_batches: int) -> GroupBatch:
     """Go on sampling, `prompts` problems at a time, until as many groups carry signal, at most `max_gen_batches` times.
 
     Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): groups without signal are dropped. Groups with signal
@@ -48,7 +48,7 @@ def dynamic(explore: Explore, carried: Carried, *, prompts: int, max_gen_batches
     good, poor = ([p for p, ok in enumerate(signal) if ok is wanted] for wanted in (True, False))
     candidates = join([*waited, take(fresh, [*good, *poor])])
     rest = range(prompts, found)
-    return Harvest(
+    return GroupBatch(
         take(candidates, range(prompts)),
         fresh,
         carried._replace(drawn=carried.drawn + len(signal), waiting=take(candidates, rest) if rest else None),

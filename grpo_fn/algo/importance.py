@@ -5,7 +5,7 @@ w = exp(logp_old - logp_sampled), an expectation over the sampler's tokens of w 
 o_<t held fixed. The token loss goes on from pi_old to the policy with its own ratio.
 
 A weight is a constant to the gradient, finite, 1 where nothing was sampled, and exactly 1 between equal policies. Where
-logp_old is logp_sampled itself (step.from_sampler), w is 1 everywhere: take step.recomputed.
+logp_old is logp_sampled itself (step.from_sampler), w is 1 everywhere: take step.from_trainer.
 """
 
 import math
@@ -21,12 +21,12 @@ from grpo_fn.core.types import Batch
 Correction = Callable[[Tensor, Batch], Tensor]
 
 
-def none(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
+def no_correction(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     """1: the sampler is taken for pi_old."""
     return torch.ones_like(logp)
 
 
-def truncated(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
+def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
     """min(w, cap): unbiased where no w exceeds cap, a bias in the place of a large variance where some do.
 
     Truncated importance sampling (TIS; Ionides 2008) between sampler and trainer is Yao et al. 2025, "Your efficient
@@ -37,7 +37,7 @@ def truncated(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tens
     return _token(row).clamp(max=cap)
 
 
-def masked(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
+def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
     """w where low <= w <= high, else 0: a token on which the two disagree too much, either way, teaches nothing.
 
     IcePop (Ring-1T, arXiv:2510.18855): a token that is kept keeps its weight w; 0.5 to 5 there. Raises ValueError
@@ -47,7 +47,7 @@ def masked(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> 
     return _within(_token(row), low, high)
 
 
-def sequence_truncated(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
+def sequence_truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
     """min(w_s, cap) at each of the row's tokens, w_s = exp(mean_t log w_t): the geometric mean.
 
     The row's importance ratio is the product of all w_t, which grows or vanishes with its length; its |o|-th root is
@@ -58,7 +58,7 @@ def sequence_truncated(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> F
     return _sequence(row).clamp(max=cap)
 
 
-def sequence_masked(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
+def sequence_masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
     """w_s where low <= w_s <= high, else 0: a row on which the two disagree too much on average teaches nothing.
 
     w_s as in `sequence_truncated`. Geometric sequence masking (Liu, Li et al. 2025, "When speed kills stability", part
@@ -96,12 +96,12 @@ def _log_w(row: Batch) -> Float[Tensor, "T"]:
 
 
 def _token(row: Batch) -> Float[Tensor, "T"]:
-    return capped(_log_w(row)).exp()
+    return capped_exp(_log_w(row)).exp()
 
 
 def _sequence(row: Batch) -> Float[Tensor, "T"]:
     mean = over.mean(_log_w(row), row.mask, dim=-1)
-    return capped(torch.where(row.mask, mean, 0.0)).exp()
+    return capped_exp(torch.where(row.mask, mean, 0.0)).exp()
 
 
 def _within(w: Float[Tensor, "T"], low: float, high: float) -> Float[Tensor, "T"]:
@@ -131,7 +131,7 @@ def log_ratio(
     return torch.where(mask, logp - base, 0.0)
 
 
-def capped(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
+def capped_exp(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
     """Log-ratios of at most half the largest exponent of their dtype (44 in float32, 354 in float64).
 
     Beyond, `exp` overflows, and inf * 0 in a product with a zero advantage would be nan. Half of the range leaves room
@@ -144,4 +144,4 @@ def ratio(
     logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
 ) -> Float[Tensor, "*B T"]:
     """r = exp(logp - base) where `mask`, 1 elsewhere; always finite for finite inputs."""
-    return capped(log_ratio(logp, base, mask)).exp()
+    return capped_exp(log_ratio(logp, base, mask)).exp()

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.algo.importance import capped, log_ratio, ratio
+from grpo_fn.algo.importance import capped_exp, log_ratio, ratio
 from grpo_fn.core.types import Batch
 
 
@@ -25,7 +25,7 @@ def k3(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     policies.
     """
     # expm1(x) >= x holds in floating point too, whereas exp(x) - x - 1 cancels to small negative numbers.
-    x = capped(log_ratio(row.logp_ref, logp, row.mask))
+    x = capped_exp(log_ratio(row.logp_ref, logp, row.mask))
     return torch.expm1(x) - x
 
 

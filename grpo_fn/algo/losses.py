@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.algo.importance import capped, log_ratio, ratio
+from grpo_fn.algo.importance import capped_exp, log_ratio, ratio
 from grpo_fn.core import masked
 from grpo_fn.core.types import Batch
 
@@ -60,7 +60,7 @@ def sequence_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, cli
     or not by its own A; where they differ within a row, the others' losses still move its logp.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
-    return _clipped(capped(_row_mean(log_r, row)).exp(), row, clip_low, clip_high)
+    return _clipped(capped_exp(_row_mean(log_r, row)).exp(), row, clip_low, clip_high)
 
 
 def sequence_ratio_token(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
@@ -71,7 +71,7 @@ def sequence_ratio_token(logp: Float[Tensor, "T"], row: Batch, *, clip_low: floa
     """
     log_r = log_ratio(logp, row.logp_old, row.mask).detach()
     own = log_ratio(logp, logp.detach(), row.mask)
-    return _clipped(capped(_row_mean(log_r, row) + own).exp(), row, clip_low, clip_high)
+    return _clipped(capped_exp(_row_mean(log_r, row) + own).exp(), row, clip_low, clip_high)
 
 
 def cispo(logp: Float[Tensor, "T"], row: Batch, *, clip_high: float) -> Loss:
@@ -107,7 +107,7 @@ def gmpo(logp: Float[Tensor, "T"], row: Batch, *, log_low: float, log_high: floa
     log_r, adv = log_ratio(logp, row.logp_old, row.mask), _adv(row)
     high, low = (adv > 0) & (log_r > log_high), (adv < 0) & (log_r < -log_low)
     kept = torch.where(high, log_high, torch.where(low, -log_low, log_r))
-    return -capped(_row_mean(kept, row)).exp() * adv, _seen(capped(log_r).exp(), low, high)
+    return -capped_exp(_row_mean(kept, row)).exp() * adv, _seen(capped_exp(log_r).exp(), low, high)
 
 
 def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float) -> Loss:
@@ -119,7 +119,7 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
     """
     r, log_r = ratio(logp, row.logp_sampled, row.mask), log_ratio(logp, row.logp_sampled, row.mask)
     adv = _adv(row)
-    moved = capped(_sampled(logp, row)).exp() - capped(_sampled(row.logp_sampled, row)).exp()
+    moved = capped_exp(_sampled(logp, row)).exp() - capped_exp(_sampled(row.logp_sampled, row)).exp()
     high, low = (adv > 0) & (moved > delta), (adv < 0) & (moved < -delta)
     return -torch.where(high | low, 0.0, adv) * r + kappa * log_r**2, _seen(r, low, high)
 
@@ -139,7 +139,7 @@ def kl_cov(logp: Float[Tensor, "T"], row: Batch, *, coef: float) -> Loss:
     Nothing is clipped: the penalty alone holds back the tokens that cost the most entropy.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
-    r = capped(log_r).exp()
+    r = capped_exp(log_r).exp()
     return -r * _adv(row) + torch.where(row.marked, coef * log_r.abs(), 0.0), _seen(r, False, False)
 
 

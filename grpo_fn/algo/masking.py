@@ -18,7 +18,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.types import Batch, Rollout
 
 
-def nothing(batch: Batch, key: Int[Tensor, "B 2"]) -> Bool[Tensor, "B T"]:
+def no_tokens(batch: Batch, key: Int[Tensor, "B 2"]) -> Bool[Tensor, "B T"]:
     """No token at all."""
     return torch.zeros_like(batch.mask)
 
@@ -80,7 +80,7 @@ def _lowest(
     return candidates & ((score < last[0]) | ((score == last[0]) & (tie <= last[1])))
 
 
-def finished(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor, "P G"]:
+def drop_truncated(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor, "P G"]:
     """Samples that ended by themselves. Overlong filtering (DAPO, arXiv:2503.14476, section 3.4).
 
     A truncated answer says nothing about how good the reasoning in it was.
@@ -88,7 +88,7 @@ def finished(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor, "P G
     return rearrange(~rollout.truncated, "(p g) -> p g", p=len(adv))
 
 
-def comparable(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor, "P G"]:
+def drop_incomparable(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor, "P G"]:
     """Samples of groups in which some token has an advantage: the others would only dilute the denominators.
 
     As Clip-Cov and KL-Cov are published (arXiv:2505.22617, section 4.3).

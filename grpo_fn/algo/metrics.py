@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_fn.algo.importance import capped
+from grpo_fn.algo.importance import capped_exp
 from grpo_fn.core.types import Reward, Rollout
 
 
@@ -123,7 +123,7 @@ def mismatch(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> dict[str, 
     With w = exp(x) and tokens drawn from the sampler, w - 1 - x estimates KL(sampler || trainer) without bias.
     """
     x = x.detach().double()
-    log_w = capped(x)
+    log_w = capped_exp(x)
     return {
         "logp_gap": stat(x.abs(), mask),
         "mismatch_kl": stat(torch.expm1(log_w) - log_w, mask),

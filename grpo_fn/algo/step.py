@@ -13,7 +13,7 @@ from torch.func import grad_and_value
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.credit import first_token
-from grpo_fn.algo.group_sampling import Explore, Harvest
+from grpo_fn.algo.group_sampling import Explore, GroupBatch
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_reward, check_rollout, count, cut, laid_back, make_batch, minibatches
 from grpo_fn.core.groups import by_group
@@ -36,10 +36,10 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Algo(Stages):
+class Algorithm(Stages):
     """What makes a GRPO relative: its functions and its numbers."""
 
-    collect: Callable[[Explore, Carried], Harvest]  # which groups to learn from
+    collect: Callable[[Explore, Carried], GroupBatch]  # which groups to learn from
     reward: Callable[[Sequence[Problem], Rollout], Reward]
     old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or recomputed
     anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
@@ -66,7 +66,7 @@ def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
     return rollout.logp_sampled
 
 
-def recomputed(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
+def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
     """logp_old from the trainer's own forward pass: no sampler mismatch in the ratio.
 
     One more pass, unless a run whose steps have one update lets that find it (`as_found`).
@@ -75,12 +75,12 @@ def recomputed(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
     return policy.logp(rollout)
 
 
-def as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
+def compare_as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
     """Compare with the log-probs that the batch came with."""
     return micro
 
 
-def as_found(micro: Batch, logp: Float[Tensor, "b T"], *, reference: bool) -> Batch:
+def compare_to_own_pass(micro: Batch, logp: Float[Tensor, "b T"], *, reference: bool) -> Batch:
     """Compare with the policy as the update itself finds it: `recomputed` without its pass, for steps of one update.
 
     Without a `reference` it is that, too.
@@ -96,7 +96,7 @@ def grpo_step(
     carried: Carried,
     *,
     key: Tensor,
-    algo: Algo,
+    algo: Algorithm,
     span: Span,
 ) -> tuple[Experience, Carried, dict[str, float]]:
     """Sample, score, compare within groups, and climb. `span` names the phases for whoever keeps time.
@@ -104,26 +104,26 @@ def grpo_step(
     A step in which fewer than `min_signal` groups have a token with an advantage is refused: no update, no KL, no
     entropy bonus, `advantage/refused` 1.
     """
-    explore = partial(explored, sampler, stream, key=key, algo=algo, span=span)
+    explore = partial(sample_and_score, sampler, stream, key=key, algo=algo, span=span)
     groups, fresh, carried, figures = algo.collect(explore, carried)  # o ~ pi_old(. | q), r
     sampler.rest()  # the device is the trainer's now
     with span("train"):
         logp_old, logp_ref = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
         logp_ref = logp_old if logp_ref is None else logp_ref
-        adv, batch = judged(groups, logp_old, logp_ref, carried.gains, key=key, stages=algo)  # A
+        adv, batch = compute_advantages(groups, logp_old, logp_ref, carried.gains, key=key, stages=algo)  # A
         signal = (adv != 0).any(-1).any(-1).sum()
         learned = [
-            climb(policy, mini, count(mini), carried.gains, algo)
+            update_policy(policy, mini, count(mini), carried.gains, algo)
             for _ in range(algo.epochs if signal >= algo.min_signal else 0)
             for mini in minibatches(batch, algo.minibatches)
         ]
         batch = learned[0].batch if len(learned) == 1 else batch
     with span("sync"):
         sampler.load(policy)  # pi_old <- pi_theta
-    found = summary(batch, learned)
+    found = summarise_updates(batch, learned)
     return (
         Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])),
-        carried._replace(gains=controlled(carried.gains, found, algo)),
+        carried._replace(gains=next_gains(carried.gains, found, algo)),
         {
             **figures,
             **metrics.of_rollout(fresh.rollout),
@@ -137,8 +137,8 @@ def grpo_step(
     )
 
 
-def explored(
-    sampler: Sampler, stream: Stream, first: int, problems: int, *, key: Tensor, algo: Algo, span: Span
+def sample_and_score(
+    sampler: Sampler, stream: Stream, first: int, problems: int, *, key: Tensor, algo: Algorithm, span: Span
 ) -> Groups:
     """Sample the next problems of the stream and score what came."""
     asked = tuple(stream(first, problems))
@@ -151,7 +151,7 @@ def explored(
     return Groups(asked, rollout, reward)
 
 
-def judged(
+def compute_advantages(
     groups: Groups,
     logp_old: Float[Tensor, "B T"],
     logp_ref: Float[Tensor, "B T"],
@@ -182,7 +182,7 @@ def row_keys(groups: Groups, key: Tensor) -> Tensor:
     return prng.fold_in(key, uid, torch.arange(size).repeat(len(groups.problems))).to(groups.rollout.tokens.device)
 
 
-def controlled(gains: Gains, figures: dict[str, float], algo: Algo) -> Gains:
+def next_gains(gains: Gains, figures: dict[str, float], algo: Algorithm) -> Gains:
     """The gains of the next step; those of a step that learned nothing stay."""
     if "loss/kl" not in figures:
         return gains
@@ -191,7 +191,7 @@ def controlled(gains: Gains, figures: dict[str, float], algo: Algo) -> Gains:
     )
 
 
-class Learned(NamedTuple):
+class UpdateResult(NamedTuple):
     """One optimizer step: the objective's value, per-token statistics, what the optimizer did."""
 
     objective: float
@@ -202,7 +202,7 @@ class Learned(NamedTuple):
     batch: Batch  # with the log-probs that it was compared with
 
 
-def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo) -> Learned:
+def update_policy(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algorithm) -> UpdateResult:
     """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
     objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
     parts = algo.split(batch)
@@ -221,7 +221,7 @@ def climb(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algo
         old, ref = (partial(laid_back, rows=rows, mask=micro.mask, values=x) for x in (micro.logp_old, micro.logp_ref))
         batch = batch._replace(logp_old=old(batch.logp_old), logp_ref=ref(batch.logp_ref))
     merged = (metrics.merge_all(stats), metrics.merge_all(apart))
-    return Learned(objective, *merged, torch.cat(ratio), policy.update(), batch)
+    return UpdateResult(objective, *merged, torch.cat(ratio), policy.update(), batch)
 
 
 def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, metrics.Stat]:
@@ -230,7 +230,7 @@ def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, metrics.Stat]
     return {name: metrics.stat(x, micro.mask) for name, x in {**tokens, **zero}.items()}
 
 
-def mismatch(batch: Batch, learned: list[Learned]) -> dict[str, metrics.Stat]:
+def mismatch(batch: Batch, learned: list[UpdateResult]) -> dict[str, metrics.Stat]:
     """How far the trainer was from the sampler before the first update moved it, in the statistics of `metrics`.
 
     Over every token of the step where logp_old is the trainer's own. Where it is the sampler's, no other log-prob is
@@ -241,7 +241,7 @@ def mismatch(batch: Batch, learned: list[Learned]) -> dict[str, metrics.Stat]:
     return metrics.mismatch(batch.logp_old - batch.logp_sampled, batch.mask)
 
 
-def summary(batch: Batch, learned: list[Learned]) -> dict[str, float]:
+def summarise_updates(batch: Batch, learned: list[UpdateResult]) -> dict[str, float]:
     """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last."""
     if not learned:  # a refused step
         return {"loss/objective": 0.0}

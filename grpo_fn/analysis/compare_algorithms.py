@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.func import grad, vmap
 
-from grpo_fn.algo.step import Stages, judged
+from grpo_fn.algo.step import Stages, compute_advantages
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Gains, Groups, Scores, Totals
 
@@ -35,7 +35,7 @@ def view(
     key: Tensor,
 ) -> View:
     """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch."""
-    _, batch = judged(groups, logp_old, logp_ref, gains, key=key, stages=stages)
+    _, batch = compute_advantages(groups, logp_old, logp_ref, gains, key=key, stages=stages)
     return View(stages.objective, batch, count(batch))
 
 

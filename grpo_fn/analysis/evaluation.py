@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
     """One completion, and what the judges say of it."""
 
     text: str
-    marked: str | None  # its answer; "" where it marks none, None where completions have no answer to mark
+    prediction: str | None  # its answer; "" where it marks none, None where completions have no answer to mark
     scores: dict[str, float | None]  # by judge, the deciding one first; None: could not be scored
     length: int  # sampled tokens
     truncated: bool
@@ -70,7 +70,7 @@ class Attempt(NamedTuple):
         return word(next(iter(self.scores.values())))
 
 
-class Judged(NamedTuple):
+class GradedAnswer(NamedTuple):
     """One problem, with everything that was found out about the policy's answers to it."""
 
     problem: Problem
@@ -86,9 +86,9 @@ class Judged(NamedTuple):
 
     def shown(self) -> dict[str, str]:
         """What a person reads of it."""
-        marked = {} if self.greedy.marked is None else {"prediction": self.greedy.marked}
+        predicted = {} if self.greedy.prediction is None else {"prediction": self.greedy.prediction}
         asked = {"problem": self.problem.prompt, "completion": self.greedy.text}
-        return {**asked, **marked, "truth": self.problem.answer, "verdict": self.greedy.verdict}
+        return {**asked, **predicted, "truth": self.problem.answer, "verdict": self.greedy.verdict}
 
 
 def evaluate(
@@ -101,13 +101,13 @@ def evaluate(
     samples: int,
     answer: Answer | None,
     score: Scorer,
-) -> list[Judged]:
+) -> list[GradedAnswer]:
     """A greedy completion of every problem and `samples` drawn ones, judged; in the order of the problems.
 
     What is found about a problem depends on (weights, problem, key) alone, so problems may come in any order and in
     any number of calls. Raises ValueError when the judges have no names of their own.
     """
-    names = judge_names(judges)
+    names = grader_names(judges)
     keys = prng.split(key, 2)  # sample folds uids into the key it is given, so that key is for nothing else
     completions = completions_of(greedy.sample(problems, 1, key=keys[0])) if problems else []
     if problems and samples:
@@ -120,12 +120,12 @@ def evaluate(
     ]
     n = len(problems)
     return [
-        Judged(problem, attempts[i], tuple(attempts[n + i * samples : n + (i + 1) * samples]))
+        GradedAnswer(problem, attempts[i], tuple(attempts[n + i * samples : n + (i + 1) * samples]))
         for i, problem in enumerate(problems)
     ]
 
 
-def marked(text: str) -> str | None:
+def final_answer(text: str) -> str | None:
     r"""The marked answer in one spelling: `plain`, without spaces, `\left` and `\right`, and commas within a number.
 
     Answers that are equal as mathematics, yet written otherwise, are different votes: 0.5, 1/2 and `\frac{1}{2}`. One
@@ -140,11 +140,11 @@ def marked(text: str) -> str | None:
 
 def attempted(completion: Completion, scores: dict[str, float | None], answer: Answer | None) -> Attempt:
     """The completion with its scores and the answer that it marks."""
-    marked = None if answer is None else answer(completion.text) or ""
-    return Attempt(completion.text, marked, scores, completion.length, completion.truncated)
+    prediction = None if answer is None else answer(completion.text) or ""
+    return Attempt(completion.text, prediction, scores, completion.length, completion.truncated)
 
 
-def judge_names(judges: Sequence[RewardFn]) -> list[str]:
+def grader_names(judges: Sequence[RewardFn]) -> list[str]:
     """The functions' names, as for reward parts. Raises ValueError for none, for two alike and for a figure's name."""
     if not judges:
         raise ValueError("judges: got none, wanted at least one: the first says what is right")
@@ -154,7 +154,7 @@ def judge_names(judges: Sequence[RewardFn]) -> list[str]:
     return names
 
 
-def summarise(judged: Sequence[Judged], *, ks: Sequence[int], by: Sequence[str]) -> dict[str, float]:
+def summarise(judged: Sequence[GradedAnswer], *, ks: Sequence[int], by: Sequence[str]) -> dict[str, float]:
     """The figures of an evaluation, whatever the order of its problems.
 
     `eval/accuracy` is the share of greedy completions that the first judge calls right, of those that it could score,
@@ -191,28 +191,28 @@ def summarise(judged: Sequence[Judged], *, ks: Sequence[int], by: Sequence[str])
     }
 
 
-def of_samples(judged: Sequence[Judged], ks: Sequence[int]) -> dict[str, float]:
+def of_samples(judged: Sequence[GradedAnswer], ks: Sequence[int]) -> dict[str, float]:
     """pass@k and maj@k; nothing without samples, no maj@k where completions have no answer to vote for."""
     drawn = [row.samples for row in judged if any(a.verdict != "unscorable" for a in row.samples)]
     right = [[a.verdict == "right" for a in samples] for samples in drawn]
-    votes = [[a.marked for a in samples] for samples in drawn]
+    votes = [[a.prediction for a in samples] for samples in drawn]
     if not judged[0].samples:
         return {}
     passed = {f"eval/pass@{k}": mean([pass_at_k(len(r), sum(r), k) for r in right]) for k in ks}
-    if judged[0].greedy.marked is None:
+    if judged[0].greedy.prediction is None:
         return passed
     return passed | {f"eval/maj@{k}": mean([maj_at_k(v, r, k) for v, r in zip(votes, right, strict=True)]) for k in ks}
 
 
-def tally(judged: Sequence[Judged]) -> tuple[int, int]:
+def tally(judged: Sequence[GradedAnswer]) -> tuple[int, int]:
     """(greedy completions that could be scored, those that are right)."""
     words = Counter(row.greedy.verdict for row in judged)
     return words["right"] + words["wrong"], words["right"]
 
 
-def grouped(judged: Sequence[Judged], key: str) -> dict[str, list[Judged]]:
+def grouped(judged: Sequence[GradedAnswer], key: str) -> dict[str, list[GradedAnswer]]:
     """The problems whose meta has a value under the key, sorted; other than letters, digits and `_.-` becomes _."""
-    groups: dict[str, list[Judged]] = {}
+    groups: dict[str, list[GradedAnswer]] = {}
     for row in judged:
         if (value := row.problem.meta.get(key)) is not None:
             groups.setdefault(re.sub(r"[^\w.-]+", "_", str(value)), []).append(row)

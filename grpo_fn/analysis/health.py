@@ -100,7 +100,7 @@ def grad_norm_high(history: History, *, limit: float) -> str | None:
     return (
         f"loss/grad_norm is {value:.3g}{at(history)}, above {limit:g}: a few samples or tokens drive the step. Look at "
         "advantage/max and loss/ratio_max: for large advantages raise train.train.group_size, for large ratios lower "
-        "train.train.epochs or optimizer.adamw.lr; fsdp.Sharded.max_grad_norm bounds the step meanwhile"
+        "train.train.epochs or optimizer.adamw.lr; fsdp.FSDPPolicy.max_grad_norm bounds the step meanwhile"
     )
 
 
@@ -113,8 +113,8 @@ def logp_gap_high(history: History, *, limit: float) -> str | None:
     return (
         f"loss/logp_gap_mean is {value:.3g}{at(history)}, above {limit:g}: trainer and sampler give the same tokens "
         "other log-probs, so the gradient is that of another policy. Check that the sampler got the weights, and "
-        "train.train.dtype; or correct for it: train.train.old_logp = @step.recomputed and "
-        "objective.policy_objective.correct = @importance.truncated"
+        "train.train.dtype; or correct for it: train.train.old_logp = @step.from_trainer and "
+        "objective.policy_objective.correct = @importance.truncated_weight"
     )
 
 
@@ -183,7 +183,7 @@ def overflowing(history: History, *, steps: int) -> str | None:
     return (
         f"optimizer/overflows rose from {values[0]:.0f} to {values[-1]:.0f} in {steps} steps{at(history)}: float16 "
         "gradients overflow in every step and no weight moves. If optimizer/loss_scale still falls, lower "
-        "fsdp.Sharded.initial_scale; if it does not, the learning signal itself is too large: look at "
+        "fsdp.FSDPPolicy.initial_scale; if it does not, the learning signal itself is too large: look at "
         "loss/ratio_max and advantage/max, or compute in train.train.dtype = 'bfloat16'"
     )
 

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.analysis.evaluation import Evaluation, Judged, evaluate, grouped, judge_names, summarise, tally
+from grpo_fn.analysis.evaluation import Evaluation, GradedAnswer, evaluate, grader_names, grouped, summarise, tally
 from grpo_fn.analysis.statistics import wilson
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Problem, RewardFn, Scorer
@@ -25,8 +25,8 @@ from grpo_fn.shell.logging import eval_store
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-from grpo_fn.shell.sampler.interface import Seat
-from grpo_fn.shell.sampler.weight_export import Fixed
+from grpo_fn.shell.sampler.interface import SamplerContext
+from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import Task, held_out
 from grpo_fn.trainer import plan as planning
@@ -78,7 +78,7 @@ def measure(
     """
     clock = Stopwatch()
     planning.check_positive(eval_problems=eval_problems, max_new_tokens=max_new_tokens)
-    judge_names(judges)
+    grader_names(judges)
     check_sandboxes(judges)
     check_engines([sampler])
     place, precision = find_device(device, 0), hf.find_dtype(dtype)
@@ -105,12 +105,12 @@ def measure(
     whole = cache(
         partial(loaded, found, partial(hf.load_model, folder, dtype=precision, device=place, attention=attention))
     )
-    seat = Seat(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
+    seat = SamplerContext(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
     with clock.span("load"):
         make = partial(sampler, encode=encode, max_new_tokens=max_new_tokens, stop=stop)
         greedy = make(seat, tokenizer, choose=sampling.greedy)
         if found.checkpoint is not None:
-            greedy.load(Fixed(whole(), world))
+            greedy.load(FixedWeights(whole(), world))
     with noting(f"evaluating {found.path}"), closing(greedy), reward_pool() as pool, clock.span("evaluate"):
         judged = answers(greedy, problems, seed=seed, judges=judges, how=evaluation, score=timed(pool.score, clock))
     figures = summarise(judged, ks=evaluation.ks, by=evaluation.by)
@@ -142,11 +142,11 @@ def loaded(found: Found, load: Callable[[], nn.Module]) -> nn.Module:
 
 def answers(
     greedy: Any, problems: Sequence[Problem], *, seed: int, judges: Sequence[RewardFn], how: Evaluation, score: Scorer
-) -> list[Judged]:
+) -> list[GradedAnswer]:
     """What training would find about the problems, a part of them at a time so that one can watch."""
     key = prng.fold_in(prng.key(seed, device="cpu"), EVALUATION)
     at_once = max(1, greedy.max_rows // max(1, how.samples))
-    judged: list[Judged] = []
+    judged: list[GradedAnswer] = []
     with tqdm(total=len(problems), unit="problem", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
         for start in range(0, len(problems), at_once):
             judged += evaluate(
@@ -163,7 +163,7 @@ def answers(
     return judged
 
 
-def counted(judged: Sequence[Judged]) -> dict[str, float | int]:
+def counted(judged: Sequence[GradedAnswer]) -> dict[str, float | int]:
     """How many of these problems could be scored, how many are right, and what that says."""
     known, right = tally(judged)
     low, high = wilson(right, known)

@@ -27,8 +27,8 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join
 from grpo_fn.train import Request, parted, train
-from grpo_fn.trainer.loop import Built, climbed
-from grpo_fn.trainer.recording import digested, token_by_token
+from grpo_fn.trainer.loop import TrainingRun, take_step
+from grpo_fn.trainer.recording import step_checksums, token_by_token
 
 SAME, DIFFERENT = 0, 1
 
@@ -136,7 +136,9 @@ def spans(steps: Sequence[int]) -> str:
 # -- the run's own step
 
 
-def repeat(built: Built, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float) -> int:
+def repeat(
+    built: TrainingRun, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float
+) -> int:
     """Restore, take every step up to the one asked for, and compare each with what was recorded."""
     say = speaker(built.world)
     stored = asked.stored or unrepeatable(built, say)
@@ -165,7 +167,7 @@ def repeat(built: Built, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]]
     return SAME
 
 
-def unrepeatable(built: Built, say: Callable[[str], None]) -> bool:
+def unrepeatable(built: TrainingRun, say: Callable[[str], None]) -> bool:
     """Whether the tokens have to be the stored ones, because the engine would draw others."""
     sampler = built.sampler.sampler
     if not built.sampler.repeatable:
@@ -175,14 +177,14 @@ def unrepeatable(built: Built, say: Callable[[str], None]) -> bool:
     return sampler.overlaps or not built.sampler.repeatable
 
 
-def taken(built: Built, carried: Carried, step: int, stored: Stored | None) -> tuple[Taken, Carried]:
+def taken(built: TrainingRun, carried: Carried, step: int, stored: Stored | None) -> tuple[Taken, Carried]:
     """One step, and what the next one gets; learning from the stored rollout where one is given."""
     if stored is not None:
         built = replace(built, algo=replace(built.algo, collect=from_store(built, stored)))
     clock, noted = Stopwatch(), built.policy.note()
     with noting(built.world, step, clock):
-        seen, carried, figures = climbed(built, carried, clock.span)
-        line = digested(built, step, seen, noted)
+        seen, carried, figures = take_step(built, carried, clock.span)
+        line = step_checksums(built, step, seen, noted)
     algo = built.algo
     parts = dealt(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
     return Taken(seen, figures, line, laid_out(seen.batch, parts, noted.signals)), carried
@@ -211,7 +213,7 @@ def laid_out(batch: Batch, parts: Sequence[Tensor], sent: Sequence[tuple[Batch, 
     return whole
 
 
-def compare(built: Built, step: int, was: Recorded, story: Story, eps: float, say: Callable[[str], None]) -> None:
+def compare(built: TrainingRun, step: int, was: Recorded, story: Story, eps: float, say: Callable[[str], None]) -> None:
     """Say which quantities of the step differ; about the first difference of all, everything that is known."""
     now, told = story.taken, []
     names = differing(was.line, now.line)
@@ -249,7 +251,7 @@ def silent(*_: Any, **__: Any) -> None:
 # -- under other knobs
 
 
-def instead(built: Built, *, asked: Asked, story: Story) -> int:
+def instead(built: TrainingRun, *, asked: Asked, story: Story) -> int:
     """The step from the same state, under these knobs, beside the run's own."""
     say, step = speaker(built.world), asked.step
     built.policy.restore(partial(put_back, story.before.tensors), story.before.counters)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from grpo_fn.algo.group_sampling import Explore, Harvest
+from grpo_fn.algo.group_sampling import Explore, GroupBatch
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core.groups import widened
 from grpo_fn.core.problem import Problem
@@ -20,10 +20,10 @@ from grpo_fn.core.types import Carried, Groups, Rollout
 from grpo_fn.replay.diff import Stored
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.policy.fsdp import Sharded
-from grpo_fn.trainer.loop import Built, drawing
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.trainer.loop import TrainingRun, training_problem
 from grpo_fn.trainer.model_source import whole
-from grpo_fn.trainer.state import unpacked
+from grpo_fn.trainer.state import unpack_carried
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, float | None]]:
@@ -65,13 +65,13 @@ def held(stored: Stored | None, run_dir: Path, step: int) -> Stored:
     return stored
 
 
-def from_store(built: Built, stored: Stored) -> Callable[[Explore, Carried], Harvest]:
+def from_store(built: TrainingRun, stored: Stored) -> Callable[[Explore, Carried], GroupBatch]:
     """The stored groups in the place of sampled ones, rewarded anew.
 
     Raises ValueError when the task has other prompts now.
     """
     groups = stored.groups
-    problems = tuple(map(drawing(built), (problem.uid for problem in groups.problems)))
+    problems = tuple(map(training_problem(built), (problem.uid for problem in groups.problems)))
     for past, drawn in zip(groups.problems, problems, strict=True):
         if past.prompt != drawn.prompt:
             raise ValueError(
@@ -80,9 +80,9 @@ def from_store(built: Built, stored: Stored) -> Callable[[Explore, Carried], Har
             )
     rollout = tree_map_only(Tensor, lambda x: x.to(built.world.device), groups.rollout)
 
-    def collect(explore: Explore, carried: Carried) -> Harvest:
+    def collect(explore: Explore, carried: Carried) -> GroupBatch:
         found = Groups(problems, rollout, built.algo.reward(problems, rollout))
-        return Harvest(found, found, carried, {})
+        return GroupBatch(found, found, carried, {})
 
     return collect
 
@@ -90,7 +90,7 @@ def from_store(built: Built, stored: Stored) -> Callable[[Explore, Carried], Har
 class Unasked:
     """Stands where a sampler does in steps that learn from what is stored: it takes no weights, and draws nothing."""
 
-    def load(self, policy: Sharded) -> None:
+    def load(self, policy: FSDPPolicy) -> None:
         """It has no use for them."""
 
     def rest(self) -> None:
@@ -116,7 +116,7 @@ class Restored(NamedTuple):
     said: list[str]  # where it came from, for people
 
 
-def restored(built: Built, last: int) -> Restored:
+def restored(built: TrainingRun, last: int) -> Restored:
     """Bring policy and sampler to the newest state that is kept of step `last` or before."""
     said, root = [], built.run_dir / "checkpoints"
     found = built.world.agree(partial(nearest, root, last, said), what="the checkpoint before the step")
@@ -127,7 +127,7 @@ def restored(built: Built, last: int) -> Restored:
         step, path, blobs = found
         said.append(f"restored {path}")
         built.policy.restore(partial(store.load_into, path, world=built.world), blobs["policy"])
-        carried, ahead = unpacked(blobs["carried"], drawing(built)), blobs.get("ahead", [])
+        carried, ahead = unpack_carried(blobs["carried"], training_problem(built)), blobs.get("ahead", [])
     built.sampler.load(built.policy)
     built.sampler.refill(ahead)
     return Restored(step, carried, said)
@@ -153,7 +153,7 @@ class Before(NamedTuple):
     ahead: list[dict[str, Any]]  # batches that are sampled and not yet learned from
 
 
-def before(policy: Sharded, sampler: Any, carried: Carried) -> Before:
+def before(policy: FSDPPolicy, sampler: Any, carried: Carried) -> Before:
     """A copy of all that the step begins with."""
     tensors = {name: local(x).detach().cpu().clone() for name, x in policy.tensors().items()}
     return Before(tensors, policy.counters(), carried, sampler.drain())

@@ -29,7 +29,7 @@ _FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^`]*+")
 _PYTHON = {"python", "python3", "py"}
 
 
-def passed(problem: Problem, completion: Completion, *, run: Runner) -> float | None:
+def all_tests_pass(problem: Problem, completion: Completion, *, run: Runner) -> float | None:
     """1 iff the program passes every test, proven by the sandbox, else 0; None for tests that no program can pass.
 
     Those are: none at all, tests that do not parse, and tests whose own objects cannot be handed to a program. The
@@ -41,7 +41,7 @@ def passed(problem: Problem, completion: Completion, *, run: Runner) -> float | 
     return float(ran.proven and all(ran.verdicts))
 
 
-def share_passed(problem: Problem, completion: Completion, *, run: Runner) -> float | None:
+def share_of_tests(problem: Problem, completion: Completion, *, run: Runner) -> float | None:
     """The share of the tests that the program passes, in [0, 1]: k of n asserts are k / n; None as in `passed`.
 
     What ran before a time-out or a crash counts. A program that answers every test and is not proven to the end

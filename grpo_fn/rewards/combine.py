@@ -12,7 +12,7 @@ from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Rollout
 
 
-def serial(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+def score_serially(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
     """The plain scorer: one row after the other, in this process. For rewards that cannot hang."""
     return [fn(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
 

@@ -22,7 +22,7 @@ def boxed(problem: Problem, completion: Completion) -> float:
     return 1.0 if (last_box(text) or "").strip() else 0.0
 
 
-def tagged(problem: Problem, completion: Completion, *, tags: Sequence[str]) -> float:
+def answer_tags(problem: Problem, completion: Completion, *, tags: Sequence[str]) -> float:
     """1 iff the completion is `<a>...</a><b>...</b>` for the tags a, b, in this order, and ended by itself; else 0.
 
     Every tag opens once and closes once, no block is empty, and nothing but white space stands outside of the blocks.
@@ -32,7 +32,7 @@ def tagged(problem: Problem, completion: Completion, *, tags: Sequence[str]) -> 
     return _well_tagged(completion.text, completion.truncated, tags)
 
 
-def tagged_by_prompt(problem: Problem, completion: Completion, *, tags: Sequence[str]) -> float:
+def answer_tags_by_prompt(problem: Problem, completion: Completion, *, tags: Sequence[str]) -> float:
     """`tagged`, for a prompt or chat template that has opened the first tag already: the completion is inside of it."""
     return _well_tagged(f"<{tags[0]}>{completion.text}" if tags else "", completion.truncated, tags)
 

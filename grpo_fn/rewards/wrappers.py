@@ -7,14 +7,14 @@ from typing import Any
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 
 
-def within(
+def with_timeout(
     problem: Problem, completion: Completion, *, reward: RewardFn, seconds: float
 ) -> float | Awaitable[float | None] | None:
     """`reward` of the row; whoever scores it in a process that can be killed gives it `seconds` of wall clock.
 
     The function itself keeps no time: nothing can stop a Python function from inside the process it runs in. In a gin
-    file, for a judge that is slower than the rest: `judge/wrappers.within.reward = @mine.judge`,
-    `judge/wrappers.within.seconds = 60.0`, and `@judge/wrappers.within` among the parts.
+    file, for a judge that is slower than the rest: `judge/wrappers.with_timeout.reward = @mine.judge`,
+    `judge/wrappers.with_timeout.seconds = 60.0`, and `@judge/wrappers.with_timeout` among the parts.
     """
     return reward(problem, completion)
 
@@ -27,12 +27,12 @@ def seconds_of(fn: Any) -> float | None:
     """
     found = []
     while isinstance(fn, partial):
-        if fn.func is within:
+        if fn.func is with_timeout:
             found.append(fn.keywords["seconds"])
         fn = fn.keywords.get("reward")
     for seconds in found:
         if not seconds > 0:
-            raise ValueError(f"wrappers.within seconds: got {seconds}, wanted more than 0")
+            raise ValueError(f"wrappers.with_timeout seconds: got {seconds}, wanted more than 0")
     return min(found, default=None)
 
 

@@ -39,8 +39,8 @@ SANDBOX = (
 NAMES = {
     "math": Named("grpo_fn.rewards.math.correct", ("answer",), GOLD, 5.0, ()),
     "lenient": Named("grpo_fn.rewards.math.lenient", ("answer",), GOLD, 5.0, ()),
-    "code": Named("grpo_fn.rewards.code.passed", ("tests",), TESTS, 30.0, SANDBOX),
-    "share_passed": Named("grpo_fn.rewards.code.share_passed", ("tests",), TESTS, 30.0, SANDBOX),
+    "code": Named("grpo_fn.rewards.code.all_tests_pass", ("tests",), TESTS, 30.0, SANDBOX),
+    "share_passed": Named("grpo_fn.rewards.code.share_of_tests", ("tests",), TESTS, 30.0, SANDBOX),
 }
 
 

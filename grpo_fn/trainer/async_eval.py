@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from grpo_fn.analysis import health
-from grpo_fn.analysis.evaluation import Judged, evaluate, summarise
+from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging.stopwatch import noting
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.local.local_sampler import Choose
 from grpo_fn.shell.world import World
-from grpo_fn.trainer.recording import record_evaluation, tell
+from grpo_fn.trainer.recording import record_evaluation, report_findings
 from grpo_fn.trainer.state import BEST, Progress, figures_of, reload
 
 ROUND = 0.5  # seconds between two looks at whether to stop, while one waits
 
 
 @dataclass(frozen=True)
-class Evaluator:
+class AsyncEvaluator:
     """Two samplers on one engine, which the training does not need, and workers of its own for the judges."""
 
     greedy: Any
@@ -38,23 +38,23 @@ class Evaluator:
 
 
 @contextmanager
-def opened(
+def open_evaluator(
     make: Callable[[], Any], choose: Choose, pool: Callable[[], RewardPool], key: Tensor, world: World
-) -> Iterator[Evaluator]:
+) -> Iterator[AsyncEvaluator]:
     """The evaluator while the run goes on. `make` starts the engine: a sampler of greedy answers, as a dataclass."""
     greedy = world.together(make, what="starting the evaluator")
     with closing(greedy):
-        yield Evaluator(greedy, replace(greedy, choose=choose), pool, key)
+        yield AsyncEvaluator(greedy, replace(greedy, choose=choose), pool, key)
 
 
-class Found(NamedTuple):
+class EvaluationResult(NamedTuple):
     """What came of an evaluation."""
 
-    judged: list[Judged]
+    judged: list[GradedAnswer]
     complaints: list[str]  # of judges, on rows that were lost
 
 
-def ask(built: Any, evaluator: Evaluator) -> Found:
+def run_evaluation(built: Any, evaluator: AsyncEvaluator) -> EvaluationResult:
     """The evaluation itself, on the main rank alone. Its workers begin and end with it: they live in its thread."""
     how = built.evaluation
     with evaluator.pool() as pool:
@@ -68,28 +68,28 @@ def ask(built: Any, evaluator: Evaluator) -> Found:
             answer=how.answer,
             score=pool.score,
         )
-        return Found(judged, [*pool.complaints])
+        return EvaluationResult(judged, [*pool.complaints])
 
 
-def look_after(
+def advance_evaluation(
     built: Any, progress: Progress, voice: Any, *, due: bool, stop: Callable[[], bool]
 ) -> list[health.Finding]:
-    """After a step: take in what has come, and begin what is due; returns what ends the run (`Built.stop_on`).
+    """After a step: take in what has come, and begin what is due; returns what ends the run (`TrainingRun.stop_on`).
 
     There are never two at once: what is at work when another one is due is waited for, unless a stop is asked for
     meanwhile. What is not begun or has not come is pending then.
     """
-    fatal = take_in(built, progress, voice, patience=0.0)
+    fatal = record_if_done(built, progress, voice, patience=0.0)
     if due:
         progress.pending.append(progress.state.step)
-        found, free = settled(built, progress, voice, stop=stop)
+        found, free = wait_for_evaluation(built, progress, voice, stop=stop)
         fatal += found
         if free:
-            begin(built, progress.state.step, voice)
+            begin_evaluation(built, progress.state.step, voice)
     return fatal
 
 
-def settled(
+def wait_for_evaluation(
     built: Any, progress: Progress, voice: Any, *, stop: Callable[[], bool]
 ) -> tuple[list[health.Finding], bool]:
     """Wait for what is at work: (what ends the run, whether nothing is at work). A stop ends the wait."""
@@ -99,44 +99,48 @@ def settled(
     while voice.background.name is not None:
         if stop():
             return fatal, False
-        fatal += take_in(built, progress, voice, patience=ROUND)
+        fatal += record_if_done(built, progress, voice, patience=ROUND)
     return fatal, True
 
 
-def last(built: Any, progress: Progress, voice: Any, *, stop: Callable[[], bool]) -> bool:
+def finish_evaluations(built: Any, progress: Progress, voice: Any, *, stop: Callable[[], bool]) -> bool:
     """Wait for what is at work after the last step. False when a stop was asked for: it stays pending."""
     with noting(built.world, progress.state.step, voice.clock), voice.clock.span("evaluate"):
-        settled(built, progress, voice, stop=stop)
+        wait_for_evaluation(built, progress, voice, stop=stop)
     return not progress.pending
 
 
-def begin(built: Any, step: int, voice: Any) -> None:
+def begin_evaluation(built: Any, step: int, voice: Any) -> None:
     """Push the policy's weights, which are those of `step`, and have the questions asked; every rank takes part."""
     voice.evaluator.greedy.load(built.policy)
-    voice.background.begin(f"evaluation of step {step}", partial(ask, built, voice.evaluator))
+    voice.background.begin(f"evaluation of step {step}", partial(run_evaluation, built, voice.evaluator))
 
 
-def take_in(built: Any, progress: Progress, voice: Any, *, patience: float) -> list[health.Finding]:
+def record_if_done(built: Any, progress: Progress, voice: Any, *, patience: float) -> list[health.Finding]:
     """Record the evaluation at work once it is over; returns what, of the news in it, ends the run."""
     if voice.background.name is None:
         return []
     step, now = progress.pending[0], progress.state.step
-    figures = voice.background.taken(partial(written, built, step, now, voice), patience=patience)
+    figures = voice.background.taken(partial(write_evaluation, built, step, now, voice), patience=patience)
     if figures is None:
         return []
-    credited(progress, step, figures)
+    credit_score(progress, step, figures)
     before = [line for line in voice.history if line["step"] <= step]
-    voice.history[:] = amended(voice.history, step, figures)
+    voice.history[:] = amend_history(voice.history, step, figures)
     where = "before training" if step == 0 else f"evaluation of step {step}"
     voice.console.line(
         f"{where}: accuracy {figures[BEST]:.3f} on {len(built.held_out)} held-out problems, "
         f"{figures['eval/seconds']:.1f} s beside the training, known after step {now}"
     )
-    found = built.world.agree(partial(late, built, before, amended(before, step, figures)), what="the rules of health")
-    return tell(found, step, voice.console, voice.writer)
+    found = built.world.agree(
+        partial(late_findings, built, before, amend_history(before, step, figures)), what="the rules of health"
+    )
+    return report_findings(found, step, voice.console, voice.writer)
 
 
-def written(built: Any, step: int, now: int, voice: Any, found: Found, seconds: float) -> dict[str, float]:
+def write_evaluation(
+    built: Any, step: int, now: int, voice: Any, found: EvaluationResult, seconds: float
+) -> dict[str, float]:
     """On the main rank: an evaluation in the files of the run, at its step; returns its figures."""
     how = built.evaluation
     record_evaluation(built.run_dir, step, found.judged, built.cadence.show_rows, voice.writer)
@@ -151,12 +155,12 @@ def written(built: Any, step: int, now: int, voice: Any, found: Found, seconds: 
     return figures
 
 
-def amended(history: health.History, step: int, figures: Mapping[str, float]) -> list[health.Line]:
+def amend_history(history: health.History, step: int, figures: Mapping[str, float]) -> list[health.Line]:
     """The history with the figures in the line of their step."""
     return [{**line, **health.line(step, figures)} if line["step"] == step else line for line in history]
 
 
-def late(
+def late_findings(
     built: Any, before: health.History, after: health.History
 ) -> tuple[list[health.Finding], list[health.Finding]]:
     """What the rules would have said after a step, had its evaluation been there, and did not say then."""
@@ -168,7 +172,7 @@ def late(
     return said, fatal
 
 
-def credited(progress: Progress, step: int, figures: Mapping[str, float]) -> None:
+def credit_score(progress: Progress, step: int, figures: Mapping[str, float]) -> None:
     """The figures count for the checkpoint of their step."""
     progress.pending.remove(step)
     if isfinite(figures[BEST]):
@@ -178,7 +182,7 @@ def credited(progress: Progress, step: int, figures: Mapping[str, float]) -> Non
         progress.accuracy_before = figures[BEST]
 
 
-def again(built: Any, progress: Progress, voice: Any, *, stop: Callable[[], bool]) -> list[health.Finding]:
+def resume_pending(built: Any, progress: Progress, voice: Any, *, stop: Callable[[], bool]) -> list[health.Finding]:
     """What was pending in the checkpoint that the run goes on from; returns what ends the run.
 
     An evaluation that came in after the checkpoint is in the metrics; another one is made again, of the weights in the
@@ -188,20 +192,20 @@ def again(built: Any, progress: Progress, voice: Any, *, stop: Callable[[], bool
     for step in [*progress.pending]:
         known = built.world.agree(partial(figures_of, built.run_dir, step), what=f"the metrics of step {step}")
         if BEST in known:
-            credited(progress, step, known)
+            credit_score(progress, step, known)
             continue
         broken = None if step == now else built.world.agree(partial(store.flaw, root, step), what="a checkpoint")
         if broken is not None:
             voice.console.line(f"the evaluation of step {step} is lost, its weights are not there any more: {broken}")
             progress.pending.remove(step)
             continue
-        found, free = settled(built, progress, voice, stop=stop)
+        found, free = wait_for_evaluation(built, progress, voice, stop=stop)
         fatal += found
         if not free:
             break
         if step != now:
             reload(built.run_dir, step, built.policy, built.world)
-        begin(built, step, voice)
+        begin_evaluation(built, step, voice)
         if step != now:
             reload(built.run_dir, now, built.policy, built.world)
     return fatal

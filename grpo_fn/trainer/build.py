@@ -13,7 +13,7 @@ from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task
 
 
-class Prepared(NamedTuple):
+class PreparedModel(NamedTuple):
     """A model's folder and tokenizer, and the problems whose prompts leave room for a completion."""
 
     folder: str
@@ -30,7 +30,7 @@ def prepare(
     *,
     encode: hf.Encode,
     overlong_prompts: Callable[..., tuple[Task, int]],
-) -> Prepared:
+) -> PreparedModel:
     """Make the model's folder there, and look at every prompt: those of the task, and those `drawn` from it.
 
     Raises ValueError for a prompt without tokens, and as `overlong_prompts` does for one that leaves no room.
@@ -45,7 +45,7 @@ def prepare(
         )
     room = positions(config)
     if room is None:
-        return Prepared(folder, tokenizer, task)
+        return PreparedModel(folder, tokenizer, task)
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out
         overlong.refuse(task._replace(rows=tuple(drawn)), length, room - max_new_tokens)
-    return Prepared(folder, tokenizer, overlong_prompts(task, length, room - max_new_tokens)[0])
+    return PreparedModel(folder, tokenizer, overlong_prompts(task, length, room - max_new_tokens)[0])

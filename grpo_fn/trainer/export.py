@@ -8,18 +8,18 @@ from torch import Tensor
 from grpo_fn.shell.atomic_io import write_json
 from grpo_fn.shell.checkpoint.store import prune
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.metrics_writer import Mute
+from grpo_fn.shell.logging.metrics_writer import NullLogger
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.trainer.state import BEST, Progress
 
 
-def finish(built: Any, progress: Progress, console: Console | Mute) -> None:
+def export_run(built: Any, progress: Progress, console: Console | NullLogger) -> None:
     """Export the model and say what came of the run."""
     weights = {name: x.cpu() for name, x in built.policy.weights(trained=False) if built.world.main}
-    built.world.agree(partial(finished, built, progress, weights, console), what="exporting the model")
+    built.world.agree(partial(write_export, built, progress, weights, console), what="exporting the model")
 
 
-def finished(built: Any, progress: Progress, weights: dict[str, Tensor], console: Console | Mute) -> None:
+def write_export(built: Any, progress: Progress, weights: dict[str, Tensor], console: Console | NullLogger) -> None:
     """What the main rank does of it."""
     # A process killed after its last checkpoint may not have come to it.
     cadence = built.cadence

@@ -12,15 +12,15 @@ from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.step import Experience, Stages, of_samples
 from grpo_fn.analysis import compare_algorithms, health, token_report
-from grpo_fn.analysis.evaluation import Judged
+from grpo_fn.analysis.evaluation import GradedAnswer
 from grpo_fn.analysis.html import page, token_page
 from grpo_fn.core import checksums
 from grpo_fn.core.types import Gains, Scores
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import eval_store, rollout_store
-from grpo_fn.shell.logging.async_writer import LateWriter
+from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.metrics_writer import Mute, table
+from grpo_fn.shell.logging.metrics_writer import NullLogger, table
 from grpo_fn.shell.policy.checksums import Noted
 from grpo_fn.trainer import presets
 
@@ -34,7 +34,7 @@ AS_SAMPLED = (
 REFUSED = " The step was refused: too few groups had a signal, and no update was made."
 
 
-def samples(seen: Experience, count: int) -> list[Row]:
+def sample_rows(seen: Experience, count: int) -> list[Row]:
     """The first samples as a person would read them."""
     problems, rollout, reward = seen.groups
     size, adv = reward.value.shape[1], of_samples(seen.adv, seen.groups)
@@ -67,21 +67,21 @@ def compare(config: Path, mine: Stages, seen: Experience, gains: Gains, key: Ten
     }
     signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
     cosine, share = compare_algorithms.cosines(signal), compare_algorithms.moved(signal, seen.groups.rollout.mask)
-    return Compared([*compared(list(views), cosine[0], share), *left_out(refused)], cosine)
+    return Compared([*comparison_rows(list(views), cosine[0], share), *refused_rows(refused)], cosine)
 
 
-def compared(names: Sequence[str], alike: Float[Tensor, "K"], share: Float[Tensor, "K"]) -> list[Row]:
+def comparison_rows(names: Sequence[str], alike: Float[Tensor, "K"], share: Float[Tensor, "K"]) -> list[Row]:
     """A line for each view."""
     figures = zip(names, alike.tolist(), share.tolist(), strict=True)
     return [{"preset": n, "cosine with this run": f"{a:.3f}", "tokens moved": f"{s:.3f}"} for n, a, s in figures]
 
 
-def left_out(refused: dict[str, str]) -> list[Row]:
+def refused_rows(refused: dict[str, str]) -> list[Row]:
     """A line for each preset that does not fit the run."""
     return [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
 
 
-def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, writer: LateWriter) -> None:
+def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter) -> None:
     """Store the rollout; put distributions, a few samples and the lens where TensorBoard shows them."""
     cadence = built.cadence
     adv = of_samples(seen.adv, seen.groups)
@@ -93,7 +93,7 @@ def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, w
     writer.histogram(step, "generation/length", rollout.mask.sum(-1))
     writer.histogram(step, "loss/ratio", seen.ratio)
     if due(step, cadence.show_every):
-        show(writer, step, "samples", samples(seen, cadence.show_rows))
+        show(writer, step, "samples", sample_rows(seen, cadence.show_rows))
     if due(step, cadence.lens_every):
         found = compare(built.run_dir / "config.gin", built.algo, seen, gains, key)
         show(writer, step, "lens/presets", found.rows)
@@ -102,9 +102,9 @@ def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, w
         record_signal(built, step, seen, gains, writer)
 
 
-def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer: LateWriter) -> None:
+def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer: AsyncWriter) -> None:
     """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
-    shown, said = explained(built, seen, gains)
+    shown, said = token_signals(built, seen, gains)
     writer.do(f"the signal of step {step}", partial(write_page, built.run_dir, step, shown, said))
     show(writer, step, "signal/strongest", token_report.strongest(shown, count=STRONGEST))
     writer.image(step, "signal/rows", token_report.strip(shown, columns=COLUMNS, cell=CELL))
@@ -112,11 +112,11 @@ def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer:
 
 def token_by_token(built: Any, step: int, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
     """The learning signal of a step, and the page that shows it."""
-    shown, said = explained(built, seen, gains)
-    return shown, paged(built.run_dir, step, shown, said)
+    shown, said = token_signals(built, seen, gains)
+    return shown, token_page_html(built.run_dir, step, shown, said)
 
 
-def explained(built: Any, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
+def token_signals(built: Any, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
     """The learning signal of a step as plain lists, and what it is the signal of. The tokenizer is the training's."""
     algo, tokenizer = built.algo, built.tokenizer
     signal, figures = token_report.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
@@ -127,7 +127,7 @@ def explained(built: Any, seen: Experience, gains: Gains) -> tuple[token_report.
     return shown, AS_SAMPLED + REFUSED * refused
 
 
-def paged(run_dir: Path, step: int, shown: token_report.Shown, said: str) -> str:
+def token_page_html(run_dir: Path, step: int, shown: token_report.Shown, said: str) -> str:
     """The page that shows a learning signal."""
     return token_page.document(shown, title=f"Step {step} of {run_dir.name}", said=said)
 
@@ -136,10 +136,10 @@ def write_page(run_dir: Path, step: int, shown: token_report.Shown, said: str) -
     """RUN/signal/step_N.html."""
     path = run_dir / "signal" / f"step_{step}.html"
     path.parent.mkdir(exist_ok=True)
-    write_bytes(path, paged(run_dir, step, shown, said).encode())
+    write_bytes(path, token_page_html(run_dir, step, shown, said).encode())
 
 
-def digested(built: Any, step: int, seen: Experience, noted: Noted) -> dict[str, Any]:
+def step_checksums(built: Any, step: int, seen: Experience, noted: Noted) -> dict[str, Any]:
     """The step's line in digests.jsonl: its checksums, and what they may depend on besides. Every rank takes part."""
     (_, rollout, reward), world = seen.groups, built.world
     return {
@@ -153,27 +153,29 @@ def digested(built: Any, step: int, seen: Experience, noted: Noted) -> dict[str,
     }
 
 
-def record_evaluation(run_dir: Path, step: int, judged: Sequence[Judged], rows: int, writer: LateWriter) -> None:
+def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], rows: int, writer: AsyncWriter) -> None:
     """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
     eval_store.store(run_dir / "eval", step, [one.row() for one in judged])
     show(writer, step, "eval/samples", [one.shown() for one in judged[:rows]])
 
 
-def examine(
-    built: Any, step: int, history: health.History, console: Console | Mute, writer: LateWriter | Mute
+def check_health(
+    built: Any, step: int, history: health.History, console: Console | NullLogger, writer: AsyncWriter | NullLogger
 ) -> list[health.Finding]:
     """Say what the rules newly find in the metrics; what ends the run is returned, the same on every rank.
 
     The main rank judges: seconds and memory differ between ranks, and a rule may look at them.
     """
-    return tell(built.world.agree(partial(findings, built, history), what="the rules of health"), step, console, writer)
+    return report_findings(
+        built.world.agree(partial(findings, built, history), what="the rules of health"), step, console, writer
+    )
 
 
-def tell(
+def report_findings(
     found: tuple[Sequence[health.Finding], Sequence[health.Finding]],
     step: int,
-    console: Console | Mute,
-    writer: LateWriter | Mute,
+    console: Console | NullLogger,
+    writer: AsyncWriter | NullLogger,
 ) -> list[health.Finding]:
     """Say what was found of a step: what warns, and what ends the run, which is returned."""
     said, fatal = found
@@ -194,7 +196,7 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def show(writer: LateWriter | Mute, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
+def show(writer: AsyncWriter | NullLogger, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Rows as a table in TensorBoard's text tab."""
     if rows:
         writer.text(step, tag, table(rows))

@@ -12,7 +12,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carried, Gains, Groups, Reward, Rollout, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.world import World
 
 BEST = "eval/accuracy"  # what keep_best goes by
@@ -33,7 +33,7 @@ class Progress:
     scores: dict[int, float] = field(default_factory=dict)  # of those that came in, by step: what keep_best goes by
 
 
-def recalled(run_dir: Path) -> list[health.Line]:
+def read_history(run_dir: Path) -> list[health.Line]:
     """What the rules of health remember of a run, from its metrics.jsonl."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
     return health.kept([health.line(row.pop("step"), row) for row in rows])
@@ -45,13 +45,13 @@ def figures_of(run_dir: Path, step: int) -> dict[str, float]:
     return next((health.line(step, row) for row in rows if row.pop("step") == step), {})
 
 
-def begun(run_dir: Path) -> bool:
+def has_progress(run_dir: Path) -> bool:
     """Whether a run folder holds anything that a run has found out."""
     metrics = run_dir / "metrics.jsonl"
     return bool(store.steps(run_dir / "checkpoints")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def packed_progress(progress: Progress, policy: Sharded, adapters: LoRA | None) -> tuple[dict[str, Any], dict]:
+def packed_progress(progress: Progress, policy: FSDPPolicy, adapters: LoRA | None) -> tuple[dict[str, Any], dict]:
     """What a checkpoint holds besides tensors: (blobs, meta)."""
     measured_now = progress.evaluated == progress.state.step  # a score counts for the weights that earned it
     meta = {
@@ -65,12 +65,12 @@ def packed_progress(progress: Progress, policy: Sharded, adapters: LoRA | None) 
         "scores": {str(step): score for step, score in progress.scores.items()},
         "lora": None if adapters is None else asdict(adapters),
     }
-    return {"policy": policy.counters(), "carried": packed(progress.carried), "ahead": progress.ahead}, meta
+    return {"policy": policy.counters(), "carried": pack_carried(progress.carried), "ahead": progress.ahead}, meta
 
 
 def restore(
     run_dir: Path,
-    policy: Sharded,
+    policy: FSDPPolicy,
     problem: Callable[[int], Problem],
     world: World,
     *,
@@ -94,7 +94,7 @@ def restore(
     policy.restore(partial(store.load_into, path, world=world), blobs["policy"])
     return Progress(
         state=RunState(meta["step"], meta["seed"]),
-        carried=unpacked(blobs["carried"], problem),
+        carried=unpack_carried(blobs["carried"], problem),
         accuracy_before=number(meta["accuracy_before"]),
         accuracy=number(meta["accuracy"]),
         evaluated=meta["evaluated"],
@@ -105,7 +105,7 @@ def restore(
     )
 
 
-def reload(run_dir: Path, step: int, policy: Sharded, world: World) -> None:
+def reload(run_dir: Path, step: int, policy: FSDPPolicy, world: World) -> None:
     """The policy as the checkpoint of a step holds it; every rank takes part."""
     path = run_dir / "checkpoints" / f"step_{step}"
     blobs = world.agree(partial(store.blobs, path), what=f"reading the checkpoint of step {step}")
@@ -128,7 +128,7 @@ def newest(root: Path, *, start_over: bool) -> tuple[Path | None, dict[str, Any]
     return found.path, store.blobs(found.path), found.meta, said
 
 
-def packed(carried: Carried) -> dict[str, Any]:
+def pack_carried(carried: Carried) -> dict[str, Any]:
     """What is carried, as containers of numbers, strings and tensors."""
     waiting = carried.waiting
     return {
@@ -144,7 +144,7 @@ def packed(carried: Carried) -> dict[str, Any]:
     }
 
 
-def unpacked(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -> Carried:
+def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -> Carried:
     """The inverse of `packed`."""
     waiting = blob["waiting"] and Groups(
         tuple(problem(uid) for uid in blob["waiting"]["uids"]),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad
 
 from grpo_fn.algo.credit import Credit
-from grpo_fn.algo.step import recomputed
+from grpo_fn.algo.step import from_trainer
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Gains, Policy, Pullback, Reward, Rollout, Scores
 
@@ -59,7 +59,7 @@ def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -
     return bool(value(logp - 1) != value(logp)) or not torch.equal(with_drift, without)
 
 
-def found_by_update(old_logp: OldLogp, updates: int, credit: Credit, mark: Mark, parts: Sequence[str]) -> bool:
+def own_pass_suffices(old_logp: OldLogp, updates: int, credit: Credit, mark: Mark, parts: Sequence[str]) -> bool:
     """Whether the trainer's logp_old can be what a step's one update finds in its own pass, instead of one before it.
 
     It can where nobody asks for it earlier: neither a credit that moves with logp_old - logp_ref, nor whoever marks
@@ -67,11 +67,13 @@ def found_by_update(old_logp: OldLogp, updates: int, credit: Credit, mark: Mark,
     """
     drift = torch.rand(2, 2, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
-    early = not torch.equal(with_drift, without) or any(bool(mark(*marking(scale)).any()) for scale in (0.1, 1.0, 10.0))
-    return updates == 1 and getattr(old_logp, "func", old_logp) is recomputed and not early
+    early = not torch.equal(with_drift, without) or any(
+        bool(mark(*marking_batch(scale)).any()) for scale in (0.1, 1.0, 10.0)
+    )
+    return updates == 1 and getattr(old_logp, "func", old_logp) is from_trainer and not early
 
 
-def marking(scale: float) -> tuple[Batch, Tensor]:
+def marking_batch(scale: float) -> tuple[Batch, Tensor]:
     """Rows to ask about marks: log-probs and advantages far apart, every token but the first sampled."""
     number = torch.arange(32, dtype=torch.float64).view(4, 8)
     mask, logp = number % 8 > 0, -scale * (number * 7 % 32)
@@ -126,12 +128,12 @@ def check_stale(objective: Objective, old_logp: OldLogp, max_staleness: int) -> 
     Something does when the learning signal moves with logp_sampled: a correction, the ratio where logp_old is the
     sampler's, a loss around the sampler (dppo_tv). KL and bonus are left out of the question.
     """
-    if max_staleness > 0 and len({probed(objective, old_logp, gap).signal for gap in GAPS}) == 1:
+    if max_staleness > 0 and len({probe_objective(objective, old_logp, gap).signal for gap in GAPS}) == 1:
         raise ValueError(
             f"max_staleness: got {max_staleness} with an objective that does not ask how likely the sampler found its "
             "samples, so stale ones would be learned from as if they were fresh: wanted max_staleness 0, or "
-            "train.train.old_logp = @step.recomputed and "
-            "objective.policy_objective.correct = @importance.truncated"
+            "train.train.old_logp = @step.from_trainer and "
+            "objective.policy_objective.correct = @importance.truncated_weight"
         )
 
 
@@ -141,26 +143,26 @@ def check_correction(objective: Objective, old_logp: OldLogp) -> None:
     That is one that gives weights other than 1 to samples of another policy when the trainer's log-probs are logp_old,
     and never with the `old_logp` there is.
     """
-    able, does = (any(probed(objective, f, gap).corrected for gap in GAPS) for f in (recomputed, old_logp))
+    able, does = (any(probe_objective(objective, f, gap).corrected for gap in GAPS) for f in (from_trainer, old_logp))
     if able and not does:
         raise ValueError(
             "correct: got a correction by logp_old - logp_sampled and an old_logp that is logp_sampled itself, so "
-            "every weight is 1: wanted train.train.old_logp = @step.recomputed, or "
-            "objective.policy_objective.correct = @importance.none"
+            "every weight is 1: wanted train.train.old_logp = @step.from_trainer, or "
+            "objective.policy_objective.correct = @importance.no_correction"
         )
 
 
 GAPS = (0.0, 0.1, -0.1, 1.0, -1.0, 20.0, -20.0)  # logp - logp_sampled, nats: within any clip or mask, and beyond
 
 
-class Probed(NamedTuple):
+class ObjectiveProbe(NamedTuple):
     """What an objective makes of a few samples."""
 
     signal: tuple[float, ...]  # on each sampled token
     corrected: bool  # whether some weight is not 1
 
 
-class Trainer(NamedTuple):
+class StubPolicy(NamedTuple):
     """A policy that says the same of every rollout, and can do nothing else."""
 
     now: Tensor
@@ -181,7 +183,7 @@ class Trainer(NamedTuple):
         raise NotImplementedError
 
 
-def probed(objective: Objective, old_logp: OldLogp, gap: float) -> Probed:
+def probe_objective(objective: Objective, old_logp: OldLogp, gap: float) -> ObjectiveProbe:
     """Two samples, one good and one bad, which the sampler found exp(-gap) times as likely as the trainer does.
 
     Both gains are 0, which leaves the corrected token loss.
@@ -189,10 +191,10 @@ def probed(objective: Objective, old_logp: OldLogp, gap: float) -> Probed:
     mask = torch.tensor([[False, True, True], [False, True, True]])
     now = torch.full((2, 3), -30.0, dtype=torch.float64)  # so far down that no gap makes a probability above 1
     rollout = Rollout(mask.long(), mask, now - gap, ~mask[:, 1], ("", ""))
-    old = old_logp(Trainer(now), rollout)
+    old = old_logp(StubPolicy(now), rollout)
     adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(now)
     batch = Batch(mask.long(), mask, rollout.logp_sampled, old, now, adv, torch.zeros_like(mask))
     loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(0.0, 0.0))
     signal, seen = grad(loss, has_aux=True)(Scores(now, torch.ones_like(now)))
     weight = seen.get("correction", torch.ones_like(now))
-    return Probed(tuple(signal.logp[mask].tolist()), bool((weight != 1)[mask].any()))
+    return ObjectiveProbe(tuple(signal.logp[mask].tolist()), bool((weight != 1)[mask].any()))

@@ -125,7 +125,7 @@ def test_has_unit_std(f, g):
 @given(groups())
 def test_leave_one_out_is_n_over_n_minus_one_times_centered(g):
     n = int(g[1].sum())
-    close(advantage.leave_one_out(*g), advantage.centered(*g) * (n / (n - 1) if n > 1 else 0.0))
+    close(advantage.leave_one_out(*g), advantage.mean_centered(*g) * (n / (n - 1) if n > 1 else 0.0))
 
 
 @given(st.lists(number, min_size=2, max_size=8))
@@ -133,7 +133,7 @@ def test_formulas_as_scalar_loops(rewards):
     r, v = group(rewards)
     n, mean = len(rewards), statistics.fmean(rewards)
     others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(n)]
-    close(advantage.centered(r, v), group([x - mean for x in rewards])[0])
+    close(advantage.mean_centered(r, v), group([x - mean for x in rewards])[0])
     close(advantage.leave_one_out(r, v), group([x - o for x, o in zip(rewards, others, strict=True)])[0])
     for ddof, std in ((0, statistics.pstdev(rewards)), (1, statistics.stdev(rewards))):
         got = advantage.group_normalized(r, v, eps=1e-4, ddof=ddof)
@@ -270,7 +270,7 @@ def test_max_rl_climbs_the_log_of_the_success_rate_up_to_the_group_size(p, n):
 
     grad_p = p * (1 - p)
     assert expected(advantage.max_rl) == pytest.approx(sum((1 - p) ** (k - 1) * grad_p for k in range(1, n)))
-    assert expected(advantage.centered) == pytest.approx(grad_p * (n - 1) / n)
+    assert expected(advantage.mean_centered) == pytest.approx(grad_p * (n - 1) / n)
     assert expected(advantage.leave_one_out) == pytest.approx(grad_p)
 
 

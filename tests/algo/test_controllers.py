@@ -20,7 +20,7 @@ def test_a_gain_stays_finite_and_is_never_a_reward_for_the_other_side(f, gain, m
 
 @given(gains, st.floats(0.0, 1e3))
 def test_fixed_is_fixed(gain, measured):
-    assert controllers.fixed(gain, measured) == gain
+    assert controllers.constant_gain(gain, measured) == gain
 
 
 @given(positive, positive, st.floats(0.0, 1e3), st.floats(0.0, 1.0), st.floats(0.0, 0.9))

@@ -212,7 +212,7 @@ def test_what_the_sum_of_rewards_hides_its_parts_show():
 @pytest.mark.parametrize("weights", [{"correct": 1.0, "style": 1.0}, {}])
 def test_weights_of_parts_that_there_are_not_are_refused(weights):
     with pytest.raises(ValueError, match=r"weights: got .* wanted some of \['boxed', 'correct'\]"):
-        run(partial(credit.per_part, advantage=advantage.centered, weights=weights), outcomes([[0.0, 1.0]]))
+        run(partial(credit.per_part, advantage=advantage.mean_centered, weights=weights), outcomes([[0.0, 1.0]]))
 
 
 def whitened(numbers: list[float], eps: float) -> list[float]:
@@ -230,7 +230,7 @@ def test_token_whitened_standardises_the_tokens_of_the_step(step, eps):
 
 @given(steps(), st.sampled_from([1e-4, 1e-9]))
 def test_row_whitened_standardises_the_rows_of_the_step(step, eps):
-    inner = partial(credit.outcome, advantage=advantage.centered)
+    inner = partial(credit.outcome, advantage=advantage.mean_centered)
     plain, adv = (run(f, step) for f in (inner, partial(credit.row_whitened, credit=inner, eps=eps)))
     rows = counted(step).any(-1)
     numbers = [plain[p, g][step[2][p, g]][0].item() for p, g in rows.nonzero().tolist()]
@@ -252,7 +252,7 @@ def test_a_long_row_weighs_more_among_tokens_and_not_among_rows():
 @pytest.mark.parametrize(
     "inner",
     [
-        partial(credit.outcome, advantage=advantage.centered),
+        partial(credit.outcome, advantage=advantage.mean_centered),
         partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-6, ddof=1)),
         partial(
             credit.per_part,
@@ -277,5 +277,5 @@ def test_row_whitened_leaves_groups_without_signal_at_exactly_zero_in_float32(in
 
 def test_the_textbook_whitening_does_not():
     """Why the test above is worth having: one lively group and a silent one, in float32, as written."""
-    adv = run(partial(credit.outcome, advantage=advantage.centered), outcomes([[0.1, 0.7, 0.3], [0.5] * 3]))
+    adv = run(partial(credit.outcome, advantage=advantage.mean_centered), outcomes([[0.1, 0.7, 0.3], [0.5] * 3]))
     assert ((adv - adv.mean()) / (adv.std() + 1e-6))[1].any()

@@ -19,15 +19,15 @@ from grpo_fn.core.types import Batch
 ALL = bound(importance, "logp", "row")
 # Also knobs at the edges of what is allowed.
 EDGES = {
-    "truncated(cap=1)": partial(importance.truncated, cap=1.0),
-    "masked(low=0,high=inf)": partial(importance.masked, low=0.0, high=math.inf),
-    "masked(low=1,high=1)": partial(importance.masked, low=1.0, high=1.0),
-    "sequence_masked(low=1,high=1)": partial(importance.sequence_masked, low=1.0, high=1.0),
+    "truncated(cap=1)": partial(importance.truncated_weight, cap=1.0),
+    "masked(low=0,high=inf)": partial(importance.masked_weight, low=0.0, high=math.inf),
+    "masked(low=1,high=1)": partial(importance.masked_weight, low=1.0, high=1.0),
+    "sequence_masked(low=1,high=1)": partial(importance.sequence_masked_weight, low=1.0, high=1.0),
     "off_policy_sequence_mask(delta=0)": partial(importance.off_policy_sequence_mask, delta=0.0),
     "both(masked, sequence_masked)": partial(
         importance.both,
-        weight=partial(importance.masked, low=0.5, high=5.0),
-        mask=partial(importance.sequence_masked, low=0.9, high=1.1),
+        weight=partial(importance.masked_weight, low=0.5, high=5.0),
+        mask=partial(importance.sequence_masked_weight, low=0.9, high=1.1),
     ),
 }
 EVERY = {**ALL, **EDGES}
@@ -226,17 +226,25 @@ def test_formulas_as_scalar_loops(f, row):
 @pytest.mark.parametrize(
     ("f", "row", "wanted"),
     [
-        (importance.none, example([2.0, -2.0]), [1.0, 1.0]),
-        (partial(importance.truncated, cap=2.0), example([math.log(1.5), 1.0, -1.0]), [1.5, 2.0, math.exp(-1)]),
+        (importance.no_correction, example([2.0, -2.0]), [1.0, 1.0]),
+        (partial(importance.truncated_weight, cap=2.0), example([math.log(1.5), 1.0, -1.0]), [1.5, 2.0, math.exp(-1)]),
         (
-            partial(importance.masked, low=0.5, high=5.0),
+            partial(importance.masked_weight, low=0.5, high=5.0),
             example([math.log(4), math.log(6), math.log(0.6), math.log(0.4)]),
             [4.0, 0.0, 0.6, 0.0],
         ),
-        (partial(importance.sequence_truncated, cap=2.0), example([math.log(8), math.log(2)]), [2.0, 2.0]),
-        (partial(importance.sequence_truncated, cap=5.0), example([math.log(8), math.log(2)]), [4.0, 4.0]),
-        (partial(importance.sequence_masked, low=0.5, high=3.0), example([math.log(8), math.log(2)]), [0.0, 0.0]),
-        (partial(importance.sequence_masked, low=0.5, high=4.5), example([math.log(8), math.log(2)]), [4.0, 4.0]),
+        (partial(importance.sequence_truncated_weight, cap=2.0), example([math.log(8), math.log(2)]), [2.0, 2.0]),
+        (partial(importance.sequence_truncated_weight, cap=5.0), example([math.log(8), math.log(2)]), [4.0, 4.0]),
+        (
+            partial(importance.sequence_masked_weight, low=0.5, high=3.0),
+            example([math.log(8), math.log(2)]),
+            [0.0, 0.0],
+        ),
+        (
+            partial(importance.sequence_masked_weight, low=0.5, high=4.5),
+            example([math.log(8), math.log(2)]),
+            [4.0, 4.0],
+        ),
         (
             partial(importance.off_policy_sequence_mask, delta=0.5),
             example([0.0, 0.0], adv=-1.0, behind=[1.2, 0.0]),
@@ -282,15 +290,18 @@ def test_the_off_policy_mask_takes_whole_rows_of_bad_samples_and_no_good_one(row
 
 @given(rows(drift=3.0))
 def test_both_with_nothing_on_one_side_is_the_other(row):
-    weight, mask = partial(importance.truncated, cap=2.0), partial(importance.off_policy_sequence_mask, delta=0.2)
-    exactly(importance.both(*row, weight=weight, mask=importance.none), weight(*row))
-    exactly(importance.both(*row, weight=importance.none, mask=mask), mask(*row))
+    weight, mask = (
+        partial(importance.truncated_weight, cap=2.0),
+        partial(importance.off_policy_sequence_mask, delta=0.2),
+    )
+    exactly(importance.both(*row, weight=weight, mask=importance.no_correction), weight(*row))
+    exactly(importance.both(*row, weight=importance.no_correction, mask=mask), mask(*row))
     exactly(importance.both(*row, weight=weight, mask=mask), weight(*row) * mask(*row))
 
 
 @given(rows(drift=3.0))
 def test_a_mask_that_keeps_its_weight_does_not_square_it(row):
-    f = partial(importance.masked, low=0.5, high=5.0)
+    f = partial(importance.masked_weight, low=0.5, high=5.0)
     exactly(importance.both(*row, weight=f, mask=f), f(*row))
 
 
@@ -315,7 +326,7 @@ def test_truncated_is_unbiased_where_no_weight_reaches_the_cap(seed, vocabulary,
     """sum pi_sampled w f = sum pi_old f, for any f."""
     f, sampled, old, batch = every_token(seed, vocabulary, apart)
     cap = float((old / sampled).max()) + 1e-9
-    w = vmap(partial(importance.truncated, cap=cap))(batch.logp_old, batch)[:, 0]
+    w = vmap(partial(importance.truncated_weight, cap=cap))(batch.logp_old, batch)[:, 0]
     exactly((sampled * w * f).sum(), (old * f).sum())
 
 
@@ -323,7 +334,7 @@ def test_truncated_is_unbiased_where_no_weight_reaches_the_cap(seed, vocabulary,
 def test_the_bias_of_truncated_is_what_is_above_the_cap(seed, vocabulary, apart, cap):
     """|bias| <= max |f| sum (pi_old - cap pi_sampled)+, and the weights' mean never exceeds 1."""
     f, sampled, old, batch = every_token(seed, vocabulary, apart)
-    w = vmap(partial(importance.truncated, cap=cap))(batch.logp_old, batch)[:, 0]
+    w = vmap(partial(importance.truncated_weight, cap=cap))(batch.logp_old, batch)[:, 0]
     beyond = (old - cap * sampled).clamp(min=0).sum()
     assert (sampled * w).sum() == pytest.approx(float(1 - beyond), abs=1e-12)
     assert ((sampled * w * f).sum() - (old * f).sum()).abs() <= f.abs().max() * beyond + 1e-12
@@ -332,7 +343,7 @@ def test_the_bias_of_truncated_is_what_is_above_the_cap(seed, vocabulary, apart,
 @given(seeds, st.integers(2, 9), st.floats(0, 2))
 def test_masked_is_the_expectation_over_the_tokens_it_keeps(seed, vocabulary, apart):
     f, sampled, old, batch = every_token(seed, vocabulary, apart)
-    w = vmap(partial(importance.masked, low=0.5, high=1.5))(batch.logp_old, batch)[:, 0]
+    w = vmap(partial(importance.masked_weight, low=0.5, high=1.5))(batch.logp_old, batch)[:, 0]
     kept = w > 0
     exactly((sampled * w * f).sum(), (old * f)[kept].sum())
 
@@ -340,7 +351,7 @@ def test_masked_is_the_expectation_over_the_tokens_it_keeps(seed, vocabulary, ap
 @given(seeds, st.integers(2, 9))
 def test_without_a_correction_the_expectation_is_the_samplers(seed, vocabulary):
     f, sampled, old, batch = every_token(seed, vocabulary, 1.0)
-    w = vmap(importance.none)(batch.logp_old, batch)[:, 0]
+    w = vmap(importance.no_correction)(batch.logp_old, batch)[:, 0]
     exactly((sampled * w * f).sum(), (sampled * f).sum())
     assert ((sampled - old) * f).sum().abs() > 0
 
@@ -353,12 +364,12 @@ def test_without_a_correction_the_expectation_is_the_samplers(seed, vocabulary):
     [
         *(
             (partial(f, cap=c), f"cap: got {c}, wanted at least 1")
-            for f in (importance.truncated, importance.sequence_truncated)
+            for f in (importance.truncated_weight, importance.sequence_truncated_weight)
             for c in (0.5, -1.0, math.nan)
         ),
         *(
             (partial(f, low=low, high=high), f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high")
-            for f in (importance.masked, importance.sequence_masked)
+            for f in (importance.masked_weight, importance.sequence_masked_weight)
             for low, high in ((1.5, 2.0), (0.5, 0.9), (-0.1, 2.0), (math.nan, 2.0), (0.5, math.nan))
         ),
         *(

@@ -10,8 +10,8 @@ from hypothesis import given
 from grpo_fn.algo import controllers
 
 LOW, HIGH = 1.0, 2.0**24
-dynamic = partial(controllers.dynamic, growth=2.0, backoff=0.5, low=LOW, high=HIGH)
-RULES = {"constant": controllers.constant, "dynamic": partial(dynamic, interval=3)}
+dynamic = partial(controllers.dynamic_loss_scale, growth=2.0, backoff=0.5, low=LOW, high=HIGH)
+RULES = {"constant": controllers.constant_loss_scale, "dynamic": partial(dynamic, interval=3)}
 powers = st.integers(0, 24).map((2.0).__pow__)
 good = st.integers(0, 2)
 every_rule = pytest.mark.parametrize("f", list(RULES.values()), ids=list(RULES))
@@ -38,7 +38,7 @@ def test_good_steps_count_what_was_finite_since_the_last_overflow(f, scale, step
 
 @given(powers, st.lists(st.booleans(), max_size=40))
 def test_a_constant_scale_is_constant(scale, steps):
-    assert run(controllers.constant, scale, steps)[0] == scale
+    assert run(controllers.constant_loss_scale, scale, steps)[0] == scale
 
 
 @given(powers, st.lists(st.booleans(), max_size=60), st.integers(1, 5))

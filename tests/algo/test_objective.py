@@ -157,7 +157,7 @@ def test_a_correction_weighs_the_token_loss_and_nothing_else(f, data):
     assert torch.equal(seen["correction"], c)
     if f.keywords["token_loss"].func in (losses.sequence_ratio, losses.gmpo):
         return  # there a token's loss is moved by the whole row
-    own, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, correct=importance.none), *data)
+    own, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, correct=importance.no_correction), *data)
     exactly(whole.logp, c * own.logp + rest.logp)
 
 
@@ -171,7 +171,7 @@ def silent(logp, row):
 def test_without_a_correction_nothing_asks_the_sampler_unless_the_loss_does(f, data, garbage):
     if f.keywords["token_loss"].func is losses.dppo_tv:
         return
-    f = partial(f, correct=importance.none)
+    f = partial(f, correct=importance.no_correction)
     logp, batch = data
     blind = learn(f, logp, batch._replace(logp_sampled=torch.full_like(logp, garbage)))
     assert all(torch.equal(a, b) for a, b in zip(blind[:2], learn(f, logp, batch)[:2], strict=True))
@@ -213,7 +213,7 @@ def test_grpo_golden_step():
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        correct=importance.none,
+        correct=importance.no_correction,
         kl=kl.k3,
         weigh=aggregation.sequence_mean,
         beta=0.04,

@@ -16,23 +16,23 @@ from torch import Tensor
 
 from grpo_fn.algo import aggregation, controllers, credit, group_sampling, importance, kl, losses, masking, objective
 from grpo_fn.algo import masking as filters
-from grpo_fn.algo.advantage import centered, group_normalized, leave_one_out
+from grpo_fn.algo.advantage import group_normalized, leave_one_out, mean_centered
 from grpo_fn.algo.step import (
     AT_THE_START,
-    Algo,
+    Algorithm,
     Experience,
-    as_found,
-    as_given,
+    compare_as_given,
+    compare_to_own_pass,
     from_sampler,
+    from_trainer,
     grpo_step,
     of_samples,
-    recomputed,
 )
 from grpo_fn.core import prng
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Carried, Gains, Policy, Reward, Rollout, Sampler
-from grpo_fn.rewards.combine import combine, serial
+from grpo_fn.rewards.combine import combine, score_serially
 
 TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
 KEY = prng.key(3, device="cpu")
@@ -73,34 +73,34 @@ def outcome(advantage) -> partial:
 
 def algo(
     beta: float = 0.0, entropy_bonus: float = 0.0, parts: Sequence = (likes_two, likes_one), n: int = 3, **changes
-) -> Algo:
+) -> Algorithm:
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        correct=importance.none,
+        correct=importance.no_correction,
         kl=kl.k3_ratio,
         weigh=aggregation.token_mean,
         beta=beta,
         entropy_bonus=entropy_bonus,
     )
-    reward = partial(combine, parts=parts, weights=[1.0, 0.5][: len(parts)], score=serial)
+    reward = partial(combine, parts=parts, weights=[1.0, 0.5][: len(parts)], score=score_serially)
     cut = {name: changes.pop(name, n) for name, n in {"micro_tokens": 20, "devices": 1}.items()}
     numbers = {
         "group_size": 4,
         "epochs": 1,
         "minibatches": 1,
         "split": partial(dealt, **cut),
-        "anchor": as_given,
+        "anchor": compare_as_given,
         "min_signal": 0,
     }
     plain = {
         "filters": [],
-        "mark": masking.nothing,
-        "kl_control": controllers.fixed,
-        "entropy_control": controllers.fixed,
+        "mark": masking.no_tokens,
+        "kl_control": controllers.constant_gain,
+        "entropy_control": controllers.constant_gain,
     }
-    drawn = {"collect": partial(group_sampling.every, prompts=n), "reward": reward, "credit": outcome(centered)}
-    return Algo(**{**numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes})
+    drawn = {"collect": partial(group_sampling.keep_all, prompts=n), "reward": reward, "credit": outcome(mean_centered)}
+    return Algorithm(**{**numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes})
 
 
 def pair(lr: float = 0.5, reference: Tensor | None = None, table: Tensor = TABLE) -> tuple[TablePolicy, TableSampler]:
@@ -113,12 +113,12 @@ def stream(first: int, count: int) -> list[Problem]:
 
 
 def onwards(
-    policy, sampler, how: Algo, carried: Carried, key: Tensor = KEY, span=lambda name: nullcontext()
+    policy, sampler, how: Algorithm, carried: Carried, key: Tensor = KEY, span=lambda name: nullcontext()
 ) -> tuple[Experience, Carried, dict[str, float]]:
     return grpo_step(policy, sampler, stream, carried, key=key, algo=how, span=span)
 
 
-def step(policy, sampler, how: Algo, **options) -> tuple[Experience, dict[str, float]]:
+def step(policy, sampler, how: Algorithm, **options) -> tuple[Experience, dict[str, float]]:
     """The first step."""
     experience, _, figures = onwards(policy, sampler, how, AT_THE_START, **options)
     return experience, figures
@@ -137,7 +137,7 @@ def test_the_fakes_speak_the_protocols():
     assert isinstance(pair()[1], Sampler)
 
 
-@pytest.mark.parametrize(("old_logp", "asked"), [(from_sampler, []), (recomputed, ["logp"])])
+@pytest.mark.parametrize(("old_logp", "asked"), [(from_sampler, []), (from_trainer, ["logp"])])
 def test_a_step_samples_scores_trains_and_syncs(old_logp, asked):
     policy, sampler = pair()
     log = policy.log
@@ -193,8 +193,8 @@ def by_hand(table: Tensor, rollout: Rollout, adv: Tensor) -> Tensor:
     return torch.stack(terms).mean(0)
 
 
-@pytest.mark.parametrize("advantage", [centered, leave_one_out, partial(group_normalized, eps=1e-4, ddof=0)])
-@pytest.mark.parametrize("old_logp", [from_sampler, recomputed])
+@pytest.mark.parametrize("advantage", [mean_centered, leave_one_out, partial(group_normalized, eps=1e-4, ddof=0)])
+@pytest.mark.parametrize("old_logp", [from_sampler, from_trainer])
 @COSTLY
 @given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
 def test_an_on_policy_step_climbs_the_policy_gradient(advantage, old_logp, seed, micro_tokens):
@@ -216,7 +216,7 @@ def test_an_on_policy_step_climbs_the_policy_gradient(advantage, old_logp, seed,
     assert figures["loss/entropy"] == pytest.approx(float(torch.special.entr(p).sum()))
 
 
-@pytest.mark.parametrize("advantage", [centered, leave_one_out, partial(group_normalized, eps=1e-9, ddof=0)])
+@pytest.mark.parametrize("advantage", [mean_centered, leave_one_out, partial(group_normalized, eps=1e-9, ddof=0)])
 def test_groups_of_equal_rewards_teach_nothing(advantage):
     policy, sampler = pair()
     _, figures = step(policy, sampler, algo(parts=[constant], credit=outcome(advantage), epochs=2))
@@ -268,15 +268,15 @@ def test_a_second_epoch_is_off_policy_against_the_same_old_policy():
 
 
 @pytest.mark.parametrize("reference", [None, torch.linspace(-1, 1, WORDS)])
-@pytest.mark.parametrize("correct", [importance.none, partial(importance.truncated, cap=1.1)])
+@pytest.mark.parametrize("correct", [importance.no_correction, partial(importance.truncated_weight, cap=1.1)])
 @COSTLY
 @given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80), minimum=st.integers(0, 4))
 def test_one_update_finds_the_old_policy_in_its_own_pass(reference, correct, seed, micro_tokens, minimum):
     beta = 0.0 if reference is None else 0.3
     seen = []
     for changes in (
-        {"old_logp": recomputed, "anchor": as_given},
-        {"old_logp": from_sampler, "anchor": partial(as_found, reference=reference is not None)},
+        {"old_logp": from_trainer, "anchor": compare_as_given},
+        {"old_logp": from_sampler, "anchor": partial(compare_to_own_pass, reference=reference is not None)},
     ):
         policy, sampler = pair(reference=reference)
         sampler.table = sampler.table.roll(1)  # older weights: logp_sampled is not logp_old
@@ -393,7 +393,7 @@ def test_a_step_with_too_little_signal_is_refused_and_said(min_signal):
 
 def test_a_sample_that_a_filter_leaves_out_stays_in_the_baseline():
     policy, sampler = pair()
-    experience, _ = step(policy, sampler, algo(filters=[filters.finished]))
+    experience, _ = step(policy, sampler, algo(filters=[filters.drop_truncated]))
     rollout, adv = experience.groups.rollout, row_adv(experience)
     assert rollout.truncated.any()
     assert adv.flatten()[rollout.truncated].any()
@@ -450,13 +450,13 @@ def test_controllers_are_asked_once_a_step_and_move_the_coefficients():
 def test_a_kl_in_the_reward_reaches_the_advantages():
     reference = torch.tensor([1.0, -1.0, 0.0, 0.5, 0.0, -0.5])
     policy, sampler = pair(reference=reference)
-    how = algo(credit=partial(credit.outcome_minus_kl, advantage=centered, beta=0.5))
+    how = algo(credit=partial(credit.outcome_minus_kl, advantage=mean_centered, beta=0.5))
     experience, _ = step(policy, sampler, how)
     (_, rollout, reward), adv = experience.groups, row_adv(experience)
     drift = by_group(
         torch.where(rollout.mask, (TABLE.log_softmax(-1) - reference.log_softmax(-1))[rollout.tokens], 0), 3
     )
-    wanted = [centered(v, ok) for v, ok in zip(reward.value - 0.5 * drift.sum(-1), reward.valid, strict=True)]
+    wanted = [mean_centered(v, ok) for v, ok in zip(reward.value - 0.5 * drift.sum(-1), reward.valid, strict=True)]
     torch.testing.assert_close(adv, torch.stack(wanted).to(adv.dtype))
 
 
@@ -468,7 +468,7 @@ def rarely(problem: Problem, completion: Completion) -> float:
     return float(completion.text.startswith("2 3"))
 
 
-def dynamic(**changes) -> Algo:
+def dynamic(**changes) -> Algorithm:
     numbers = {"prompts": 4, "max_gen_batches": 20, **changes}
     return algo(parts=[rarely], collect=partial(group_sampling.dynamic, **numbers), min_signal=1)
 
@@ -523,7 +523,7 @@ def test_what_is_carried_is_all_that_dynamic_sampling_remembers(seed, cut):
 # -- minibatches and epochs
 
 
-@pytest.mark.parametrize("old_logp", [from_sampler, recomputed])
+@pytest.mark.parametrize("old_logp", [from_sampler, from_trainer])
 def test_every_update_of_a_step_is_measured_against_the_policy_that_sampled(old_logp):
     policy, sampler = pair(lr=5.0)
     step(policy, sampler, algo(n=4, epochs=3, minibatches=2, micro_tokens=10**6, old_logp=old_logp))
@@ -552,7 +552,7 @@ def stale() -> tuple[TablePolicy, TableSampler]:
     return policy, sampler
 
 
-@pytest.mark.parametrize(("old_logp", "rows"), [(from_sampler, slice(8)), (recomputed, slice(None))])
+@pytest.mark.parametrize(("old_logp", "rows"), [(from_sampler, slice(8)), (from_trainer, slice(None))])
 @pytest.mark.parametrize("micro_tokens", [7, 10**6])
 def test_the_mismatch_is_the_samplers_and_not_the_policys_own_movement(old_logp, rows, micro_tokens):
     """Of every token where the trainer is asked before the first update, else of the first minibatch."""
@@ -571,7 +571,7 @@ def test_the_mismatch_is_the_samplers_and_not_the_policys_own_movement(old_logp,
     assert {name: figures[name] for name in wanted} == pytest.approx({k: float(v) for k, v in wanted.items()}, abs=1e-6)
 
 
-@pytest.mark.parametrize("old_logp", [from_sampler, recomputed])
+@pytest.mark.parametrize("old_logp", [from_sampler, from_trainer])
 def test_a_sampler_with_the_policys_weights_shows_no_mismatch_however_far_the_step_goes(old_logp):
     policy, sampler = pair(lr=20.0)
     _, figures = step(policy, sampler, algo(n=4, epochs=3, minibatches=2, old_logp=old_logp))
@@ -585,7 +585,7 @@ def test_where_the_first_minibatch_has_nothing_to_show_no_mismatch_is_made_up():
     def first_half_unscorable(problem: Problem, completion: Completion) -> float | None:
         return None if problem.uid < 12 else likes_two(problem, completion)
 
-    for old_logp, measured in ((from_sampler, False), (recomputed, True)):
+    for old_logp, measured in ((from_sampler, False), (from_trainer, True)):
         policy, sampler = stale()
         how = algo(n=4, minibatches=2, parts=[first_half_unscorable], old_logp=old_logp)
         _, figures = step(policy, sampler, how)
@@ -593,8 +593,8 @@ def test_where_the_first_minibatch_has_nothing_to_show_no_mismatch_is_made_up():
         assert "loss/correction_mean" in figures
 
 
-def with_correction(correct, **changes) -> Algo:
-    how = algo(**{"old_logp": recomputed, **changes})
+def with_correction(correct, **changes) -> Algorithm:
+    how = algo(**{"old_logp": from_trainer, **changes})
     return replace(how, objective=partial(how.objective, correct=correct))
 
 
@@ -602,7 +602,7 @@ def with_correction(correct, **changes) -> Algo:
 @given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
 def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_tokens):
     policy, sampler = stale()
-    correct = partial(importance.truncated, cap=1.2)
+    correct = partial(importance.truncated_weight, cap=1.2)
     how = with_correction(correct, micro_tokens=micro_tokens)
     experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
     rollout = experience.groups.rollout
@@ -616,7 +616,7 @@ def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_toke
 
 def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
     policy, sampler = stale()
-    experience, figures = step(policy, sampler, with_correction(partial(importance.masked, low=0.9, high=1.2)))
+    experience, figures = step(policy, sampler, with_correction(partial(importance.masked_weight, low=0.9, high=1.2)))
     rollout = experience.groups.rollout
     w = apart(rollout).exp()
     kept = (w >= 0.9) & (w <= 1.2)

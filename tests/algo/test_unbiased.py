@@ -201,7 +201,7 @@ def test_on_policy_leave_one_out_is_the_policy_gradient_and_centered_a_share_of_
     theta, reward = policy(seed), rewards(seed, mask)
     wanted = -grad(lambda x: expected_reward(x, reward, mask))(theta)
     exactly(expected_signal(theta, reward, mask, advantage.leave_one_out, row_sum, size, f), wanted)
-    centered = expected_signal(theta, reward, mask, advantage.centered, row_sum, size, f)
+    centered = expected_signal(theta, reward, mask, advantage.mean_centered, row_sum, size, f)
     exactly(centered, wanted * (size - 1) / size)
 
 

@@ -16,18 +16,18 @@ from grpo_fn.analysis.evaluation import (
     TAKEN,
     Attempt,
     Evaluation,
-    Judged,
+    GradedAnswer,
     evaluate,
+    final_answer,
+    grader_names,
     grouped,
-    judge_names,
-    marked,
     summarise,
     word,
 )
 from grpo_fn.analysis.statistics import maj_at_k, pass_at_k, wilson
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards.combine import serial
+from grpo_fn.rewards.combine import score_serially
 
 KEY = prng.key(1, device="cpu")
 KEYS = {
@@ -59,7 +59,7 @@ def samplers() -> tuple[TableSampler, TableSampler]:
 
 
 def found(problems, samples=2, judges=(strict, shaped), answer=first_word, key=KEY):
-    knobs = {"judges": judges, "samples": samples, "answer": answer, "score": serial}
+    knobs = {"judges": judges, "samples": samples, "answer": answer, "score": score_serially}
     return evaluate(*samplers(), problems, key=key, **knobs)
 
 
@@ -130,9 +130,9 @@ def test_scores_and_marks_are_those_of_the_completion():
                 "strict": strict(one.problem, completion),
                 "shaped": shaped(one.problem, completion),
             }
-            assert attempt.marked == (first_word(attempt.text) or "")
+            assert attempt.prediction == (first_word(attempt.text) or "")
             assert attempt.verdict == word(attempt.scores["strict"])
-    assert all(one.greedy.marked is None for one in found(asked(2), answer=None))
+    assert all(one.greedy.prediction is None for one in found(asked(2), answer=None))
 
 
 def test_a_rank_without_problems_finds_nothing():
@@ -155,7 +155,7 @@ def test_the_row_holds_everything_by_name():
     (sample,) = row["samples"]
     assert sample == {**one.samples[0]._asdict(), "verdict": one.samples[0].verdict}
     assert one.shown() == {
-        **{"problem": "why?", "completion": one.greedy.text, "prediction": one.greedy.marked, "truth": "42"},
+        **{"problem": "why?", "completion": one.greedy.text, "prediction": one.greedy.prediction, "truth": "42"},
         **{"verdict": one.greedy.verdict},
     }
     assert "prediction" not in found([Problem(3, "why?", "42", {})], answer=None)[0].shown()
@@ -173,13 +173,13 @@ def attempts(draw) -> Attempt:
 
 
 @st.composite
-def evaluations(draw) -> list[Judged]:
+def evaluations(draw) -> list[GradedAnswer]:
     samples, n = draw(st.integers(0, 4)), draw(st.integers(1, 8))
     metas = [
         draw(st.dictionaries(st.sampled_from(["level", "task"]), st.sampled_from([None, 1, "a b"]))) for _ in range(n)
     ]
     return [
-        Judged(Problem(i, "?", "0", meta), draw(attempts()), tuple(draw(attempts()) for _ in range(samples)))
+        GradedAnswer(Problem(i, "?", "0", meta), draw(attempts()), tuple(draw(attempts()) for _ in range(samples)))
         for i, meta in enumerate(metas)
     ]
 
@@ -236,7 +236,7 @@ def test_samples_give_pass_and_majority(judged):
     for k in ks:
         right = [[s.scores["strict"] == 1.0 for s in drawn] for drawn in scorable]
         passed = [pass_at_k(samples, sum(r), k) for r in right]
-        won = [maj_at_k([s.marked for s in drawn], r, k) for drawn, r in zip(scorable, right, strict=True)]
+        won = [maj_at_k([s.prediction for s in drawn], r, k) for drawn, r in zip(scorable, right, strict=True)]
         for name, of_problems in (("pass", passed), ("maj", won)):
             mean = sum(of_problems) / len(of_problems) if of_problems else math.nan
             assert figures[f"eval/{name}@{k}"] == pytest.approx(mean, nan_ok=True)
@@ -258,11 +258,11 @@ def test_of_nothing_there_are_no_figures():
 
 
 def test_judges_have_names_of_their_own():
-    assert judge_names([strict, partial(shaped)]) == ["strict", "shaped"]
+    assert grader_names([strict, partial(shaped)]) == ["strict", "shaped"]
     with pytest.raises(ValueError, match="judges: got none"):
-        judge_names([])
+        grader_names([])
     with pytest.raises(ValueError, match="wanted different functions"):
-        judge_names([strict, partial(strict)])
+        grader_names([strict, partial(strict)])
 
 
 @pytest.mark.parametrize("name", sorted(TAKEN))
@@ -271,9 +271,9 @@ def test_a_further_judge_never_takes_the_name_of_another_figure(name):
         return 1.0
 
     judge.__name__ = name
-    assert judge_names([judge]) == [name]  # the first is reported as accuracy
+    assert grader_names([judge]) == [name]  # the first is reported as accuracy
     with pytest.raises(ValueError, match=f"got one called {name}"):
-        judge_names([strict, judge])
+        grader_names([strict, judge])
 
 
 def test_the_names_taken_are_those_of_all_figures():
@@ -317,7 +317,7 @@ def test_without_samples_ks_do_not_matter():
     ],
 )
 def test_the_same_answer_is_the_same_vote_however_it_is_set(one, other):
-    assert marked(one) == marked(other) != None  # noqa: E711
+    assert final_answer(one) == final_answer(other) != None  # noqa: E711
 
 
 @pytest.mark.parametrize(
@@ -325,12 +325,12 @@ def test_the_same_answer_is_the_same_vote_however_it_is_set(one, other):
     [(r"\boxed{1,2}", r"\boxed{12}"), (r"\boxed{(1,080)}", r"\boxed{(1080)}"), (r"\boxed{x+1}", r"\boxed{x-1}")],
 )
 def test_different_answers_are_different_votes(one, other):
-    assert marked(one) != marked(other)
+    assert final_answer(one) != final_answer(other)
 
 
 @pytest.mark.parametrize("text", ["", "42", "I think 7", r"\boxed{3", r"\boxed{" + "9" * 300 + "}"])
 def test_nothing_marked_is_no_vote(text):
-    assert not marked(text)
+    assert not final_answer(text)
 
 
 @pytest.mark.parametrize(
@@ -344,5 +344,5 @@ def test_nothing_marked_is_no_vote(text):
 )
 def test_a_megabyte_of_text_votes_at_once(text):
     start = time.process_time()
-    marked(text)
+    final_answer(text)
     assert time.process_time() - start < 3.0

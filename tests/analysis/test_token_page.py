@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from signal_steps import CLIPPED, HOSTILE, UNMOVED, decode, looked_at, special, step
 from steps import KEY, PRESETS, learn, preset, rich_step, steps
 
-from grpo_fn.algo.step import Experience, Stages, judged
+from grpo_fn.algo.step import Experience, Stages, compute_advantages
 from grpo_fn.analysis import token_report
 from grpo_fn.analysis.html import escape, page, token_page
 from grpo_fn.analysis.html.token_page_assets import SCRIPT
@@ -27,7 +27,9 @@ from grpo_fn.core.types import Scores
 
 
 def experience(how, taken) -> tuple[Experience, Scores]:
-    adv, batch = judged(taken.groups, taken.logp_old, taken.logp_ref, UNMOVED, key=KEY, stages=Stages(*how[:4]))
+    adv, batch = compute_advantages(
+        taken.groups, taken.logp_old, taken.logp_ref, UNMOVED, key=KEY, stages=Stages(*how[:4])
+    )
     logp = torch.where(batch.mask, taken.logp, 0.0)
     return Experience(taken.groups, adv, batch), Scores(logp, -logp)
 

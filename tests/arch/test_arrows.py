@@ -145,7 +145,7 @@ def test_the_package_itself_imports_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "complaint"),
     [
-        ("core.types", "from grpo_fn.algo.step import Algo", "core.types:1: core imports grpo_fn.algo.step.Algo"),
+        ("core.types", "from grpo_fn.algo.step import Algo", "core.types:1: core imports grpo_fn.algo.step.Algorithm"),
         ("algo.kl", "def f():\n    import grpo_fn.shell.world", "algo.kl:2: algo imports grpo_fn.shell.world"),
         ("tasks.task", "from ..train import train", "tasks.task:1: tasks imports grpo_fn.train.train"),
         ("rewards.code", "from .. import tasks", "rewards.code:1: rewards imports grpo_fn.tasks"),

@@ -7,7 +7,7 @@ from browser.chrome import Chrome
 from browser.tensorboard_page import headings, lines, opened, served
 
 from grpo_fn.shell.logging import tensorboard_layout
-from grpo_fn.shell.logging.metrics_writer import Writer
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 
 FIGURES = {"loss/kl": 0.1, "loss/kl_gain": 1.0, "loss/ratio_mean": 1.0, "loss/ratio_min": 0.9, "loss/ratio_max": 1.1}
 FIGURES |= {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "advantage/no_signal": 0.25}
@@ -19,7 +19,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     run_dir = tmp_path_factory.mktemp("runs") / "one"
     run_dir.mkdir()
     (run_dir / "config.gin").write_text(TEXT)
-    with Writer(run_dir, start_step=0) as writer:
+    with MetricsWriter(run_dir, start_step=0) as writer:
         tensorboard_layout.begin(writer, run_dir / "config.gin")
         for step in range(5):
             writer.scalars(step, {name: value + step / 100 for name, value in FIGURES.items()})

@@ -80,7 +80,7 @@ def test_a_preset_leaves_it_to_the_run_how_its_sampler_is_corrected(name):
     """That belongs to the engine that samples: laid over a run, a preset must not switch it off."""
     bound = read([f"algo/{name}.gin"], []).knobs
     assert not any(target.__name__ == "policy_objective" and "correct" in knobs for (_, target), knobs in bound.items())
-    assert importance.none in named(algorithm(name)["objective"])
+    assert importance.no_correction in named(algorithm(name)["objective"])
 
 
 @pytest.mark.parametrize("below", PRESETS)

@@ -91,7 +91,7 @@ def test_the_parts_add_up_to_the_whole(drawn, budget, share):
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        correct=importance.none,
+        correct=importance.no_correction,
         kl=kl.k3,
         weigh=aggregation.sequence_mean,
         beta=0.1,

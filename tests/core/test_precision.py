@@ -170,9 +170,9 @@ NESTED: dict[str, tuple] = {
     "beta": (0.0, 0.0625),
     "weights": ({"correct": 1.0, "boxed": 0.5}, {"correct": 1.0, "boxed": 1.0}),
     "credit": (
-        partial(credit.outcome, advantage=advantage.centered),
+        partial(credit.outcome, advantage=advantage.mean_centered),
         partial(credit.reward_to_go, beta=0.0625),
-        partial(credit.outcome_minus_kl, advantage=advantage.centered, beta=0.0625),
+        partial(credit.outcome_minus_kl, advantage=advantage.mean_centered, beta=0.0625),
     ),
 }
 

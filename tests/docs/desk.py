@@ -43,7 +43,7 @@ SMALL = {
 # The same of a run of the arithmetic task, on top of e2e/small.gin.
 SMALLER = {"STEPS": 2, "TEST_SIZE": 8, "tiny_model.WarmStart.steps": 5}
 # A recipe that wants what a CPU has not.
-QWEN = {"train.train.attention": '"sdpa"', "mesh.Scale.execution": "@blocks.eager"}
+QWEN = {"train.train.attention": '"sdpa"', "mesh.Parallelism.execution": "@blocks.eager"}
 MORE = {"experiments/qwen_math_2gpu/run.gin": QWEN}
 NUMBER = itertools.count(4242)  # of jobs, and of folders that pages give one name
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, local
 
 
@@ -14,7 +14,7 @@ class Apart(LocalSampler):
     overlaps: ClassVar[bool] = True
 
 
-def apart(seat: Seat, tokenizer: Any, **knobs: Any) -> Apart:
+def apart(seat: SamplerContext, tokenizer: Any, **knobs: Any) -> Apart:
     """As local_sampler.local, whose knobs it takes."""
     from grpo_fn.shell.model import hf
 

@@ -30,6 +30,7 @@ import torch
 from e2e.running import SERVER, command, serve
 
 from grpo_fn import run
+from grpo_fn.shell.checkpoint import tensor_shards
 
 PATIENCE = 240.0  # seconds that a job may take; a loaded machine is slow
 DEATH = 4  # seconds that torchrun gives a rank between SIGTERM and SIGKILL: a stopped one lets its own 30 pass
@@ -135,7 +136,7 @@ def spoilt(calls: int, harm: Harm) -> None:
 def staging(calls: int, harm: Harm) -> None:
     """The harm comes as the rank begins to copy its pieces of the n-th checkpoint."""
 
-    after(calls, tensor_shards_shards, "stage", partial(first_the_harm, harm))
+    after(calls, tensor_shards, "stage", partial(first_the_harm, harm))
 
 
 def first_the_harm(harm: Harm, real: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +152,7 @@ def writing(calls: int, harm: Harm) -> None:
         harm()
         return real(folder, *args)
 
-    after(calls, tensor_shards_shards, "write", half)
+    after(calls, tensor_shards, "write", half)
 
 
 def scoring(calls: int, harm: Harm) -> None:

@@ -150,7 +150,7 @@ BAD_NUMBERS = {
         ["prompts 4", "3 minibatches", "prompts 3 or 6", "minibatches 2"],
     ),
     "group of one": (
-        {"train__train__group_size": 1, "credit__outcome__advantage": "@advantage.centered"},
+        {"train__train__group_size": 1, "credit__outcome__advantage": "@advantage.mean_centered"},
         ["group_size: got 1", "wanted 2 or more"],
     ),
     "no steps": ({"STEPS": 0}, ["steps: got 0", "wanted at least 1"]),

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from grpo_fn import run
 from grpo_fn.shell.checkpoint import store
+from grpo_fn.trainer import async_eval
 
 KILL = signal.SIGKILL
 BESIDE = {"train__train__evaluator": "@local_sampler.local"}
@@ -70,7 +71,7 @@ class Coming:
 
     def __call__(self) -> None:
 
-        ask, take_in, left = async_evalevaleval.ask, async_evalevaleval.take_in, [0]
+        ask, take_in, left = async_eval.run_evaluation, async_eval.record_if_done, [0]
         free = threading.Event()
 
         def asked(*args: Any) -> Any:
@@ -87,7 +88,7 @@ class Coming:
                 patience = 30.0
             return take_in(*args, patience=patience, **kwargs)
 
-        async_evalevaleval.ask, async_evalevaleval.take_in = asked, looked
+        async_eval.run_evaluation, async_eval.record_if_done = asked, looked
         if self.then is not None:
             self.then()
 
@@ -100,7 +101,7 @@ class Never:
 
     def __call__(self) -> None:
 
-        ask, take_in = async_evalevaleval.ask, async_evalevaleval.take_in
+        ask, take_in = async_eval.run_evaluation, async_eval.record_if_done
 
         def asked(*args: Any) -> Any:
             self.left -= 1
@@ -111,7 +112,7 @@ class Never:
         def looked(*args: Any, patience: float, **kwargs: Any) -> Any:
             return take_in(*args, patience=30.0 if self.left >= 0 else patience, **kwargs)
 
-        async_evalevaleval.ask, async_evalevaleval.take_in = asked, looked
+        async_eval.run_evaluation, async_eval.record_if_done = asked, looked
         if self.then is not None:
             self.then()
 
@@ -124,7 +125,7 @@ class Raising:
 
     def __call__(self) -> None:
 
-        ask = async_evalevaleval.ask
+        ask = async_eval.run_evaluation
 
         def asked(*args: Any) -> Any:
             self.left -= 1
@@ -132,7 +133,7 @@ class Raising:
                 raise ConnectionError("the engine is gone")
             return ask(*args)
 
-        async_evalevaleval.ask = asked
+        async_eval.run_evaluation = asked
 
 
 class Traced:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fn.shell.checkpoint import store
-from grpo_fn.shell.checkpoint.async_saver import Saver
+from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.model_source import check_fits, locate, take, weights_of
@@ -74,7 +74,7 @@ def save_again(world: World, path: Path, root: Path) -> None:
     tensors = {
         name: distribute_tensor(x, line, [Shard(0)]) if x.ndim else x for name, x in store.read(path, "").items()
     }
-    with Saver(root, world) as saver:
+    with AsyncSaver(root, world) as saver:
         saver.save(6, tensors=tensors, blobs=store.blobs(path), meta=store.meta(path))
 
 

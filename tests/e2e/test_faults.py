@@ -29,7 +29,7 @@ PLANS = {
 def doomed(cache: Path, folder: Path, ranks: int, doom: Doom, *, deadline: float = 30.0, executed: bool = False) -> Job:
     """The small run under `torchrun --max-restarts 1`, one of its ranks doomed in the first attempt."""
     calm = outcome(undisturbed(cache, ranks))
-    argv = command(cache, folder / "run", mesh__Scale__deadline=deadline)
+    argv = command(cache, folder / "run", mesh__Parallelism__deadline=deadline)
     over = job(folder, ranks, argv, doom=doom, restarts=1, executed=executed)
     assert over.code == 0, over.everything()
     assert over.codes(1) == dict.fromkeys(range(ranks), 0)

@@ -298,17 +298,17 @@ OF_TRL = {  # a configuration: the engine file, and some of what is bound
     "the older name of a bound": (
         {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_cap": 4.0},
         "engine/vllm_dedicated.gin",
-        {"importance.masked.low": 0.0, "importance.masked.high": 4.0},
+        {"importance.masked_weight.low": 0.0, "importance.masked_weight.high": 4.0},
     ),
     "a row's weight": (
         {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.9},
         "engine/vllm_dedicated.gin",
-        {"importance.sequence_masked.low": 0.9, "importance.sequence_masked.high": 3.0},
+        {"importance.sequence_masked_weight.low": 0.9, "importance.sequence_masked_weight.high": 3.0},
     ),
     "nothing corrected": (
         {"use_vllm": True, "vllm_importance_sampling_correction": False},
         "engine/vllm_dedicated.gin",
-        {"train.train.old_logp": "@step.recomputed", "objective.policy_objective.correct": None},
+        {"train.train.old_logp": "@step.from_trainer", "objective.policy_objective.correct": None},
     ),
     "a mask alone": (
         {"off_policy_mask_threshold": 0.5},
@@ -320,7 +320,7 @@ OF_TRL = {  # a configuration: the engine file, and some of what is bound
         "engine/vllm_dedicated.gin",
         {
             "objective.policy_objective.correct": "@importance.both",
-            "importance.both.weight": "@importance.truncated",
+            "importance.both.weight": "@importance.truncated_weight",
             "importance.both.mask": "@importance.off_policy_sequence_mask",
         },
     ),
@@ -339,22 +339,26 @@ OF_NEMO = {
     "ahead": (
         {"grpo.async_grpo.max_trajectory_age_steps": 3, "grpo.async_grpo.in_flight_weight_updates": True} | AHEAD,
         "engine/async_one_step.gin",
-        {"train.train.max_staleness": 3, "vllm_servers.Dedicated.pause": "keep", "importance.truncated.cap": 1e15},
+        {
+            "train.train.max_staleness": 3,
+            "vllm_servers.Dedicated.pause": "keep",
+            "importance.truncated_weight.cap": 1e15,
+        },
     ),
-    "tis": (ON | {f"{TIS}ratio": 2.0}, None, {"importance.truncated.cap": 2.0}),
+    "tis": (ON | {f"{TIS}ratio": 2.0}, None, {"importance.truncated_weight.cap": 2.0}),
     "icepop": (
         ON | {f"{TIS}ratio": 5.0, f"{TIS}ratio_min": 0.5, f"{TIS}type": "icepop"},
         None,
-        {"importance.masked.low": 0.5, "importance.masked.high": 5.0},
+        {"importance.masked_weight.low": 0.5, "importance.masked_weight.high": 5.0},
     ),
     "seq-mask-tis": (
         ON | {f"{TIS}ratio": 1.002, f"{TIS}ratio_min": 0.999, f"{TIS}type": "seq-mask-tis"},
         None,
         {
-            "importance.both.weight": "@importance.truncated",
-            "importance.both.mask": "@importance.sequence_masked",
-            "importance.truncated.cap": 1e15,
-            "importance.sequence_masked.high": 1.002,
+            "importance.both.weight": "@importance.truncated_weight",
+            "importance.both.mask": "@importance.sequence_masked_weight",
+            "importance.truncated_weight.cap": 1e15,
+            "importance.sequence_masked_weight.high": 1.002,
         },
     ),
 }

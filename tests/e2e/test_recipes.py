@@ -84,7 +84,7 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
 
 def qwen(request: pytest.FixtureRequest) -> Recipe:
     given = {"DATA": published("math"), "GSM8K": published("gsm8k")}
-    smaller = {"train.train.attention": '"sdpa"', "mesh.Scale.execution": "@blocks.eager"}
+    smaller = {"train.train.attention": '"sdpa"', "mesh.Parallelism.execution": "@blocks.eager"}
     smaller |= {"gsm8k.task.test_size": 2, "math_task.task.test_size": 2}
     says = ("256 prompts x 8 samples = 2048", "replicate 1 x shard 2 x tensor 1", "problems     1819", "51200 in 200")
     return Recipe("qwen_math_2gpu", given, smaller, says, ranks=2)
@@ -93,7 +93,7 @@ def qwen(request: pytest.FixtureRequest) -> Recipe:
 def code(request: pytest.FixtureRequest) -> Recipe:
     no_sandbox()
     says = ("64 prompts x 8 samples = 512", "replicate 2 x shard 1 x tensor 1", "problems     500", "epochs of 374")
-    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"fsdp.Sharded.initial_scale": 1024.0}, says, 2)
+    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"fsdp.FSDPPolicy.initial_scale": 1024.0}, says, 2)
 
 
 def k8s(request: pytest.FixtureRequest) -> Recipe:
@@ -131,7 +131,7 @@ def small(recipe: Recipe, model: Path, folder: Path) -> list[str]:
         tiny = {k: v for k, v in tiny.items() if k not in ("PROMPTS", "EVAL_PROBLEMS")}
     else:
         tiny["MODEL"] = model
-    verdict = "@code.passed" if recipe.name == "code_slurm_v100" else "@math.correct"
+    verdict = "@code.all_tests_pass" if recipe.name == "code_slurm_v100" else "@math.correct"
     (folder / "signal.gin").write_text(SIGNAL.format(verdict=verdict))
     first, file, *params = flags(recipe.name, recipe.given | tiny | recipe.smaller)
     over = [part for name in ("engine/local.gin", folder / "signal.gin") for part in ("--gin_file", str(name))]
@@ -385,7 +385,7 @@ def knob_names(bindings: Any) -> set[str]:
 @pytest.mark.slow
 def test_the_real_launcher_and_compiled_blocks_on_two_ranks(model: Path, tmp_path: Path) -> None:
     found = qwen(None)  # type: ignore[arg-type]
-    kept = {k: v for k, v in found.smaller.items() if k != "mesh.Scale.execution"}
+    kept = {k: v for k, v in found.smaller.items() if k != "mesh.Parallelism.execution"}
     _, _, *argv = small(found._replace(smaller=kept), model, tmp_path)
     env = environment(MODULE="grpo_fn.run") | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(PROJECT)))}
     done = run([RECIPES / "qwen_math_2gpu" / "launch.sh", *argv], env)

@@ -41,7 +41,7 @@ BUSY = {
     "train__train__epochs": 2,
     "train__train__minibatches": 2,
     "train__train__micro_tokens": 100,
-    "train__train__old_logp": "@step.recomputed",
+    "train__train__old_logp": "@step.from_trainer",
     "train__train__collect": "@group_sampling.dynamic",
     "group_sampling__dynamic__max_gen_batches": 8,
     "combine__combine__parts": "[@rewards.named]",
@@ -279,17 +279,17 @@ def test_other_weights_at_the_start_move_all_that_follows(
 
 def test_rounding_is_called_by_its_name(copied: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are off by an ulp or so, as those of another number of ranks are."""
-    from grpo_fn.shell.policy.fsdp import Sharded
+    from grpo_fn.shell.policy.fsdp import FSDPPolicy
 
-    restore = Sharded.restore
+    restore = FSDPPolicy.restore
 
-    def nudged(self: Sharded, *args: Any) -> None:
+    def nudged(self: FSDPPolicy, *args: Any) -> None:
         restore(self, *args)
         with torch.no_grad():
             for p in self.scorer.parameters():
                 p.mul_(1 + 2e-7)
 
-    monkeypatch.setattr(Sharded, "restore", nudged)
+    monkeypatch.setattr(FSDPPolicy, "restore", nudged)
     for step in (5, 6):
         change_line(copied, step, ranks=8)
     change_line(copied, 4, weights=None)

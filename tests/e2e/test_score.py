@@ -390,7 +390,7 @@ def test_a_reward_of_ones_own_has_knobs_and_sees_the_whole_row(folder: Path) -> 
     _, rows, _ = score(folder, rows_of("6*7=42", prompt="6*7=", answer=42), reward="mine.of_prompt")
     assert rows[0]["score"] == 1.0
     flags = ["--set", "seconds=0.5", "--set", "reward=@mine.obeys", "--set", "reward.bonus=2.0"]
-    _, rows, _ = score(folder, rows_of("a", "sleep 9"), *flags, reward="grpo_fn.rewards.wrappers.within")
+    _, rows, _ = score(folder, rows_of("a", "sleep 9"), *flags, reward="grpo_fn.rewards.wrappers.with_timeout")
     assert [(row["score"], row["reason"]) for row in rows] == [(3.0, ""), (None, "late: no answer within 0.5 s")]
 
 

@@ -42,7 +42,7 @@ KNOBS: dict[str, tuple] = {
     "limit": (0.2,),
     "step": (0.05,),
     "highest": (2.0,),
-    "weight": (partial(importance.truncated, cap=3.0),),
+    "weight": (partial(importance.truncated_weight, cap=3.0),),
     "mask": (partial(importance.off_policy_sequence_mask, delta=0.2),),
 }
 

@@ -12,12 +12,12 @@ from transformers import AutoConfig
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model import blocks, lora
-from grpo_fn.shell.model.logprob_model import Scorer
-from grpo_fn.shell.model.packed_input import shared
+from grpo_fn.shell.model.logprob_model import LogprobModel
+from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy import optimizer
-from grpo_fn.shell.policy.load_and_shard import Placing, place
-from grpo_fn.shell.policy.memory_estimate import stored
-from grpo_fn.shell.policy.mesh import Scale
+from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
+from grpo_fn.shell.policy.memory_estimate import stored_bytes
+from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.world import World
 
 ADAMW = partial(optimizer.adamw, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
@@ -35,9 +35,9 @@ class Allocated:
     moments: int
 
 
-def scale(strategy: str) -> Scale:
+def scale(strategy: str) -> Parallelism:
     replicate, shard, reshard = STRATEGIES[strategy]
-    return Scale(
+    return Parallelism(
         replicate=replicate,
         shard=shard,
         tensor=1,
@@ -45,20 +45,20 @@ def scale(strategy: str) -> Scale:
         offload=False,
         offload_reference=False,
         prefetch=1,
-        activations=blocks.kept,
+        activations=blocks.no_checkpointing,
         execution=blocks.eager,
         deadline=60.0,
     )
 
 
-def placing(folder: Path, strategy: str, adapters: lora.LoRA | None, dtype: torch.dtype) -> Placing:
-    return Placing(
+def placing(folder: Path, strategy: str, adapters: lora.LoRA | None, dtype: torch.dtype) -> ModelSpec:
+    return ModelSpec(
         folder=str(folder),
         config=AutoConfig.from_pretrained(folder),
         dtype=dtype,
         attention="sdpa",
         adapters=adapters,
-        scorer=partial(Scorer, temperature=1.0, head_elements=2**20, rows=shared),
+        scorer=partial(LogprobModel, temperature=1.0, head_elements=2**20, rows=pack_shared_prompts),
         scale=scale(strategy),
         key=prng.key(0, device="cpu"),
     )
@@ -70,8 +70,8 @@ def storages(tensors: list[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
-def allocated(world: World, how: Placing) -> Allocated:
-    scorer = place(world, how, reference=False).scorer
+def allocated(world: World, how: ModelSpec) -> Allocated:
+    scorer = load_and_shard(world, how, reference=False).scorer
     made = ADAMW(p for p in scorer.parameters() if p.requires_grad)
     tokens, mask = torch.arange(24).reshape(2, 12), torch.arange(12).expand(2, 12) > 4
     logp, entropy = scorer(tokens, mask)
@@ -82,7 +82,7 @@ def allocated(world: World, how: Placing) -> Allocated:
     params = list(scorer.parameters())
     weights, gradients = storages(params), storages([p.grad for p in params if p.grad is not None])
     made.step()
-    return Allocated(weights, gradients, sum(stored(state.values()) for state in made.state.values()))
+    return Allocated(weights, gradients, sum(stored_bytes(state.values()) for state in made.state.values()))
 
 
 def in_every_way(world: World, folder: Path) -> list[dict[str, int]]:

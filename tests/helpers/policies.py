@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grpo_fn.algo import controllers
-from grpo_fn.shell.model.logprob_model import Scorer
-from grpo_fn.shell.model.packed_input import Rows, padded
-from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.model.logprob_model import LogprobModel
+from grpo_fn.shell.model.packed_input import InputPacking, pad_rows
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.world import alone
 
@@ -27,14 +27,14 @@ def local(
     temperature: float = 0.7,
     head_elements: int = 36,
     reference: bool = False,
-    rows: Callable[[nn.Module], Rows] = padded,
+    rows: Callable[[nn.Module], InputPacking] = pad_rows,
     **knobs,
-) -> Sharded:
+) -> FSDPPolicy:
     """Its passes without gradient take some thirty tokens.
 
     Rows are padded, as the oracle's are: gradients agree to the last digits, in whatever dtype a model has its norms.
     """
-    scorer = partial(Scorer, temperature=temperature, head_elements=head_elements, rows=rows)
+    scorer = partial(LogprobModel, temperature=temperature, head_elements=head_elements, rows=rows)
     chosen = {
         "world": alone(CPU),
         "data": None,
@@ -44,11 +44,11 @@ def local(
         "micro_tokens": 30,
         "optimizer": partial(adamw, **DEFAULTS),
         "schedule": constantly,
-        "loss_scale": controllers.constant,
+        "loss_scale": controllers.constant_loss_scale,
         "initial_scale": 1.0,
         "max_grad_norm": 1e9,
     }
-    return Sharded(scorer(model), **{**chosen, **knobs})
+    return FSDPPolicy(scorer(model), **{**chosen, **knobs})
 
 
 def constantly(step: int) -> float:
@@ -63,7 +63,7 @@ def mesh_of_one() -> DeviceMesh:
 
 
 def handed_over(saved: dict[str, Tensor]):
-    """A `load` of `Sharded.restore` that fills in tensors from memory."""
+    """A `load` of `FSDPPolicy.restore` that fills in tensors from memory."""
 
     def load(into: dict[str, Tensor]) -> None:
         for name, tensor in into.items():

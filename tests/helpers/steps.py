@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_fn.algo import controllers
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.group_sampling import Harvest
+from grpo_fn.algo.group_sampling import GroupBatch
 from grpo_fn.config import freeze, load
 from grpo_fn.core import prng
 from grpo_fn.core.groups import take
@@ -165,21 +165,21 @@ def learn(
 ) -> Learned:
     """What grpo_step makes of the step's groups, or of the groups `only` in that order."""
     groups = step.groups if only is None else take(step.groups, only)
-    algo = algorithm.Algo(
+    algo = algorithm.Algorithm(
         collect=partial(as_sampled, groups),
         reward=unasked,
         credit=how.credit,
         filters=how.filters,
         mark=how.mark,
         objective=how.objective,
-        old_logp=algorithm.recomputed,
-        kl_control=controllers.fixed,
-        entropy_control=controllers.fixed,
+        old_logp=algorithm.from_trainer,
+        kl_control=controllers.constant_gain,
+        entropy_control=controllers.constant_gain,
         group_size=groups.reward.value.shape[1],
         epochs=epochs,
         minibatches=minibatches,
         split=partial(cut, micro_tokens=micro_tokens, devices=devices),
-        anchor=algorithm.as_given,
+        anchor=algorithm.compare_as_given,
         min_signal=0,
     )
     policy = TokenPolicy(step, lr)
@@ -189,8 +189,8 @@ def learn(
     return Learned(torch.stack(policy.signals), figures["loss/objective"])
 
 
-def as_sampled(groups: Groups, explore: Callable, carried: Carried) -> Harvest:
-    return Harvest(groups, groups, carried, {})
+def as_sampled(groups: Groups, explore: Callable, carried: Carried) -> GroupBatch:
+    return GroupBatch(groups, groups, carried, {})
 
 
 def unasked(*args: object) -> None:

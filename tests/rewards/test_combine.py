@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from grpo_fn.algo.metrics import of_reward
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.rewards.combine import TAKEN, combine, part_names, serial
+from grpo_fn.rewards.combine import TAKEN, combine, part_names, score_serially
 from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.math import correct
 
@@ -46,7 +46,9 @@ scores = st.one_of(st.none(), st.floats(-8, 8, width=32))
 @given(st.data(), st.integers(1, 3), st.integers(1, 4), st.floats(-2, 2, width=32), st.floats(-2, 2, width=32))
 def test_combined_is_the_weighted_sum_where_every_weighted_part_was_scored(data, p, g, a, b):
     texts = data.draw(st.lists(scores, min_size=p * g, max_size=p * g))
-    got = combine(problems(p), rollout(map(str, texts)), parts=[as_number, by_length], weights=[a, b], score=serial)
+    got = combine(
+        problems(p), rollout(map(str, texts)), parts=[as_number, by_length], weights=[a, b], score=score_serially
+    )
     assert got.value.shape == got.valid.shape == (p, g)
     assert got.value.dtype == torch.float32
     assert list(got.parts) == ["as_number", "by_length"]
@@ -65,7 +67,7 @@ def test_rows_belong_to_their_problem_and_carry_length_and_truncation():
         return 0.0
 
     table = rollout("abcd", lengths=[1, 2, 3, 0], truncated=[True, False, False, False])
-    combine(problems(2), table, parts=[spy], weights=[1.0], score=serial)
+    combine(problems(2), table, parts=[spy], weights=[1.0], score=score_serially)
     assert seen == [
         (0, Completion("a", 1, True)),
         (0, Completion("b", 2, False)),
@@ -77,12 +79,12 @@ def test_rows_belong_to_their_problem_and_carry_length_and_truncation():
 @pytest.mark.parametrize(("parts", "weights"), [([], []), ([by_length], []), ([by_length], [1.0, 2.0])])
 def test_parts_without_their_weights_are_refused(parts, weights):
     with pytest.raises(ValueError, match="one weight per part"):
-        combine(problems(1), rollout(["1"]), parts=parts, weights=weights, score=serial)
+        combine(problems(1), rollout(["1"]), parts=parts, weights=weights, score=score_serially)
 
 
 def test_rows_that_do_not_make_whole_groups_are_refused():
     with pytest.raises(ValueError, match="got 3 rows for 2 problems"):
-        combine(problems(2), rollout(["1", "2", "3"]), parts=[by_length], weights=[1.0], score=serial)
+        combine(problems(2), rollout(["1", "2", "3"]), parts=[by_length], weights=[1.0], score=score_serially)
 
 
 def test_parts_are_named_after_their_functions_and_by_module_where_names_collide():
@@ -99,7 +101,7 @@ def test_a_part_never_takes_the_name_of_a_metric_of_the_whole_reward(name):
     part = partial(lambda problem, completion: 0.0)
     part.func.__name__, part.func.__module__ = name, "mine"
     assert part_names([part]) == [f"mine.{name}"]
-    reward = combine(problems(1), rollout(["1", "2"]), parts=[part], weights=[1.0], score=serial)
+    reward = combine(problems(1), rollout(["1", "2"]), parts=[part], weights=[1.0], score=score_serially)
     whole = {f"reward/{taken}" for taken in TAKEN}
     assert set(of_reward(reward)) == whole | {f"reward/mine.{name}"}
 
@@ -156,9 +158,15 @@ def test_coroutine_functions_and_objects_have_names_too():
 @given(st.lists(scores, min_size=4, max_size=4))
 def test_a_part_that_is_only_logged_decides_nothing(texts):
     lengths = [1, 2, 3, 4]
-    alone = combine(problems(2), rollout(map(str, texts), lengths), parts=[by_length], weights=[2.0], score=serial)
+    alone = combine(
+        problems(2), rollout(map(str, texts), lengths), parts=[by_length], weights=[2.0], score=score_serially
+    )
     both = combine(
-        problems(2), rollout(map(str, texts), lengths), parts=[as_number, by_length], weights=[0.0, 2.0], score=serial
+        problems(2),
+        rollout(map(str, texts), lengths),
+        parts=[as_number, by_length],
+        weights=[0.0, 2.0],
+        score=score_serially,
     )
     assert both.valid.all()
     assert torch.equal(both.value, alone.value)
@@ -174,7 +182,7 @@ def test_where_a_sample_is_valid_every_weighted_part_was_scored(rows):
         return None if completion.truncated else 1.0
 
     table = rollout([str(score) for score, _ in rows], truncated=[cut for _, cut in rows])
-    got = combine(problems(1), table, parts=[as_number, said], weights=[1.0, 0.1], score=serial)
+    got = combine(problems(1), table, parts=[as_number, said], weights=[1.0, 0.1], score=score_serially)
     assert got.valid[0].tolist() == [score is not None and not cut for score, cut in rows]
     for g, (score, _) in enumerate(rows):
         if got.valid[0, g]:

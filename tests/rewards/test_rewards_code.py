@@ -111,7 +111,7 @@ VERDICTS = st.lists(st.sampled_from([True, False, None]), min_size=3, max_size=3
 
 @given(VERDICTS, st.booleans())
 def test_a_pass_is_every_verdict_right_and_proven(verdicts, proven):
-    score = code.passed(THREE, said(), run=asked(verdicts, proven))
+    score = code.all_tests_pass(THREE, said(), run=asked(verdicts, proven))
     assert (score == 1.0) == (proven and verdicts == [True] * 3)
     assert (score is None) == (None in verdicts and False not in verdicts)
     assert score in (0.0, 1.0, None)
@@ -119,17 +119,17 @@ def test_a_pass_is_every_verdict_right_and_proven(verdicts, proven):
 
 @given(VERDICTS, st.booleans())
 def test_the_share_is_that_of_the_right_verdicts_and_1_only_where_it_is_a_pass(verdicts, proven):
-    share = code.share_passed(THREE, said(), run=asked(verdicts, proven))
+    share = code.share_of_tests(THREE, said(), run=asked(verdicts, proven))
     if None in verdicts:
         assert share is None
     elif verdicts == [True] * 3:
-        assert share == code.passed(THREE, said(), run=asked(verdicts, proven))
+        assert share == code.all_tests_pass(THREE, said(), run=asked(verdicts, proven))
     else:
         assert share == verdicts.count(True) / 3
 
 
 @pytest.mark.parametrize("text", ["", "   \n", "```python\n```", "So:\n```python\n\n   \n```\n"])
-@pytest.mark.parametrize("reward", [code.passed, code.share_passed])
+@pytest.mark.parametrize("reward", [code.all_tests_pass, code.share_of_tests])
 def test_no_program_is_wrong_and_nothing_is_run(text, reward):
     assert reward(THREE, said(text), run=asked([True] * 3, seen=(seen := []))) == 0.0
     assert seen == []
@@ -148,7 +148,7 @@ def test_no_program_is_wrong_and_nothing_is_run(text, reward):
         problem("assert f(1) == '\0'"),
     ],
 )
-@pytest.mark.parametrize("reward", [code.passed, code.share_passed])
+@pytest.mark.parametrize("reward", [code.all_tests_pass, code.share_of_tests])
 def test_a_problem_without_tests_that_can_be_run_is_unscorable(unfit, reward):
     assert reward(unfit, said(), run=asked([True], seen=(seen := []))) is None
     assert seen == []
@@ -157,7 +157,9 @@ def test_a_problem_without_tests_that_can_be_run_is_unscorable(unfit, reward):
 def program(*tests, setup="", answer="", text="def f(x): return x"):
     """What is run."""
     seen: list[Program] = []
-    code.passed(problem(*tests, setup=setup, answer=answer), said(text), run=asked([True] * len(tests), seen=seen))
+    code.all_tests_pass(
+        problem(*tests, setup=setup, answer=answer), said(text), run=asked([True] * len(tests), seen=seen)
+    )
     return seen[0]
 
 
@@ -205,8 +207,8 @@ def test_tests_go_as_they_are():
 
 
 def test_a_reward_with_its_runner_is_found_by_its_name_in_another_process():
-    reward = partial(code.passed, run=partial(max, default=0))
-    assert pickle.loads(pickle.dumps(reward)).func is code.passed
+    reward = partial(code.all_tests_pass, run=partial(max, default=0))
+    assert pickle.loads(pickle.dumps(reward)).func is code.all_tests_pass
 
 
 IDENTIFIER = st.sampled_from(["f", "g", "len", "sum", "math", "re", "x", "Node", "token"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards.format import boxed, last_box, tagged, tagged_by_prompt
+from grpo_fn.rewards.format import answer_tags, answer_tags_by_prompt, boxed, last_box
 
 prose = st.text(st.characters(blacklist_characters="\\{}#", blacklist_categories=("Cs",)), max_size=60)
 
@@ -59,7 +59,7 @@ def test_a_megabyte_of_boxes_is_judged_in_linear_time(text):
 R1 = ("think", "answer")
 
 
-def tags(text, tags=R1, truncated=False, fn=tagged):
+def tags(text, tags=R1, truncated=False, fn=answer_tags):
     return fn(Problem(0, "?", "7", {}), Completion(text, 1, truncated), tags=tags)
 
 
@@ -120,11 +120,11 @@ def test_one_mark_more_less_or_elsewhere_is_not_well_formed(tag_names, data):
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "x", " "]), max_size=9).map("".join))
 def test_a_tag_that_the_prompt_opened_is_as_good_as_one_of_the_completion(text):
-    assert tags(text, fn=tagged_by_prompt) == tags("<think>" + text)
+    assert tags(text, fn=answer_tags_by_prompt) == tags("<think>" + text)
 
 
 @pytest.mark.parametrize("bad", [(), "think", ("think", "think"), ("",), ("<think>",), ("a|b",), ("1",), ("a b", "c")])
-@pytest.mark.parametrize("fn", [tagged, tagged_by_prompt])
+@pytest.mark.parametrize("fn", [answer_tags, answer_tags_by_prompt])
 def test_tags_that_are_no_names_are_refused(bad, fn):
     with pytest.raises(ValueError, match="wanted different names"):
         tags("<think>6 * 7</think>", bad, fn=fn)

@@ -10,7 +10,7 @@ from grpo_fn.config import load
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import part_names
 from grpo_fn.rewards.math import correct
-from grpo_fn.rewards.wrappers import seconds_of, within
+from grpo_fn.rewards.wrappers import seconds_of, with_timeout
 
 
 def tenth(problem, completion, *, of):
@@ -29,14 +29,14 @@ seconds = st.floats(1e-3, 1e6)
 def test_a_deadline_changes_no_value(limit, of, text):
     row = Problem(0, "?", "42", {}), Completion(text, 1, False)
     reward = partial(tenth, of=of)
-    assert partial(within, reward=reward, seconds=limit)(*row) == reward(*row)
+    assert partial(with_timeout, reward=reward, seconds=limit)(*row) == reward(*row)
 
 
 @given(st.lists(seconds, min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_the_least_of_several_deadlines_counts_whatever_is_between_them(limits, wrapped, knobs):
     def around(reward, limit):
         inside = partial(halved, reward=reward) if wrapped else reward
-        whole = partial(within, reward=inside, seconds=limit)
+        whole = partial(with_timeout, reward=inside, seconds=limit)
         return partial(whole) if knobs else whole
 
     assert seconds_of(reduce(around, limits, partial(tenth, of=1))) == min(limits)
@@ -50,26 +50,29 @@ def test_without_one_there_is_none(fn):
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
 def test_no_time_at_all_is_refused(limit):
     with pytest.raises(ValueError, match=f"seconds: got {limit}, wanted more than 0"):
-        seconds_of(partial(within, reward=correct, seconds=limit))
+        seconds_of(partial(with_timeout, reward=correct, seconds=limit))
 
 
 def test_a_part_keeps_its_name():
-    assert part_names([partial(within, reward=partial(tenth, of=1), seconds=1.0), correct]) == ["tenth", "correct"]
+    assert part_names([partial(with_timeout, reward=partial(tenth, of=1), seconds=1.0), correct]) == [
+        "tenth",
+        "correct",
+    ]
 
 
 GIN = """
 from __gin__ import dynamic_registration
 from grpo_fn.rewards import wrappers
 from grpo_fn.rewards import math
-wrappers.within.reward = @judge/wrappers.within
-wrappers.within.seconds = 60.0
-judge/wrappers.within.reward = @math.correct
-judge/wrappers.within.seconds = 2.5
+wrappers.with_timeout.reward = @judge/wrappers.with_timeout
+wrappers.with_timeout.seconds = 60.0
+judge/wrappers.with_timeout.reward = @math.correct
+judge/wrappers.with_timeout.seconds = 2.5
 """
 
 
 def test_a_gin_file_can_put_it_around_any_reward(tmp_path):
     (tmp_path / "judge.gin").write_text(GIN)
-    knobs = load([str(tmp_path / "judge.gin")], [], root="grpo_fn.rewards.wrappers.within").kwargs()
+    knobs = load([str(tmp_path / "judge.gin")], [], root="grpo_fn.rewards.wrappers.with_timeout").kwargs()
     assert seconds_of(knobs["reward"]) == 2.5
     assert knobs["reward"].keywords["reward"] is correct

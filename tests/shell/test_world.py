@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 from grpo_fn.shell import world
 from grpo_fn.shell.model import blocks
-from grpo_fn.shell.policy.mesh import HOST, REST, Scale
+from grpo_fn.shell.policy.mesh import HOST, REST, Parallelism
 from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, alone, find_device, join
 
 pytestmark = pytest.mark.xdist_group("world")
@@ -331,8 +331,8 @@ def test_a_device_that_is_not_there_is_refused(name):
 # -- the mesh
 
 
-def scale(replicate: int | str, shard: int | str, tensor: int) -> Scale:
-    return Scale(
+def scale(replicate: int | str, shard: int | str, tensor: int) -> Parallelism:
+    return Parallelism(
         replicate=replicate,
         shard=shard,
         tensor=tensor,
@@ -340,7 +340,7 @@ def scale(replicate: int | str, shard: int | str, tensor: int) -> Scale:
         offload=False,
         offload_reference=False,
         prefetch=1,
-        activations=blocks.kept,
+        activations=blocks.no_checkpointing,
         execution=blocks.eager,
         deadline=1.0,
     )

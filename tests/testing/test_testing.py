@@ -62,25 +62,25 @@ def against_the_first(reward, valid):
 def others_std(reward, valid):
     """Leave-one-out in mean and std: without bound where all the others are equal."""
     others = (valid.sum() - 1).clamp(min=1)
-    dev = advantage.centered(reward, valid)
+    dev = advantage.mean_centered(reward, valid)
     mean, square = (dev.sum() - dev) / others, (dev.square().sum() - dev.square()) / others
     return dev / ((square - mean**2).clamp(min=0).sqrt() + 1e-6)
 
 
 def looks_at_the_data(reward, valid):
-    return advantage.centered(reward, valid) if bool(valid.any()) else torch.zeros_like(reward)
+    return advantage.mean_centered(reward, valid) if bool(valid.any()) else torch.zeros_like(reward)
 
 
 def keeps_the_invalid(reward, valid):
-    return advantage.centered(reward.nan_to_num(), torch.ones_like(valid))
+    return advantage.mean_centered(reward.nan_to_num(), torch.ones_like(valid))
 
 
 def in_float32(reward, valid):
-    return advantage.centered(reward, valid).float()
+    return advantage.mean_centered(reward, valid).float()
 
 
 def hides_what_is_odd(reward, valid):
-    return advantage.centered(reward, valid).nan_to_num(0.0, 0.0, 0.0)
+    return advantage.mean_centered(reward, valid).nan_to_num(0.0, 0.0, 0.0)
 
 
 def made_for(rewards, reward, valid):
@@ -88,7 +88,7 @@ def made_for(rewards, reward, valid):
     known = ~valid | ~reward.isfinite()
     for value in rewards:
         known = known | (reward == value)
-    return torch.where(known.all(), advantage.centered(reward, valid), 1e9)
+    return torch.where(known.all(), advantage.mean_centered(reward, valid), 1e9)
 
 
 ADVANTAGE_FAULTS = [
@@ -536,8 +536,8 @@ COSINE = partial(
     ("reward", "bounds"),
     [
         (format.boxed, (0, 1)),
-        (partial(format.tagged, tags=TAGS), (0, 1)),
-        (partial(format.tagged_by_prompt, tags=TAGS), (0, 1)),
+        (partial(format.answer_tags, tags=TAGS), (0, 1)),
+        (partial(format.answer_tags_by_prompt, tags=TAGS), (0, 1)),
         (OVERLONG, (-1, 0)),
         (COSINE, (-10, 2)),
         (partial(repetition.repeated_ngrams, ngram=3, max_penalty=0.5), (-0.5, 0)),

@@ -18,9 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from grpo_fn.analysis import health
 from grpo_fn.core.types import Carried, Gains, RunState
 from grpo_fn.shell.checkpoint import store
-from grpo_fn.shell.checkpoint.async_saver import Saver
+from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.checkpoint.manifest import seal
-from grpo_fn.shell.logging.metrics_writer import Writer
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 from grpo_fn.shell.world import alone
 from grpo_fn.trainer import async_eval
 from grpo_fn.trainer.state import BEST, Progress, figures_of, number
@@ -49,11 +49,11 @@ def test_a_line_ends_as_if_everything_had_been_there_at_once(
     """Step to (how many steps late, figure): whenever it came, and wherever the run stopped and went on."""
     stops = data.draw(st.sets(st.integers(1, 6)), label="stops")
     with TemporaryDirectory() as folder:
-        path, writer = Path(folder), Writer(Path(folder), start_step=0)
+        path, writer = Path(folder), MetricsWriter(Path(folder), start_step=0)
         for now in range(7):
             if now in stops:
                 writer.close()
-                writer = Writer(path, start_step=now)
+                writer = MetricsWriter(path, start_step=now)
             writer.scalars(now, {"loss/kl": now / 3})
             for step, (after, value) in late.items():
                 if now == min(6, step + after):
@@ -71,7 +71,7 @@ def test_a_line_ends_as_if_everything_had_been_there_at_once(
 
 
 def test_tensorboard_has_it_at_its_step(tmp_path: Path) -> None:
-    with Writer(tmp_path, start_step=0) as writer:
+    with MetricsWriter(tmp_path, start_step=0) as writer:
         for now in range(4):
             writer.scalars(now, {"loss/kl": 1.0})
         writer.amend(1, {"eval/accuracy": 0.25})
@@ -83,12 +83,12 @@ def test_tensorboard_has_it_at_its_step(tmp_path: Path) -> None:
 
 
 def test_a_resume_undoes_what_came_late_with_its_step_and_keeps_the_rest(tmp_path: Path) -> None:
-    with Writer(tmp_path, start_step=0) as writer:
+    with MetricsWriter(tmp_path, start_step=0) as writer:
         for now in range(4):
             writer.scalars(now, {"loss/kl": 1.0})
         for step in (1, 3):
             writer.amend(step, {"eval/accuracy": 0.25})
-    with Writer(tmp_path, start_step=3) as writer:
+    with MetricsWriter(tmp_path, start_step=3) as writer:
         assert rows(tmp_path)[1] == {"step": 1, "loss/kl": 1.0, "eval/accuracy": 0.25}
         writer.scalars(3, {"loss/kl": 2.0})
     assert rows(tmp_path)[3] == {"step": 3, "loss/kl": 2.0}
@@ -98,7 +98,7 @@ def test_a_resume_undoes_what_came_late_with_its_step_and_keeps_the_rest(tmp_pat
 
 
 def test_a_step_without_a_line_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    with Writer(tmp_path, start_step=0) as writer:
+    with MetricsWriter(tmp_path, start_step=0) as writer:
         writer.scalars(0, {"loss/kl": 1.0})
         before = (tmp_path / "metrics.jsonl").read_bytes()
         with pytest.raises(ValueError, match="got figures for step 2, wanted a step with a line"):
@@ -145,10 +145,10 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
     whole = [{**line, **({BEST: scores[i]} if i in scores else {})} for i, line in enumerate(lines)]
     for step in range(len(lines)):
         before = [*whole[:step], lines[step]]
-        after = async_eval.amended(before, step, {BEST: scores[step]} if step in scores else {})
+        after = async_eval.amend_history(before, step, {BEST: scores[step]} if step in scores else {})
         assert after == whole[: step + 1]
         first = {found.rule for found in health.news(RULES, before)}
-        said, fatal = async_eval.late(built, before, after)
+        said, fatal = async_eval.late_findings(built, before, after)
         assert fatal == []  # it was said at its step
         assert first.isdisjoint(found.rule for found in said)
         assert first | {found.rule for found in said} >= {found.rule for found in health.news(RULES, after)}
@@ -158,7 +158,7 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
 def test_a_late_evaluation_may_end_the_run() -> None:
     built: Any = SimpleNamespace(health=(), stop_on=(low,))
     before = [health.line(0, {"loss/kl": 0.0})]
-    said, fatal = async_eval.late(built, before, async_eval.amended(before, 0, {BEST: 0.25}))
+    said, fatal = async_eval.late_findings(built, before, async_eval.amend_history(before, 0, {BEST: 0.25}))
     assert (said, fatal) == ([], [health.Finding("low", "low: 0.25")])
 
 
@@ -172,11 +172,11 @@ def progress(step: int, pending: Sequence[int]) -> Progress:
 
 def test_figures_count_for_their_own_step_and_the_newest_for_the_run() -> None:
     run = progress(5, [0, 2, 4])
-    async_eval.credited(run, 0, {BEST: 0.25})
+    async_eval.credit_score(run, 0, {BEST: 0.25})
     assert (run.accuracy_before, run.accuracy, run.evaluated, run.pending) == (0.25, 0.25, 0, [2, 4])
-    async_eval.credited(run, 2, {BEST: 0.5})
+    async_eval.credit_score(run, 2, {BEST: 0.5})
     assert (run.accuracy_before, run.accuracy, run.evaluated, run.pending) == (0.25, 0.5, 2, [4])
-    async_eval.credited(run, 4, {BEST: number(None)})  # nothing could be scored
+    async_eval.credit_score(run, 4, {BEST: number(None)})  # nothing could be scored
     assert math.isnan(run.accuracy)
     assert (run.evaluated, run.pending, run.scores) == (4, [], {0: 0.25, 2: 0.5})
 
@@ -209,7 +209,7 @@ def test_pruning_goes_by_late_scores_as_by_those_inside_and_spares_what_is_pendi
 
 
 def test_a_checkpoint_says_what_is_wrong_with_it(tmp_path: Path) -> None:
-    with Saver(tmp_path, ALONE) as saver:
+    with AsyncSaver(tmp_path, ALONE) as saver:
         saver.save(1, tensors={}, blobs={"policy": {"updates": 1}}, meta={})
     assert store.flaw(tmp_path, 1) is None
     (tmp_path / "step_1" / "policy.pt").write_bytes(b"")

@@ -10,7 +10,7 @@ from catalogue import bound, each
 from hypothesis import given
 
 from grpo_fn.algo import advantage, aggregation, credit, importance, kl, losses, masking, objective
-from grpo_fn.algo.step import from_sampler, recomputed
+from grpo_fn.algo.step import from_sampler, from_trainer
 from grpo_fn.core import sampling
 from grpo_fn.shell.policy.memory import Memory, Part
 from grpo_fn.trainer import plan, validate
@@ -21,14 +21,14 @@ WEIGHTS = bound(aggregation, "mask", "totals")
 ADVANTAGES = bound(advantage, "reward", "valid")
 
 
-CENTERED = partial(credit.outcome, advantage=advantage.centered)
+CENTERED = partial(credit.outcome, advantage=advantage.mean_centered)
 
 
 def composed(loss: str, penalty: str, weigh: str, beta: float) -> partial:
     return partial(
         objective.policy_objective,
         token_loss=LOSSES[loss],
-        correct=importance.none,
+        correct=importance.no_correction,
         kl=KLS[penalty],
         weigh=WEIGHTS[weigh],
         beta=beta,
@@ -60,7 +60,7 @@ def test_a_reference_is_needed_for_a_kl_in_the_reward(beta):
 # -- the pass before the update
 
 
-OUTCOME = partial(credit.outcome, advantage=advantage.centered)
+OUTCOME = partial(credit.outcome, advantage=advantage.mean_centered)
 TO_GO = partial(credit.reward_to_go, beta=0.1)
 KL_COV = partial(masking.kl_cov, share=0.01)
 CLIP_COV = partial(masking.clip_cov, low=1.0, high=5.0, share=0.01)
@@ -69,17 +69,17 @@ CLIP_COV = partial(masking.clip_cov, low=1.0, high=5.0, share=0.01)
 @pytest.mark.parametrize(
     ("old_logp", "updates", "how", "mark", "found"),
     [
-        (recomputed, 1, OUTCOME, masking.nothing, True),
-        (partial(recomputed), 1, OUTCOME, masking.nothing, True),
-        (recomputed, 2, OUTCOME, masking.nothing, False),
-        (from_sampler, 1, OUTCOME, masking.nothing, False),
-        (recomputed, 1, TO_GO, masking.nothing, False),
-        (recomputed, 1, OUTCOME, KL_COV, False),
-        (recomputed, 1, OUTCOME, CLIP_COV, False),
+        (from_trainer, 1, OUTCOME, masking.no_tokens, True),
+        (partial(from_trainer), 1, OUTCOME, masking.no_tokens, True),
+        (from_trainer, 2, OUTCOME, masking.no_tokens, False),
+        (from_sampler, 1, OUTCOME, masking.no_tokens, False),
+        (from_trainer, 1, TO_GO, masking.no_tokens, False),
+        (from_trainer, 1, OUTCOME, KL_COV, False),
+        (from_trainer, 1, OUTCOME, CLIP_COV, False),
     ],
 )
 def test_an_update_finds_the_old_policy_itself_where_nobody_asks_before(old_logp, updates, how, mark, found):
-    assert validate.found_by_update(old_logp, updates, how, mark, ()) is found
+    assert validate.own_pass_suffices(old_logp, updates, how, mark, ()) is found
 
 
 # -- what the sampler may do
@@ -174,7 +174,7 @@ def test_stale_samples_need_an_objective_that_asks_the_sampler(loss, correct):
     by_the_mask = CORRECTIONS[correct].func.__name__ in BY_THE_POLICY
     fine = {
         from_sampler: name not in WITHOUT_A_RATIO or by_the_mask,
-        recomputed: corrects or name in AROUND_THE_SAMPLER,
+        from_trainer: corrects or name in AROUND_THE_SAMPLER,
     }
     for old_logp, good in fine.items():
         validate.check_stale(objective, old_logp, 0)
@@ -194,7 +194,7 @@ BY_THE_POLICY = {"off_policy_sequence_mask", "both"}  # these ask the policy as 
 @pytest.mark.parametrize("correct", list(CORRECTIONS))
 def test_a_correction_that_compares_the_sampler_with_itself_is_refused(loss, correct):
     objective, name = with_correction(loss, correct), CORRECTIONS[correct].func.__name__
-    validate.check_correction(objective, recomputed)
+    validate.check_correction(objective, from_trainer)
     if name in {"none", *BY_THE_POLICY}:
         return validate.check_correction(objective, from_sampler)
     with pytest.raises(ValueError, match=r"^correct: got a correction by logp_old - logp_sampled"):
@@ -227,7 +227,7 @@ def test_a_group_of_one_is_fine_where_the_batch_is_the_baseline():
 
 
 def test_a_credit_that_weighs_a_part_that_there_is_not_is_refused():
-    weighs = partial(credit.per_part, advantage=advantage.centered, weights={"correct": 1.0, "polite": 0.5})
+    weighs = partial(credit.per_part, advantage=advantage.mean_centered, weights={"correct": 1.0, "polite": 0.5})
     validate.check_credit(weighs, 4, ["correct", "polite"])
     with pytest.raises(ValueError, match=r"weights: got parts \['polite'\], wanted some of \['boxed', 'correct'\]"):
         validate.check_credit(weighs, 4, ["correct", "boxed"])

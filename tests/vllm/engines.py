@@ -25,8 +25,8 @@ from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.sampler.interface import Seat
-from grpo_fn.shell.sampler.weight_export import Fixed
+from grpo_fn.shell.sampler.interface import SamplerContext
+from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated
 from grpo_fn.shell.world import alone
 
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     """A model as the trainer has it, and a sampler that was made from its folder."""
 
     model: nn.Module
-    seat: Seat
+    seat: SamplerContext
     sampler: VllmSampler
 
     def renewed(self, seed: int) -> None:
@@ -67,9 +67,9 @@ class Case(NamedTuple):
         refill(self.model, seed)
         self.sampler.load(self.policy())
 
-    def policy(self) -> Fixed:
+    def policy(self) -> FixedWeights:
         """The model as it stands, to be sent."""
-        return Fixed(self.model, self.seat.world)
+        return FixedWeights(self.model, self.seat.world)
 
     def gap(self, rollout: Rollout, temperature: float = 1.0) -> float:
         """The largest difference between what the sampler and transformers say of a sampled token, in nats."""
@@ -105,12 +105,14 @@ def refill(model: nn.Module, seed: int) -> None:
             weight.copy_(noise if weight.ndim > 1 else 1 + noise)
 
 
-def seat_of(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> Seat:
+def seat_of(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> SamplerContext:
     """The seat of a model that is written to the folder."""
     model.generation_config.eos_token_id = ENDS
     hf.export(model, tokenizer(), folder)
     config = AutoConfig.from_pretrained(folder)
-    return Seat(folder=str(folder), config=config, dtype=dtype, world=alone(CPU), adapters=None, whole=lambda: model)
+    return SamplerContext(
+        folder=str(folder), config=config, dtype=dtype, world=alone(CPU), adapters=None, whole=lambda: model
+    )
 
 
 @contextmanager

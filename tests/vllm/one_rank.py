@@ -18,9 +18,9 @@ from fakes import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fn.core import prng
-from grpo_fn.shell.sampler.data_parallel import Spread
-from grpo_fn.shell.sampler.interface import Seat, StaleEngine
-from grpo_fn.shell.sampler.weight_export import outgoing
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
+from grpo_fn.shell.sampler.interface import SamplerContext, StaleEngine
+from grpo_fn.shell.sampler.weight_export import export_weights
 from grpo_fn.shell.vllm.vllm_sampler import colocated
 from grpo_fn.shell.world import World, join
 
@@ -31,12 +31,14 @@ def told(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
     """What this rank found."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     config = AutoConfig.from_pretrained(folder)
-    seat = Seat(folder=folder, config=config, dtype=torch.float32, world=world, adapters=None, whole=lambda: model)
+    seat = SamplerContext(
+        folder=folder, config=config, dtype=torch.float32, world=world, adapters=None, whole=lambda: model
+    )
     with closing(colocated(seat, tokenizer(), **{**KNOBS, "tensor_parallel": tensor_parallel})) as sampler:
-        case, spread, gaps = Case(model, seat, sampler), Spread(sampler, world), []
+        case, spread, gaps = Case(model, seat, sampler), DataParallelSampler(sampler, world), []
         for seed in (1, 2):
             refill(model, seed)
-            receipt = sampler.engine.push(outgoing(case.policy(), seat), version=seed)
+            receipt = sampler.engine.push(export_weights(case.policy(), seat), version=seed)
             rollout = spread.sample(asked(TEXTS), 3, key=prng.key(5, device="cpu"))
             gaps.append(case.gap(rollout))
         found = {

@@ -24,7 +24,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.sampling import categorical, greedy, nucleus
 from grpo_fn.shell.sampler.interface import StaleEngine
-from grpo_fn.shell.sampler.weight_export import HEAD, outgoing
+from grpo_fn.shell.sampler.weight_export import HEAD, export_weights
 from grpo_fn.shell.vllm.options import BATCHED
 from grpo_fn.shell.vllm.vllm_sampler import colocated
 
@@ -217,7 +217,7 @@ def test_a_row_may_be_as_long_as_the_model_allows(plain: Case) -> None:
 
 def test_what_is_held_is_what_was_sent(one: Case) -> None:
     refill(one.model, 8)
-    receipt = one.sampler.engine.push(outgoing(one.policy(), one.seat), version=77)
+    receipt = one.sampler.engine.push(export_weights(one.policy(), one.seat), version=77)
     assert receipt.version == 77
     assert receipt.held == receipt.sent
 
@@ -254,7 +254,7 @@ def test_a_tensor_that_is_lost_on_the_way_is_noticed(one: Case, end: str, monkey
 @pytest.mark.parametrize("fault", ["unknown", "missing", "twice", "shape"])
 def test_pushes_of_wrong_names_or_shapes_are_refused(plain: Case, fault: str) -> None:
     refill(plain.model, 9)
-    weights = dict(outgoing(plain.policy(), plain.seat))
+    weights = dict(export_weights(plain.policy(), plain.seat))
     some = "model.layers.1.mlp.up_proj.weight"
     odd = {
         "unknown": [*weights.items(), ("model.layers.9.mlp.up_proj.weight", weights[some])],
@@ -287,7 +287,7 @@ def test_minus_zero_is_as_good_as_zero(plain: Case) -> None:
     refill(plain.model, 11)
     with torch.no_grad():
         plain.model.model.layers[0].mlp.up_proj.weight[:7] = -0.0
-    receipt = plain.sampler.engine.push(outgoing(plain.policy(), plain.seat), version=3)
+    receipt = plain.sampler.engine.push(export_weights(plain.policy(), plain.seat), version=3)
     assert receipt.held == receipt.sent
 
 
@@ -371,7 +371,7 @@ def test_before_any_push_it_holds_the_folders_weights(tmp_path: Path) -> None:
 def test_half_precision_is_held_bit_for_bit(tmp_path: Path) -> None:
     with case("qwen2", tmp_path / "model", tied=False, dtype=torch.bfloat16) as made:
         refill(made.model, 1)
-        receipt = made.sampler.engine.push(outgoing(made.policy(), made.seat), version=0)
+        receipt = made.sampler.engine.push(export_weights(made.policy(), made.seat), version=0)
         assert receipt.held == receipt.sent
         assert made.gap(made.sampler.sample(asked(["Tom"]), 2, key=KEY)) < 0.5
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_fn.shell.sampler.interface import Ask, verified
+from grpo_fn.shell.sampler.interface import GenerationRequest, verified
 from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.client import FIELDS, Patience, Server, Unreachable
 from grpo_fn.shell.vllm.vllm_servers import Dedicated
@@ -30,7 +30,7 @@ PATIENCE = Patience(connect=5.0, control=60.0, generate=120.0, swap=120.0)
 TEMPERATURE = 0.7
 HOW = {"temperature": TEMPERATURE, "max_tokens": 8, "ignore_eos": True}
 LONG = tuple(i * 7 % 300 for i in range(300))  # two blocks of cached prefixes and a part of one
-ASKS = [Ask((1, 2, 3), (5, 6, 2**31 - 1)), Ask(LONG, (7, 5))]
+ASKS = [GenerationRequest((1, 2, 3), (5, 6, 2**31 - 1)), GenerationRequest(LONG, (7, 5))]
 CLOSE = 2e-5  # nats between log-probs of float32 from here and from there
 
 
@@ -172,7 +172,7 @@ def both_well(servers):
 # Before `servers` begins to look after the same servers: what another run has given them it takes for old weights.
 def test_a_swap_in_mid_decode_goes_on_with_the_new_weights(processes, tmp_path):
     old, new = model(1), model(2)
-    asks = [Ask(LONG, (1, 2))]
+    asks = [GenerationRequest(LONG, (1, 2))]
     with_keep = engine(processes, tmp_path, pause="keep")
     with_keep.push(weights(old), version=1)
     found = []
@@ -221,7 +221,7 @@ def test_a_completion_depends_on_its_prompt_and_seed_alone(servers):
     together = servers.generate(ASKS, how=HOW)
     for ask, row in zip(ASKS, together, strict=True):
         for seed, answer in zip(ask.seeds, row, strict=True):
-            ((alone,),) = servers.generate([Ask(ask.prompt, (seed,))], how=HOW)
+            ((alone,),) = servers.generate([GenerationRequest(ask.prompt, (seed,))], how=HOW)
             assert alone == answer
     assert len({tuple(one.tokens) for one in together[0]}) == 3
 
@@ -265,7 +265,7 @@ def test_what_a_killed_server_was_asked_another_one_answers_and_it_is_taken_back
     servers.push(weights(trained), version=7)
     servers.figures()
     how = {**HOW, "max_tokens": 400}
-    asks = [Ask((1, 2, 3), (1, 2, 3, 4)), Ask((4, 5), (5, 6))]
+    asks = [GenerationRequest((1, 2, 3), (1, 2, 3, 4)), GenerationRequest((4, 5), (5, 6))]
     calm = servers.generate(asks, how=how)
     found = []
     thread = threading.Thread(target=lambda: found.extend(servers.generate(asks, how=how)))

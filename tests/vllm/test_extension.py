@@ -12,7 +12,7 @@ from torch import nn
 
 from grpo_fn.core import prng
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
-from grpo_fn.shell.sampler.weight_export import HEAD, outgoing
+from grpo_fn.shell.sampler.weight_export import HEAD, export_weights
 from grpo_fn.shell.vllm.vllm_transfer import Chunk, chunks
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -46,7 +46,7 @@ def of(made: Case) -> Callable[[list[Chunk]], tuple[Fingerprint, Fingerprint]]:
 def test_a_tied_model_takes_its_weights_and_holds_what_was_sent(name: str, tmp_path: Path) -> None:
     with case(name, tmp_path / "model", tied=True) as made:
         refill(made.model, 3)
-        weights = [(name, x) for name, x in outgoing(made.policy(), made.seat)]
+        weights = [(name, x) for name, x in export_weights(made.policy(), made.seat)]
         assert HEAD in dict(weights)
         received, held = of(made)(list(chunks(iter(weights), CHUNK)))
         assert received == held == sum((fingerprint(x) for _, x in weights), NOTHING)

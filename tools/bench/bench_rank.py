@@ -24,15 +24,15 @@ from grpo_fn.core import prng, sampling
 from grpo_fn.core.batch import count, cut, make_batch
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch
-from grpo_fn.shell.checkpoint.async_saver import Saver
-from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
+from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.model.packed_input import shared
+from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy import optimizer
-from grpo_fn.shell.policy.fsdp import Sharded
-from grpo_fn.shell.policy.load_and_shard import Placing, place
-from grpo_fn.shell.policy.mesh import Scale
-from grpo_fn.shell.sampler.data_parallel import Spread
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
+from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World, join
 
@@ -87,8 +87,8 @@ def as_rank(args: argparse.Namespace) -> int:
 class Bench(NamedTuple):
     """A policy and a sampler in place, and the problems of a step."""
 
-    policy: Sharded
-    sampler: Spread
+    policy: FSDPPolicy
+    sampler: DataParallelSampler
     problems: list[Problem]
     key: Tensor
     size: Size
@@ -112,7 +112,7 @@ class Bench(NamedTuple):
 OBJECTIVE = partial(
     policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    correct=importance.none,
+    correct=importance.no_correction,
     kl=kl.k3,
     weigh=aggregation.token_mean,
     beta=0.0,
@@ -134,18 +134,18 @@ class Silent(PreTrainedTokenizerBase):
 def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
     """The model in that folder, in place as the file `scale` says."""
     knobs = taken(**load(["base.gin", scale], [], taker="bench_rank.taken").kwargs())
-    placing = Placing(
+    placing = ModelSpec(
         folder=str(model),
         config=AutoConfig.from_pretrained(model),
         dtype=getattr(torch, knobs["dtype"]),
         attention="sdpa",
         adapters=knobs["adapters"],
-        scorer=partial(Scorer, temperature=1.0, head_elements=2**24, rows=shared),
+        scorer=partial(LogprobModel, temperature=1.0, head_elements=2**24, rows=pack_shared_prompts),
         scale=knobs["scale"],
         key=prng.key(0, device="cpu"),
     )
-    placed = place(world, placing, reference=False)
-    policy = Sharded(
+    placed = load_and_shard(world, placing, reference=False)
+    policy = FSDPPolicy(
         placed.scorer,
         world=world,
         data=placed.data,
@@ -155,7 +155,7 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
         micro_tokens=size.micro_tokens,
         optimizer=partial(optimizer.adamw, lr=1e-6, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),
         schedule=partial(optimizer.constant, warmup=0),
-        loss_scale=controllers.constant,
+        loss_scale=controllers.constant_loss_scale,
         initial_scale=1.0,
         max_grad_norm=1.0,
     )
@@ -169,10 +169,10 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
         max_rows=size.prompts * size.group_size,
     )
     problems = [Problem(uid, str(uid), "", {}) for uid in range(size.prompts)]
-    return Bench(policy, Spread(sampler, world), problems, prng.key(1, device="cpu"), size)
+    return Bench(policy, DataParallelSampler(sampler, world), problems, prng.key(1, device="cpu"), size)
 
 
-def taken(*, dtype: str, scale: Scale, adapters: LoRA | None) -> dict[str, Any]:
+def taken(*, dtype: str, scale: Parallelism, adapters: LoRA | None) -> dict[str, Any]:
     """What the bench takes of a configuration."""
     return {"dtype": dtype, "scale": scale, "adapters": adapters}
 
@@ -213,7 +213,7 @@ def checkpoint(world: World, args: argparse.Namespace) -> dict[str, float]:
     learn = partial(bench.learn, batch)
     learn()
     root = world.exchange(tempfile.mkdtemp(dir=args.out.parent), what="where checkpoints go")[0]
-    with Saver(Path(root), world) as saver:
+    with AsyncSaver(Path(root), world) as saver:
         number = iter(range(10**6))
 
         def saving(wait: bool) -> None:

@@ -17,11 +17,11 @@ from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.attention import adopt
-from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.model.attention import install
+from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.sampler.local.cuda_graphs import Captured, Eager
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, Engine
-from grpo_fn.shell.sampler.local.local_sampler import Held, LocalSampler
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.shell.world import alone, find_device
 
 SHORT = Shape(96, 256, 4, 4, 2, 768)  # a vocabulary so small that rows end early, all at different lengths
@@ -29,10 +29,10 @@ SPREAD = 0.05
 WORK = (16, 16, 128, 256)  # prompts, completions of each, tokens of a prompt and of a completion
 
 
-def seat(setting: Setting, model: str, dtype: torch.dtype) -> Seat:
+def seat(setting: Setting, model: str, dtype: torch.dtype) -> SamplerContext:
     """A whole model to sample from, of its own."""
     device = find_device(setting.device, 0)
-    return Seat(
+    return SamplerContext(
         folder=model,
         config=AutoConfig.from_pretrained(model),
         dtype=dtype,
@@ -114,7 +114,7 @@ def drawn(setting: Setting, model: str, dtype: torch.dtype, asking: Asking) -> D
         most=float(apart.max()),
         again=in_common(rollout, again),
         without=in_common(rollout, draw(without_graphs(usual))),
-        fewer=in_common(rollout, draw(replace(usual, max_rows=max(2, rows // 4), held=Held()))),
+        fewer=in_common(rollout, draw(replace(usual, max_rows=max(2, rows // 4), held=SharedDecoder()))),
         ended=1 - float(rollout.truncated.float().mean()),
         graphs=len(usual.held.engine.run.replays) if captured else 0,
     )
@@ -127,18 +127,21 @@ def sample(sampler: LocalSampler, *, asking: Asking) -> Rollout:
 
 def without_graphs(sampler: LocalSampler) -> LocalSampler:
     """The same in steps of the same shapes, run as they are written."""
-    held = Held()
+    held = SharedDecoder()
     usual = sampler.held.engine
-    held.model, held.engine = sampler.model, Engine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code)
+    held.model, held.engine = (
+        sampler.model,
+        DecodeEngine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code),
+    )
     return replace(sampler, held=held)
 
 
 def uncompiled(sampler: LocalSampler, model: nn.Module) -> LocalSampler:
     """The same with another copy of the model, in steps that are captured where the others are, and not compiled."""
-    held, usual = Held(), sampler.held.engine
+    held, usual = SharedDecoder(), sampler.held.engine
     run = Captured(usual.run.captures) if isinstance(usual.run, Captured) else Eager()
-    held.model, held.engine = model, Engine(model, sizes=usual.sizes, run=run, code=WRITTEN)
-    adopt(model)
+    held.model, held.engine = model, DecodeEngine(model, sizes=usual.sizes, run=run, code=WRITTEN)
+    install(model)
     return replace(sampler, model=model, held=held)
 
 

@@ -25,11 +25,11 @@ from grpo_fn.algo.step import UNMOVED
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf
-from grpo_fn.shell.model.attention import fitting
+from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
-from grpo_fn.shell.model.packed_input import packed, padded, shared
+from grpo_fn.shell.model.packed_input import pack_rows, pack_shared_prompts, pad_rows
 from grpo_fn.shell.policy.fsdp import whole
-from grpo_fn.shell.policy.functional import Functional
+from grpo_fn.shell.policy.functional import FunctionalPolicy
 
 TEMPERATURE = 0.7
 SPREAD = 0.05  # of the weights: far enough from a fresh model's that every nonlinearity matters
@@ -56,13 +56,13 @@ class Asked(NamedTuple):
     """A batch on the device, the oracle, and the learning signal that it leads to there."""
 
     batch: Batch
-    oracle: Functional
+    oracle: FunctionalPolicy
     signal: Scores
 
 
 def asked(setting: Setting, model: str) -> Asked:
     """A batch whose old and reference policies are near the model's."""
-    oracle = Functional(
+    oracle = FunctionalPolicy(
         hf.load_model(model, dtype=torch.float32, device=CPU, attention="sdpa"), temperature=TEMPERATURE
     )
     small = {"groups": 2, "size": 3, "prompt": 4, "new": 9}
@@ -120,11 +120,11 @@ def rows(setting: Setting) -> list[Figure]:
     found: list[Figure] = []
     for dtype, most, goal in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 0.1, 0.03)):
         query = torch.empty(1, 2, 64, dtype=dtype, device=setting.device)
-        kernel = fitting(query, False, None)
+        kernel = choose_kernel(query, False, None)
         name = getattr(kernel, "func", kernel).__name__
         with full_float32():
-            wanted = seen(built(setting, model, dtype, rows=padded, temperature=TEMPERATURE), batch, signal)
-            for make in (packed, shared):
+            wanted = seen(built(setting, model, dtype, rows=pad_rows, temperature=TEMPERATURE), batch, signal)
+            for make in (pack_rows, pack_shared_prompts):
                 bench = built(setting, model, dtype, rows=make, temperature=TEMPERATURE)
                 apart = furthest(seen(bench, batch, signal), wanted)
                 require(bench.policy.scorer.rows.fit is True, f"{make.__name__}: got padded rows after all")
@@ -197,7 +197,7 @@ def pulled(
 
 def float16(setting: Setting) -> list[Figure]:
     """Steps with the numbers of gin/scale/fp16.gin, until one is not skipped."""
-    scaling = partial(controllers.dynamic, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+    scaling = partial(controllers.dynamic_loss_scale, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
     model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
     bench = built(setting, model, torch.float16, lr=1e-3, scaling=scaling, initial_scale=2.0**16)
     batch, _, _ = asked(setting, model)
@@ -246,7 +246,7 @@ def compiled(setting: Setting) -> list[Figure]:
     width = batch.mask.shape[1]
     widths = [width, width - 7, width - 12]
     made = partial(built, setting, model, torch.bfloat16, temperature=TEMPERATURE)
-    fast, plain = made(execution=blocks.compiled), made()
+    fast, plain = made(execution=blocks.torch_compile), made()
     worst = 0.0
     for columns in widths:
         part, of_part = (type(one)(*(x[:, :columns] for x in one)) for one in (batch, signal))

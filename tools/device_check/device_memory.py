@@ -13,7 +13,7 @@ from device_step import Work, parts, taken
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.load_weights import is_adapter
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
 
 CAP = 8 * GB
@@ -34,7 +34,7 @@ def capped(setting: Setting) -> list[Figure]:
         micro_tokens=2048,
         head_elements=2**22,
         lr=5e-5,
-        activations=blocks.recomputed,
+        activations=blocks.full_checkpointing,
     )
     before = {trained: held(bench.policy, trained) for trained in (True, False)}
     steps = taken(bench, work, setting.device)
@@ -60,7 +60,7 @@ def cap() -> None:
     raise AssertionError(f"got {(CAP + GB / 2) / GB:g} GB from the allocator, wanted a cap at {CAP / GB:g} GB")
 
 
-def held(policy: Sharded, trained: bool) -> Fingerprint:
+def held(policy: FSDPPolicy, trained: bool) -> Fingerprint:
     """Of the adapters, or of what they stand beside."""
     some = (fingerprint(x) for name, x in policy.named().items() if is_adapter(name) == trained)
     return sum(some, NOTHING)

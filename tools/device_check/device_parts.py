@@ -18,20 +18,20 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from grpo_fn.algo import advantage, aggregation, controllers, credit, group_sampling, importance, kl, losses, masking
 from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo.objective import policy_objective
-from grpo_fn.algo.step import Algo, as_given, from_sampler
+from grpo_fn.algo.step import Algorithm, compare_as_given, from_sampler
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards.combine import combine, serial
+from grpo_fn.rewards.combine import combine, score_serially
 from grpo_fn.shell.model import blocks
-from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.model.packed_input import shared
+from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy import optimizer
-from grpo_fn.shell.policy.fsdp import Sharded
-from grpo_fn.shell.policy.load_and_shard import Placed, Placing, place
-from grpo_fn.shell.policy.mesh import Scale
-from grpo_fn.shell.sampler.data_parallel import Spread
-from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
+from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
+from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.world import World, alone, find_device
 
@@ -68,7 +68,7 @@ def objective(beta: float, entropy_bonus: float) -> Callable[..., Any]:
     return partial(
         policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        correct=importance.none,
+        correct=importance.no_correction,
         kl=kl.k3,
         weigh=aggregation.token_mean,
         beta=beta,
@@ -76,27 +76,27 @@ def objective(beta: float, entropy_bonus: float) -> Callable[..., Any]:
     )
 
 
-def scale(**changed: Any) -> Scale:
+def scale(**changed: Any) -> Parallelism:
     """One device, nothing saved; `changed` are fields of Scale."""
     usual = {
         **{"replicate": 1, "shard": "rest", "tensor": 1, "reshard_after_forward": False, "prefetch": 1},
         **{"offload": False, "offload_reference": False, "deadline": 60.0},
-        **{"activations": blocks.kept, "execution": blocks.eager},
+        **{"activations": blocks.no_checkpointing, "execution": blocks.eager},
     }
-    return Scale(**{**usual, **changed})
+    return Parallelism(**{**usual, **changed})
 
 
 class Bench(NamedTuple):
     """A policy in place, and what it takes to sample from it."""
 
-    policy: Sharded
-    placed: Placed
-    placing: Placing
+    policy: FSDPPolicy
+    placed: LoadedModel
+    placing: ModelSpec
     world: World
 
-    def seat(self) -> Seat:
+    def seat(self) -> SamplerContext:
         """What a sampler is made from."""
-        return Seat(
+        return SamplerContext(
             folder=self.placing.folder,
             config=self.placing.config,
             dtype=self.placing.dtype,
@@ -105,24 +105,26 @@ class Bench(NamedTuple):
             whole=self.placed.decoding,
         )
 
-    def sampler(self, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Spread:
+    def sampler(self, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> DataParallelSampler:
         """The local sampler, as a run has it."""
         seat = self.seat()
-        return Spread(local(seat, prompt_tokens=prompt_tokens, new_tokens=new_tokens, max_rows=max_rows), self.world)
+        return DataParallelSampler(
+            local(seat, prompt_tokens=prompt_tokens, new_tokens=new_tokens, max_rows=max_rows), self.world
+        )
 
-    def algo(self, prompts: int, group_size: int) -> Algo:
+    def algo(self, prompts: int, group_size: int) -> Algorithm:
         """GRPO with one update a step, and a reward that rows of random tokens differ in."""
-        return Algo(
-            collect=partial(group_sampling.every, prompts=prompts),
-            reward=partial(combine, parts=[even], weights=[1.0], score=serial),
+        return Algorithm(
+            collect=partial(group_sampling.keep_all, prompts=prompts),
+            reward=partial(combine, parts=[even], weights=[1.0], score=score_serially),
             credit=partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-4, ddof=1)),
             filters=[],
-            mark=masking.nothing,
+            mark=masking.no_tokens,
             objective=objective(0.0, 0.0),
             old_logp=from_sampler,
-            anchor=as_given,
-            kl_control=controllers.fixed,
-            entropy_control=controllers.fixed,
+            anchor=compare_as_given,
+            kl_control=controllers.constant_gain,
+            entropy_control=controllers.constant_gain,
             group_size=group_size,
             epochs=1,
             minibatches=1,
@@ -136,30 +138,30 @@ def built(
     model: str,
     dtype: torch.dtype,
     *,
-    rows: Any = shared,
+    rows: Any = pack_shared_prompts,
     adapters: LoRA | None = None,
     micro_tokens: int = 16_384,
     head_elements: int = 2**27,
     temperature: float = 1.0,
     lr: float = 1e-6,
-    scaling: Any = loss_scale.constant,
+    scaling: Any = loss_scale.constant_loss_scale,
     initial_scale: float = 1.0,
     **changed: Any,
 ) -> Bench:
     """The policy as `train` puts it together; `changed` are fields of Scale."""
     world = alone(find_device(setting.device, 0))
-    placing = Placing(
+    placing = ModelSpec(
         folder=model,
         config=AutoConfig.from_pretrained(model),
         dtype=dtype,
         attention="sdpa",
         adapters=adapters,
-        scorer=partial(Scorer, temperature=temperature, head_elements=head_elements, rows=rows),
+        scorer=partial(LogprobModel, temperature=temperature, head_elements=head_elements, rows=rows),
         scale=scale(**changed),
         key=prng.key(KEY, device="cpu"),
     )
-    placed = place(world, placing, reference=False)
-    policy = Sharded(
+    placed = load_and_shard(world, placing, reference=False)
+    policy = FSDPPolicy(
         placed.scorer,
         world=world,
         data=placed.data,
@@ -176,7 +178,7 @@ def built(
     return Bench(policy, placed, placing, world)
 
 
-def local(seat: Seat, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Any:
+def local(seat: SamplerContext, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Any:
     """The local sampler in that seat."""
     return local_sampler.local(
         seat,

@@ -8,7 +8,7 @@ from device_parts import built, forget, most_held, require, seconds
 from device_runner import Figure, Setting
 from device_shapes import QWEN_HALF, QWEN_LARGE, Shape, folder, sized
 
-from grpo_fn.algo.step import UNMOVED, climb
+from grpo_fn.algo.step import UNMOVED, update_policy
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.shell.model import blocks
@@ -52,7 +52,7 @@ def train_large(setting: Setting) -> list[Figure]:
 
 def train_large_compiled(setting: Setting) -> list[Figure]:
     """1.5B, compiled blocks."""
-    return train(setting, sized(setting, QWEN_LARGE), goal=45.0, execution=blocks.compiled)
+    return train(setting, sized(setting, QWEN_LARGE), goal=45.0, execution=blocks.torch_compile)
 
 
 class Work(NamedTuple):
@@ -92,7 +92,7 @@ def train(setting: Setting, shape: Shape, *, goal: float | None, **changed: obje
     bench = built(setting, folder(setting, shape), torch.bfloat16, micro_tokens=16_384 + work.prompt, **changed)
     algo, batch = bench.algo(work.groups, work.size), made_up(setting, shape, work)
     batch = batch._replace(logp_old=(logp := bench.policy.logp(rolled(batch))), logp_ref=logp, logp_sampled=logp)
-    step = partial(climb, bench.policy, batch, count(batch), UNMOVED, algo)
+    step = partial(update_policy, bench.policy, batch, count(batch), UNMOVED, algo)
     learned = step()  # compiles, makes the moments
     require(learned.update["loss/grad_norm"] > 0, "training: got no gradient")
     forget(setting.device)

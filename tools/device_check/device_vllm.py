@@ -13,8 +13,8 @@ from device_shapes import QWEN_HALF, folder, sized
 
 from grpo_fn.algo.step import AT_THE_START, grpo_step
 from grpo_fn.core import prng, sampling
-from grpo_fn.shell.sampler.data_parallel import Spread
-from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
+from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm import vllm_sampler
 
@@ -29,7 +29,7 @@ def colocated(setting: Setting) -> list[Figure]:
     shape = sized(setting, QWEN_HALF)
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
     sampler = engine_in(bench.seat(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
-    spread = Spread(sampler, bench.world)
+    spread = DataParallelSampler(sampler, bench.world)
     probe = Probe(prompt_tokens=PROMPT, new_tokens=NEW, max_gap=0.1)
     key = prng.key(KEY, device="cpu")
     try:
@@ -77,7 +77,7 @@ def speed(setting: Setting) -> list[Figure]:
     return [Figure("vLLM, tokens/s", tokens / took), Figure("tokens", tokens)]
 
 
-def engine_in(place: Seat, *, prompt: int, new: int, tokens: int, rows: int, cache: int) -> Any:
+def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows: int, cache: int) -> Any:
     """The sampler, as gin/engine/vllm_colocated.gin makes it; `cache` bytes of keys and values, on a CPU."""
     return vllm_sampler.colocated(
         place,

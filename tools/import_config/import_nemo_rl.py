@@ -40,7 +40,7 @@ NEMO_LEFT = {
     r"grpo\.(seq_logprob_error_.*|skip_reference_.*|calculate_advantages_on_gpu|adv_estimator\.minus_baseline)": (
         "there is no such thing here"
     ),
-    r"loss_fn\.truncated_importance_sampling.*": "nothing is corrected: @importance.none",
+    r"loss_fn\.truncated_importance_sampling.*": "nothing is corrected: @importance.no_correction",
     r"loss_fn\.kl_(input|output)_clamp_value": "x is capped before exp, its value is not",
     r"policy\.generation\.(top_p|top_k|stop_token_ids)": (
         "tokens are drawn from the whole distribution, to the tokenizer's and model's ends"
@@ -52,7 +52,7 @@ NEMO_LEFT = {
     r"policy\.generation\.(colocated\..*|mcore_.*|sglang_.*)": "vLLM or the local sampler draws here",
     r"policy\.megatron_cfg\..*": "FSDP2 and tensor parallelism: the files of scale/",
     r"policy\.(dynamic_batching|sequence_packing)\..*": (
-        "rows always lie end to end without padding, a group's prompt once (packed_input.shared): micro_tokens"
+        "rows always lie end to end without padding, a group's prompt once (packed_input.pack_shared_prompts): micro_tokens"
     ),
     r"policy\.(logprob_(batch|chunk)_size|generation_batch_size|make_sequence_.*)": "train.train.micro_tokens",
     r"policy\.(tokenizer|hf_config_overrides)\..*": "the model folder's own tokenizer, template and config",
@@ -83,7 +83,7 @@ def from_nemo_rl(config: Mapping[str, Any]) -> Draft:
     nemo_policy(key, draft)
     nemo_engine(key, draft)
     nemo_optimizer(key, draft)
-    draft.knobs["train.train.old_logp"] = "@step.recomputed"
+    draft.knobs["train.train.old_logp"] = "@step.from_trainer"
     draft.macros["SEED"] = key.count("grpo.seed", 42, 0)
     draft.knobs["loop.Cadence.eval_every"] = key.count("grpo.val_period", 10, 0)
     draft.knobs["loop.Cadence.save_every"] = key.count("checkpointing.save_period", 10)
@@ -161,7 +161,7 @@ def nemo_batches(key: Reader, draft: Draft) -> None:
         draft.knobs["group_sampling.dynamic.max_gen_batches"] = key.count("grpo.dynamic_sampling_max_gen_batches", 10)
     key.taken.add("grpo.dynamic_sampling_max_gen_batches")
     if key("grpo.overlong_filtering", bool, False):
-        draft.knobs["train.train.filters"] = ["@masking.finished"]
+        draft.knobs["train.train.filters"] = ["@masking.drop_truncated"]
     nemo_shaping(key, draft, longest)
 
 
@@ -246,7 +246,7 @@ def nemo_advantage(key: Reader, draft: Draft) -> None:
         for knob in ("normalize_rewards", "use_leave_one_out_baseline")
     }
     if not divided:
-        draft.knobs["credit.outcome.advantage"] = "@advantage.leave_one_out" if others else "@advantage.centered"
+        draft.knobs["credit.outcome.advantage"] = "@advantage.leave_one_out" if others else "@advantage.mean_centered"
     elif not others:
         normalized(draft, 1e-6)
     else:
@@ -273,7 +273,7 @@ def nemo_policy(key: Reader, draft: Draft) -> None:
     for knob, name in (("cpu_offload", "offload"), ("activation_checkpointing", "checkpointed")):
         if key(f"policy.dtensor_cfg.{knob}", bool, False):
             draft.includes.append(f"scale/{name}.gin")
-    draft.knobs["mesh.Scale.tensor"] = key.count("policy.dtensor_cfg.tensor_parallel_size", 1)
+    draft.knobs["mesh.Parallelism.tensor"] = key.count("policy.dtensor_cfg.tensor_parallel_size", 1)
     draft.knobs["train.train.temperature"] = key.positive("policy.generation.temperature", 1.0, zero=False)
     stops = key("policy.generation.stop_strings", list, [])
     draft.knobs["train.train.stop"] = [Text(stop) for stop in stops if stop]
@@ -368,4 +368,4 @@ def nemo_optimizer(key: Reader, draft: Draft) -> None:
             DIFFERS, "policy.scheduler", f"from its start_factor there; from 1/{warm + 1} to 1 in {warm} updates here"
         )
     schedule(draft, warm, 0, None)
-    draft.knobs["fsdp.Sharded.max_grad_norm"] = key.positive("policy.max_grad_norm", 1.0, zero=True) or 1e9
+    draft.knobs["fsdp.FSDPPolicy.max_grad_norm"] = key.positive("policy.max_grad_norm", 1.0, zero=True) or 1e9

@@ -40,10 +40,10 @@ TRL_LEFT = {
     "sync_ref_model|ref_model_.*": "the reference is the model that the run began with",
     "top_entropy_quantile": "there is no mask by entropy; losses.clip_cov and losses.kl_cov choose tokens",
     "deepspeed": "a file of its own: files of scale/ (shard_grad_op is ZeRO-2, full_shard ZeRO-3, offload)",
-    "fsdp_config|accelerator_config|parallelism_config|ddp_.*": "mesh.Scale and the files of scale/",
+    "fsdp_config|accelerator_config|parallelism_config|ddp_.*": "mesh.Parallelism and the files of scale/",
     "model_init_kwargs.*": "train.train.dtype, train.train.attention",
     "chat_template_kwargs.*": "the tokenizer's own template is used",
-    "use_liger_kernel|use_liger_loss|liger_.*": "log-probs are computed in chunks anyway: logprob_model.Scorer.head_elements",
+    "use_liger_kernel|use_liger_loss|liger_.*": "log-probs are computed in chunks anyway: logprob_model.LogprobModel.head_elements",
     "max_tool_calling_iterations|tools.*|environment.*": "one turn, without tools",
     "num_generations_eval": "evaluation is greedy; eval/samples.gin draws",
     "shuffle_dataset|data_seed|dataloader_.*": "the order is a function of SEED, every row once an epoch",
@@ -81,7 +81,7 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
     trl_device(key, draft)
     draft.knobs["train.train.temperature"] = key.positive("temperature", 1.0, zero=False)
     if key("mask_truncated_completions", bool, False):
-        draft.knobs["train.train.filters"] = ["@masking.finished"]
+        draft.knobs["train.train.filters"] = ["@masking.drop_truncated"]
     draft.macros["SEED"] = key.count("seed", 42, 0)
     every = updates // draft.macros["STEPS"]
     draft.knobs["loop.Cadence.save_every"] = per_step(key.positive("save_steps", 500, zero=False), updates, every)
@@ -201,7 +201,7 @@ def trl_engine(key: Reader, draft: Draft) -> None:
     if key("use_vllm", bool, False):
         key.choice("vllm_mode", "server", {"server": trl_server, "colocate": trl_colocated})(key, draft)
         weight = trl_weight(key, draft)
-        draft.knobs["train.train.old_logp"] = "@step.recomputed"  # of the trainer, corrected or not
+        draft.knobs["train.train.old_logp"] = "@step.from_trainer"  # of the trainer, corrected or not
     correct(draft, weight, mask)
 
 
@@ -244,10 +244,10 @@ def trl_advantage(key: Reader, draft: Draft) -> None:
     if name == "group":
         normalized(draft, 1e-4)
     elif name == "none":
-        draft.knobs["credit.outcome.advantage"] = "@advantage.centered"
+        draft.knobs["credit.outcome.advantage"] = "@advantage.mean_centered"
     elif name == "batch":
         draft.knobs |= {"train.train.credit": "@credit.row_whitened", "credit.row_whitened.credit": "@credit.outcome"}
-        draft.knobs |= {"credit.row_whitened.eps": 1e-4, "credit.outcome.advantage": "@advantage.centered"}
+        draft.knobs |= {"credit.row_whitened.eps": 1e-4, "credit.outcome.advantage": "@advantage.mean_centered"}
         draft.note(DIFFERS, "scale_rewards", "the std of the rewards there (ddof 1), of R - mean here (ddof 0)")
     elif name == "mean":
         draft.knobs["credit.outcome.advantage"] = "@advantage.max_rl"
@@ -284,7 +284,7 @@ def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
     if kind == "cosine":
         draft.note(DIFFERS, "lr_scheduler_type", "there is no cosine: linear to 0 over the same steps")
     limit = key.positive("max_grad_norm", 1.0, zero=True)
-    draft.knobs["fsdp.Sharded.max_grad_norm"] = limit or 1e9  # 0 is no clipping there
+    draft.knobs["fsdp.FSDPPolicy.max_grad_norm"] = limit or 1e9  # 0 is no clipping there
 
 
 def trl_device(key: Reader, draft: Draft) -> None:
@@ -304,7 +304,7 @@ def trl_device(key: Reader, draft: Draft) -> None:
     wanted |= {name: name in words for name in (*STRATEGIES, "offload")}
     if "hybrid_shard_zero2" in words:
         draft.note(
-            LEFT, "fsdp", "hybrid_shard_zero2: scale/hybrid_shard.gin with mesh.Scale.reshard_after_forward=False"
+            LEFT, "fsdp", "hybrid_shard_zero2: scale/hybrid_shard.gin with mesh.Parallelism.reshard_after_forward=False"
         )
     draft.includes += [f"scale/{name}.gin" for name, there in wanted.items() if there]
     draft.note(DIFFERS, "bf16, fp16", "what trains is kept in float32, gradients are reduced in float32")

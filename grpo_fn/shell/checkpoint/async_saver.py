@@ -36,7 +36,7 @@ Written = tuple[list[WriteResult], dict[str, Entry]]  # where the pieces lie, an
 OVERHEAD = 2**11  # bytes of a file that a tensor needs besides its own, at most
 
 
-class Keep(NamedTuple):
+class Retention(NamedTuple):
     """Which checkpoints `store.prune` leaves."""
 
     keep_last: int
@@ -46,7 +46,7 @@ class Keep(NamedTuple):
     spare: Collection[int] = ()
 
 
-class Held(NamedTuple):
+class SaveTiming(NamedTuple):
     """How long a checkpoint held up the training, in seconds."""
 
     waited: float  # until the one before was written
@@ -54,7 +54,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """A checkpoint on its way to the disk."""
 
     path: Path  # where it will be
@@ -62,7 +62,7 @@ class Job:
     step: int
     size: int  # bytes of tensors
     meta: Mapping[str, Any]
-    keep: Keep | None
+    keep: Retention | None
     files: dict[str, bytes] = field(default_factory=dict)  # the blobs, on the main rank
 
     def need(self) -> int:
@@ -78,7 +78,7 @@ class Trouble(NamedTuple):
     path: str | None
 
 
-class Saver(AbstractContextManager):
+class AsyncSaver(AbstractContextManager):
     """Saves into `root`, one checkpoint at a time; every rank makes one and calls the same methods of it."""
 
     def __init__(self, root: Path, world: World) -> None:
@@ -88,7 +88,7 @@ class Saver(AbstractContextManager):
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._owner = world.exchange(name, what="naming who saves")[0]
         self._offers: list[SavePlan] = []
-        self._shares: tensor_shards.Shares | None = None
+        self._shares: tensor_shards.ShardPlan | None = None
         self._buffers: dict[MetadataIndex, Tensor] = {}
         self._step = 0  # of the one that is being written
         self._writing: Future[None] | None = None
@@ -100,8 +100,8 @@ class Saver(AbstractContextManager):
         tensors: Mapping[str, Tensor],
         blobs: Mapping[str, Any],
         meta: Mapping[str, Any],
-        keep: Keep | None = None,
-    ) -> Held:
+        keep: Retention | None = None,
+    ) -> SaveTiming:
         """Copy what `root/step_N` is to hold and return; it is written meanwhile, and the others pruned after it.
 
         At every moment the folder is absent, as it was, or complete. `tensors` (on every rank its own part of a
@@ -115,7 +115,7 @@ class Saver(AbstractContextManager):
         free = time.perf_counter()
         size = sum(t.numel() * t.element_size() + OVERHEAD for t in tensors.values())
         folder = store.unfinished(self.root, "tmp", step, self._owner)
-        job = Job(self.root / f"step_{step}", folder, step, size, finite(meta), keep)
+        job = SaveJob(self.root / f"step_{step}", folder, step, size, finite(meta), keep)
         try:
             self._prepare(job, tensors, blobs)
             self._stage(job, tensors)
@@ -124,7 +124,7 @@ class Saver(AbstractContextManager):
             raise
         self._writing, self._step = Future(), step
         helper(partial(_finish, self._writing, partial(self._write, job)), name="checkpoint")
-        return Held(waited=free - begun, staged=time.perf_counter() - free)
+        return SaveTiming(waited=free - begun, staged=time.perf_counter() - free)
 
     @property
     def failed(self) -> bool:
@@ -164,7 +164,7 @@ class Saver(AbstractContextManager):
                 raise
             error.add_note(f"and the checkpoint that was being written failed: {also}")
 
-    def _prepare(self, job: Job, tensors: Mapping[str, Tensor], blobs: Mapping[str, Any]) -> None:
+    def _prepare(self, job: SaveJob, tensors: Mapping[str, Tensor], blobs: Mapping[str, Any]) -> None:
         """Check, make the folder, copy the blobs, and agree with the others on who writes which piece."""
 
         def ready() -> SavePlan | None:
@@ -182,7 +182,7 @@ class Saver(AbstractContextManager):
             offers = [new or known for new, known in zip(brought, self._offers or brought, strict=True)]
             self._shares, self._offers = tensor_shards.shared_out(offers), offers
 
-    def _stage(self, job: Job, tensors: Mapping[str, Tensor]) -> None:
+    def _stage(self, job: SaveJob, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's pieces. Memory may end on one rank alone, so all hear how it went."""
 
         def copied() -> None:
@@ -191,7 +191,7 @@ class Saver(AbstractContextManager):
 
         self._together(copied, job, partial(self.world.exchange, what="copying a checkpoint"))
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: SaveJob) -> None:
         """What the thread does. Both exchanges wait for the slowest rank, the second one for the main rank."""
         exchange = partial(self._exchange, job.step)
         try:
@@ -201,14 +201,14 @@ class Saver(AbstractContextManager):
             self._discard()
             raise
 
-    def _write_mine(self, job: Job) -> Written:
+    def _write_mine(self, job: SaveJob) -> Written:
         rank = self.world.rank
         if not job.folder.is_dir():
             raise ValueError(f"got no folder {job.folder} here, wanted a run folder on a disk that all ranks share")
         results = tensor_shards.write(job.folder, self._shares.plans[rank], self._buffers)
         return results, {path.name: entry(path) for path in tensor_shards.files(job.folder, rank)}
 
-    def _publish(self, job: Job, written: list[Written]) -> None:
+    def _publish(self, job: SaveJob, written: list[Written]) -> None:
         """On the main rank: the rest of the files, the folder's name, and those no longer kept."""
         if not self.world.main:
             return
@@ -241,7 +241,7 @@ class Saver(AbstractContextManager):
             ) from error
         return brought
 
-    def _together(self, f: Callable[[], T], job: Job, exchange: Callable[[Any], list[Any]]) -> list[T]:
+    def _together(self, f: Callable[[], T], job: SaveJob, exchange: Callable[[Any], list[Any]]) -> list[T]:
         """What `f` returns on every rank; what it raises on any rank is raised on all of them."""
         mine, error, trouble = None, None, None
         try:
@@ -268,7 +268,7 @@ def _finish(future: Future[None], work: Callable[[], None]) -> None:
         future.set_exception(error)
 
 
-def _trouble(error: Exception, job: Job) -> Trouble:
+def _trouble(error: Exception, job: SaveJob) -> Trouble:
     if is_full(error):
         full = error if isinstance(error, NoSpace) else no_space(job.path, free_bytes(job.path), job.need())
         return Trouble(True, full.strerror, full.filename)

@@ -25,7 +25,7 @@ INDEX = ".metadata"  # the library's own name
 Shape = tuple[int, ...]
 
 
-class Shares(NamedTuple):
+class ShardPlan(NamedTuple):
     """What each rank writes, in rank order, and the index without the places in the files."""
 
     plans: list[SavePlan]
@@ -41,10 +41,10 @@ def offered(tensors: Mapping[str, Tensor]) -> SavePlan:
     return replace(plan, items=[item for item in plan.items if not _is_empty_piece(item)])
 
 
-def shared_out(offers: Sequence[SavePlan]) -> Shares:
+def shared_out(offers: Sequence[SavePlan]) -> ShardPlan:
     """Give every piece that several ranks hold to one of them; the same on every rank for the same offers."""
     plans, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(list(offers))
-    return Shares(_Writer("").prepare_global_plan(plans), index)
+    return ShardPlan(_Writer("").prepare_global_plan(plans), index)
 
 
 @torch.no_grad()

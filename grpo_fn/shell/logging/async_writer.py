@@ -13,21 +13,21 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_fn.shell.logging.metrics_writer import Writer
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 from grpo_fn.shell.process import helper
 
 MOST = 24  # calls that may be waiting, those of a few steps; the training waits when there are more
 LEAVE = 10.0  # seconds that the thread may take to come out of the call that it is in
 
 
-class LateWriter(AbstractContextManager):
-    """Stands in for a `Writer`, whose calls it makes later, and takes other work for its thread (`do`).
+class AsyncWriter(AbstractContextManager):
+    """Stands in for a `MetricsWriter`, whose calls it makes later, and takes other work for its thread (`do`).
 
     Once something raises there, nothing more is written: `failed` says so, and `wait` raises it. Leaving it waits for
     what is left and closes the writer.
     """
 
-    def __init__(self, writer: Writer, *, deadline: float) -> None:
+    def __init__(self, writer: MetricsWriter, *, deadline: float) -> None:
         self._writer, self._deadline = writer, deadline
         self._asked: deque[tuple[str, Callable[[], object]]] = deque()  # the first one is being done
         self._news = Condition()
@@ -59,35 +59,35 @@ class LateWriter(AbstractContextManager):
                 raise self._error
 
     def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
-        """As `Writer.scalars`."""
+        """As `MetricsWriter.scalars`."""
         self.do(f"the metrics of step {step}", partial(self._writer.scalars, step, dict(values)))
 
     def amend(self, step: int, values: Mapping[str, float | int]) -> None:
-        """As `Writer.amend`."""
+        """As `MetricsWriter.amend`."""
         self.do(f"later metrics of step {step}", partial(self._writer.amend, step, dict(values)))
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """As `Writer.text`."""
+        """As `MetricsWriter.text`."""
         self.do(f"{tag} of step {step}", partial(self._writer.text, step, tag, text))
 
     def histogram(self, step: int, tag: str, values: Tensor) -> None:
-        """As `Writer.histogram`."""
+        """As `MetricsWriter.histogram`."""
         self.do(f"{tag} of step {step}", partial(self._writer.histogram, step, tag, values.detach().cpu()))
 
     def image(self, step: int, tag: str, pixels: Tensor) -> None:
-        """As `Writer.image`."""
+        """As `MetricsWriter.image`."""
         self.do(f"{tag} of step {step}", partial(self._writer.image, step, tag, pixels.detach().cpu()))
 
     def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None:
-        """As `Writer.layout`."""
+        """As `MetricsWriter.layout`."""
         self.do("the layout", partial(self._writer.layout, charts))
 
     def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None:
-        """As `Writer.hparams`."""
+        """As `MetricsWriter.hparams`."""
         self.do("the knobs", partial(self._writer.hparams, knobs, measures))
 
     def finished(self) -> None:
-        """As `Writer.finished`."""
+        """As `MetricsWriter.finished`."""
         self.do("the end", self._writer.finished)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

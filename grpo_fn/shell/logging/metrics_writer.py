@@ -20,7 +20,7 @@ BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
-class Writer:
+class MetricsWriter:
     """Writes `metrics.jsonl` and `tensorboard/` of a run folder.
 
     A step's number is that of the step just taken, counted from 0: after k steps a run resumes with `start_step=k`,
@@ -99,7 +99,7 @@ class Writer:
         self._lines.close()
         self._board.close()
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -148,8 +148,8 @@ def _step(path: Path, i: int, line: bytes, *, last: bool) -> float:
         raise ValueError(f"got {path}:{i + 1} {line[:80]!r}, wanted a JSON object with a step") from error
 
 
-class Mute:
-    """Stands in for `LateWriter` and `Console` on all ranks but the main one."""
+class NullLogger:
+    """Stands in for `AsyncWriter` and `Console` on all ranks but the main one."""
 
     failed = False
 
@@ -177,7 +177,7 @@ class Mute:
 
     def finished(self) -> None: ...
 
-    def __enter__(self) -> "Mute":
+    def __enter__(self) -> "NullLogger":
         return self
 
     def __exit__(self, *exc: object) -> None: ...

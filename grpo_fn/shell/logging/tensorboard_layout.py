@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_fn.shell.logging.async_writer import LateWriter
-from grpo_fn.shell.logging.metrics_writer import Mute, Writer
+from grpo_fn.shell.logging.async_writer import AsyncWriter
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter, NullLogger
 
 # A value in config.gin: a string, which is left alone, or a macro.
 STRING_OR_MACRO = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|%([\w./]+)""")
@@ -92,7 +92,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
 MEASURES = ["eval/accuracy", "reward/mean", "reward/correct_rate", "loss/kl", "loss/entropy", "generation/length_mean"]
 
 
-def begin(writer: Writer | LateWriter | Mute, config: Path) -> None:
+def begin(writer: MetricsWriter | AsyncWriter | NullLogger, config: Path) -> None:
     """What the events of a run open with: the charts, the knobs for the tab "HParams", the configuration as text."""
     text = config.read_text(encoding="utf-8")
     writer.layout(LAYOUT)

@@ -1,7 +1,7 @@
 """Attention over rows that lie end to end, put beside the attention that a model was built with.
 
 Transformers looks attention up by the name in a model's config. `adopt` gives the model a name of ours under which a
-call with a `layout` is computed as that says (`Seen` here in training, `kv_cache.Next` while decoding), and any other by
+call with a `layout` is computed as that says (`PackedAttention` here in training, `kv_cache.DecodeAttention` while decoding), and any other by
 what stood there before. The name stays for good: a block that is computed again in the backward pass looks it up again.
 """
 
@@ -34,7 +34,7 @@ HALVES = (torch.bfloat16, torch.float16)
 Attend = Callable[..., Float[Tensor, "N H D"]]
 
 
-class How(NamedTuple):
+class AttentionSpec(NamedTuple):
     """What a layer asks of attention."""
 
     window: Window
@@ -44,17 +44,17 @@ class How(NamedTuple):
     eager: bool  # the model was built to have it written out
 
 
-class Told(Protocol):
+class AttentionContext(Protocol):
     """What travels with a model's call as its `layout`: it knows which tokens see which."""
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec
     ) -> Float[Tensor, "B T H D"]:
         """Attention of one layer, whose `module` this is; of each tensor `[B H T D]`."""
         ...
 
 
-def adopt(model: nn.Module) -> None:
+def install(model: nn.Module) -> None:
     """Have the model's attention take a `layout`. Raises ValueError for an attention that is known only by its name."""
     before = model.config._attn_implementation
     if before.endswith(OURS):
@@ -75,10 +75,10 @@ def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, before: str, **told: Any
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls: `[1 H N D]` each with a layout, `[B H T D]` without."""
-    layout: Told | None = told.pop("layout", None)
+    layout: AttentionContext | None = told.pop("layout", None)
     if layout is None:
         return original(module, before)(module, query, key, value, mask, **told)
-    return layout.attend(module, query, key, value, asked(query, before == EAGER, told)), None
+    return layout.attend(module, query, key, value, parse_spec(query, before == EAGER, told)), None
 
 
 def original(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -88,24 +88,24 @@ def original(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor
     )
 
 
-def asked(query: Tensor, eager: bool, told: dict[str, Any]) -> How:
+def parse_spec(query: Tensor, eager: bool, told: dict[str, Any]) -> AttentionSpec:
     """What the model asks for. Raises ValueError for anything that is not done here."""
     odd = [name for name, x in told.items() if name not in KNOWN and name not in IDLE and x is not None]
     if odd or told.get("is_causal") is False:
         raise ValueError(f"got attention with {', '.join(sorted(odd)) or 'is_causal=False'}, wanted {', '.join(KNOWN)}")
     scale = told.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return How(told.get("sliding_window"), scale, told.get("dropout", 0.0), told.get("softcap"), eager)
+    return AttentionSpec(told.get("sliding_window"), scale, told.get("dropout", 0.0), told.get("softcap"), eager)
 
 
 KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal"})
 
 
-class Seen(Layout):
+class PackedAttention(Layout):
     """Rows that lie end to end in one stream, the one row `[1 H N D]` of the batch."""
 
     @torch.compiler.disable
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec) -> Tensor:
         """Every token of the stream sees what it sees of its row.
 
         Compiled code stops here: the sizes of the buckets differ from micro-batch to micro-batch, and each would be
@@ -113,11 +113,11 @@ class Seen(Layout):
         """
         self.asked.append(how.window)
         streams = [x[0].transpose(0, 1) for x in (query, key, value)]
-        attend = fitting(query, how.eager, how.cap)
+        attend = choose_kernel(query, how.eager, how.cap)
         return attend(*streams, self, window=how.window, scale=how.scale, dropout=how.dropout, cap=how.cap)[None]
 
 
-def fitting(query: Tensor, eager: bool, cap: float | None) -> Attend:
+def choose_kernel(query: Tensor, eager: bool, cap: float | None) -> Attend:
     """The fastest that computes it: kernels for unequal rows are for halves on CUDA, and written for some caps only."""
     if query.device.type == "cuda" and query.dtype in HALVES and not eager:
         if find_spec("flash_attn") is not None:
@@ -145,7 +145,7 @@ def bucketed(
     """Rows of similar length are padded to one and computed by `core`; key heads are repeated for their query heads."""
     groups, found = query.shape[1] // key.shape[1], []
     for number, bucket in enumerate(layout.buckets):
-        q, k, v = taken(query, bucket.query), taken(key, bucket.key), taken(value, bucket.key)
+        q, k, v = gather_tokens(query, bucket.query), gather_tokens(key, bucket.key), gather_tokens(value, bucket.key)
         q, k, v = (
             x.transpose(1, 2) for x in (q, *(x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v)))
         )
@@ -154,7 +154,7 @@ def bucketed(
     return layout.restored(found)
 
 
-def taken(stream: Float[Tensor, "N ..."], index: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+def gather_tokens(stream: Float[Tensor, "N ..."], index: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The stream's entries at those places. Its pullback adds up what a prompt gets from all that read it."""
     # On CUDA the pullback of index_select adds in any order, that of indexing in one; on CPU the first is fast.
     flat = index.flatten()
@@ -203,8 +203,8 @@ def flash(
     rows = layout.ragged
     return flash_attn_varlen_func(
         query,
-        taken(key, rows.key),
-        taken(value, rows.key),
+        gather_tokens(key, rows.key),
+        gather_tokens(value, rows.key),
         rows.queries,
         rows.keys,
         *rows.longest,
@@ -233,7 +233,7 @@ def varlen(
     if dropout:
         raise ValueError(f"got attention with dropout {dropout} on rows of unequal length, wanted 0, or flash-attn")
     rows, groups = layout.ragged, query.shape[1] // key.shape[1]
-    k, v = taken(key, rows.key), taken(value, rows.key)
+    k, v = gather_tokens(key, rows.key), gather_tokens(value, rows.key)
     more = {"enable_gqa": True} if groups > 1 and knows_groups() else {}
     if groups > 1 and not more:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

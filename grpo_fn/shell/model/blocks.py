@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from grpo_fn.shell.sampler.local.kv_cache import Next, Prompts
+from grpo_fn.shell.sampler.local.kv_cache import DecodeAttention, PrefillAttention
 
 Forward = Callable[..., Any]
 Change = Callable[[nn.Module], None]  # one block, in place
@@ -41,11 +41,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 # -- activations
 
 
-def kept(block: nn.Module) -> None:
+def no_checkpointing(block: nn.Module) -> None:
     """Keep every activation for the backward pass."""
 
 
-def recomputed(block: nn.Module) -> None:
+def full_checkpointing(block: nn.Module) -> None:
     """Keep what enters the block alone; the backward pass runs it once more, dropout's noise included.
 
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
@@ -53,7 +53,7 @@ def recomputed(block: nn.Module) -> None:
     block.forward = partial(_recompute, block.forward)
 
 
-def recomputed_but_products(block: nn.Module) -> None:
+def selective_checkpointing(block: nn.Module) -> None:
     """Keep the results of matrix products and attention; recompute the rest, which is cheap, from them.
 
     Operators inside compiled code are not seen one by one: of a compiled block everything is recomputed.
@@ -89,7 +89,9 @@ def _worth_recomputing(kwargs: dict[str, Any]) -> bool:
 
 
 def _cached(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("past_key_values") is not None or isinstance(kwargs.get("layout"), Prompts | Next)
+    return kwargs.get("past_key_values") is not None or isinstance(
+        kwargs.get("layout"), PrefillAttention | DecodeAttention
+    )
 
 
 def _recompute(forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +113,12 @@ def eager(block: nn.Module) -> None:
     """Run the block as it is written."""
 
 
-def compiled(block: nn.Module) -> None:
+def torch_compile(block: nn.Module) -> None:
     """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written."""
     block.forward = Compiled(block.forward, _uncached, _built)
 
 
-def compiled_decoding(block: nn.Module) -> None:
+def compile_for_decoding(block: nn.Module) -> None:
     """Compile what the sampler calls for every token, and nothing else. Once is enough."""
     if not (isinstance(block.forward, Compiled) and block.forward.which is _decoding):
         block.forward = Compiled(block.forward, _decoding, Tried)
@@ -175,7 +177,7 @@ def _uncached(kwargs: dict[str, Any]) -> bool:
 
 
 def _decoding(kwargs: dict[str, Any]) -> bool:
-    return isinstance(kwargs.get("layout"), Next)
+    return isinstance(kwargs.get("layout"), DecodeAttention)
 
 
 class Graphs(NamedTuple):

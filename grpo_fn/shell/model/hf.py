@@ -139,10 +139,10 @@ def empty_model(config: PretrainedConfig) -> nn.Module:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Token ids the completion follows: the chat template with one user turn where there is one, else the bare text."""
-    return bare(tokenizer, prompt) if tokenizer.chat_template is None else _turns(tokenizer, ("user", prompt))
+    return bare_prompt(tokenizer, prompt) if tokenizer.chat_template is None else _turns(tokenizer, ("user", prompt))
 
 
-def bare(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def bare_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """The text alone, whatever template there is: for base models, and templates that hold a whole chat themselves."""
     return tokenizer(prompt, add_special_tokens=True)["input_ids"]
 
@@ -182,9 +182,9 @@ def export_weights(
     for path in (scratch, gone):
         shutil.rmtree(path, ignore_errors=True)
     scratch.mkdir(parents=True)
-    bare = empty_model(model.config)
-    bare.generation_config = model.generation_config
-    bare.save_pretrained(scratch, state_dict=dict(weights))
+    empty = empty_model(model.config)
+    empty.generation_config = model.generation_config
+    empty.save_pretrained(scratch, state_dict=dict(weights))
     tokenizer.save_pretrained(scratch)
     if folder.exists():
         folder.rename(gone)

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from grpo_fn.shell.model.attention import taken
+from grpo_fn.shell.model.attention import gather_tokens
 from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
-from grpo_fn.shell.model.packed_input import Rows, probe, undisturbed
+from grpo_fn.shell.model.packed_input import InputPacking, probe, undisturbed
 
 
 def predicting(
@@ -35,7 +35,7 @@ def check_rows(mask: Bool[Tensor, "B T"]) -> None:
         raise ValueError("got a row whose first token is marked as sampled; wanted at least one prompt token before it")
 
 
-class Scorer(nn.Module):
+class LogprobModel(nn.Module):
     """A causal language model that is asked for scores, not for logits.
 
     It is the root of whatever shards the model: embedding, last norm and head belong to it, and are whole while its
@@ -44,7 +44,7 @@ class Scorer(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, *, temperature: float, head_elements: int, rows: Callable[[nn.Module], Rows]
+        self, model: nn.Module, *, temperature: float, head_elements: int, rows: Callable[[nn.Module], InputPacking]
     ) -> None:
         super().__init__()
         self.model = model
@@ -79,12 +79,12 @@ class Scorer(nn.Module):
         hidden = decoder(self.model)(**told).last_hidden_state.flatten(0, 1)
         weight = self.model.get_output_embeddings().weight
         return linear_scores(
-            taken(hidden, before), weight, target, temperature=self.temperature, elements=self.head_elements
+            gather_tokens(hidden, before), weight, target, temperature=self.temperature, elements=self.head_elements
         )
 
     def _dense_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model(**told).logits.flatten(0, 1)
-        return dense_scores(taken(logits, before), target, temperature=self.temperature)
+        return dense_scores(gather_tokens(logits, before), target, temperature=self.temperature)
 
 
 def decoder(model: nn.Module) -> nn.Module:

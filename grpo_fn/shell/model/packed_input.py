@@ -17,14 +17,14 @@ from transformers import PretrainedConfig
 
 from grpo_fn.core.batch import by_width
 from grpo_fn.core.packing import Share, Spans, by_reading, each, places, read_lengths, together
-from grpo_fn.shell.model.attention import Seen, adopt, unusable
+from grpo_fn.shell.model.attention import PackedAttention, install, unusable
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # as configurations name the kinds of layers
 CLOSE = {torch.float64: 1e-4, torch.float32: 1e-4}  # how far states may be apart, of their largest entry
 ROUGH = 0.05  # in half precision
 
 
-class Stream(NamedTuple):
+class ModelInput(NamedTuple):
     """What the model is shown, and where in it each row's tokens are."""
 
     tokens: Int[Tensor, "R C"]
@@ -33,12 +33,12 @@ class Stream(NamedTuple):
 
 
 @runtime_checkable
-class Rows(Protocol):
+class InputPacking(Protocol):
     """How rows are shown to a model, and how many of them at once."""
 
     fit: bool | None  # for being shown end to end; None before it was asked
 
-    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
         """The rows as the model takes them."""
         ...
 
@@ -47,27 +47,27 @@ class Rows(Protocol):
         ...
 
 
-def padded(model: nn.Module) -> Rows:
+def pad_rows(model: nn.Module) -> InputPacking:
     """Rows as they are, to the width of the longest."""
-    return Padded()
+    return PaddedInput()
 
 
-def packed(model: nn.Module) -> Rows:
+def pack_rows(model: nn.Module) -> InputPacking:
     """No padding; every row reads its own prompt."""
-    return Packed(model, each)
+    return PackedInput(model, each)
 
 
-def shared(model: nn.Module) -> Rows:
+def pack_shared_prompts(model: nn.Module) -> InputPacking:
     """No padding, and a prompt that several rows begin with is read once."""
-    return Packed(model, together)
+    return PackedInput(model, together)
 
 
-def as_they_are(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+def as_they_are(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
     """Rows `[prompt | completion | padding]`: causal attention never sees the padding."""
-    return Stream(tokens, torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape), {})
+    return ModelInput(tokens, torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape), {})
 
 
-def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: Share) -> Stream:
+def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: Share) -> ModelInput:
     """What is read of the rows, row after row."""
     device, (tokens, mask) = tokens.device, (tokens.cpu(), mask.cpu())
     spans = share(tokens, mask)
@@ -80,24 +80,24 @@ def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: 
     told = {
         "position_ids": column[taken][None].to(device),
         "attention_mask": unusable(device),
-        "layout": Seen(spans, at, device=device),
+        "layout": PackedAttention(spans, at, device=device),
     }
-    return Stream(tokens[taken][None].to(device), at.to(device), told)
+    return ModelInput(tokens[taken][None].to(device), at.to(device), told)
 
 
-class Padded:
+class PaddedInput:
     """Rows as they are."""
 
     fit = False
 
-    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
         return as_they_are(tokens, mask)
 
     def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
         return by_width(tokens, mask, micro_tokens, devices)
 
 
-class Packed:
+class PackedInput:
     """Rows end to end, if the model computes then what it computes from padded ones; padded ones if not.
 
     Which it is, is asked when there are rows for the first time: only then are weights that are spread over ranks
@@ -105,14 +105,14 @@ class Packed:
     """
 
     def __init__(self, model: nn.Module, share: Share) -> None:
-        adopt(model)
+        install(model)
         self.model, self.share = model, share
         self.fit: bool | None = None
 
-    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Stream:
+    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
         """The rows as the model can take them."""
         if self.fit is None:
-            reason = unfit(self.model, tokens.device)
+            reason = unsupported_reason(self.model, tokens.device)
             self.fit = reason is None
             if reason is not None:
                 warnings.warn(
@@ -129,7 +129,7 @@ class Packed:
 
 
 @torch.no_grad()
-def unfit(model: nn.Module, device: torch.device) -> str | None:
+def unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
     """Why the model must not be shown rows end to end; None when it may. Found by asking it.
 
     Its layers have to attend to all of a row or to a window of it, to say which, and to pass on what they are told; and
@@ -171,7 +171,7 @@ def probe(vocabulary: int, device: torch.device) -> tuple[Int[Tensor, "5 9"], Bo
     return token, (column >= prompt) & (column < end) & (column != 5)
 
 
-def states(model: nn.Module, stream: Stream) -> Float[Tensor, "N D"]:
+def states(model: nn.Module, stream: ModelInput) -> Float[Tensor, "N D"]:
     """The last hidden states of all that the model is shown, without dropout."""
     with undisturbed(model):
         out = model.get_decoder()(input_ids=stream.tokens, use_cache=False, **stream.told)

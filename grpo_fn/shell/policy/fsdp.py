@@ -17,7 +17,7 @@ from grpo_fn.core.batch import lengths
 from grpo_fn.core.checksums import chained, shown
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.logprob_model import Scorer, check_rows
+from grpo_fn.shell.model.logprob_model import LogprobModel, check_rows
 from grpo_fn.shell.policy.checksums import Noted, joined, shares
 from grpo_fn.shell.policy.optimizer import plain, take
 from grpo_fn.shell.world import World
@@ -25,12 +25,12 @@ from grpo_fn.shell.world import World
 Optimizer = Callable[..., torch.optim.Optimizer]
 Schedule = Callable[[int], float]
 LossScale = Callable[[float, int, bool], tuple[float, int]]
-Frozen = Callable[[], AbstractContextManager[Scorer]]  # the reference policy, while entered
+Frozen = Callable[[], AbstractContextManager[LogprobModel]]  # the reference policy, while entered
 
 WEIGHTS, OPTIMIZER = "weights.", "optimizer."
 
 
-class Sharded:
+class FSDPPolicy:
     """A causal language model with its optimizer, on one device or spread over the ranks of `data`.
 
     Every rank is shown the same batch and sees the same scores; which rank computes which row is nobody else's
@@ -42,7 +42,7 @@ class Sharded:
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: LogprobModel,
         *,
         world: World,
         data: dist.ProcessGroup | None,  # ranks that have rows of their own; None: this one has all
@@ -132,7 +132,7 @@ class Sharded:
             return self._logp(scorer, rollout)
 
     @torch.no_grad()
-    def _logp(self, scorer: Scorer, rollout: Rollout) -> Float[Tensor, "B T"]:
+    def _logp(self, scorer: LogprobModel, rollout: Rollout) -> Float[Tensor, "B T"]:
         check_rows(rollout.mask)
         out = torch.zeros_like(rollout.logp_sampled)
         for rows in self._parts(scorer, rollout.tokens, rollout.mask):
@@ -144,7 +144,7 @@ class Sharded:
                 out[:, :width].index_add_(0, some, self._gathered(logp, len(rows)))
         return out
 
-    def _parts(self, scorer: Scorer, tokens: Tensor, mask: Tensor) -> list[Int[Tensor, "b"]]:
+    def _parts(self, scorer: LogprobModel, tokens: Tensor, mask: Tensor) -> list[Int[Tensor, "b"]]:
         with self.world.talking("asking how the model reads rows"):
             return scorer.parts(tokens, mask, self.micro_tokens, self.devices)
 

@@ -8,10 +8,10 @@ from grpo_fn.shell.model.logprob_head import dense_scores
 from grpo_fn.shell.model.logprob_model import check_rows, placed, predicting
 
 
-class Functional:
+class FunctionalPolicy:
     """Dense log-softmax through `functional_call` and `torch.func.vjp`.
 
-    One device, no hooks, no fused anything; it shares nothing with `Sharded` but the shift. Its weights are a value,
+    One device, no hooks, no fused anything; it shares nothing with `FSDPPolicy` but the shift. Its weights are a value,
     `params`, and its accumulated gradient another, `grads`. Parameters that do not train stay the model's own.
     """
 
@@ -28,7 +28,7 @@ class Functional:
         return Scores(*(placed(x, mask) for x in dense_scores(logits, target, temperature=self.temperature)))
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
-        """As `Sharded.vjp`, with `torch.func.vjp` doing the work."""
+        """As `FSDPPolicy.vjp`, with `torch.func.vjp` doing the work."""
         check_rows(batch.mask)
         scores, vjp_fn = torch.func.vjp(lambda params: self.scores(params, batch.tokens, batch.mask), self.params)
 

@@ -14,18 +14,18 @@ from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import hf, load_weights, lora
 from grpo_fn.shell.model.blocks import blocks
-from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.fsdp import Frozen
-from grpo_fn.shell.policy.mesh import DATA, Scale, check_precision, shard
+from grpo_fn.shell.policy.mesh import DATA, Parallelism, check_precision, shard
 from grpo_fn.shell.world import World
 
 
 @dataclass(frozen=True)
-class Placed:
+class LoadedModel:
     """A model in place. What trains is kept in float32, what is frozen in the dtype that all is computed in."""
 
-    scorer: Scorer
+    scorer: LogprobModel
     data: dist.ProcessGroup | None  # the ranks that have rows of their own
     frozen: Frozen | None  # the reference policy
     noisy: list[nn.Module]
@@ -33,7 +33,7 @@ class Placed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placing:
+class ModelSpec:
     """What there is to know of a model before it is put in place."""
 
     folder: str
@@ -41,8 +41,8 @@ class Placing:
     dtype: torch.dtype  # of the computation
     attention: str
     adapters: lora.LoRA | None
-    scorer: Callable[[nn.Module], Scorer]
-    scale: Scale
+    scorer: Callable[[nn.Module], LogprobModel]
+    scale: Parallelism
     key: Tensor  # of the adapters' first values
 
     def kept_in(self, trained: bool) -> torch.dtype:
@@ -56,7 +56,7 @@ class Placing:
             lora.reset(lora.attach(model, self.adapters), key=self.key, device=device)
         return model
 
-    def spread(self, world: World, mesh: DeviceMesh, *, trained: bool) -> Scorer:
+    def spread(self, world: World, mesh: DeviceMesh, *, trained: bool) -> LogprobModel:
         """The model over the mesh: no rank ever holds all of it."""
         model = load_weights.empty(self.config, dtype=self.kept_in(trained), attention=self.attention)
         model.generation_config = hf.generation_config(self.folder, self.config)
@@ -70,10 +70,10 @@ class Placing:
         scorer = self.scorer(model)
         how = self.scale if trained else replace(self.scale, offload=self.scale.offload_reference)
         shard(scorer, model, mesh, self.dtype, how)
-        place = torch.device("cpu") if how.offload else world.device
-        load_weights.fill(scorer, load_weights.folder_of(self.folder), device=place, prefix="model.")
+        device = torch.device("cpu") if how.offload else world.device
+        load_weights.fill(scorer, load_weights.folder_of(self.folder), device=device, prefix="model.")
         if adapted:
-            lora.reset(model, key=self.key, device=place)
+            lora.reset(model, key=self.key, device=device)
         return scorer.eval()
 
     def prepare(self, model: nn.Module) -> None:
@@ -83,7 +83,7 @@ class Placing:
             self.scale.activations(block)
 
 
-def place(world: World, placing: Placing, *, reference: bool) -> Placed:
+def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> LoadedModel:
     """Load and arrange the model, and a frozen copy of it when a `reference` is asked for.
 
     With adapters the reference is the same model with the adapters off, and there is no copy. Raises ValueError for a
@@ -102,7 +102,7 @@ def place(world: World, placing: Placing, *, reference: bool) -> Placed:
         scorer = placing.spread(world, mesh, trained=True)
         data = mesh[DATA]._flatten("data").get_group() if world.size > 1 else None
         beside = placing.spread(world, mesh, trained=False) if reference and adapters is None else None
-    return Placed(
+    return LoadedModel(
         scorer=scorer,
         data=data,
         frozen=without(scorer, beside) if reference else None,
@@ -111,7 +111,7 @@ def place(world: World, placing: Placing, *, reference: bool) -> Placed:
     )
 
 
-def without(scorer: Scorer, beside: Scorer | None) -> Frozen:
+def without(scorer: LogprobModel, beside: LogprobModel | None) -> Frozen:
     """The reference policy: the copy that stands beside, or the model itself without its adapters."""
     if beside is not None:
         return partial(nullcontext, beside)

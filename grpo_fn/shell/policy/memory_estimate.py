@@ -19,7 +19,7 @@ from grpo_fn.shell.model import load_weights, lora
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.memory import Arrangement, Memory, Passing, Weight, logit_bytes, per_device
-from grpo_fn.shell.policy.mesh import Scale
+from grpo_fn.shell.policy.mesh import Parallelism
 
 SAMPLE = 2**14  # numbers of a weight that an optimizer is asked about in a larger one's place
 SHORT = 8
@@ -28,7 +28,7 @@ SHORT = 8
 def on_device(
     config: PretrainedConfig,
     adapters: lora.LoRA | None,
-    scale: Scale,
+    scale: Parallelism,
     optimizer: Callable[..., torch.optim.Optimizer],
     *,
     mesh: tuple[int, int, int],
@@ -73,7 +73,7 @@ def empty(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) 
     return model if adapters is None else lora.attach(model, adapters)
 
 
-def trained(config: PretrainedConfig, adapters: lora.LoRA | None) -> int:
+def trained_parameters(config: PretrainedConfig, adapters: lora.LoRA | None) -> int:
     """Numbers that train: all of the model, or its adapters alone."""
     return sum(p.numel() for p in empty(config, adapters, "eager").parameters() if p.requires_grad)
 
@@ -83,7 +83,7 @@ def weights(model: nn.Module, shard: int, tensor: int) -> list[tuple[Weight, boo
 
     FSDP2 divides the first dimension, the first device has the most: ceil(rows / shard) of them.
     """
-    plan = tensor_parallel.planned(model) if tensor > 1 else {}
+    plan = tensor_parallel.plan_of(model) if tensor > 1 else {}
     block = {id(p): i for i, layer in enumerate(blocks(model)) for p in layer.parameters()}
     found = []
     for name, p in model.named_parameters():
@@ -138,10 +138,10 @@ def _stepped(optimizer: Callable[..., torch.optim.Optimizer], sizes: list[tuple[
     for p in params:
         p.grad = torch.zeros_like(p)
     made.step()
-    return [stored(made.state[p].values()) for p in params]
+    return [stored_bytes(made.state[p].values()) for p in params]
 
 
-def stored(values: Iterable[Any]) -> int:
+def stored_bytes(values: Iterable[Any]) -> int:
     """Bytes of all tensors among the values, those inside of a quantised one included."""
     return sum(_bytes(x) for x in values if isinstance(x, Tensor))
 

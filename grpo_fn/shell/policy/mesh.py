@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from grpo_fn.shell.model.blocks import blocks, compiled
+from grpo_fn.shell.model.blocks import blocks, torch_compile
 from grpo_fn.shell.world import World
 
 REST, HOST = "rest", "host"
@@ -19,7 +19,7 @@ DATA = ("replicate", "shard")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class Parallelism:
     """The mesh and what is done to save memory on each device.
 
     `replicate` copies of the model, each held in parts by `shard` devices, every matrix product shared by `tensor`
@@ -42,7 +42,7 @@ class Scale:
 
     def __post_init__(self) -> None:
         """Raise ValueError for what does not go together."""
-        if self.tensor > 1 and compiled in (self.execution, getattr(self.execution, "func", None)):
+        if self.tensor > 1 and torch_compile in (self.execution, getattr(self.execution, "func", None)):
             raise ValueError(  # torch.compile runs into a recursion over DTensors of open sizes (2.13)
                 f"scale: got tensor {self.tensor} with compiled blocks, wanted eager ones (blocks.eager) or tensor 1"
             )
@@ -85,7 +85,7 @@ def check_precision(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def shard(root: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, how: Scale) -> nn.Module:
+def shard(root: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, how: Parallelism) -> nn.Module:
     """Apply FSDP2 to every block and to what is left of `root`, which holds `model`; weights are computed in `dtype`.
 
     Gradients are summed over ranks, in float32, and never averaged: every weight in the objective has a denominator

@@ -75,7 +75,7 @@ def check(model: nn.Module, ranks: int) -> Plan:
     `ranks` does not divide, and for parameters beside divided layers of which the plan says nothing: they would see
     the features of one rank only, and so would their gradients.
     """
-    plan = planned(model)
+    plan = plan_of(model)
     if not plan.keys() - _with_style(plan, WHOLE):
         raise ValueError(
             f"scale: got tensor {ranks} for {type(model).__name__}, whose blocks have no tensor-parallel plan; "
@@ -92,7 +92,7 @@ def check(model: nn.Module, ranks: int) -> Plan:
     return plan
 
 
-def planned(model: nn.Module) -> Plan:
+def plan_of(model: nn.Module) -> Plan:
     """The model's tensor-parallel plan for what is inside its blocks, every wildcard replaced by the names it fits."""
     patterns: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     inside = {id(part) for block in blocks(model) for part in (*block.modules(), *block.parameters())}

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any
 
 from grpo_fn.core.problem import Completion, Problem, RewardFn
-from grpo_fn.rewards.wrappers import seconds_of, within
+from grpo_fn.rewards.wrappers import seconds_of, with_timeout
 from grpo_fn.shell.reward_workers.worker_handle import (
     RETURNED_NONE,
     STARTUP_SECONDS,
@@ -23,8 +23,8 @@ from grpo_fn.shell.reward_workers.worker_handle import (
     Loss,
     Lost,
     Outcome,
-    Row,
-    Worker,
+    PoolRow,
+    WorkerHandle,
     ready_among,
 )
 
@@ -45,7 +45,7 @@ def unreported(loss: Loss) -> None:
     """Nobody wants to know of a loss yet."""
 
 
-class Job:
+class RewardJob:
     """Rows that go through a pool. Their outcomes come out in the order in which the rows went in.
 
     Equal rows are scored once, as long as the first of them is still in here. `report` is told of every loss.
@@ -55,10 +55,10 @@ class Job:
         self.fn, self.payload, self.report = fn, by_name(fn), report
         own = seconds_of(fn)
         self.deadline = deadline if own is None else own
-        self.waiting: deque[Row] = deque()  # not yet with a worker
+        self.waiting: deque[PoolRow] = deque()  # not yet with a worker
         self.left = time.monotonic()  # when the pool last looked after its workers
-        self._line: deque[Row] = deque()  # outcome not yet taken
-        self._same: dict[bytes, Row] = {}
+        self._line: deque[PoolRow] = deque()  # outcome not yet taken
+        self._same: dict[bytes, PoolRow] = {}
 
     def __len__(self) -> int:
         """How many rows are in here: added, and their outcomes not yet taken."""
@@ -68,7 +68,7 @@ class Job:
         """One more row."""
         pickled = pickle.dumps((problem, completion))
         if pickled not in self._same:
-            self._same[pickled] = Row(problem, completion, pickled)
+            self._same[pickled] = PoolRow(problem, completion, pickled)
             self.waiting.append(self._same[pickled])
         self._line.append(self._same[pickled])
 
@@ -84,7 +84,7 @@ class RewardPool:
 
     A context manager; `score` is a `grpo_fn.core.problem.Scorer`, and any thread may ask: one after the other, in the order
     in which they came. A reward must be a pure function of problem and
-    completion, plain or async: equal rows are scored once. `wrappers.within` gives a reward a deadline of its own.
+    completion, plain or async: equal rows are scored once. `wrappers.with_timeout` gives a reward a deadline of its own.
     An exception in a reward stops everything, or with `stop_on_error` False makes its row None.
 
     `counts` says how many rows were lost so far, and to what: `timeouts`, `deaths` (a crash, or the memory limit),
@@ -99,12 +99,12 @@ class RewardPool:
         self.deadline, self.memory_mb, self.size, self.stop_on_error = deadline, memory_mb, workers, stop_on_error
         self.counts = {"timeouts": 0, "deaths": 0, "errors": 0, "raised": 0}
         self.complaints: list[str] = []
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerHandle] = []
         self._stillborn = 0
         self._free, self._next = Lock(), Lock()  # the workers are; whose turn it is
 
     def __enter__(self) -> "RewardPool":
-        self._workers = [Worker(self.memory_mb) for _ in range(self.size)]
+        self._workers = [WorkerHandle(self.memory_mb) for _ in range(self.size)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,20 +179,20 @@ class RewardPool:
             self._free.release()
 
     @contextmanager
-    def job(self, fn: RewardFn, report: Callable[[Loss], None] | None = None) -> Iterator[Job]:
+    def job(self, fn: RewardFn, report: Callable[[Loss], None] | None = None) -> Iterator[RewardJob]:
         """Rows that are added and whose outcomes are taken as they come: `turn` moves it on. One at a time."""
         if not self._workers:
             raise RuntimeError("reward pool: got a call to score outside of `with pool:`, wanted it inside")
         if any(worker.rows for worker in self._workers):
             raise RuntimeError("reward pool: got a call to score while another one is at work, wanted one at a time")
         try:
-            yield Job(fn, self.deadline, self.report if report is None else report)
+            yield RewardJob(fn, self.deadline, self.report if report is None else report)
         finally:
             for place, worker in enumerate(self._workers):
                 if worker.rows:
                     self._replace(place)
 
-    def turn(self, job: Job, *, watching: Sequence[Descriptor]) -> bool:
+    def turn(self, job: RewardJob, *, watching: Sequence[Descriptor]) -> bool:
         """Hand out work, wait for the first thing to happen, and take in all that has happened.
 
         That one of `watching` can be read ends the wait too; returns whether one can. Time that the caller spends
@@ -223,7 +223,7 @@ class RewardPool:
         job.left = time.monotonic()
         return any(stream.fileno() in ready for stream in watching)
 
-    def _hear(self, worker: Worker, job: Job) -> None:
+    def _hear(self, worker: WorkerHandle, job: RewardJob) -> None:
         for reply in worker.replies():
             match reply:
                 case ["ready"] if worker.loading:
@@ -240,7 +240,7 @@ class RewardPool:
                     raise Lost("errors")
             worker.begin(job.deadline)
 
-    def _mourn(self, place: int, cause: str, job: Job) -> None:
+    def _mourn(self, place: int, cause: str, job: RewardJob) -> None:
         """Give up the row the worker was at, put the rest of its rows back and start another worker."""
         worker = self._workers[place]
         if not worker.loading:
@@ -260,7 +260,7 @@ class RewardPool:
         job.waiting.extendleft(reversed(worker.rows))
         self._replace(place)
 
-    def _lose(self, worker: Worker, job: Job, cause: str, reason: str, seconds: float, trace: str) -> None:
+    def _lose(self, worker: WorkerHandle, job: RewardJob, cause: str, reason: str, seconds: float, trace: str) -> None:
         """The row that the worker is at becomes None."""
         said, row = _name(job.fn), _shown(worker.rows[0])
         stops = cause == "raised" and self.stop_on_error
@@ -271,14 +271,14 @@ class RewardPool:
 
     def _replace(self, place: int) -> None:
         self._workers[place].end(0.0)
-        self._workers[place] = Worker(self.memory_mb)
+        self._workers[place] = WorkerHandle(self.memory_mb)
 
 
-def _is_next(worker: Worker, place: Any) -> bool:
+def _is_next(worker: WorkerHandle, place: Any) -> bool:
     return bool(worker.rows) and not worker.loading and place == worker.place
 
 
-def _shown(row: Row) -> str:
+def _shown(row: PoolRow) -> str:
     return f"problem {row.problem.uid}, completion {row.completion.text[:200]!r}"
 
 
@@ -292,5 +292,5 @@ def by_name(fn: RewardFn) -> bytes:
 
 def _name(fn: Any) -> str:
     while isinstance(fn, partial):
-        fn = fn.keywords["reward"] if fn.func is within else fn.func
+        fn = fn.keywords["reward"] if fn.func is with_timeout else fn.func
     return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"

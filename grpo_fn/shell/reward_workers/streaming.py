@@ -45,7 +45,7 @@ class Pool(Protocol):
     def report(self, loss: Loss) -> None: ...
 
 
-class Row(NamedTuple):
+class StreamedRow(NamedTuple):
     """What a row is known by. The uid is a problem's place in the stream, which only goes forward."""
 
     uid: int
@@ -54,15 +54,15 @@ class Row(NamedTuple):
     completion: Completion
 
 
-Rows = Mapping[Row, Problem]
+Rows = Mapping[StreamedRow, Problem]
 
 
-def row_of(problem: Problem, completion: Completion) -> Row:
+def row_of(problem: Problem, completion: Completion) -> StreamedRow:
     """The row by which it is known; equal ones are one."""
-    return Row(problem.uid, problem.prompt, problem.answer, completion)
+    return StreamedRow(problem.uid, problem.prompt, problem.answer, completion)
 
 
-class Early:
+class StreamingRewards:
     """The pool of a training, which scores rows as they end. A context manager, inside that of the pool.
 
     `finished` is for samplers, in any thread; `round` for the step. `score` is a `grpo_fn.core.problem.Scorer`.
@@ -75,11 +75,11 @@ class Early:
         self._asked: set[bytes] = set()  # rewards that the last round asked about every row, as workers find them
         self._rewards: dict[bytes, RewardFn] = {}  # those to begin with
         self._told: deque[tuple[Problem, Completion]] = deque()  # and not looked at yet
-        self._found: dict[bytes, dict[Row, Outcome | None]] = {}  # by reward; None: somebody is at it
+        self._found: dict[bytes, dict[StreamedRow, Outcome | None]] = {}  # by reward; None: somebody is at it
         self._over = -1  # the last uid that a round was about
         self._open = False
 
-    def __enter__(self) -> "Early":
+    def __enter__(self) -> "StreamingRewards":
         self._bell, self._rope = (os.fdopen(fd, mode, 0) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         self._open = True
         self._thread = helper(self._work, name="early rewards")
@@ -144,7 +144,7 @@ class Early:
         """The pool tells of losses by itself."""
         return [outcome._replace(loss=None) for outcome in self.pool.judge(fn, *columns)]
 
-    def _report(self, payload: bytes, row: Row) -> None:
+    def _report(self, payload: bytes, row: StreamedRow) -> None:
         """What a row was lost to counts now, and only once."""
         outcome = self._found[payload][row]
         if outcome.loss is not None:
@@ -163,7 +163,7 @@ class Early:
 
     def _settle(self, payload: bytes, rows: Rows, judge: Callable[..., list[Outcome]]) -> None:
         """Score what was claimed. Where that raises, nobody is at these rows any more."""
-        known: dict[Row, Outcome] = {}
+        known: dict[StreamedRow, Outcome] = {}
         try:
             known.update(zip(rows, judge([*rows.values()], [row.completion for row in rows]), strict=True))
         finally:

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class PoolRow:
     """A row on its way; equal rows share one."""
 
     problem: Problem
@@ -61,7 +61,7 @@ class Descriptor(Protocol):
     def fileno(self) -> int: ...
 
 
-class Worker:
+class WorkerHandle:
     """One process and the rows of the chunk that it is at."""
 
     def __init__(self, memory_mb: int) -> None:
@@ -79,12 +79,12 @@ class Worker:
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         os.set_blocking(self.stdin.fileno(), False)
         self.outgoing, self.incoming = b"", b""
-        self.rows: deque[Row] = deque()
+        self.rows: deque[PoolRow] = deque()
         self.place = 0  # of the next row within its chunk
         self.loading, self.proven = False, False  # a function now; any function ever
         self.began, self.due = 0.0, 0.0  # when the row it is at began, at the earliest, and when it is late
 
-    def assign(self, payload: bytes, rows: Sequence[Row]) -> None:
+    def assign(self, payload: bytes, rows: Sequence[PoolRow]) -> None:
         """Send a pickled function and the rows to call it with."""
         body = pickle.dumps((payload, [row.pickle for row in rows]))
         self.outgoing, self.rows, self.place = HEADER.pack(len(body)) + body, deque(rows), 0

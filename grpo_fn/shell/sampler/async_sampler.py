@@ -5,7 +5,7 @@ trains on one batch, threads ask the engines for those that come next, and the s
 
 A batch begun under weights of version w (`load` makes a new one, once a step) and used under version v is v - w
 versions stale, at most `max_staleness`. That holds of groups that are learned from at once: those that
-`group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and is `Spread`, call by call.
+`group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and is `DataParallelSampler`, call by call.
 
 What new weights mean for completions that are under way when they come is the engine's to say. Mostly they are to end
 with the weights they began with (servers paused in mode "wait"), so new ones are only given when all that was begun is
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy, Rollout
-from grpo_fn.shell.sampler.data_parallel import Spread, gathered, mine
-from grpo_fn.shell.sampler.pending import Begun, begin, order, packed, unpacked, whereabouts
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gathered, mine
+from grpo_fn.shell.sampler.pending import PendingBatch, begin, order, packed, unpacked, whereabouts
 from grpo_fn.shell.world import World
 
 COMPLAINTS = 8  # kept until somebody takes them
@@ -49,28 +49,28 @@ def check_staleness(max_staleness: int, sampler: Any) -> None:
         )
 
 
-class Ahead:
-    """A `Spread` that works ahead by `max_staleness` batches of the stream; every rank has one.
+class AsyncSampler:
+    """A `DataParallelSampler` that works ahead by `max_staleness` batches of the stream; every rank has one.
 
     `deadline` is how many seconds a step may wait for a batch. A request that is not the predicted one (another group
     size, key or prompt) drops what was sampled ahead; `complaints` tells it, to be cleared when people are told. What
     goes wrong in a thread is raised when its batch is wanted, on all ranks.
     """
 
-    def __init__(self, spread: Spread, stream: Stream, *, max_staleness: int, deadline: float) -> None:
+    def __init__(self, spread: DataParallelSampler, stream: Stream, *, max_staleness: int, deadline: float) -> None:
         check_staleness(max_staleness, spread.sampler)
         if not 0 < deadline <= TIMEOUT_MAX:
             raise ValueError(f"deadline: got {deadline} s, wanted more than 0 and at most {TIMEOUT_MAX:g}")
         if max_staleness and spread.world.size > 1 and deadline >= spread.world.deadline:
             raise ValueError(
                 f"deadline: got {deadline:g} s to wait for completions, wanted less than the {spread.world.deadline:g} "
-                "s that ranks wait for one another (mesh.Scale.deadline)"
+                "s that ranks wait for one another (mesh.Parallelism.deadline)"
             )
         self.spread, self.stream = spread, stream
         self.max_staleness, self.deadline = max_staleness, deadline
         self.version = 0  # how many times weights were loaded
         self.complaints: list[str] = []
-        self._queue: deque[Begun] = deque()  # in the order of the stream
+        self._queue: deque[PendingBatch] = deque()  # in the order of the stream
         self._ages: list[int] = []  # of the batches that were used since somebody asked
         self._waited = 0.0
 
@@ -188,13 +188,13 @@ class Ahead:
             last, _ = self._queue[-1].order.asked[-1]
             self._queue.append(self._begin(self.stream(last + 1, len(problems)), group_size, key))
 
-    def _begin(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> Begun:
+    def _begin(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:
         """Sample this rank's share in a thread."""
         share = mine(problems, self.sampler, self.world)
         draw = partial(self.sampler.sample, share, group_size, key=key) if share else _nothing
         return begin(order(problems, group_size, key), self.version, draw, self.world.device)
 
-    def _age(self, begun: Begun) -> int:
+    def _age(self, begun: PendingBatch) -> int:
         age = self.version - begun.version
         if age > self.max_staleness:
             raise RuntimeError(
@@ -203,14 +203,14 @@ class Ahead:
             )
         return age
 
-    def _whole(self, begun: Begun) -> Rollout:
+    def _whole(self, begun: PendingBatch) -> Rollout:
         """All ranks' rows of it."""
         if begun.whole is None:
             part = self.world.together(partial(self._part, begun), what=f"completions of {begun.order}")
             begun.whole = gathered(part, self.sampler, self.world)
         return begun.whole
 
-    def _part(self, begun: Begun) -> Rollout | None:
+    def _part(self, begun: PendingBatch) -> Rollout | None:
         """This rank's rows of it."""
         if wait([begun.part], timeout=self.deadline).not_done:
             raise self._late(begun)
@@ -227,7 +227,7 @@ class Ahead:
             if begun.part in late:
                 raise self._late(begun)
 
-    def _late(self, begun: Begun) -> TimeoutError:
+    def _late(self, begun: PendingBatch) -> TimeoutError:
         error = TimeoutError(
             f"at {self.world.where()}: got nothing after {self.deadline:g} s of waiting for {begun.order}, begun "
             f"{self.version - begun.version} versions of the weights ago, wanted completions: is the engine alive?"

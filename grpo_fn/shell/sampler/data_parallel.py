@@ -33,7 +33,7 @@ def gathered(found: Rollout | None, sampler: Any, world: World) -> Rollout:
 
 
 @dataclass(frozen=True)
-class Spread:
+class DataParallelSampler:
     """A sampler of which every rank has one: each samples its share of the problems, and all see every row.
 
     A row depends on (weights, prompt, key, uid, g) alone, so it does not matter which rank samples it. `probe` is asked
@@ -42,7 +42,7 @@ class Spread:
 
     sampler: Any
     world: World
-    probe: Callable[["Spread", Policy], dict[str, float]] | None = None
+    probe: Callable[["DataParallelSampler", Policy], dict[str, float]] | None = None
     _told: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -18,7 +18,7 @@ Finished = Callable[[Problem, Completion], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class SamplerContext:
     """What there is to make a sampler from: the model that is trained, and where."""
 
     folder: str  # a Hugging Face model folder, with the weights the run began with
@@ -31,14 +31,14 @@ class Seat:
     finished: Finished | None = None
 
 
-class Ask(NamedTuple):
+class GenerationRequest(NamedTuple):
     """A prompt, and a seed below 2^31 for each completion of it that is wanted."""
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
 
 
-class Answer(NamedTuple):
+class EngineCompletion(NamedTuple):
     """A completion. The token that ended it is part of it."""
 
     tokens: list[int]
@@ -47,14 +47,14 @@ class Answer(NamedTuple):
     oldest: int  # version of the weights that drew its first token
 
 
-Heard = Callable[[int, int, Answer], None]  # place of the ask, place of the seed in it, the answer to it
+Heard = Callable[[int, int, EngineCompletion], None]  # place of the ask, place of the seed in it, the answer to it
 
 
-def unread(ask: int, seed: int, answer: Answer) -> None:
+def unread(ask: int, seed: int, answer: EngineCompletion) -> None:
     """Nobody wants to have an answer before the others are there."""
 
 
-class Receipt(NamedTuple):
+class WeightReceipt(NamedTuple):
     """What was sent with a push, and what the engine holds after it; None where its layout hides that."""
 
     version: int
@@ -66,7 +66,7 @@ class StaleEngine(RuntimeError):
     """An engine holds other weights than it was sent."""
 
 
-def verified(receipt: Receipt) -> Receipt:
+def verified(receipt: WeightReceipt) -> WeightReceipt:
     """The receipt itself. Raises StaleEngine when the engine holds something else than was sent."""
     if receipt.held is not None and receipt.held != receipt.sent:
         raise StaleEngine(
@@ -77,7 +77,7 @@ def verified(receipt: Receipt) -> Receipt:
 
 
 @runtime_checkable
-class Engine(Protocol):
+class InferenceEngine(Protocol):
     """Draws completions with weights of its own, which it is given version by version."""
 
     ranks: int  # that are one engine together: they are asked for the same
@@ -86,14 +86,16 @@ class Engine(Protocol):
     mixes: bool  # whether new weights may come in the middle of a completion
     complaints: list[str]  # for people; to be cleared when they are told
 
-    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard) -> list[list[Answer]]:
+    def generate(
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard
+    ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
 
         `heard` is told of every answer when it comes, in whatever thread that is.
         """
         ...
 
-    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:
+    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
         """Take these weights, under the names of the model folder; nothing drawn before is remembered."""
         ...
 

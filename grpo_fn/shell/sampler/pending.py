@@ -20,7 +20,7 @@ FRAMES = 4  # of a thread that hangs, innermost last, which are shown
 Draw = Callable[[], Rollout | None]
 
 
-class Order(NamedTuple):
+class RequestKey(NamedTuple):
     """What was asked for. Equal orders under equal weights bring equal completions."""
 
     asked: tuple[tuple[int, str], ...]  # uid and prompt of every problem
@@ -32,36 +32,36 @@ class Order(NamedTuple):
 
 
 @dataclass
-class Begun:
+class PendingBatch:
     """An order whose completions are on their way, or here."""
 
-    order: Order
+    order: RequestKey
     version: int  # of the weights when it was begun
     part: Future[Rollout | None]  # this rank's rows; None where it has no share
     thread: Thread | None  # None where all was here from the start
     whole: Rollout | None  # all ranks' rows, once they have exchanged
 
 
-def order(problems: Sequence[Problem], group_size: int, key: Tensor) -> Order:
+def order(problems: Sequence[Problem], group_size: int, key: Tensor) -> RequestKey:
     """What is asked for."""
-    return Order(tuple((p.uid, p.prompt) for p in problems), group_size, tuple(key.tolist()))
+    return RequestKey(tuple((p.uid, p.prompt) for p in problems), group_size, tuple(key.tolist()))
 
 
-def begin(asked: Order, version: int, draw: Draw, device: torch.device) -> Begun:
+def begin(asked: RequestKey, version: int, draw: Draw, device: torch.device) -> PendingBatch:
     """Call `draw` in a thread, which does not keep the process alive; what it raises is kept in `part`."""
     part: Future[Rollout | None] = Future()
     thread = Thread(target=_fulfil, args=(part, draw, device), daemon=True, name="ahead")
     thread.start()
-    return Begun(asked, version, part, thread, None)
+    return PendingBatch(asked, version, part, thread, None)
 
 
-def whereabouts(begun: Begun) -> str:
+def whereabouts(begun: PendingBatch) -> str:
     """The innermost calls of its thread at this moment; empty when that is over."""
     frame = sys._current_frames().get(begun.thread.ident) if begun.thread else None
     return "" if frame is None else "".join(traceback.format_stack(frame)[-FRAMES:]).rstrip()
 
 
-def packed(asked: Order, age: int, rollout: Rollout) -> dict[str, Any]:
+def packed(asked: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
     """A whole batch, `age` versions after it was begun, as containers of numbers, strings and tensors."""
     return {
         "asked": [[uid, prompt] for uid, prompt in asked.asked],
@@ -72,13 +72,13 @@ def packed(asked: Order, age: int, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def unpacked(batch: Mapping[str, Any], version: int, device: torch.device) -> Begun:
+def unpacked(batch: Mapping[str, Any], version: int, device: torch.device) -> PendingBatch:
     """The inverse of `packed`, under weights that count as `version`."""
     part: Future[Rollout | None] = Future()
     part.set_result(None)
-    asked = Order(tuple((uid, prompt) for uid, prompt in batch["asked"]), batch["group_size"], tuple(batch["key"]))
+    asked = RequestKey(tuple((uid, prompt) for uid, prompt in batch["asked"]), batch["group_size"], tuple(batch["key"]))
     fields = tree_map_only(Tensor, lambda x: x.to(device), batch["rollout"])
-    return Begun(asked, version - batch["age"], part, None, Rollout(*fields[:4], tuple(fields[4])))
+    return PendingBatch(asked, version - batch["age"], part, None, Rollout(*fields[:4], tuple(fields[4])))
 
 
 def _fulfil(part: Future[Rollout | None], draw: Draw, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy
-from grpo_fn.shell.sampler.data_parallel import Spread
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 12 + 30 = 42. "
 CUT = 8  # characters that go at a time where the text is too long
@@ -38,7 +38,9 @@ class Probe:
                 "wanted at least 1, at least 1, more than 0"
             )
 
-    def __call__(self, spread: Spread, policy: Policy, *, key: Tensor, room: int | None) -> dict[str, float]:
+    def __call__(
+        self, spread: DataParallelSampler, policy: Policy, *, key: Tensor, room: int | None
+    ) -> dict[str, float]:
         """The gap's mean and maximum over the tokens of all engines. Every rank has to take part.
 
         `room` is how many positions the model has. Raises Mismatch when the mean is over `max_gap` or no number.
@@ -47,7 +49,7 @@ class Probe:
         short = replace(spread.sampler, max_new_tokens=few, finished=None)
         prompt = self.prompt(short, None if room is None else room - short.max_new_tokens)
         problems = [Problem(uid, prompt, "", {}) for uid in range(spread.engines)]
-        rollout = Spread(short, spread.world).sample(problems, 1, key=key)
+        rollout = DataParallelSampler(short, spread.world).sample(problems, 1, key=key)
         gap = (policy.logp(rollout) - rollout.logp_sampled).abs()
         rows = [gap[row][rollout.mask[row]] for row in range(spread.engines)]
         worst, mean = max(enumerate(float(row.mean()) for row in rows), key=lambda x: (x[1] != x[1], x[1]))

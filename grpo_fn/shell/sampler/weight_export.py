@@ -7,15 +7,15 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from grpo_fn.shell.model import hf, lora
-from grpo_fn.shell.policy.fsdp import Sharded, whole
-from grpo_fn.shell.sampler.interface import Seat
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, whole
+from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.world import World
 
 HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Gathered(Mapping[str, Tensor]):
+class PolicyWeights(Mapping[str, Tensor]):
     """Tensors that may be spread over the ranks, gathered when they are looked up; every rank has to do so alike."""
 
     named: Mapping[str, Tensor]
@@ -35,7 +35,7 @@ class Gathered(Mapping[str, Tensor]):
         return len(self.named)
 
 
-class Fixed(NamedTuple):
+class FixedWeights(NamedTuple):
     """A model that does not train, for a sampler to take its weights from."""
 
     model: nn.Module
@@ -46,14 +46,14 @@ class Fixed(NamedTuple):
         return hf.named(self.model)
 
 
-def outgoing(policy: Sharded | Fixed, seat: Seat) -> Iterator[tuple[str, Tensor]]:
+def export_weights(policy: FSDPPolicy | FixedWeights, seat: SamplerContext) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) of the whole model, in the dtype it is computed in; adapters are merged into their layers.
 
     Never more than one weight (with adapters: one and its A and B) is gathered at a time. A tied embedding comes a
     second time as the head: an engine that has copied it into another layout would go on with the old one. Every rank
     has to go through all of it.
     """
-    tensors = Gathered(policy.named(), policy.world)
+    tensors = PolicyWeights(policy.named(), policy.world)
     for name, tensor in tensors.items() if seat.adapters is None else lora.merged(tensors, seat.adapters):
         given = tensor.to(seat.dtype) if tensor.is_floating_point() else tensor
         yield name, given
@@ -61,7 +61,7 @@ def outgoing(policy: Sharded | Fixed, seat: Seat) -> Iterator[tuple[str, Tensor]
             yield HEAD, given
 
 
-def is_tied_embedding(name: str, seat: Seat) -> bool:
+def is_tied_embedding(name: str, seat: SamplerContext) -> bool:
     """Whether this weight is the head's, too."""
     tied = seat.config.get_text_config().tie_word_embeddings
     return tied and name != HEAD and name.endswith("embed_tokens.weight")

@@ -32,7 +32,7 @@ class Refused(RuntimeError):
     """The server is well and will not do this."""
 
 
-class Completion(NamedTuple):
+class ServerCompletion(NamedTuple):
     """What one request was answered with."""
 
     tokens: list[int]
@@ -73,7 +73,7 @@ class Server:
         """Hang up; the server drops requests of ours that still wait."""
         await self._client.aclose()
 
-    async def generate(self, prompt: tuple[int, ...], seed: int, how: Mapping[str, Any]) -> Completion:
+    async def generate(self, prompt: tuple[int, ...], seed: int, how: Mapping[str, Any]) -> ServerCompletion:
         """One completion; `how` are fields of vLLM's SamplingParams.
 
         One request for each seed: of several samples in one request vLLM gives sample i the seed plus i.
@@ -83,7 +83,7 @@ class Server:
         answer = await self._post("/inference/v1/generate", sent, seconds=self._patience.generate)
         return self._read(answer["choices"][0])
 
-    def _read(self, choice: Mapping[str, Any]) -> Completion:
+    def _read(self, choice: Mapping[str, Any]) -> ServerCompletion:
         if choice["finish_reason"] not in ENDED:
             raise Unreachable(f"{self.url}: got a completion that ended with {choice['finish_reason']!r}")
         logp = [one["logprob"] for one in choice["logprobs"]["content"]]
@@ -94,7 +94,7 @@ class Server:
             )
         spans = choice.get("weight_versions") or []
         versions = [span["version"] for span in spans]
-        return Completion(choice["token_ids"], logp, ENDED[choice["finish_reason"]], versions)
+        return ServerCompletion(choice["token_ids"], logp, ENDED[choice["finish_reason"]], versions)
 
     async def check_health(self) -> None:
         """Raise Unreachable unless it says that it is well."""

@@ -13,10 +13,18 @@ from torch import Tensor
 
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint
-from grpo_fn.shell.sampler.interface import Answer, Ask, Heard, Receipt, Seat, unread, verified
+from grpo_fn.shell.sampler.interface import (
+    EngineCompletion,
+    GenerationRequest,
+    Heard,
+    SamplerContext,
+    WeightReceipt,
+    unread,
+    verified,
+)
 from grpo_fn.shell.sampler.weight_export import HEAD
-from grpo_fn.shell.vllm.engine_weights import Share, has_head, held
-from grpo_fn.shell.vllm.incoming_weights import Coming, in_folder
+from grpo_fn.shell.vllm.engine_weights import WeightShare, engine_weights, has_head
+from grpo_fn.shell.vllm.incoming_weights import IncomingWeights, in_folder
 from grpo_fn.shell.vllm.options import arguments, check_deadline
 from grpo_fn.shell.vllm.process_guards import group_of_one, imported, same_randomness, same_threads
 from grpo_fn.shell.world import LostRank
@@ -37,7 +45,7 @@ class Colocated:
 
     def __init__(
         self,
-        seat: Seat,
+        seat: SamplerContext,
         *,
         tensor_parallel: int,
         max_model_len: int | None,
@@ -93,7 +101,9 @@ class Colocated:
 
     # -- generating
 
-    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard = unread) -> list[list[Answer]]:
+    def generate(
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard = unread
+    ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
 
         `heard` is told of every answer between two of vLLM's steps.
@@ -114,8 +124,8 @@ class Colocated:
         return [[done[f"{i} {j}"] for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]
 
     def _finished(
-        self, rows: Mapping[str, tuple[Ask, int]], how: Mapping[str, Any], started: float, heard: Heard
-    ) -> dict[str, Answer]:
+        self, rows: Mapping[str, tuple[GenerationRequest, int]], how: Mapping[str, Any], started: float, heard: Heard
+    ) -> dict[str, EngineCompletion]:
         """Every row's answer: vLLM's own loop, with a deadline."""
         engine, done = self.llm.llm_engine, {}
         try:
@@ -145,17 +155,17 @@ class Colocated:
         except (TypeError, ValueError) as error:
             raise ValueError(f"got {dict(how)}, wanted fields that vLLM's SamplingParams take: {error}") from error
 
-    def _answer(self, out: Any) -> Answer:
+    def _answer(self, out: Any) -> EngineCompletion:
         """One completion as vLLM gives it."""
         if out.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"generate: got a completion that ended by {out.finish_reason!r}, wanted stop or length")
         tokens, logp = [*out.token_ids], [*out.logprobs.logprobs]
         assert out.logprobs.token_ids == tokens, "log-probs of other tokens than those drawn"
-        return Answer(tokens, logp, out.finish_reason == "stop", self.version)
+        return EngineCompletion(tokens, logp, out.finish_reason == "stop", self.version)
 
     # -- weights
 
-    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:
+    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
         """Take these weights, one at a time, and forget cached prefixes; they have to be all that the model has.
 
         Raises ValueError for other names or shapes, StaleEngine when afterwards the engine holds something else than
@@ -163,7 +173,7 @@ class Colocated:
         """
         started = time.monotonic()
         self.ready = False
-        coming = Coming(weights, self.shapes, self.dtype, unwanted={HEAD} if self.headless else set())
+        coming = IncomingWeights(weights, self.shapes, self.dtype, unwanted={HEAD} if self.headless else set())
         with self._apart():
             self._wake("weights")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(coming)})
@@ -191,12 +201,12 @@ class Colocated:
             self.llm.wake_up(tags=[tag])
             self.asleep.remove(tag)
 
-    def _receipt(self, version: int, sent: Fingerprint) -> Receipt:
+    def _receipt(self, version: int, sent: Fingerprint) -> WeightReceipt:
         """What was sent and what is held. If that differs, was it ever to be recognised? The model folder tells."""
         now = self._held()
         if now == sent or self._opened == self._in_folder():
-            return Receipt(version, sent, now)
-        return Receipt(version, sent, None)
+            return WeightReceipt(version, sent, now)
+        return WeightReceipt(version, sent, None)
 
     def _in_folder(self) -> Fingerprint | None:
         """Of what the engine was opened with, read again."""
@@ -204,8 +214,8 @@ class Colocated:
 
     def _held(self) -> Fingerprint:
         """Of all ranks of this engine together."""
-        share = Share(self.world.rank % self.ranks, self.ranks)
-        mine = self.llm.apply_model(partial(held, dtype=self.dtype, tied=self.tied, share=share))[0]
+        share = WeightShare(self.world.rank % self.ranks, self.ranks)
+        mine = self.llm.apply_model(partial(engine_weights, dtype=self.dtype, tied=self.tied, share=share))[0]
         if self.ranks == 1:
             return mine
         first = self.world.rank - share.rank

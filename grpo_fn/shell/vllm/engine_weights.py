@@ -16,7 +16,7 @@ from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
 COLUMNS = 1024  # of a packed matrix that are asked for at once
 
 
-class Share(NamedTuple):
+class WeightShare(NamedTuple):
     """Which part of an engine's weights is this rank's: number `rank` of its ranks."""
 
     rank: int
@@ -24,7 +24,7 @@ class Share(NamedTuple):
 
 
 @torch.no_grad()
-def held(model: nn.Module, *, dtype: torch.dtype, tied: bool, share: Share) -> Fingerprint:
+def engine_weights(model: nn.Module, *, dtype: torch.dtype, tied: bool, share: WeightShare) -> Fingerprint:
     """The fingerprint of this rank's part; over all ranks of the engine they add up to the whole model's.
 
     As with what is sent, a tied matrix counts twice: as the embedding, and in whatever form the head computes with it.
@@ -62,7 +62,7 @@ def unpacked(module: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
         yield module.cpu_linear(unit, module.weight, None).T
 
 
-def answered_for(module: nn.Module, name: str, part: Tensor, share: Share) -> Tensor:
+def answered_for(module: nn.Module, name: str, part: Tensor, share: WeightShare) -> Tensor:
     """What of it no rank before this one holds as well."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -11,7 +11,7 @@ from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
 from grpo_fn.shell.sampler.weight_export import HEAD
 
 
-class Coming:
+class IncomingWeights:
     """Weights on their way into an engine: each is looked at as it passes."""
 
     def __init__(

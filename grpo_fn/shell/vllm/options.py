@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical, greedy, nucleus
-from grpo_fn.shell.sampler.interface import Seat, positions
+from grpo_fn.shell.sampler.interface import SamplerContext, positions
 
 SEEDS = 2**31  # vLLM takes them as signed numbers of 32 bits
 COOLEST, HOTTEST = 0.01, 2.0  # what vLLM (0.32) takes: it raises a lower temperature to 0.01, and refuses higher ones
@@ -104,7 +104,7 @@ BATCHED = 4096  # tokens computed at once on a CPU
 
 
 def arguments(
-    seat: Seat,
+    seat: SamplerContext,
     *,
     tensor_parallel: int,
     max_model_len: int | None,
@@ -148,17 +148,17 @@ def arguments(
     }
 
 
-def at_once(seat: Seat, max_model_len: int | None) -> int:
+def at_once(seat: SamplerContext, max_model_len: int | None) -> int:
     """Tokens that are computed at once where every prompt is read whole: the longest that there may be, at least."""
     return max(BATCHED, max_model_len or positions(seat.config) or 0)
 
 
-def check_deadline(deadline: float, seat: Seat) -> None:
+def check_deadline(deadline: float, seat: SamplerContext) -> None:
     """Raise ValueError unless it is positive, and shorter than other ranks wait for this one."""
     if not deadline > 0:
         raise ValueError(f"deadline: got {deadline} s, wanted more than 0")
     if seat.world.size > 1 and deadline >= seat.world.deadline:
         raise ValueError(
             f"deadline: got {deadline:g} s to generate, wanted less than the {seat.world.deadline:g} s that ranks wait "
-            "for one another (mesh.Scale.deadline)"
+            "for one another (mesh.Parallelism.deadline)"
         )

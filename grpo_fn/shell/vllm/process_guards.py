@@ -47,7 +47,7 @@ def absent(knob: str, why: str) -> ValueError:
 
 
 def group_of_one(device: torch.device) -> None:
-    """The default process group, where there is none: what `Scale.mesh` would make, and finds."""
+    """The default process group, where there is none: what `Parallelism.mesh` would make, and finds."""
     if not dist.is_initialized():
         backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

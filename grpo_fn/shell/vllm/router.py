@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from grpo_fn.shell.sampler.fingerprint import Fingerprint
-from grpo_fn.shell.sampler.interface import Answer, Ask, Heard
-from grpo_fn.shell.vllm.client import Completion, Server, Unreachable
+from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, Heard
+from grpo_fn.shell.vllm.client import Server, ServerCompletion, Unreachable
 
 COMPLAINTS = 16  # kept until somebody takes them
 
 
-class Newest(NamedTuple):
+class NewestWeights(NamedTuple):
     """The weights that were pushed last."""
 
     run: str  # another run's weights may have the same version
@@ -32,7 +32,7 @@ class Newest(NamedTuple):
 
 
 @dataclass(eq=False)
-class Member:
+class ServerState:
     """A server and what is known of it."""
 
     server: Server
@@ -43,30 +43,32 @@ class Member:
 
 
 @dataclass(eq=False)
-class Fleet:
+class Router:
     """All servers, and the requests to them."""
 
-    members: list[Member]
+    members: list[ServerState]
     deadline: float
     slots: asyncio.Semaphore
-    newest: Newest | None = None
+    newest: NewestWeights | None = None
     proven: bool = False  # weights have been pushed once
     complaints: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def live(self) -> list[Member]:
+    def live(self) -> list[ServerState]:
         """Those that have the newest weights and answer."""
         return [member for member in self.members if member.live]
 
     # Completions
 
-    async def generate(self, asks: Sequence[Ask], how: Mapping[str, Any], heard: Heard) -> list[list[Answer]]:
+    async def generate(
+        self, asks: Sequence[GenerationRequest], how: Mapping[str, Any], heard: Heard
+    ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds; when one fails the others are called off."""
         what = f"{sum(len(ask.seeds) for ask in asks)} completions of {len(asks)} prompts"
 
-        async def draw(i: int, j: int) -> Answer:
+        async def draw(i: int, j: int) -> EngineCompletion:
             answer = await self._draw(asks[i].prompt, asks[i].seeds[j], how, what)
             heard(i, j, answer)
             return answer
@@ -82,7 +84,7 @@ class Fleet:
             raise
         return [[task.result() for task in row] for row in tasks]
 
-    async def _draw(self, prompt: tuple[int, ...], seed: int, how: Mapping[str, Any], what: str) -> Answer:
+    async def _draw(self, prompt: tuple[int, ...], seed: int, how: Mapping[str, Any], what: str) -> EngineCompletion:
         """One completion, from whichever server: weights, prompt and seed decide it."""
         async with self.slots:
             until: float | None = None  # the time it has from its first failure on
@@ -92,7 +94,7 @@ class Fleet:
                 had = self.newest.label
                 try:
                     found = await member.server.generate(prompt, seed, how)
-                    return Answer(found.tokens, found.logp, found.stopped, self._oldest(member, found, had))
+                    return EngineCompletion(found.tokens, found.logp, found.stopped, self._oldest(member, found, had))
                 except Unreachable as error:
                     self.lose(member, error)
                     self.counts["retried"] += 1
@@ -102,11 +104,11 @@ class Fleet:
                 finally:
                     member.busy -= 1
 
-    async def _least_busy(self, what: str) -> Member:
+    async def _least_busy(self, what: str) -> ServerState:
         await self.wait_live(what)
         return min(self.live, key=lambda member: member.busy)
 
-    def _oldest(self, member: Member, found: Completion, had: str) -> int:
+    def _oldest(self, member: ServerState, found: ServerCompletion, had: str) -> int:
         """Version of the oldest token; `had` is what the server had when it was asked, for one that does not tell."""
         versions = [label.removeprefix(f"{self.newest.run}-") for label in found.versions or [had]]
         if strange := [one for one in versions if not one.isdigit()]:
@@ -135,7 +137,7 @@ class Fleet:
 
     # Who is in
 
-    def lose(self, member: Member, why: Exception | str) -> None:
+    def lose(self, member: ServerState, why: Exception | str) -> None:
         """It is out, from now on."""
         member.trouble, member.met = str(why), False
         if member.live:
@@ -143,7 +145,7 @@ class Fleet:
             self.counts["lost"] += 1
             self._complain(f"vLLM server {member.server.url} is out: {why}")
 
-    def welcome(self, member: Member) -> None:
+    def welcome(self, member: ServerState) -> None:
         """It has the newest weights, and is in."""
         if not member.live and self.proven:
             self.counts["taken_back"] += 1
@@ -151,7 +153,7 @@ class Fleet:
         member.live, member.trouble = True, ""
         self.changed.set()
 
-    def heard(self, newest: Newest, fed: Sequence[str]) -> None:
+    def heard(self, newest: NewestWeights, fed: Sequence[str]) -> None:
         """These servers have been given the newest weights, by this rank or by another."""
         self.newest = newest
         for member in self.members:

@@ -19,14 +19,14 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import Encode
-from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.data_parallel import share
 from grpo_fn.shell.sampler.interface import (
-    Answer,
-    Ask,
-    Engine,
+    EngineCompletion,
     Finished,
-    Seat,
+    GenerationRequest,
+    InferenceEngine,
+    SamplerContext,
     assemble,
     check_lengths,
     check_limits,
@@ -35,14 +35,14 @@ from grpo_fn.shell.sampler.interface import (
     unread,
 )
 from grpo_fn.shell.sampler.local.local_sampler import Choose
-from grpo_fn.shell.sampler.weight_export import Fixed, outgoing
+from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
 from grpo_fn.shell.vllm.colocated import Colocated
 from grpo_fn.shell.vllm.options import check_extra, merged, params, row_seeds
 from grpo_fn.shell.world import World
 
 
 def colocated(
-    seat: Seat,
+    seat: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
     *,
     choose: Choose,
@@ -86,7 +86,7 @@ def colocated(
 
 
 def dedicated(
-    seat: Seat,
+    seat: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
     *,
     choose: Choose,
@@ -97,7 +97,7 @@ def dedicated(
     max_model_len: int | None,
     extra: Mapping[str, Any],
     accept_bias: bool,
-    engine: Callable[[World, torch.dtype], Engine],
+    engine: Callable[[World, torch.dtype], InferenceEngine],
 ) -> "VllmSampler":
     """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.Dedicated, its knobs bound).
 
@@ -126,7 +126,7 @@ def check_asked(
     merged(params(choose), extra)
 
 
-def ends_of(seat: Seat, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def ends_of(seat: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every token that ends a completion, as the local sampler has it."""
     bare = hf.empty_model(seat.config)
     bare.generation_config = hf.generation_config(seat.folder, seat.config)
@@ -137,8 +137,8 @@ def ends_of(seat: Seat, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 class VllmSampler:
     """Samples from an engine; `dataclasses.replace` gives another way to ask the same one."""
 
-    engine: Engine
-    seat: Seat
+    engine: InferenceEngine
+    seat: SamplerContext
     tokenizer: PreTrainedTokenizerBase
     ends: Sequence[int]  # tokens that end a completion
     choose: Choose
@@ -182,9 +182,9 @@ class VllmSampler:
         """What the engine has to say to people; to be cleared when they are told."""
         return self.engine.complaints
 
-    def load(self, policy: Sharded | Fixed) -> None:
+    def load(self, policy: FSDPPolicy | FixedWeights) -> None:
         """Give the engine the policy's weights. Raises StaleEngine when it does not take them."""
-        self.engine.push(outgoing(policy, self.seat), version=next(self.versions))
+        self.engine.push(export_weights(policy, self.seat), version=next(self.versions))
 
     def rest(self) -> None:
         """The engine makes way for the training, until the next `load`."""
@@ -203,7 +203,7 @@ class VllmSampler:
         prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
         check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=self._limit())
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
-        asks = [Ask(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
+        asks = [GenerationRequest(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
         heard = unread if self.finished is None else partial(self._heard, problems, group_size)
         answers = [answer for group in self.engine.generate(asks, how=self._how(), heard=heard) for answer in group]
         device = self.seat.world.device
@@ -215,7 +215,7 @@ class VllmSampler:
             torch.tensor([answer.stopped for answer in answers], device=device),
         )
 
-    def _heard(self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: Answer) -> None:
+    def _heard(self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: EngineCompletion) -> None:
         """Tell of a row, on the one of the engine's ranks that has it among the rows that it will score."""
         rows = len(problems) * group_size
         own = range(rows)[share(rows, self.seat.world.rank % self.ranks, self.ranks)]

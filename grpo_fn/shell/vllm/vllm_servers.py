@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from grpo_fn.shell.sampler.fingerprint import NOTHING, fingerprint
-from grpo_fn.shell.sampler.interface import Answer, Ask, Heard, Receipt, unread
+from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, Heard, WeightReceipt, unread
 from grpo_fn.shell.vllm.client import Patience, Server, check
-from grpo_fn.shell.vllm.router import Fleet, Member, Newest
+from grpo_fn.shell.vllm.router import NewestWeights, Router, ServerState
 from grpo_fn.shell.vllm.vllm_transfer import Info, Transfer, chunks
-from grpo_fn.shell.vllm.weight_update import Swapper
+from grpo_fn.shell.vllm.weight_update import WeightUpdater
 from grpo_fn.shell.world import World
 
 T = TypeVar("T")
@@ -28,11 +28,11 @@ CONTROL = 30.0  # seconds for a short question
 PAUSES = ("wait", "keep")
 
 
-class Fed(NamedTuple):
+class UpdatedServer(NamedTuple):
     """What the rank that gives weights tells the others."""
 
-    newest: Newest
-    receipt: Receipt
+    newest: NewestWeights
+    receipt: WeightReceipt
     urls: list[str]
 
 
@@ -41,7 +41,7 @@ class Dedicated:
 
     `transfer` carries the weights. A server draws nothing while it takes them in; `pause` says what becomes of requests
     at work there. "wait": they end first, so each comes from one version of the weights, and a run can be repeated.
-    "keep": they go on with the new weights where they stopped, which is faster, and mixes versions; `Answer.oldest`
+    "keep": they go on with the new weights where they stopped, which is faster, and mixes versions; `EngineCompletion.oldest`
     tells. At most `max_requests` are under way from one rank, each one completion; servers queue what they cannot hold.
 
     All waiting ends: after `request_seconds` for a completion (the server's queue and a swap included), after
@@ -77,13 +77,13 @@ class Dedicated:
         patience = Patience(connect=CONNECT, control=CONTROL, generate=request_seconds, swap=swap_seconds)
         key = os.environ.get("VLLM_API_KEY") or None
         made = [Server(url, patience=patience, connections=max_requests + 2, api_key=key) for url in servers]
-        self._fleet = Fleet([Member(server) for server in made], deadline, asyncio.Semaphore(max_requests))
+        self._fleet = Router([ServerState(server) for server in made], deadline, asyncio.Semaphore(max_requests))
         expected = {
             "backend": self._transfer.backend,
             "logprobs_mode": "processed_logprobs",
             "dtype": str(dtype).removeprefix("torch."),
         }
-        self._swapper = Swapper(self._fleet, self._transfer, expected, pause, check_seconds, world.main)
+        self._swapper = WeightUpdater(self._fleet, self._transfer, expected, pause, check_seconds, world.main)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm servers")
         self._thread.start()
@@ -104,7 +104,9 @@ class Dedicated:
         """Which servers were lost, and which came back."""
         return self._fleet.complaints
 
-    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard = unread) -> list[list[Answer]]:
+    def generate(
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard = unread
+    ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds. Any thread may ask, also while weights are pushed.
 
         `heard` is told of every answer in the thread of the event loop, which waits for it.
@@ -117,7 +119,7 @@ class Dedicated:
             raise RuntimeError("vLLM servers: got asked for completions before the first push, wanted weights first")
         return self._do(self._fleet.generate(asks, how, heard))
 
-    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:
+    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
         """Give these weights to every server. All ranks call it and go through all of them; the main one sends.
 
         Raises StaleEngine when a server has others afterwards, and RuntimeError when none has them in the end.
@@ -169,10 +171,10 @@ class Dedicated:
         self._fleet.counts.clear()
         return counts
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Fed:
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> UpdatedServer:
         """On the rank that sends. Whatever happens it goes through all weights, as the other ranks do."""
         self._do(self._swapper.swapping.acquire())
-        taking: list[Member] = []
+        taking: list[ServerState] = []
         try:
             taking = self._do(self._swapper.muster())
             self._transfer.begin()
@@ -184,7 +186,7 @@ class Dedicated:
             _exhaust(weights)
             self._do(_called(self._swapper.swapping.release))
 
-    def _feed(self, taking: list[Member], weights: Iterator[tuple[str, Tensor]], version: int) -> Fed:
+    def _feed(self, taking: list[ServerState], weights: Iterator[tuple[str, Tensor]], version: int) -> UpdatedServer:
         swapper, sent = self._swapper, NOTHING
         taking = self._do(swapper.swap(taking, swapper.open))
         for chunk in chunks(weights, self._transfer.chunk_bytes):
@@ -196,12 +198,14 @@ class Dedicated:
             taking = self._do(swapper.without(_result(under_way), failed))
             self._transfer.taken()
         self._transfer.end()
-        newest = Newest(self._run, version, sent)
+        newest = NewestWeights(self._run, version, sent)
         taking = self._do(swapper.swap(taking, partial(swapper.finish, newest=newest)))
         urls = [member.server.url for member in taking]
         if not urls and self._transfer.again() is None:
             raise RuntimeError(f"vLLM servers: got version {version} to none of them, wanted one: {self._fleet.told()}")
-        return Fed(newest, Receipt(version, sent, None if swapper.hidden.intersection(urls) else sent), urls)
+        return UpdatedServer(
+            newest, WeightReceipt(version, sent, None if swapper.hidden.intersection(urls) else sent), urls
+        )
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -224,7 +228,7 @@ async def _called(f: Callable[..., T], *args: Any) -> T:
     return f(*args)
 
 
-async def _take(told: Info, member: Member) -> None:
+async def _take(told: Info, member: ServerState) -> None:
     await member.server.take(told)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint
 from grpo_fn.shell.sampler.interface import StaleEngine
 from grpo_fn.shell.vllm.client import Refused, Unreachable
-from grpo_fn.shell.vllm.router import Fleet, Member, Newest
+from grpo_fn.shell.vllm.router import NewestWeights, Router, ServerState
 from grpo_fn.shell.vllm.vllm_transfer import Info, Transfer
 
 TORN = "torn"  # label of weights of which only a part was loaded
@@ -22,10 +22,10 @@ MUSTER = 1.0  # seconds between two looks at servers that a push waits for
 
 
 @dataclass(eq=False)
-class Swapper:
+class WeightUpdater:
     """Changes a fleet's weights. `expected` is how servers have to have been started: what their workers say."""
 
-    fleet: Fleet
+    fleet: Router
     transfer: Transfer
     expected: Mapping[str, Any]
     pause: str
@@ -37,7 +37,7 @@ class Swapper:
 
     # Who is well
 
-    async def muster(self) -> list[Member]:
+    async def muster(self) -> list[ServerState]:
         """All that answer and were started as they have to be; before the first push the rest are waited for.
 
         Raises Refused for one that was started otherwise then, and RuntimeError when nobody answers in time.
@@ -51,7 +51,7 @@ class Swapper:
                 raise self.fleet.given_up("new weights")
             await asyncio.sleep(min(MUSTER, self.check_seconds))
 
-    async def _examine(self, member: Member) -> bool:
+    async def _examine(self, member: ServerState) -> bool:
         """Whether its workers are still at an update that somebody has not finished."""
         await member.server.check_health()
         for described in await member.server.ask_workers("grpo_described"):
@@ -77,7 +77,7 @@ class Swapper:
             if self.fleet.newest is not None and not self.swapping.locked():
                 await asyncio.gather(*(self._look(one) for one in self.fleet.members if self.feeds or not one.live))
 
-    async def _look(self, member: Member) -> None:
+    async def _look(self, member: ServerState) -> None:
         try:
             await self._examine(member)  # a server that hangs does so here, where no push waits for it
             async with self.swapping:
@@ -85,7 +85,7 @@ class Swapper:
         except Exception as error:  # whatever answers at that address: looking after the others goes on
             self.fleet.lose(member, error)
 
-    async def _bring_up(self, member: Member) -> None:
+    async def _bring_up(self, member: ServerState) -> None:
         updating = await self._examine(member)
         if updating or await member.server.version() != self.fleet.newest.label:
             told = self.transfer.again() if self.feeds else None
@@ -97,7 +97,7 @@ class Swapper:
             await member.server.resume()  # it may have been lost with its last call of a swap
         self.fleet.welcome(member)
 
-    async def _feed_again(self, member: Member, told: Sequence[Info]) -> None:
+    async def _feed_again(self, member: ServerState, told: Sequence[Info]) -> None:
         try:
             await self.open(member)
             for info in told:
@@ -109,15 +109,17 @@ class Swapper:
 
     # The steps of a swap
 
-    async def swap(self, members: Sequence[Member], step: Callable[[Member], Awaitable[Any]]) -> list[Member]:
+    async def swap(
+        self, members: Sequence[ServerState], step: Callable[[ServerState], Awaitable[Any]]
+    ) -> list[ServerState]:
         """A step of it with all of them at once; those that it worked with. The others are out, and left in order."""
         done = await self.each(members, step)
         await self.each([member for member in members if member not in done], self.tear)
         return done
 
     async def each(
-        self, members: Sequence[Member], do: Callable[[Member], Awaitable[Any]], *, strict: bool = False
-    ) -> list[Member]:
+        self, members: Sequence[ServerState], do: Callable[[ServerState], Awaitable[Any]], *, strict: bool = False
+    ) -> list[ServerState]:
         """Do it with all of them at once; those that it worked with. The others are out."""
         ended = await asyncio.gather(*(do(member) for member in members), return_exceptions=True)
         done = []
@@ -130,7 +132,7 @@ class Swapper:
                 done.append(member)
         return done
 
-    async def without(self, members: Sequence[Member], failed: Mapping[str, str]) -> list[Member]:
+    async def without(self, members: Sequence[ServerState], failed: Mapping[str, str]) -> list[ServerState]:
         """All but those at these addresses, which the trainer could not send to."""
         lost = [member for member in members if member.server.url in failed]
         for member in lost:
@@ -138,7 +140,7 @@ class Swapper:
         await self.each(lost, self.tear)
         return [member for member in members if member not in lost]
 
-    async def open(self, member: Member) -> None:
+    async def open(self, member: ServerState) -> None:
         """Meet the trainer if need be, stop drawing, and expect weights."""
         server = member.server
         if await self._examine(member):
@@ -150,7 +152,7 @@ class Swapper:
         await server.pause(self.pause)
         await server.begin()
 
-    async def finish(self, member: Member, newest: Newest) -> None:
+    async def finish(self, member: ServerState, newest: NewestWeights) -> None:
         """That was all; go on drawing. Raises StaleEngine where it now holds other weights than were sent."""
         await member.server.finish()
         await self._verify(member, newest)
@@ -158,7 +160,7 @@ class Swapper:
         await member.server.relabel(newest.label)  # last: with this label it counts as well
         await member.server.resume()
 
-    async def _verify(self, member: Member, newest: Newest) -> None:
+    async def _verify(self, member: ServerState, newest: NewestWeights) -> None:
         server = member.server
         receipts = await server.ask_workers("grpo_receipt")
         if wrong := [one["received"] for one in receipts if Fingerprint(*one["received"]) != newest.sent]:
@@ -171,7 +173,7 @@ class Swapper:
                 )
             self.hidden.add(server.url)  # nor could what it was opened with be recognised
 
-    async def tear(self, member: Member) -> None:
+    async def tear(self, member: ServerState) -> None:
         """It may hold half of an update: nothing it draws counts, and it may begin anew."""
         self.fleet.lose(member, member.trouble or "a push of weights broke off")
         server = member.server

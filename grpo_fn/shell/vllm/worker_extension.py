@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
-from grpo_fn.shell.vllm.engine_weights import Share, has_head, held
+from grpo_fn.shell.vllm.engine_weights import WeightShare, engine_weights, has_head
 
 HEAD = "lm_head.weight"
 
@@ -68,8 +68,8 @@ class Receiving:
     def held(self) -> Fingerprint:
         """This worker's share of what the model holds; those of a replica's workers add up to all of it."""
         group = get_tp_group()
-        share = Share(group.rank_in_group, group.world_size)
-        return held(self.model, dtype=self.model_config.dtype, tied=is_tied(self.model_config), share=share)
+        share = WeightShare(group.rank_in_group, group.world_size)
+        return engine_weights(self.model, dtype=self.model_config.dtype, tied=is_tied(self.model_config), share=share)
 
 
 @dataclass

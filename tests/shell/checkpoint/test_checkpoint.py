@@ -23,7 +23,7 @@ from torch import nn
 from grpo_fn.shell import atomic_io
 from grpo_fn.shell.checkpoint import async_saver, manifest, store, tensor_shards
 from grpo_fn.shell.checkpoint import manifest as small
-from grpo_fn.shell.checkpoint.async_saver import Keep, Saver
+from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
 from grpo_fn.shell.checkpoint.store import latest, prune, steps
 from grpo_fn.shell.world import alone
 
@@ -99,7 +99,7 @@ class Contents(NamedTuple):
 
 def save(root: Path, step: int, **what: Any) -> Path:
     """One checkpoint, waited for."""
-    with Saver(root, ALONE) as writer:
+    with AsyncSaver(root, ALONE) as writer:
         writer.save(step, **what)
     return root / f"step_{step}"
 
@@ -238,7 +238,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 
 def test_save_returns_before_anything_is_written_and_what_it_was_given_may_change(root, monkeypatch):
     go, given = held_back(monkeypatch), state(1.0)
-    with Saver(root, ALONE) as writer:
+    with AsyncSaver(root, ALONE) as writer:
         held = writer.save(1, **given)
         for value in (*given["tensors"].values(), given["blobs"]["optimizer"]["state"][0]["exp_avg"]):
             value.zero_()
@@ -254,7 +254,7 @@ def test_save_returns_before_anything_is_written_and_what_it_was_given_may_chang
 
 def test_the_next_save_waits_for_the_one_before_and_says_how_long(root, monkeypatch):
     go = held_back(monkeypatch)
-    with Saver(root, ALONE) as writer:
+    with AsyncSaver(root, ALONE) as writer:
         writer.save(1, **state(1.0))
         threading.Timer(0.5, go.release).start()
         assert 0.2 < writer.save(2, **state(2.0)).waited < 30
@@ -268,7 +268,7 @@ def test_what_goes_wrong_beside_is_raised_by_the_next_call_and_once(root, monkey
     def broken(*args: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with Saver(root, ALONE) as writer:
+    with AsyncSaver(root, ALONE) as writer:
         monkeypatch.setattr(tensor_shards, "write", broken)
         writer.save(1, **state(1.0))
         with pytest.raises(OSError, match="Input/output error"):
@@ -280,7 +280,7 @@ def test_what_goes_wrong_beside_is_raised_by_the_next_call_and_once(root, monkey
 
 
 def fail_after_save(root: Path) -> None:
-    with Saver(root, ALONE) as writer:
+    with AsyncSaver(root, ALONE) as writer:
         writer.save(1, **state(1.0))
         raise KeyError("of the training")
 
@@ -302,19 +302,19 @@ def test_a_save_that_is_under_way_when_the_training_fails_is_finished(root):
 
 
 def test_those_not_kept_go_once_the_new_one_is_there(root, monkeypatch):
-    with Saver(root, ALONE) as writer:
+    with AsyncSaver(root, ALONE) as writer:
         for step in range(1, 4):
             writer.save(step, **state(float(-step)))
         writer.wait()
         go = held_back(monkeypatch)
-        writer.save(4, **state(-4.0), keep=Keep(1, 1, "eval/accuracy"))
+        writer.save(4, **state(-4.0), keep=Retention(1, 1, "eval/accuracy"))
         assert steps(root) == [1, 2, 3]
         go.release()
     assert steps(root) == [1, 4]
 
 
 def test_no_two_savers_ever_write_into_one_folder(root):
-    owners = [Saver(root, ALONE)._owner for _ in range(3)]
+    owners = [AsyncSaver(root, ALONE)._owner for _ in range(3)]
     assert len({store.unfinished(root, "tmp", 1, owner) for owner in owners}) == 3
     assert all(owner.startswith(f"{os.getpid()}-") for owner in owners)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from grpo_fn.shell import atomic_io
 from grpo_fn.shell.checkpoint import async_saver, store, tensor_shards
-from grpo_fn.shell.checkpoint.async_saver import Keep, Saver
+from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
 from grpo_fn.shell.checkpoint.store import latest, load_into, names, read
 from grpo_fn.shell.world import World, alone
 
@@ -82,7 +82,7 @@ def everything(size: int) -> dict[str, Tensor]:
 
 def write_everything(world: World, root: Path) -> list[str]:
     tensors = everything(world.size)
-    with Saver(root, world) as writer:
+    with AsyncSaver(root, world) as writer:
         writer.save(3, tensors=tensors, blobs={"who": [world.rank]}, meta={"size": world.size})
     return list(tensors)
 
@@ -130,7 +130,7 @@ def mixed(world: World) -> nn.Module:
 
 
 def write_mixed(world: World, root: Path) -> None:
-    with Saver(root, world) as writer:
+    with AsyncSaver(root, world) as writer:
         writer.save(1, tensors=mixed(world).state_dict(), blobs={}, meta={})
 
 
@@ -146,7 +146,7 @@ def write_copies(world: World, root: Path) -> list[int]:
     line = init_device_mesh("cpu", (world.size,))
     plain = {f"p{i}": torch.ones(2**14) for i in range(4)}
     copied = {f"c{i}": laid_out(torch.ones(2**14), (line, [Replicate()])) for i in range(4)}
-    with Saver(root, world) as writer:
+    with AsyncSaver(root, world) as writer:
         writer.save(1, tensors=plain | copied, blobs={}, meta={})
         return [buffer.nbytes for buffer in writer._buffers.values()]
 
@@ -202,7 +202,7 @@ def train_on(world: World, root: Path) -> bool:
         assert changed.wait(PATIENCE)
         return real(*args)
 
-    with pytest.MonkeyPatch.context() as patch, Saver(root, world) as writer:
+    with pytest.MonkeyPatch.context() as patch, AsyncSaver(root, world) as writer:
         patch.setattr(tensor_shards, "write", late)
         writer.save(1, tensors=tensors, blobs={"b": [tensors["plain"]]}, meta={})
         for tensor in tensors.values():
@@ -222,9 +222,9 @@ def test_what_changes_after_save_returned_is_saved_as_it_was(tmp_path: Path) -> 
 
 
 def save_many(world: World, root: Path) -> None:
-    with Saver(root, world) as writer:
+    with AsyncSaver(root, world) as writer:
         for n in range(1, 5):
-            held = writer.save(n, tensors=state(world, n), blobs={}, meta={}, keep=Keep(2, 0, "m"))
+            held = writer.save(n, tensors=state(world, n), blobs={}, meta={}, keep=Retention(2, 0, "m"))
             assert held.staged > 0
             assert held.waited >= 0
         writer.save(5, tensors={"only": torch.ones(world.size)}, blobs={}, meta={})  # another set, shared out anew
@@ -268,7 +268,7 @@ def harmed(patch: pytest.MonkeyPatch, harm: Callable[[], None], place: str) -> N
 def save_two(world: World, root: Path, deadline: float, rank: int, place: str, harm: Callable[[], None]) -> None:
     """The second one meets with harm on that rank."""
     before, world.deadline = world.deadline, deadline
-    with pytest.MonkeyPatch.context() as patch, Saver(root, world) as writer:
+    with pytest.MonkeyPatch.context() as patch, AsyncSaver(root, world) as writer:
         writer.save(1, tensors=state(world, 1), blobs={}, meta={})
         writer.wait()
         if world.rank == rank:
@@ -328,7 +328,7 @@ def fail_then_save(world: World, root: Path, rank: int, place: str, error: Excep
     world.exchange(None, what="looking at once")
     left = sorted(p.name for p in root.iterdir())
     assert left == ["step_1"], left
-    with Saver(root, world) as writer:
+    with AsyncSaver(root, world) as writer:
         writer.save(2, tensors=state(world, 7), blobs={}, meta={})
     return type(caught.value).__name__, str(caught.value)
 
@@ -361,7 +361,7 @@ def test_a_disk_that_fails_one_rank_is_named_on_all_and_stops_none(
 def offer_sum(world: World, root: Path) -> str:
     line = init_device_mesh("cpu", (world.size,))
     odd = DTensor.from_local(torch.ones(2), line, [Partial()]) if world.rank == 1 else torch.ones(2)
-    with Saver(root, world) as writer:
+    with AsyncSaver(root, world) as writer:
         with pytest.raises((ValueError, RuntimeError)) as caught:
             writer.save(1, tensors={"odd": odd}, blobs={}, meta={})
         writer.save(1, tensors=state(world, 1), blobs={}, meta={})

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from grpo_fn.shell.logging import async_writer
-from grpo_fn.shell.logging.async_writer import LateWriter
-from grpo_fn.shell.logging.metrics_writer import Mute, Writer
+from grpo_fn.shell.logging.async_writer import AsyncWriter
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter, NullLogger
 from grpo_fn.shell.world import alone
 from grpo_fn.trainer import loggers
 
 SOON = 20.0  # seconds
 
 
-def opened(folder: Path, *, deadline: float = SOON) -> LateWriter:
-    return LateWriter(Writer(folder, start_step=0), deadline=deadline)
+def opened(folder: Path, *, deadline: float = SOON) -> AsyncWriter:
+    return AsyncWriter(MetricsWriter(folder, start_step=0), deadline=deadline)
 
 
 def events(folder: Path) -> list[object]:
@@ -32,7 +32,7 @@ def events(folder: Path) -> list[object]:
     return [(event.step, event.summary) for event in EventFileLoader(str(path)).Load() if event.HasField("summary")]
 
 
-CALLS: list[Callable[[Writer | LateWriter, int], None]] = [
+CALLS: list[Callable[[MetricsWriter | AsyncWriter, int], None]] = [
     lambda writer, i: writer.text(i, "samples", f"text {i}"),
     lambda writer, i: writer.histogram(i, "advantage", torch.arange(float(i + 1))),
     lambda writer, i: writer.image(i, "rows", torch.full((3, 2, 2), 0.5)),
@@ -49,7 +49,7 @@ def test_it_writes_what_a_writer_writes_in_the_same_order(calls: list[Callable])
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(time, "time", lambda: 1e9)  # in events and in the names of their files
         found = []
-        for name, make in (("now", partial(Writer, start_step=0)), ("later", opened)):
+        for name, make in (("now", partial(MetricsWriter, start_step=0)), ("later", opened)):
             (Path(folder) / name).mkdir()
             with make(Path(folder) / name) as writer:
                 for i, call in enumerate(calls):
@@ -124,7 +124,7 @@ def test_a_crash_and_a_full_disk_are_both_said(tmp_path: Path) -> None:
 def test_the_training_waits_when_too_much_is_waiting(tmp_path: Path) -> None:
     gate, asked = threading.Event(), []
 
-    def ask(writer: LateWriter) -> None:
+    def ask(writer: AsyncWriter) -> None:
         for i in range(async_writer.MOST + 1):
             writer.do(f"work {i}", partial(gate.wait, SOON))
             asked.append(i)
@@ -149,9 +149,9 @@ def test_a_disk_that_hangs_is_waited_for_until_the_deadline(tmp_path: Path) -> N
 
 
 def test_the_mute_one_has_all_of_its_calls() -> None:
-    calls = {name for name in vars(LateWriter) if not name.startswith("_")}
-    assert calls <= {*dir(Mute)}
-    with Mute() as mute:
+    calls = {name for name in vars(AsyncWriter) if not name.startswith("_")}
+    assert calls <= {*dir(NullLogger)}
+    with NullLogger() as mute:
         assert mute.failed is False
         assert mute.wait() is None
 

@@ -20,7 +20,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json
 from grpo_fn.shell.logging import rollout_store, system_metrics
-from grpo_fn.shell.logging.metrics_writer import Writer, rewind, table
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter, rewind, table
 from grpo_fn.shell.logging.rollout_store import stored
 
 
@@ -40,7 +40,7 @@ def events(run_dir: Path) -> EventAccumulator:
 
 
 def test_the_same_names_and_numbers_go_to_both(tmp_path):
-    with Writer(tmp_path, start_step=0) as writer:
+    with MetricsWriter(tmp_path, start_step=0) as writer:
         writer.scalars(0, {"loss/kl": 0.25, "optimizer/step": 1})
         writer.scalars(1, {"loss/kl": math.nan, "hi": math.inf, "lo": -math.inf})
         writer.text(0, "samples", "hello \ud800")
@@ -61,7 +61,7 @@ def test_the_same_names_and_numbers_go_to_both(tmp_path):
 
 
 def test_a_step_is_on_the_disk_when_scalars_returns(tmp_path):
-    with Writer(tmp_path, start_step=0) as writer:
+    with MetricsWriter(tmp_path, start_step=0) as writer:
         for step in range(5):
             writer.scalars(step, {"a": 1.0})
             assert lines(tmp_path)[step] == {"step": step, "a": 1.0}
@@ -69,7 +69,7 @@ def test_a_step_is_on_the_disk_when_scalars_returns(tmp_path):
 
 
 def test_steps_only_grow(tmp_path):
-    with Writer(tmp_path, start_step=3) as writer:
+    with MetricsWriter(tmp_path, start_step=3) as writer:
         with pytest.raises(ValueError, match=r"got scalars of step 2, wanted .* 3 or later"):
             writer.scalars(2, {})
         writer.scalars(3, {})
@@ -84,7 +84,7 @@ def test_resuming_at_any_step_equals_an_uninterrupted_run(tmp_path, monkeypatch)
         for i, (start, stop) in enumerate(pieces):
             # TensorBoard orders its files by the second they were opened in; processes do not restart that fast.
             monkeypatch.setattr(time, "time", lambda i=i: clock() + 2 * i)
-            with Writer(run_dir, start_step=start) as writer:
+            with MetricsWriter(run_dir, start_step=start) as writer:
                 for step in range(start, stop):
                     writer.scalars(step, {"a": step / 3})
                     writer.histogram(step, "h", torch.ones(step + 1))

@@ -13,7 +13,7 @@ from tensorboard.plugins.hparams import metadata
 from grpo_fn.config import load
 from grpo_fn.config.dump import literal
 from grpo_fn.shell.logging import tensorboard_layout
-from grpo_fn.shell.logging.metrics_writer import Writer
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 
 CONFIG = """# The resolved configuration of a run: --gin_file with this file repeats it.
 
@@ -42,7 +42,7 @@ def seen(run_dir: Path) -> EventAccumulator:
 
 def begun(run_dir: Path, text: str = CONFIG, *, start_step: int = 0) -> EventAccumulator:
     (run_dir / "config.gin").write_text(text)
-    with Writer(run_dir, start_step=start_step) as writer:
+    with MetricsWriter(run_dir, start_step=start_step) as writer:
         tensorboard_layout.begin(writer, run_dir / "config.gin")
         writer.finished()
     return seen(run_dir)
@@ -121,8 +121,8 @@ def test_a_macro_without_a_value_is_refused() -> None:
 def test_every_knob_of_a_real_configuration_is_there() -> None:
     found = tensorboard_layout.hparams(load(["run/arithmetic.gin"], ["STEPS=3"]).text)
     assert found["loop.Cadence.steps"] == 3
-    assert found["mesh.Scale.reshard_after_forward"] == "True"
-    assert found["train.train.policy"] == "@fsdp.Sharded"
+    assert found["mesh.Parallelism.reshard_after_forward"] == "True"
+    assert found["train.train.policy"] == "@fsdp.FSDPPolicy"
     assert not any("%" in str(value) for value in found.values())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_fn.shell.logging import tensorboard_layout, tracker
-from grpo_fn.shell.logging.metrics_writer import Writer
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 
 BLOCK, HEAD, OPENING = 32768, 7, 7  # of the record files: bytes of a block, before each record, before the first
 
@@ -63,7 +63,7 @@ def exits(found: list[Any]) -> list[int]:
 
 
 def mirrored(run_dir: Path, start: int, stop: int) -> None:
-    with tracker.wandb(project="tests", mode="offline")(run_dir), Writer(run_dir, start_step=start) as writer:
+    with tracker.wandb(project="tests", mode="offline")(run_dir), MetricsWriter(run_dir, start_step=start) as writer:
         if start == 0:
             tensorboard_layout.begin(writer, run_dir / "config.gin")
         for step in range(start, stop):

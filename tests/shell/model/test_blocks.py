@@ -16,15 +16,15 @@ from grpo_fn.shell.model.blocks import (
     Change,
     Compiled,
     blocks,
-    compiled,
     eager,
-    kept,
+    full_checkpointing,
+    no_checkpointing,
     recompilations,
-    recomputed,
-    recomputed_but_products,
+    selective_checkpointing,
+    torch_compile,
 )
 
-ACTIVATIONS = [kept, recomputed, recomputed_but_products]
+ACTIVATIONS = [no_checkpointing, full_checkpointing, selective_checkpointing]
 IDS = torch.arange(22).reshape(2, 11)
 ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.5, targets="all-linear")
 
@@ -117,7 +117,7 @@ def test_so_it_is_with_adapters_and_their_dropout(name: str, change: Change) -> 
     assert_equal_runs(trained(changed(copy.deepcopy(plain), change)), wanted, 0.0)
 
 
-@pytest.mark.parametrize("change", [*ACTIVATIONS, eager, compiled])
+@pytest.mark.parametrize("change", [*ACTIVATIONS, eager, torch_compile])
 def test_no_name_changes_and_a_copy_is_a_model_of_its_own(change: Change) -> None:
     plain = family("qwen2_tied")
     model = changed(copy.deepcopy(plain), change)
@@ -127,7 +127,7 @@ def test_no_name_changes_and_a_copy_is_a_model_of_its_own(change: Change) -> Non
     with torch.no_grad():
         for p in other.parameters():
             p.zero_()
-    if change is not compiled:  # the same there, shown without compiling twice
+    if change is not torch_compile:  # the same there, shown without compiling twice
         assert torch.equal(forward(model), forward(plain))
         assert not forward(other).any()
     assert all(bound(block.forward).__self__ is block for block in blocks(other))
@@ -207,7 +207,7 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_untied", "gemma2_capped"])
 def test_a_compiled_model_computes_the_same_and_is_built_once_for_all_blocks_and_sizes(name: str) -> None:
-    plain, model = family(name), changed(family(name), compiled)
+    plain, model = family(name), changed(family(name), torch_compile)
     before = recompilations()
     for rows, width in ((2, 11), (3, 7), (4, 9)):
         ids = torch.arange(rows * width).reshape(rows, width)
@@ -221,15 +221,15 @@ def test_a_compiled_model_computes_the_same_and_is_built_once_for_all_blocks_and
 @pytest.mark.slow
 def test_recomputing_goes_around_the_compiled_forward() -> None:
     plain, before = family("qwen2_tied"), recompilations().built
-    for change in (recomputed, recomputed_but_products):
-        model = changed(copy.deepcopy(plain), compiled, change)
+    for change in (full_checkpointing, selective_checkpointing):
+        model = changed(copy.deepcopy(plain), torch_compile, change)
         assert all(isinstance(block.forward.args[0], Compiled) for block in blocks(model))
         assert_equal_runs(trained(model), trained(plain), 1e-6)
     assert recompilations().built > before  # once: both run the same code inside
 
 
 def test_a_call_with_a_cache_runs_as_written() -> None:
-    plain, model = family("mistral"), changed(family("mistral"), compiled, recomputed)
+    plain, model = family("mistral"), changed(family("mistral"), torch_compile, full_checkpointing)
     before = recompilations()
     settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
     assert torch.equal(model.generate(IDS, **settings), plain.generate(IDS, **settings))
@@ -250,7 +250,12 @@ def mesh() -> object:
 
 
 @pytest.mark.parametrize(
-    "changes", [(recomputed,), (recomputed_but_products,), pytest.param((compiled, recomputed), marks=pytest.mark.slow)]
+    "changes",
+    [
+        (full_checkpointing,),
+        (selective_checkpointing,),
+        pytest.param((torch_compile, full_checkpointing), marks=pytest.mark.slow),
+    ],
 )
 def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...], mesh: object) -> None:
     plain = lora.attach(family("qwen3_untied"), ADAPTERS)
@@ -261,4 +266,4 @@ def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...], mesh: ob
     assert len(blocks(model)) == 2
     wanted, got = trained(plain), trained(model)
     got = (got[0], {name: grad.full_tensor() for name, grad in got[1].items()})
-    assert_equal_runs(got, wanted, 1e-6 if compiled in changes else 0.0)
+    assert_equal_runs(got, wanted, 1e-6 if torch_compile in changes else 0.0)

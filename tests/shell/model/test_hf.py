@@ -204,7 +204,7 @@ def test_a_system_turn_comes_first_and_needs_a_template():
     chatty.chat_template = CHAT_TEMPLATE
     wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
     assert hf.with_system(chatty, "Tom", system="Be brief.") == tokenizer()(wanted)["input_ids"]
-    assert hf.bare(chatty, "Tom") == tokenizer()("Tom")["input_ids"]
+    assert hf.bare_prompt(chatty, "Tom") == tokenizer()("Tom")["input_ids"]
 
 
 def test_tokens_are_padded_on_the_left():

@@ -25,11 +25,11 @@ from grpo_fn.core.packing import each, together
 from grpo_fn.core.sampling import categorical
 from grpo_fn.shell.model import attention, blocks, lora, packed_input
 from grpo_fn.shell.model.attention_layout import Layout
-from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.model.logprob_model import LogprobModel
 
 V = 13
 EXAMPLES = settings.default.max_examples
-WAYS = {"packed": packed_input.packed, "shared": packed_input.shared}
+WAYS = {"packed": packed_input.pack_rows, "shared": packed_input.pack_shared_prompts}
 ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
 
 
@@ -74,8 +74,8 @@ GROUPS = made([0, 0, 1, 0, 2, 2, 1], [5, 1, 3], [4, 9, 3, 6, 1, 8, 2], 16, seed=
 # -- what a scorer makes of them
 
 
-def scorer(model: nn.Module, way: Callable, temperature: float = 0.7) -> Scorer:
-    return Scorer(model, temperature=temperature, head_elements=5 * V, rows=way)
+def scorer(model: nn.Module, way: Callable, temperature: float = 0.7) -> LogprobModel:
+    return LogprobModel(model, temperature=temperature, head_elements=5 * V, rows=way)
 
 
 class Found(NamedTuple):
@@ -84,7 +84,7 @@ class Found(NamedTuple):
     grads: dict[str, Tensor]
 
 
-def found(scoring: Scorer, tokens: Tensor, mask: Tensor, seed: int = 0) -> Found:
+def found(scoring: LogprobModel, tokens: Tensor, mask: Tensor, seed: int = 0) -> Found:
     """Scores, and what random signals for both pull back."""
     scoring.zero_grad()
     logp, entropy = scoring(tokens, mask)
@@ -96,9 +96,9 @@ def found(scoring: Scorer, tokens: Tensor, mask: Tensor, seed: int = 0) -> Found
 
 
 @lru_cache(maxsize=64)
-def family(name: str, way: str, dtype: torch.dtype) -> Scorer:
+def family(name: str, way: str, dtype: torch.dtype) -> LogprobModel:
     model = FAMILIES[name](V).to(dtype)
-    return scorer(model, {"padded": packed_input.padded, **WAYS}[way])
+    return scorer(model, {"padded": packed_input.pad_rows, **WAYS}[way])
 
 
 def assert_alike(got: Found, wanted: Found, tolerance: float) -> None:
@@ -158,8 +158,8 @@ def precise(model: nn.Module) -> nn.Module:
 
 
 @lru_cache(maxsize=64)
-def precise_family(name: str, way: str) -> Scorer:
-    return scorer(precise(FAMILIES[name](V)), {"padded": packed_input.padded, **WAYS}[way])
+def precise_family(name: str, way: str) -> LogprobModel:
+    return scorer(precise(FAMILIES[name](V)), {"padded": packed_input.pad_rows, **WAYS}[way])
 
 
 # Gemma's softmax and soft cap are computed in float32 by its own eager attention.
@@ -264,7 +264,7 @@ def test_without_a_row_every_parameter_has_a_gradient_of_zero(name, way):
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["qwen2_tied", "gemma2_capped"])
-@pytest.mark.parametrize("change", [blocks.recomputed, blocks.recomputed_but_products])
+@pytest.mark.parametrize("change", [blocks.full_checkpointing, blocks.selective_checkpointing])
 def test_recomputed_blocks_and_adapters_make_no_difference(change, name, adapted):
     model = FAMILIES[name](V)
     if adapted:
@@ -274,11 +274,12 @@ def test_recomputed_blocks_and_adapters_make_no_difference(change, name, adapted
                 if n.endswith(lora.B):  # zero in the beginning: no gradient would reach A
                     p.copy_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))))
     wanted, plain = (
-        found(scorer(deepcopy(model), way), *GROUPS[:2]) for way in (packed_input.padded, packed_input.shared)
+        found(scorer(deepcopy(model), way), *GROUPS[:2])
+        for way in (packed_input.pad_rows, packed_input.pack_shared_prompts)
     )
     for block in blocks.blocks(model):
         change(block)
-    tried = scorer(model, packed_input.shared)
+    tried = scorer(model, packed_input.pack_shared_prompts)
     got = found(tried, *GROUPS[:2])
     assert tried.rows.fit
     assert_alike(got, wanted, 2e-6)
@@ -286,13 +287,13 @@ def test_recomputed_blocks_and_adapters_make_no_difference(change, name, adapted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [(blocks.compiled,), (blocks.compiled, blocks.recomputed)])
+@pytest.mark.parametrize("changes", [(blocks.torch_compile,), (blocks.torch_compile, blocks.full_checkpointing)])
 def test_compiled_blocks_compute_the_same_and_rows_of_other_lengths_are_not_compiled_anew(changes):
     torch.compiler.reset()
     plain, model = family("qwen2_tied", "padded", torch.float32), FAMILIES["qwen2_tied"](V)
     for block, change in product(blocks.blocks(model), changes):
         change(block)
-    tried, built = scorer(model, packed_input.shared), []
+    tried, built = scorer(model, packed_input.pack_shared_prompts), []
     for seed in range(5):
         some = made(
             [0, 0, 1, 1][: 3 + seed % 2], [3 + seed, 4], [5, 6 + seed, 7, 2][: 3 + seed % 2], 16, seed=seed, holes=False
@@ -306,8 +307,8 @@ def test_compiled_blocks_compute_the_same_and_rows_of_other_lengths_are_not_comp
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_model_that_has_adopted_it_computes_what_it_did_without_a_layout(name):
     model, adopted = FAMILIES[name](V), FAMILIES[name](V)
-    attention.adopt(adopted)
-    attention.adopt(adopted)
+    attention.install(adopted)
+    attention.install(adopted)
     tokens = GROUPS.tokens[:, :9]
     behind = (torch.arange(9) >= torch.tensor([0, 2, 4, 0, 0, 1, 8])[:, None]).long()  # padding on the left
     for told in ({}, {"attention_mask": behind}):
@@ -323,7 +324,9 @@ def test_a_model_that_has_adopted_it_computes_what_it_did_without_a_layout(name)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_policy_scores_what_the_sampler_drew_with_the_same_module_as_the_sampler_did(name):
     drawing = sampler(name=name, choose=partial(categorical, temperature=0.8))
-    policy = local(drawing.model, temperature=0.8, micro_tokens=10**4, head_elements=10**4, rows=packed_input.shared)
+    policy = local(
+        drawing.model, temperature=0.8, micro_tokens=10**4, head_elements=10**4, rows=packed_input.pack_shared_prompts
+    )
     for _ in range(2):
         rollout = drawing.sample(problems(["Tom has", "Tom has 12", "a"]), 4, key=KEY)
         gap = policy.logp(rollout) - rollout.logp_sampled
@@ -391,7 +394,7 @@ def biased() -> nn.Module:
     ],
 )
 def test_a_model_that_is_not_fit_is_said_to_be_so_and_shown_padded_rows(make, why):
-    tried, plain = scorer(make(), packed_input.shared), scorer(make(), packed_input.padded)
+    tried, plain = scorer(make(), packed_input.pack_shared_prompts), scorer(make(), packed_input.pad_rows)
     plain.load_state_dict(tried.state_dict())
     with pytest.warns(RuntimeWarning, match=f"padded rows, not on packed ones: .*{why}"):
         got = found(tried, *GROUPS[:2])
@@ -403,8 +406,8 @@ def test_an_attention_that_is_known_by_its_name_alone_is_refused():
     model = FAMILIES["qwen2_tied"](V)
     model.config._attn_implementation = "somebody_elses"
     with pytest.raises(ValueError, match="got 'somebody_elses', wanted eager or one of"):
-        scorer(model, packed_input.shared)
-    scorer(model, packed_input.padded)
+        scorer(model, packed_input.pack_shared_prompts)
+    scorer(model, packed_input.pad_rows)
 
 
 # -- kernels for rows of unequal length, which are for CUDA: here, what they are documented to compute stands in

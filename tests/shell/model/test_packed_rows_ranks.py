@@ -102,7 +102,7 @@ def unfit_on_two(world: World, tokens: Tensor, mask: Tensor) -> Found:
     model = FAMILIES["qwen3_untied"](V)
     for layer in model.model.layers:
         layer.forward = partial(without_layout, layer.forward)
-    scoring, how = scorer(model, packed_input.shared), scale_of(Case("qwen3_untied", "full_shard"))
+    scoring, how = scorer(model, packed_input.pack_shared_prompts), scale_of(Case("qwen3_untied", "full_shard"))
     shard(scoring, model, how.mesh(world), torch.float32, how)
     with pytest.warns(RuntimeWarning, match="padded rows, not on packed ones"):
         scoring(tokens, mask)
@@ -116,6 +116,6 @@ def without_layout(forward: Any, *args: Any, layout: Any = None, **told: Any) ->
 
 
 def test_ranks_agree_that_a_model_is_not_fit_and_go_on():
-    wanted = found(scorer(FAMILIES["qwen3_untied"](V), packed_input.padded), *GROUPS[:2])
+    wanted = found(scorer(FAMILIES["qwen3_untied"](V), packed_input.pad_rows), *GROUPS[:2])
     for got in crew(2).run(unfit_on_two, *GROUPS[:2]):  # both have the same rows: gradients add up to twice as much
         assert_alike(got._replace(grads={n: x / 2 for n, x in got.grads.items()}), wanted, 2e-6)

@@ -19,8 +19,8 @@ from grpo_fn.algo import aggregation, importance, kl, losses, objective
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Policy, Rollout, Scores
 from grpo_fn.shell.model.logprob_model import has_linear_head
-from grpo_fn.shell.policy.fsdp import Sharded
-from grpo_fn.shell.policy.functional import Functional
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.shell.policy.optimizer import linear_decay
 
 V = 12
@@ -33,7 +33,7 @@ EXAMPLES = settings.default.max_examples
 def composed(loss: str, penalty: str, weigh: str) -> partial:
     """The objective of these three with a KL penalty and an entropy bonus."""
     three = {"token_loss": LOSSES[loss], "kl": KLS[penalty], "weigh": WEIGHTS[weigh]}
-    correct = partial(importance.truncated, cap=2.0)
+    correct = partial(importance.truncated_weight, cap=2.0)
     return partial(objective.policy_objective, **three, correct=correct, beta=0.1, entropy_bonus=0.01)
 
 
@@ -58,7 +58,7 @@ def tokens_and_mask(seed: int, rows: int, prompt: int = 2, width: int = 9) -> tu
 def batch_for(name: str, seed: int, rows: int = 6) -> Batch:
     """Rows whose old and reference policies are near the model `name`, as they are in training."""
     tokens, mask = tokens_and_mask(seed, rows)
-    logp = Functional(MODELS[name](V), temperature=0.7).vjp(plain(tokens, mask))[0].logp
+    logp = FunctionalPolicy(MODELS[name](V), temperature=0.7).vjp(plain(tokens, mask))[0].logp
     g = torch.Generator().manual_seed(seed + 1)
     old, ref, sampled = (
         torch.where(mask, logp + 0.3 * torch.randn(mask.shape, generator=g), torch.nan) for _ in range(3)
@@ -85,15 +85,15 @@ def rollout(tokens: Tensor, mask: Tensor) -> Rollout:
 
 def climb(policy, micros: list[Batch], f, totals) -> None:
     """Accumulate the gradient of objective `f` over micro-batches."""
-    if isinstance(policy, Sharded):
+    if isinstance(policy, FSDPPolicy):
         policy.expect(len(micros))
     for micro in micros:
         scores, pullback = policy.vjp(micro)
         pullback(grad_and_value(partial(f, batch=micro, totals=totals, gains=UNMOVED), has_aux=True)(scores)[0])
 
 
-def grads(policy: Sharded | Functional) -> dict[str, Tensor]:
-    if isinstance(policy, Functional):
+def grads(policy: FSDPPolicy | FunctionalPolicy) -> dict[str, Tensor]:
+    if isinstance(policy, FunctionalPolicy):
         return policy.grads
     return {name: p.grad for name, p in policy.model.named_parameters()}
 
@@ -134,7 +134,10 @@ def test_gradients_of_every_objective_are_the_oracles_in_float32(name, f):
 def check_gradients(name: str, f: partial) -> None:
     for seed in range(2):
         batch = batch_for(name, seed)
-        oracle, whole, pieces = Functional(MODELS[name](V), temperature=0.7), *(local(MODELS[name](V)) for _ in "ab")
+        oracle, whole, pieces = (
+            FunctionalPolicy(MODELS[name](V), temperature=0.7),
+            *(local(MODELS[name](V)) for _ in "ab"),
+        )
         climb(oracle, [batch], f, count(batch))
         climb(whole, [batch], f, count(batch))
         climb(pieces, shuffled_parts(batch, 3, seed), f, count(batch))
@@ -153,7 +156,7 @@ def check_gradients(name: str, f: partial) -> None:
 )
 def test_and_in_float64_at_any_temperature_size_and_token_budget(name, which, seed, rows, micro_tokens, temperature):
     batch = doubled(batch_for(name, seed, rows))
-    oracle = Functional(MODELS[name](V).double(), temperature=temperature)
+    oracle = FunctionalPolicy(MODELS[name](V).double(), temperature=temperature)
     mine = local(MODELS[name](V).double(), temperature=temperature)
     climb(oracle, [batch], PRODUCT[which], count(batch))
     climb(mine, split(batch, micro_tokens, 1), PRODUCT[which], count(batch))
@@ -168,7 +171,7 @@ def test_any_cotangent_is_pulled_back_alike(name, seed, silent):
     signal = Scores(*(torch.randn(batch.mask.shape, generator=g).double() for _ in range(2)))  # behind the mask as well
     if silent:
         signal = signal._replace(logp=torch.zeros_like(signal.logp))
-    oracle, mine = Functional(MODELS[name](V).double(), temperature=0.7), local(MODELS[name](V).double())
+    oracle, mine = FunctionalPolicy(MODELS[name](V).double(), temperature=0.7), local(MODELS[name](V).double())
     for policy in (oracle, mine):
         policy.vjp(batch)[1](signal)
     assert_same(grads(mine), grads(oracle), IN_FLOAT64[name])
@@ -177,7 +180,9 @@ def test_any_cotangent_is_pulled_back_alike(name, seed, silent):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_scores_are_the_oracles_and_zero_where_nothing_was_sampled(name):
     batch = batch_for(name, 3)
-    mine, oracle = (p.vjp(batch)[0] for p in (local(MODELS[name](V)), Functional(MODELS[name](V), temperature=0.7)))
+    mine, oracle = (
+        p.vjp(batch)[0] for p in (local(MODELS[name](V)), FunctionalPolicy(MODELS[name](V), temperature=0.7))
+    )
     for got, wanted in zip(mine, oracle, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=5e-6)
         assert (got[~batch.mask] == 0).all()
@@ -242,7 +247,7 @@ def test_steps_are_written_out_adamw_on_the_oracles_gradients(name, limit):
     # float64: Adam divides a gradient by its size, which turns the rounding of a small one into a visible step.
     schedule = partial(linear_decay, warmup=2, total=3, final=0.1)
     mine = local(MODELS[name](V).double(), max_grad_norm=limit, schedule=schedule)
-    oracle = Functional(MODELS[name](V).double(), temperature=0.7)
+    oracle = FunctionalPolicy(MODELS[name](V).double(), temperature=0.7)
     f, moments = OBJECTIVES[next(iter(OBJECTIVES))], {}
     for step in range(3):
         batch = doubled(batch_for(name, step))
@@ -264,13 +269,13 @@ def test_steps_are_written_out_adamw_on_the_oracles_gradients(name, limit):
         assert all(p.grad is None for p in mine.model.parameters())
 
 
-def step_once(policy: Sharded, seed: int = 0) -> dict[str, float]:
+def step_once(policy: FSDPPolicy, seed: int = 0) -> dict[str, float]:
     batch = batch_for("qwen2_tied", seed)
     climb(policy, [batch], OBJECTIVES[next(iter(OBJECTIVES))], count(batch))
     return policy.update()
 
 
-def snapshot(policy: Sharded) -> dict[str, Tensor]:
+def snapshot(policy: FSDPPolicy) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in policy.weights(trained=False)}
 
 
@@ -383,7 +388,7 @@ def test_neither_padding_nor_neighbours_change_a_rows_scores(name, seed, extra, 
             assert (x[0, mask.shape[1] :] == 0).all()
 
 
-@pytest.mark.parametrize("make", [local, partial(Functional, temperature=0.7)])
+@pytest.mark.parametrize("make", [local, partial(FunctionalPolicy, temperature=0.7)])
 def test_a_row_that_begins_with_a_sampled_token_is_refused(make):
     tokens, mask = tokens_and_mask(0, 3)
     mask[1, 0] = True

@@ -42,12 +42,12 @@ from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf, lora
 from grpo_fn.shell.model.load_weights import give, part
-from grpo_fn.shell.model.logprob_model import Scorer
-from grpo_fn.shell.model.packed_input import shared
-from grpo_fn.shell.policy.fsdp import WEIGHTS, Sharded, whole
-from grpo_fn.shell.policy.functional import Functional
-from grpo_fn.shell.policy.load_and_shard import Placed, Placing, place
-from grpo_fn.shell.policy.mesh import Scale
+from grpo_fn.shell.model.logprob_model import LogprobModel
+from grpo_fn.shell.model.packed_input import pack_shared_prompts
+from grpo_fn.shell.policy.fsdp import WEIGHTS, FSDPPolicy, whole
+from grpo_fn.shell.policy.functional import FunctionalPolicy
+from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
+from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.world import World
 
@@ -58,13 +58,15 @@ KEY = prng.key(3, device="cpu")
 TEMPERATURE = 0.7
 ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
 ATTENTION = {"gemma2_capped": "eager"}  # the one that knows of its soft cap
-ACTIVATIONS = {f.__name__: f for f in (blocks.kept, blocks.recomputed, blocks.recomputed_but_products)}
+ACTIVATIONS = {
+    f.__name__: f for f in (blocks.no_checkpointing, blocks.full_checkpointing, blocks.selective_checkpointing)
+}
 HOST = 2  # ranks of a host, as hybrid_shard.gin sees it
 STEP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
-DYNAMIC = partial(controllers.dynamic, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+DYNAMIC = partial(controllers.dynamic_loss_scale, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
 
 
-class Meshed(Scale):
+class Meshed(Parallelism):
     """A Scale that makes each mesh once in a process: groups are not given back before it ends."""
 
     made: dict[tuple[int, ...], DeviceMesh] = {}  # noqa: RUF012
@@ -147,9 +149,9 @@ def whole_model(folder: str, attention: str, adapted: bool) -> nn.Module:
     return enlivened(model)
 
 
-def oracle(folders: Path, case: Case) -> Functional:
+def oracle(folders: Path, case: Case) -> FunctionalPolicy:
     model = whole_model(str(folders / case.model), ATTENTION.get(case.model, "sdpa"), case.adapted)
-    return Functional(model, temperature=TEMPERATURE)
+    return FunctionalPolicy(model, temperature=TEMPERATURE)
 
 
 class Wanted(NamedTuple):
@@ -171,7 +173,7 @@ def wanted(folders: Path, model: str, adapted: bool, which: str, seed: int, rows
     climb(alone, [batch], PRODUCT[which], count(batch))
     grads = alone.grads
     largest = max(float(g.abs().max()) for g in grads.values())
-    precise = Functional(deepcopy(alone.model).double(), temperature=TEMPERATURE)
+    precise = FunctionalPolicy(deepcopy(alone.model).double(), temperature=TEMPERATURE)
     climb(precise, [doubled(batch)], PRODUCT[which], count(doubled(batch)))
     rounding = max(float((g.double() - precise.grads[name]).abs().max()) for name, g in grads.items()) / largest
     _, norm = clipped(grads, 1.0)
@@ -192,35 +194,35 @@ def unmoved(step: int) -> float:
     return 1.0
 
 
-def built(world: World, folder: str, case: Case, **knobs: Any) -> Sharded:
+def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
     """The policy, put in place as `train` does it."""
     dtype, reference = knobs.pop("dtype", torch.float32), knobs.pop("reference", False)
-    placing = Placing(
+    placing = ModelSpec(
         folder=folder,
         config=AutoConfig.from_pretrained(folder),
         dtype=dtype,
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=ADAPTERS if case.adapted else None,
-        scorer=partial(Scorer, temperature=TEMPERATURE, head_elements=3 * V, rows=shared),
+        scorer=partial(LogprobModel, temperature=TEMPERATURE, head_elements=3 * V, rows=pack_shared_prompts),
         scale=scale_of(case),
         key=KEY,
     )
-    placed: Placed = place(world, placing, reference=reference)
+    placed: LoadedModel = load_and_shard(world, placing, reference=reference)
     enlivened(placed.scorer.model)
     chosen = {
         **{"micro_tokens": 30, "max_grad_norm": 1e9, "schedule": unmoved, "seed": 0, "initial_scale": 1.0},
-        **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": controllers.constant},
+        **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": controllers.constant_loss_scale},
     }
     own = {"world": world, "data": placed.data, "frozen": placed.frozen, "noisy": placed.noisy}
-    return Sharded(placed.scorer, **own, **{**chosen, **knobs})
+    return FSDPPolicy(placed.scorer, **own, **{**chosen, **knobs})
 
 
-def gathered_grads(policy: Sharded) -> dict[str, Tensor]:
+def gathered_grads(policy: FSDPPolicy) -> dict[str, Tensor]:
     # A gradient that is whole on this rank is no copy yet.
     return {name: whole(x.grad).clone() for name, x in policy.named().items() if x.grad is not None}
 
 
-def weights_of(policy: Sharded) -> dict[str, Tensor]:
+def weights_of(policy: FSDPPolicy) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in policy.weights(trained=False)}
 
 

@@ -95,20 +95,28 @@ def test_activations_are_those_that_a_pass_with_data_keeps():
     besides them, what the backward pass has in hand at its fullest."""
     small, large = saved(3), saved(6)
     repeated, mask = 160 * 2 * (4 - 2) * 8 * 4, 160 * 8 * 4
-    assert alive(blocks.kept, layers=6) - alive(blocks.kept, layers=3) == large - small + 3 * (repeated + mask)
-    assert small <= alive(blocks.kept, layers=3) <= 1.25 * small
+    assert alive(blocks.no_checkpointing, layers=6) - alive(blocks.no_checkpointing, layers=3) == large - small + 3 * (
+        repeated + mask
+    )
+    assert small <= alive(blocks.no_checkpointing, layers=3) <= 1.25 * small
 
 
 def test_activations_grow_with_layers_and_tokens_and_shrink_where_they_are_recomputed():
-    kept, products, little = (alive(how) for how in (blocks.kept, blocks.recomputed_but_products, blocks.recomputed))
+    kept, products, little = (
+        alive(how) for how in (blocks.no_checkpointing, blocks.selective_checkpointing, blocks.full_checkpointing)
+    )
     assert little < products < kept
     per_layer = 160 * 32 * 4  # recomputed: the block's input alone
-    assert alive(blocks.recomputed, layers=5) - little == 2 * per_layer
-    assert alive(blocks.kept, layers=4) - kept == alive(blocks.kept, layers=5) - alive(blocks.kept, layers=4)
-    assert alive(blocks.kept, rows=8) == pytest.approx(2 * kept, rel=0.01)
-    assert alive(blocks.kept, rows=1, width=160) == kept
-    assert alive(blocks.kept, dtype=torch.bfloat16) < 0.7 * kept
-    assert alive(blocks.kept, attention="eager", rows=1, width=160) > kept + 3 * 4 * 160 * 160 * 4  # layers x heads
+    assert alive(blocks.full_checkpointing, layers=5) - little == 2 * per_layer
+    assert alive(blocks.no_checkpointing, layers=4) - kept == alive(blocks.no_checkpointing, layers=5) - alive(
+        blocks.no_checkpointing, layers=4
+    )
+    assert alive(blocks.no_checkpointing, rows=8) == pytest.approx(2 * kept, rel=0.01)
+    assert alive(blocks.no_checkpointing, rows=1, width=160) == kept
+    assert alive(blocks.no_checkpointing, dtype=torch.bfloat16) < 0.7 * kept
+    assert (
+        alive(blocks.no_checkpointing, attention="eager", rows=1, width=160) > kept + 3 * 4 * 160 * 160 * 4
+    )  # layers x heads
 
 
 def test_nothing_of_the_models_size_is_allocated():
@@ -146,7 +154,7 @@ def test_an_optimizer_is_asked_what_it_keeps(shapes):
     made.step()
     parts = [(memory.Weight(p.numel(), p.numel(), True, None), True) for p in params]
     assert memory_estimate.moment_bytes(Moment8, parts) == sum(
-        memory_estimate.stored(made.state[p].values()) for p in params
+        memory_estimate.stored_bytes(made.state[p].values()) for p in params
     )
 
 

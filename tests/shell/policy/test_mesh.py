@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from grpo_fn.shell.model.blocks import compiled, eager, kept
-from grpo_fn.shell.policy.mesh import Scale, check_precision
+from grpo_fn.shell.model.blocks import eager, no_checkpointing, torch_compile
+from grpo_fn.shell.policy.mesh import Parallelism, check_precision
 
 CARDS = {"Tesla V100": (7, 0), "Tesla T4": (7, 5), "A100": (8, 0), "H200": (9, 0)}
 KNOBS = {
     **{"replicate": 1, "shard": "rest", "reshard_after_forward": True, "offload": False, "offload_reference": False},
-    **{"prefetch": 1, "activations": kept, "deadline": 60.0},
+    **{"prefetch": 1, "activations": no_checkpointing, "deadline": 60.0},
 }
 
 
@@ -32,9 +32,9 @@ def test_a_cpu_computes_in_every_precision():
         check_precision(dtype, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("execution", [compiled, partial(compiled)])
+@pytest.mark.parametrize("execution", [torch_compile, partial(torch_compile)])
 def test_compiled_blocks_are_not_divided_by_tensor(execution):
     with pytest.raises(ValueError, match="got tensor 2 with compiled blocks, wanted eager ones"):
-        Scale(tensor=2, execution=execution, **KNOBS)
-    Scale(tensor=1, execution=execution, **KNOBS)
-    Scale(tensor=2, execution=eager, **KNOBS)
+        Parallelism(tensor=2, execution=execution, **KNOBS)
+    Parallelism(tensor=1, execution=execution, **KNOBS)
+    Parallelism(tensor=2, execution=eager, **KNOBS)

@@ -63,14 +63,14 @@ from grpo_fn.algo import controllers
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch
 from grpo_fn.shell.checkpoint import store
-from grpo_fn.shell.checkpoint.async_saver import Saver
+from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.model import blocks, load_weights, lora
-from grpo_fn.shell.model.logprob_model import Scorer
-from grpo_fn.shell.model.packed_input import shared
+from grpo_fn.shell.model.logprob_model import LogprobModel
+from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy import tensor_parallel
-from grpo_fn.shell.policy.fsdp import Sharded, whole
-from grpo_fn.shell.policy.functional import Functional
-from grpo_fn.shell.policy.load_and_shard import Placing, place
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, whole
+from grpo_fn.shell.policy.functional import FunctionalPolicy
+from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.world import World
 
@@ -99,7 +99,9 @@ ATTENTION = {"gemma2": "eager"}  # the one that knows of its soft cap
 # The share of the largest gradient that rounding may always be; gemma2's float32 oracle is itself 6e-6 off float64's.
 ROUNDING = {**dict.fromkeys(MODELS, 1e-6), "gemma2": 1e-5, "gemma3": 3e-6}
 LOGP = {**dict.fromkeys(MODELS, 5e-6), "gemma2": 1e-5}  # nats; up to 7.6e-6 of 4 was seen
-ACTIVATIONS = {f.__name__: f for f in (blocks.kept, blocks.recomputed, blocks.recomputed_but_products)}
+ACTIVATIONS = {
+    f.__name__: f for f in (blocks.no_checkpointing, blocks.full_checkpointing, blocks.selective_checkpointing)
+}
 LAYOUTS = {2: [1], 4: [1, 2]}  # ranks -> copies; two ranks share every product, what is left shares a copy
 
 
@@ -149,9 +151,9 @@ def cases(draw: st.DrawFn, size: int) -> Case:
 # -- one process
 
 
-def oracle(folders: Path, case: Case) -> Functional:
+def oracle(folders: Path, case: Case) -> FunctionalPolicy:
     model = on_one(str(folders / case.model), ATTENTION.get(case.model, "sdpa"), case.adapted)
-    return Functional(model, temperature=TEMPERATURE)
+    return FunctionalPolicy(model, temperature=TEMPERATURE)
 
 
 @lru_cache(maxsize=256)
@@ -201,7 +203,7 @@ def tolerance(folders: Path, model: str, adapted: bool, which: str, seed: int, r
     grads = wanted(folders, model, adapted, which, seed, rows, 1.0).grads
     batch = doubled(batch_of(folders, model, seed, rows))
     alone = oracle(folders, Case(model, adapted=adapted))
-    precise = Functional(deepcopy(alone.model).double(), temperature=TEMPERATURE)
+    precise = FunctionalPolicy(deepcopy(alone.model).double(), temperature=TEMPERATURE)
     climb(precise, [batch], PRODUCT[which], count(batch))
     off = max(float((g.double() - precise.grads[name]).abs().max()) for name, g in grads.items())
     return max(ROUNDING[model], 3 * off / largest(grads))
@@ -212,19 +214,19 @@ def tolerance(folders: Path, model: str, adapted: bool, which: str, seed: int, r
 
 def built(world: World, folder: str, case: Case, *, reference: bool = False, limit: float = 1e9, eps: float = 1e-8):
     """The policy, put in place as `train` does it."""
-    placing = Placing(
+    placing = ModelSpec(
         folder=folder,
         config=AutoConfig.from_pretrained(folder),
         dtype=torch.float32,
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=replace(ADAPTERS, dropout=case.dropout) if case.adapted else None,
-        scorer=partial(Scorer, temperature=TEMPERATURE, head_elements=3 * V, rows=shared),
+        scorer=partial(LogprobModel, temperature=TEMPERATURE, head_elements=3 * V, rows=pack_shared_prompts),
         scale=scale_of(case),
         key=KEY,
     )
-    placed = place(world, placing, reference=reference)
+    placed = load_and_shard(world, placing, reference=reference)
     enlivened(placed.scorer.model)
-    return Sharded(
+    return FSDPPolicy(
         placed.scorer,
         world=world,
         data=placed.data,
@@ -234,7 +236,7 @@ def built(world: World, folder: str, case: Case, *, reference: bool = False, lim
         micro_tokens=30,
         optimizer=partial(adamw, **STEP, eps=eps),
         schedule=unmoved,
-        loss_scale=controllers.constant,
+        loss_scale=controllers.constant_loss_scale,
         initial_scale=1.0,
         max_grad_norm=limit,
     )
@@ -365,7 +367,7 @@ def saving(world: World, folder: str, case: Case, batch: Batch, root: Path) -> l
     policy = built(world, folder, case)
     climb(policy, [batch], next(iter(PRODUCT.values())), count(batch))
     policy.update()
-    with Saver(root, world) as writer:
+    with AsyncSaver(root, world) as writer:
         writer.save(1, tensors=policy.tensors(), blobs={}, meta=policy.counters())
     return onward(policy, batch)
 
@@ -377,7 +379,7 @@ def resuming(world: World, folder: str, case: Case, batch: Batch, root: Path) ->
     return onward(policy, batch)
 
 
-def onward(policy: Sharded, batch: Batch) -> list[dict[str, Tensor]]:
+def onward(policy: FSDPPolicy, batch: Batch) -> list[dict[str, Tensor]]:
     held = {name: whole(x).clone() for name, x in policy.tensors().items()}
     climb(policy, [batch], next(iter(PRODUCT.values())), count(batch))
     policy.update()

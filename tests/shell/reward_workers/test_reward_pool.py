@@ -29,8 +29,8 @@ from pool_rewards import (
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.math import correct
-from grpo_fn.rewards.wrappers import within
-from grpo_fn.shell.reward_workers.reward_pool import COMPLAINTS, Job, RewardError, RewardPool
+from grpo_fn.rewards.wrappers import with_timeout
+from grpo_fn.shell.reward_workers.reward_pool import COMPLAINTS, RewardError, RewardJob, RewardPool
 from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE, Outcome
 
 
@@ -213,14 +213,14 @@ POOLS = "late: no answer within 0.3 s"
 def test_a_reward_may_have_a_deadline_of_its_own(own, value, reason):
     slow = partial(takes, seconds=0.6)
     with RewardPool(workers=1, deadline=0.3, memory_mb=1024, stop_on_error=True) as pool:
-        for fn, wanted in ((partial(within, reward=slow, seconds=own), (value, reason)), (slow, (None, POOLS))):
+        for fn, wanted in ((partial(with_timeout, reward=slow, seconds=own), (value, reason)), (slow, (None, POOLS))):
             (got,) = pool.judge(fn, *asked("a"))
             assert (got.value, got.reason) == wanted
 
 
 def test_a_reward_with_a_deadline_goes_by_its_own_name(pool):
     with pytest.raises(RewardError, match="raises raised on problem 0"):
-        pool.score(partial(within, reward=raises, seconds=1.0), *asked("bad"))
+        pool.score(partial(with_timeout, reward=raises, seconds=1.0), *asked("bad"))
 
 
 def test_rows_may_be_added_while_others_are_scored(pool):
@@ -237,7 +237,7 @@ def test_rows_may_be_added_while_others_are_scored(pool):
 
 def test_equal_rows_share_an_outcome_until_it_is_taken():
     (problem,), (completion,) = asked("a")
-    job = Job(length_of_text, 1.0)
+    job = RewardJob(length_of_text, 1.0)
     for text in "abb":
         job.add(problem, completion._replace(text=text))
     first, second = job.waiting

@@ -23,9 +23,9 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.reward_workers import streaming
 from grpo_fn.shell.reward_workers.reward_pool import Interrupted, RewardError, RewardPool
-from grpo_fn.shell.reward_workers.streaming import Early
+from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
-from grpo_fn.shell.sampler.data_parallel import Spread, share
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, share
 from grpo_fn.shell.world import World, alone
 
 EXAMPLES = settings.default.max_examples
@@ -96,7 +96,9 @@ def asking(fns: Sequence[Any], asked: Sequence[tuple[Problem, Completion]], into
     return reward
 
 
-def step(one: Early, fns: Sequence[Any], asked: Sequence[tuple[Problem, Completion]], world: World = ALONE) -> Any:
+def step(
+    one: StreamingRewards, fns: Sequence[Any], asked: Sequence[tuple[Problem, Completion]], world: World = ALONE
+) -> Any:
     """A round over these rows; returns what each function made of them."""
     found: list[Any] = []
     reward = asking(fns, asked, found)
@@ -104,7 +106,7 @@ def step(one: Early, fns: Sequence[Any], asked: Sequence[tuple[Problem, Completi
     return found
 
 
-def known(one: Early, fns: Sequence[Any]) -> None:
+def known(one: StreamingRewards, fns: Sequence[Any]) -> None:
     """Two rounds, after which it begins with these."""
     for uid in (-3, -2):
         step(one, fns, rows([uid], "ab"))
@@ -116,8 +118,8 @@ def plainly(fns: Sequence[Any], asked: Sequence[tuple[Problem, Completion]], poo
 
 
 @contextmanager
-def opened(pool: Any) -> Iterator[Early]:
-    with Early(pool) as one:
+def opened(pool: Any) -> Iterator[StreamingRewards]:
+    with StreamingRewards(pool) as one:
         yield one
 
 
@@ -324,7 +326,7 @@ def test_rows_of_the_probe_are_nobodys_business() -> None:
     drawing = replace(sampler(module), finished=lambda *row: told.append(row))
     drawing.sample(columns(rows([0], "a"))[0], 1, key=KEY)
     assert len(told) == 1
-    probed(Spread(drawing, ALONE), local(module, temperature=0.7))
+    probed(DataParallelSampler(drawing, ALONE), local(module, temperature=0.7))
     assert len(told) == 1
 
 

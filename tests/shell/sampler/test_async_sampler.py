@@ -35,14 +35,14 @@ from grpo_fn.algo import (
     objective,
 )
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.step import AT_THE_START, Algo, as_given, grpo_step
+from grpo_fn.algo.step import AT_THE_START, Algorithm, compare_as_given, grpo_step
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carried, Groups, Reward, Rollout
 from grpo_fn.shell.checkpoint import manifest
 from grpo_fn.shell.sampler import async_sampler
-from grpo_fn.shell.sampler.async_sampler import Ahead, check_staleness
-from grpo_fn.shell.sampler.data_parallel import Spread
+from grpo_fn.shell.sampler.async_sampler import AsyncSampler, check_staleness
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.world import Elsewhere, World, alone
 
 pytestmark = pytest.mark.xdist_group("ahead")
@@ -178,8 +178,8 @@ def asked(first: int, count: int) -> tuple[Problem, ...]:
     return tuple(problem(uid, "a" * (1 + uid % 7)) for uid in range(first, first + count))
 
 
-def working(world: World, engine: Engine, max_staleness: int, deadline: float = LONG) -> Ahead:
-    return Ahead(Spread(engine, world), asked, max_staleness=max_staleness, deadline=deadline)
+def working(world: World, engine: Engine, max_staleness: int, deadline: float = LONG) -> AsyncSampler:
+    return AsyncSampler(DataParallelSampler(engine, world), asked, max_staleness=max_staleness, deadline=deadline)
 
 
 # -- runs
@@ -334,7 +334,7 @@ def test_over_gloo_as_over_threads(max_staleness):
 def test_without_staleness_it_calls_what_spread_calls(calls, size):
     def played(world: World, wrapped: bool) -> tuple[list[Any], list[Rollout]]:
         engine = Engine(overlaps=False, meet=in_the_ranks_own_thread(threading.current_thread()))
-        one = working(world, engine, 0) if wrapped else Spread(engine, world)
+        one = working(world, engine, 0) if wrapped else DataParallelSampler(engine, world)
         first, rollouts = 0, []
         for number, call in enumerate(["load", *calls]):
             if call == "sample":
@@ -395,33 +395,33 @@ def length_reward(problems: Sequence[Problem], rollout: Rollout) -> Reward:
 
 
 def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trained) -> Trained:
-    algo = Algo(
+    algo = Algorithm(
         collect=partial(gather, prompts=2),
         reward=length_reward,
-        credit=partial(credit.outcome, advantage=advantage.centered),
+        credit=partial(credit.outcome, advantage=advantage.mean_centered),
         filters=(),
-        mark=masking.nothing,
+        mark=masking.no_tokens,
         objective=partial(
             objective.policy_objective,
             token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-            correct=importance.none,
+            correct=importance.no_correction,
             kl=kl.k3_ratio,
             weigh=aggregation.token_mean,
             beta=0.0,
             entropy_bonus=0.0,
         ),
         old_logp=algorithm.from_sampler,
-        kl_control=controllers.fixed,
-        entropy_control=controllers.fixed,
+        kl_control=controllers.constant_gain,
+        entropy_control=controllers.constant_gain,
         group_size=3,
         epochs=1,
         minibatches=1,
         split=partial(dealt, micro_tokens=100, devices=1),
-        anchor=as_given,
+        anchor=compare_as_given,
         min_signal=0,
     )
     policy = TablePolicy(since.table, lr=0.5, reference_table=None)
-    one = Ahead(Spread(Table(policy), world), asked, max_staleness=max_staleness, deadline=LONG)
+    one = AsyncSampler(DataParallelSampler(Table(policy), world), asked, max_staleness=max_staleness, deadline=LONG)
     one.load(policy)
     one.refill(since.drained)
     carried, figures, learned = since.carried, [*since.figures], [*since.learned]
@@ -436,7 +436,7 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
 
 
 AFRESH = Trained(torch.linspace(-1.0, 1.0, WORDS).double(), AT_THE_START, [], [], [])
-GATHERS = {"every": group_sampling.every, "dynamic": partial(group_sampling.dynamic, max_gen_batches=3)}
+GATHERS = {"every": group_sampling.keep_all, "dynamic": partial(group_sampling.dynamic, max_gen_batches=3)}
 
 
 @pytest.mark.parametrize("name", list(GATHERS))

@@ -23,9 +23,9 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.sampler.local.cuda_graphs import Captured, Eager, Sizes, as_many, few
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, Code, Engine, compiled, unfit
-from grpo_fn.shell.sampler.local.kv_cache import seats
-from grpo_fn.shell.sampler.local.local_sampler import Held, LocalSampler
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, Code, DecodeEngine, compiled, unsupported_reason
+from grpo_fn.shell.sampler.local.kv_cache import row_slots
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 
 EXAMPLES = settings.default.max_examples
 COSTLY = settings(max_examples=max(4, EXAMPLES // 20))
@@ -34,11 +34,11 @@ CPU = torch.device("cpu")
 SMALL = Sizes(partial(few, least=1), partial(few, least=4), 3)  # as on CUDA: few shapes, several steps between looks
 
 
-def held(module: nn.Module, run: Eager | Captured, sizes: Sizes = SMALL, code: Code = WRITTEN) -> Held:
+def held(module: nn.Module, run: Eager | Captured, sizes: Sizes = SMALL, code: Code = WRITTEN) -> SharedDecoder:
     """Decodes in a way that is not this machine's own."""
-    made = Held()
-    assert unfit(module, CPU) is None
-    made.model, made.engine = module, Engine(module, sizes=sizes, run=run, code=code)
+    made = SharedDecoder()
+    assert unsupported_reason(module, CPU) is None
+    made.model, made.engine = module, DecodeEngine(module, sizes=sizes, run=run, code=code)
     return made
 
 
@@ -193,7 +193,7 @@ def test_every_row_has_a_seat_of_its_own_at_its_prompt(homes: list[int]) -> None
     home = torch.tensor(homes)
     there = home >= 0
     wide = max(1, int(torch.bincount(home[there], minlength=5).max()))
-    found = seats(home.clamp(min=0), there, 5, wide)
+    found = row_slots(home.clamp(min=0), there, 5, wide)
     assert len(found.row) == 5 * wide
     for row in there.nonzero()[:, 0].tolist():
         assert int(found.row[found.seat[row]]) == row
@@ -277,7 +277,7 @@ def test_a_model_that_attends_in_its_own_way_is_decoded_with_its_own_cache(made:
         torch.manual_seed(3)
         module = made()
     module.generation_config.eos_token_id = [EOS, *range(0, 80, 2)]
-    s = LocalSampler(**{**vars(sampler(max_rows=5)), "model": module, "held": Held()})
+    s = LocalSampler(**{**vars(sampler(max_rows=5)), "model": module, "held": SharedDecoder()})
     with pytest.warns(
         RuntimeWarning, match=f"{type(module).__name__} is decoded with a cache that grows, not in slots: "
     ):
@@ -288,7 +288,7 @@ def test_a_model_that_attends_in_its_own_way_is_decoded_with_its_own_cache(made:
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
     s = sampler(choose=CHOICES[name], max_rows=5, stop=("a", "7"))
-    other = LocalSampler(**{**vars(s), "held": Held()})
+    other = LocalSampler(**{**vars(s), "held": SharedDecoder()})
     other.held.model = s.model
     got, wanted = (x.sample(problems(TEXTS), 3, key=KEY) for x in (s, other))
     assert s.held.engine is not None
@@ -303,7 +303,9 @@ def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
 
 def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
     module = qwen2_tied(VOCABULARY)
-    wanted = LocalSampler(**{**vars(sampler()), "model": module, "held": Held()}).sample(problems(TEXTS), 2, key=KEY)
+    wanted = LocalSampler(**{**vars(sampler()), "model": module, "held": SharedDecoder()}).sample(
+        problems(TEXTS), 2, key=KEY
+    )
     for block in blocks.blocks(module):
         changed = object.__new__(blocks.Compiled)
         changed.forward, changed.fast = block.forward, None  # calling that fails
@@ -313,8 +315,8 @@ def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
     assert torch.equal(got.sample(problems(TEXTS), 2, key=KEY).tokens, wanted.tokens)
 
 
-def held_as_is(module: nn.Module) -> Held:
+def held_as_is(module: nn.Module) -> SharedDecoder:
     """Without asking the model whether it is fit, which compiled blocks are asked too."""
-    made = Held()
-    made.model, made.engine = module, Engine(module, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
+    made = SharedDecoder()
+    made.model, made.engine = module, DecodeEngine(module, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
     return made

@@ -20,20 +20,20 @@ from transformers import AutoConfig
 from grpo_fn.algo import controllers, group_sampling
 from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.step import AT_THE_START, Algo, as_given, grpo_step
-from grpo_fn.analysis.evaluation import Judged, evaluate, summarise
+from grpo_fn.algo.step import AT_THE_START, Algorithm, compare_as_given, grpo_step
+from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Groups
-from grpo_fn.rewards.combine import combine, serial
+from grpo_fn.rewards.combine import combine, score_serially
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.model.logprob_model import Scorer
+from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.lora import LoRA
-from grpo_fn.shell.model.packed_input import shared
-from grpo_fn.shell.policy.fsdp import Sharded
-from grpo_fn.shell.policy.load_and_shard import Placing, place
+from grpo_fn.shell.model.packed_input import pack_shared_prompts
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.policy.optimizer import adamw
-from grpo_fn.shell.sampler.data_parallel import Spread, share, spread_score
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, share, spread_score
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World, alone
 
@@ -105,7 +105,7 @@ class Step(NamedTuple):
 
 class Run(NamedTuple):
     steps: list[Step]
-    judged: list[Judged]
+    judged: list[GradedAnswer]
     figures: dict[str, float]
 
 
@@ -119,18 +119,18 @@ def unmoved(step: int) -> float:
 
 def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> Run:
     """So many steps and an evaluation, put together as `train` and `loop` do."""
-    placing = Placing(
+    placing = ModelSpec(
         folder=str(folder),
         config=AutoConfig.from_pretrained(folder),
         dtype=torch.float32,
         attention="sdpa",
         adapters=ADAPTERS if plan.adapted else None,
-        scorer=partial(Scorer, temperature=1.0, head_elements=2**20, rows=shared),
+        scorer=partial(LogprobModel, temperature=1.0, head_elements=2**20, rows=pack_shared_prompts),
         scale=scale_of(Case("", strategy)),
         key=KEY,
     )
-    placed = place(world, placing, reference=True)
-    policy = Sharded(
+    placed = load_and_shard(world, placing, reference=True)
+    policy = FSDPPolicy(
         placed.scorer,
         world=world,
         data=placed.data,
@@ -141,29 +141,29 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         # Not as small an eps as usual: Adam would turn the rounding of tiny gradients into steps as long as others.
         optimizer=partial(adamw, lr=0.02, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.0),
         schedule=unmoved,
-        loss_scale=loss_scale.constant,
+        loss_scale=loss_scale.constant_loss_scale,
         initial_scale=1.0,
         max_grad_norm=1.0,
     )
     choose = partial(sampling.categorical, temperature=1.0)
     own = LocalSampler(placed.decoding(), tokenizer(), choose, encode_prompt, NEW_TOKENS, (), 64)
-    sampler, score = Spread(own, world), spread_score(serial, world)
-    gather = partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else group_sampling.every
-    algo = Algo(
+    sampler, score = DataParallelSampler(own, world), spread_score(score_serially, world)
+    gather = partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else group_sampling.keep_all
+    algo = Algorithm(
         collect=partial(gather, prompts=plan.prompts),
         reward=partial(combine, parts=[letters, short], weights=[1.0, 0.5], score=score),
         credit=how.credit,
         filters=how.filters,
         mark=how.mark,
         objective=how.objective,
-        old_logp=algorithm.recomputed if plan.adapted else algorithm.from_sampler,
-        kl_control=controllers.fixed,
-        entropy_control=controllers.fixed,
+        old_logp=algorithm.from_trainer if plan.adapted else algorithm.from_sampler,
+        kl_control=controllers.constant_gain,
+        entropy_control=controllers.constant_gain,
         group_size=plan.group_size,
         epochs=plan.epochs,
         minibatches=plan.minibatches,
         split=policy.split,
-        anchor=as_given,
+        anchor=compare_as_given,
         min_signal=1,
     )
     sampler.load(policy)
@@ -171,7 +171,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
     for _ in range(plan.steps):
         seen, carried, figures = grpo_step(policy, sampler, asked, carried, key=KEY, algo=algo, span=silent)
         steps.append(Step(*seen, figures))
-    greedy = Spread(replace(own, choose=sampling.greedy), world)
+    greedy = DataParallelSampler(replace(own, choose=sampling.greedy), world)
     judged = evaluate(greedy, sampler, HELD_OUT, key=KEY, judges=[short, letters], samples=2, answer=None, score=score)
     return Run(steps, judged, summarise(judged, ks=(1, 2), by=()))
 
@@ -247,7 +247,7 @@ def scored(world: World, n: int) -> tuple[list[float | None], int]:
 
     def score(fn: Any, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
         mine.extend(problems)
-        return serial(fn, problems, completions)
+        return score_serially(fn, problems, completions)
 
     rows = [Completion("1" * (i % 3 == 0) + "ab." * i, i, False) for i in range(n)]
     return spread_score(score, world)(letters, asked(0, n), rows), len(mine)

@@ -17,7 +17,7 @@ from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.sampling import categorical, greedy, nucleus
 from grpo_fn.core.types import Batch, Rollout, Sampler, Scores
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.policy.fsdp import Sharded
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.sampler.local.local_sampler import Choose, LocalSampler
 
@@ -105,7 +105,7 @@ def test_logp_sampled_is_the_policys_logp(name, temperature, texts, group_size):
     assert float(gap[rollout.mask].abs().max()) < 1e-4
 
 
-def policy(module: nn.Module, temperature: float, lr: float = 0.1) -> Sharded:
+def policy(module: nn.Module, temperature: float, lr: float = 0.1) -> FSDPPolicy:
     optimizer = partial(adamw, lr=lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
     knobs = {"micro_tokens": 60, "max_grad_norm": 1.0, "head_elements": 10**4}
     return local(module, temperature=temperature, optimizer=optimizer, **knobs)

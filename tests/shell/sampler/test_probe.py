@@ -12,8 +12,8 @@ from policies import CPU, local
 from torch import nn
 
 from grpo_fn.core import prng, sampling
-from grpo_fn.shell.model.hf import bare
-from grpo_fn.shell.sampler.data_parallel import Spread
+from grpo_fn.shell.model.hf import bare_prompt
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.sampler.probe import Mismatch, Probe
 from grpo_fn.shell.world import alone
@@ -25,10 +25,12 @@ PROBE = Probe(prompt_tokens=20, new_tokens=8, max_gap=1e-3)
 
 def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
     choose = partial(sampling.categorical, temperature=temperature)
-    return LocalSampler(model, tokenizer(), choose, bare, 16, (), 8)
+    return LocalSampler(model, tokenizer(), choose, bare_prompt, 16, (), 8)
 
 
-def asked(spread: Spread, policy: object, probe: Probe = PROBE, room: int | None = ROOM) -> dict[str, float]:
+def asked(
+    spread: DataParallelSampler, policy: object, probe: Probe = PROBE, room: int | None = ROOM
+) -> dict[str, float]:
     return probe(spread, policy, key=KEY, room=room)
 
 
@@ -41,7 +43,7 @@ def model(name: str = "qwen2_tied") -> nn.Module:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_same_weights_pass(name):
     same = model(name)
-    told = asked(Spread(sampler(same), alone(CPU)), local(same))
+    told = asked(DataParallelSampler(sampler(same), alone(CPU)), local(same))
     assert 0 <= told["engine/probe_gap_mean"] <= told["engine/probe_gap_max"] < 1e-4
 
 
@@ -55,13 +57,13 @@ def test_one_weight_left_behind_is_noticed(name, place, by):
         moved = parameters[place % len(parameters)]
         moved.add_(by * torch.randn(moved.shape, generator=torch.Generator().manual_seed(place)))
     with pytest.raises(Mismatch, match=r"engine 0 of 1: got log-probs that are .* wanted at most 0\.001"):
-        asked(Spread(sampler(stale), alone(CPU)), local(fresh))
+        asked(DataParallelSampler(sampler(stale), alone(CPU)), local(fresh))
 
 
 def test_another_temperature_is_noticed():
     same = model()
     with pytest.raises(Mismatch, match="another temperature"):
-        asked(Spread(sampler(same, temperature=1.0), alone(CPU)), local(same, temperature=0.7))
+        asked(DataParallelSampler(sampler(same, temperature=1.0), alone(CPU)), local(same, temperature=0.7))
 
 
 def test_log_probs_that_are_no_numbers_are_noticed():
@@ -69,13 +71,13 @@ def test_log_probs_that_are_no_numbers_are_noticed():
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
     with pytest.raises(Mismatch, match="nan nats"):
-        asked(Spread(sampler(broken), alone(CPU)), local(model()))
+        asked(DataParallelSampler(sampler(broken), alone(CPU)), local(model()))
 
 
 @given(wanted=st.integers(1, 80), room=st.none() | st.integers(24, 64), new=st.integers(1, 30))
 def test_the_prompt_is_as_long_as_asked_for_where_there_is_room(wanted, room, new):
     probe = Probe(prompt_tokens=wanted, new_tokens=new, max_gap=1.0)
-    ids = bare(tokenizer(), probe.prompt(sampler(model()), room))
+    ids = bare_prompt(tokenizer(), probe.prompt(sampler(model()), room))
     assert len(ids) >= min(wanted, 1 if room is None else room - 12)
     assert room is None or len(ids) <= room
 
@@ -84,11 +86,11 @@ def test_after_every_load_and_among_the_figures():
     same = model()
     policy, calls = local(same), []
 
-    def probe(spread: Spread, policy: object) -> dict[str, float]:
+    def probe(spread: DataParallelSampler, policy: object) -> dict[str, float]:
         calls.append(policy)
         return {"engine/probe_gap_mean": float(len(calls))}
 
-    spread = Spread(sampler(same), alone(CPU), probe)
+    spread = DataParallelSampler(sampler(same), alone(CPU), probe)
     spread.load(policy)
     assert spread.figures() == {"engine/probe_gap_mean": 1.0}
     assert spread.figures() == {}

@@ -69,7 +69,7 @@ def reward(isolation, source):
     problem = Problem(0, "?", RIGHT["plain"], {"tests": TESTS, "setup": ""})
     runner = partial(sandbox.run, **KNOBS, isolation=isolation)
     completion = Completion(f"So:\n```python\n{source}\n```\n", 1, False)
-    return code.passed(problem, completion, run=runner)
+    return code.all_tests_pass(problem, completion, run=runner)
 
 
 @pytest.mark.parametrize("source", RIGHT.values(), ids=RIGHT.keys())
@@ -402,7 +402,7 @@ def test_everything_dies_with_it_at_any_moment(isolation, delay, traces):
 
 def test_a_reward_worker_that_is_late_takes_its_program_with_it():
     runner = partial(sandbox.run, **{**KNOBS, "wall_seconds": 60.0}, isolation=most())
-    scorer = pickle.loads(pickle.dumps(partial(code.passed, run=runner)))
+    scorer = pickle.loads(pickle.dumps(partial(code.all_tests_pass, run=runner)))
     problem = Problem(0, "?", "", {"tests": TESTS, "setup": ""})
     texts = [RIGHT["plain"], BOMBS["sleeps"], WRONG["exits"], RIGHT["a callable"]]
     seen = set()

@@ -39,19 +39,19 @@ SAMPLE = {*range(11, 975, 48), 367, 927, 601, 126, 596}
 def test_references_pass_their_own_tests():
     asked = [problem for problem in problems("mbpp.jsonl") if problem.uid in SAMPLE]
     assert len(asked) >= 25
-    assert scores(code.passed, asked) == {problem.uid: 1.0 for problem in asked}
-    assert scores(code.share_passed, asked[:3]) == {problem.uid: 1.0 for problem in asked[:3]}
+    assert scores(code.all_tests_pass, asked) == {problem.uid: 1.0 for problem in asked}
+    assert scores(code.share_of_tests, asked[:3]) == {problem.uid: 1.0 for problem in asked[:3]}
 
 
 def test_references_do_not_pass_the_tests_of_another_problem():
     asked = [problem for problem in problems("mbpp.jsonl") if problem.uid in SAMPLE][:10]
     swapped = [mine._replace(answer=other.answer) for mine, other in zip(asked, asked[1:] + asked[:1], strict=True)]
-    assert set(scores(code.passed, swapped).values()) == {0.0}
+    assert set(scores(code.all_tests_pass, swapped).values()) == {0.0}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "rows"), [("mbpp.jsonl", 974), ("sanitized-mbpp.jsonl", 427)])
 def test_every_reference_passes_its_own_tests(file, rows):
-    found = scores(code.passed, problems(file))
+    found = scores(code.all_tests_pass, problems(file))
     assert len(found) == rows
     assert [task for task, score in found.items() if score != 1.0] == []

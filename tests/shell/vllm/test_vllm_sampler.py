@@ -27,9 +27,17 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.sampler.data_parallel import share
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
-from grpo_fn.shell.sampler.interface import Answer, Ask, Heard, Receipt, Seat, StaleEngine, verified
+from grpo_fn.shell.sampler.interface import (
+    EngineCompletion,
+    GenerationRequest,
+    Heard,
+    SamplerContext,
+    StaleEngine,
+    WeightReceipt,
+    verified,
+)
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
-from grpo_fn.shell.sampler.weight_export import HEAD, Fixed
+from grpo_fn.shell.sampler.weight_export import HEAD, FixedWeights
 from grpo_fn.shell.vllm import colocated as vllm_engine
 from grpo_fn.shell.vllm import options
 from grpo_fn.shell.vllm.colocated import TAGS, Colocated
@@ -56,12 +64,14 @@ class Engine:
     ranks, overlaps, repeatable, mixes = 2, True, False, True
 
     def __init__(self) -> None:
-        self.asked: list[tuple[list[Ask], dict[str, Any]]] = []
+        self.asked: list[tuple[list[GenerationRequest], dict[str, Any]]] = []
         self.pushed: list[tuple[int, dict[str, Tensor]]] = []
         self.calls: list[str] = []
         self.complaints = ["one"]
 
-    def generate(self, asks: Sequence[Ask], *, how: Mapping[str, Any], heard: Heard) -> list[list[Answer]]:
+    def generate(
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard
+    ) -> list[list[EngineCompletion]]:
         self.asked.append(([*asks], {**how}))
         answers = [[self.answer(ask, seed, how["max_tokens"]) for seed in ask.seeds] for ask in asks]
         places = [(i, j) for i, row in enumerate(answers) for j in range(len(row))]
@@ -70,13 +80,13 @@ class Engine:
         return answers
 
     @staticmethod
-    def answer(ask: Ask, seed: int, most: int) -> Answer:
+    def answer(ask: GenerationRequest, seed: int, most: int) -> EngineCompletion:
         tokens = [(seed + 7 * i) % (VOCABULARY - 1) for i in range(1 + seed % most)]
-        return Answer(tokens, [-float(token) for token in tokens], len(tokens) < most, 0)
+        return EngineCompletion(tokens, [-float(token) for token in tokens], len(tokens) < most, 0)
 
-    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> Receipt:
+    def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
         self.pushed.append((version, dict(weights)))
-        return Receipt(version, NOTHING, None)
+        return WeightReceipt(version, NOTHING, None)
 
     def rest(self) -> None:
         self.calls.append("rest")
@@ -88,9 +98,9 @@ class Engine:
         self.calls.append("close")
 
 
-def seat(**changes: Any) -> Seat:
+def seat(**changes: Any) -> SamplerContext:
     given = {"folder": "/nowhere", "config": MODEL.config, "dtype": torch.float32, "world": alone(CPU)}
-    return Seat(**{**given, "adapters": None, "whole": lambda: MODEL, **changes})
+    return SamplerContext(**{**given, "adapters": None, "whole": lambda: MODEL, **changes})
 
 
 def sampler(engine: Any = None, **changes: Any) -> VllmSampler:
@@ -114,7 +124,7 @@ def test_every_row_is_the_answer_to_its_own_seed(texts: list[str], group_size: i
     seeds = row_seeds(KEY, [100 + i for i in range(len(texts))], group_size)
     for b in range(len(texts) * group_size):
         ids = encode_prompt(tokenizer(), texts[b // group_size])
-        answer = Engine.answer(Ask((), ()), seeds[b // group_size][b % group_size], 6)
+        answer = Engine.answer(GenerationRequest((), ()), seeds[b // group_size][b % group_size], 6)
         end = len(ids) + len(answer.tokens)
         assert rollout.tokens[b, :end].tolist() == ids + answer.tokens
         assert rollout.mask[b].nonzero()[:, 0].tolist() == [*range(len(ids), end)]
@@ -149,7 +159,7 @@ def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: 
     local = LocalSampler(MODEL, tokenizer(), KNOBS["choose"], encode_prompt, 6, (), 64)
     wanted = local.sample(problems(texts), group_size, key=KEY)
     rows = zip(wanted.tokens, wanted.logp_sampled, wanted.mask, wanted.truncated, strict=True)
-    drawn = iter([Answer(t[m].tolist(), x[m].tolist(), not bool(cut), 0) for t, x, m, cut in rows])
+    drawn = iter([EngineCompletion(t[m].tolist(), x[m].tolist(), not bool(cut), 0) for t, x, m, cut in rows])
     engine = Engine()
     engine.generate = lambda asks, how, heard: [[next(drawn) for _ in ask.seeds] for ask in asks]
     found = sampler(engine).sample(problems(texts), group_size, key=KEY)
@@ -217,7 +227,7 @@ def test_every_load_is_a_version_whoever_asks() -> None:
     asking = sampler(engine)
     likeliest = replace(asking, choose=greedy)
     for each in (asking, likeliest, asking):
-        each.load(Fixed(MODEL, alone(CPU)))
+        each.load(FixedWeights(MODEL, alone(CPU)))
     assert [version for version, _ in engine.pushed] == [0, 1, 2]
     sent = engine.pushed[0][1]
     assert torch.equal(sent[HEAD], MODEL.model.embed_tokens.weight)
@@ -238,12 +248,12 @@ def test_what_concerns_the_engine_goes_to_it() -> None:
 @given(first=st.integers(-9, 9), second=st.integers(-9, 9))
 def test_a_receipt_is_in_order_when_both_sides_agree_or_one_is_not_known(first: int, second: int) -> None:
     sent, held = Fingerprint(first, 0), Fingerprint(second, 0)
-    assert verified(Receipt(3, sent, None)).version == 3
+    assert verified(WeightReceipt(3, sent, None)).version == 3
     if first == second:
-        assert verified(Receipt(3, sent, held)).held == held
+        assert verified(WeightReceipt(3, sent, held)).held == held
     else:
         with pytest.raises(StaleEngine, match=f"weights of version 3: got {held} in the engine after {sent} was sent"):
-            verified(Receipt(3, sent, held))
+            verified(WeightReceipt(3, sent, held))
 
 
 # -- the engine in the process, without vLLM
@@ -320,7 +330,7 @@ def test_an_answer_is_told_of_in_the_step_that_ends_it(on_cuda: Colocated, monke
     engine, heard = Stepping(), []
     on_cuda.llm.llm_engine = engine
     monkeypatch.setattr(Colocated, "_params", lambda self, how, seed: SimpleNamespace(seed=seed))
-    asks = [Ask((1,), (5, 2)), Ask((1, 2), (2, 1))]
+    asks = [GenerationRequest((1,), (5, 2)), GenerationRequest((1, 2), (2, 1))]
     answers = on_cuda.generate(asks, how={}, heard=lambda *told: heard.append((engine.steps, *told)))
     places = [(1, 1, 1), (2, 0, 1), (2, 1, 0), (5, 0, 0)]
     assert heard == [(step, i, j, answers[i][j]) for step, i, j in places]
@@ -335,7 +345,7 @@ def test_a_gpu_engine_sleeps_and_is_woken_around_its_weights(on_cuda: Colocated)
     on_cuda.rest()
     assert on_cuda.llm.calls == ["sleep 2"]
     with pytest.raises(RuntimeError, match="got an engine at rest"):
-        on_cuda.generate([Ask((1,), (1,))], how={})
+        on_cuda.generate([GenerationRequest((1,), (1,))], how={})
     on_cuda.push(weights(), version=1)
     assert on_cuda.llm.calls == ["sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset"]
     on_cuda.close()

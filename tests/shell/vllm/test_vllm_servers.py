@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_stub import Stub, checksum, drawn
 
-from grpo_fn.shell.sampler.interface import Ask, StaleEngine, verified
+from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verified
 from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.vllm_servers import Dedicated
 from grpo_fn.shell.world import World
 
 HOW = {"temperature": 0.7, "max_tokens": 5}
-ASKS = [Ask((1, 2, 3), (4, 5)), Ask((6,), ()), Ask((7, 8), (9, 4, 2**31 - 1))]
+ASKS = [GenerationRequest((1, 2, 3), (4, 5)), GenerationRequest((6,), ()), GenerationRequest((7, 8), (9, 4, 2**31 - 1))]
 FAULTS = (500, 503, "drop", "hang", "half", "die")
 SWAP = (
     *("/health", "/collective_rpc:grpo_described", "/weight_info", "/get_world_size", "/init_weight_transfer_engine"),
@@ -116,7 +116,7 @@ def test_a_swap_is_in_order_and_nothing_computed_before_is_remembered(two):
 def test_a_request_says_all_that_decides_the_tokens(two):
     one, other, servers = two
     servers.push(weights(0), version=0)
-    servers.generate([Ask((3, 1), (8,))], how={**HOW, "stop_token_ids": [2]})
+    servers.generate([GenerationRequest((3, 1), (8,))], how={**HOW, "stop_token_ids": [2]})
     (sent,) = [sent for stub in (one, other) for path, sent in stub.calls if path == "/inference/v1/generate"]
     params = {**HOW, "stop_token_ids": [2], "seed": 8, "n": 1, "logprobs": 0}
     assert sent == {"token_ids": [3, 1], "sampling_params": params}
@@ -380,7 +380,7 @@ def test_no_more_requests_are_under_way_than_allowed(folder):
             time.sleep(0.002)
 
     threading.Thread(target=look, daemon=True).start()
-    servers.generate([Ask((1,), tuple(range(12)))], how=HOW)
+    servers.generate([GenerationRequest((1,), tuple(range(12)))], how=HOW)
     stub.kill()
     assert max(busiest) == 2
     servers.close()

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_fn.shell.sampler.local.decode_step import Choose, Engine, Live, Marks, Need, Shape, draw, read
-from grpo_fn.shell.sampler.local.kv_cache import seats
+from grpo_fn.shell.sampler.local.decode_step import Choose, DecodeEngine, DecodeShape, Live, Marks, Need, draw, read
+from grpo_fn.shell.sampler.local.kv_cache import row_slots
 from grpo_fn.shell.sampler.local.stop_strings import Stops, marked
 
 PREFILL = 8192  # prompt tokens that go through the model at once, if there is more than one prompt
@@ -22,7 +22,7 @@ REFILL = 4  # one slot in so many is free before others are filled: a prompt alo
 Ended = Callable[[int, list[int], bool], None]
 
 
-class Decoded(NamedTuple):
+class DecodedRows(NamedTuple):
     """Completions of some rows, `[R, N]` with N = max_new_tokens; columns past `length` are padding."""
 
     tokens: Tensor
@@ -38,9 +38,9 @@ class Ends(NamedTuple):
     stops: Stops
 
 
-def blank(u: Float[Tensor, "R N"], pad: int) -> Decoded:
+def blank(u: Float[Tensor, "R N"], pad: int) -> DecodedRows:
     """No row has a token yet."""
-    return Decoded(
+    return DecodedRows(
         torch.full(u.shape, pad, device=u.device),
         torch.zeros(u.shape, device=u.device),
         torch.zeros(len(u), dtype=torch.long, device=u.device),
@@ -63,12 +63,12 @@ def moves(taken: Bool[Tensor, "S"], first: int) -> tuple[Int[Tensor, "m"], Int[T
     return source, (~taken[:first]).nonzero()[: len(source), 0]
 
 
-class Refilling:
+class ContinuousBatching:
     """One call: the rows of all prompts, as many at once as there are slots, in order."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DecodeEngine,
         prompts: Sequence[list[int]],
         u: Float[Tensor, "R N"],
         *,
@@ -94,9 +94,9 @@ class Refilling:
             torch.zeros(len(self.busy), dtype=torch.long) for _ in range(5)
         )
         self.owed = torch.zeros(engine.prompts.count, dtype=torch.long)
-        self.shape: Shape | None = None  # None when rows have come, gone or moved
+        self.shape: DecodeShape | None = None  # None when rows have come, gone or moved
 
-    def run(self) -> Decoded:
+    def run(self) -> DecodedRows:
         """Until all rows have ended."""
         while self.waiting < len(self.u) or bool(self.busy.any()):
             if self.room():
@@ -177,7 +177,7 @@ class Refilling:
         for _ in range(steps):
             self.engine.step(shape, self.choose)
 
-    def arrange(self) -> Shape:
+    def arrange(self) -> DecodeShape:
         """Rows and prompts in the first slots, and rows of one prompt side by side."""
         sizes, prompts = self.engine.sizes, self.engine.prompts
         rows = self.gather_rows(min(sizes.rows(int(self.busy.sum())), len(self.busy)))
@@ -187,8 +187,8 @@ class Refilling:
         together = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else min(self.group, self.most)
         wide = sizes.rows(together)
         reach = min(sizes.columns(int(self.start[self.busy].max())), prompts.columns)
-        self.sitting = seats(home, there, many, wide)
-        return Shape(rows, 0, many, reach, wide)
+        self.sitting = row_slots(home, there, many, wide)
+        return DecodeShape(rows, 0, many, reach, wide)
 
     def gather_rows(self, rows: int) -> int:
         """Rows behind the first so many slots move to free ones among those."""

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from grpo_fn.shell.model import packed_input
-from grpo_fn.shell.model.attention import adopt, unusable
-from grpo_fn.shell.model.blocks import Tried, blocks, compiled_decoding
+from grpo_fn.shell.model.attention import install, unusable
+from grpo_fn.shell.model.blocks import Tried, blocks, compile_for_decoding
 from grpo_fn.shell.sampler.local.cuda_graphs import (
     Captured,
     CudaGraph,
@@ -21,7 +21,15 @@ from grpo_fn.shell.sampler.local.cuda_graphs import (
     capturable,
     few,
 )
-from grpo_fn.shell.sampler.local.kv_cache import Attended, Next, Prompts, Seats, Slots, attended, seats
+from grpo_fn.shell.sampler.local.kv_cache import (
+    Attended,
+    DecodeAttention,
+    KVCache,
+    PrefillAttention,
+    RowSlots,
+    attend,
+    row_slots,
+)
 
 # (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -75,16 +83,20 @@ def draw(live: Live, logits: Float[Tensor, "S V"], choose: Choose, marks: Marks)
     live.ended.logical_or_(live.stopped | (live.drawn >= limit))
 
 
-def call(model: nn.Module, ids: Tensor, position: Tensor, layout: Prompts | Next, keep: Tensor | int) -> Tensor:
+def call(
+    model: nn.Module, ids: Tensor, position: Tensor, layout: PrefillAttention | DecodeAttention, keep: Tensor | int
+) -> Tensor:
     """Logits of the tokens that `keep` names, `[B K V]`."""
     told: dict[str, Any] = {"attention_mask": unusable(ids.device), "layout": layout, "use_cache": False}
     return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **told).logits
 
 
-def read(model: nn.Module, prompts: Sequence[list[int]], device: torch.device) -> tuple[Prompts, Float[Tensor, "P V"]]:
+def read(
+    model: nn.Module, prompts: Sequence[list[int]], device: torch.device
+) -> tuple[PrefillAttention, Float[Tensor, "P V"]]:
     """Every prompt once, end to end: keys and values, and the logits behind each one's last token."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    told = Prompts(lengths, device=device)
+    told = PrefillAttention(lengths, device=device)
     ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     position = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(device)
     last = (lengths.cumsum(0) - 1).to(device)
@@ -98,10 +110,10 @@ class Code(NamedTuple):
     choose: Callable[[Choose], Choose]  # what is run for it
 
 
-WRITTEN = Code(attended, lambda choose: choose)
+WRITTEN = Code(attend, lambda choose: choose)
 
 
-class Shape(NamedTuple):
+class DecodeShape(NamedTuple):
     """What a step looks at: so many slots and columns of what was drawn, so many of prompts, and seats for each."""
 
     rows: int
@@ -120,16 +132,16 @@ class Need(NamedTuple):
     longest: int
 
 
-class Engine:
+class DecodeEngine:
     """A model, and the buffers that it decodes with. They are as large as the largest call so far needed, no larger."""
 
     def __init__(self, model: nn.Module, *, sizes: Sizes, run: Eager | Captured, code: Code) -> None:
         self.model, self.sizes, self.run, self.code = model, sizes, run, code
-        self.drawn: Slots | None = None
-        self.prompts: Slots | None = None
+        self.drawn: KVCache | None = None
+        self.prompts: KVCache | None = None
         self.live: Live | None = None
         self.marks: Marks | None = None
-        self.tables: dict[Shape, Seats] = {}
+        self.tables: dict[DecodeShape, RowSlots] = {}
         self.at: tuple[int, ...] = ()
 
     def ready(self, need: Need, marks: Marks) -> None:
@@ -147,7 +159,7 @@ class Engine:
                 rows = max(rows, self.drawn.count)
                 prompts, longest = max(prompts, self.prompts.count), max(longest, self.prompts.columns)
             self.drop()
-            self.drawn, self.prompts = Slots(rows, need.new), Slots(prompts, longest)
+            self.drawn, self.prompts = KVCache(rows, need.new), KVCache(prompts, longest)
             self.live = empty(rows, need.new, marks.ends.device)
             self.marks = Marks(*(x.clone() for x in marks))
         if (now := addresses(self.model)) != self.at:
@@ -163,21 +175,21 @@ class Engine:
             return False
         return self.drawn.count >= rows and self.prompts.count >= prompts and self.prompts.columns >= longest
 
-    def seat(self, shape: Shape, found: Seats) -> None:
+    def seat(self, shape: DecodeShape, found: RowSlots) -> None:
         """Where rows sit in steps of that shape from now on."""
         if shape not in self.tables:
-            self.tables[shape] = Seats(*(x.to(self.live.length.device, copy=True) for x in found[:2]), found.wide)
+            self.tables[shape] = RowSlots(*(x.to(self.live.length.device, copy=True) for x in found[:2]), found.wide)
         for x, given in zip(self.tables[shape][:2], found[:2], strict=True):
             x.copy_(given)
 
-    def step(self, shape: Shape, choose: Choose) -> None:
+    def step(self, shape: DecodeShape, choose: Choose) -> None:
         """One token for every row in the first `shape.rows` slots."""
 
         def step() -> None:
             live, (_, columns, _, reach, _) = Live(*(x[: shape.rows] for x in self.live)), shape
             table = self.tables[shape]
             seen = (self.prompts, self.drawn, table, live.start, live.length)
-            told = Next(*seen, reach=reach, columns=columns, attended=self.code.attended)
+            told = DecodeAttention(*seen, reach=reach, columns=columns, attended=self.code.attended)
             logits = call(self.model, live.token[:, None], live.length[:, None], told, 1)[:, -1]
             live.length.add_(~live.ended)
             draw(live, logits, self.code.choose(choose), self.marks)
@@ -206,11 +218,11 @@ def allowed(device: torch.device) -> float:
     return share(device) * torch.cuda.get_device_properties(device).total_memory
 
 
-def engine(model: nn.Module) -> Engine:
+def build_engine(model: nn.Module) -> DecodeEngine:
     """Steps that are compiled and captured where the model is whole on a CUDA device; as they are written elsewhere."""
     if not capturable(model):
-        return Engine(model, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
-    return Engine(
+        return DecodeEngine(model, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
+    return DecodeEngine(
         model,
         sizes=Sizes(partial(few, least=1), partial(few, least=64), LOOK),
         run=Captured(CudaGraph),
@@ -221,19 +233,19 @@ def engine(model: nn.Module) -> Engine:
 def compiled(model: nn.Module) -> Code:
     """Everything in a step that is made of small operations, each part compiled once for all layers."""
     for block in blocks(model):
-        compiled_decoding(block)
-    return Code(Tried(attended), cache(Tried))
+        compile_for_decoding(block)
+    return Code(Tried(attend), cache(Tried))
 
 
 # -- is a model fit for it
 
 
 @torch.no_grad()
-def unfit(model: nn.Module, device: torch.device) -> str | None:
+def unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
     """Why the model must not be decoded this way; None when it may. Found by asking it."""
     try:
-        adopt(model)
-        return packed_input.unfit(model, device) or differs(model, device)
+        install(model)
+        return packed_input.unsupported_reason(model, device) or differs(model, device)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -247,9 +259,9 @@ def differs(model: nn.Module, device: torch.device) -> str | None:
     texts[2][:-2] = texts[0][:-2]  # two rows go on from one prompt
     starts, home = [text[:-2] for text in texts[:2]], torch.tensor([0, 1, 0])
     start = torch.tensor([len(text) - 2 for text in texts], device=device)
-    prompts, drawn = Slots(2, len(starts[0])), Slots(3, 2)
-    sitting = seats(home, home >= 0, 2, 2)
-    sitting = Seats(*(x.to(device) for x in sitting[:2]), sitting.wide)
+    prompts, drawn = KVCache(2, len(starts[0])), KVCache(3, 2)
+    sitting = row_slots(home, home >= 0, 2, 2)
+    sitting = RowSlots(*(x.to(device) for x in sitting[:2]), sitting.wide)
     with packed_input.undisturbed(model):
         whole = [torch.tensor([text], device=device) for text in texts]
         wanted = [model(input_ids=ids, use_cache=False).logits[0, -3:] for ids in whole]
@@ -259,7 +271,7 @@ def differs(model: nn.Module, device: torch.device) -> str | None:
         for t in (0, 1):
             token = torch.tensor([[text[t - 2]] for text in texts], device=device)
             seen = (prompts, drawn, sitting, start, start + t)
-            told = Next(*seen, reach=prompts.columns, columns=t + 1, attended=attended)
+            told = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, attended=attend)
             got.append(call(model, token, (start + t)[:, None], told, 1)[:, -1])
     wanted = torch.stack(wanted)
     apart = float((torch.stack(got, 1) - wanted).abs().max() / wanted.abs().max())

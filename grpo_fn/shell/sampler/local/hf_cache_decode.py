@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo_fn.shell.model.hf import as_tokens
-from grpo_fn.shell.sampler.local.continuous_batching import Decoded, Ended, Ends, blank
+from grpo_fn.shell.sampler.local.continuous_batching import DecodedRows, Ended, Ends, blank
 from grpo_fn.shell.sampler.local.decode_step import Choose
 
 
@@ -26,7 +26,7 @@ def decode(
     slots: int,
     pad: int,
     ended: Ended | None,
-) -> Decoded:
+) -> DecodedRows:
     """Completions of every prompt. Whole groups share one prefill; a group that does not fit alone comes in pieces."""
     by_group = rearrange(u, "(p g) n -> p g n", p=len(prompts))
     group = by_group.shape[1]
@@ -38,10 +38,10 @@ def decode(
             parts.append(batch(model, list(prompts[i : i + at_once]), taken, choose=choose, ends=ends, pad=pad))
             if ended is not None:
                 tell(parts[-1], i * group + j, ended)
-    return Decoded(*(torch.cat(field) for field in zip(*parts, strict=True)))
+    return DecodedRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 
-def tell(part: Decoded, first: int, ended: Ended) -> None:
+def tell(part: DecodedRows, first: int, ended: Ended) -> None:
     """Rows that follow one another have ended."""
     fields = (part.tokens.tolist(), part.length.tolist(), part.stopped.tolist())
     for row, (tokens, n, stopped) in enumerate(zip(*fields, strict=True)):
@@ -50,7 +50,7 @@ def tell(part: Decoded, first: int, ended: Ended) -> None:
 
 def batch(
     model: nn.Module, prompts: list[list[int]], u: Float[Tensor, "P G N"], *, choose: Choose, ends: Ends, pad: int
-) -> Decoded:
+) -> DecodedRows:
     """Rows that begin together, padded on the left."""
     device, (group, new) = u.device, u.shape[1:]
     u = rearrange(u, "p g n -> (p g) n")

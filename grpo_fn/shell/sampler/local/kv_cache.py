@@ -12,11 +12,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from grpo_fn.core.packing import Spans, places
-from grpo_fn.shell.model.attention import HALVES, How, Seen
+from grpo_fn.shell.model.attention import HALVES, AttentionSpec, PackedAttention
 from grpo_fn.shell.model.attention_layout import Window
 
 
-class Slots:
+class KVCache:
     """`count` slots of `columns` columns. A layer's buffers `[slots, heads, columns, dim]` are made with its first."""
 
     def __init__(self, count: int, columns: int) -> None:
@@ -44,7 +44,7 @@ class Slots:
         return sum(x.nbytes for buffers in self.layers.values() for x in buffers)
 
 
-class Prompts(Seen):
+class PrefillAttention(PackedAttention):
     """Prompts end to end, each read once; what their tokens' keys and values are is kept, layer by layer."""
 
     def __init__(self, lengths: Int[Tensor, "P"], *, device: torch.device) -> None:
@@ -53,12 +53,12 @@ class Prompts(Seen):
         super().__init__(spans, places(spans, int(lengths.max())), device=device)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec) -> Tensor:
         """As rows of training do."""
         self.kept[module.layer_idx] = key, value
         return super().attend(module, query, key, value, how)
 
-    def copy(self, slots: Slots, slot: Int[Tensor, "P"]) -> None:
+    def copy(self, slots: KVCache, slot: Int[Tensor, "P"]) -> None:
         """Every prompt's keys and values into its slot; what stands there behind a shorter one is not seen."""
         at = self.at.to(slot.device)
         for layer, streams in self.kept.items():
@@ -67,7 +67,7 @@ class Prompts(Seen):
                 x[slot, :, : at.shape[1]] = found.transpose(0, 1)
 
 
-class Seats(NamedTuple):
+class RowSlots(NamedTuple):
     """Rows by the prompt that they read: `wide` seats for each of the first prompts, not all of them taken."""
 
     row: Int[Tensor, "_"]  # in each seat; any row in one that is free
@@ -75,7 +75,7 @@ class Seats(NamedTuple):
     wide: int
 
 
-def seats(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wide: int) -> Seats:
+def row_slots(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wide: int) -> RowSlots:
     """A seat for all rows that are `there`, of which no more than `wide` have the same `home`."""
     rows = there.nonzero()[:, 0]
     rows = rows[home[rows].argsort(stable=True)]
@@ -84,10 +84,10 @@ def seats(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wide: 
     row, seat = torch.zeros(prompts * wide, dtype=torch.long), torch.zeros_like(home)
     seat[rows] = home[rows] * wide + number
     row[seat[rows]] = rows
-    return Seats(row, seat, wide)
+    return RowSlots(row, seat, wide)
 
 
-class View(NamedTuple):
+class KVView(NamedTuple):
     """What one head of one row sees, for all `n H` of them, and who sits where."""
 
     prompt_key: Float[Tensor, "P*H L D"]
@@ -99,8 +99,8 @@ class View(NamedTuple):
     mask: Float[Tensor, "n 1 L+C"]
 
 
-def attended(
-    query: Float[Tensor, "rows r D"], seen: View, scale: float, cap: float | None
+def attend(
+    query: Float[Tensor, "rows r D"], seen: KVView, scale: float, cap: float | None
 ) -> Float[Tensor, "rows r E"]:
     """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better.
 
@@ -125,10 +125,10 @@ def attended(
 
 
 # `attended`, as it is written or compiled.
-Attended = Callable[[Tensor, View, float, float | None], Tensor]
+Attended = Callable[[Tensor, KVView, float, float | None], Tensor]
 
 
-class Next:
+class DecodeAttention:
     """The next token of the row in every one of the first slots: it sees its prompt, and what was drawn up to there.
 
     `start` is how long each row's prompt is, `length` how long the row; `reach` columns of prompts are looked at, and
@@ -137,9 +137,9 @@ class Next:
 
     def __init__(
         self,
-        prompts: Slots,
-        drawn: Slots,
-        seats: Seats,
+        prompts: KVCache,
+        drawn: KVCache,
+        seats: RowSlots,
         start: Int[Tensor, "n"],
         length: Int[Tensor, "n"],
         *,
@@ -155,7 +155,7 @@ class Next:
 
     @torch.compiler.disable
     def attend(
-        self, module: nn.Module, query: Float[Tensor, "n H 1 D"], key: Tensor, value: Tensor, how: How
+        self, module: nn.Module, query: Float[Tensor, "n H 1 D"], key: Tensor, value: Tensor, how: AttentionSpec
     ) -> Float[Tensor, "n 1 H E"]:
         """The row's new entries are put into its slot, and seen with all before them.
 
@@ -170,7 +170,7 @@ class Next:
         many = len(self.seats.row) // self.seats.wide
         pk, pv = (x[:many, :, : self.reach].flatten(0, 1) for x in self.prompts.of(module.layer_idx, key, value))
         dtype = torch.float32 if wide(key) else key.dtype
-        seen = View(pk, pv, k, v, sitting, back, self.mask(how.window, dtype))
+        seen = KVView(pk, pv, k, v, sitting, back, self.mask(how.window, dtype))
         return self.attended(query.reshape(n * heads, -1, dim), seen, how.scale, how.cap).view(n, 1, -1, v.shape[2])
 
     def index(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:

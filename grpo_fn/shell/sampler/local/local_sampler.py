@@ -14,18 +14,26 @@ from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.hf import Encode, stop_ids
-from grpo_fn.shell.policy.fsdp import Sharded
-from grpo_fn.shell.sampler.interface import Finished, Seat, assemble, check_lengths, check_limits, ended, positions
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.sampler.interface import (
+    Finished,
+    SamplerContext,
+    assemble,
+    check_lengths,
+    check_limits,
+    ended,
+    positions,
+)
 from grpo_fn.shell.sampler.local import hf_cache_decode
-from grpo_fn.shell.sampler.local.continuous_batching import Decoded, Ended, Ends, Refilling
-from grpo_fn.shell.sampler.local.decode_step import Choose, Engine, engine, unfit
+from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, Ended, Ends
+from grpo_fn.shell.sampler.local.decode_step import Choose, DecodeEngine, build_engine, unsupported_reason
 from grpo_fn.shell.sampler.local.stop_strings import Stops
-from grpo_fn.shell.sampler.weight_export import Fixed
+from grpo_fn.shell.sampler.weight_export import FixedWeights
 
 __all__ = ["Choose", "LocalSampler", "local"]
 
 
-class Held:
+class SharedDecoder:
     """What a sampler, and those that differ from it in how they choose, have together from call to call.
 
     One of them decodes at a time: an evaluation may ask while the next batch is being sampled in another thread.
@@ -33,15 +41,15 @@ class Held:
 
     def __init__(self) -> None:
         self.alone = Lock()
-        self.engine: Engine | None = None
+        self.engine: DecodeEngine | None = None
         self.model: nn.Module | None = None
         self.stops: Stops | None = None
 
-    def decoder(self, model: nn.Module, device: torch.device) -> Engine | None:
+    def decoder(self, model: nn.Module, device: torch.device) -> DecodeEngine | None:
         """The model's engine; None, and once a warning, where it has to be decoded in another way."""
         if self.model is not model:
-            reason = unfit(model, device)
-            self.model, self.engine = model, engine(model) if reason is None else None
+            reason = unsupported_reason(model, device)
+            self.model, self.engine = model, build_engine(model) if reason is None else None
             if reason is not None:
                 warnings.warn(
                     f"{type(model).__name__} is decoded with a cache that grows, not in slots: {reason}",
@@ -59,7 +67,7 @@ class Held:
 
 
 def local(
-    seat: Seat,
+    seat: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
     *,
     choose: Choose,
@@ -84,7 +92,7 @@ class LocalSampler:
     stop: Sequence[str]
     max_rows: int  # rows decoded at once; bounds the KV cache
     finished: Finished | None = None  # told of every row as soon as it has ended
-    held: Held = field(default_factory=Held, repr=False, compare=False)
+    held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
     overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
     repeatable: ClassVar[bool] = True
@@ -100,7 +108,7 @@ class LocalSampler:
         check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
 
     @torch.no_grad()
-    def load(self, policy: Sharded | Fixed) -> None:
+    def load(self, policy: FSDPPolicy | FixedWeights) -> None:
         """Take the policy's weights, tensor by tensor; nothing to do where the module is shared."""
         if policy.model is self.model:
             return
@@ -137,7 +145,7 @@ class LocalSampler:
         drawn = torch.arange(self.max_new_tokens, device=device) < decoded.length[:, None]
         return assemble(self.tokenizer, prompts, completions, decoded.logp[drawn], decoded.stopped)
 
-    def _decode(self, prompts: list[list[int]], u: Tensor, ended: Ended | None) -> Decoded:
+    def _decode(self, prompts: list[list[int]], u: Tensor, ended: Ended | None) -> DecodedRows:
         """Completions of every prompt, one for each row of u `[P G, N]`."""
         size = self.model.config.get_text_config().vocab_size
         stops = self.held.watched(self.tokenizer, self.stop, size)
@@ -151,7 +159,7 @@ class LocalSampler:
         made = self.held.decoder(self.model, u.device)
         if made is None:
             return hf_cache_decode.decode(self.model, prompts, u, **how)
-        return Refilling(made, prompts, u, **how).run()
+        return ContinuousBatching(made, prompts, u, **how).run()
 
     def _ended(self, problems: Sequence[Problem], group_size: int) -> Ended | None:
         """Tells whoever listens of the row with that number."""
