@@ -496,7 +496,7 @@ def test_rows_in_flight_are_bounded_while_one_takes_its_time(folder: Path, size:
 
 PEAK = """
 import sys
-from grpo_fn.score.__main__ import __main__
+from grpo_fn.score import __main__
 code = __main__.main(sys.argv[1:])
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
 """

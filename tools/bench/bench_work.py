@@ -137,7 +137,7 @@ from grpo_fn.algo import objective
 from grpo_fn.trainer import loop
 from grpo_fn import train
 from grpo_fn.rewards import combine
-from grpo_fn.shell.policy.fsdp import optimizer
+from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.model import logprob_model
 from grpo_fn.tasks import rows
 

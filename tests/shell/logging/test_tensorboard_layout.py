@@ -20,7 +20,7 @@ CONFIG = """# The resolved configuration of a run: --gin_file with this file rep
 from __gin__ import dynamic_registration
 
 from grpo_fn.trainer import loop
-from grpo_fn.shell.policy.fsdp import optimizer
+from grpo_fn.shell.policy import optimizer
 
 INNER = 7
 LR = 1e-05
