@@ -43,7 +43,7 @@ LOSS = partial(
     objective.policy_objective,
     gains=UNMOVED,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    correct=importance.no_correction,
+    importance_correction=importance.no_correction,
     kl=kls.k3,
     weigh=partial(aggregation.constant_length, max_length=WIDTH - PROMPT),
     beta=0.0,

@@ -18,9 +18,9 @@ def policy_objective(
     totals: Totals,
     gains: Gains,
     token_loss: Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]],
-    correct: Callable[[Tensor, Batch], Tensor],
+    importance_correction: Callable[[Tensor, Batch], Tensor],
     kl: Callable[[Tensor, Batch], Tensor],
-    weigh: Callable[[Tensor, Totals], Tensor],
+    loss_aggregation: Callable[[Tensor, Totals], Tensor],
     beta: float,
     entropy_bonus: float,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
@@ -30,7 +30,7 @@ def policy_objective(
     is the learning signal, also a Scores. Without a bonus the entropy is only read: its gradient is exactly zero.
     `gains` multiplies both coefficients; a controller moves it from step to step.
 
-    `correct` gives c, what a token is worth when the sampler was not pi_old. It weighs the token loss alone, as in TRL
+    `importance_correction` gives c, what a token is worth when the sampler was not pi_old. It weighs the token loss alone, as in TRL
     and verl: the KL and the bonus are there to hold the policy back, and a mask must not let go of it on the tokens
     where sampler and trainer are furthest apart. The denominators in w stay the step's: what a mask takes away makes
     the step shorter, not the other tokens louder.
@@ -39,12 +39,12 @@ def policy_objective(
     and `beta` are) and "entropy" in nats. Shapes `[B, T]`, B at least 1.
     """
     loss, seen = vmap(token_loss)(scores.logp, batch)
-    correction = vmap(correct)(scores.logp, batch).detach()
+    correction = vmap(importance_correction)(scores.logp, batch).detach()
     loss = correction * loss
     if beta:  # not beta * kl alone: 0 * inf is nan, and without a reference logp_ref may hold anything
         loss = loss + gains.kl * beta * vmap(kl)(scores.logp, batch)
     if entropy_bonus:
         loss = loss - gains.entropy * entropy_bonus * torch.where(batch.mask, scores.entropy, 0.0)
-    objective = (weigh(batch.mask, totals) * loss).sum()
+    objective = (loss_aggregation(batch.mask, totals) * loss).sum()
     seen = {**seen, "correction": correction, "kl": vmap(k3)(scores.logp, batch), "entropy": scores.entropy}
     return objective, {name: value.detach() for name, value in seen.items()}

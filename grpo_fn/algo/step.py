@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ from grpo_fn.algo.credit import first_token
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_reward, check_rollout, count, cut, laid_back, make_batch, minibatches
+from grpo_fn.core.checks import check_divides, check_positive, check_signal
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carried, Gains, Groups, Policy, Reward, Rollout, Sampler, Totals
@@ -25,21 +26,49 @@ Span = Callable[[str], AbstractContextManager[object]]
 MARKING = -1  # a child of the step's key beside those of the problems, whose uids are not negative
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stages:
     """From a scored rollout to the learning signal."""
 
     credit: Callable[[Reward, Tensor, Tensor], Tensor]  # the advantage of every token, [P G T]
     filters: Sequence[Callable[[Rollout, Tensor], Tensor]]  # which samples may learn, [P G]; all of them have to agree
-    mark: Callable[[Batch, Tensor], Tensor]  # tokens that the loss treats apart, [B T]
+    token_mask: Callable[[Batch, Tensor], Tensor]  # tokens that the loss treats apart, [B T]
     objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # scores; batch=, totals=, gains= -> loss, diagnostics
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Algorithm(Stages):
-    """What makes a GRPO relative: its functions and its numbers."""
+    """The `algorithm` section of a configuration: what makes a GRPO relative, its functions and its numbers.
 
-    collect: Callable[[Explore, Carried], GroupBatch]  # which groups to learn from
+    Raises ValueError for numbers below 1, prompts that do not split into whole minibatches, and more groups with signal
+    wanted than a step has.
+    """
+
+    group_sampling: Callable[..., GroupBatch]  # (explore, carried, *, prompts) -> groups: which to learn from
+    old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or from_trainer
+    kl_control: Callable[[float, float], float]  # gain, measured KL -> gain of the next step
+    entropy_control: Callable[[float, float], float]  # gain, measured entropy -> gain of the next step
+    min_groups_with_signal: int  # that a step needs to be trained on
+    prompts: int  # a step
+    group_size: int  # samples of each
+    epochs: int  # passes over one rollout
+    minibatches: int  # optimizer steps in a pass
+    SUPPLIED: ClassVar = {"objective": ("batch", "totals", "gains"), "group_sampling": ("prompts",)}
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers that do not fit together."""
+        check_positive(
+            group_size=self.group_size, epochs=self.epochs, minibatches=self.minibatches, prompts=self.prompts
+        )
+        check_divides(self.prompts, self.minibatches)
+        check_signal(self.min_groups_with_signal, self.prompts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAlgorithm(Stages):
+    """An `Algorithm` in a run: with the reward, the comparison and the micro-batches that the run gives it."""
+
+    group_sampling: Callable[[Explore, Carried], GroupBatch]  # which groups to learn from, its number of prompts bound
     reward: Callable[[Sequence[Problem], Rollout], Reward]
     old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or recomputed
     anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
@@ -49,7 +78,7 @@ class Algorithm(Stages):
     epochs: int  # passes over one rollout
     minibatches: int  # optimizer steps in a pass
     split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.cut
-    min_signal: int  # groups with signal that a step needs to be trained on
+    min_groups_with_signal: int  # groups with signal that a step needs to be trained on
 
 
 class Experience(NamedTuple):
@@ -96,16 +125,16 @@ def grpo_step(
     carried: Carried,
     *,
     key: Tensor,
-    algo: Algorithm,
+    algo: StepAlgorithm,
     span: Span,
 ) -> tuple[Experience, Carried, dict[str, float]]:
     """Sample, score, compare within groups, and climb. `span` names the phases for whoever keeps time.
 
-    A step in which fewer than `min_signal` groups have a token with an advantage is refused: no update, no KL, no
+    A step in which fewer than `min_groups_with_signal` groups have a token with an advantage is refused: no update, no KL, no
     entropy bonus, `advantage/refused` 1.
     """
     explore = partial(sample_and_score, sampler, stream, key=key, algo=algo, span=span)
-    groups, fresh, carried, figures = algo.collect(explore, carried)  # o ~ pi_old(. | q), r
+    groups, fresh, carried, figures = algo.group_sampling(explore, carried)  # o ~ pi_old(. | q), r
     sampler.rest()  # the device is the trainer's now
     with span("train"):
         logp_old, logp_ref = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
@@ -114,7 +143,7 @@ def grpo_step(
         signal = (adv != 0).any(-1).any(-1).sum()
         learned = [
             update_policy(policy, mini, count(mini), carried.gains, algo)
-            for _ in range(algo.epochs if signal >= algo.min_signal else 0)
+            for _ in range(algo.epochs if signal >= algo.min_groups_with_signal else 0)
             for mini in minibatches(batch, algo.minibatches)
         ]
         batch = learned[0].batch if len(learned) == 1 else batch
@@ -138,7 +167,7 @@ def grpo_step(
 
 
 def sample_and_score(
-    sampler: Sampler, stream: Stream, first: int, problems: int, *, key: Tensor, algo: Algorithm, span: Span
+    sampler: Sampler, stream: Stream, first: int, problems: int, *, key: Tensor, algo: StepAlgorithm, span: Span
 ) -> Groups:
     """Sample the next problems of the stream and score what came."""
     asked = tuple(stream(first, problems))
@@ -166,7 +195,7 @@ def compute_advantages(
     adv = stages.credit(reward, gains.kl * drift, mask)
     keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
     batch = make_batch(rollout, keep, adv, logp_old, logp_ref)
-    marked = stages.mark(batch, row_keys(groups, prng.fold_in(key, MARKING)))
+    marked = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
     return adv, batch._replace(marked=marked)
 
 
@@ -182,7 +211,7 @@ def row_keys(groups: Groups, key: Tensor) -> Tensor:
     return prng.fold_in(key, uid, torch.arange(size).repeat(len(groups.problems))).to(groups.rollout.tokens.device)
 
 
-def next_gains(gains: Gains, figures: dict[str, float], algo: Algorithm) -> Gains:
+def next_gains(gains: Gains, figures: dict[str, float], algo: StepAlgorithm) -> Gains:
     """The gains of the next step; those of a step that learned nothing stay."""
     if "loss/kl" not in figures:
         return gains
@@ -202,7 +231,7 @@ class UpdateResult(NamedTuple):
     batch: Batch  # with the log-probs that it was compared with
 
 
-def update_policy(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: Algorithm) -> UpdateResult:
+def update_policy(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: StepAlgorithm) -> UpdateResult:
     """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
     objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
     parts = algo.split(batch)

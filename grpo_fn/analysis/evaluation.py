@@ -7,7 +7,6 @@ calls or several ranks, and in any order: the figures are those of the whole.
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,7 +18,9 @@ from grpo_fn.core.types import Sampler
 from grpo_fn.rewards.combine import completions_of, part_names
 from grpo_fn.rewards.math.extract import LONGEST_ANSWER, marked_answer, plain
 
-Answer = Callable[[str], str | None]  # the answer that a completion marks, spelt one way; None where it marks none
+AnswerExtractor = Callable[
+    [str], str | None
+]  # the answer that a completion marks, spelt one way; None where it marks none
 
 _SIZED = re.compile(r"\\(?:left|right)(?![A-Za-z])")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
@@ -31,28 +32,17 @@ TAKEN = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What is asked besides the greedy answers, and how all of them are added up."""
-
-    samples: int  # drawn for each problem, for pass@k and maj@k; 0: the greedy answers alone
-    ks: Sequence[int]
-    choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # how they are drawn
-    answer: Answer | None  # what a completion votes for; None: there is nothing to vote on, and no maj@k
-    by: Sequence[str]  # keys of `problem.meta`: accuracy is also reported for each of their values
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for numbers that do not fit together."""
-        if self.samples < 0:
-            raise ValueError(f"evaluation samples: got {self.samples}, wanted 0 for none or a number of them")
-        if isinstance(self.by, str):
-            raise ValueError(f"evaluation by: got {self.by!r}, wanted a list of keys, such as ({self.by!r},)")
-        odd = [k for k in self.ks if not 1 <= k <= self.samples]
-        if self.samples and (odd or not self.ks):
-            raise ValueError(
-                f"evaluation ks: got {list(self.ks)} with {self.samples} samples a problem, wanted each of them from 1 "
-                f"to {self.samples}"
-            )
+def check_sampled(samples: int, ks: Sequence[int], by: Sequence[str]) -> None:
+    """Raise ValueError for numbers of samples, ks and keys that do not fit together."""
+    if samples < 0:
+        raise ValueError(f"evaluation samples: got {samples}, wanted 0 for none or a number of them")
+    if isinstance(by, str):
+        raise ValueError(f"evaluation by: got {by!r}, wanted a list of keys, such as ({by!r},)")
+    odd = [k for k in ks if not 1 <= k <= samples]
+    if samples and (odd or not ks):
+        raise ValueError(
+            f"evaluation ks: got {list(ks)} with {samples} samples a problem, wanted each of them from 1 to {samples}"
+        )
 
 
 class Attempt(NamedTuple):
@@ -99,7 +89,7 @@ def evaluate(
     key: Tensor,
     judges: Sequence[RewardFn],
     samples: int,
-    answer: Answer | None,
+    answer: AnswerExtractor | None,
     score: Scorer,
 ) -> list[GradedAnswer]:
     """A greedy completion of every problem and `samples` drawn ones, judged; in the order of the problems.
@@ -138,7 +128,7 @@ def final_answer(text: str) -> str | None:
     return spelt.replace(",", "") if _NUMBER.fullmatch(spelt) else spelt
 
 
-def attempted(completion: Completion, scores: dict[str, float | None], answer: Answer | None) -> Attempt:
+def attempted(completion: Completion, scores: dict[str, float | None], answer: AnswerExtractor | None) -> Attempt:
     """The completion with its scores and the answer that it marks."""
     prediction = None if answer is None else answer(completion.text) or ""
     return Attempt(completion.text, prediction, scores, completion.length, completion.truncated)

@@ -99,8 +99,8 @@ def grad_norm_high(history: History, *, limit: float) -> str | None:
         return None
     return (
         f"loss/grad_norm is {value:.3g}{at(history)}, above {limit:g}: a few samples or tokens drive the step. Look at "
-        "advantage/max and loss/ratio_max: for large advantages raise train.train.group_size, for large ratios lower "
-        "train.train.epochs or optimizer.adamw.lr; fsdp.FSDPPolicy.max_grad_norm bounds the step meanwhile"
+        "advantage/max and loss/ratio_max: for large advantages raise step.Algorithm.group_size, for large ratios lower "
+        "step.Algorithm.epochs or optimizer.adamw.lr; sections.Policy.max_grad_norm bounds the step meanwhile"
     )
 
 
@@ -113,8 +113,8 @@ def logp_gap_high(history: History, *, limit: float) -> str | None:
     return (
         f"loss/logp_gap_mean is {value:.3g}{at(history)}, above {limit:g}: trainer and sampler give the same tokens "
         "other log-probs, so the gradient is that of another policy. Check that the sampler got the weights, and "
-        "train.train.dtype; or correct for it: train.train.old_logp = @step.from_trainer and "
-        "objective.policy_objective.correct = @importance.truncated_weight"
+        "sections.Compute.dtype; or correct for it: step.Algorithm.old_logp = @step.from_trainer and "
+        "objective.policy_objective.importance_correction = @importance.truncated_weight"
     )
 
 
@@ -139,7 +139,7 @@ def not_finite(history: History, *, groups: Sequence[str]) -> str | None:
     return (
         f"{shown} not finite{at(history)}: the step is broken, and what follows from its weights may be. Go back to a "
         f"checkpoint before it; look for infinite rewards (combine.combine.parts) and for loss/ratio_max, {SLOWER}, or "
-        "compute in train.train.dtype = 'bfloat16' or 'float32'"
+        "compute in sections.Compute.dtype = 'bfloat16' or 'float32'"
     )
 
 
@@ -156,8 +156,8 @@ def no_signal(history: History, *, share: float, steps: int) -> str | None:
     side = "" if solved is None else f" (reward/correct_rate {solved:.2f}: too {'easy' if solved > 0.5 else 'hard'})"
     return (
         f"advantage/no_signal was at least {min(values):.2f} for {steps} steps{at(history)}: so many groups have only "
-        f"equal rewards and teach nothing{side}. Choose other problems (train.train.task), raise "
-        "train.train.group_size or train.train.temperature, or sample until there is signal (algo/dapo.gin)"
+        f"equal rewards and teach nothing{side}. Choose other problems (sections.Data.task), raise "
+        "step.Algorithm.group_size or sections.Sampling.temperature, or sample until there is signal (algo/dapo.gin)"
     )
 
 
@@ -170,7 +170,7 @@ def truncated_high(history: History, *, share: float, steps: int) -> str | None:
     return (
         f"generation/truncated was at least {min(values):.2f} for {steps} steps{at(history)}: so many answers ran into "
         "the limit, most of them before they came to a result, and lose their reward for it. Raise "
-        "train.train.max_new_tokens, or reward shorter answers (docs/catalogue.md)"
+        "sections.Sampling.max_new_tokens, or reward shorter answers (docs/catalogue.md)"
     )
 
 
@@ -183,8 +183,8 @@ def overflowing(history: History, *, steps: int) -> str | None:
     return (
         f"optimizer/overflows rose from {values[0]:.0f} to {values[-1]:.0f} in {steps} steps{at(history)}: float16 "
         "gradients overflow in every step and no weight moves. If optimizer/loss_scale still falls, lower "
-        "fsdp.FSDPPolicy.initial_scale; if it does not, the learning signal itself is too large: look at "
-        "loss/ratio_max and advantage/max, or compute in train.train.dtype = 'bfloat16'"
+        "sections.Policy.initial_scale; if it does not, the learning signal itself is too large: look at "
+        "loss/ratio_max and advantage/max, or compute in sections.Compute.dtype = 'bfloat16'"
     )
 
 
@@ -200,7 +200,7 @@ def entropy_collapsed(history: History, *, share: float, window: int) -> str | N
     return (
         f"loss/entropy fell from {ends[0]:.3g} to {ends[1]:.3g}{at(history)}, below {share:g} of its start: samples of "
         f"a group become alike and there is nothing left to compare. {SLOWER.capitalize()}, raise the loss's clip_high "
-        "or objective.policy_objective.entropy_bonus, or train.train.temperature"
+        "or objective.policy_objective.entropy_bonus, or sections.Sampling.temperature"
     )
 
 
@@ -213,7 +213,7 @@ def length_exploded(history: History, *, times: float, window: int) -> str | Non
     return (
         f"generation/length_mean grew from {ends[0]:.3g} to {ends[1]:.3g}{at(history)}, more than {times:g} times: "
         "unless the reward grew with it, length itself is being rewarded. Compare reward/mean; weigh by tokens or a "
-        "constant (objective.policy_objective.weigh, docs/catalogue.md), or add a length part to combine.combine.parts"
+        "constant (objective.policy_objective.loss_aggregation, docs/catalogue.md), or add a length part to combine.combine.parts"
     )
 
 
@@ -241,7 +241,7 @@ def reward_without_accuracy(history: History, *, evaluations: int, rise: float, 
         f"while reward/mean rose from {mean(rewards[:half]):.3g} to {mean(rewards[-half:]):.3g}: what earns reward is "
         "no longer what is right, or the training problems are learned by heart. Read samples, lower that part's "
         "weight in combine.combine.weights, raise objective.policy_objective.beta, and take the best checkpoint "
-        "(loop.Cadence.keep_best)"
+        "(sections.Checkpoints.keep_best)"
     )
 
 

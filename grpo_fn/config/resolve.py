@@ -65,8 +65,8 @@ class Resolver:
         left = () if trail else parameters.keys() - self.wanted
         bound = {knob: value for knob, value in bound.items() if knob not in left}
         self.problems += missing(ref, label, bound, {*supplied, *left})
-        of_root = {} if trail else self.supplied
-        knobs = {k: self.value(bound[k], scope, of_root.get(k, ()), (*trail, label)) for k in sorted(bound)}
+        by_knob = getattr(ref.target, "SUPPLIED", {}) if trail else self.supplied
+        knobs = {k: self.value(bound[k], scope, by_knob.get(k, ()), (*trail, label)) for k in sorted(bound)}
         self.problems += [p for k, item in knobs.items() for p in mistyped(label, parameters.get(k), item)]
         return Node(ref.target, knobs, ref.call)
 

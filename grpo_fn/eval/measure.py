@@ -7,7 +7,7 @@ one for evaluation too.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,24 @@ from torch import nn
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.analysis.evaluation import Evaluation, GradedAnswer, evaluate, grader_names, grouped, summarise, tally
+from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, grouped, summarise, tally
 from grpo_fn.analysis.statistics import wilson
-from grpo_fn.core import prng, sampling
-from grpo_fn.core.problem import Problem, RewardFn, Scorer
+from grpo_fn.core import prng
+from grpo_fn.core import sampling as token_samplers
+from grpo_fn.core.problem import Problem, Scorer
 from grpo_fn.shell.atomic_io import check_space, write_bytes, write_json
 from grpo_fn.shell.logging import eval_store
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-from grpo_fn.shell.sampler.interface import SamplerContext
+from grpo_fn.shell.sampler.interface import EngineSampler, SamplerContext
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device
-from grpo_fn.tasks.task import Task, held_out
-from grpo_fn.trainer import plan as planning
+from grpo_fn.tasks.task import held_out
 from grpo_fn.trainer.build import prepare
-from grpo_fn.trainer.loop import EVALUATION
 from grpo_fn.trainer.model_source import Found, check_fits, locate, take
 from grpo_fn.trainer.requirements import check_engines, check_sandboxes
+from grpo_fn.trainer.run import EVALUATION
+from grpo_fn.trainer.sections import Compute, Data, Evaluation, Rewards, Sampling
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
 BYTES_A_TOKEN = 16  # of samples.jsonl, generously: four of English, six a character of other scripts
@@ -57,19 +57,11 @@ def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
 def measure(
     request: Request,
     *,
-    task: Callable[[], Task],
-    overlong_prompts: Callable[..., tuple[Task, int]],
-    encode: hf.Encode,
-    dtype: str,
-    device: str,
-    attention: str,
-    sampler: Callable[..., Any],
-    max_new_tokens: int,
-    stop: Sequence[str],
-    judges: Sequence[RewardFn],
+    data: Data,
+    compute: Compute,
+    sampling: Sampling,
+    rewards: Rewards,
     evaluation: Evaluation,
-    reward_pool: Callable[[], RewardPool],
-    eval_problems: int,
     seed: int,
 ) -> int:
     """Evaluate a model and leave config.gin, samples.jsonl and results.json in a folder.
@@ -77,42 +69,55 @@ def measure(
     Raises ValueError, before any weights are loaded, for numbers, data, folders or a model that do not fit together.
     """
     clock = Stopwatch()
-    planning.check_positive(eval_problems=eval_problems, max_new_tokens=max_new_tokens)
-    grader_names(judges)
-    check_sandboxes(judges)
-    check_engines([sampler])
-    place, precision = find_device(device, 0), hf.find_dtype(dtype)
-    hf.check_attention(attention)
+    check_sandboxes(evaluation.graders)
+    check_engines([sampling.sampler])
+    place, precision = find_device(compute.device, 0), hf.find_dtype(compute.dtype)
+    hf.check_attention(compute.attention)
     check_free(request.out)
     found = locate(request.model, warn=warn)
     config = found.source.config()
     if found.checkpoint is not None:
         check_fits(found.checkpoint, config)
-    asked = held_out(task().test[:eval_problems])
+    asked = held_out(data.task().test[: evaluation.problems])
     if not asked.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
     disable_progress_bar()
     folder, tokenizer, fitting = prepare(
-        found.source, asked, (), config, max_new_tokens, encode=encode, overlong_prompts=overlong_prompts
+        found.source,
+        asked,
+        (),
+        config,
+        sampling.max_new_tokens,
+        encode=data.encode_prompt,
+        overlong_prompts=data.overlong_prompts,
     )
     problems = fitting.test
     for note in fitting.notes:
         warn(note)
-    check_space(request.out, len(problems) * (1 + evaluation.samples) * max_new_tokens * BYTES_A_TOKEN + 2**20)
+    check_space(request.out, len(problems) * (1 + evaluation.samples) * sampling.max_new_tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
     write_bytes(request.out / "config.gin", request.config_text.encode())
     world = alone(place)
     whole = cache(
-        partial(loaded, found, partial(hf.load_model, folder, dtype=precision, device=place, attention=attention))
+        partial(
+            loaded, found, partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
+        )
     )
     seat = SamplerContext(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
     with clock.span("load"):
-        make = partial(sampler, encode=encode, max_new_tokens=max_new_tokens, stop=stop)
-        greedy = make(seat, tokenizer, choose=sampling.greedy)
+        greedy = sampling.sampler(
+            seat,
+            tokenizer,
+            choose=token_samplers.greedy,
+            encode=data.encode_prompt,
+            max_new_tokens=sampling.max_new_tokens,
+            max_rows=sampling.max_rows,
+            stop=sampling.stop,
+        )
         if found.checkpoint is not None:
             greedy.load(FixedWeights(whole(), world))
-    with noting(f"evaluating {found.path}"), closing(greedy), reward_pool() as pool, clock.span("evaluate"):
-        judged = answers(greedy, problems, seed=seed, judges=judges, how=evaluation, score=timed(pool.score, clock))
+    with noting(f"evaluating {found.path}"), closing(greedy), rewards.pool() as pool, clock.span("evaluate"):
+        judged = answers(greedy, problems, seed=seed, how=evaluation, score=timed(pool.score, clock))
     figures = summarise(judged, ks=evaluation.ks, by=evaluation.by)
     parts = {key: {value: counted(rows) for value, rows in grouped(judged, key).items()} for key in evaluation.by}
     eval_store.write(request.out / SAMPLES, [one.row() for one in judged])
@@ -120,7 +125,7 @@ def measure(
         "model": request.model,
         "weights": found.path,
         "parameters": hf.parameter_count(hf.empty_model(config)),
-        "dtype": dtype,
+        "dtype": compute.dtype,
         "device": str(place),
         "seed": seed,
         "fingerprint": request.fingerprint,
@@ -141,7 +146,7 @@ def loaded(found: Found, load: Callable[[], nn.Module]) -> nn.Module:
 
 
 def answers(
-    greedy: Any, problems: Sequence[Problem], *, seed: int, judges: Sequence[RewardFn], how: Evaluation, score: Scorer
+    greedy: EngineSampler, problems: Sequence[Problem], *, seed: int, how: Evaluation, score: Scorer
 ) -> list[GradedAnswer]:
     """What training would find about the problems, a part of them at a time so that one can watch."""
     key = prng.fold_in(prng.key(seed, device="cpu"), EVALUATION)
@@ -151,12 +156,12 @@ def answers(
         for start in range(0, len(problems), at_once):
             judged += evaluate(
                 greedy,
-                replace(greedy, choose=how.choose),
+                greedy.for_evaluation(how.token_sampler),
                 problems[start : start + at_once],
                 key=key,
-                judges=judges,
+                judges=how.graders,
                 samples=how.samples,
-                answer=how.answer,
+                answer=how.extract_answer,
                 score=score,
             )
             bar.update(len(judged) - bar.n)

@@ -3,9 +3,10 @@
 Everything happens in memory. Nothing is written into the run folder, whose run may be going on.
 """
 
-import io
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,14 @@ from grpo_fn.replay.restore import Before, Unasked, before, from_store, held, ke
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.logging.stopwatch import Stopwatch, noting
-from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy import checksums
-from grpo_fn.shell.world import Elsewhere, LostRank, World, join
-from grpo_fn.train import Request, parted, train
-from grpo_fn.trainer.loop import TrainingRun, take_step
+from grpo_fn.shell.world import Elsewhere, LostRank, World, join, leave_lost
+from grpo_fn.trainer.build import build
+from grpo_fn.trainer.loop import take_step
 from grpo_fn.trainer.recording import step_checksums, token_by_token
+from grpo_fn.trainer.run import Request, TrainingRun
+from grpo_fn.trainer.sections import Settings
+from grpo_fn.trainer.validate import ValidatedPlan, check_this_machine, validate
 
 SAME, DIFFERENT = 0, 1
 
@@ -60,7 +63,7 @@ def launch(**asked: Any) -> int:
     try:
         return replay(Asked(**asked))
     except (Elsewhere, LostRank) as error:
-        return parted(error, then="nothing was changed; the same command begins anew")
+        return leave_lost(error, then="nothing was changed; the same command begins anew")
 
 
 def replay(asked: Asked) -> int:
@@ -78,23 +81,29 @@ def replay(asked: Asked) -> int:
     if asked.step not in lines and not asked.overrides:
         raise ValueError(
             f"--step: got {asked.step}, which is not in {asked.run_dir / checksums.FILE}, wanted one of {spans([*lines])} "
-            "(loop.Cadence.digest_every says which steps are recorded)"
+            "(sections.Logging.checksums_every says which steps are recorded)"
         )
-    kwargs = own.kwargs()
-    world, story = join(kwargs["device"], deadline=kwargs["scale"].deadline), Story()
-    if asked.overrides:
-        with redirect_stdout(io.StringIO()):  # only to see that it fits together, before any work
-            train(replace(requested(asked, other, world), dry_run=True, ranks=world.size), **other.kwargs())
-    eps = torch.finfo(hf.find_dtype(kwargs["dtype"])).eps
-    work = partial(repeat, asked=asked, lines=lines, story=story, eps=eps)
-    train(replace(requested(asked, own, world), work=work), **kwargs)
-    code = world.agree(partial(conclude, asked, story), what="what came of it")
-    if asked.overrides:
-        train(
-            replace(requested(asked, other, world), work=partial(instead, asked=asked, story=story)), **other.kwargs()
-        )
+    settings = Settings(**own.kwargs())
+    checked = validate(settings)
+    world = join(settings.compute.device, deadline=settings.parallelism.collective_timeout)
+    story = Story()
+    instead_of = validated_override(other, world) if asked.overrides else None  # before any work
+    with built(asked, own, settings, checked, world) as run:
+        repeat(run, asked=asked, lines=lines, story=story, eps=torch.finfo(checked.dtype).eps)
+    code = world.agree(partial(conclude, asked, story), what="the result")
+    if instead_of is not None:
+        with built(asked, other, *instead_of, world) as run:
+            instead(run, asked=asked, story=story)
     world.leave()
     return code
+
+
+def validated_override(other: Config, world: World) -> tuple[Settings, ValidatedPlan]:
+    """The settings with the overrides, once they fit together and these ranks."""
+    settings = Settings(**other.kwargs())
+    checked = validate(settings)
+    settings.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    return settings, checked
 
 
 def configured(run_dir: Path, overrides: Sequence[str]) -> Config:
@@ -107,9 +116,11 @@ def configured(run_dir: Path, overrides: Sequence[str]) -> Config:
         raise ValueError(str(error).replace("--gin_param", "--override")) from error
 
 
-def requested(asked: Asked, config: Config, world: World) -> Request:
-    """A request to put the pieces together and to leave the run folder alone."""
-    return Request(
+def built(
+    asked: Asked, config: Config, settings: Settings, checked: ValidatedPlan, world: World
+) -> AbstractContextManager[TrainingRun]:
+    """The pieces of the run, which leave the run folder alone."""
+    request = Request(
         config_text=config.text,
         fingerprint=config.fingerprint,
         run_dir=asked.run_dir,
@@ -117,9 +128,9 @@ def requested(asked: Asked, config: Config, world: World) -> Request:
         ranks=1,
         hosts=1,
         force=False,
-        enter=left_alone,
-        world=world,
     )
+    check_this_machine(settings)
+    return build(settings, checked, request, world, enter=left_alone, started=time.perf_counter())
 
 
 def left_alone(run_dir: Path, **_: Any) -> bool:
@@ -136,56 +147,53 @@ def spans(steps: Sequence[int]) -> str:
 # -- the run's own step
 
 
-def repeat(
-    built: TrainingRun, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float
-) -> int:
+def repeat(run: TrainingRun, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float) -> None:
     """Restore, take every step up to the one asked for, and compare each with what was recorded."""
-    say = speaker(built.world)
-    stored = asked.stored or unrepeatable(built, say)
+    say = speaker(run.world)
+    stored = asked.stored or unrepeatable(run, say)
     if stored:
-        built = replace(built, sampler=Unasked())
-    start, carried, said = restored(built, asked.step - 1)
+        run = replace(run, sampler=Unasked())
+    start, carried, said = restored(run, asked.step - 1)
     for line in said:
         say(line)
-    wanted, here = lines.get(start, {}).get("weights"), built.policy.digests()["weights"]
+    wanted, here = lines.get(start, {}).get("weights"), run.policy.digests()["weights"]
     if wanted not in (None, here):
         story.first = [f"step {start}, weights: {wanted} recorded, {here} in the checkpoint"]
     figures = metrics(asked.run_dir)
     for step in range(start + 1, asked.step + 1):
         if step == asked.step and asked.overrides:
-            story.before = before(built.policy, built.sampler, carried)
+            story.before = before(run.policy, run.sampler, carried)
         line = lines.get(step, {})
-        kept = built.world.agree(partial(kept_of, asked.run_dir, step, line.get("width", 0)), what="the stored rollout")
+        kept = run.world.agree(partial(kept_of, asked.run_dir, step, line.get("width", 0)), what="the stored rollout")
         was = Recorded(line, figures.get(step, {}), kept)
-        story.stored = held(was.stored, built.run_dir, step) if stored else None
+        story.stored = held(was.stored, run.run_dir, step) if stored else None
         gains = carried.gains
-        story.taken, carried = taken(built, carried, step, story.stored)
-        if step == asked.step and asked.show is not None and built.world.main:
-            write_bytes(asked.show, token_by_token(built, step, story.taken.seen, gains)[1].encode())
+        story.taken, carried = taken(run, carried, step, story.stored)
+        if step == asked.step and asked.show is not None and run.world.main:
+            write_bytes(asked.show, token_by_token(run, step, story.taken.seen, gains)[1].encode())
             say(f"the learning signal of step {step} is in {asked.show}")
-        compare(built, step, was, story, eps, say)
-    return SAME
+        compare(run, step, was, story, eps, say)
 
 
-def unrepeatable(built: TrainingRun, say: Callable[[str], None]) -> bool:
+def unrepeatable(run: TrainingRun, say: Callable[[str], None]) -> bool:
     """Whether the tokens have to be the stored ones, because the engine would draw others."""
-    sampler = built.sampler.sampler
-    if not built.sampler.repeatable:
+    sampler = run.sampler.sampler
+    if not run.sampler.repeatable:
         say(f"{type(sampler).__name__} cannot repeat its tokens: the stored ones are learned from")
     elif sampler.overlaps:
         say("the servers may be at work for the run itself: the stored tokens are learned from")
-    return sampler.overlaps or not built.sampler.repeatable
+    return sampler.overlaps or not run.sampler.repeatable
 
 
-def taken(built: TrainingRun, carried: Carried, step: int, stored: Stored | None) -> tuple[Taken, Carried]:
+def taken(run: TrainingRun, carried: Carried, step: int, stored: Stored | None) -> tuple[Taken, Carried]:
     """One step, and what the next one gets; learning from the stored rollout where one is given."""
     if stored is not None:
-        built = replace(built, algo=replace(built.algo, collect=from_store(built, stored)))
-    clock, noted = Stopwatch(), built.policy.note()
-    with noting(built.world, step, clock):
-        seen, carried, figures = take_step(built, carried, clock.span)
-        line = step_checksums(built, step, seen, noted)
-    algo = built.algo
+        run = replace(run, algo=replace(run.algo, group_sampling=from_store(run, stored)))
+    clock, noted = Stopwatch(), run.policy.note()
+    with noting(run.world, step, clock):
+        seen, carried, figures = take_step(run, carried, clock.span)
+        line = step_checksums(run, step, seen, noted)
+    algo = run.algo
     parts = dealt(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
     return Taken(seen, figures, line, laid_out(seen.batch, parts, noted.signals)), carried
 
@@ -213,16 +221,16 @@ def laid_out(batch: Batch, parts: Sequence[Tensor], sent: Sequence[tuple[Batch, 
     return whole
 
 
-def compare(built: TrainingRun, step: int, was: Recorded, story: Story, eps: float, say: Callable[[str], None]) -> None:
+def compare(run: TrainingRun, step: int, was: Recorded, story: Story, eps: float, say: Callable[[str], None]) -> None:
     """Say which quantities of the step differ; about the first difference of all, everything that is known."""
     now, told = story.taken, []
     names = differing(was.line, now.line)
     if names:
         told.append(f"step {step}, {names[0]}: {was.line[names[0]]} recorded, {now.line[names[0]]} now")
     if odd := tampered(was):
-        told.append(f"step {step}, {odd[0]}: the rollout in {built.run_dir / 'rollouts'} is not the recorded one")
+        told.append(f"step {step}, {odd[0]}: the rollout in {run.run_dir / 'rollouts'} is not the recorded one")
     if told:
-        told += explained(names[0] if names else odd[0], was, now, built.tokenizer.decode)
+        told += explained(names[0] if names else odd[0], was, now, run.tokenizer.decode)
         told += [*circumstances(was, now), *filter(None, [rounding(was, now, eps)])]
     story.first, story.recorded = story.first or told, bool(was.line)
     alike = f"{', '.join(QUANTITIES)} as recorded" if was.line else "not recorded"
@@ -251,14 +259,13 @@ def silent(*_: Any, **__: Any) -> None:
 # -- under other knobs
 
 
-def instead(built: TrainingRun, *, asked: Asked, story: Story) -> int:
+def instead(run: TrainingRun, *, asked: Asked, story: Story) -> None:
     """The step from the same state, under these knobs, beside the run's own."""
-    say, step = speaker(built.world), asked.step
-    built.policy.restore(partial(put_back, story.before.tensors), story.before.counters)
+    say, step = speaker(run.world), asked.step
+    run.policy.restore(partial(put_back, story.before.tensors), story.before.counters)
     if story.stored is not None:
-        built = replace(built, sampler=Unasked())
-    built.sampler.load(built.policy)
-    built.sampler.refill(story.before.ahead)
-    other, _ = taken(built, story.before.carried, step, story.stored)
+        run = replace(run, sampler=Unasked())
+    run.sampler.load(run.policy)
+    run.sampler.refill(story.before.ahead)
+    other, _ = taken(run, story.before.carried, step, story.stored)
     say(f"step {step} with {', '.join(asked.overrides)}:", *beside(story.taken, other), sep="\n")
-    return SAME

@@ -21,8 +21,9 @@ from grpo_fn.replay.diff import Stored
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
-from grpo_fn.trainer.loop import TrainingRun, training_problem
+from grpo_fn.trainer.loop import training_problem
 from grpo_fn.trainer.model_source import whole
+from grpo_fn.trainer.run import TrainingRun
 from grpo_fn.trainer.state import unpack_carried
 
 
@@ -60,28 +61,28 @@ def held(stored: Stored | None, run_dir: Path, step: int) -> Stored:
     if stored is None:
         raise ValueError(
             f"got no rollout of step {step} in {run_dir / 'rollouts'}, wanted its tokens there "
-            "(loop.Cadence.keep_rollouts says how many steps are kept)"
+            "(sections.Logging.keep_rollouts says how many steps are kept)"
         )
     return stored
 
 
-def from_store(built: TrainingRun, stored: Stored) -> Callable[[Explore, Carried], GroupBatch]:
+def from_store(run: TrainingRun, stored: Stored) -> Callable[[Explore, Carried], GroupBatch]:
     """The stored groups in the place of sampled ones, rewarded anew.
 
     Raises ValueError when the task has other prompts now.
     """
     groups = stored.groups
-    problems = tuple(map(training_problem(built), (problem.uid for problem in groups.problems)))
+    problems = tuple(map(training_problem(run), (problem.uid for problem in groups.problems)))
     for past, drawn in zip(groups.problems, problems, strict=True):
         if past.prompt != drawn.prompt:
             raise ValueError(
                 f"problem {drawn.uid}: got the prompt {drawn.prompt[:80]!r}, wanted the stored one, "
                 f"{past.prompt[:80]!r}: has the data changed?"
             )
-    rollout = tree_map_only(Tensor, lambda x: x.to(built.world.device), groups.rollout)
+    rollout = tree_map_only(Tensor, lambda x: x.to(run.world.device), groups.rollout)
 
     def collect(explore: Explore, carried: Carried) -> GroupBatch:
-        found = Groups(problems, rollout, built.algo.reward(problems, rollout))
+        found = Groups(problems, rollout, run.algo.reward(problems, rollout))
         return GroupBatch(found, found, carried, {})
 
     return collect
@@ -116,20 +117,20 @@ class Restored(NamedTuple):
     said: list[str]  # where it came from, for people
 
 
-def restored(built: TrainingRun, last: int) -> Restored:
+def restored(run: TrainingRun, last: int) -> Restored:
     """Bring policy and sampler to the newest state that is kept of step `last` or before."""
-    said, root = [], built.run_dir / "checkpoints"
-    found = built.world.agree(partial(nearest, root, last, said), what="the checkpoint before the step")
+    said, root = [], run.run_dir / "checkpoints"
+    found = run.world.agree(partial(nearest, root, last, said), what="the checkpoint before the step")
     if found is None:
         said.append("no checkpoint is kept before this step: from the model that the run began with")
         step, carried, ahead = 0, AT_THE_START, []
     else:
         step, path, blobs = found
         said.append(f"restored {path}")
-        built.policy.restore(partial(store.load_into, path, world=built.world), blobs["policy"])
-        carried, ahead = unpack_carried(blobs["carried"], training_problem(built)), blobs.get("ahead", [])
-    built.sampler.load(built.policy)
-    built.sampler.refill(ahead)
+        run.policy.restore(partial(store.load_into, path, world=run.world), blobs["policy"])
+        carried, ahead = unpack_carried(blobs["carried"], training_problem(run)), blobs.get("ahead", [])
+    run.sampler.load(run.policy)
+    run.sampler.refill(ahead)
     return Restored(step, carried, said)
 
 

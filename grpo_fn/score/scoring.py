@@ -42,7 +42,7 @@ def run(
     """
     named = known(reward)
     seconds = named.deadline if deadline is None else deadline
-    pool = RewardPool(workers=workers, deadline=seconds, memory_mb=memory_mb, stop_on_error=False)
+    pool = RewardPool(workers=workers, timeout_per_completion=seconds, memory_mb=memory_mb, stop_on_error=False)
     fn = reward_of(named, knobs)
     tally: Counter[str] = Counter()
     try:

@@ -11,7 +11,7 @@ import torch
 
 # EX_TEMPFAIL of sysexits.h: everything is saved, the same command goes on from here.
 EXIT_STOPPED = 75
-# A rule of train.train.stop_on fired: everything is saved, and a person should look before the same command goes on.
+# A rule of sections.Health.stop fired: everything is saved, and a person should look before the same command goes on.
 EXIT_UNHEALTHY = 76
 
 

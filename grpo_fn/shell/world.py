@@ -145,6 +145,16 @@ class World:
         os._exit(EXIT_LOST)
 
 
+def leave_lost(error: "Elsewhere | LostRank", *, then: str) -> int:
+    """The exit code when another rank found bad input; ends the process with EXIT_LOST when a rank is gone."""
+    notes = getattr(error, "__notes__", [])
+    if isinstance(error, Elsewhere) and not notes:  # the rank that found it says so
+        return 2
+    print(f"{', '.join([str(error), *notes])}; {then}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_LOST)  # taking Python down, a backend that has lost its peers may wait for them, or abort
+
+
 def alone(device: torch.device) -> World:
     """The world of a single process."""
     return World(0, 1, device, deadline=float("inf"))

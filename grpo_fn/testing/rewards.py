@@ -83,7 +83,7 @@ def a_function_of_the_row(one: Score, other: Score, rows: SearchStrategy[Row]) -
 @contextmanager
 def scoring(reward: RewardFn, deadline: float, memory_mb: int) -> Iterator[Score]:
     """A worker of its own for `reward`; raises AssertionError when a row costs it the worker."""
-    with RewardPool(workers=1, deadline=deadline, memory_mb=memory_mb, stop_on_error=True) as pool:
+    with RewardPool(workers=1, timeout_per_completion=deadline, memory_mb=memory_mb, stop_on_error=True) as pool:
 
         def score(rows: Sequence[Row]) -> list[float | None]:
             outcomes = pool.judge(reward, [row.problem for row in rows], [row.completion for row in rows])

@@ -7,10 +7,9 @@ once and stays: there a run that ends meanwhile finds the weights again.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,32 +18,25 @@ from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging.stopwatch import noting
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.sampler.local.local_sampler import Choose
 from grpo_fn.shell.world import World
+from grpo_fn.trainer.loggers import RunLoggers
 from grpo_fn.trainer.recording import record_evaluation, report_findings
+from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 from grpo_fn.trainer.state import BEST, Progress, figures_of, reload
 
 ROUND = 0.5  # seconds between two looks at whether to stop, while one waits
 
 
-@dataclass(frozen=True)
-class AsyncEvaluator:
-    """Two samplers on one engine, which the training does not need, and workers of its own for the judges."""
-
-    greedy: Any
-    sampled: Any
-    pool: Callable[[], RewardPool]
-    key: Tensor
-
-
 @contextmanager
 def open_evaluator(
-    make: Callable[[], Any], choose: Choose, pool: Callable[[], RewardPool], key: Tensor, world: World
+    make: Callable[[], EngineSampler], choose: Choose, pool: Callable[[], RewardPool], key: Tensor, world: World
 ) -> Iterator[AsyncEvaluator]:
     """The evaluator while the run goes on. `make` starts the engine: a sampler of greedy answers, as a dataclass."""
     greedy = world.together(make, what="starting the evaluator")
     with closing(greedy):
-        yield AsyncEvaluator(greedy, replace(greedy, choose=choose), pool, key)
+        yield AsyncEvaluator(greedy, greedy.for_evaluation(choose), pool, key)
 
 
 class EvaluationResult(NamedTuple):
@@ -54,104 +46,106 @@ class EvaluationResult(NamedTuple):
     complaints: list[str]  # of judges, on rows that were lost
 
 
-def run_evaluation(built: Any, evaluator: AsyncEvaluator) -> EvaluationResult:
+def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator) -> EvaluationResult:
     """The evaluation itself, on the main rank alone. Its workers begin and end with it: they live in its thread."""
-    how = built.evaluation
+    how = run.settings.evaluation
     with evaluator.pool() as pool:
         judged = evaluate(
             evaluator.greedy,
             evaluator.sampled,
-            built.held_out,
+            run.held_out,
             key=evaluator.key,
-            judges=built.judges,
+            judges=run.settings.evaluation.graders,
             samples=how.samples,
-            answer=how.answer,
+            answer=how.extract_answer,
             score=pool.score,
         )
         return EvaluationResult(judged, [*pool.complaints])
 
 
 def advance_evaluation(
-    built: Any, progress: Progress, voice: Any, *, due: bool, stop: Callable[[], bool]
+    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, due: bool, stop: Callable[[], bool]
 ) -> list[health.Finding]:
     """After a step: take in what has come, and begin what is due; returns what ends the run (`TrainingRun.stop_on`).
 
     There are never two at once: what is at work when another one is due is waited for, unless a stop is asked for
     meanwhile. What is not begun or has not come is pending then.
     """
-    fatal = record_if_done(built, progress, voice, patience=0.0)
+    fatal = record_if_done(run, progress, loggers, patience=0.0)
     if due:
         progress.pending.append(progress.state.step)
-        found, free = wait_for_evaluation(built, progress, voice, stop=stop)
+        found, free = wait_for_evaluation(run, progress, loggers, stop=stop)
         fatal += found
         if free:
-            begin_evaluation(built, progress.state.step, voice)
+            begin_evaluation(run, progress.state.step, loggers)
     return fatal
 
 
 def wait_for_evaluation(
-    built: Any, progress: Progress, voice: Any, *, stop: Callable[[], bool]
+    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
 ) -> tuple[list[health.Finding], bool]:
     """Wait for what is at work: (what ends the run, whether nothing is at work). A stop ends the wait."""
     fatal: list[health.Finding] = []
-    if voice.background.name is not None:
-        voice.console.line(f"waiting for the {voice.background.name}")
-    while voice.background.name is not None:
+    if loggers.background.name is not None:
+        loggers.console.line(f"waiting for the {loggers.background.name}")
+    while loggers.background.name is not None:
         if stop():
             return fatal, False
-        fatal += record_if_done(built, progress, voice, patience=ROUND)
+        fatal += record_if_done(run, progress, loggers, patience=ROUND)
     return fatal, True
 
 
-def finish_evaluations(built: Any, progress: Progress, voice: Any, *, stop: Callable[[], bool]) -> bool:
+def finish_evaluations(run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]) -> bool:
     """Wait for what is at work after the last step. False when a stop was asked for: it stays pending."""
-    with noting(built.world, progress.state.step, voice.clock), voice.clock.span("evaluate"):
-        wait_for_evaluation(built, progress, voice, stop=stop)
+    with noting(run.world, progress.state.step, loggers.clock), loggers.clock.span("evaluate"):
+        wait_for_evaluation(run, progress, loggers, stop=stop)
     return not progress.pending
 
 
-def begin_evaluation(built: Any, step: int, voice: Any) -> None:
+def begin_evaluation(run: TrainingRun, step: int, loggers: RunLoggers) -> None:
     """Push the policy's weights, which are those of `step`, and have the questions asked; every rank takes part."""
-    voice.evaluator.greedy.load(built.policy)
-    voice.background.begin(f"evaluation of step {step}", partial(run_evaluation, built, voice.evaluator))
+    loggers.evaluator.greedy.load(run.policy)
+    loggers.background.begin(f"evaluation of step {step}", partial(run_evaluation, run, loggers.evaluator))
 
 
-def record_if_done(built: Any, progress: Progress, voice: Any, *, patience: float) -> list[health.Finding]:
+def record_if_done(
+    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, patience: float
+) -> list[health.Finding]:
     """Record the evaluation at work once it is over; returns what, of the news in it, ends the run."""
-    if voice.background.name is None:
+    if loggers.background.name is None:
         return []
     step, now = progress.pending[0], progress.state.step
-    figures = voice.background.taken(partial(write_evaluation, built, step, now, voice), patience=patience)
+    figures = loggers.background.taken(partial(write_evaluation, run, step, now, loggers), patience=patience)
     if figures is None:
         return []
     credit_score(progress, step, figures)
-    before = [line for line in voice.history if line["step"] <= step]
-    voice.history[:] = amend_history(voice.history, step, figures)
+    before = [line for line in loggers.history if line["step"] <= step]
+    loggers.history[:] = amend_history(loggers.history, step, figures)
     where = "before training" if step == 0 else f"evaluation of step {step}"
-    voice.console.line(
-        f"{where}: accuracy {figures[BEST]:.3f} on {len(built.held_out)} held-out problems, "
+    loggers.console.line(
+        f"{where}: accuracy {figures[BEST]:.3f} on {len(run.held_out)} held-out problems, "
         f"{figures['eval/seconds']:.1f} s beside the training, known after step {now}"
     )
-    found = built.world.agree(
-        partial(late_findings, built, before, amend_history(before, step, figures)), what="the rules of health"
+    found = run.world.agree(
+        partial(late_findings, run, before, amend_history(before, step, figures)), what="the rules of health"
     )
-    return report_findings(found, step, voice.console, voice.writer)
+    return report_findings(found, step, loggers.console, loggers.writer)
 
 
 def write_evaluation(
-    built: Any, step: int, now: int, voice: Any, found: EvaluationResult, seconds: float
+    run: TrainingRun, step: int, now: int, loggers: RunLoggers, found: EvaluationResult, seconds: float
 ) -> dict[str, float]:
     """On the main rank: an evaluation in the files of the run, at its step; returns its figures."""
-    how = built.evaluation
-    record_evaluation(built.run_dir, step, found.judged, built.cadence.show_rows, voice.writer)
+    how = run.settings.evaluation
+    record_evaluation(run.run_dir, step, found.judged, run.settings.logging.samples_rows, loggers.writer)
     figures = {
         **summarise(found.judged, ks=how.ks, by=how.by),
         "eval/came_after": float(now - step),
         "eval/seconds": seconds,
     }
-    voice.writer.amend(step, figures)  # the last one: where they are in the metrics, all of it is there
+    loggers.writer.amend(step, figures)  # the last one: where they are in the metrics, all of it is there
     for complaint in found.complaints:
-        voice.console.line(f"evaluation of step {step}: {complaint}")
+        loggers.console.line(f"evaluation of step {step}: {complaint}")
     return figures
 
 
@@ -161,13 +155,13 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
 
 
 def late_findings(
-    built: Any, before: health.History, after: health.History
+    run: TrainingRun, before: health.History, after: health.History
 ) -> tuple[list[health.Finding], list[health.Finding]]:
     """What the rules would have said after a step, had its evaluation been there, and did not say then."""
-    told = {found.rule for found in health.news([*built.health, *built.stop_on], before)}
+    told = {found.rule for found in health.news([*run.settings.health.warn, *run.settings.health.stop], before)}
     said, fatal = (
         [found for found in health.news(rules, after) if found.rule not in told]
-        for rules in (built.health, built.stop_on)
+        for rules in (run.settings.health.warn, run.settings.health.stop)
     )
     return said, fatal
 
@@ -182,30 +176,32 @@ def credit_score(progress: Progress, step: int, figures: Mapping[str, float]) ->
         progress.accuracy_before = figures[BEST]
 
 
-def resume_pending(built: Any, progress: Progress, voice: Any, *, stop: Callable[[], bool]) -> list[health.Finding]:
+def resume_pending(
+    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
+) -> list[health.Finding]:
     """What was pending in the checkpoint that the run goes on from; returns what ends the run.
 
     An evaluation that came in after the checkpoint is in the metrics; another one is made again, of the weights in the
     checkpoint of its step. The policy is left as it was.
     """
-    root, now, fatal = built.run_dir / "checkpoints", progress.state.step, []
+    root, now, fatal = run.run_dir / "checkpoints", progress.state.step, []
     for step in [*progress.pending]:
-        known = built.world.agree(partial(figures_of, built.run_dir, step), what=f"the metrics of step {step}")
+        known = run.world.agree(partial(figures_of, run.run_dir, step), what=f"the metrics of step {step}")
         if BEST in known:
             credit_score(progress, step, known)
             continue
-        broken = None if step == now else built.world.agree(partial(store.flaw, root, step), what="a checkpoint")
+        broken = None if step == now else run.world.agree(partial(store.flaw, root, step), what="a checkpoint")
         if broken is not None:
-            voice.console.line(f"the evaluation of step {step} is lost, its weights are not there any more: {broken}")
+            loggers.console.line(f"the evaluation of step {step} is lost, its weights are not there any more: {broken}")
             progress.pending.remove(step)
             continue
-        found, free = wait_for_evaluation(built, progress, voice, stop=stop)
+        found, free = wait_for_evaluation(run, progress, loggers, stop=stop)
         fatal += found
         if not free:
             break
         if step != now:
-            reload(built.run_dir, step, built.policy, built.world)
-        begin_evaluation(built, step, voice)
+            reload(run.run_dir, step, run.policy, run.world)
+        begin_evaluation(run, step, loggers)
         if step != now:
-            reload(built.run_dir, now, built.policy, built.world)
+            reload(run.run_dir, now, run.policy, run.world)
     return fatal

@@ -1,16 +1,247 @@
-"""What a run or an evaluation needs of a model besides its weights, looked at before they are loaded."""
+"""Build a run from its validated settings: model, policy, sampler, reward workers; as one context that ends them all."""
 
-from collections.abc import Callable, Sequence
-from functools import cache
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from hashlib import sha256
 from typing import NamedTuple
 
+import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
+from grpo_fn.algo.step import StepAlgorithm, compare_as_given, compare_to_own_pass, from_sampler
+from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.sampler.interface import positions
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
+from grpo_fn.shell.process import keep_freed_memory
+from grpo_fn.shell.reward_workers.streaming import StreamingRewards
+from grpo_fn.shell.sampler.async_sampler import AsyncSampler
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, spread_score
+from grpo_fn.shell.sampler.interface import EngineSampler, Finished, SamplerContext, positions
+from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
-from grpo_fn.tasks.task import Task
+from grpo_fn.tasks.task import Task, train_problems
+from grpo_fn.trainer.async_eval import open_evaluator
+from grpo_fn.trainer.plan import check_shared
+from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, Request, TrainingRun
+from grpo_fn.trainer.sections import Settings
+from grpo_fn.trainer.state import has_progress
+from grpo_fn.trainer.validate import ValidatedPlan
+
+
+@contextmanager
+def build(
+    settings: Settings,
+    checked: ValidatedPlan,
+    request: Request,
+    world: World,
+    *,
+    enter: Callable[..., object],
+    started: float,
+) -> Iterator[TrainingRun]:
+    """The pieces of a run, until the context is left. `enter` takes the run folder, before a model is made or loaded.
+
+    Raises ValueError, before any weights are loaded, for a folder, prompts or a number of ranks that do not fit.
+    """
+    s = settings
+    disable_progress_bar()  # transformers' bars, one a file: they would bury the lines of the run
+    if world.device.type == "cpu":
+        keep_freed_memory()
+    text = sha256(request.config_text.encode()).hexdigest()  # the fingerprint is blind to changeable sections
+    world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
+    check_shared(s.algorithm.prompts, world.size)
+    s.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))  # before anything is made
+    key = prng.key(s.seed, device="cpu")
+    prepared = open_and_prepare(s, checked, request, world, enter=enter)
+    spec = ModelSpec(
+        folder=prepared.folder,
+        config=checked.config,
+        dtype=checked.dtype,
+        attention=s.compute.attention,
+        adapters=s.lora,
+        scorer=partial(
+            s.compute.logprob_model,
+            temperature=s.sampling.temperature,
+            head_elements=s.compute.logits_chunk_elements,
+            rows=s.compute.input_packing,
+        ),
+        parallelism=s.parallelism,
+        key=prng.fold_in(key, ADAPTERS),
+    )
+    loaded = world.together(partial(load_and_shard, world, spec, reference=checked.reference), what="loading the model")
+    policy = build_policy(s, loaded, world)
+    pool = s.rewards.pool()
+    streaming = StreamingRewards(pool)
+    context = sampler_context(spec, world, loaded.decoding, streaming.finished)
+    sampler = world.together(partial(build_sampler, s, context, prepared.tokenizer), what="starting the sampler")
+    probe = s.sampling.probe and partial(
+        s.sampling.probe, key=prng.fold_in(key, PROBING), room=positions(checked.config)
+    )
+    with closing(sampler), pool, streaming:
+        yield TrainingRun(
+            settings=s,
+            run_dir=request.run_dir,
+            key=key,
+            world=world,
+            policy=policy,
+            sampler=AsyncSampler(
+                DataParallelSampler(sampler, world, probe),
+                partial(train_problems, prepared.task, prng.fold_in(key, DATA)),
+                max_staleness=s.sampling.max_staleness,
+                deadline=s.sampling.timeout,
+            ),
+            greedy=DataParallelSampler(sampler.for_evaluation(sampling.greedy), world),
+            sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
+            tokenizer=prepared.tokenizer,
+            algo=step_algorithm(s, checked, policy, streaming, world),
+            task=prepared.task,
+            evaluator=build_evaluator(s, spec, prepared.tokenizer, world),
+            pool=pool,
+            score=spread_score(pool.score, world),
+            plan=plan_lines(checked, prepared.task, world),
+            start_over=request.force,
+            started=started,
+        )
+
+
+def open_and_prepare(
+    settings: Settings, checked: ValidatedPlan, request: Request, world: World, *, enter: Callable[..., object]
+) -> "PreparedModel":
+    """Enter the run folder, and look at the model's folder and all prompts; in the order that wastes least."""
+    s, task = settings, checked.task
+    draws = min(task.size, s.algorithm.prompts * s.steps)
+    key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
+    prepare_here = partial(
+        prepare,
+        checked.source,
+        task,
+        train_problems(task, key, 0, draws),
+        checked.config,
+        s.sampling.max_new_tokens,
+        encode=s.data.encode_prompt,
+        overlong_prompts=s.data.overlong_prompts,
+    )
+    enter_folder = partial(
+        enter,
+        request.run_dir,
+        config_text=request.config_text,
+        fingerprint=request.fingerprint,
+        force=request.force or not has_progress(request.run_dir),  # a start that failed has left nothing to lose
+        need_bytes=checked.plan.need_bytes(),
+    )
+    if isinstance(s.model, str):  # all there to be looked at before a run folder is made
+        prepared = world.together(prepare_here, what="looking at model and data")
+        world.agree(enter_folder, what="opening the run folder")
+        return prepared
+    # To be made, which takes time: not before the run folder is known to be ours.
+    world.agree(enter_folder, what="opening the run folder")
+    world.agree(checked.source.folder, what="making the model")
+    return world.together(prepare_here, what="looking at model and data")
+
+
+def build_policy(settings: Settings, loaded: LoadedModel, world: World) -> FSDPPolicy:
+    """The policy with its optimizer."""
+    how = settings.policy
+    return FSDPPolicy(
+        loaded.scorer,
+        world=world,
+        data=loaded.data,
+        frozen=loaded.frozen,
+        noisy=loaded.noisy,
+        seed=settings.seed,
+        micro_tokens=how.micro_tokens,
+        optimizer=how.optimizer,
+        schedule=how.schedule,
+        loss_scale=how.loss_scale,
+        initial_scale=how.initial_scale,
+        max_grad_norm=how.max_grad_norm,
+    )
+
+
+def sampler_context(
+    spec: ModelSpec, world: World, whole: Callable[[], torch.nn.Module], finished: Finished | None
+) -> SamplerContext:
+    """What a sampler factory is given."""
+    return SamplerContext(
+        folder=spec.folder,
+        config=spec.config,
+        dtype=spec.dtype,
+        world=world,
+        adapters=spec.adapters,
+        whole=whole,
+        finished=finished,
+    )
+
+
+def build_sampler(settings: Settings, context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> EngineSampler:
+    """The sampler of the training."""
+    how = settings.sampling
+    return how.sampler(
+        context,
+        tokenizer,
+        choose=partial(how.token_sampler, temperature=how.temperature),
+        encode=settings.data.encode_prompt,
+        max_new_tokens=how.max_new_tokens,
+        max_rows=how.max_rows,
+        stop=how.stop,
+    )
+
+
+def build_evaluator(
+    settings: Settings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, world: World
+) -> partial | None:
+    """What starts an evaluator with an engine of its own; None without one."""
+    how = settings.evaluation
+    if how.async_sampler is None:
+        return None
+    start = partial(
+        how.async_sampler,
+        # A module of its own, whatever trains.
+        sampler_context(spec, world, partial(spec.whole, world.device, spec.dtype), None),
+        copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
+        choose=sampling.greedy,
+        encode=settings.data.encode_prompt,
+        max_new_tokens=settings.sampling.max_new_tokens,
+        max_rows=how.max_rows,
+        stop=settings.sampling.stop,
+    )
+    key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
+    return partial(open_evaluator, start, how.token_sampler, settings.rewards.pool, key, world)
+
+
+def step_algorithm(
+    settings: Settings, checked: ValidatedPlan, policy: FSDPPolicy, streaming: StreamingRewards, world: World
+) -> StepAlgorithm:
+    """The algorithm section with what the run gives it."""
+    a, own_pass = settings.algorithm, checked.own_pass
+    return StepAlgorithm(
+        group_sampling=partial(a.group_sampling, prompts=a.prompts),
+        reward=partial(streaming.round, reward=settings.rewards.reward, world=world),
+        credit=a.credit,
+        filters=a.filters,
+        token_mask=a.token_mask,
+        objective=a.objective,
+        old_logp=from_sampler if own_pass else a.old_logp,
+        anchor=partial(compare_to_own_pass, reference=checked.reference) if own_pass else compare_as_given,
+        kl_control=a.kl_control,
+        entropy_control=a.entropy_control,
+        group_size=a.group_size,
+        epochs=a.epochs,
+        minibatches=a.minibatches,
+        split=policy.split,
+        min_groups_with_signal=a.min_groups_with_signal,
+    )
+
+
+def plan_lines(checked: ValidatedPlan, task: Task, world: World) -> list[str]:
+    """The numbers of the run, for the log."""
+    return [*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes]
 
 
 class PreparedModel(NamedTuple):

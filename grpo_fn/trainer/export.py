@@ -1,7 +1,6 @@
 """The end of a run: the model as a folder for others, and what came of it."""
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -10,42 +9,45 @@ from grpo_fn.shell.checkpoint.store import prune
 from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import NullLogger
 from grpo_fn.shell.model import hf, lora
+from grpo_fn.trainer.run import TrainingRun
 from grpo_fn.trainer.state import BEST, Progress
 
 
-def export_run(built: Any, progress: Progress, console: Console | NullLogger) -> None:
+def export_run(run: TrainingRun, progress: Progress, console: Console | NullLogger) -> None:
     """Export the model and say what came of the run."""
-    weights = {name: x.cpu() for name, x in built.policy.weights(trained=False) if built.world.main}
-    built.world.agree(partial(write_export, built, progress, weights, console), what="exporting the model")
+    weights = {name: x.cpu() for name, x in run.policy.weights(trained=False) if run.world.main}
+    run.world.agree(partial(write_export, run, progress, weights, console), what="exporting the model")
 
 
-def write_export(built: Any, progress: Progress, weights: dict[str, Tensor], console: Console | NullLogger) -> None:
+def write_export(
+    run: TrainingRun, progress: Progress, weights: dict[str, Tensor], console: Console | NullLogger
+) -> None:
     """What the main rank does of it."""
     # A process killed after its last checkpoint may not have come to it.
-    cadence = built.cadence
+    how = run.settings.checkpoints
     prune(
-        built.run_dir / "checkpoints",
-        keep_last=cadence.keep_last,
-        keep_best=cadence.keep_best,
+        run.run_dir / "checkpoints",
+        keep_last=how.keep_last,
+        keep_best=how.keep_best,
         metric=BEST,
         scores=progress.scores,
     )
-    model = built.policy.model
-    if built.adapters is not None:
-        lora.adapter_folder(weights, built.adapters, model.name_or_path, built.run_dir / "adapter")
-        weights = dict(lora.merged(weights, built.adapters))
-    hf.export_weights(model, weights, built.tokenizer, built.run_dir / "model")
+    model = run.policy.model
+    if run.settings.lora is not None:
+        lora.adapter_folder(weights, run.settings.lora, model.name_or_path, run.run_dir / "adapter")
+        weights = dict(lora.merged(weights, run.settings.lora))
+    hf.export_weights(model, weights, run.tokenizer, run.run_dir / "model")
     summary = {
         "accuracy_before": progress.accuracy_before,
         "accuracy_after": progress.accuracy,
-        "held_out_problems": len(built.held_out),
+        "held_out_problems": len(run.held_out),
         "steps": progress.state.step,
-        "seed": built.seed,
-        "ranks": built.world.size,
+        "seed": run.settings.seed,
+        "ranks": run.world.size,
         "wall_seconds": round(progress.seconds, 2),
     }
-    write_json(built.run_dir / "summary.json", summary)
+    write_json(run.run_dir / "summary.json", summary)
     console.line(
         f"held-out accuracy {progress.accuracy_before:.3f} before, {progress.accuracy:.3f} after "
-        f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {built.run_dir / 'model'}"
+        f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}"
     )

@@ -16,6 +16,7 @@ from grpo_fn.shell.checkpoint.manifest import MANIFEST, Broken, verify
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.model import hf, lora
 from grpo_fn.shell.model.load_weights import is_adapter
+from grpo_fn.trainer.sections import model_source
 
 WEIGHTS = "weights."  # what the names of the model's tensors begin with in a checkpoint
 
@@ -92,14 +93,12 @@ def beginning(run: Path) -> hf.ModelSource:
 
 def origin(run: Path) -> hf.ModelSource:
     """The model that a run's configuration names. Adapters need its weights: `model/` has them merged already."""
-    return model_source(
-        **load([str(run / "config.gin")], [], taker="grpo_fn.trainer.model_source.model_source").kwargs()
-    )
+    return take_source(**load([str(run / "config.gin")], [], taker="grpo_fn.trainer.model_source.take_source").kwargs())
 
 
-def model_source(*, model: str | hf.ModelSource) -> hf.ModelSource:
+def take_source(*, model: str | hf.ModelSource) -> hf.ModelSource:
     """What a configuration binds as its model."""
-    return hf.Pretrained(model) if isinstance(model, str) else model
+    return model_source(model)
 
 
 def adapters(saved: Path) -> lora.LoRA | None:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from grpo_fn.algo.step import Stages
+from grpo_fn.algo.step import Algorithm, Stages
 from grpo_fn.config import load
 from grpo_fn.config.parse import GIN_FOLDER
+from grpo_fn.trainer.sections import Sampling
 from grpo_fn.trainer.validate import check_credit
 
 
@@ -14,10 +15,15 @@ def names() -> list[str]:
     return sorted(path.stem for path in (GIN_FOLDER / "algo").glob("*.gin"))
 
 
+def take_algorithm(*, algorithm: Algorithm) -> Stages:
+    """The algorithm section of a configuration."""
+    return algorithm
+
+
 def stages(config_files: Sequence[str], preset: str | None) -> Stages:
     """The stages of a configuration, with a preset laid over it unless that is None."""
     over = [] if preset is None else [f"algo/{preset}.gin"]
-    return Stages(**load([*config_files, *over], [], taker="grpo_fn.algo.step.Stages").kwargs())
+    return take_algorithm(**load([*config_files, *over], [], taker="grpo_fn.trainer.presets.take_algorithm").kwargs())
 
 
 def fitting(config_files: Sequence[str], parts: Sequence[str]) -> tuple[dict[str, Stages], dict[str, str]]:
@@ -43,6 +49,11 @@ class Setting(NamedTuple):
     seed: int
 
 
+def take_setting(*, sampling: Sampling, seed: int) -> Setting:
+    """Temperature and seed of a configuration's sections."""
+    return Setting(sampling.temperature, seed)
+
+
 def setting(config_files: Sequence[str]) -> Setting:
     """Temperature and seed of a configuration."""
-    return Setting(**load(config_files, [], taker="grpo_fn.trainer.presets.Setting").kwargs())
+    return take_setting(**load(config_files, [], taker="grpo_fn.trainer.presets.take_setting").kwargs())

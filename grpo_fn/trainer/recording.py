@@ -23,6 +23,7 @@ from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import NullLogger, table
 from grpo_fn.shell.policy.checksums import Noted
 from grpo_fn.trainer import presets
+from grpo_fn.trainer.run import TrainingRun
 
 Row = dict[str, str]
 STRONGEST = 40  # tokens in TensorBoard's table
@@ -81,49 +82,49 @@ def refused_rows(refused: dict[str, str]) -> list[Row]:
     return [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
 
 
-def record(built: Any, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter) -> None:
+def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter) -> None:
     """Store the rollout; put distributions, a few samples and the lens where TensorBoard shows them."""
-    cadence = built.cadence
+    how = run.settings.logging
     adv = of_samples(seen.adv, seen.groups)
     problems, rollout, reward = seen.groups
     there = tree_map_only(Tensor, Tensor.cpu, (rollout, reward, adv))
-    asked = partial(rollout_store.store, built.run_dir / "rollouts", step, problems, built.algo.group_size, *there)
-    writer.do(f"the rollout of step {step}", partial(asked, keep=cadence.keep_rollouts))
+    asked = partial(rollout_store.store, run.run_dir / "rollouts", step, problems, run.algo.group_size, *there)
+    writer.do(f"the rollout of step {step}", partial(asked, keep=how.keep_rollouts))
     writer.histogram(step, "advantage/distribution", adv)
     writer.histogram(step, "generation/length", rollout.mask.sum(-1))
     writer.histogram(step, "loss/ratio", seen.ratio)
-    if due(step, cadence.show_every):
-        show(writer, step, "samples", sample_rows(seen, cadence.show_rows))
-    if due(step, cadence.lens_every):
-        found = compare(built.run_dir / "config.gin", built.algo, seen, gains, key)
+    if due(step, how.samples_every):
+        show(writer, step, "samples", sample_rows(seen, how.samples_rows))
+    if due(step, how.compare_presets_every):
+        found = compare(run.run_dir / "config.gin", run.algo, seen, gains, key)
         show(writer, step, "lens/presets", found.rows)
         writer.image(step, "lens/cosines", page.heat(found.cosine, cell=16))
-    if due(step, cadence.signal_every):
-        record_signal(built, step, seen, gains, writer)
+    if due(step, how.token_report_every):
+        record_signal(run, step, seen, gains, writer)
 
 
-def record_signal(built: Any, step: int, seen: Experience, gains: Gains, writer: AsyncWriter) -> None:
+def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, writer: AsyncWriter) -> None:
     """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
-    shown, said = token_signals(built, seen, gains)
-    writer.do(f"the signal of step {step}", partial(write_page, built.run_dir, step, shown, said))
+    shown, said = token_signals(run, seen, gains)
+    writer.do(f"the signal of step {step}", partial(write_page, run.run_dir, step, shown, said))
     show(writer, step, "signal/strongest", token_report.strongest(shown, count=STRONGEST))
     writer.image(step, "signal/rows", token_report.strip(shown, columns=COLUMNS, cell=CELL))
 
 
-def token_by_token(built: Any, step: int, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
+def token_by_token(run: TrainingRun, step: int, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
     """The learning signal of a step, and the page that shows it."""
-    shown, said = token_signals(built, seen, gains)
-    return shown, token_page_html(built.run_dir, step, shown, said)
+    shown, said = token_signals(run, seen, gains)
+    return shown, token_page_html(run.run_dir, step, shown, said)
 
 
-def token_signals(built: Any, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
+def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
     """The learning signal of a step as plain lists, and what it is the signal of. The tokenizer is the training's."""
-    algo, tokenizer = built.algo, built.tokenizer
+    algo, tokenizer = run.algo, run.tokenizer
     signal, figures = token_report.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     special = {*tokenizer.all_special_ids}
-    shown = token_report.shown(seen, signal, figures, decode, special, rows=built.cadence.signal_rows)
-    refused = int((seen.adv != 0).any(-1).any(-1).sum()) < algo.min_signal
+    shown = token_report.shown(seen, signal, figures, decode, special, rows=run.settings.logging.token_report_rows)
+    refused = int((seen.adv != 0).any(-1).any(-1).sum()) < algo.min_groups_with_signal
     return shown, AS_SAMPLED + REFUSED * refused
 
 
@@ -139,13 +140,13 @@ def write_page(run_dir: Path, step: int, shown: token_report.Shown, said: str) -
     write_bytes(path, token_page_html(run_dir, step, shown, said).encode())
 
 
-def step_checksums(built: Any, step: int, seen: Experience, noted: Noted) -> dict[str, Any]:
+def step_checksums(run: TrainingRun, step: int, seen: Experience, noted: Noted) -> dict[str, Any]:
     """The step's line in digests.jsonl: its checksums, and what they may depend on besides. Every rank takes part."""
-    (_, rollout, reward), world = seen.groups, built.world
+    (_, rollout, reward), world = seen.groups, run.world
     return {
         "step": step,
         **checksums.of_step(rollout, reward, seen.adv, seen.batch.logp_old, noted.signals),
-        **built.policy.digests(),
+        **run.policy.digests(),
         "width": rollout.tokens.shape[1],
         "ranks": world.size,
         "device": world.device.type,
@@ -160,14 +161,18 @@ def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], 
 
 
 def check_health(
-    built: Any, step: int, history: health.History, console: Console | NullLogger, writer: AsyncWriter | NullLogger
+    run: TrainingRun,
+    step: int,
+    history: health.History,
+    console: Console | NullLogger,
+    writer: AsyncWriter | NullLogger,
 ) -> list[health.Finding]:
     """Say what the rules newly find in the metrics; what ends the run is returned, the same on every rank.
 
     The main rank judges: seconds and memory differ between ranks, and a rule may look at them.
     """
     return report_findings(
-        built.world.agree(partial(findings, built, history), what="the rules of health"), step, console, writer
+        run.world.agree(partial(findings, run, history), what="the rules of health"), step, console, writer
     )
 
 
@@ -186,9 +191,9 @@ def report_findings(
     return [*fatal]
 
 
-def findings(built: Any, history: health.History) -> tuple[list[health.Finding], list[health.Finding]]:
+def findings(run: TrainingRun, history: health.History) -> tuple[list[health.Finding], list[health.Finding]]:
     """What is new to the rules that warn, and to those that end the run."""
-    return health.news(built.health, history), health.news(built.stop_on, history)
+    return health.news(run.settings.health.warn, history), health.news(run.settings.health.stop, history)
 
 
 def due(step: int, every: int) -> bool:

@@ -1,26 +1,143 @@
-"""What the functions of a run are to one another, found by asking them about small steps made up for it.
+"""Validate a configuration before anything expensive starts: the configured functions are called on small made-up inputs.
 
-Whoever brings a function of his own declares nothing: whether an objective looks at the reference, or a sampler draws
-from the policy, shows in what it answers.
+Whoever brings a function of his own declares nothing: whether an objective reads the reference, whether a token sampler
+draws from softmax(logits / T), whether a correction corrects anything, shows in what the functions return.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad
+from transformers import PretrainedConfig
 
 from grpo_fn.algo.credit import Credit
 from grpo_fn.algo.step import from_trainer
 from grpo_fn.core.batch import count
+from grpo_fn.core.checks import check_positive
+from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Batch, Gains, Policy, Pullback, Reward, Rollout, Scores
+from grpo_fn.shell.logging import profiler
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.policy import memory_estimate
+from grpo_fn.tasks.task import Task, first
+from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
+from grpo_fn.trainer.requirements import check_engines, check_sandboxes
+from grpo_fn.trainer.sections import Settings, model_source
 
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 OldLogp = Callable[[Policy, Rollout], Tensor]
 Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Mark = Callable[[Batch, Tensor], Tensor]
+TokenMask = Callable[[Batch, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ValidatedPlan:
+    """What validation found out about a run, for `build`."""
+
+    source: hf.ModelSource
+    config: PretrainedConfig
+    dtype: torch.dtype  # of the computation
+    task: Task
+    reference: bool  # whether objective or credit read logp_ref: then a frozen reference is kept
+    own_pass: bool  # whether logp_old is what the step's one update finds in its own pass
+    plan: Plan
+
+
+def validate(settings: Settings) -> ValidatedPlan:
+    """Check that the sections fit together, and find out what `build` needs to know. Loads data, no weights.
+
+    Raises ValueError naming what was got and wanted.
+    """
+    s, algorithm = settings, settings.algorithm
+    profiler.check(s.logging.profile_steps, s.steps)
+    check_sandboxes([s.rewards.reward, *s.evaluation.graders])
+    check_full_support(
+        partial(s.sampling.token_sampler, temperature=s.sampling.temperature),
+        s.sampling.temperature,
+        s.sampling.allow_biased,
+    )
+    check_correction(algorithm.objective, algorithm.old_logp)
+    check_stale(algorithm.objective, algorithm.old_logp, s.sampling.max_staleness)
+    dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model)
+    config = source.config()
+    task = first(s.data.task(), s.evaluation.problems)
+    check_positive(train_rows=task.size, held_out_problems=len(task.test))
+    parts = reward_parts(s.rewards.reward, task.test[0])
+    check_credit(algorithm.credit, algorithm.group_size, parts)
+    updates = algorithm.epochs * algorithm.minibatches
+    own_pass = own_pass_suffices(algorithm.old_logp, updates, algorithm.credit, algorithm.token_mask, parts)
+    return ValidatedPlan(
+        source=source,
+        config=config,
+        dtype=dtype,
+        task=task,
+        reference=uses_reference(algorithm.objective, algorithm.credit, parts),
+        # What drops at random says another thing in the pass that trains.
+        own_pass=own_pass and (s.lora is None or s.lora.dropout == 0),
+        plan=Plan(
+            prompts=algorithm.prompts,
+            group_size=algorithm.group_size,
+            minibatches=algorithm.minibatches,
+            epochs=algorithm.epochs,
+            steps=s.steps,
+            train_rows=task.size,
+            test_rows=len(task.test),
+            max_new_tokens=s.sampling.max_new_tokens,
+            max_rows=s.sampling.max_rows,
+            parameters=hf.parameter_count(hf.empty_model(config)),
+            trained=memory_estimate.trained_parameters(config, s.lora),
+            kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
+            ranks=1,
+            arrangement="",
+            memory=None,
+        ),
+    )
+
+
+def check_this_machine(settings: Settings) -> None:
+    """Raise ValueError for engines and kernels that are not here. Not for a dry run, which may be about another machine."""
+    check_engines([settings.sampling.sampler, settings.evaluation.async_sampler])
+    hf.check_attention(settings.compute.attention)
+
+
+def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hosts: int) -> list[str]:
+    """The plan of a run on so many ranks, evenly on so many hosts, with the memory of one device."""
+    plan = replace(checked.plan, ranks=ranks)
+    mesh = settings.parallelism.shape(ranks, ranks // hosts)
+    memory = memory_estimate.on_device(
+        checked.config,
+        settings.lora,
+        settings.parallelism,
+        settings.policy.optimizer,
+        mesh=mesh,
+        dtype=checked.dtype,
+        attention=settings.compute.attention,
+        reference=checked.reference,
+        micro_tokens=settings.policy.micro_tokens,
+        width=settings.sampling.max_new_tokens,
+        head_elements=settings.compute.logits_chunk_elements,
+        cache=plan.kv_bytes(),
+    )
+    shape = "replicate {} x shard {} x tensor {}".format(*mesh)
+    return [*replace(plan, arrangement=shape, memory=memory).lines(), *checked.task.notes]
+
+
+def reward_parts(reward: Callable[..., Reward], problem: Problem) -> list[str]:
+    """The names of a reward's parts, found by calling it on two empty completions whose scores are all 0."""
+    mask = torch.tensor([[False, True], [False, True]])
+    rollout = Rollout(mask.long(), mask, torch.zeros(2, 2), ~mask[:, 1], ("", ""))
+    found = reward((problem,), rollout, score=_all_zero)
+    if not isinstance(found, Reward):
+        raise ValueError(f"reward: got {type(found).__name__} from sections.Rewards.reward, wanted a core.types.Reward")
+    return [*found.parts]
+
+
+def _all_zero(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+    return [0.0] * len(completions)
 
 
 def check_credit(credit: Credit, group_size: int, parts: Sequence[str]) -> None:
@@ -59,7 +176,9 @@ def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -
     return bool(value(logp - 1) != value(logp)) or not torch.equal(with_drift, without)
 
 
-def own_pass_suffices(old_logp: OldLogp, updates: int, credit: Credit, mark: Mark, parts: Sequence[str]) -> bool:
+def own_pass_suffices(
+    old_logp: OldLogp, updates: int, credit: Credit, token_mask: TokenMask, parts: Sequence[str]
+) -> bool:
     """Whether the trainer's logp_old can be what a step's one update finds in its own pass, instead of one before it.
 
     It can where nobody asks for it earlier: neither a credit that moves with logp_old - logp_ref, nor whoever marks
@@ -68,7 +187,7 @@ def own_pass_suffices(old_logp: OldLogp, updates: int, credit: Credit, mark: Mar
     drift = torch.rand(2, 2, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
     early = not torch.equal(with_drift, without) or any(
-        bool(mark(*marking_batch(scale)).any()) for scale in (0.1, 1.0, 10.0)
+        bool(token_mask(*marking_batch(scale)).any()) for scale in (0.1, 1.0, 10.0)
     )
     return updates == 1 and getattr(old_logp, "func", old_logp) is from_trainer and not early
 
@@ -81,20 +200,20 @@ def marking_batch(scale: float) -> tuple[Batch, Tensor]:
     return Batch(mask.long(), mask, logp, logp, logp, adv, ~mask & mask), torch.arange(8).view(4, 2)
 
 
-def check_full_support(choose: Choose, temperature: float, accept_bias: bool) -> None:
+def check_full_support(choose: Choose, temperature: float, allow_biased: bool) -> None:
     """Raise ValueError unless `choose`, its knobs bound, draws from softmax(logits / temperature), the trainer's.
 
     The policy gradient and every importance ratio are about that distribution. A sampler that cuts its tail (top-p,
     top-k, min-p), draws at another temperature or always takes the likeliest token samples from a policy other than
-    the one that the trainer differentiates. Found by drawing from a few known distributions; `accept_bias` skips it.
+    the one that the trainer differentiates. Found by drawing from a few known distributions; `allow_biased` skips it.
     """
-    if accept_bias:
+    if allow_biased:
         return
     wrong = next(filter(None, (odd_draws(choose, logits, count, temperature) for logits, count in KNOWN)), None)
     if wrong is not None:
         raise ValueError(
-            f"choose: {wrong}, wanted draws from softmax(logits / {temperature:g}) while training, or the gradient is "
-            "that of another policy: train.train.choose = @sampling.categorical, or train.train.accept_bias = True to "
+            f"token_sampler: {wrong}, wanted draws from softmax(logits / {temperature:g}) while training, or the gradient is "
+            "that of another policy: sections.Sampling.token_sampler = @sampling.categorical, or sections.Sampling.allow_biased = True to "
             "train all the same"
         )
 
@@ -132,8 +251,8 @@ def check_stale(objective: Objective, old_logp: OldLogp, max_staleness: int) -> 
         raise ValueError(
             f"max_staleness: got {max_staleness} with an objective that does not ask how likely the sampler found its "
             "samples, so stale ones would be learned from as if they were fresh: wanted max_staleness 0, or "
-            "train.train.old_logp = @step.from_trainer and "
-            "objective.policy_objective.correct = @importance.truncated_weight"
+            "step.Algorithm.old_logp = @step.from_trainer and "
+            "objective.policy_objective.importance_correction = @importance.truncated_weight"
         )
 
 
@@ -146,9 +265,9 @@ def check_correction(objective: Objective, old_logp: OldLogp) -> None:
     able, does = (any(probe_objective(objective, f, gap).corrected for gap in GAPS) for f in (from_trainer, old_logp))
     if able and not does:
         raise ValueError(
-            "correct: got a correction by logp_old - logp_sampled and an old_logp that is logp_sampled itself, so "
-            "every weight is 1: wanted train.train.old_logp = @step.from_trainer, or "
-            "objective.policy_objective.correct = @importance.no_correction"
+            "importance_correction: got a correction by logp_old - logp_sampled and an old_logp that is logp_sampled itself, so "
+            "every weight is 1: wanted step.Algorithm.old_logp = @step.from_trainer, or "
+            "objective.policy_objective.importance_correction = @importance.no_correction"
         )
 
 

@@ -26,9 +26,9 @@ def composed(loss: str, c: str, k: str, w: str, beta: float, bonus: float) -> pa
     return partial(
         objective.policy_objective,
         token_loss=LOSSES[loss],
-        correct=CORRECTIONS[c],
+        importance_correction=CORRECTIONS[c],
         kl=KLS[k],
-        weigh=WEIGHTS[w],
+        loss_aggregation=WEIGHTS[w],
         beta=beta,
         entropy_bonus=bonus,
     )
@@ -60,11 +60,11 @@ def exactly(got, wanted):
 def test_the_objective_is_a_sum_over_rows_also_when_b_equals_t(f, data):
     """By a loop over rows and tokens: no row's advantage may touch another row."""
     logp, batch = data
-    weight = f.keywords["weigh"](batch.mask, totals(batch))
+    weight = f.keywords["loss_aggregation"](batch.mask, totals(batch))
     wanted = 0.0
     for b, x in enumerate(logp):
         row = row_of(batch, b)
-        token = f.keywords["correct"](x, row) * f.keywords["token_loss"](x, row)[0]
+        token = f.keywords["importance_correction"](x, row) * f.keywords["token_loss"](x, row)[0]
         token = token + f.keywords["beta"] * f.keywords["kl"](x, row)
         token = token - f.keywords["entropy_bonus"] * torch.where(row.mask, scores(x).entropy, 0.0)
         wanted += sum((w * t).item() for w, t in zip(weight[b], token, strict=True))
@@ -124,7 +124,7 @@ def test_a_bonus_pays_for_entropy_at_every_sampled_token(f, data, bonus, gain):
     """-w bonus gain is the whole gradient on the entropy; that on logp does not notice."""
     with_bonus, _ = signals(partial(f, entropy_bonus=bonus), *data, gains=Gains(kl=1.0, entropy=gain))
     without, _ = signals(partial(f, entropy_bonus=0.0), *data)
-    exactly(with_bonus.entropy, -bonus * gain * f.keywords["weigh"](data[1].mask, totals(data[1])))
+    exactly(with_bonus.entropy, -bonus * gain * f.keywords["loss_aggregation"](data[1].mask, totals(data[1])))
     assert torch.equal(with_bonus.logp, without.logp)
 
 
@@ -153,11 +153,11 @@ def test_a_correction_weighs_the_token_loss_and_nothing_else(f, data):
     whole, (_, seen) = signals(f, *data)
     rest, _ = signals(partial(f, token_loss=silent), *data)
     exactly(whole.entropy, rest.entropy)
-    c = vmap(f.keywords["correct"])(*data)
+    c = vmap(f.keywords["importance_correction"])(*data)
     assert torch.equal(seen["correction"], c)
     if f.keywords["token_loss"].func in (losses.sequence_ratio, losses.gmpo):
         return  # there a token's loss is moved by the whole row
-    own, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, correct=importance.no_correction), *data)
+    own, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, importance_correction=importance.no_correction), *data)
     exactly(whole.logp, c * own.logp + rest.logp)
 
 
@@ -171,7 +171,7 @@ def silent(logp, row):
 def test_without_a_correction_nothing_asks_the_sampler_unless_the_loss_does(f, data, garbage):
     if f.keywords["token_loss"].func is losses.dppo_tv:
         return
-    f = partial(f, correct=importance.no_correction)
+    f = partial(f, importance_correction=importance.no_correction)
     logp, batch = data
     blind = learn(f, logp, batch._replace(logp_sampled=torch.full_like(logp, garbage)))
     assert all(torch.equal(a, b) for a, b in zip(blind[:2], learn(f, logp, batch)[:2], strict=True))
@@ -213,9 +213,9 @@ def test_grpo_golden_step():
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        correct=importance.no_correction,
+        importance_correction=importance.no_correction,
         kl=kl.k3,
-        weigh=aggregation.sequence_mean,
+        loss_aggregation=aggregation.sequence_mean,
         beta=0.04,
         entropy_bonus=0.0,
     )

@@ -78,7 +78,7 @@ def test_the_order_of_prompts_within_a_minibatch_changes_nothing(name, seed, min
 def test_tokens_are_marked_among_those_of_the_step(name, seed, micro_tokens, share):
     """The share of the papers is one token of any step that a test can hold."""
     how, step = preset(name), rich_step(seed, 3)
-    more = how._replace(mark=partial(how.mark, share=share))
+    more = how._replace(token_mask=partial(how.token_mask, share=share))
     exactly(learn(more, step, micro_tokens=micro_tokens), learn(more, step))
 
 

@@ -94,7 +94,7 @@ def test_also_for_a_step_in_which_everything_happens(name, seed):
 def test_the_cov_presets_for_larger_shares_of_tokens(name, seed, share):
     """The share of the papers is one token of any step that a test can hold."""
     how = preset(name)
-    more = how._replace(mark=partial(how.mark, share=share))
+    more = how._replace(token_mask=partial(how.token_mask, share=share))
     agree(more, partial(loop_of(name), share=share), rich_step(seed, 3))
 
 

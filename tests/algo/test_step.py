@@ -19,8 +19,8 @@ from grpo_fn.algo import masking as filters
 from grpo_fn.algo.advantage import group_normalized, leave_one_out, mean_centered
 from grpo_fn.algo.step import (
     AT_THE_START,
-    Algorithm,
     Experience,
+    StepAlgorithm,
     compare_as_given,
     compare_to_own_pass,
     from_sampler,
@@ -73,13 +73,13 @@ def outcome(advantage) -> partial:
 
 def algo(
     beta: float = 0.0, entropy_bonus: float = 0.0, parts: Sequence = (likes_two, likes_one), n: int = 3, **changes
-) -> Algorithm:
+) -> StepAlgorithm:
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        correct=importance.no_correction,
+        importance_correction=importance.no_correction,
         kl=kl.k3_ratio,
-        weigh=aggregation.token_mean,
+        loss_aggregation=aggregation.token_mean,
         beta=beta,
         entropy_bonus=entropy_bonus,
     )
@@ -91,16 +91,20 @@ def algo(
         "minibatches": 1,
         "split": partial(dealt, **cut),
         "anchor": compare_as_given,
-        "min_signal": 0,
+        "min_groups_with_signal": 0,
     }
     plain = {
         "filters": [],
-        "mark": masking.no_tokens,
+        "token_mask": masking.no_tokens,
         "kl_control": controllers.constant_gain,
         "entropy_control": controllers.constant_gain,
     }
-    drawn = {"collect": partial(group_sampling.keep_all, prompts=n), "reward": reward, "credit": outcome(mean_centered)}
-    return Algorithm(**{**numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes})
+    drawn = {
+        "group_sampling": partial(group_sampling.keep_all, prompts=n),
+        "reward": reward,
+        "credit": outcome(mean_centered),
+    }
+    return StepAlgorithm(**{**numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes})
 
 
 def pair(lr: float = 0.5, reference: Tensor | None = None, table: Tensor = TABLE) -> tuple[TablePolicy, TableSampler]:
@@ -113,12 +117,12 @@ def stream(first: int, count: int) -> list[Problem]:
 
 
 def onwards(
-    policy, sampler, how: Algorithm, carried: Carried, key: Tensor = KEY, span=lambda name: nullcontext()
+    policy, sampler, how: StepAlgorithm, carried: Carried, key: Tensor = KEY, span=lambda name: nullcontext()
 ) -> tuple[Experience, Carried, dict[str, float]]:
     return grpo_step(policy, sampler, stream, carried, key=key, algo=how, span=span)
 
 
-def step(policy, sampler, how: Algorithm, **options) -> tuple[Experience, dict[str, float]]:
+def step(policy, sampler, how: StepAlgorithm, **options) -> tuple[Experience, dict[str, float]]:
     """The first step."""
     experience, _, figures = onwards(policy, sampler, how, AT_THE_START, **options)
     return experience, figures
@@ -280,7 +284,7 @@ def test_one_update_finds_the_old_policy_in_its_own_pass(reference, correct, see
     ):
         policy, sampler = pair(reference=reference)
         sampler.table = sampler.table.roll(1)  # older weights: logp_sampled is not logp_old
-        how = with_correction(correct, beta=beta, micro_tokens=micro_tokens, min_signal=minimum, **changes)
+        how = with_correction(correct, beta=beta, micro_tokens=micro_tokens, min_groups_with_signal=minimum, **changes)
         experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
         seen.append((policy, experience, figures))
     (one, wanted, told), (other, got, same) = seen
@@ -378,7 +382,7 @@ def test_the_experience_is_what_was_sampled_and_how_it_was_judged():
 @pytest.mark.parametrize("min_signal", [1, 3])
 def test_a_step_with_too_little_signal_is_refused_and_said(min_signal):
     policy, sampler = pair(reference=torch.zeros(WORDS))
-    how = algo(beta=1.0, entropy_bonus=1.0, parts=[constant], min_signal=min_signal)
+    how = algo(beta=1.0, entropy_bonus=1.0, parts=[constant], min_groups_with_signal=min_signal)
     before = policy.table.clone()
     _, carried, figures = onwards(policy, sampler, how, AT_THE_START)
     assert figures["advantage/refused"] == 1.0
@@ -412,7 +416,7 @@ def test_marks_reach_the_loss_and_their_keys_are_the_rows_own():
     marked = []
     for n in (2, 3):
         policy, sampler = pair()
-        step(policy, sampler, algo(n=n, mark=first_words, micro_tokens=10**6))
+        step(policy, sampler, algo(n=n, token_mask=first_words, micro_tokens=10**6))
         (micro,) = policy.seen
         marked.append(int(micro.marked.sum()))
         assert 0 < marked[-1] < int(micro.mask.sum())
@@ -468,9 +472,9 @@ def rarely(problem: Problem, completion: Completion) -> float:
     return float(completion.text.startswith("2 3"))
 
 
-def dynamic(**changes) -> Algorithm:
+def dynamic(**changes) -> StepAlgorithm:
     numbers = {"prompts": 4, "max_gen_batches": 20, **changes}
-    return algo(parts=[rarely], collect=partial(group_sampling.dynamic, **numbers), min_signal=1)
+    return algo(parts=[rarely], group_sampling=partial(group_sampling.dynamic, **numbers), min_groups_with_signal=1)
 
 
 def test_dynamic_sampling_learns_from_groups_with_signal_alone_and_wastes_none():
@@ -593,9 +597,9 @@ def test_where_the_first_minibatch_has_nothing_to_show_no_mismatch_is_made_up():
         assert "loss/correction_mean" in figures
 
 
-def with_correction(correct, **changes) -> Algorithm:
+def with_correction(correct, **changes) -> StepAlgorithm:
     how = algo(**{"old_logp": from_trainer, **changes})
-    return replace(how, objective=partial(how.objective, correct=correct))
+    return replace(how, objective=partial(how.objective, importance_correction=correct))
 
 
 @COSTLY

@@ -15,7 +15,7 @@ from torch.func import grad
 from grpo_fn.algo import aggregation, controllers, credit, group_sampling, importance, kl, losses, masking, objective
 from grpo_fn.algo import masking as filters
 from grpo_fn.algo.advantage import group_normalized, mean_centered
-from grpo_fn.algo.step import AT_THE_START, Algorithm, Stages, compare_as_given, from_sampler, grpo_step
+from grpo_fn.algo.step import AT_THE_START, Stages, StepAlgorithm, compare_as_given, from_sampler, grpo_step
 from grpo_fn.analysis import compare_algorithms
 from grpo_fn.core import prng
 from grpo_fn.core.types import Gains, Scores
@@ -26,17 +26,26 @@ TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
 KEY = prng.key(5, device="cpu")
 
 
-def stages(token_loss=losses.reinforce, advantage=mean_centered, weigh=aggregation.token_mean, **changes) -> Stages:
-    each = {"token_loss": token_loss, "correct": importance.no_correction, "kl": kl.k2, "weigh": weigh}
+def stages(
+    token_loss=losses.reinforce, advantage=mean_centered, loss_aggregation=aggregation.token_mean, **changes
+) -> Stages:
+    each = {
+        "token_loss": token_loss,
+        "importance_correction": importance.no_correction,
+        "kl": kl.k2,
+        "loss_aggregation": weigh,
+    }
     f = partial(objective.policy_objective, **each, beta=0.1, entropy_bonus=0.0)
-    plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "mark": masking.no_tokens}
+    plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "token_mask": masking.no_tokens}
     return Stages(**{**plain, "objective": f, **changes})
 
 
 OTHERS = {
     "plain": stages(),
     "clipped": stages(partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2)),
-    "normalized": stages(advantage=partial(group_normalized, eps=1e-4, ddof=1), weigh=aggregation.sequence_mean),
+    "normalized": stages(
+        advantage=partial(group_normalized, eps=1e-4, ddof=1), loss_aggregation=aggregation.sequence_mean
+    ),
     "finished": stages(filters=[filters.drop_truncated]),
 }
 
@@ -48,9 +57,9 @@ def likes_two(problem, completion) -> float:
 def one_step(mine: Stages):
     """A policy, and what it saw in a step of `mine`."""
     policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
-    algo = Algorithm(
+    algo = StepAlgorithm(
         **vars(mine),
-        collect=partial(group_sampling.keep_all, prompts=3),
+        group_sampling=partial(group_sampling.keep_all, prompts=3),
         reward=partial(combine, parts=[likes_two], weights=[1.0], score=score_serially),
         old_logp=from_sampler,
         kl_control=controllers.constant_gain,
@@ -60,7 +69,7 @@ def one_step(mine: Stages):
         minibatches=1,
         split=partial(dealt, micro_tokens=10**6, devices=1),
         anchor=compare_as_given,
-        min_signal=0,
+        min_groups_with_signal=0,
     )
     experience, _, _ = grpo_step(
         policy,

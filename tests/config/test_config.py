@@ -598,6 +598,6 @@ def test_bad_input_is_a_message_and_a_failure_at_work_keeps_its_traceback(
 
 
 def test_how_the_work_is_spread_is_no_part_of_what_a_run_is() -> None:
-    here, there = (load(["run/arithmetic.gin"], params) for params in ([], ["mesh.Parallelism.shard=1"]))
+    here, there = (load(["run/arithmetic.gin"], params) for params in ([], ["mesh.Parallelism.dp_shard=1"]))
     assert here.fingerprint == there.fingerprint
     assert here.text != there.text

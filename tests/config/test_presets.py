@@ -22,8 +22,8 @@ WANTED = {
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     *("sapo", "gmpo"),
 }
-ROOT = {"collect", "credit", "filters", "mark", "objective"}
-OBJECTIVE = {"token_loss", "kl", "weigh", "beta", "entropy_bonus"}
+ALGORITHM = {"group_sampling", "credit", "filters", "token_mask", "objective"}
+OBJECTIVE = {"token_loss", "kl", "loss_aggregation", "beta", "entropy_bonus"}
 WITH_A_REFERENCE = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 # What is there to be composed and in none of the presets.
 SPARE = {
@@ -79,7 +79,10 @@ def test_a_preset_binds_every_stage(name):
 def test_a_preset_leaves_it_to_the_run_how_its_sampler_is_corrected(name):
     """That belongs to the engine that samples: laid over a run, a preset must not switch it off."""
     bound = read([f"algo/{name}.gin"], []).knobs
-    assert not any(target.__name__ == "policy_objective" and "correct" in knobs for (_, target), knobs in bound.items())
+    assert not any(
+        target.__name__ == "policy_objective" and "importance_correction" in knobs
+        for (_, target), knobs in bound.items()
+    )
     assert importance.no_correction in named(algorithm(name)["objective"])
 
 

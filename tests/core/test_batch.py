@@ -23,9 +23,9 @@ objectives = st.builds(
     lambda loss, c, k, w, beta: partial(
         objective.policy_objective,
         token_loss=LOSSES[loss],
-        correct=CORRECTIONS[c],
+        importance_correction=CORRECTIONS[c],
         kl=KLS[k],
-        weigh=WEIGHTS[w],
+        loss_aggregation=WEIGHTS[w],
         beta=beta,
         entropy_bonus=0.0,
     ),

@@ -91,9 +91,9 @@ def test_the_parts_add_up_to_the_whole(drawn, budget, share):
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        correct=importance.no_correction,
+        importance_correction=importance.no_correction,
         kl=kl.k3,
-        weigh=aggregation.sequence_mean,
+        loss_aggregation=aggregation.sequence_mean,
         beta=0.1,
         entropy_bonus=0.0,
     )

@@ -18,6 +18,6 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> "desk.Things":
     stand_ins.programs(made.bin)
     shape = tiny_model.Shape(vocabulary=259, hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, positions=2048)
     tiny_model.make_random(shape, made.model, seed=0, chat=True)
-    argv = command(made.cache, made.run, STEPS=4, loop__Cadence__eval_every=4)
+    argv = command(made.cache, made.run, STEPS=4, sections__Evaluation__every=4)
     assert finish(argv, made.folder / "out") == 0, (made.folder / "out").read_text()
     return made

@@ -26,7 +26,7 @@ GIVEN = {
     "FILE": "trl.yaml",
     "+N": "+2",
     "runs/x/checkpoints/step_100": "runs/x/checkpoints/step_4",
-    "train.train.profile_steps=(3, 20)": "train.train.profile_steps=(1, 2)",
+    "sections.Logging.profile_steps=(3, 20)": "sections.Logging.profile_steps=(1, 2)",
     "NAME=VALUE": "optimizer.adamw.lr=0.0",
     "NAME=A,B": "SEED=0,1",
 }
@@ -36,14 +36,14 @@ SMALL = {
     "PROMPTS": 2,
     "EVAL_PROBLEMS": 2,
     "MAX_NEW_TOKENS": 4,
-    "train.train.group_size": 2,
+    "step.Algorithm.group_size": 2,
     "reward_pool.RewardPool.workers": 1,
-    "reward_pool.RewardPool.deadline": 60.0,
+    "reward_pool.RewardPool.timeout_per_completion": 60.0,
 }
 # The same of a run of the arithmetic task, on top of e2e/small.gin.
 SMALLER = {"STEPS": 2, "TEST_SIZE": 8, "tiny_model.WarmStart.steps": 5}
 # A recipe that wants what a CPU has not.
-QWEN = {"train.train.attention": '"sdpa"', "mesh.Parallelism.execution": "@blocks.eager"}
+QWEN = {"sections.Compute.attention": '"sdpa"', "mesh.Parallelism.compile": "@blocks.eager"}
 MORE = {"experiments/qwen_math_2gpu/run.gin": QWEN}
 NUMBER = itertools.count(4242)  # of jobs, and of folders that pages give one name
 

@@ -233,7 +233,7 @@ def wanted(*params: str, files: tuple[str, ...] = ("run/arithmetic.gin",)) -> tu
 
 def test_a_configuration_says_what_it_wants() -> None:
     packages, (finding,) = wanted(
-        "train.train.attention='flash_attention_2'", files=("run/arithmetic.gin", "scale/adamw_8bit.gin")
+        "sections.Compute.attention='flash_attention_2'", files=("run/arithmetic.gin", "scale/adamw_8bit.gin")
     )
     assert packages == {"packages": ["flash-attn", "torchao"], "model": ""}
     assert finding.state is State.OK

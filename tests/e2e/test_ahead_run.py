@@ -10,11 +10,11 @@ from e2e.running import AtPhase, command, finish, metrics, outcome
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 AHEAD: dict[str, Any] = {
-    "train__train__sampler": "@engines.apart",
+    "sections__Sampling__sampler": "@engines.apart",
     "engines__apart__max_rows": 64,
-    "train__train__max_staleness": 2,
-    "train__train__old_logp": "@step.from_trainer",
-    "objective__policy_objective__correct": "@importance.truncated_weight",
+    "sections__Sampling__max_staleness": 2,
+    "step__Algorithm__old_logp": "@step.from_trainer",
+    "objective__policy_objective__importance_correction": "@importance.truncated_weight",
     "optimizer__adamw__lr": 3e-2,
 }
 IMPORTS = "from __gin__ import dynamic_registration\nfrom e2e import engines\n"
@@ -60,13 +60,15 @@ def test_one_that_is_interrupted_learns_from_the_same_batches(cache: Path, ahead
 
 
 def test_nothing_that_corrects_is_refused_before_anything_starts(cache: Path, tmp_path: Path) -> None:
-    argv = arguments(cache, tmp_path / "none", objective__policy_objective__correct="@importance.no_correction")
+    argv = arguments(
+        cache, tmp_path / "none", objective__policy_objective__importance_correction="@importance.no_correction"
+    )
     assert finish(argv, tmp_path / "out") == 2
     assert "max_staleness: got 2 with an objective that does not ask" in (tmp_path / "out").read_text()
     assert not (tmp_path / "none" / "run").exists()
 
 
 def test_a_sampler_on_the_device_that_trains_is_refused(cache: Path, tmp_path: Path) -> None:
-    argv = arguments(cache, tmp_path / "local", train__train__sampler="@local_sampler.local")
+    argv = arguments(cache, tmp_path / "local", sections__Sampling__sampler="@local_sampler.local")
     assert finish(argv, tmp_path / "out") == 2
     assert "max_staleness: got 2 with LocalSampler" in (tmp_path / "out").read_text()

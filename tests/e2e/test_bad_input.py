@@ -58,7 +58,7 @@ class NoNetwork:
 
 def gsm8k(model: Path | str, data: Path, run_dir: Path, **changes: object) -> list[str]:
     bindings = {"MODEL": model, "DATA": data, "STEPS": 1, "PROMPTS": 2, "EVAL_PROBLEMS": 2, "MAX_NEW_TOKENS": 4}
-    bindings |= {"train.train.group_size": 2}
+    bindings |= {"step.Algorithm.group_size": 2}
     bindings |= {name.replace("__", "."): value for name, value in changes.items()}
     params = [part for name, value in bindings.items() for part in ("--gin_param", f"{name}={value}")]
     return ["--gin_file", "run/gsm8k.gin", *params, "--run_dir", str(run_dir)]
@@ -146,16 +146,16 @@ def test_a_prompt_too_long_for_the_model_is_found_wherever_it_is(model: Path, da
 
 BAD_NUMBERS = {
     "minibatches": (
-        {"train__train__minibatches": 3},
+        {"step__Algorithm__minibatches": 3},
         ["prompts 4", "3 minibatches", "prompts 3 or 6", "minibatches 2"],
     ),
     "group of one": (
-        {"train__train__group_size": 1, "credit__outcome__advantage": "@advantage.mean_centered"},
+        {"step__Algorithm__group_size": 1, "credit__outcome__advantage": "@advantage.mean_centered"},
         ["group_size: got 1", "wanted 2 or more"],
     ),
     "no steps": ({"STEPS": 0}, ["steps: got 0", "wanted at least 1"]),
     "a word for a number": ({"STEPS": "many"}, ["'many'", "wanted int"]),
-    "dtype": ({"train__train__dtype": '"float8"'}, ["got dtype 'float8'", "bfloat16"]),
+    "dtype": ({"sections__Compute__dtype": '"float8"'}, ["got dtype 'float8'", "bfloat16"]),
     "test set larger than the task": ({"TEST_SIZE": 10**9}, ["test_size: got 1000000000", "wanted 1 to"]),
 }
 
@@ -192,7 +192,7 @@ def test_a_missing_gin_file_names_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cuda:99", "banana"])
 def test_a_device_that_is_not_there(cache: Path, tmp_path: Path, device: str) -> None:
-    argv = command(cache, tmp_path / "run", train__train__device=repr(device))
+    argv = command(cache, tmp_path / "run", sections__Compute__device=repr(device))
     refused(argv, tmp_path, f"got device '{device}'", "wanted one that")
 
 

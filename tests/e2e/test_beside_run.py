@@ -24,12 +24,12 @@ from grpo_fn.shell.checkpoint import store
 from grpo_fn.trainer import async_eval
 
 KILL = signal.SIGKILL
-BESIDE = {"train__train__evaluator": "@local_sampler.local"}
+BESIDE = {"sections__Evaluation__async_sampler": "@local_sampler.local"}
 # Sampled answers and long steps, so that no two policies give the same ones.
 CHANGES: dict[str, Any] = {
-    "evaluation__Evaluation__samples": 3,
-    "evaluation__Evaluation__ks": (1, 2),
-    "train__train__judges": "[@rewards.named, @rewards.digits]",
+    "sections__Evaluation__samples": 3,
+    "sections__Evaluation__ks": (1, 2),
+    "sections__Evaluation__graders": "[@rewards.named, @rewards.digits]",
     "optimizer__adamw__lr": 3e-2,
 }
 LATE = {"eval/came_after", "eval/seconds"}
@@ -211,7 +211,7 @@ def test_two_ranks_train_beside_one_evaluation(cache: Path, tmp_path: Path) -> N
 def test_asked_to_stop_it_does_not_wait_and_makes_the_evaluation_again(
     cache: Path, midst: dict[str, Any], tmp_path: Path
 ) -> None:
-    argv = arguments(cache, tmp_path / "run", loop__Cadence__save_every=50)  # what is pending is saved all the same
+    argv = arguments(cache, tmp_path / "run", sections__Checkpoints__every=50)  # what is pending is saved all the same
     began = time.monotonic()
     code = finish(argv, tmp_path / "out", Never(1, AtPhase("generate", 3, signal.SIGTERM)))
     assert code == 75, (tmp_path / "out").read_text()
@@ -273,7 +273,11 @@ def test_with_a_newer_checkpoint_the_older_weights_are_measured(
     cache: Path, midst: dict[str, Any], tmp_path: Path
 ) -> None:
     """A checkpoint every step, none kept but the newest: what is pending is kept until it has come."""
-    few = {"loop__Cadence__save_every": 1, "loop__Cadence__keep_last": 1, "loop__Cadence__keep_best": 0}
+    few = {
+        "sections__Checkpoints__every": 1,
+        "sections__Checkpoints__keep_last": 1,
+        "sections__Checkpoints__keep_best": 0,
+    }
     argv = arguments(cache, tmp_path / "run", **few)
     assert finish(argv, tmp_path / "out", Never(1, AtPhase("generate", 3, signal.SIGTERM))) == 75
     assert store.steps(tmp_path / "run" / "checkpoints") == [2, 3]
@@ -318,7 +322,7 @@ def test_killed_at_any_moment(
 ) -> None:
     with TemporaryDirectory() as where:
         planned = [Coming(looks, doom(Path(where) / "run")) for doom, looks in dooms]
-        folder, codes = interrupted(cache, Path(where), planned, loop__Cadence__save_every=every)
+        folder, codes = interrupted(cache, Path(where), planned, sections__Checkpoints__every=every)
         assert set(codes) <= {0, -KILL}
         assert {**told(folder), "kept": None} == {**midst, "kept": None}
 
@@ -340,7 +344,7 @@ def test_what_it_raises_ends_the_run_with_its_name_and_the_same_command_goes_on(
 
 
 def test_a_hang_meets_the_deadline(cache: Path, tmp_path: Path) -> None:
-    argv = arguments(cache, tmp_path / "run", loop__Cadence__eval_deadline=1.5)
+    argv = arguments(cache, tmp_path / "run", sections__Evaluation__timeout=1.5)
     assert finish(argv, tmp_path / "out", Traced(Never(1))) == 1
     said = (tmp_path / "out").read_text()
     assert "got no result of the evaluation of step 2 within 1.5 s, wanted one by then" in said

@@ -28,9 +28,9 @@ ELSEWHERE = {
 def rich(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that also draws samples in its evaluation, killed after step 5, which it took again."""
     folder = tmp_path_factory.mktemp("rich")
-    more = {"evaluation__Evaluation__samples": 2, "evaluation__Evaluation__ks": "(1, 2)"}
-    more["train__train__judges"] = "[@rewards.named, @rewards.digits]"
-    more["train__train__profile_steps"] = "(4, 6)"
+    more = {"sections__Evaluation__samples": 2, "sections__Evaluation__ks": "(1, 2)"}
+    more["sections__Evaluation__graders"] = "[@rewards.named, @rewards.digits]"
+    more["sections__Logging__profile_steps"] = "(4, 6)"
     argv = command(cache, folder / "run", **more)
     assert finish(argv, folder / "out", AfterStep(5, signal.SIGKILL)) == -9
     assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
@@ -122,7 +122,7 @@ def test_the_tab_hparams_has_the_run_its_knobs_and_its_end(rich: Path) -> None:
     started = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     knobs = {name: value.string_value or value.number_value for name, value in started.hparams.items()}
     assert knobs == {name: value or 0.0 for name, value in hparams((rich / "config.gin").read_text()).items()}
-    assert knobs["loop.Cadence.steps"] == 6
+    assert knobs["train.train.steps"] == 6
     assert metadata.SESSION_END_INFO_TAG in content
     assert {*MEASURES} <= {*board(rich).Tags()["scalars"]}
 

@@ -27,8 +27,8 @@ from grpo_fn.trainer.model_source import locate
 
 PROJECT = TESTS.parent
 STEPS = [0, 2, 4, 6]
-ASKED = {"evaluation__Evaluation__samples": 3, "evaluation__Evaluation__ks": "(1, 3)"}
-JUDGES = {"train__train__judges": "[@rewards.named, @rewards.digits]"}
+ASKED = {"sections__Evaluation__samples": 3, "sections__Evaluation__ks": "(1, 3)"}
+JUDGES = {"sections__Evaluation__graders": "[@rewards.named, @rewards.digits]"}
 
 
 def nothing_held_out(*, max_value: int) -> Task:
@@ -134,12 +134,12 @@ def test_the_table_says_what_the_file_says(trained: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_the_batch_around_a_problem_changes_nothing(trained: Path, tmp_path: Path, rows: int) -> None:
     """Weights, prompt and key alone: also when problems are asked one by one."""
-    measured(trained, tmp_path / "out", local_sampler__local__max_rows=rows)
+    measured(trained, tmp_path / "out", sections__Sampling__max_rows=rows)
     assert (tmp_path / "out" / "samples.jsonl").read_bytes() == (trained / "eval" / "step_6.jsonl").read_bytes()
 
 
 def test_fewer_problems_are_the_first_ones(trained: Path, tmp_path: Path) -> None:
-    measured(trained, tmp_path / "out", train__train__eval_problems=5)
+    measured(trained, tmp_path / "out", sections__Evaluation__problems=5)
     all_of_them = (trained / "eval" / "step_6.jsonl").read_text().splitlines(keepends=True)
     assert (tmp_path / "out" / "samples.jsonl").read_text() == "".join(all_of_them[:5])
 
@@ -268,12 +268,12 @@ def test_a_checkpoint_by_itself_needs_its_run(run: Path, tmp_path: Path, capsys:
 
 
 BAD_KNOBS = {
-    "too few samples": (["evaluation.Evaluation.samples=2"], ["ks: got [1, 3] with 2 samples", "wanted each of them"]),
-    "no problems asked": (["train.train.eval_problems=0"], ["eval_problems: got 0, wanted at least 1"]),
-    "no judges": (["train.train.judges=[]"], ["judges: got none"]),
+    "too few samples": (["sections.Evaluation.samples=2"], ["ks: got [1, 3] with 2 samples", "wanted each of them"]),
+    "no problems asked": (["sections.Evaluation.problems=0"], ["eval_problems: got 0, wanted at least 1"]),
+    "no judges": (["sections.Evaluation.graders=[]"], ["judges: got none"]),
     "a word for a number": (["train.train.seed='x'"], ["seed", "wanted int"]),
-    "dtype": (["train.train.dtype='float8'"], ["got dtype 'float8'"]),
-    "device": (["train.train.device='cuda:99'"], ["got device 'cuda:99'"]),
+    "dtype": (["sections.Compute.dtype='float8'"], ["got dtype 'float8'"]),
+    "device": (["sections.Compute.device='cuda:99'"], ["got device 'cuda:99'"]),
     "an unknown knob": (["train.train.judgs=[]"], ["judgs", "did you mean judges?"]),
     "too long a completion": (["MAX_NEW_TOKENS=500"], ["prompts: got 16 of 16 held-out ones over", "wanted none"]),
 }
@@ -291,7 +291,7 @@ def test_knobs_that_cannot_be(trained: Path, tmp_path: Path, fault: str, capsys:
 @pytest.mark.usefixtures("no_weights")
 def test_a_task_that_holds_nothing_out(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     over = "from __gin__ import dynamic_registration\nfrom e2e import test_eval\nfrom grpo_fn import train\n"
-    over += "train.train.task = @test_eval.nothing_held_out\ntest_eval.nothing_held_out.max_value = 5\n"
+    over += "sections.Data.task = @test_eval.nothing_held_out\ntest_eval.nothing_held_out.max_value = 5\n"
     (tmp_path / "over.gin").write_text(over)
     files = ["--gin_file", str(trained / "config.gin"), "--gin_file", str(tmp_path / "over.gin")]
     refused(["--model", str(trained), *files], capsys, "got a task without held-out problems, wanted")

@@ -29,7 +29,7 @@ PLANS = {
 def doomed(cache: Path, folder: Path, ranks: int, doom: Doom, *, deadline: float = 30.0, executed: bool = False) -> Job:
     """The small run under `torchrun --max-restarts 1`, one of its ranks doomed in the first attempt."""
     calm = outcome(undisturbed(cache, ranks))
-    argv = command(cache, folder / "run", mesh__Parallelism__deadline=deadline)
+    argv = command(cache, folder / "run", mesh__Parallelism__collective_timeout=deadline)
     over = job(folder, ranks, argv, doom=doom, restarts=1, executed=executed)
     assert over.code == 0, over.everything()
     assert over.codes(1) == dict.fromkeys(range(ranks), 0)
@@ -122,8 +122,8 @@ def test_a_reward_worker_killed_between_two_calls_costs_nothing(cache: Path, tmp
 def test_a_reward_that_always_kills_its_worker_is_counted_and_the_run_goes_on(cache: Path, tmp_path: Path) -> None:
     changes = {
         "combine__combine__parts": "[@rewards.named, @rewards.deadly]",
-        "train__train__prompts": 2,
-        "train__train__group_size": 2,
+        "step__Algorithm__prompts": 2,
+        "step__Algorithm__group_size": 2,
         "STEPS": 2,
     }
     over = job(tmp_path, 2, command(cache, tmp_path / "run", **changes))

@@ -47,9 +47,9 @@ SHORT = {
     "PROMPTS": 3,
     "EVAL_PROBLEMS": 8,
     "MAX_NEW_TOKENS": 4,
-    "train__train__group_size": 2,
-    "loop__Cadence__save_every": 1,
-    "loop__Cadence__eval_every": 2,
+    "step__Algorithm__group_size": 2,
+    "sections__Checkpoints__every": 1,
+    "sections__Evaluation__every": 2,
 }
 
 
@@ -80,7 +80,7 @@ def test_every_published_answer_is_right_for_itself_and_wrong_for_another(data: 
     assert (task.size, len(task.test)) == (TRAIN, TEST)
     train = train_problems(task, prng.key(0, device="cpu"), 0, TRAIN)
     golds = [problem.answer for problem in (*train, *task.test)]
-    with RewardPool(workers=1, deadline=5.0, memory_mb=1024, stop_on_error=True) as pool:
+    with RewardPool(workers=1, timeout_per_completion=5.0, memory_mb=1024, stop_on_error=True) as pool:
         assert scores(pool, golds, golds) == [1.0] * (TRAIN + TEST)
         assert scores(pool, golds, [f"{gold}1" for gold in golds]) == [0.0] * (TRAIN + TEST)
 
@@ -89,8 +89,8 @@ def test_every_published_answer_is_right_for_itself_and_wrong_for_another(data: 
 def test_every_row_goes_through_prompt_sampling_verification_and_loss(model: Path, data: Path, tmp_path: Path) -> None:
     prompts = 141  # 53 steps of 141 are the 7,473 rows, once each
     changes = {"STEPS": 53, "PROMPTS": prompts, "EVAL_PROBLEMS": TEST, "MAX_NEW_TOKENS": 2}
-    changes |= {"train__train__group_size": 2, "train__train__micro_tokens": 65536}
-    changes |= {"loop__Cadence__eval_every": 0, "loop__Cadence__keep_rollouts": 53}
+    changes |= {"step__Algorithm__group_size": 2, "sections__Policy__micro_tokens": 65536}
+    changes |= {"sections__Evaluation__every": 0, "sections__Logging__keep_rollouts": 53}
     code = finish(gsm8k_command(model, data, tmp_path / "run", **changes), tmp_path / "out", seconds=1800)
     assert code == 0, (tmp_path / "out").read_text()
     rows = metrics(tmp_path / "run")

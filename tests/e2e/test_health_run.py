@@ -16,12 +16,12 @@ def warned(run: Path, rule: str) -> list[str]:
 def test_a_rule_that_ends_the_run_saves_it_and_the_same_command_goes_on(
     cache: Path, whole: Path, tmp_path: Path
 ) -> None:
-    changes = {"train__train__stop_on": "[@health.grad_norm_high]", "health__grad_norm_high__limit": 1e-9}
+    changes = {"sections__Health__stop": "[@health.grad_norm_high]", "health__grad_norm_high__limit": 1e-9}
     argv = command(cache, tmp_path / "run", **changes)
     assert finish(argv, tmp_path / "out") == EXIT_UNHEALTHY, (tmp_path / "out").read_text()
     said = (tmp_path / "out").read_text()
     assert "health, grad_norm_high: loss/grad_norm is" in said
-    assert "ended by grad_norm_high (train.train.stop_on) after step 1, which is saved" in said
+    assert "ended by grad_norm_high (sections.Health.stop) after step 1, which is saved" in said
     assert (tmp_path / "run" / "checkpoints" / "step_1").is_dir()
     assert not (tmp_path / "run" / "summary.json").exists()
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()  # no news since
@@ -33,7 +33,7 @@ def test_a_rule_that_ends_the_run_saves_it_and_the_same_command_goes_on(
 
 
 def test_what_complains_may_be_changed_while_a_run_is_interrupted(cache: Path, tmp_path: Path) -> None:
-    changes = {"train__train__stop_on": "[@health.grad_norm_high]", "health__grad_norm_high__limit": 1e-9}
+    changes = {"sections__Health__stop": "[@health.grad_norm_high]", "health__grad_norm_high__limit": 1e-9}
     ended = command(cache, tmp_path / "run", **changes)
     assert finish(ended, tmp_path / "out") == EXIT_UNHEALTHY, (tmp_path / "out").read_text()
     assert finish(command(cache, tmp_path / "run"), tmp_path / "out") == 0, (tmp_path / "out").read_text()
@@ -41,7 +41,7 @@ def test_what_complains_may_be_changed_while_a_run_is_interrupted(cache: Path, t
 
 def test_a_warning_is_said_once_and_changes_nothing(whole: Path) -> None:
     assert len(warned(whole, "truncated_high")) == 1  # a model that knows nothing does not stop
-    assert "Raise train.train.max_new_tokens" in warned(whole, "truncated_high")[0]
+    assert "Raise sections.Sampling.max_new_tokens" in warned(whole, "truncated_high")[0]
 
 
 @pytest.mark.parametrize("knob", ["health__kl_high__limit", "health__grad_norm_high__limit"])

@@ -38,7 +38,7 @@ def given_params(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     rows = [{"problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"MODEL": folder / "model", "DATA": folder / "rows.jsonl", "rows.split.test_size": 2}
-    values |= {"train.train.eval_problems": 2}
+    values |= {"sections.Evaluation.problems": 2}
     return [f"{name}={value}" for name, value in values.items()]
 
 
@@ -308,18 +308,21 @@ OF_TRL = {  # a configuration: the engine file, and some of what is bound
     "nothing corrected": (
         {"use_vllm": True, "vllm_importance_sampling_correction": False},
         "engine/vllm_dedicated.gin",
-        {"train.train.old_logp": "@step.from_trainer", "objective.policy_objective.correct": None},
+        {"step.Algorithm.old_logp": "@step.from_trainer", "objective.policy_objective.importance_correction": None},
     ),
     "a mask alone": (
         {"off_policy_mask_threshold": 0.5},
         None,
-        {"objective.policy_objective.correct": "@importance.off_policy_sequence_mask", "train.train.old_logp": None},
+        {
+            "objective.policy_objective.importance_correction": "@importance.off_policy_sequence_mask",
+            "step.Algorithm.old_logp": None,
+        },
     ),
     "a mask and a weight": (
         {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.5},
         "engine/vllm_dedicated.gin",
         {
-            "objective.policy_objective.correct": "@importance.both",
+            "objective.policy_objective.importance_correction": "@importance.both",
             "importance.both.weight": "@importance.truncated_weight",
             "importance.both.mask": "@importance.off_policy_sequence_mask",
         },
@@ -340,7 +343,7 @@ OF_NEMO = {
         {"grpo.async_grpo.max_trajectory_age_steps": 3, "grpo.async_grpo.in_flight_weight_updates": True} | AHEAD,
         "engine/async_one_step.gin",
         {
-            "train.train.max_staleness": 3,
+            "sections.Sampling.max_staleness": 3,
             "vllm_servers.Dedicated.pause": "keep",
             "importance.truncated_weight.cap": 1e15,
         },

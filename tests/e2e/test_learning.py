@@ -12,8 +12,8 @@ from e2e.running import TESTS, command, finish, metrics
 
 def test_the_rewarded_behaviour_becomes_common(cache: Path, tmp_path: Path) -> None:
     """A model that has learnt next to nothing, paid for digits, comes to write digits."""
-    changes = {"STEPS": 40, "combine__combine__weights": [0.0, 1.0], "loop__Cadence__eval_every": 0}
-    changes |= {"train__train__group_size": 16, "optimizer__adamw__lr": 5e-3}
+    changes = {"STEPS": 40, "combine__combine__weights": [0.0, 1.0], "sections__Evaluation__every": 0}
+    changes |= {"step__Algorithm__group_size": 16, "optimizer__adamw__lr": 5e-3}
     code = finish(command(cache, tmp_path / "run", **changes), tmp_path / "out")
     assert code == 0, (tmp_path / "out").read_text()
     reward = [row["reward/mean"] for row in metrics(tmp_path / "run")[1:]]

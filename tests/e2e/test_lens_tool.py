@@ -68,7 +68,7 @@ def test_bad_input_is_one_line(whole: Path, capsys: pytest.CaptureFixture, argv:
 
 def test_a_run_can_look_through_the_lens_as_it_goes(cache: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert finish(command(cache, run, loop__Cadence__lens_every=3), tmp_path / "out") == 0, (
+    assert finish(command(cache, run, sections__Logging__compare_presets_every=3), tmp_path / "out") == 0, (
         tmp_path / "out"
     ).read_text()
     events = board(run)

@@ -18,10 +18,10 @@ SHORT = {
     "PROMPTS": 2,
     "EVAL_PROBLEMS": 4,
     "MAX_NEW_TOKENS": 8,
-    "train.train.group_size": 2,
-    "train.train.min_signal": 0,  # nothing that a random model writes passes
-    "loop.Cadence.save_every": 1,
-    "loop.Cadence.eval_every": 1,
+    "step.Algorithm.group_size": 2,
+    "step.Algorithm.min_groups_with_signal": 0,  # nothing that a random model writes passes
+    "sections.Checkpoints.every": 1,
+    "sections.Evaluation.every": 1,
 }
 
 

@@ -11,7 +11,7 @@ from __gin__ import dynamic_registration
 from e2e import noting
 from grpo_fn import train
 
-train.train.mirror = @noting.mirror()
+sections.Logging.mirror = @noting.mirror()
 """
 
 

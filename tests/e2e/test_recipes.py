@@ -25,9 +25,9 @@ from grpo_fn.shell.logging import rollout_store
 
 PROJECT = TESTS.parent
 RECIPES = PROJECT / "experiments"
-TINY = {"STEPS": 2, "PROMPTS": 2, "EVAL_PROBLEMS": 4, "MAX_NEW_TOKENS": 16, "train.train.group_size": 4}
-TINY |= {"loop.Cadence.save_every": 1, "loop.Cadence.eval_every": 1, "reward_pool.RewardPool.workers": 1}
-TINY |= {"reward_pool.RewardPool.deadline": 60.0}  # a loaded machine imports slowly
+TINY = {"STEPS": 2, "PROMPTS": 2, "EVAL_PROBLEMS": 4, "MAX_NEW_TOKENS": 16, "step.Algorithm.group_size": 4}
+TINY |= {"sections.Checkpoints.every": 1, "sections.Evaluation.every": 1, "reward_pool.RewardPool.workers": 1}
+TINY |= {"reward_pool.RewardPool.timeout_per_completion": 60.0}  # a loaded machine imports slowly
 # A reward that even a random model gets now and then, beside the recipe's own: a step without signal trains nothing.
 SIGNAL = """
 from __gin__ import dynamic_registration
@@ -84,7 +84,7 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
 
 def qwen(request: pytest.FixtureRequest) -> Recipe:
     given = {"DATA": published("math"), "GSM8K": published("gsm8k")}
-    smaller = {"train.train.attention": '"sdpa"', "mesh.Parallelism.execution": "@blocks.eager"}
+    smaller = {"sections.Compute.attention": '"sdpa"', "mesh.Parallelism.compile": "@blocks.eager"}
     smaller |= {"gsm8k.task.test_size": 2, "math_task.task.test_size": 2}
     says = ("256 prompts x 8 samples = 2048", "replicate 1 x shard 2 x tensor 1", "problems     1819", "51200 in 200")
     return Recipe("qwen_math_2gpu", given, smaller, says, ranks=2)
@@ -93,7 +93,7 @@ def qwen(request: pytest.FixtureRequest) -> Recipe:
 def code(request: pytest.FixtureRequest) -> Recipe:
     no_sandbox()
     says = ("64 prompts x 8 samples = 512", "replicate 2 x shard 1 x tensor 1", "problems     500", "epochs of 374")
-    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"fsdp.FSDPPolicy.initial_scale": 1024.0}, says, 2)
+    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"sections.Policy.initial_scale": 1024.0}, says, 2)
 
 
 def k8s(request: pytest.FixtureRequest) -> Recipe:
@@ -110,7 +110,7 @@ def lora(request: pytest.FixtureRequest) -> Recipe:
 
 def practice(request: pytest.FixtureRequest) -> Recipe:
     cache = {"tiny_model.Recipe.cache": repr(str(request.getfixturevalue("cache")))}
-    smaller = {"TEST_SIZE": 4, "tiny_model.WarmStart.steps": 5, "train.train.prompts": 2}
+    smaller = {"TEST_SIZE": 4, "tiny_model.WarmStart.steps": 5, "step.Algorithm.prompts": 2}
     says = ("8 prompts x 8 samples = 64", "80 in 10 steps")
     return Recipe("cluster_practice", cache, smaller, says, ranks=4)
 
@@ -184,7 +184,7 @@ def test_weights_that_lie_on_the_host_make_the_same_run(cache: Path, model: Path
     runs = {}
     for name, more in {"kept": [], "offloaded": ["--gin_file", "scale/offload.gin"]}.items():
         (folder := tmp_path / name).mkdir()
-        smaller = {"TEST_SIZE": 4, "tiny_model.WarmStart.steps": 5, "train.train.prompts": 2}
+        smaller = {"TEST_SIZE": 4, "tiny_model.WarmStart.steps": 5, "step.Algorithm.prompts": 2}
         given = {"tiny_model.Recipe.cache": repr(str(cache))}
         argv = small(Recipe("cluster_practice", given, smaller, ()), model, folder)
         assert finish([*argv, *more], folder / "out") == 0, (folder / "out").read_text()
@@ -385,7 +385,7 @@ def knob_names(bindings: Any) -> set[str]:
 @pytest.mark.slow
 def test_the_real_launcher_and_compiled_blocks_on_two_ranks(model: Path, tmp_path: Path) -> None:
     found = qwen(None)  # type: ignore[arg-type]
-    kept = {k: v for k, v in found.smaller.items() if k != "mesh.Parallelism.execution"}
+    kept = {k: v for k, v in found.smaller.items() if k != "mesh.Parallelism.compile"}
     _, _, *argv = small(found._replace(smaller=kept), model, tmp_path)
     env = environment(MODULE="grpo_fn.run") | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(PROJECT)))}
     done = run([RECIPES / "qwen_math_2gpu" / "launch.sh", *argv], env)

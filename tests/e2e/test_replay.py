@@ -38,18 +38,18 @@ Replayed = Callable[..., tuple[int, str]]
 
 # Several updates a step in several micro-batches, a reference in the loss, groups that wait for the next step.
 BUSY = {
-    "train__train__epochs": 2,
-    "train__train__minibatches": 2,
-    "train__train__micro_tokens": 100,
-    "train__train__old_logp": "@step.from_trainer",
-    "train__train__collect": "@group_sampling.dynamic",
+    "step__Algorithm__epochs": 2,
+    "step__Algorithm__minibatches": 2,
+    "sections__Policy__micro_tokens": 100,
+    "step__Algorithm__old_logp": "@step.from_trainer",
+    "step__Algorithm__group_sampling": "@group_sampling.dynamic",
     "group_sampling__dynamic__max_gen_batches": 8,
     "combine__combine__parts": "[@rewards.named]",
     "combine__combine__weights": "[1.0]",
     "objective__policy_objective__beta": 0.04,
     "losses__clipped_ratio__clip_low": 1e-3,
     "losses__clipped_ratio__clip_high": 1e-3,
-    "loop__Cadence__save_every": 3,
+    "sections__Checkpoints__every": 3,
 }
 
 
@@ -136,7 +136,9 @@ def test_steps_of_many_updates_and_waiting_groups(busy: Path, replayed: Replayed
 
 def test_adapters_and_their_dropout(cache: Path, tmp_path: Path, replayed: Replayed) -> None:
     run = tmp_path / "run"
-    argv = command(cache, run, *LORA, lora__LoRA__dropout=0.2, loop__Cadence__save_every=3, train__train__epochs=2)
+    argv = command(
+        cache, run, *LORA, lora__LoRA__dropout=0.2, sections__Checkpoints__every=3, step__Algorithm__epochs=2
+    )
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
     code, said = replayed(run, 5)
     assert code == 0, said
@@ -178,7 +180,7 @@ def test_a_resumed_run_has_one_line_a_step(cache: Path, copied: Path, whole: Pat
 
 def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replayed) -> None:
     run = tmp_path / "run"
-    assert finish(command(cache, run, STEPS=4, loop__Cadence__digest_every=2), tmp_path / "out") == 0
+    assert finish(command(cache, run, STEPS=4, sections__Logging__checksums_every=2), tmp_path / "out") == 0
     assert list(recorded(run)) == [2, 4]
     code, said = replayed(run, 2)
     assert code == 0, said
@@ -340,10 +342,10 @@ def test_another_algorithm_by_its_file(whole: Path, replayed: Replayed) -> None:
 
 
 def test_other_tokens_have_no_cosine(whole: Path, replayed: Replayed) -> None:
-    code, said = replayed(whole, 2, "--override", "train.train.temperature=0.7")
+    code, said = replayed(whole, 2, "--override", "sections.Sampling.temperature=0.7")
     assert code == 0, said
     assert "learning signals: of other tokens, so there is no cosine" in said
-    code, said = replayed(whole, 2, "--override", "train.train.temperature=0.7", "--stored")
+    code, said = replayed(whole, 2, "--override", "sections.Sampling.temperature=0.7", "--stored")
     assert code == 0, said
     assert "the same bits: tokens, rewards, advantages" in said
 
@@ -354,7 +356,7 @@ def test_other_tokens_have_no_cosine(whole: Path, replayed: Replayed) -> None:
         ("optimizer.adamw.rate=1.0", "optimizer.adamw: got a binding for rate, wanted one of"),
         ("optimizer.adamw.lr", "--override 'optimizer.adamw.lr': got"),
         ("nowhere.gin", "got 'nowhere.gin', wanted a gin file"),
-        ("train.train.minibatches=3", "minibatches"),
+        ("step.Algorithm.minibatches=3", "minibatches"),
         ("optimizer.adamw.lr=fast", "wanted a gin value"),
     ],
 )

@@ -223,7 +223,7 @@ def test_seconds_add_up_over_starts(cache: Path, tmp_path: Path) -> None:
 
 
 DYNAMIC = {
-    "train__train__collect": "@group_sampling.dynamic",
+    "step__Algorithm__group_sampling": "@group_sampling.dynamic",
     "group_sampling__dynamic__max_gen_batches": 8,
     "combine__combine__parts": "[@rewards.named]",  # leaves many groups without signal, and at times one waiting
     "combine__combine__weights": "[1.0]",

@@ -135,7 +135,7 @@ def test_the_written_configuration_launches_the_same_run(whole: Path, tmp_path: 
 
 def test_math_verify_scores_a_run(cache: Path, tmp_path: Path) -> None:
     judges, parts = "[@math.correct, @math.lenient]", "[@math.correct, @format.boxed]"
-    changes = {"train__train__judges": judges, "combine__combine__parts": parts}
+    changes = {"sections__Evaluation__graders": judges, "combine__combine__parts": parts}
     code = finish(command(cache, tmp_path / "run", STEPS=1, **changes), tmp_path / "out")
     assert code == 0, (tmp_path / "out").read_text()
     assert metrics(tmp_path / "run")[1].keys() >= {"reward/correct", "reward/boxed"}
@@ -152,7 +152,7 @@ def test_a_dry_run_says_what_would_be_and_makes_nothing(tmp_path: Path) -> None:
     assert finish(argv, tmp_path / "out") == 0
     said = (tmp_path / "out").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "a dry run made something"
-    assert "train.train.prompts = 4" in said
+    assert "step.Algorithm.prompts = 4" in said
     assert "from __gin__ import dynamic_registration" in said
     for line in (
         "4 prompts x 4 samples = 16",

@@ -168,7 +168,7 @@ def test_lines_are_those_of_the_stream_however_it_arrives(parts: list[bytes], ta
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> RewardPool:
     sys.path.insert(0, str(folder))
-    with RewardPool(workers=2, deadline=5.0, memory_mb=1024, stop_on_error=False) as pool:
+    with RewardPool(workers=2, timeout_per_completion=5.0, memory_mb=1024, stop_on_error=False) as pool:
         yield pool
     sys.path.remove(str(folder))
 

@@ -11,7 +11,7 @@ from grpo_fn.shell.logging import rollout_store
 
 def test_a_run_shows_its_signal_and_learns_the_same(cache: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    changes = {"loop__Cadence__signal_every": 3, "loop__Cadence__signal_rows": 5}
+    changes = {"sections__Logging__token_report_every": 3, "sections__Logging__token_report_rows": 5}
     assert finish(command(cache, run, **changes), tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert sorted(path.name for path in (run / "signal").iterdir()) == ["step_3.html", "step_6.html"]
     page = Reader((run / "signal" / "step_3.html").read_text())

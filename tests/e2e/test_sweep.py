@@ -159,7 +159,7 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
         "--grid",
         "SEED=0,1",
         "--grid",
-        "train.train.device='cpu','nowhere'",
+        "sections.Compute.device='cpu','nowhere'",
         "--jobs",
         "2",
         "--gin_param",
@@ -171,7 +171,7 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
     assert said.err.count("failed with exit code 2") == 2
     assert "got device 'nowhere'" in said.err  # its last lines
     rows = read(out / "table.csv")
-    assert [(row["train.train.device"], row["n"], row["missing"]) for row in rows] == [
+    assert [(row["sections.Compute.device"], row["n"], row["missing"]) for row in rows] == [
         ("'cpu'", "2", "0"),
         ("'nowhere'", "0", "2"),
     ]
@@ -202,7 +202,7 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
 @pytest.mark.slow
 def test_sigterm_reaches_the_trials_and_the_same_command_goes_on(cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-    flags = ["--grid", "SEED=0", "--gin_param", "STEPS=60", "--gin_param", "loop.Cadence.save_every=400"]
+    flags = ["--grid", "SEED=0", "--gin_param", "STEPS=60", "--gin_param", "sections.Checkpoints.every=400"]
     command = [sys.executable, str(TOOL), *argv(cache, out, *flags)]
     with open(tmp_path / "out", "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)

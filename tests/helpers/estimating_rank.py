@@ -38,15 +38,15 @@ class Allocated:
 def scale(strategy: str) -> Parallelism:
     replicate, shard, reshard = STRATEGIES[strategy]
     return Parallelism(
-        replicate=replicate,
-        shard=shard,
-        tensor=1,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        tp=1,
         reshard_after_forward=reshard,
         offload=False,
         offload_reference=False,
         prefetch=1,
-        activations=blocks.no_checkpointing,
-        execution=blocks.eager,
+        activation_checkpointing=blocks.no_checkpointing,
+        compile=blocks.eager,
         deadline=60.0,
     )
 
@@ -59,7 +59,7 @@ def placing(folder: Path, strategy: str, adapters: lora.LoRA | None, dtype: torc
         attention="sdpa",
         adapters=adapters,
         scorer=partial(LogprobModel, temperature=1.0, head_elements=2**20, rows=pack_shared_prompts),
-        scale=scale(strategy),
+        parallelism=scale(strategy),
         key=prng.key(0, device="cpu"),
     )
 

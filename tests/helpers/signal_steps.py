@@ -19,9 +19,9 @@ UNMOVED = Gains(kl=1.0, entropy=1.0)
 CLIPPED = partial(
     objective.policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    correct=importance.no_correction,
+    importance_correction=importance.no_correction,
     kl=kl.k3,
-    weigh=aggregation.token_mean,
+    loss_aggregation=aggregation.token_mean,
     beta=0.01,
     entropy_bonus=0.0,
 )

@@ -24,7 +24,7 @@ from grpo_fn.core.types import Batch, Carried, Groups, Pullback, Reward, Rollout
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")
 PARTS = ("correct", "boxed")
-CHOSEN = ("credit", "filters", "mark", "objective")
+CHOSEN = ("credit", "filters", "token_mask", "objective")
 
 
 class Preset(NamedTuple):
@@ -165,12 +165,12 @@ def learn(
 ) -> Learned:
     """What grpo_step makes of the step's groups, or of the groups `only` in that order."""
     groups = step.groups if only is None else take(step.groups, only)
-    algo = algorithm.Algorithm(
-        collect=partial(as_sampled, groups),
+    algo = algorithm.StepAlgorithm(
+        group_sampling=partial(as_sampled, groups),
         reward=unasked,
         credit=how.credit,
         filters=how.filters,
-        mark=how.mark,
+        token_mask=how.token_mask,
         objective=how.objective,
         old_logp=algorithm.from_trainer,
         kl_control=controllers.constant_gain,
@@ -180,7 +180,7 @@ def learn(
         minibatches=minibatches,
         split=partial(cut, micro_tokens=micro_tokens, devices=devices),
         anchor=algorithm.compare_as_given,
-        min_signal=0,
+        min_groups_with_signal=0,
     )
     policy = TokenPolicy(step, lr)
     _, _, figures = algorithm.grpo_step(

@@ -146,7 +146,7 @@ def rows(pairs):
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(workers=2, deadline=DEADLINE, memory_mb=1024, stop_on_error=True) as pool:
+    with RewardPool(workers=2, timeout_per_completion=DEADLINE, memory_mb=1024, stop_on_error=True) as pool:
         pool.score(correct, *rows([(gold, rf"\boxed{{{gold}}}") for gold in GOLDS.values()] * 2))  # parsers wake up
         yield pool
 
@@ -269,7 +269,7 @@ def test_a_random_soup_is_never_right(pool, gold, texts):
 def test_a_bomb_that_nobody_knew_costs_its_own_row():
     texts = [rf"\boxed{{{place}}}" for place in range(30)]
     texts[10] = "sleep"
-    with RewardPool(workers=2, deadline=2.0, memory_mb=1024, stop_on_error=True) as pool:
+    with RewardPool(workers=2, timeout_per_completion=2.0, memory_mb=1024, stop_on_error=True) as pool:
         scores = pool.score(sleeping, *rows([("20", text) for text in texts]))
         assert scores == [None if place == 10 else float(place == 20) for place in range(30)]
         assert pool.counts["timeouts"] == 1

@@ -333,15 +333,15 @@ def test_a_device_that_is_not_there_is_refused(name):
 
 def scale(replicate: int | str, shard: int | str, tensor: int) -> Parallelism:
     return Parallelism(
-        replicate=replicate,
-        shard=shard,
-        tensor=tensor,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        tp=tensor,
         reshard_after_forward=True,
         offload=False,
         offload_reference=False,
         prefetch=1,
-        activations=blocks.no_checkpointing,
-        execution=blocks.eager,
+        activation_checkpointing=blocks.no_checkpointing,
+        compile=blocks.eager,
         deadline=1.0,
     )
 

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from grpo_fn.algo import advantage, aggregation, credit, importance, kl, losses, masking, objective
 from grpo_fn.algo.step import from_sampler, from_trainer
-from grpo_fn.core import sampling
+from grpo_fn.core import checks, sampling
 from grpo_fn.shell.policy.memory import Memory, Part
 from grpo_fn.trainer import plan, validate
 from grpo_fn.trainer.plan import Plan
@@ -28,9 +28,9 @@ def composed(loss: str, penalty: str, weigh: str, beta: float) -> partial:
     return partial(
         objective.policy_objective,
         token_loss=LOSSES[loss],
-        correct=importance.no_correction,
+        importance_correction=importance.no_correction,
         kl=KLS[penalty],
-        weigh=WEIGHTS[weigh],
+        loss_aggregation=WEIGHTS[weigh],
         beta=beta,
         entropy_bonus=0.01,
     )
@@ -133,7 +133,7 @@ def test_a_sampler_that_cuts_its_tail_is_refused_unless_the_bias_is_accepted(cut
 def test_greedy_is_for_evaluation(temperature):
     """At temperature 1 its log-probabilities are right and only the draws give it away."""
     with pytest.raises(
-        ValueError, match=r"train\.train\.choose = @sampling\.categorical, or train\.train\.accept_bias"
+        ValueError, match=r"train\.train\.choose = @sampling\.categorical, or train\.train\.allow_biased"
     ):
         validate.check_full_support(sampling.greedy, temperature, False)
 
@@ -162,7 +162,7 @@ WITHOUT_A_RATIO = {"reinforce"}
 
 
 def with_correction(loss: str, correct: str, beta: float = 0.3) -> partial:
-    return partial(composed(loss, "k1_ratio()", "token_mean()", beta), correct=CORRECTIONS[correct])
+    return partial(composed(loss, "k1_ratio()", "token_mean()", beta), importance_correction=CORRECTIONS[correct])
 
 
 @pytest.mark.parametrize("loss", list(LOSSES))
@@ -234,20 +234,22 @@ def test_a_credit_that_weighs_a_part_that_there_is_not_is_refused():
 
 
 @given(st.integers(-3, 12), st.integers(1, 8))
-def test_a_step_cannot_need_more_signal_than_it_has_groups(min_signal, prompts):
-    if 0 <= min_signal <= prompts:
-        return plan.check_signal(min_signal, prompts)
-    with pytest.raises(ValueError, match=f"min_signal: got {min_signal}, wanted 0 to prompts, {prompts}"):
-        plan.check_signal(min_signal, prompts)
+def test_a_step_cannot_need_more_signal_than_it_has_groups(min_groups_with_signal, prompts):
+    if 0 <= min_groups_with_signal <= prompts:
+        return checks.check_signal(min_groups_with_signal, prompts)
+    with pytest.raises(
+        ValueError, match=f"min_groups_with_signal: got {min_groups_with_signal}, wanted 0 to prompts, {prompts}"
+    ):
+        checks.check_signal(min_groups_with_signal, prompts)
     return None
 
 
 @given(st.integers(1, 60), st.integers(1, 60))
 def test_minibatches_divide_the_prompts_or_the_nearest_that_do_are_named(prompts, minibatches):
     if prompts % minibatches == 0:
-        return plan.check_divides(prompts, minibatches)
+        return checks.check_divides(prompts, minibatches)
     with pytest.raises(ValueError, match=f"prompts {prompts} do not split into {minibatches} minibatches") as caught:
-        plan.check_divides(prompts, minibatches)
+        checks.check_divides(prompts, minibatches)
     offered, closest = str(caught.value).split("wanted prompts ")[1].split(", or minibatches ")
     offered = [int(n) for n in offered.split(" or ")]
     fits = [n for n in range(1, 200) if n % minibatches == 0]
@@ -263,16 +265,16 @@ def test_the_message_reads_as_a_sentence():
         ValueError,
         match=r"^prompts 10 do not split into 4 minibatches of whole groups: wanted prompts 8 or 12, or minibatches 5$",
     ):
-        plan.check_divides(10, 4)
+        checks.check_divides(10, 4)
 
 
 @given(st.dictionaries(st.sampled_from(["steps", "prompts", "epochs"]), st.integers(-2, 3), min_size=1))
 def test_numbers_below_one_are_named(numbers):
     low = [(name, n) for name, n in numbers.items() if n < 1]
     if not low:
-        return plan.check_positive(**numbers)
+        return checks.check_positive(**numbers)
     with pytest.raises(ValueError, match=f"{low[0][0]}: got {low[0][1]}, wanted at least 1"):
-        plan.check_positive(**numbers)
+        checks.check_positive(**numbers)
     return None
 
 

@@ -16,8 +16,8 @@ from grpo_fn.trainer.requirements import check_engines
 
 INSTALL = r"error: sampler: got no vllm \(.*\), wanted it installed: pip install 'grpo-fn\[vllm\]'"
 COLOCATED = ["--gin_file", "run/arithmetic_vllm.gin"]
-BESIDE = [*COLOCATED, "--gin_param", "train.train.sampler=@local_sampler.local"]
-BESIDE += ["--gin_param", "train.train.evaluator=@vllm_sampler.colocated"]
+BESIDE = [*COLOCATED, "--gin_param", "sections.Sampling.sampler=@local_sampler.local"]
+BESIDE += ["--gin_param", "sections.Evaluation.async_sampler=@vllm_sampler.colocated"]
 SERVED = ["--gin_file", "run/arithmetic.gin", "--gin_file", "engine/vllm_dedicated.gin"]
 SERVED += ["--gin_param", "SERVERS=['http://127.0.0.1:9']", "--gin_param", "nccl_transfer.nccl.host='127.0.0.1'"]
 SERVED += ["--gin_param", "vllm_servers.Dedicated.transfer=@nccl_transfer.nccl"]

@@ -46,7 +46,7 @@ KNOBS = {
     "max_rows": 64,
     "max_model_len": None,
     "extra": {},
-    "accept_bias": False,
+    "allow_biased": False,
     "tensor_parallel": 1,
     "gpu_memory_utilization": 0.3,
     "kv_cache_bytes": 2**26,

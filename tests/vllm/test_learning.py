@@ -19,7 +19,7 @@ def started(folder: Path, *flags: str) -> list[dict]:
 
 def test_a_few_steps_as_a_user_starts_them(tmp_path: Path) -> None:
     """Of a smaller model that has learnt little, paid for whatever it is paid for; engine and policy agree."""
-    small = ["STEPS=2", "tiny_model.WarmStart.steps=60", "train.train.prompts=8", "tiny_model.Shape.layers=1"]
+    small = ["STEPS=2", "tiny_model.WarmStart.steps=60", "step.Algorithm.prompts=8", "tiny_model.Shape.layers=1"]
     small += ["tiny_model.Shape.hidden=64", "tiny_model.Shape.heads=2", "tiny_model.Shape.kv_heads=1", "MAX_VALUE=3"]
     small += ["OPERATIONS=1", "TEST_SIZE=8", "MAX_NEW_TOKENS=12", f"tiny_model.Recipe.cache={str(tmp_path)!r}"]
     rows = started(tmp_path / "run", *(part for one in small for part in ("--gin_param", one)))

@@ -112,9 +112,9 @@ class Bench(NamedTuple):
 OBJECTIVE = partial(
     policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    correct=importance.no_correction,
+    importance_correction=importance.no_correction,
     kl=kl.k3,
-    weigh=aggregation.token_mean,
+    loss_aggregation=aggregation.token_mean,
     beta=0.0,
     entropy_bonus=0.0,
 )
@@ -141,7 +141,7 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
         attention="sdpa",
         adapters=knobs["adapters"],
         scorer=partial(LogprobModel, temperature=1.0, head_elements=2**24, rows=pack_shared_prompts),
-        scale=knobs["scale"],
+        parallelism=knobs["scale"],
         key=prng.key(0, device="cpu"),
     )
     placed = load_and_shard(world, placing, reference=False)

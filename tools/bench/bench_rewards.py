@@ -117,7 +117,7 @@ def pooled(workers: int, rounds: int) -> Callable[[Sequence[Row]], tuple[float, 
     """`correct` in worker processes; the last of several rounds, so that later ones find the cache warm."""
 
     def judge(rows: Sequence[Row]) -> tuple[float, list[float | None]]:
-        with RewardPool(workers=workers, deadline=5.0, memory_mb=1024, stop_on_error=True) as pool:
+        with RewardPool(workers=workers, timeout_per_completion=5.0, memory_mb=1024, stop_on_error=True) as pool:
             pool.score(math.correct, [rows[0].problem], [rows[0].completion])  # the workers' start is not measured
             problems, completions = zip(*rows, strict=True)
             for _ in range(rounds - 1):

@@ -151,18 +151,18 @@ DATA = "{prompts_file}"
 PROMPT_FIELD = "prompt"
 
 train.train.model = "{model}"
-train.train.prompts = {prompts}
-train.train.group_size = {group_size}
-train.train.max_new_tokens = {new_tokens}
-train.train.micro_tokens = {micro_tokens}
-logprob_model.LogprobModel.head_elements = {head_elements}
-train.train.eval_problems = 1
+step.Algorithm.prompts = {prompts}
+step.Algorithm.group_size = {group_size}
+sections.Sampling.max_new_tokens = {new_tokens}
+sections.Policy.micro_tokens = {micro_tokens}
+sections.Compute.logits_chunk_elements = {head_elements}
+sections.Evaluation.problems = 1
 rows.split.test_size = 1
 rows.problems.template = "{{prompt}}"
 
 combine.combine.parts = [@bench_reward.ours]
 combine.combine.weights = [1.0]
-train.train.judges = [@bench_reward.ours]
+sections.Evaluation.graders = [@bench_reward.ours]
 
 losses.clipped_ratio.clip_low = 0.2
 losses.clipped_ratio.clip_high = 0.2
@@ -172,7 +172,7 @@ optimizer.adamw.beta2 = {beta2}
 optimizer.constant.warmup = 0
 
 # Off, because the other side has nothing like it: checksums of every step, tables of samples, pages of signals.
-loop.Cadence.digest_every = 0
-loop.Cadence.show_every = 0
-loop.Cadence.signal_every = 0
+sections.Logging.checksums_every = 0
+sections.Logging.samples_every = 0
+sections.Logging.token_report_every = 0
 """

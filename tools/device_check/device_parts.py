@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from grpo_fn.algo import advantage, aggregation, controllers, credit, group_sampling, importance, kl, losses, masking
 from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo.objective import policy_objective
-from grpo_fn.algo.step import Algorithm, compare_as_given, from_sampler
+from grpo_fn.algo.step import StepAlgorithm, compare_as_given, from_sampler
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import combine, score_serially
@@ -68,9 +68,9 @@ def objective(beta: float, entropy_bonus: float) -> Callable[..., Any]:
     return partial(
         policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        correct=importance.no_correction,
+        importance_correction=importance.no_correction,
         kl=kl.k3,
-        weigh=aggregation.token_mean,
+        loss_aggregation=aggregation.token_mean,
         beta=beta,
         entropy_bonus=entropy_bonus,
     )
@@ -112,14 +112,14 @@ class Bench(NamedTuple):
             local(seat, prompt_tokens=prompt_tokens, new_tokens=new_tokens, max_rows=max_rows), self.world
         )
 
-    def algo(self, prompts: int, group_size: int) -> Algorithm:
+    def algo(self, prompts: int, group_size: int) -> StepAlgorithm:
         """GRPO with one update a step, and a reward that rows of random tokens differ in."""
-        return Algorithm(
-            collect=partial(group_sampling.keep_all, prompts=prompts),
+        return StepAlgorithm(
+            group_sampling=partial(group_sampling.keep_all, prompts=prompts),
             reward=partial(combine, parts=[even], weights=[1.0], score=score_serially),
             credit=partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-4, ddof=1)),
             filters=[],
-            mark=masking.no_tokens,
+            token_mask=masking.no_tokens,
             objective=objective(0.0, 0.0),
             old_logp=from_sampler,
             anchor=compare_as_given,
@@ -129,7 +129,7 @@ class Bench(NamedTuple):
             epochs=1,
             minibatches=1,
             split=self.policy.split,
-            min_signal=1,
+            min_groups_with_signal=1,
         )
 
 

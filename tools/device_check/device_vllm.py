@@ -89,7 +89,7 @@ def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows
         max_rows=rows,
         max_model_len=tokens,
         extra={},
-        accept_bias=False,
+        allow_biased=False,
         tensor_parallel=1,
         gpu_memory_utilization=SHARE,
         kv_cache_bytes=cache,

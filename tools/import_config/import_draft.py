@@ -180,7 +180,7 @@ def token_loss(draft: Draft, name: str, **knobs: float) -> None:
 
 
 def weigh(draft: Draft, name: str) -> None:
-    draft.knobs["objective.policy_objective.weigh"] = f"@weights.{name}"
+    draft.knobs["objective.policy_objective.loss_aggregation"] = f"@weights.{name}"
     if name == "constant_length":
         draft.knobs["aggregation.constant_length.max_length"] = "%MAX_NEW_TOKENS"
 
@@ -209,7 +209,7 @@ def adamw(draft: Draft, name: str, **knobs: float) -> None:
     for beta in ("beta1", "beta2"):
         if knobs[beta] >= 1:
             raise ValueError(f"adam {beta}: got {knobs[beta]}, wanted less than 1")
-    draft.knobs["fsdp.FSDPPolicy.optimizer"] = f"@optimizer.{name}"
+    draft.knobs["sections.Policy.optimizer"] = f"@optimizer.{name}"
     draft.knobs |= {f"optimizer.{name}.{knob}": float(value) for knob, value in knobs.items()}
     if knobs["weight_decay"]:
         draft.note(DIFFERS, "weight_decay", "on matrices alone here, not on norms and biases")
@@ -217,7 +217,7 @@ def adamw(draft: Draft, name: str, **knobs: float) -> None:
 
 def schedule(draft: Draft, warmup: int, total: int, final: float | None) -> None:
     name = "constant" if final is None else "linear_decay"
-    draft.knobs["fsdp.FSDPPolicy.schedule"] = f"@optimizer.{name}"
+    draft.knobs["sections.Policy.schedule"] = f"@optimizer.{name}"
     draft.knobs[f"optimizer.{name}.warmup"] = warmup
     if final is not None:
         draft.knobs |= {"optimizer.linear_decay.total": total, "optimizer.linear_decay.final": final}
@@ -242,7 +242,7 @@ def correct(draft: Draft, weight: str | None, mask: str | None) -> None:
     """What a sample is worth: a correction, another one that masks besides, or both."""
     found = corrected(draft, "both", weight=weight, mask=mask) if weight and mask else weight or mask
     if found:
-        draft.knobs["objective.policy_objective.correct"] = found
+        draft.knobs["objective.policy_objective.importance_correction"] = found
 
 
 def bounded(draft: Draft, kind: str, low: float, high: float, name: str, *, sequence: bool) -> str:

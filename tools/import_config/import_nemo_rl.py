@@ -34,7 +34,7 @@ NEMO_LEFT = {
     r"grpo\.async_grpo\..*": "engine/async_one_step.gin samples whole batches ahead, where it is on",
     r"grpo\.reward_scaling\..*": "weigh the parts of the reward: combine.combine.weights",
     r"grpo\.max_num_epochs": "STEPS says how long; max_num_steps has to be given",
-    r"grpo\.val_(batch_size|at_start|at_end)": "evaluated before and after; local_sampler.local.max_rows",
+    r"grpo\.val_(batch_size|at_start|at_end)": "evaluated before and after; sections.Sampling.max_rows",
     r"grpo\.batch_multiplier": "dynamic sampling samples `prompts` problems at a time",
     r"grpo\.max_rollout_turns": "one turn",
     r"grpo\.(seq_logprob_error_.*|skip_reference_.*|calculate_advantages_on_gpu|adv_estimator\.minus_baseline)": (
@@ -54,7 +54,7 @@ NEMO_LEFT = {
     r"policy\.(dynamic_batching|sequence_packing)\..*": (
         "rows always lie end to end without padding, a group's prompt once (packed_input.pack_shared_prompts): micro_tokens"
     ),
-    r"policy\.(logprob_(batch|chunk)_size|generation_batch_size|make_sequence_.*)": "train.train.micro_tokens",
+    r"policy\.(logprob_(batch|chunk)_size|generation_batch_size|make_sequence_.*)": "sections.Policy.micro_tokens",
     r"policy\.(tokenizer|hf_config_overrides)\..*": "the model folder's own tokenizer, template and config",
     r"policy\.dtensor_cfg\.(_v2|custom_parallel_plan|sequence_parallel|context_parallel_size|clear_cache.*|env_vars)": (
         "the model's own plan of tensor parallelism; a row lies on one device"
@@ -83,18 +83,18 @@ def from_nemo_rl(config: Mapping[str, Any]) -> Draft:
     nemo_policy(key, draft)
     nemo_engine(key, draft)
     nemo_optimizer(key, draft)
-    draft.knobs["train.train.old_logp"] = "@step.from_trainer"
+    draft.knobs["step.Algorithm.old_logp"] = "@step.from_trainer"
     draft.macros["SEED"] = key.count("grpo.seed", 42, 0)
-    draft.knobs["loop.Cadence.eval_every"] = key.count("grpo.val_period", 10, 0)
-    draft.knobs["loop.Cadence.save_every"] = key.count("checkpointing.save_period", 10)
-    draft.knobs["loop.Cadence.keep_best"] = key.count("checkpointing.keep_top_k", 3, 0)
+    draft.knobs["sections.Evaluation.every"] = key.count("grpo.val_period", 10, 0)
+    draft.knobs["sections.Checkpoints.every"] = key.count("checkpointing.save_period", 10)
+    draft.knobs["sections.Checkpoints.keep_best"] = key.count("checkpointing.keep_top_k", 3, 0)
     if "OpenMathInstruct-2" in (key.values.get("data.dataset_name"), key.values.get("data.train.dataset_name")):
         draft.includes.append("task/openmath.gin")
         key.taken |= {"data.dataset_name", "data.train.dataset_name"}
-        draft.knobs["train.train.eval_problems"] = min(500, key.count("grpo.max_val_samples", 256))
+        draft.knobs["sections.Evaluation.problems"] = min(500, key.count("grpo.max_val_samples", 256))
     else:
         draft.includes.append("task/rows.gin")
-        draft.knobs["train.train.eval_problems"] = min(256, key.count("grpo.max_val_samples", 256))
+        draft.knobs["sections.Evaluation.problems"] = min(256, key.count("grpo.max_val_samples", 256))
     key.rest(draft, NEMO_LEFT, NEMO_QUIET)
     return draft
 
@@ -147,9 +147,13 @@ def nemo_batches(key: Reader, draft: Draft) -> None:
     longest = key.count("policy.generation.max_new_tokens", total)
     draft.macros |= {"STEPS": steps, "MAX_NEW_TOKENS": longest}
     draft.knobs["train.train.model"] = "%MODEL"
-    draft.knobs |= {"train.train.prompts": prompts, "train.train.group_size": group, "train.train.minibatches": parts}
-    draft.knobs |= {"train.train.max_new_tokens": "%MAX_NEW_TOKENS"}
-    draft.knobs["train.train.micro_tokens"] = micro * total
+    draft.knobs |= {
+        "step.Algorithm.prompts": prompts,
+        "step.Algorithm.group_size": group,
+        "step.Algorithm.minibatches": parts,
+    }
+    draft.knobs |= {"sections.Sampling.max_new_tokens": "%MAX_NEW_TOKENS"}
+    draft.knobs["sections.Policy.micro_tokens"] = micro * total
     draft.note(
         DIFFERS,
         "policy.max_total_sequence_length",
@@ -157,11 +161,11 @@ def nemo_batches(key: Reader, draft: Draft) -> None:
         "for them in the model's positions is refused",
     )
     if key("grpo.use_dynamic_sampling", bool, False):
-        draft.knobs["train.train.collect"] = "@group_sampling.dynamic"
+        draft.knobs["step.Algorithm.group_sampling"] = "@group_sampling.dynamic"
         draft.knobs["group_sampling.dynamic.max_gen_batches"] = key.count("grpo.dynamic_sampling_max_gen_batches", 10)
     key.taken.add("grpo.dynamic_sampling_max_gen_batches")
     if key("grpo.overlong_filtering", bool, False):
-        draft.knobs["train.train.filters"] = ["@masking.drop_truncated"]
+        draft.knobs["step.Algorithm.filters"] = ["@masking.drop_truncated"]
     nemo_shaping(key, draft, longest)
 
 
@@ -273,10 +277,10 @@ def nemo_policy(key: Reader, draft: Draft) -> None:
     for knob, name in (("cpu_offload", "offload"), ("activation_checkpointing", "checkpointed")):
         if key(f"policy.dtensor_cfg.{knob}", bool, False):
             draft.includes.append(f"scale/{name}.gin")
-    draft.knobs["mesh.Parallelism.tensor"] = key.count("policy.dtensor_cfg.tensor_parallel_size", 1)
-    draft.knobs["train.train.temperature"] = key.positive("policy.generation.temperature", 1.0, zero=False)
+    draft.knobs["mesh.Parallelism.tp"] = key.count("policy.dtensor_cfg.tensor_parallel_size", 1)
+    draft.knobs["sections.Sampling.temperature"] = key.positive("policy.generation.temperature", 1.0, zero=False)
     stops = key("policy.generation.stop_strings", list, [])
-    draft.knobs["train.train.stop"] = [Text(stop) for stop in stops if stop]
+    draft.knobs["sections.Sampling.stop"] = [Text(stop) for stop in stops if stop]
     lora(key, draft)
 
 
@@ -307,10 +311,10 @@ def nemo_engine(key: Reader, draft: Draft) -> None:
 def nemo_ahead(key: Reader, draft: Draft) -> None:
     """The next batches sampled while the policy trains."""
     place = "grpo.async_grpo."
-    if "objective.policy_objective.correct" not in draft.knobs:
+    if "objective.policy_objective.importance_correction" not in draft.knobs:
         raise ValueError(f"loss_fn.use_importance_sampling_correction: got false with {place}enabled, wanted true")
     draft.includes.append("engine/async_one_step.gin")
-    draft.knobs["train.train.max_staleness"] = key.count(f"{place}max_trajectory_age_steps", 1)
+    draft.knobs["sections.Sampling.max_staleness"] = key.count(f"{place}max_trajectory_age_steps", 1)
     if key(f"{place}in_flight_weight_updates", bool, False):
         draft.knobs["vllm_servers.Dedicated.pause"] = "keep"
     draft.note(
@@ -368,4 +372,4 @@ def nemo_optimizer(key: Reader, draft: Draft) -> None:
             DIFFERS, "policy.scheduler", f"from its start_factor there; from 1/{warm + 1} to 1 in {warm} updates here"
         )
     schedule(draft, warm, 0, None)
-    draft.knobs["fsdp.FSDPPolicy.max_grad_norm"] = key.positive("policy.max_grad_norm", 1.0, zero=True) or 1e9
+    draft.knobs["sections.Policy.max_grad_norm"] = key.positive("policy.max_grad_norm", 1.0, zero=True) or 1e9

@@ -41,9 +41,9 @@ TRL_LEFT = {
     "top_entropy_quantile": "there is no mask by entropy; losses.clip_cov and losses.kl_cov choose tokens",
     "deepspeed": "a file of its own: files of scale/ (shard_grad_op is ZeRO-2, full_shard ZeRO-3, offload)",
     "fsdp_config|accelerator_config|parallelism_config|ddp_.*": "mesh.Parallelism and the files of scale/",
-    "model_init_kwargs.*": "train.train.dtype, train.train.attention",
+    "model_init_kwargs.*": "sections.Compute.dtype, sections.Compute.attention",
     "chat_template_kwargs.*": "the tokenizer's own template is used",
-    "use_liger_kernel|use_liger_loss|liger_.*": "log-probs are computed in chunks anyway: logprob_model.LogprobModel.head_elements",
+    "use_liger_kernel|use_liger_loss|liger_.*": "log-probs are computed in chunks anyway: sections.Compute.logits_chunk_elements",
     "max_tool_calling_iterations|tools.*|environment.*": "one turn, without tools",
     "num_generations_eval": "evaluation is greedy; eval/samples.gin draws",
     "shuffle_dataset|data_seed|dataloader_.*": "the order is a function of SEED, every row once an epoch",
@@ -79,17 +79,17 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
     trl_advantage(key, draft)
     trl_optimizer(key, draft, updates)
     trl_device(key, draft)
-    draft.knobs["train.train.temperature"] = key.positive("temperature", 1.0, zero=False)
+    draft.knobs["sections.Sampling.temperature"] = key.positive("temperature", 1.0, zero=False)
     if key("mask_truncated_completions", bool, False):
-        draft.knobs["train.train.filters"] = ["@masking.drop_truncated"]
+        draft.knobs["step.Algorithm.filters"] = ["@masking.drop_truncated"]
     draft.macros["SEED"] = key.count("seed", 42, 0)
     every = updates // draft.macros["STEPS"]
-    draft.knobs["loop.Cadence.save_every"] = per_step(key.positive("save_steps", 500, zero=False), updates, every)
+    draft.knobs["sections.Checkpoints.every"] = per_step(key.positive("save_steps", 500, zero=False), updates, every)
     if key("eval_strategy", str, "no") == "steps":
-        draft.knobs["loop.Cadence.eval_every"] = per_step(key.positive("eval_steps", 500, zero=False), updates, every)
+        draft.knobs["sections.Evaluation.every"] = per_step(key.positive("eval_steps", 500, zero=False), updates, every)
     else:
         key.taken.add("eval_steps")
-    draft.knobs["loop.Cadence.keep_last"] = key.count("save_total_limit", 2)
+    draft.knobs["sections.Checkpoints.keep_last"] = key.count("save_total_limit", 2)
     draft.includes.append("task/rows.gin")
     draft.note(LEFT, "dataset and reward functions", "not in this file: task/rows.gin and base.gin's verified answers")
     key.rest(draft, TRL_LEFT, TRL_QUIET)
@@ -138,10 +138,14 @@ def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> int:
     longest = key.count("max_completion_length", 256)
     asked = key.count("max_prompt_length", PROMPT_TOKENS)
     draft.macros |= {"STEPS": trl_steps(key, prompts, parts * epochs, rows), "MAX_NEW_TOKENS": longest}
-    draft.knobs |= {"train.train.model": "%MODEL", "train.train.eval_problems": 256}
-    draft.knobs |= {"train.train.prompts": prompts, "train.train.group_size": group, "train.train.epochs": epochs}
-    draft.knobs |= {"train.train.minibatches": parts, "train.train.micro_tokens": device * (asked + longest)}
-    draft.knobs["train.train.max_new_tokens"] = "%MAX_NEW_TOKENS"
+    draft.knobs |= {"train.train.model": "%MODEL", "sections.Evaluation.problems": 256}
+    draft.knobs |= {
+        "step.Algorithm.prompts": prompts,
+        "step.Algorithm.group_size": group,
+        "step.Algorithm.epochs": epochs,
+    }
+    draft.knobs |= {"step.Algorithm.minibatches": parts, "sections.Policy.micro_tokens": device * (asked + longest)}
+    draft.knobs["sections.Sampling.max_new_tokens"] = "%MAX_NEW_TOKENS"
     draft.note(
         DIFFERS,
         "per_device_train_batch_size",
@@ -201,7 +205,7 @@ def trl_engine(key: Reader, draft: Draft) -> None:
     if key("use_vllm", bool, False):
         key.choice("vllm_mode", "server", {"server": trl_server, "colocate": trl_colocated})(key, draft)
         weight = trl_weight(key, draft)
-        draft.knobs["train.train.old_logp"] = "@step.from_trainer"  # of the trainer, corrected or not
+        draft.knobs["step.Algorithm.old_logp"] = "@step.from_trainer"  # of the trainer, corrected or not
     correct(draft, weight, mask)
 
 
@@ -246,7 +250,10 @@ def trl_advantage(key: Reader, draft: Draft) -> None:
     elif name == "none":
         draft.knobs["credit.outcome.advantage"] = "@advantage.mean_centered"
     elif name == "batch":
-        draft.knobs |= {"train.train.credit": "@credit.row_whitened", "credit.row_whitened.credit": "@credit.outcome"}
+        draft.knobs |= {
+            "step.Algorithm.credit": "@credit.row_whitened",
+            "credit.row_whitened.credit": "@credit.outcome",
+        }
         draft.knobs |= {"credit.row_whitened.eps": 1e-4, "credit.outcome.advantage": "@advantage.mean_centered"}
         draft.note(DIFFERS, "scale_rewards", "the std of the rewards there (ddof 1), of R - mean here (ddof 0)")
     elif name == "mean":
@@ -284,7 +291,7 @@ def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
     if kind == "cosine":
         draft.note(DIFFERS, "lr_scheduler_type", "there is no cosine: linear to 0 over the same steps")
     limit = key.positive("max_grad_norm", 1.0, zero=True)
-    draft.knobs["fsdp.FSDPPolicy.max_grad_norm"] = limit or 1e9  # 0 is no clipping there
+    draft.knobs["sections.Policy.max_grad_norm"] = limit or 1e9  # 0 is no clipping there
 
 
 def trl_device(key: Reader, draft: Draft) -> None:

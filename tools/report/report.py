@@ -218,7 +218,7 @@ def told(run: Run) -> list[str]:
     tenth = math.ceil(len(rewards) / 10)
     problems, done = series(run, "eval/problems")[-1:], int(run.rows[-1]["step"]) if run.rows else 0
     ended = run.summary if run.summary is not None and run.summary.get("steps") == done else None
-    asked = run.knobs.get("loop.Cadence.steps", "?")
+    asked = run.knobs.get("train.train.steps", "?")
     state = "going on" if run.working else "finished" if ended else f"stopped after step {done}"
     work = ended["wall_seconds"] if ended else math.fsum(value for _, value in series(run, "time/total"))
     return [

@@ -24,7 +24,7 @@ QUICKLY = 3  # gzip's level: a trace shrinks to a twelfth or less at any
 
 def check(steps: Any, last: int) -> None:
     """Raise ValueError unless `steps` lists steps that a run of `last` steps takes."""
-    name, wanted = "train.train.profile_steps", f"wanted whole numbers from 1 to {last}"
+    name, wanted = "sections.Logging.profile_steps", f"wanted whole numbers from 1 to {last}"
     if not isinstance(steps, list | tuple):
         raise ValueError(f"{name}: got {steps!r}, {wanted} in parentheses")
     if odd := [step for step in steps if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= last]:

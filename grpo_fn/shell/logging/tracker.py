@@ -35,7 +35,7 @@ def wandb(*, project: str, mode: str) -> Mirror:
         raise ValueError(f"tracker.wandb.mode: got {mode!r}, wanted one of {', '.join(MODES)}")
     if importlib.util.find_spec("wandb") is None:
         raise ValueError(
-            "got train.train.mirror = @tracker.wandb() without the package wandb, wanted it installed "
+            "got sections.Logging.mirror = @tracker.wandb() without the package wandb, wanted it installed "
             "(pip install 'grpo-fn[wandb]'), or @tracker.none()"
         )
     return partial(_mirrored, project=project, mode=mode)

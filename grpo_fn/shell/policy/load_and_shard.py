@@ -42,7 +42,7 @@ class ModelSpec:
     attention: str
     adapters: lora.LoRA | None
     scorer: Callable[[nn.Module], LogprobModel]
-    scale: Parallelism
+    parallelism: Parallelism
     key: Tensor  # of the adapters' first values
 
     def kept_in(self, trained: bool) -> torch.dtype:
@@ -68,7 +68,8 @@ class ModelSpec:
         tensor_parallel.divide(model, mesh["tensor"])
         self.prepare(model)
         scorer = self.scorer(model)
-        how = self.scale if trained else replace(self.scale, offload=self.scale.offload_reference)
+        how = self.parallelism
+        how = how if trained else replace(how, offload=how.offload_reference)
         shard(scorer, model, mesh, self.dtype, how)
         device = torch.device("cpu") if how.offload else world.device
         load_weights.fill(scorer, load_weights.folder_of(self.folder), device=device, prefix="model.")
@@ -79,8 +80,8 @@ class ModelSpec:
     def prepare(self, model: nn.Module) -> None:
         """What becomes of every block before it is sharded."""
         for block in blocks(model):
-            self.scale.execution(block)
-            self.scale.activations(block)
+            self.parallelism.compile(block)
+            self.parallelism.activation_checkpointing(block)
 
 
 def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> LoadedModel:
@@ -90,15 +91,15 @@ def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> Load
     precision that the device has not, for ranks that do not fit the mesh, and for a folder that does not fit the model.
     """
     check_precision(placing.dtype, world.device)
-    scale, adapters = placing.scale, placing.adapters
-    plain = world.size == 1 and not scale.offload and placing.kept_in(True) == placing.dtype
+    parallelism, adapters = placing.parallelism, placing.adapters
+    plain = world.size == 1 and not parallelism.offload and placing.kept_in(True) == placing.dtype
     if plain:
         model = placing.whole(world.device, placing.dtype)
         placing.prepare(model)
         scorer, data = placing.scorer(model), None
         beside = placing.scorer(copy.deepcopy(model).requires_grad_(False)) if reference and adapters is None else None
     else:
-        mesh = scale.mesh(world)
+        mesh = parallelism.mesh(world)
         scorer = placing.spread(world, mesh, trained=True)
         data = mesh[DATA]._flatten("data").get_group() if world.size > 1 else None
         beside = placing.spread(world, mesh, trained=False) if reference and adapters is None else None

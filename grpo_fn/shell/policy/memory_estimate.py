@@ -59,7 +59,9 @@ def on_device(
     )
     rows = max(1, micro_tokens // width)
     passing = Passing(
-        activation_bytes(config, adapters, scale.activations, dtype=dtype, attention=attention, rows=rows, width=width),
+        activation_bytes(
+            config, adapters, scale.activation_checkpointing, dtype=dtype, attention=attention, rows=rows, width=width
+        ),
         logit_bytes(head_elements, text.vocab_size, text.hidden_size, rows * width, dtype.itemsize),
         cache,
     )

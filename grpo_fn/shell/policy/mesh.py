@@ -22,49 +22,49 @@ DATA = ("replicate", "shard")
 class Parallelism:
     """The mesh and what is done to save memory on each device.
 
-    `replicate` copies of the model, each held in parts by `shard` devices, every matrix product shared by `tensor`
+    `dp_replicate` copies of the model, each held in parts by `dp_shard` devices, every matrix product shared by `tp`
     devices: the three multiply to the number of ranks. A number may be "rest", what is left of all ranks, or "host",
-    what is left of this host's. With replicate 1 and shard "rest" this is FULL_SHARD (ZeRO-3); without
-    `reshard_after_forward` SHARD_GRAD_OP (ZeRO-2); with shard 1 and replicate "rest" NO_SHARD (DDP); with shard "host"
-    and replicate "rest" HYBRID_SHARD. (ZeRO: arXiv:1910.02054; FSDP: arXiv:2304.11277.)
+    what is left of this host's. With dp_replicate 1 and dp_shard "rest" this is FULL_SHARD (ZeRO-3); without
+    `reshard_after_forward` SHARD_GRAD_OP (ZeRO-2); with dp_shard 1 and dp_replicate "rest" NO_SHARD (DDP); with dp_shard "host"
+    and dp_replicate "rest" HYBRID_SHARD. (ZeRO: arXiv:1910.02054; FSDP: arXiv:2304.11277.)
     """
 
-    replicate: int | str
-    shard: int | str
-    tensor: int
+    dp_replicate: int | str
+    dp_shard: int | str
+    tp: int
     reshard_after_forward: bool  # False keeps gathered weights from forward to backward: faster, more memory
     offload: bool  # parameters, gradients and optimizer state on the host, moved to the device when needed
     offload_reference: bool  # the frozen copy, where there is one, on the host
     prefetch: int  # blocks whose weights are gathered ahead of the one that computes
-    activations: Callable[[nn.Module], None]  # what of a block's forward is kept for its backward
-    execution: Callable[[nn.Module], None]  # how a block is run: eager, compiled
-    deadline: float  # seconds that a rank waits for the others
+    activation_checkpointing: Callable[[nn.Module], None]  # what of a block's forward is kept for its backward
+    compile: Callable[[nn.Module], None]  # how a block is run: eager, compiled
+    collective_timeout: float  # seconds that a rank waits for the others
 
     def __post_init__(self) -> None:
         """Raise ValueError for what does not go together."""
-        if self.tensor > 1 and torch_compile in (self.execution, getattr(self.execution, "func", None)):
+        if self.tp > 1 and torch_compile in (self.compile, getattr(self.compile, "func", None)):
             raise ValueError(  # torch.compile runs into a recursion over DTensors of open sizes (2.13)
-                f"scale: got tensor {self.tensor} with compiled blocks, wanted eager ones (blocks.eager) or tensor 1"
+                f"parallelism: got tp {self.tp} with compiled blocks, wanted eager ones (blocks.eager) or tp 1"
             )
 
     def shape(self, ranks: int, on_host: int) -> tuple[int, int, int]:
         """(replicate, shard, tensor) for so many ranks. Raises ValueError when they cannot be arranged like that."""
-        tensor = self.tensor
-        sizes = {"replicate": self.replicate, "shard": self.shard}
+        tensor = self.tp
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
         odd = {k: v for k, v in sizes.items() if not (v in (REST, HOST) if isinstance(v, str) else v >= 1)}
-        if odd := odd | ({"tensor": tensor} if tensor < 1 else {}):
-            raise ValueError(f"scale: got {odd}, wanted numbers from 1, {REST!r} or {HOST!r}")
+        if odd := odd | ({"tp": tensor} if tensor < 1 else {}):
+            raise ValueError(f"parallelism: got {odd}, wanted numbers from 1, {REST!r} or {HOST!r}")
         known = {REST: ranks // tensor, HOST: max(1, on_host // tensor)}
         if list(sizes.values()).count(REST) > 1:
-            raise ValueError(f"scale: got replicate and shard both {REST!r}, wanted one of them at most")
+            raise ValueError(f"parallelism: got dp_replicate and dp_shard both {REST!r}, wanted one of them at most")
         fixed = {k: known[HOST] if v == HOST else v for k, v in sizes.items() if v != REST}
         whole = {k: fixed.get(k, known[REST] // max(1, prod(fixed.values()))) for k in sizes}
-        if whole["replicate"] * whole["shard"] * tensor != ranks:
+        if whole["dp_replicate"] * whole["dp_shard"] * tensor != ranks:
             raise ValueError(
-                f"scale: got replicate {self.replicate} x shard {self.shard} x tensor {tensor} for {ranks} ranks "
+                f"parallelism: got dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {tensor} for {ranks} ranks "
                 f"({on_host} on this host), wanted a product of {ranks}"
             )
-        return whole["replicate"], whole["shard"], tensor
+        return whole["dp_replicate"], whole["dp_shard"], tensor
 
     def mesh(self, world: World) -> DeviceMesh:
         """The device mesh ("replicate", "shard", "tensor") of this world."""

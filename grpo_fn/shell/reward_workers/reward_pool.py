@@ -80,7 +80,7 @@ class RewardJob:
 
 
 class RewardPool:
-    """`workers` processes that score rows within `deadline` seconds of wall clock and `memory_mb` MB each.
+    """`workers` processes that score rows within `timeout_per_completion` seconds of wall clock and `memory_mb` MB each.
 
     A context manager; `score` is a `grpo_fn.core.problem.Scorer`, and any thread may ask: one after the other, in the order
     in which they came. A reward must be a pure function of problem and
@@ -92,11 +92,20 @@ class RewardPool:
     to each of these, at most COMPLAINTS different ones; clear it when they are told.
     """
 
-    def __init__(self, *, workers: int, deadline: float, memory_mb: int, stop_on_error: bool) -> None:
-        for name, value in (("workers", workers), ("deadline", deadline), ("memory_mb", memory_mb)):
+    def __init__(self, *, workers: int, timeout_per_completion: float, memory_mb: int, stop_on_error: bool) -> None:
+        for name, value in (
+            ("workers", workers),
+            ("timeout_per_completion", timeout_per_completion),
+            ("memory_mb", memory_mb),
+        ):
             if not value > 0:
                 raise ValueError(f"reward pool {name}: got {value}, wanted more than 0")
-        self.deadline, self.memory_mb, self.size, self.stop_on_error = deadline, memory_mb, workers, stop_on_error
+        self.deadline, self.memory_mb, self.size, self.stop_on_error = (
+            timeout_per_completion,
+            memory_mb,
+            workers,
+            stop_on_error,
+        )
         self.counts = {"timeouts": 0, "deaths": 0, "errors": 0, "raised": 0}
         self.complaints: list[str] = []
         self._workers: list[WorkerHandle] = []

@@ -64,7 +64,7 @@ class AsyncSampler:
         if max_staleness and spread.world.size > 1 and deadline >= spread.world.deadline:
             raise ValueError(
                 f"deadline: got {deadline:g} s to wait for completions, wanted less than the {spread.world.deadline:g} "
-                "s that ranks wait for one another (mesh.Parallelism.deadline)"
+                "s that ranks wait for one another (mesh.Parallelism.collective_timeout)"
             )
         self.spread, self.stream = spread, stream
         self.max_staleness, self.deadline = max_staleness, deadline

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.core.types import Rollout
+from grpo_fn.core.types import Policy, Rollout
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.sampler.fingerprint import Fingerprint
 from grpo_fn.shell.world import World
@@ -74,6 +74,60 @@ def verified(receipt: WeightReceipt) -> WeightReceipt:
             "wanted the same: it would sample from other weights than those that are trained"
         )
     return receipt
+
+
+class EngineSampler(Protocol):
+    """A sampler of one rank: what factories named by `sections.Sampling.sampler` return.
+
+    `sample`, `load` and `rest` are those of `core.types.Sampler`. Implementations: LocalSampler, VllmSampler.
+    """
+
+    max_rows: int  # sequences decoded at once
+    complaints: list[str]  # texts for people, to be cleared once they are logged
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that have one engine together."""
+        ...
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it can sample while the policy trains."""
+        ...
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same request brings the same tokens."""
+        ...
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a completion may have tokens of several versions of the weights."""
+        ...
+
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """G completions of every problem; row b = p * G + g depends on (weights, prompt, key, uid, g) alone."""
+        ...
+
+    def load(self, policy: Policy) -> None:
+        """Weight sync: take the policy's weights."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is sampled before the next `load`."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        ...
+
+    def for_evaluation(self, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> "EngineSampler":
+        """The same engine, drawing with `choose`; its completions are not scored as they end."""
+        ...
+
+    def close(self) -> None:
+        """End the engine."""
+        ...
 
 
 @runtime_checkable

@@ -135,7 +135,7 @@ class Colocated:
                 if (waited := time.monotonic() - started) > self.deadline:
                     raise TimeoutError(
                         f"generate: got {len(rows) - len(done)} of {len(rows)} requests unfinished after {waited:.0f} "
-                        f"s, wanted all within {self.deadline:g} (vllm_sampler.colocated.deadline)"
+                        f"s, wanted all within {self.deadline:g} (vllm_sampler.colocated.generate_timeout)"
                     )
                 for out in engine.step():
                     if out.finished:

@@ -57,7 +57,7 @@ def params(choose: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Any]:
     return {name: knobs[name] for name in ("temperature", "top_p", "top_k") if name in knobs}
 
 
-def check_extra(extra: Mapping[str, Any], *, accept_bias: bool) -> None:
+def check_extra(extra: Mapping[str, Any], *, allow_biased: bool) -> None:
     """Raise ValueError for fields that the sampler sets itself, and for those that bias unless that is accepted.
 
     With a penalty, a cut or a banned token the completions come from another distribution than the one whose
@@ -65,11 +65,11 @@ def check_extra(extra: Mapping[str, Any], *, accept_bias: bool) -> None:
     """
     if taken := sorted(OURS & {*extra}):
         raise ValueError(f"extra: got {', '.join(taken)}, which the sampler sets itself; wanted other SamplingParams")
-    if not accept_bias and (biased := sorted(name for name, value in extra.items() if not is_neutral(name, value))):
+    if not allow_biased and (biased := sorted(name for name, value in extra.items() if not is_neutral(name, value))):
         told = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
         raise ValueError(
             f"extra: got {told}, which may draw from another distribution than the trainer's, wanted none of it, or "
-            "accept_bias = True to train all the same"
+            "allow_biased = True to train all the same"
         )
 
 
@@ -160,5 +160,5 @@ def check_deadline(deadline: float, seat: SamplerContext) -> None:
     if seat.world.size > 1 and deadline >= seat.world.deadline:
         raise ValueError(
             f"deadline: got {deadline:g} s to generate, wanted less than the {seat.world.deadline:g} s that ranks wait "
-            "for one another (mesh.Parallelism.deadline)"
+            "for one another (mesh.Parallelism.collective_timeout)"
         )

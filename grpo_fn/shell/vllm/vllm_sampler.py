@@ -6,7 +6,7 @@ and where the rounding of a sum depends on that, a draw may fall the other way. 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -52,25 +52,25 @@ def colocated(
     max_rows: int,
     max_model_len: int | None,
     extra: Mapping[str, Any],
-    accept_bias: bool,
+    allow_biased: bool,
     tensor_parallel: int,
     gpu_memory_utilization: float,
     kv_cache_bytes: int,
     enforce_eager: bool,
-    deadline: float,
+    generate_timeout: float,
 ) -> "VllmSampler":
     """A sampler whose engine shares process and device with the training.
 
     `max_rows` are decoded at once; `max_model_len` is prompt and completion together, None for what the model can.
-    `extra` are further fields of vLLM's SamplingParams; those that may bias need `accept_bias`. On a GPU the engine has
+    `extra` are further fields of vLLM's SamplingParams; those that may bias need `allow_biased`. On a GPU the engine has
     `gpu_memory_utilization` of the memory while it is awake, on CPU `kv_cache_bytes` beside the weights.
     `tensor_parallel` neighbouring ranks are one engine together. `enforce_eager` compiles nothing. One call of the
-    engine may take `deadline` seconds.
+    engine may take `generate_timeout` seconds.
 
     Raises ValueError, before the engine is started, for what vLLM does not draw.
     """
     asked = (choose, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
-    check_asked(*asked, accept_bias=accept_bias)
+    check_asked(*asked, allow_biased=allow_biased)
     engine = Colocated(
         seat,
         tensor_parallel=tensor_parallel,
@@ -80,7 +80,7 @@ def colocated(
         kv_cache_bytes=kv_cache_bytes,
         enforce_eager=enforce_eager,
         detokenize=bool(stop),
-        deadline=deadline,
+        deadline=generate_timeout,
     )
     return VllmSampler(engine, seat, tokenizer, ends_of(seat, tokenizer), *asked, seat.finished)
 
@@ -96,7 +96,7 @@ def dedicated(
     max_rows: int,
     max_model_len: int | None,
     extra: Mapping[str, Any],
-    accept_bias: bool,
+    allow_biased: bool,
     engine: Callable[[World, torch.dtype], InferenceEngine],
 ) -> "VllmSampler":
     """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.Dedicated, its knobs bound).
@@ -104,7 +104,7 @@ def dedicated(
     The other knobs and errors are those of `colocated`.
     """
     asked = (choose, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
-    check_asked(*asked, accept_bias=accept_bias)
+    check_asked(*asked, allow_biased=allow_biased)
     made = engine(seat.world, seat.dtype)
     return VllmSampler(made, seat, tokenizer, ends_of(seat, tokenizer), *asked, seat.finished)
 
@@ -118,11 +118,11 @@ def check_asked(
     max_model_len: int | None,
     extra: Mapping[str, Any],
     *,
-    accept_bias: bool,
+    allow_biased: bool,
 ) -> None:
     """Raise ValueError, before there is an engine, for what a sampler cannot ask one for, or training should not."""
     check_limits(stop, max_new_tokens=max_new_tokens, max_rows=max_rows)
-    check_extra(extra, accept_bias=accept_bias)
+    check_extra(extra, allow_biased=allow_biased)
     merged(params(choose), extra)
 
 
@@ -197,6 +197,10 @@ class VllmSampler:
     def close(self) -> None:
         """The engine is not needed any more."""
         self.engine.close()
+
+    def for_evaluation(self, choose: Choose) -> "VllmSampler":
+        """The same engine, drawing with `choose`; its completions are not scored as they end."""
+        return replace(self, choose=choose, finished=None)
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""

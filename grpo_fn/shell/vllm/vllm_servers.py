@@ -45,9 +45,9 @@ class Dedicated:
     tells. At most `max_requests` are under way from one rank, each one completion; servers queue what they cannot hold.
 
     All waiting ends: after `request_seconds` for a completion (the server's queue and a swap included), after
-    `swap_seconds` for a step of a swap ("wait" waits for the longest completion), and after `deadline` seconds without
+    `swap_seconds` for a step of a swap ("wait" waits for the longest completion), and after `server_timeout` seconds without
     any server, with a RuntimeError that names all of them. Servers that are out are looked at every `check_seconds`.
-    Before the first push all of them are waited for, at most `deadline` seconds.
+    Before the first push all of them are waited for, at most `server_timeout` seconds.
 
     `complaints` are texts for people; clear it when they are told. The key that servers want comes from the environment
     (VLLM_API_KEY): no file of the run holds it.
@@ -68,16 +68,16 @@ class Dedicated:
         request_seconds: float,
         swap_seconds: float,
         check_seconds: float,
-        deadline: float,
+        server_timeout: float,
     ) -> None:
         """Raise ValueError for knobs that make no sense. No server is asked anything before the first push."""
-        _check_knobs(servers, pause, max_requests, (request_seconds, swap_seconds, check_seconds, deadline))
+        _check_knobs(servers, pause, max_requests, (request_seconds, swap_seconds, check_seconds, server_timeout))
         self._world, self._run, self._seconds, self._closed = world, secrets.token_hex(4), 0.0, False
         self._transfer = transfer()
         patience = Patience(connect=CONNECT, control=CONTROL, generate=request_seconds, swap=swap_seconds)
         key = os.environ.get("VLLM_API_KEY") or None
         made = [Server(url, patience=patience, connections=max_requests + 2, api_key=key) for url in servers]
-        self._fleet = Router([ServerState(server) for server in made], deadline, asyncio.Semaphore(max_requests))
+        self._fleet = Router([ServerState(server) for server in made], server_timeout, asyncio.Semaphore(max_requests))
         expected = {
             "backend": self._transfer.backend,
             "logprobs_mode": "processed_logprobs",
@@ -244,6 +244,6 @@ def _check_knobs(servers: Sequence[str], pause: str, max_requests: int, seconds:
         raise ValueError(f"pause: got {pause!r}, wanted 'wait' or 'keep'")
     if max_requests < 1 or not all(one > 0 for one in seconds):
         raise ValueError(
-            f"servers: got max_requests {max_requests} and (request_seconds, swap_seconds, check_seconds, deadline) "
+            f"servers: got max_requests {max_requests} and (request_seconds, swap_seconds, check_seconds, server_timeout) "
             f"{tuple(seconds)}, wanted at least 1 and more than 0"
         )

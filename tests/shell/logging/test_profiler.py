@@ -115,13 +115,14 @@ def test_steps_of_the_run_are_welcome(steps: Any) -> None:
 )
 def test_others_are_refused_by_name(steps: Any, got: str) -> None:
     with pytest.raises(
-        ValueError, match=re.escape(f"train.train.profile_steps: {got}wanted whole numbers from 1 to 6")
+        ValueError, match=re.escape(f"sections.Logging.profile_steps: {got}wanted whole numbers from 1 to 6")
     ):
         check(steps, 6)
 
 
 def test_a_run_may_go_on_with_other_steps_to_trace() -> None:
     with_steps, without = (
-        load(["run/arithmetic.gin"], [f"train.train.profile_steps = {steps}"]).fingerprint for steps in ("(2, 3)", "()")
+        load(["run/arithmetic.gin"], [f"sections.Logging.profile_steps = {steps}"]).fingerprint
+        for steps in ("(2, 3)", "()")
     )
     assert with_steps == without

@@ -26,8 +26,8 @@ INNER = 7
 LR = 1e-05
 STEPS = %INNER
 
-evaluation/sampling.categorical.temperature = 0.5
-loop.Cadence.steps = %STEPS
+eval/sampling.categorical.temperature = 0.5
+train.train.steps = %STEPS
 optimizer.adamw.lr = %LR
 some.f.text = 'a %STEPS = "b"'
 some.f.many = [%LR, '%LR', @losses.cispo, None]
@@ -98,8 +98,8 @@ def test_a_tag_is_drawn_where_it_belongs_and_nowhere_else(tag: str, titles: list
 
 def test_macros_are_what_they_stand_for_and_strings_are_left_alone() -> None:
     assert tensorboard_layout.hparams(CONFIG) == {
-        "evaluation/sampling.categorical.temperature": 0.5,
-        "loop.Cadence.steps": 7,
+        "eval/sampling.categorical.temperature": 0.5,
+        "train.train.steps": 7,
         "optimizer.adamw.lr": 1e-5,
         "some.f.text": 'a %STEPS = "b"',
         "some.f.many": "[1e-05, '%LR', @losses.cispo, None]",
@@ -120,7 +120,7 @@ def test_a_macro_without_a_value_is_refused() -> None:
 
 def test_every_knob_of_a_real_configuration_is_there() -> None:
     found = tensorboard_layout.hparams(load(["run/arithmetic.gin"], ["STEPS=3"]).text)
-    assert found["loop.Cadence.steps"] == 3
+    assert found["train.train.steps"] == 3
     assert found["mesh.Parallelism.reshard_after_forward"] == "True"
     assert found["train.train.policy"] == "@fsdp.FSDPPolicy"
     assert not any("%" in str(value) for value in found.values())
@@ -129,7 +129,7 @@ def test_every_knob_of_a_real_configuration_is_there() -> None:
 def test_the_tab_hparams_has_the_knobs_the_measures_and_the_end(tmp_path: Path) -> None:
     content = begun(tmp_path).PluginTagToContent("hparams")
     started = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
-    assert started.hparams["loop.Cadence.steps"].number_value == 7
+    assert started.hparams["train.train.steps"].number_value == 7
     assert started.hparams["some.f.yes"].string_value == "True"
     experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
     assert [info.name.tag for info in experiment.metric_infos] == tensorboard_layout.MEASURES

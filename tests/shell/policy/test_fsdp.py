@@ -32,9 +32,9 @@ EXAMPLES = settings.default.max_examples
 
 def composed(loss: str, penalty: str, weigh: str) -> partial:
     """The objective of these three with a KL penalty and an entropy bonus."""
-    three = {"token_loss": LOSSES[loss], "kl": KLS[penalty], "weigh": WEIGHTS[weigh]}
+    three = {"token_loss": LOSSES[loss], "kl": KLS[penalty], "loss_aggregation": WEIGHTS[weigh]}
     correct = partial(importance.truncated_weight, cap=2.0)
-    return partial(objective.policy_objective, **three, correct=correct, beta=0.1, entropy_bonus=0.01)
+    return partial(objective.policy_objective, **three, importance_correction=correct, beta=0.1, entropy_bonus=0.01)
 
 
 # Gemma2 computes its norms and angles in float32 whatever its weights are in; the others lose nothing in float64.

@@ -204,7 +204,7 @@ def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=ADAPTERS if case.adapted else None,
         scorer=partial(LogprobModel, temperature=TEMPERATURE, head_elements=3 * V, rows=pack_shared_prompts),
-        scale=scale_of(case),
+        parallelism=scale_of(case),
         key=KEY,
     )
     placed: LoadedModel = load_and_shard(world, placing, reference=reference)

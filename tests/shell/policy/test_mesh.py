@@ -35,6 +35,6 @@ def test_a_cpu_computes_in_every_precision():
 @pytest.mark.parametrize("execution", [torch_compile, partial(torch_compile)])
 def test_compiled_blocks_are_not_divided_by_tensor(execution):
     with pytest.raises(ValueError, match="got tensor 2 with compiled blocks, wanted eager ones"):
-        Parallelism(tensor=2, execution=execution, **KNOBS)
-    Parallelism(tensor=1, execution=execution, **KNOBS)
-    Parallelism(tensor=2, execution=eager, **KNOBS)
+        Parallelism(tp=2, compile=execution, **KNOBS)
+    Parallelism(tp=1, compile=execution, **KNOBS)
+    Parallelism(tp=2, compile=eager, **KNOBS)

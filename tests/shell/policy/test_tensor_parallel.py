@@ -119,15 +119,15 @@ class Case(NamedTuple):
 
 def scale_of(case: Case) -> Meshed:
     return Meshed(
-        replicate=case.replicate,
-        shard="rest",
-        tensor=case.tensor,
+        dp_replicate=case.replicate,
+        dp_shard="rest",
+        tp=case.tensor,
         reshard_after_forward=True,
         offload=case.offload,
         offload_reference=case.offload,
         prefetch=1,
-        activations=ACTIVATIONS[case.activations],
-        execution=blocks.eager,
+        activation_checkpointing=ACTIVATIONS[case.activations],
+        compile=blocks.eager,
         deadline=60.0,
     )
 
@@ -221,7 +221,7 @@ def built(world: World, folder: str, case: Case, *, reference: bool = False, lim
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=replace(ADAPTERS, dropout=case.dropout) if case.adapted else None,
         scorer=partial(LogprobModel, temperature=TEMPERATURE, head_elements=3 * V, rows=pack_shared_prompts),
-        scale=scale_of(case),
+        parallelism=scale_of(case),
         key=KEY,
     )
     placed = load_and_shard(world, placing, reference=reference)

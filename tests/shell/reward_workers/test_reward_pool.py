@@ -40,7 +40,7 @@ def asked(*texts, answer="42"):
 
 @pytest.fixture(scope="module")
 def pool():
-    with RewardPool(workers=2, deadline=2.0, memory_mb=1024, stop_on_error=True) as pool:
+    with RewardPool(workers=2, timeout_per_completion=2.0, memory_mb=1024, stop_on_error=True) as pool:
         yield pool
 
 
@@ -63,7 +63,7 @@ def test_a_reward_may_say_that_it_cannot_score(pool):
 
 
 def test_equal_rows_are_scored_once():
-    with RewardPool(workers=1, deadline=5.0, memory_mb=1024, stop_on_error=True) as pool:
+    with RewardPool(workers=1, timeout_per_completion=5.0, memory_mb=1024, stop_on_error=True) as pool:
         problem, twin = Problem(0, "?", "1", {}), Problem(0, "?", "1", {"row": 7})
         same = Completion("a", 1, False)
         rows = [(problem, same), (problem, same), (twin, same), (problem, same._replace(truncated=True)), (twin, same)]
@@ -108,7 +108,7 @@ def test_a_reward_that_is_no_finite_number_is_an_error(pool):
 @pytest.fixture(scope="module")
 def patient():
     """Goes on after an exception."""
-    with RewardPool(workers=2, deadline=1.0, memory_mb=1024, stop_on_error=False) as pool:
+    with RewardPool(workers=2, timeout_per_completion=1.0, memory_mb=1024, stop_on_error=False) as pool:
         yield pool
 
 
@@ -162,7 +162,9 @@ def test_an_exception_costs_its_row_and_no_process_where_it_is_not_to_stop_every
 
 
 def test_complaints_tell_of_each_kind_of_loss_once_and_are_bounded():
-    with RewardPool(workers=1, deadline=1.0, memory_mb=1024, stop_on_error=False) as one:  # so rows come in order
+    with RewardPool(
+        workers=1, timeout_per_completion=1.0, memory_mb=1024, stop_on_error=False
+    ) as one:  # so rows come in order
         one.score(raises, *asked("bad", "good", "bad"))
         (text,) = one.complaints
         assert text.startswith("pool_rewards.raises lost problem 0, completion 'bad': KeyError: 'boom'\nTraceback")
@@ -212,7 +214,7 @@ POOLS = "late: no answer within 0.3 s"
 @pytest.mark.parametrize(("own", "value", "reason"), [(0.2, None, "late: no answer within 0.2 s"), (60.0, 1.0, "")])
 def test_a_reward_may_have_a_deadline_of_its_own(own, value, reason):
     slow = partial(takes, seconds=0.6)
-    with RewardPool(workers=1, deadline=0.3, memory_mb=1024, stop_on_error=True) as pool:
+    with RewardPool(workers=1, timeout_per_completion=0.3, memory_mb=1024, stop_on_error=True) as pool:
         for fn, wanted in ((partial(with_timeout, reward=slow, seconds=own), (value, reason)), (slow, (None, POOLS))):
             (got,) = pool.judge(fn, *asked("a"))
             assert (got.value, got.reason) == wanted
@@ -266,7 +268,7 @@ def test_a_turn_ends_when_what_is_watched_can_be_read(pool):
 
 def test_time_that_the_caller_takes_between_turns_is_not_the_workers():
     with (
-        RewardPool(workers=1, deadline=1.0, memory_mb=1024, stop_on_error=True) as pool,
+        RewardPool(workers=1, timeout_per_completion=1.0, memory_mb=1024, stop_on_error=True) as pool,
         pool.job(partial(takes, seconds=1.6)) as job,
     ):
         job.add(*(column[0] for column in asked("a")))
@@ -324,7 +326,7 @@ def test_megabytes_of_text_pass_through_the_pipes(pool):
 
 def test_a_worker_killed_between_calls_is_replaced_and_no_row_is_lost():
     before = set(psutil.Process().children())  # what other tests keep: the server that forks, its tracker, a browser
-    with RewardPool(workers=2, deadline=60.0, memory_mb=1024, stop_on_error=True) as pool:
+    with RewardPool(workers=2, timeout_per_completion=60.0, memory_mb=1024, stop_on_error=True) as pool:
         pool.score(length_of_text, *asked(*"abcdefgh"))
         mine = set(psutil.Process().children()) - before
         assert mine
@@ -335,7 +337,7 @@ def test_a_worker_killed_between_calls_is_replaced_and_no_row_is_lost():
 
 def test_a_memory_limit_that_nothing_can_start_under_is_named():
     with (
-        RewardPool(workers=1, deadline=1.0, memory_mb=16, stop_on_error=True) as pool,
+        RewardPool(workers=1, timeout_per_completion=1.0, memory_mb=16, stop_on_error=True) as pool,
         pytest.raises(RuntimeError, match="16 MB"),
     ):
         pool.score(length_of_text, *asked("a"))
@@ -349,7 +351,9 @@ def test_a_pool_without_workers_time_or_memory_is_refused(knob, value):
 
 def test_scoring_outside_the_context_is_refused():
     with pytest.raises(RuntimeError, match="wanted it inside"):
-        RewardPool(workers=1, deadline=1.0, memory_mb=64, stop_on_error=True).score(length_of_text, *asked("a"))
+        RewardPool(workers=1, timeout_per_completion=1.0, memory_mb=64, stop_on_error=True).score(
+            length_of_text, *asked("a")
+        )
 
 
 def gone(processes):
@@ -359,7 +363,7 @@ def gone(processes):
 
 def test_no_process_is_left_when_the_pool_closes():
     before = set(psutil.Process().children(recursive=True))
-    with RewardPool(workers=2, deadline=0.5, memory_mb=1024, stop_on_error=True) as pool:
+    with RewardPool(workers=2, timeout_per_completion=0.5, memory_mb=1024, stop_on_error=True) as pool:
         assert pool.score(obeys, *asked("child", "exit", "sleep", "fine")) == [None, None, None, 1.0]
         mine = set(psutil.Process().children(recursive=True)) - before
         assert len(mine) == 2
@@ -370,7 +374,7 @@ def test_no_process_is_left_when_the_pool_closes():
 PARENT = """
 import sys
 from test_reward_pool import RewardPool, asked, obeys
-with RewardPool(workers=2, deadline=60.0, memory_mb=1024, stop_on_error=True) as pool:
+with RewardPool(workers=2, timeout_per_completion=60.0, memory_mb=1024, stop_on_error=True) as pool:
     print("up", flush=True)
     pool.score(obeys, *asked("sleep", "fine"))
 """

@@ -237,7 +237,7 @@ def test_a_thread_that_is_gone_is_told_of() -> None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(workers=2, deadline=30.0, memory_mb=1024, stop_on_error=True) as made:
+    with RewardPool(workers=2, timeout_per_completion=30.0, memory_mb=1024, stop_on_error=True) as made:
         yield made
 
 

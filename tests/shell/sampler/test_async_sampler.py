@@ -35,7 +35,7 @@ from grpo_fn.algo import (
     objective,
 )
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.step import AT_THE_START, Algorithm, compare_as_given, grpo_step
+from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grpo_step
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carried, Groups, Reward, Rollout
@@ -395,18 +395,18 @@ def length_reward(problems: Sequence[Problem], rollout: Rollout) -> Reward:
 
 
 def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trained) -> Trained:
-    algo = Algorithm(
-        collect=partial(gather, prompts=2),
+    algo = StepAlgorithm(
+        group_sampling=partial(gather, prompts=2),
         reward=length_reward,
         credit=partial(credit.outcome, advantage=advantage.mean_centered),
         filters=(),
-        mark=masking.no_tokens,
+        token_mask=masking.no_tokens,
         objective=partial(
             objective.policy_objective,
             token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-            correct=importance.no_correction,
+            importance_correction=importance.no_correction,
             kl=kl.k3_ratio,
-            weigh=aggregation.token_mean,
+            loss_aggregation=aggregation.token_mean,
             beta=0.0,
             entropy_bonus=0.0,
         ),
@@ -418,7 +418,7 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
         minibatches=1,
         split=partial(dealt, micro_tokens=100, devices=1),
         anchor=compare_as_given,
-        min_signal=0,
+        min_groups_with_signal=0,
     )
     policy = TablePolicy(since.table, lr=0.5, reference_table=None)
     one = AsyncSampler(DataParallelSampler(Table(policy), world), asked, max_staleness=max_staleness, deadline=LONG)

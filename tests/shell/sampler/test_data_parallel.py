@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from grpo_fn.algo import controllers, group_sampling
 from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.step import AT_THE_START, Algorithm, compare_as_given, grpo_step
+from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grpo_step
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Completion, Problem
@@ -126,7 +126,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         attention="sdpa",
         adapters=ADAPTERS if plan.adapted else None,
         scorer=partial(LogprobModel, temperature=1.0, head_elements=2**20, rows=pack_shared_prompts),
-        scale=scale_of(Case("", strategy)),
+        parallelism=scale_of(Case("", strategy)),
         key=KEY,
     )
     placed = load_and_shard(world, placing, reference=True)
@@ -149,12 +149,12 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
     own = LocalSampler(placed.decoding(), tokenizer(), choose, encode_prompt, NEW_TOKENS, (), 64)
     sampler, score = DataParallelSampler(own, world), spread_score(score_serially, world)
     gather = partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else group_sampling.keep_all
-    algo = Algorithm(
-        collect=partial(gather, prompts=plan.prompts),
+    algo = StepAlgorithm(
+        group_sampling=partial(gather, prompts=plan.prompts),
         reward=partial(combine, parts=[letters, short], weights=[1.0, 0.5], score=score),
         credit=how.credit,
         filters=how.filters,
-        mark=how.mark,
+        token_mask=how.token_mask,
         objective=how.objective,
         old_logp=algorithm.from_trainer if plan.adapted else algorithm.from_sampler,
         kl_control=controllers.constant_gain,
@@ -164,7 +164,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         minibatches=plan.minibatches,
         split=policy.split,
         anchor=compare_as_given,
-        min_signal=1,
+        min_groups_with_signal=1,
     )
     sampler.load(policy)
     carried, steps = AT_THE_START, []

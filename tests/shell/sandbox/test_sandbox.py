@@ -415,7 +415,7 @@ def test_a_reward_worker_that_is_late_takes_its_program_with_it():
 
     done = threading.Event()
     before = set(psutil.Process().children())
-    with RewardPool(workers=1, deadline=6.0, memory_mb=1024, stop_on_error=True) as pool:
+    with RewardPool(workers=1, timeout_per_completion=6.0, memory_mb=1024, stop_on_error=True) as pool:
         workers = set(psutil.Process().children()) - before
         watcher = threading.Thread(target=watch)
         watcher.start()

@@ -53,22 +53,22 @@ BIASES = {
 @given(extra=st.dictionaries(st.sampled_from(sorted(BIASES)), st.none(), min_size=1))
 def test_what_may_bias_is_refused_unless_the_config_accepts_it(extra: dict[str, Any]) -> None:
     extra = {name: BIASES[name] for name in extra}
-    check_extra(extra, accept_bias=True)
+    check_extra(extra, allow_biased=True)
     with pytest.raises(ValueError, match="may draw from another distribution") as refused:
-        check_extra(extra, accept_bias=False)
+        check_extra(extra, allow_biased=False)
     assert all(f"{name} = {value!r}" in str(refused.value) for name, value in extra.items())
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 def test_what_changes_nothing_is_accepted(name: str) -> None:
-    check_extra({name: NEUTRAL[name], "top_k": 0}, accept_bias=False)
+    check_extra({name: NEUTRAL[name], "top_k": 0}, allow_biased=False)
 
 
 @pytest.mark.parametrize("name", sorted(OURS))
-@pytest.mark.parametrize("accept_bias", [True, False])
-def test_what_the_sampler_sets_itself_is_not_for_others(name: str, accept_bias: bool) -> None:
+@pytest.mark.parametrize("allow_biased", [True, False])
+def test_what_the_sampler_sets_itself_is_not_for_others(name: str, allow_biased: bool) -> None:
     with pytest.raises(ValueError, match=f"extra: got {name}, which the sampler sets itself"):
-        check_extra({name: 1}, accept_bias=accept_bias)
+        check_extra({name: 1}, allow_biased=allow_biased)
 
 
 def test_function_and_extra_fields_do_not_disagree() -> None:

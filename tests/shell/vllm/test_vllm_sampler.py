@@ -52,7 +52,7 @@ POSITIONS = MODEL.config.max_position_embeddings
 EXAMPLES = settings.default.max_examples
 KNOBS = {
     **{"choose": partial(categorical, temperature=1.0), "encode": encode_prompt, "max_new_tokens": 6, "stop": ()},
-    **{"max_rows": 8, "max_model_len": None, "extra": {}, "accept_bias": False, "tensor_parallel": 1},
+    **{"max_rows": 8, "max_model_len": None, "extra": {}, "allow_biased": False, "tensor_parallel": 1},
     **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "deadline": 60.0},
 }
 prompts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=4)

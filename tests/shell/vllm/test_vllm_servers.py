@@ -206,7 +206,7 @@ def test_without_kept_weights_it_waits_for_the_next_push(folder):
 
 def test_with_no_server_left_it_stops_and_names_all_of_them_and_what_waited(folder):
     stubs = [Stub(), Stub()]
-    servers = engine(stubs, folder, deadline=0.5)
+    servers = engine(stubs, folder, server_timeout=0.5)
     servers.push(weights(0), version=0)
     for stub in stubs:
         stub.kill()
@@ -223,7 +223,7 @@ def test_with_no_server_left_it_stops_and_names_all_of_them_and_what_waited(fold
 
 def test_a_request_that_breaks_every_server_ends(folder):
     stubs = [Stub(), Stub()]
-    servers = engine(stubs, folder, deadline=0.5)
+    servers = engine(stubs, folder, server_timeout=0.5)
     servers.push(weights(0), version=0)
     for stub in stubs:
         stub.stuck, stub.faults["/inference/v1/generate"] = True, 500
@@ -290,7 +290,7 @@ def test_before_the_first_push_all_servers_are_waited_for(folder):
 def test_one_that_never_comes_does_not_hold_up_a_run_for_ever(folder):
     stubs = [Stub(), Stub()]
     stubs[1].kill()
-    servers = engine(stubs, folder, deadline=0.3)
+    servers = engine(stubs, folder, server_timeout=0.3)
     servers.push(weights(0), version=0)
     assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
     servers.close()

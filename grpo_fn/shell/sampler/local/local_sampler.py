@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import ClassVar
 
@@ -127,6 +127,10 @@ class LocalSampler:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+    def for_evaluation(self, choose: Choose) -> "LocalSampler":
+        """The same engine, drawing with `choose`; its completions are not scored as they end."""
+        return replace(self, choose=choose, finished=None)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:

@@ -1,0 +1,74 @@
+"""TrainingRun: the pieces of a run, put together by `build` and used by the loop, by replay and by what records a step."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from grpo_fn.algo.step import StepAlgorithm
+from grpo_fn.core.problem import Problem, Scorer
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.sampler.async_sampler import AsyncSampler
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
+from grpo_fn.shell.sampler.interface import EngineSampler
+from grpo_fn.shell.world import World
+from grpo_fn.tasks.task import Task
+from grpo_fn.trainer.sections import Settings
+
+DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING = range(5)  # streams of the run's key
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    config_text: str
+    fingerprint: str
+    run_dir: Path
+    dry_run: bool
+    ranks: int  # that a dry run is asked about, evenly on so many hosts
+    hosts: int
+    force: bool
+
+
+@dataclass(frozen=True)
+class AsyncEvaluator:
+    """Two samplers on one engine, which the training does not need, and workers of its own for the graders."""
+
+    greedy: EngineSampler
+    sampled: EngineSampler
+    pool: Callable[[], RewardPool]
+    key: Tensor
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The pieces of a run: its settings, and what was made from them."""
+
+    settings: Settings
+    run_dir: Path
+    key: Tensor
+    world: World
+    policy: FSDPPolicy
+    sampler: AsyncSampler
+    greedy: DataParallelSampler  # the same engine, for greedy answers
+    sampled: DataParallelSampler  # the same engine, as the evaluation draws
+    tokenizer: PreTrainedTokenizerBase
+    algo: StepAlgorithm
+    task: Task
+    # Starts an engine of its own for evaluations. None: the training's engine evaluates, and the training waits.
+    evaluator: Callable[[], AbstractContextManager[AsyncEvaluator]] | None
+    pool: RewardPool
+    score: Scorer
+    plan: Sequence[str]  # the numbers of the run, for the log
+    start_over: bool  # when every checkpoint is broken
+    started: float  # time.perf_counter() when the program began to work
+
+    @property
+    def held_out(self) -> Sequence[Problem]:
+        """The problems of the evaluation."""
+        return self.task.test

@@ -1,0 +1,200 @@
+"""The typed sections of a configuration: what gin binds, by what it is about. `step.Algorithm` and `mesh.Parallelism` are
+sections too, and stand where they are used.
+
+Each section checks its own numbers when it is made. What its functions are to one another is checked in `validate`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from grpo_fn.algo.step import Algorithm
+from grpo_fn.analysis import health
+from grpo_fn.analysis.evaluation import AnswerExtractor, check_sampled, grader_names
+from grpo_fn.core.checks import check_positive
+from grpo_fn.core.problem import RewardFn
+from grpo_fn.core.types import Reward
+from grpo_fn.shell.logging.tracker import Mirror
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.logprob_model import LogprobModel
+from grpo_fn.shell.model.lora import LoRA
+from grpo_fn.shell.model.packed_input import InputPacking
+from grpo_fn.shell.policy.fsdp import LossScale, Optimizer, Schedule
+from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.sampler.interface import EngineSampler
+from grpo_fn.shell.sampler.local.local_sampler import Choose
+from grpo_fn.shell.sampler.probe import Probe
+from grpo_fn.tasks.task import Task
+
+# What the program passes to a sampler factory besides the context and the tokenizer.
+TO_SAMPLER = ("choose", "encode", "max_new_tokens", "max_rows", "stop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What the problems are and how their prompts become tokens."""
+
+    task: Callable[[], Task]
+    encode_prompt: hf.Encode
+    overlong_prompts: Callable[..., tuple[Task, int]]  # what becomes of prompts that leave no room for an answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What the model computes on, in and with."""
+
+    device: str  # "auto", "cpu", "cuda"
+    dtype: str  # of the computation; trainable weights are kept in float32
+    attention: str  # "sdpa", "flash_attention_2" or "eager"
+    logprob_model: Callable[..., LogprobModel]
+    logits_chunk_elements: int  # logits that live at once in the head
+    input_packing: Callable[[nn.Module], InputPacking]  # padded rows, rows end to end, with prompts shared
+    SUPPLIED: ClassVar = {"logprob_model": ("temperature", "head_elements", "rows")}
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for no logits at all."""
+        check_positive(logits_chunk_elements=self.logits_chunk_elements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are drawn for training."""
+
+    sampler: Callable[..., EngineSampler]  # (context, tokenizer, *, choose, encode, max_new_tokens, max_rows, stop)
+    max_rows: int  # sequences decoded at once by one engine
+    token_sampler: Choose  # (logits, u, *, temperature) -> (token, log-prob)
+    temperature: float  # of the sampler and of the trainer's log-probs
+    max_new_tokens: int
+    stop: Sequence[str]
+    allow_biased: bool  # draws that are not from softmax(logits / temperature)
+    max_staleness: int  # batches sampled ahead of the training; 0: none
+    timeout: float  # seconds that a step waits for its completions
+    probe: Probe | None  # compares the engine's log-probs with the policy's after each weight sync
+    SUPPLIED: ClassVar = {"sampler": TO_SAMPLER, "token_sampler": ("temperature",)}
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for completions of no tokens."""
+        check_positive(max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """What completions are worth, and the workers that find out."""
+
+    reward: Callable[..., Reward]  # (problems, rollout, *, score) -> Reward
+    pool: Callable[[], RewardPool]
+    SUPPLIED: ClassVar = {"reward": ("score",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How the weights are updated."""
+
+    micro_tokens: int  # tokens that a device reads in one micro-batch, at most
+    optimizer: Optimizer
+    schedule: Schedule  # update -> factor of the learning rate
+    loss_scale: LossScale
+    initial_scale: float
+    max_grad_norm: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for micro-batches of nothing."""
+        check_positive(micro_tokens=self.micro_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What the policy is asked on held-out problems, how the answers are judged, and who answers."""
+
+    every: int  # steps; 0: only before and after the training
+    problems: int  # held-out problems, at most
+    graders: Sequence[RewardFn]  # the first one says what is right
+    samples: int  # drawn for each problem, besides the greedy answer
+    ks: Sequence[int]  # of pass@k and maj@k
+    token_sampler: Choose  # of the samples
+    extract_answer: AnswerExtractor | None  # completion -> answer, for maj@k and the tables
+    by: Sequence[str]  # problem fields to report separately
+    # An engine of its own, which answers while training goes on. None: the training's, which waits for it.
+    async_sampler: Callable[..., EngineSampler] | None
+    max_rows: int  # sequences that async_sampler decodes at once
+    timeout: float  # seconds that an evaluation by async_sampler may take
+    SUPPLIED: ClassVar = {"async_sampler": TO_SAMPLER}
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers and graders that do not fit together."""
+        check_positive(eval_problems=self.problems, max_rows=self.max_rows)
+        check_sampled(self.samples, self.ks, self.by)
+        grader_names(self.graders)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """When checkpoints are written and which of them stay."""
+
+    every: int  # steps
+    keep_last: int
+    keep_best: int  # by held-out accuracy
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where none would be kept."""
+        check_positive(save_every=self.every, keep_last=self.keep_last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """What is recorded besides the metrics, and how often, in steps; 0 is never."""
+
+    keep_rollouts: int  # of the newest steps
+    samples_every: int  # tables of completions in TensorBoard
+    samples_rows: int
+    checksums_every: int  # of each step's quantities, for replay
+    compare_presets_every: int  # what every preset would have made of the step
+    token_report_every: int  # the learning signal token by token, as a page and in TensorBoard
+    token_report_rows: int  # the most influential ones
+    profile_steps: Sequence[int]  # of which torch.profiler keeps a trace
+    mirror: Mirror  # metrics elsewhere, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """Rules that watch the metrics."""
+
+    warn: Sequence[health.Rule]
+    stop: Sequence[health.Rule]  # what these find ends the run, saved
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a rule whose knobs make no sense."""
+        health.check([*self.warn, *self.stop])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that gin binds for a training run."""
+
+    model: str | hf.ModelSource
+    steps: int
+    seed: int
+    lora: LoRA | None
+    data: Data
+    compute: Compute
+    sampling: Sampling
+    rewards: Rewards
+    algorithm: Algorithm
+    policy: Policy
+    parallelism: Parallelism
+    evaluation: Evaluation
+    checkpoints: Checkpoints
+    logging: Logging
+    health: Health
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a run of no steps."""
+        check_positive(steps=self.steps)
+
+
+def model_source(model: str | hf.ModelSource) -> hf.ModelSource:
+    """What a configuration binds as its model: a folder or hub name, or something that makes one."""
+    return hf.Pretrained(model) if isinstance(model, str) else model
