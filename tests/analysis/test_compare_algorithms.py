@@ -33,7 +33,7 @@ def stages(
         "token_loss": token_loss,
         "importance_correction": importance.no_correction,
         "kl": kl.k2,
-        "loss_aggregation": weigh,
+        "loss_aggregation": loss_aggregation,
     }
     f = partial(objective.policy_objective, **each, beta=0.1, entropy_bonus=0.0)
     plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "token_mask": masking.no_tokens}

@@ -41,7 +41,7 @@ each_preset = pytest.mark.parametrize("name", PRESETS)
 def algorithm(*names: str) -> dict:
     """The stages that the run file and these presets on top resolve to."""
     config = load(["run/arithmetic.gin", *(f"algo/{name}.gin" for name in names)], [])
-    return {stage: uncalled(config.root.knobs[stage]) for stage in sorted(ROOT)}
+    return {stage: uncalled(config.root.knobs["algorithm"].knobs[stage]) for stage in sorted(ALGORITHM)}
 
 
 def named(value: object) -> set[Callable]:
@@ -71,7 +71,7 @@ def test_a_preset_binds_every_stage(name):
     bound = {
         (target.__name__, knob) for (_, target), knobs in read([f"algo/{name}.gin"], []).knobs.items() for knob in knobs
     }
-    wanted = {("train", stage) for stage in ROOT} | {("policy_objective", knob) for knob in OBJECTIVE}
+    wanted = {("Algorithm", stage) for stage in ALGORITHM} | {("policy_objective", knob) for knob in OBJECTIVE}
     assert wanted <= bound, f"not bound: {sorted(wanted - bound)}"
 
 
