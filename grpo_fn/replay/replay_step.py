@@ -20,7 +20,7 @@ from grpo_fn.core.batch import minibatches
 from grpo_fn.core.checksums import QUANTITIES, differing
 from grpo_fn.core.types import Batch, Carried, Scores
 from grpo_fn.replay.diff import Recorded, Stored, Taken, beside, circumstances, explained, rounding, tampered
-from grpo_fn.replay.restore import Before, Unasked, before, from_store, held, kept_of, metrics, put_back, restored
+from grpo_fn.replay.restore import Before, NoSampler, before, from_store, held, kept_of, metrics, put_back, restored
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.logging.stopwatch import Stopwatch, noting
@@ -152,7 +152,7 @@ def repeat(run: TrainingRun, *, asked: Asked, lines: Mapping[int, Mapping[str, A
     say = speaker(run.world)
     stored = asked.stored or unrepeatable(run, say)
     if stored:
-        run = replace(run, sampler=Unasked())
+        run = replace(run, sampler=NoSampler())
     start, carried, said = restored(run, asked.step - 1)
     for line in said:
         say(line)
@@ -264,7 +264,7 @@ def instead(run: TrainingRun, *, asked: Asked, story: Story) -> None:
     say, step = speaker(run.world), asked.step
     run.policy.restore(partial(put_back, story.before.tensors), story.before.counters)
     if story.stored is not None:
-        run = replace(run, sampler=Unasked())
+        run = replace(run, sampler=NoSampler())
     run.sampler.load(run.policy)
     run.sampler.refill(story.before.ahead)
     other, _ = taken(run, story.before.carried, step, story.stored)

@@ -88,8 +88,10 @@ def from_store(run: TrainingRun, stored: Stored) -> Callable[[Explore, Carried],
     return collect
 
 
-class Unasked:
-    """Stands where a sampler does in steps that learn from what is stored: it takes no weights, and draws nothing."""
+class NoSampler:
+    """A `TrainingSampler` for steps that learn from stored rollouts: it takes no weights, and draws nothing."""
+
+    max_staleness = 0
 
     def load(self, policy: FSDPPolicy) -> None:
         """It has no use for them."""
@@ -106,6 +108,14 @@ class Unasked:
 
     def drain(self) -> list[dict[str, Any]]:
         """It has begun nothing."""
+        return []
+
+    def figures(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def messages(self) -> list[str]:
+        """None."""
         return []
 
 

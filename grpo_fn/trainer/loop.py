@@ -168,7 +168,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         with clock.span("log"):
             record(run, step, experience, gains, prng.fold_in(run.key, SAMPLING), loggers.writer)
     lost = lost_rows(run, troubles, loggers.console)
-    for line in run.sampler.said():
+    for line in run.sampler.messages():
         loggers.console.line(line)
     times = clock.lap()
     generating = times["time/total" if run.sampler.max_staleness else "time/generate"]  # ahead, it fills the step

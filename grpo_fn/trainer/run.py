@@ -12,9 +12,8 @@ from grpo_fn.algo.step import StepAlgorithm
 from grpo_fn.core.problem import Problem, Scorer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
-from grpo_fn.shell.sampler.interface import EngineSampler
+from grpo_fn.shell.sampler.interface import EngineSampler, TrainingSampler
 from grpo_fn.shell.world import World
 from grpo_fn.tasks.task import Task
 from grpo_fn.trainer.sections import Settings
@@ -54,7 +53,7 @@ class TrainingRun:
     key: Tensor
     world: World
     policy: FSDPPolicy
-    sampler: AsyncSampler
+    sampler: TrainingSampler
     greedy: DataParallelSampler  # the same engine, for greedy answers
     sampled: DataParallelSampler  # the same engine, as the evaluation draws
     tokenizer: PreTrainedTokenizerBase

@@ -158,7 +158,7 @@ class AsyncSampler:
         stale = {"generation/staleness": fmean(ages), "generation/staleness_max": float(max(ages))} if ages else {}
         return {**self.spread.figures(), **stale, "generation/waited_seconds": waited}
 
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         """What there is to say to people since it was last asked, the sampler's own included."""
         told = [*self.complaints, *self.sampler.complaints]
         self.complaints.clear()

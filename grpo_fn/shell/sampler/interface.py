@@ -76,6 +76,7 @@ def verified(receipt: WeightReceipt) -> WeightReceipt:
     return receipt
 
 
+@runtime_checkable
 class EngineSampler(Protocol):
     """A sampler of one rank: what factories named by `sections.Sampling.sampler` return.
 
@@ -127,6 +128,41 @@ class EngineSampler(Protocol):
 
     def close(self) -> None:
         """End the engine."""
+        ...
+
+
+@runtime_checkable
+class TrainingSampler(Protocol):
+    """The sampler of a run, on all ranks: `core.types.Sampler`, and what the loop needs to save, log and go on."""
+
+    max_staleness: int  # batches sampled ahead
+
+    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
+        """G completions of every problem, from all ranks."""
+        ...
+
+    def load(self, policy: Policy) -> None:
+        """Weight sync: take the policy's weights."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing is sampled before the next `load`."""
+        ...
+
+    def drain(self) -> list[dict[str, Any]]:
+        """All batches sampled ahead, for a checkpoint."""
+        ...
+
+    def refill(self, drained: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what was drained."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        ...
+
+    def messages(self) -> list[str]:
+        """Lines for the log since the last call."""
         ...
 
 

@@ -1,0 +1,152 @@
+"""Every configuration resolves to the values that it had before knobs were grouped in sections (docs/renamed.md).
+
+values_6bb6efa.json has what 59 combinations of gin files resolved to at commit 6bb6efa, under the names of then: "values" of
+the first by path from the root, and of the others what differs from it. The page maps names of then to names of now.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_fn.config import load
+from grpo_fn.config.nodes import Node
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "renamed.md"
+STORED = json.loads((HERE / "values_6bb6efa.json").read_text())
+BASE = "arithmetic"
+# Where the owner of a knob of then stood in the tree of then, and where its section stands in that of now.
+OWNERS = {
+    "train.train": "",
+    "loop.Cadence": "cadence",
+    "evaluate.Evaluation": "evaluation",
+    "policy.Sharded": "policy",
+    "scorer.Scorer": "scorer",
+    "scale.Scale": "scale",
+    "local_sampler.local": "sampler",
+    "vllm_sampler.colocated": "sampler",
+    "vllm_sampler.dedicated": "sampler",
+    "vllm_servers.Dedicated": "sampler.engine",
+    "reward_pool.RewardPool": "reward_pool",
+    "objective.policy_objective": "objective",
+}
+SECTIONS = {
+    "train.train": "",
+    "step.Algorithm": "algorithm",
+    "mesh.Parallelism": "parallelism",
+    "objective.policy_objective": "algorithm.objective",
+    "reward_pool.RewardPool": "rewards.pool",
+    "vllm_sampler.colocated": "sampling.sampler",
+    "vllm_sampler.dedicated": "sampling.sampler",
+    "vllm_servers.Dedicated": "sampling.sampler.engine",
+    **{
+        f"sections.{name}": name.lower()
+        for name in (
+            "Data",
+            "Compute",
+            "Sampling",
+            "Rewards",
+            "Policy",
+            "Evaluation",
+            "Checkpoints",
+            "Logging",
+            "Health",
+        )
+    },
+}
+# The engine of an evaluation is the sampler's kind in another place.
+EVALUATOR = {
+    "evaluator.max_rows": "evaluation.max_rows",
+    "evaluator.accept_bias": "evaluation.async_sampler.allow_biased",
+    "evaluator.engine.deadline": "evaluation.async_sampler.engine.server_timeout",
+}
+GONE = {"", "cadence", "evaluation", "policy"}  # values that only grouped knobs
+ADDED = {"", "evaluation.max_rows", *(name.lower() for name in ("Data", "Compute", "Sampling", "Rewards", "Policy"))}
+ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
+
+
+@cache
+def table(title: str) -> dict[str, str]:
+    """A table of the page, before -> now."""
+    (part,) = [part for part in PAGE.read_text().split("\n## ") if part.startswith(title)]
+    return dict(re.findall(r"^\| `(.+?)` \| `(.+?)` \|$", part, re.MULTILINE))
+
+
+@cache
+def paths() -> dict[str, str]:
+    """Where a value stood then -> where it stands now, for every knob of the page."""
+    found = dict(EVALUATOR)
+    for before, now in table("Knobs").items():
+        (owner, knob), (section, name) = before.rsplit(".", 1), now.rsplit(".", 1)
+        found[f"{OWNERS[owner]}.{knob}".lstrip(".")] = f"{SECTIONS[section]}.{name}".lstrip(".")
+    return found
+
+
+def moved(path: str) -> str:
+    """A path of then as it is now: the longest known beginning decides."""
+    parts = path.split(".")
+    for i in range(len(parts), 0, -1):
+        if (known := ".".join(parts[:i])) in paths():
+            return ".".join([paths()[known], *parts[i:]])
+    return path
+
+
+def renamed(value: str) -> str:
+    """A value of then, functions under their names of now (module and name, without packages)."""
+    if not value.startswith("@"):
+        return value
+    name = ".".join(value[1:].split(".")[-2:])
+    return "@" + table("Functions").get(name, name)
+
+
+def flat(value: Any, path: str, out: dict[str, str]) -> dict[str, str]:
+    """A resolved value by path, as it was stored then."""
+    match value:
+        case Node():
+            name = f"{value.target.__module__}.{value.target.__qualname__}"
+            out[path] = "@" + ".".join(name.split(".")[-2:])
+            for knob, item in value.knobs.items():
+                flat(item, f"{path}.{knob}".lstrip("."), out)
+        case list() | tuple():
+            out[path] = f"{type(value).__name__}[{len(value)}]"
+            for i, item in enumerate(value):
+                flat(item, f"{path}.{i}", out)
+        case dict():
+            out[path] = f"dict[{len(value)}]"
+            for key, item in value.items():
+                flat(item, f"{path}.{key}", out)
+        case _:
+            out[path] = repr(value)
+    return out
+
+
+def then(name: str) -> dict[str, str]:
+    """What a configuration resolved to then, under the names and paths of now."""
+    stored = STORED[name]
+    base = STORED[BASE]["values"]
+    values = stored.get("values") or {k: v for k, v in base.items() if k not in stored["gone"]} | stored["changed"]
+    return {moved(path): renamed(value) for path, value in values.items() if path not in GONE}
+
+
+@pytest.mark.parametrize("name", sorted(STORED))
+def test_a_configuration_has_the_values_that_it_had(name: str) -> None:
+    files = [table("gin files").get(file, file) for file in STORED[name]["files"]]
+    taker = "grpo_fn.eval.measure.measure" if STORED[name]["eval"] else None
+    now = flat(load(files, STORED[name]["params"], taker=taker).root, "", {})
+    wanted = then(name)
+    here = {path: value for path, value in now.items() if path in wanted or path not in ADDED}
+    if taker is not None:  # sections come whole: an evaluation is given knobs that it did not take then
+        here = {path: here.get(path, "missing") for path in wanted}
+    assert here == wanted
+
+
+def test_the_page_lists_only_what_there_is() -> None:
+    known = [flat(load(["run/arithmetic.gin", *more], []).root, "", {}) for more in ([], ["engine/vllm_dedicated.gin"])]
+    known.append(flat(load(["run/arithmetic.gin", "engine/vllm_colocated.gin"], []).root, "", {}))
+    for knob in table("Knobs").values():
+        section, _, name = knob.rpartition(".")
+        assert any(f"{SECTIONS[section]}.{name}".lstrip(".") in values for values in known), knob
