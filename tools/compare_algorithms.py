@@ -1,8 +1,8 @@
 """The counterfactual lens: what every preset would have made of one stored step, and which rollouts moved the weights.
 
-python tools/compare_algorithms.py RUN --step 20                                  seen with the run's newest weights
-python tools/compare_algorithms.py RUN --step 20 --policy RUN/checkpoints/step_20  with others: a model folder, or a checkpoint
-python tools/compare_algorithms.py RUN --step 20 --on_policy                      as the policy that sampled it saw it: every ratio 1
+python tools/compare_algorithms.py RUN --step 20                 seen with the run's newest weights
+python tools/compare_algorithms.py RUN --step 20 --policy FOLDER  with others: a model folder, or a checkpoint
+python tools/compare_algorithms.py RUN --step 20 --on_policy      as the policy that sampled it saw it: every ratio 1
 
 Prints the figures and writes one HTML file (default RUN/lens/step_N.html) that opens without a network. With
 --signal FILE.html also every token of the run's own view: signal, ratio, clip, KL, entropy (docs/signal.md).

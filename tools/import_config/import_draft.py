@@ -56,7 +56,7 @@ def one_line(text: str) -> str:
 
 MODULES = {
     "grpo_fn": "train",
-    "grpo_fn.algo": "advantage aggregation correction credit filters group_sampling importance kl losses masking objective step",
+    "grpo_fn.algo": ("advantage aggregation credit group_sampling importance kl losses masking objective step"),
     "grpo_fn.rewards": "combine length math",
     "grpo_fn.shell.model": "lora",
     "grpo_fn.shell.policy": "fsdp mesh optimizer",
@@ -180,7 +180,7 @@ def token_loss(draft: Draft, name: str, **knobs: float) -> None:
 
 
 def weigh(draft: Draft, name: str) -> None:
-    draft.knobs["objective.policy_objective.loss_aggregation"] = f"@weights.{name}"
+    draft.knobs["objective.policy_objective.loss_aggregation"] = f"@aggregation.{name}"
     if name == "constant_length":
         draft.knobs["aggregation.constant_length.max_length"] = "%MAX_NEW_TOKENS"
 
@@ -234,8 +234,8 @@ def colocated(draft: Draft, *, share: float, ranks: int, name: str) -> None:
 
 def corrected(draft: Draft, name: str, **knobs: Any) -> str:
     """The reference to a correction, whose knobs are bound."""
-    draft.knobs |= {f"correction.{name}.{knob}": value for knob, value in knobs.items()}
-    return f"@correction.{name}"
+    draft.knobs |= {f"importance.{name}.{knob}": value for knob, value in knobs.items()}
+    return f"@importance.{name}"
 
 
 def correct(draft: Draft, weight: str | None, mask: str | None) -> None:
@@ -246,10 +246,10 @@ def correct(draft: Draft, weight: str | None, mask: str | None) -> None:
 
 
 def bounded(draft: Draft, kind: str, low: float, high: float, name: str, *, sequence: bool) -> str:
-    """The reference to `truncated` or `masked`, of tokens or of rows; the upper bound is the original's `name`."""
+    """The reference to `truncated_weight` or `masked_weight`, of tokens or of rows; the upper bound is the original's `name`."""
     if not low <= 1 <= high:
         raise ValueError(f"{name}: got {low:g} to {high:g}, wanted 1 within, or the policy's own samples lose weight")
-    if kind == "truncated" and low:
+    if kind == "truncated_weight" and low:
         draft.note(LEFT, f"the lower bound beside {name}", f"{low:g}: a small weight stays small")
     if sequence:
         draft.note(
@@ -258,5 +258,5 @@ def bounded(draft: Draft, kind: str, low: float, high: float, name: str, *, sequ
             f"{high:g} bounds exp of the sum of a row's log-ratios there, of their mean here: that lies near 1, and so "
             "should the bound",
         )
-    knobs = {"cap": high} if kind == "truncated" else {"low": low, "high": high}
+    knobs = {"cap": high} if kind == "truncated_weight" else {"low": low, "high": high}
     return corrected(draft, f"sequence_{kind}" if sequence else kind, **knobs)

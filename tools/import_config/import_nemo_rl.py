@@ -52,7 +52,8 @@ NEMO_LEFT = {
     r"policy\.generation\.(colocated\..*|mcore_.*|sglang_.*)": "vLLM or the local sampler draws here",
     r"policy\.megatron_cfg\..*": "FSDP2 and tensor parallelism: the files of scale/",
     r"policy\.(dynamic_batching|sequence_packing)\..*": (
-        "rows always lie end to end without padding, a group's prompt once (packed_input.pack_shared_prompts): micro_tokens"
+        "rows always lie end to end without padding, a group's prompt once (packed_input.pack_shared_prompts): "
+        "micro_tokens"
     ),
     r"policy\.(logprob_(batch|chunk)_size|generation_batch_size|make_sequence_.*)": "sections.Policy.micro_tokens",
     r"policy\.(tokenizer|hf_config_overrides)\..*": "the model folder's own tokenizer, template and config",
@@ -231,9 +232,9 @@ def nemo_correction(key: Reader, draft: Draft, sequence: bool) -> None:
             raise ValueError(f"{place}type: got {kind} with sequence_level_importance_ratios, wanted another")
         if not low <= 1 <= high:
             raise ValueError(f"{place}ratio: got {low:g} to {high:g}, wanted 1 within")
-        mask = corrected(draft, "sequence_masked", low=low, high=high)
+        mask = corrected(draft, "sequence_masked_weight", low=low, high=high)
         low, high = 0.0, LARGEST
-    name = "masked" if kind == "icepop" else "truncated"
+    name = "masked_weight" if kind == "icepop" else "truncated_weight"
     weight = bounded(draft, name, low if kind == "icepop" else 0.0, high, f"{place}ratio", sequence=sequence)
     correct(draft, weight, mask)
 
@@ -274,7 +275,7 @@ def nemo_policy(key: Reader, draft: Draft) -> None:
     key.taken |= {"policy.dtensor_cfg.enabled"}
     precision = key.choice("policy.precision", "bfloat16", PRECISIONS)
     draft.includes += [f"scale/{precision}.gin"] if precision else []
-    for knob, name in (("cpu_offload", "offload"), ("activation_checkpointing", "checkpointed")):
+    for knob, name in (("cpu_offload", "offload"), ("activation_checkpointing", "activation_checkpointing")):
         if key(f"policy.dtensor_cfg.{knob}", bool, False):
             draft.includes.append(f"scale/{name}.gin")
     draft.knobs["mesh.Parallelism.tp"] = key.count("policy.dtensor_cfg.tensor_parallel_size", 1)

@@ -43,7 +43,9 @@ TRL_LEFT = {
     "fsdp_config|accelerator_config|parallelism_config|ddp_.*": "mesh.Parallelism and the files of scale/",
     "model_init_kwargs.*": "sections.Compute.dtype, sections.Compute.attention",
     "chat_template_kwargs.*": "the tokenizer's own template is used",
-    "use_liger_kernel|use_liger_loss|liger_.*": "log-probs are computed in chunks anyway: sections.Compute.logits_chunk_elements",
+    "use_liger_kernel|use_liger_loss|liger_.*": (
+        "log-probs are computed in chunks anyway: sections.Compute.logits_chunk_elements"
+    ),
     "max_tool_calling_iterations|tools.*|environment.*": "one turn, without tools",
     "num_generations_eval": "evaluation is greedy; eval/samples.gin draws",
     "shuffle_dataset|data_seed|dataloader_.*": "the order is a function of SEED, every row once an epoch",
@@ -63,10 +65,10 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
 WEIGHTS = {"grpo": "sequence_mean", "dr_grpo": "constant_length", "dapo": "token_mean", "bnpo": "token_mean"}
 WEIGHTS |= {"cispo": "token_mean", "sapo": "sequence_mean"}
 CORRECTIONS = {  # kind, and whether one weight is a row's
-    "token_truncate": ("truncated", False),
-    "token_mask": ("masked", False),
-    "sequence_truncate": ("truncated", True),
-    "sequence_mask": ("masked", True),
+    "token_truncate": ("truncated_weight", False),
+    "token_mask": ("masked_weight", False),
+    "sequence_truncate": ("truncated_weight", True),
+    "sequence_mask": ("masked_weight", True),
 }
 
 
@@ -300,7 +302,7 @@ def trl_device(key: Reader, draft: Draft) -> None:
     if key("bf16", bool, not half) and half:
         raise ValueError("got bf16 and fp16, wanted one of them")
     wanted = {"fp16": half, "bf16": key("bf16", bool, not half), "compiled": key("torch_compile", bool, False)}
-    wanted["checkpointed"] = key("gradient_checkpointing", bool, True)
+    wanted["activation_checkpointing"] = key("gradient_checkpointing", bool, True)
     words = key("fsdp", (str, list, bool), "")
     if isinstance(words, bool):
         words = ["full_shard"] if words else []
