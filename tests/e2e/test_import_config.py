@@ -238,7 +238,7 @@ def test_completions_become_prompts_and_minibatches(case: tuple[int | None, ...]
     device, world, accumulate, rounds, group = case
     config = {"per_device_train_batch_size": device, "gradient_accumulation_steps": accumulate, "max_steps": 1}
     made = tool.from_trl(config | {"steps_per_generation": rounds, "num_generations": group}, world, None)
-    found = tuple(made.knobs[f"train.train.{name}"] for name in ("prompts", "minibatches"))
+    found = tuple(made.knobs[f"step.Algorithm.{name}"] for name in ("prompts", "minibatches"))
     assert found == ARITHMETIC[case]
 
 

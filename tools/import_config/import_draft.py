@@ -56,12 +56,12 @@ def one_line(text: str) -> str:
 
 MODULES = {
     "grpo_fn": "train",
-    "grpo_fn.algo": ("advantage aggregation credit group_sampling importance kl losses masking objective step"),
+    "grpo_fn.algo": "advantage aggregation credit group_sampling importance kl losses masking objective step",
     "grpo_fn.rewards": "combine length math",
     "grpo_fn.shell.model": "lora",
     "grpo_fn.shell.policy": "fsdp mesh optimizer",
     "grpo_fn.shell.vllm": "vllm_sampler vllm_servers",
-    "grpo_fn.trainer": "loop",
+    "grpo_fn.trainer": "loop sections",
 }
 PACKAGES = {module: package for package, modules in MODULES.items() for module in modules.split()}
 
@@ -246,7 +246,7 @@ def correct(draft: Draft, weight: str | None, mask: str | None) -> None:
 
 
 def bounded(draft: Draft, kind: str, low: float, high: float, name: str, *, sequence: bool) -> str:
-    """The reference to `truncated_weight` or `masked_weight`, of tokens or of rows; the upper bound is the original's `name`."""
+    """The reference to a truncated or a masked weight, of tokens or rows; the upper bound is the original's `name`."""
     if not low <= 1 <= high:
         raise ValueError(f"{name}: got {low:g} to {high:g}, wanted 1 within, or the policy's own samples lose weight")
     if kind == "truncated_weight" and low:
