@@ -206,17 +206,17 @@ def test_a_configuration_of_known_keys_can_be_launched_or_says_why_not(nemo: boo
         path.write_text(made.text("x"), encoding="utf-8")
         given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
         config = load([str(path)], given)
-    knobs = config.root.knobs
+    knobs = config.root.knobs["algorithm"].knobs
     objective, old_logp = (freeze(knobs[name], {}) for name in ("objective", "old_logp"))
     validate.check_correction(objective, old_logp)
-    validate.check_stale(objective, old_logp, knobs["max_staleness"])
+    validate.check_stale(objective, old_logp, config.root.knobs["sampling"].knobs["max_staleness"])
     group = knobs["group_size"]
     if nemo:
         assert (knobs["prompts"], group) == tuple(
             flat.get(key, value)
             for key, value in (("grpo.num_prompts_per_step", 32), ("grpo.num_generations_per_prompt", 16))
         )
-        assert knobs["cadence"].knobs["steps"] == flat["grpo.max_num_steps"]
+        assert config.root.knobs["steps"] == flat["grpo.max_num_steps"]
     else:
         update = flat.get("per_device_train_batch_size", 8) * 2 * flat.get("gradient_accumulation_steps", 1)
         rows = knobs["prompts"] * group / knobs["minibatches"]
@@ -379,8 +379,8 @@ def test_an_engine_and_a_correction_are_carried(nemo: bool, name: str, tmp_path:
     assert {knob: found.get(knob) for knob in bound} == bound
     (tmp_path / "made.gin").write_text(made.text("x"))
     given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
-    root = load([str(tmp_path / "made.gin")], given).root.knobs
-    validate.check_correction(*(freeze(root[knob], {}) for knob in ("objective", "old_logp")))
+    knobs = load([str(tmp_path / "made.gin")], given).root.knobs["algorithm"].knobs
+    validate.check_correction(*(freeze(knobs[knob], {}) for knob in ("objective", "old_logp")))
 
 
 # -- bad files

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import pytest
 import sweep as tool
+import sweep_runner
+import sweep_spec
+import sweep_table
 from e2e.running import SMALL, TESTS, Forked, metrics
 from hypothesis import given
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -38,8 +41,8 @@ def read(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def trials(*flags: str) -> list[tool.Trial]:
-    return tool.wanted(tool.flags().parse_args(["--gin_file", "f", "--out", "o", *flags]))
+def trials(*flags: str) -> list[sweep_spec.Trial]:
+    return sweep_spec.wanted(tool.flags().parse_args(["--gin_file", "f", "--out", "o", *flags]))
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +68,7 @@ def test_a_grid_is_every_pair_once(rates, seeds) -> None:
 @given(st.lists(words, min_size=1, max_size=5))
 def test_commas_within_brackets_and_quotes_do_not_part_a_value(parts) -> None:
     values = [f"({part}, [{part},1])" for part in parts] + ["'a,b'"]
-    assert tool.split(",".join(values)) == values
+    assert sweep_spec.split(",".join(values)) == values
 
 
 @given(st.integers(1, 6), st.integers(0, 3))
@@ -80,13 +83,13 @@ def test_a_wider_search_has_the_trials_of_the_narrower_one(count, seed) -> None:
 def test_draws_stay_within_their_bounds(low, times, seed) -> None:
     high = low * times
     for kind in ("uniform", "loguniform"):
-        assert low * 0.999 <= float(tool.draw(f"{kind}({low!r},{high!r})", seed)) <= high * 1.001
-    assert int(tool.draw("integer(-3,4)", seed)) in range(-3, 5)
-    assert tool.draw("choice(@a.b, [1,2])", seed) in ("@a.b", "[1,2]")
+        assert low * 0.999 <= float(sweep_spec.draw(f"{kind}({low!r},{high!r})", seed)) <= high * 1.001
+    assert int(sweep_spec.draw("integer(-3,4)", seed)) in range(-3, 5)
+    assert sweep_spec.draw("choice(@a.b, [1,2])", seed) in ("@a.b", "[1,2]")
 
 
 def test_a_loguniform_draw_has_its_logarithm_spread_evenly() -> None:
-    drawn = [float(tool.draw("loguniform(1e-4,1e-2)", str(i))) for i in range(400)]
+    drawn = [float(sweep_spec.draw("loguniform(1e-4,1e-2)", str(i))) for i in range(400)]
     assert 0.4 < sum(x < 1e-3 for x in drawn) / 400 < 0.6
 
 
@@ -122,9 +125,9 @@ def test_a_dry_run_names_the_trials_and_makes_nothing(tmp_path, capsys) -> None:
 # What is made of what came of them ------------------------------------------------------------------------------------
 
 
-def outcomes(values: dict[tuple[str, str], float]) -> list[tool.Outcome]:
+def outcomes(values: dict[tuple[str, str], float]) -> list[sweep_table.Outcome]:
     return [
-        tool.Outcome(tool.trial({"lr": rate, "SEED": seed}), "done" if value == value else "failed", value)
+        sweep_table.Outcome(sweep_spec.trial({"lr": rate, "SEED": seed}), "done" if value == value else "failed", value)
         for (rate, seed), value in values.items()
     ]
 
@@ -134,7 +137,7 @@ scores = st.floats(0.0, 1.0) | st.just(float("nan"))
 
 @given(st.dictionaries(st.tuples(st.sampled_from("abc"), st.sampled_from("0123")), scores, min_size=1), st.booleans())
 def test_a_setting_is_its_seeds_together_and_the_best_comes_first(values, lowest) -> None:
-    found = tool.settings(outcomes(values), lowest)
+    found = sweep_table.settings(outcomes(values), lowest)
     for one in found:
         mine = [v for (rate, _), v in values.items() if rate == one.values["lr"]]
         assert sorted(one.scores) == sorted(v for v in mine if v == v)
@@ -152,7 +155,7 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trials are forked; those of the next test are what the tool itself starts."""
-    monkeypatch.setattr(tool, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+    monkeypatch.setattr(sweep_runner, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
     cache, out = tmp_path / "models", tmp_path / "sweep"  # other tests count the models in theirs
     cache.mkdir()
     flags = [

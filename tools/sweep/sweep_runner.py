@@ -1,0 +1,121 @@
+"""The trials of a sweep run some at a time, each in a process of its own, and stopped together."""
+
+import argparse
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from sweep_spec import Trial, params
+
+STOPPED, UNHEALTHY = 75, 76
+INTERRUPTED = (STOPPED, -signal.SIGTERM)  # a trial that had not begun to listen has nothing to save
+POLL = 0.2  # seconds between looks at the running trials
+GRACE = 600.0  # seconds that a trial which was told to stop has for saving
+TAIL = 12  # last lines shown of a trial that failed
+
+
+class Running(NamedTuple):
+    """A trial that is being run."""
+
+    trial: Trial
+    process: subprocess.Popen
+    since: float
+
+
+class Runner:
+    """Some trials at a time, until all have been run or a signal says stop."""
+
+    def __init__(self, args: argparse.Namespace, trials: Sequence[Trial]) -> None:
+        self.args = args
+        self.left = [one for one in trials if not (folder(args.out, one) / "summary.json").exists()]
+        self.running: list[Running] = []
+        self.told = math.inf  # when a signal came
+
+    def work(self) -> bool:
+        """Run what is not done; whether it was told to stop."""
+        before = {number: signal.signal(number, self._told) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            while self.running or (self.left and self.told == math.inf):
+                while self.left and self.told == math.inf and len(self.running) < self.args.jobs:
+                    self.running.append(start(self.args, self.left.pop(0)))
+                time.sleep(POLL)
+                self.running = [one for one in self.running if not self._over(one)]
+        finally:
+            for one in self.running:
+                one.process.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self.told < math.inf
+
+    def _told(self, number: int, frame: FrameType | None) -> None:
+        self.told = min(self.told, time.monotonic())
+
+    def _over(self, one: Running) -> bool:
+        """Whether a trial has ended; says how. One past its deadline is told to stop, and killed when it does not."""
+        code, late = one.process.poll(), time.monotonic() - min(self.told, one.since + self.args.deadline)
+        if code is not None:
+            exit_file(self.args.out, one.trial).write_text(f"{code}\n")
+            say(f"{one.trial.name}: {ending(self.args.out, one.trial, code)}")
+            return True
+        if late > GRACE:
+            one.process.kill()
+        elif late > 0:
+            one.process.terminate()
+        return False
+
+
+def start(args: argparse.Namespace, one: Trial) -> Running:
+    """A trial in a process of its own, with its share of the cores; what it prints is added to NAME.out."""
+    files = [part for file in args.gin_file for part in ("--gin_file", file)]
+    bound = [part for param in params(args.gin_param, one) for part in ("--gin_param", param)]
+    threads = max(1, (os.cpu_count() or 1) // args.jobs)
+    exit_file(args.out, one).unlink(missing_ok=True)
+    with open(output(args.out, one), "ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_fn.run", *files, *bound, "--run_dir", str(folder(args.out, one))],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={"OMP_NUM_THREADS": str(threads), **os.environ},
+            start_new_session=True,  # Ctrl-C is for us; we pass it on once
+        )
+    say(f"{one.name}: started")
+    return Running(one, process, time.monotonic())
+
+
+def ending(out: Path, one: Trial, code: int) -> str:
+    """How a trial ended, for people; with its last lines when it failed."""
+    if code == 0:
+        return "done"
+    if code in INTERRUPTED:
+        return "stopped; the same command goes on"
+    lines = output(out, one).read_text(errors="replace").splitlines()[-TAIL:]
+    what = "ended by a rule of health" if code == UNHEALTHY else f"failed with exit code {code}"
+    return "\n    ".join([f"{what}, see {output(out, one)}", *lines])
+
+
+def folder(out: Path, one: Trial) -> Path:
+    """The run folder of a trial."""
+    return out / "trials" / one.name
+
+
+def output(out: Path, one: Trial) -> Path:
+    """What the trial printed."""
+    return out / "trials" / f"{one.name}.out"
+
+
+def exit_file(out: Path, one: Trial) -> Path:
+    """Its exit code, once it has ended."""
+    return out / "trials" / f"{one.name}.exit"
+
+
+def say(text: str) -> None:
+    """Progress, beside the table."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,138 @@
+"""What came of a sweep: the tables over its seeds, as text, CSV and TensorBoard's HPARAMS tab."""
+
+import ast
+import csv
+import io
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sweep_runner import INTERRUPTED, STOPPED, UNHEALTHY, exit_file, folder, output
+from sweep_spec import Trial
+
+SEEDS = ("SEED", "train.train.seed")  # what a setting is repeated over
+
+
+class Outcome(NamedTuple):
+    """What a trial says of itself."""
+
+    trial: Trial
+    state: str  # "done", "unfinished", "unhealthy" (ended by a rule of health) or "failed"
+    value: float  # of the metric, at the end of a done trial
+
+
+class Setting(NamedTuple):
+    """A setting over its seeds."""
+
+    values: dict[str, str]
+    scores: list[float]  # of the trials that are done
+    missing: int
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.scores) if self.scores else math.nan
+
+
+def outcome(out: Path, one: Trial, metric: str) -> Outcome:
+    """What a trial's folder says: the metric's last value, if the run is done."""
+    where = folder(out, one)
+    if not (where / "summary.json").exists():
+        code = exit_file(out, one)
+        ended = int(code.read_text()) if code.exists() else STOPPED
+        return Outcome(
+            one, {UNHEALTHY: "unhealthy"}.get(ended, "unfinished" if ended in INTERRUPTED else "failed"), math.nan
+        )
+    rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    values = [row[metric] for row in rows if row.get(metric) is not None]
+    return Outcome(one, "done", float(values[-1]) if values else math.nan)
+
+
+def settings(outcomes: Sequence[Outcome], lowest: bool) -> list[Setting]:
+    """Trials that differ in their seeds alone, put together; the best mean first, those without any value last."""
+    by_values: dict[str, list[Outcome]] = {}
+    for one in outcomes:
+        key = json.dumps({k: v for k, v in one.trial.values.items() if k not in SEEDS}, sort_keys=True)
+        by_values.setdefault(key, []).append(one)
+    found = []
+    for key, group in by_values.items():
+        scores = [one.value for one in group if math.isfinite(one.value)]
+        found.append(Setting(json.loads(key), scores, len(group) - len(scores)))
+    sign = 1 if lowest else -1
+    return sorted(found, key=lambda one: sign * one.mean if one.scores else math.inf)
+
+
+def report(out: Path, outcomes: Sequence[Outcome], metric: str, lowest: bool) -> str:
+    """Write the tables and what TensorBoard shows; returns the table in markdown."""
+    from grpo_fn.shell.atomic_io import write_bytes
+    from grpo_fn.shell.logging.metrics_writer import table
+
+    rows = [figures(one) for one in settings(outcomes, lowest)]
+    each = [{"trial": one.trial.name, **one.trial.values, "state": one.state, metric: one.value} for one in outcomes]
+    unfinished = [one for one in outcomes if one.state != "done"]
+    said = [f"{metric} at the end, {'lowest' if lowest else 'highest'} mean first", "", table(rows)]
+    said += ["", *(f"{one.state}: {one.trial.name}, see {output(out, one.trial)}" for one in unfinished)]
+    text = "\n".join(said).rstrip() + "\n"
+    write_bytes(out / "table.md", text.encode())
+    write_bytes(out / "table.csv", comma_separated(rows).encode())
+    write_bytes(out / "trials.csv", comma_separated(each).encode())
+    hparams(out / "tensorboard", outcomes, metric)
+    return plain(rows, said[0], said[4:])
+
+
+def figures(one: Setting) -> dict[str, Any]:
+    """A line of the table. std is that of a sample (n - 1)."""
+    scores = one.scores
+    return {
+        **one.values,
+        "n": len(scores),
+        "mean": f"{one.mean:.4g}" if scores else "",
+        "std": f"{statistics.stdev(scores):.3g}" if len(scores) > 1 else "",
+        "min": f"{min(scores):.4g}" if scores else "",
+        "max": f"{max(scores):.4g}" if scores else "",
+        "missing": one.missing,
+    }
+
+
+def comma_separated(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as CSV, columns in order of first appearance."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def plain(rows: Sequence[Mapping[str, Any]], head: str, rest: Sequence[str]) -> str:
+    """The table for a terminal."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [columns, *([str(row.get(name, "")) for name in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([head, "", *shown, *(["", *rest] if rest else [])])
+
+
+def hparams(board: Path, outcomes: Sequence[Outcome], metric: str) -> None:
+    """One entry a finished trial in TensorBoard's HPARAMS tab; what an earlier report wrote there goes."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    shutil.rmtree(board, ignore_errors=True)
+    done = [one for one in outcomes if one.state == "done"]
+    if not done:
+        return
+    with SummaryWriter(str(board)) as writer:
+        for one in done:
+            values = {name: value_of(text) for name, text in one.trial.values.items()}
+            writer.add_hparams(values, {f"final/{metric}": one.value}, run_name=one.trial.name)
+
+
+def value_of(text: str) -> float | str | bool:
+    """A number or a truth value where the text is one."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, bool | int | float | str) else text
