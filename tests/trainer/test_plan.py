@@ -124,7 +124,7 @@ def test_draws_from_the_full_support_are_taken(f, temperature):
 )
 def test_a_sampler_that_cuts_its_tail_is_refused_unless_the_bias_is_accepted(cut, temperature):
     choose = partial(cut, temperature=temperature)
-    with pytest.raises(ValueError, match=rf"^choose: got .* wanted draws from softmax\(logits / {temperature:g}\)"):
+    with pytest.raises(ValueError, match=rf"^token_sampler: got .* wanted draws from softmax\(logits / {temperature:g}\)"):
         validate.check_full_support(choose, temperature, False)
     validate.check_full_support(choose, temperature, True)
 
@@ -182,7 +182,7 @@ def test_stale_samples_need_an_objective_that_asks_the_sampler(loss, correct):
             validate.check_stale(objective, old_logp, 3)
             continue
         with pytest.raises(
-            ValueError, match=r"^max_staleness: got 3 .*recomputed and .*correct = @correction\.truncated"
+            ValueError, match=r"^max_staleness: got 3 .*from_trainer and .*importance_correction = @importance\.truncated_weight"
         ):
             validate.check_stale(objective, old_logp, 3)
 
