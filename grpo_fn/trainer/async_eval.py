@@ -24,6 +24,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.trainer.loggers import RunLoggers
 from grpo_fn.trainer.recording import record_evaluation, report_findings
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
+from grpo_fn.trainer.sections import Health
 from grpo_fn.trainer.state import BEST, Progress, figures_of, reload
 
 ROUND = 0.5  # seconds between two looks at whether to stop, while one waits
@@ -127,7 +128,8 @@ def record_if_done(
         f"{figures['eval/seconds']:.1f} s beside the training, known after step {now}"
     )
     found = run.world.agree(
-        partial(late_findings, run, before, amend_history(before, step, figures)), what="the rules of health"
+        partial(late_findings, run.settings.health, before, amend_history(before, step, figures)),
+        what="the rules of health",
     )
     return report_findings(found, step, loggers.console, loggers.writer)
 
@@ -155,13 +157,12 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
 
 
 def late_findings(
-    run: TrainingRun, before: health.History, after: health.History
+    rules: Health, before: health.History, after: health.History
 ) -> tuple[list[health.Finding], list[health.Finding]]:
     """What the rules would have said after a step, had its evaluation been there, and did not say then."""
-    told = {found.rule for found in health.news([*run.settings.health.warn, *run.settings.health.stop], before)}
+    known = {found.rule for found in health.news([*rules.warn, *rules.stop], before)}
     said, fatal = (
-        [found for found in health.news(rules, after) if found.rule not in told]
-        for rules in (run.settings.health.warn, run.settings.health.stop)
+        [found for found in health.news(those, after) if found.rule not in known] for those in (rules.warn, rules.stop)
     )
     return said, fatal
 

@@ -1,9 +1,10 @@
-"""Where a run speaks, and what it has to tell of its rewards."""
+"""The loggers of a run: console, metrics writer, checkpoint saver, profiler; null objects on ranks other than 0."""
 
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from grpo_fn.analysis import health
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
@@ -13,6 +14,7 @@ from grpo_fn.shell.logging.metrics_writer import MetricsWriter, NullLogger, rewi
 from grpo_fn.shell.logging.profiler import Profiler
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.policy import checksums
+from grpo_fn.shell.world import World
 from grpo_fn.trainer.background import Background
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 
@@ -21,7 +23,7 @@ LOG = 600.0  # seconds that the log may take for what is waiting, where the rank
 
 @dataclass(frozen=True)
 class RunLoggers:
-    """Where a run speaks: to people, to the metrics, to its checkpoints. On all ranks but the main one mostly mute."""
+    """Console, metrics, checkpoints and profiler of a run; null objects on ranks other than 0."""
 
     console: Console | NullLogger
     writer: AsyncWriter | NullLogger
@@ -46,7 +48,9 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
     run.world.mark = profiler.mark
     return RunLoggers(
         console=stack.enter_context(Console(run_dir / "log.txt", run.settings.steps, start) if main else NullLogger()),
-        writer=stack.enter_context(late(run, start_step=0 if first else start + 1) if main else NullLogger()),
+        writer=stack.enter_context(
+            open_writer(run_dir, run.world, start_step=0 if first else start + 1) if main else NullLogger()
+        ),
         saver=stack.enter_context(AsyncSaver(run_dir / "checkpoints", run.world)),
         clock=Stopwatch(mark=profiler.mark),
         profiler=profiler,
@@ -56,9 +60,9 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
     )
 
 
-def late(run: TrainingRun, *, start_step: int) -> AsyncWriter:
+def open_writer(run_dir: Path, world: World, *, start_step: int) -> AsyncWriter:
     """The run's metrics and events, written beside the training."""
-    return AsyncWriter(MetricsWriter(run.run_dir, start_step=start_step), deadline=min(run.world.deadline, LOG))
+    return AsyncWriter(MetricsWriter(run_dir, start_step=start_step), deadline=min(world.deadline, LOG))
 
 
 def lost_rows(run: TrainingRun, before: Counter, console: Console | NullLogger) -> dict[str, float]:

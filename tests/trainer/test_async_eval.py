@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -23,6 +22,7 @@ from grpo_fn.shell.checkpoint.manifest import seal
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 from grpo_fn.shell.world import alone
 from grpo_fn.trainer import async_eval
+from grpo_fn.trainer.sections import Health
 from grpo_fn.trainer.state import BEST, Progress, figures_of, number
 
 ALONE = alone(CPU)
@@ -140,7 +140,7 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
     losses: Sequence[float], scores: Mapping[int, float]
 ) -> None:
     """At the step without its evaluation, and when that came: together what they say when it is there at once."""
-    built: Any = SimpleNamespace(health=RULES, stop_on=(high_loss,))
+    rules = Health(warn=RULES, stop=(high_loss,))
     lines = [health.line(step, {"loss/kl": loss}) for step, loss in enumerate(losses)]
     whole = [{**line, **({BEST: scores[i]} if i in scores else {})} for i, line in enumerate(lines)]
     for step in range(len(lines)):
@@ -148,7 +148,7 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
         after = async_eval.amend_history(before, step, {BEST: scores[step]} if step in scores else {})
         assert after == whole[: step + 1]
         first = {found.rule for found in health.news(RULES, before)}
-        said, fatal = async_eval.late_findings(built, before, after)
+        said, fatal = async_eval.late_findings(rules, before, after)
         assert fatal == []  # it was said at its step
         assert first.isdisjoint(found.rule for found in said)
         assert first | {found.rule for found in said} >= {found.rule for found in health.news(RULES, after)}
@@ -156,9 +156,9 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
 
 
 def test_a_late_evaluation_may_end_the_run() -> None:
-    built: Any = SimpleNamespace(health=(), stop_on=(low,))
+    rules = Health(warn=(), stop=(low,))
     before = [health.line(0, {"loss/kl": 0.0})]
-    said, fatal = async_eval.late_findings(built, before, async_eval.amend_history(before, 0, {BEST: 0.25}))
+    said, fatal = async_eval.late_findings(rules, before, async_eval.amend_history(before, 0, {BEST: 0.25}))
     assert (said, fatal) == ([], [health.Finding("low", "low: 0.25")])
 
 

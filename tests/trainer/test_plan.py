@@ -124,7 +124,9 @@ def test_draws_from_the_full_support_are_taken(f, temperature):
 )
 def test_a_sampler_that_cuts_its_tail_is_refused_unless_the_bias_is_accepted(cut, temperature):
     choose = partial(cut, temperature=temperature)
-    with pytest.raises(ValueError, match=rf"^token_sampler: got .* wanted draws from softmax\(logits / {temperature:g}\)"):
+    with pytest.raises(
+        ValueError, match=rf"^token_sampler: got .* wanted draws from softmax\(logits / {temperature:g}\)"
+    ):
         validate.check_full_support(choose, temperature, False)
     validate.check_full_support(choose, temperature, True)
 
@@ -133,7 +135,8 @@ def test_a_sampler_that_cuts_its_tail_is_refused_unless_the_bias_is_accepted(cut
 def test_greedy_is_for_evaluation(temperature):
     """At temperature 1 its log-probabilities are right and only the draws give it away."""
     with pytest.raises(
-        ValueError, match=r"train\.train\.choose = @sampling\.categorical, or train\.train\.allow_biased"
+        ValueError,
+        match=r"sections\.Sampling\.token_sampler = @sampling\.categorical, or sections\.Sampling\.allow_biased",
     ):
         validate.check_full_support(sampling.greedy, temperature, False)
 
@@ -170,7 +173,7 @@ def with_correction(loss: str, correct: str, beta: float = 0.3) -> partial:
 def test_stale_samples_need_an_objective_that_asks_the_sampler(loss, correct):
     """Through a ratio to the sampler, a correction, or the loss itself; a KL to the sampler is none of them."""
     objective, name = with_correction(loss, correct), LOSSES[loss].func.__name__
-    corrects = CORRECTIONS[correct].func.__name__ != "none"
+    corrects = CORRECTIONS[correct].func.__name__ != "no_correction"
     by_the_mask = CORRECTIONS[correct].func.__name__ in BY_THE_POLICY
     fine = {
         from_sampler: name not in WITHOUT_A_RATIO or by_the_mask,
@@ -182,7 +185,8 @@ def test_stale_samples_need_an_objective_that_asks_the_sampler(loss, correct):
             validate.check_stale(objective, old_logp, 3)
             continue
         with pytest.raises(
-            ValueError, match=r"^max_staleness: got 3 .*from_trainer and .*importance_correction = @importance\.truncated_weight"
+            ValueError,
+            match=r"^max_staleness: got 3 .*from_trainer and .*importance_correction = @importance\.truncated_weight",
         ):
             validate.check_stale(objective, old_logp, 3)
 
@@ -195,9 +199,9 @@ BY_THE_POLICY = {"off_policy_sequence_mask", "both"}  # these ask the policy as 
 def test_a_correction_that_compares_the_sampler_with_itself_is_refused(loss, correct):
     objective, name = with_correction(loss, correct), CORRECTIONS[correct].func.__name__
     validate.check_correction(objective, from_trainer)
-    if name in {"none", *BY_THE_POLICY}:
+    if name in {"no_correction", *BY_THE_POLICY}:
         return validate.check_correction(objective, from_sampler)
-    with pytest.raises(ValueError, match=r"^correct: got a correction by logp_old - logp_sampled"):
+    with pytest.raises(ValueError, match=r"^importance_correction: got a correction by logp_old - logp_sampled"):
         validate.check_correction(objective, from_sampler)
     return None
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,8 +157,8 @@ def test_the_mute_one_has_all_of_its_calls() -> None:
 
 def test_a_run_that_is_alone_has_a_deadline_for_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loggers, "LOG", 0.05)
-    gate, built = threading.Event(), SimpleNamespace(run_dir=tmp_path, world=alone(torch.device("cpu")))
-    with loggers.late(built, start_step=0) as writer:
+    gate = threading.Event()
+    with loggers.open_writer(tmp_path, alone(torch.device("cpu")), start_step=0) as writer:
         writer.do("the rollout of step 3", partial(gate.wait, SOON))
         with pytest.raises(TimeoutError, match=r"got the rollout of step 3 not written within 0\.05 s"):
             writer.wait()
