@@ -12,6 +12,8 @@ from torch import Tensor
 
 from grpo_fn.core import masked
 
+EXAMPLES = {"eps": (1e-4, 1e-9), "ddof": (0, 1), "k": (1, 3), "threshold": (1.0,)}  # knobs as tests try them
+
 
 def group_normalized(
     reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, eps: float, ddof: int
@@ -20,6 +22,9 @@ def group_normalized(
 
     GRPO's outcome supervision (arXiv:2402.03300, section 4.1.2). Unchanged by shifting the rewards, and by scaling
     them as long as eps is small against std. `eps` has the unit of the reward.
+
+    Use it when: you want GRPO as published, or rewards of unknown scale.
+    Peers: TRL `scale_rewards="group"`, verl `grpo`, OpenRLHF `group_norm`; eps 1e-4, 1e-6, 1e-9, all with ddof 1.
     """
     dev = mean_centered(reward, valid)
     # Measured in units of the largest deviation, squares neither overflow nor vanish, whatever the reward's unit.
@@ -32,9 +37,13 @@ def group_normalized(
 
 
 def mean_centered(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor, "G"]:
-    """A = R - mean R over the valid samples. Dr. GRPO (arXiv:2503.20783).
+    """A = R - mean R over the valid samples.
 
-    In expectation the policy gradient times (n - 1) / n, since a sample is part of its own baseline.
+    Dr. GRPO (arXiv:2503.20783). In expectation the policy gradient times (n - 1) / n, since a sample is part of its own
+    baseline.
+
+    Use it when: nearly-solved and nearly-hopeless prompts should not be amplified.
+    Peers: TRL `scale_rewards="none"`, OpenRLHF `dr_grpo`.
     """
     # sum(R) / n differs from R by an ulp even if all R are equal. Measured from one of them, equal rewards are exact
     # zeros, and so is their mean. The smallest is the one that does not depend on the order of the group.
@@ -47,6 +56,9 @@ def leave_one_out(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float
     """A_i = R_i - mean of the others' R = n / (n - 1) (R_i - mean R), n valid samples: the unbiased baseline.
 
     RLOO (arXiv:2402.14740; Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free").
+
+    Use it when: you want the unbiased policy gradient, small groups most of all.
+    Peers: verl, OpenRLHF `rloo`.
     """
     count = valid.sum().to(reward.dtype)
     return mean_centered(reward, valid) * (count / (count - 1).clamp(min=1))
@@ -60,6 +72,10 @@ def leave_one_out_normalized(
     Leave-one-out in mean *and* std, as NeMo-RL has it. The others' std alone is 0 for the one sample that differs from
     equal others, and A without bound; with the group's in reserve |A| <= n / sqrt(n - 1) for any rewards and any eps.
     std with n - 1 - `ddof` in its denominator for the others and n - `ddof` for the group; `eps` in units of reward.
+
+    Use it when: you compare with NeMo-RL.
+    Peers: NeMo-RL `use_leave_one_out_baseline` with normalised rewards: the others' std alone, 0 or rounding noise
+    for the one sample that differs, A = 18,040 for [2.0, 0.3 x 7].
     """
     dev = mean_centered(reward, valid)
     unit = dev.abs().amax()
@@ -76,11 +92,14 @@ def leave_one_out_normalized(
 def pass_at_k(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, k: int, threshold: float) -> Float[Tensor, "G"]:
     """A of a solved sample = sqrt(f / (1 - f)), of another -(solved / unsolved) times that; R >= threshold is solved.
 
-    f = C(unsolved, k) / C(n, k) is the chance that k of the group's n samples are all unsolved. These are the closed
-    forms of the group-relative advantage of "one of k solves it" (arXiv:2508.10751), which draws all groups of k that
+    f = C(unsolved, k) / C(n, k) is the chance that k of the group's n samples are all unsolved. Closed forms of the
+    group-relative advantage of "one of k solves it" (arXiv:2508.10751, eq. 14 and 15), which draws all groups of k that
     there are: little signal where most samples solve the problem already. With k = 1 they are (R - mean) / std of 0/1
-    rewards. A group in which any k samples hold a solved one gets 0, and so does one of fewer than k samples.
-    Bounded by sqrt(n / k - 1). Raises ValueError unless k >= 1.
+    rewards. A group in which any k samples hold a solved one gets 0, and so does one of fewer than k samples. Bounded
+    by sqrt(n / k - 1). Raises ValueError unless k >= 1.
+
+    Use it when: one right answer in k tries is what counts, or entropy collapses.
+    Peers: verl `grpo_passk` is another formula: only the best sample learns (arXiv:2503.19595).
     """
     if k < 1:
         raise ValueError(f"k: got {k}, wanted at least 1")
@@ -103,6 +122,8 @@ def max_rl(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor
     exactly sum_{k < n} (1 - p)^(k - 1) grad p, which are the first n - 1 terms of grad log p; R - mean R has the first
     one alone, times (n - 1) / n. Bounded by n - 1. If a reward is negative, the mean in the denominator is taken above
     the group's smallest reward, which keeps the bound.
+
+    Use it when: hard problems, rarely solved, should count most; rewards are not negative.
     """
     least = torch.where(valid, reward, torch.inf).amin().clamp(max=0.0)
     above = torch.where(valid, reward - least, 0.0)

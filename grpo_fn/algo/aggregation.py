@@ -9,11 +9,16 @@ from torch import Tensor
 
 from grpo_fn.core.types import Totals
 
+EXAMPLES = {"max_length": (1, 7)}  # knobs as tests try them
+
 
 def token_mean(mask: Bool[Tensor, "B T"], totals: Totals) -> Float[Tensor, "B T"]:
     """w = mask / N, N sampled tokens in the step: every token counts the same, long rows count more.
 
-    DAPO's token-level loss (arXiv:2503.14476).
+    DAPO's token-level loss (arXiv:2503.14476, eq. 12).
+
+    Use it when: every token should count alike; long rows then count more.
+    Peers: verl `token-mean`, TRL `dapo`.
     """
     return mask / totals.tokens.clamp(min=1)
 
@@ -23,6 +28,9 @@ def sequence_mean(mask: Bool[Tensor, "B T"], totals: Totals) -> Float[Tensor, "B
 
     GRPO as published (arXiv:2402.03300, eq. 3). A token of a long row weighs less, so long wrong answers are punished
     less than short ones: the length bias that arXiv:2503.20783 describes.
+
+    Use it when: every row should count alike; long wrong rows are then punished less per token.
+    Peers: verl `seq-mean-token-mean`, TRL `grpo`.
     """
     length = mask.sum(-1, keepdim=True).clamp(min=1)
     return mask / (totals.rows.clamp(min=1) * length)
@@ -33,5 +41,8 @@ def constant_length(mask: Bool[Tensor, "B T"], totals: Totals, *, max_length: in
 
     Dr. GRPO (arXiv:2503.20783) takes the longest completion allowed; 1 gives the plain sum over a row's tokens, the
     sequence-level REINFORCE of RLOO (arXiv:2402.14740).
+
+    Use it when: you want the policy gradient without a length bias.
+    Peers: verl `seq-mean-token-sum-norm`, TRL `dr_grpo`.
     """
     return mask / (totals.rows.clamp(min=1) * max_length)

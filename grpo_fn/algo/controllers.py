@@ -6,13 +6,19 @@ A gain multiplies a coefficient of the algorithm: beta of the KL, in the loss an
 1 in the first step. What is measured is `loss/kl` (k3, the mean over tokens, in nats) or `loss/entropy` (its mean over
 tokens, in nats).
 
-A loss scale is `(scale, good_steps, finite) -> (scale, good_steps)`, called after each attempted optimizer step. A scale
-that does not shrink after a step that was not finite says that scaling is not what broke it.
+A loss scale is `(scale, good_steps, finite) -> (scale, good_steps)`, called after each attempted optimizer step. A
+scale that does not shrink after a step that was not finite says that scaling is not what broke it.
 """
+
+# Knobs as tests try them.
+EXAMPLES = {"target": (0.5,), "rate": (0.1,), "limit": (0.2,), "step": (0.05,), "highest": (2.0,)}
 
 
 def constant_gain(gain: float, measured: float) -> float:
-    """The gain as it is."""
+    """The gain as it is.
+
+    Use it when: always, but for what the others are for.
+    """
     return gain
 
 
@@ -22,6 +28,9 @@ def adaptive_kl(gain: float, measured: float, *, target: float, rate: float, lim
     The proportional controller of Ziegler et al. (arXiv:1909.08593, section 2.2), with rate 0.1 and limit 0.2 there.
     Their KL is a whole sequence's, ours a token's. Raises ValueError unless target > 0 and 0 <= rate limit < 1, which
     keeps the gain positive.
+
+    Use it when: runs should be compared at one KL.
+    Peers: verl `AdaptiveKLController`, OpenRLHF: rate = rows / horizon, KL of a sequence.
     """
     if target <= 0 or not 0 <= rate * limit < 1:
         raise ValueError(f"target, rate, limit: got {target}, {rate}, {limit}, wanted target > 0, 0 <= rate limit < 1")
@@ -33,6 +42,9 @@ def adaptive_entropy(gain: float, measured: float, *, target: float, step: float
 
     After Skywork-OR1 (arXiv:2505.22312, section 3.2.5), which begins at 0 and switches the bonus off while entropy is
     above the target; here it only comes down by steps. Raises ValueError unless step > 0 and highest >= 0.
+
+    Use it when: entropy falls too far, and no bonus fits the whole run.
+    Peers: there the bonus is off while entropy is above the target.
     """
     if step <= 0 or highest < 0:
         raise ValueError(f"step, highest: got {step}, {highest}, wanted step > 0 and highest >= 0")

@@ -20,6 +20,8 @@ from grpo_fn.core.types import Reward
 Advantage = Callable[[Tensor, Tensor], Tensor]  # one group: reward [G], valid [G] -> [G]
 Credit = Callable[[Reward, Tensor, Tensor], Tensor]
 
+EXAMPLES = {"beta": (0.3,), "eps": (1e-4, 1e-9)}  # knobs as tests try them
+
 
 def outcome(
     reward: Reward,
@@ -31,6 +33,9 @@ def outcome(
     """A_gt = advantage(R)_g: every token of a sample has the sample's advantage within its group.
 
     GRPO's outcome supervision (arXiv:2402.03300, section 4.1.2).
+
+    Use it when: always, but for what the others are for.
+    Peers: all.
     """
     return over_tokens(vmap(advantage)(reward.value, reward.valid), mask)
 
@@ -46,6 +51,9 @@ def outcome_minus_kl(
     """A_gt = advantage(R - beta sum_t drift_t)_g: the KL to the reference as a part of the sample's reward.
 
     RLOO (arXiv:2402.14740). In expectation the policy gradient of the reward minus beta times the KL of whole rows.
+
+    Use it when: the KL should be a part of what samples are compared by; exact for the KL of whole sequences.
+    Peers: verl, OpenRLHF: KL in the reward, k1.
     """
     value = reward.value - beta * kept(drift, mask).sum(-1)
     return over_tokens(vmap(advantage)(value, reward.valid), mask)
@@ -61,6 +69,9 @@ def reward_to_go(
     """A_gt = R_g - beta sum_{s >= t} drift_s: no comparison within the group, and the KL that is still to come.
 
     REINFORCE++ (arXiv:2501.03262v9, eq. 4) before its normalisation; wrap it in `token_whitened` (eq. 5).
+
+    Use it when: inside `token_whitened`.
+    Peers: OpenRLHF `reinforce`.
     """
     to_go = kept(drift, mask).flip(-1).cumsum(-1).flip(-1)
     return torch.where(mask & reward.valid[..., None], reward.value[..., None] - beta * to_go, 0.0)
@@ -76,9 +87,12 @@ def per_part(
 ) -> Float[Tensor, "P G T"]:
     """A_gt = sum_k weights[k] advantage(R^k)_g: each part of the reward is compared within the group by itself.
 
-    GDPO (arXiv:2601.05242): normalised after the sum, different mixtures of parts can come out the same; before it
-    they do not (eq. 4 and 7; wrap it in `row_whitened` for eq. 6). Parts without a weight do not count. Raises
-    ValueError for a weight of a part that there is not, and for no weight at all.
+    GDPO (arXiv:2601.05242, eq. 4 and 7): normalised after the sum, different mixtures of parts can come out the same;
+    before it they do not; wrap it in `row_whitened` for eq. 6. Parts without a weight do not count. Raises ValueError
+    for a weight of a part that there is not, and for no weight at all.
+
+    Use it when: the reward has parts of different scale or difficulty.
+    Peers: verl `gdpo`, NeMo-RL.
     """
     unknown = sorted(weights.keys() - reward.parts.keys())
     if unknown or not weights:
@@ -100,6 +114,9 @@ def token_whitened(
     The std has N in its denominator. REINFORCE++ (arXiv:2501.03262v9, eq. 5) and, around `outcome` with `centered`,
     its baseline form (eq. 6 and 7). A batch of one value gives exactly 0. Long rows weigh more in the mean, so a group
     without signal does not stay at 0 here unless the whole batch is without; in `row_whitened` it does.
+
+    Use it when: REINFORCE++, and around `outcome(mean_centered)` its baseline form.
+    Peers: verl `reinforce_plus_plus(_baseline)`, also for GDPO (`masked_whiten`); std with N - 1 there.
     """
     adv = credit(reward, drift, mask)
     counted = mask & reward.valid[..., None]
@@ -119,6 +136,9 @@ def row_whitened(
 
     As `token_whitened`, but a long row counts once: GDPO (arXiv:2601.05242, eq. 6), around `per_part`. For a `credit`
     that gives all tokens of a row the same. Where the advantages of a group sum to 0, groups without signal stay at 0.
+
+    Use it when: GDPO; or whitening that long rows do not dominate.
+    Peers: TRL-GDPO; verl's `gdpo` whitens over tokens.
     """
     adv = credit(reward, drift, mask)
     mean, std = moments(first_token(adv, mask)[reward.valid & mask.any(-1)])

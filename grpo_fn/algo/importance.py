@@ -20,9 +20,15 @@ from grpo_fn.core.types import Batch
 
 Correction = Callable[[Tensor, Batch], Tensor]
 
+EXAMPLES = {"cap": (3.0,), "low": (0.1,), "high": (2.0,), "delta": (0.2,)}  # knobs as tests try them
+
 
 def no_correction(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
-    """1: the sampler is taken for pi_old."""
+    """1: the sampler is taken for pi_old.
+
+    Use it when: sampler and trainer are one module, or the ratio does it (docs/catalogue.md).
+    Peers: verl, OpenRLHF, NeMo-RL by default.
+    """
     return torch.ones_like(logp)
 
 
@@ -32,6 +38,9 @@ def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Flo
     Truncated importance sampling (TIS; Ionides 2008) between sampler and trainer is Yao et al. 2025, "Your efficient
     RL framework secretly brings you off-policy RL training" (https://fengyao.notion.site/off-policy-rl); peers cap at
     2. Raises ValueError unless cap >= 1.
+
+    Use it when: another engine samples; stale samples. Start here, cap 2.
+    Peers: TRL `token_truncate`, verl `rollout_is="token"`.
     """
     _check_cap(cap)
     return _token(row).clamp(max=cap)
@@ -42,6 +51,9 @@ def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: flo
 
     IcePop (Ring-1T, arXiv:2510.18855): a token that is kept keeps its weight w; 0.5 to 5 there. Raises ValueError
     unless 0 <= low <= 1 <= high.
+
+    Use it when: a few tokens are far off (mixtures of experts): they should not teach at all; 0.5 to 5.
+    Peers: TRL `token_mask`.
     """
     _check_range(low, high)
     return _within(_token(row), low, high)
@@ -51,8 +63,11 @@ def sequence_truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: floa
     """min(w_s, cap) at each of the row's tokens, w_s = exp(mean_t log w_t): the geometric mean.
 
     The row's importance ratio is the product of all w_t, which grows or vanishes with its length; its |o|-th root is
-    biased and comparable between short rows and long ones (GSPO's argument, arXiv:2507.18071, section 4.1, for the
-    ratio of the loss). Raises ValueError unless cap >= 1.
+    biased and comparable between short rows and long ones, as GSPO (arXiv:2507.18071, section 4.1) argues for the
+    ratio of the loss. Raises ValueError unless cap >= 1.
+
+    Use it when: the loss has a sequence's ratio (GSPO).
+    Peers: TRL `sequence_truncate` is exp of the sum: it grows with the row's length.
     """
     _check_cap(cap)
     return _sequence(row).clamp(max=cap)
@@ -61,20 +76,26 @@ def sequence_truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: floa
 def sequence_masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
     """w_s where low <= w_s <= high, else 0: a row on which the two disagree too much on average teaches nothing.
 
-    w_s as in `sequence_truncated`. Geometric sequence masking (Liu, Li et al. 2025, "When speed kills stability", part
-    3, https://richardli.xyz/rl-collapse); what is kept keeps its weight, as in IcePop. Raises ValueError unless
-    0 <= low <= 1 <= high.
+    w_s as in `sequence_truncated_weight`. Geometric sequence masking (Liu, Li et al. 2025, "When speed kills
+    stability", part 3, https://richardli.xyz/rl-collapse); what is kept keeps its weight, as in IcePop. Raises
+    ValueError unless 0 <= low <= 1 <= high.
+
+    Use it when: whole rows are off; w_s lies near 1, so a narrow range.
+    Peers: verl's geometric rejection; TRL `sequence_mask` is exp of the sum.
     """
     _check_range(low, high)
     return _within(_sequence(row), low, high)
 
 
 def off_policy_sequence_mask(logp: Float[Tensor, "T"], row: Batch, *, delta: float) -> Float[Tensor, "T"]:
-    """0 where A < 0 and mean_t (logp_sampled - logp) > delta, else 1: no lessons from mistakes nobody makes any more.
+    """0 where A < 0 and mean_t (logp_sampled - logp) > delta, else 1: no lessons from mistakes already unlearnt.
 
     DeepSeek-V3.2 (arXiv:2512.02556, section 3.1, eq. 8 and 9), in nats a token. It looks at the policy as it is at
     this very update, so it holds back stale samples and late epochs as well, whatever logp_old is. The paper does not
     say its delta; 0.5 is where TRL's documentation starts. Raises ValueError unless delta >= 0.
+
+    Use it when: stale samples, many updates a rollout.
+    Peers: TRL `off_policy_mask_threshold`.
     """
     if not delta >= 0:
         raise ValueError(f"delta: got {delta}, wanted at least 0, or samples of the policy itself are masked")
@@ -86,7 +107,9 @@ def both(logp: Float[Tensor, "T"], row: Batch, *, weight: Correction, mask: Corr
     """`weight` where `mask` is not 0, else 0.
 
     Not their product: a mask that keeps w would square it. Truncated weights of DeepSeek's rows are
-    both(weight=truncated, mask=off_policy_sequence_mask).
+    both(weight=truncated_weight, mask=off_policy_sequence_mask).
+
+    Use it when: a truncation and a mask at once; not their product, which would square a w that is kept.
     """
     return torch.where(mask(logp, row) == 0, 0.0, weight(logp, row))
 

@@ -18,13 +18,21 @@ from grpo_fn.algo.importance import capped_exp, log_ratio, ratio
 from grpo_fn.core import masked
 from grpo_fn.core.types import Batch
 
+EXAMPLES = {  # knobs as tests try them
+    **{"clip_low": (0.2,), "clip_high": (0.28,), "cap": (3.0,), "tau_positive": (1.0,), "tau_negative": (1.05,)},
+    **{"log_low": (0.4,), "log_high": (0.4,), "delta": (0.2,), "kappa": (0.0, 1e-3), "coef": (1.0,)},
+}
+
 Loss = tuple[Float[Tensor, "T"], dict[str, Float[Tensor, "T"]]]
 
 
 def reinforce(logp: Float[Tensor, "T"], row: Batch) -> Loss:
-    """-A logp (Williams 1992). Nothing is clipped, nothing corrects for stale samples: on-policy only.
+    """-A logp: nothing is clipped, nothing corrects for stale samples, so on-policy only.
 
-    The value is no measure of progress: only its gradient means something.
+    REINFORCE (Williams 1992). The value is no measure of progress: only its gradient means something.
+
+    Use it when: exactly one step on fresh samples.
+    Peers: RLOO and REINFORCE losses.
     """
     r = ratio(logp, row.logp_old, row.mask)
     return -_adv(row) * _sampled(logp, row), _seen(r, False, False)
@@ -35,6 +43,9 @@ def clipped_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip
 
     PPO (arXiv:1707.06347, eq. 7), per token in GRPO (arXiv:2402.03300, eq. 3); clip_high > clip_low is DAPO's
     clip-higher (arXiv:2503.14476, eq. 10).
+
+    Use it when: more than one optimizer step a rollout, or a sampler that lags.
+    Peers: TRL `epsilon`, `epsilon_high`; verl `clip_ratio_low`, `clip_ratio_high`.
     """
     return _clipped(ratio(logp, row.logp_old, row.mask), row, clip_low, clip_high)
 
@@ -43,6 +54,9 @@ def dual_clip(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_hig
     """`clipped_ratio`, at most -cap A where A < 0: a bad token that became very likely gives no unbounded loss.
 
     Dual-clip PPO (arXiv:1912.09729), cap = 3 there. Raises ValueError unless cap > 1.
+
+    Use it when: a bad token may have become very likely: stale samples.
+    Peers: verl always does (`clip_ratio_c=3`), TRL `delta`.
     """
     if cap <= 1:
         raise ValueError(f"cap: got {cap}, wanted more than 1, or bad tokens teach nothing on-policy")
@@ -56,8 +70,12 @@ def dual_clip(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_hig
 def sequence_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean_t log r_t), one ratio for all tokens of the row.
 
-    GSPO (arXiv:2507.18071, eq. 5 and 7), which averages it over a row: take aggregation.sequence_mean. A token is clipped
-    or not by its own A; where they differ within a row, the others' losses still move its logp.
+    GSPO (arXiv:2507.18071, eq. 5 and 7), which averages it over a row: take aggregation.sequence_mean. A token is
+    clipped or not by its own A; where they differ within a row, the others' losses still move its logp.
+
+    Use it when: mixtures of experts, long rows; with `sequence_mean`.
+    Peers: TRL `importance_sampling_level="sequence"`; TRL's sampler correction of the same name is exp(sum), not of
+    the mean.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
     return _clipped(capped_exp(_row_mean(log_r, row)).exp(), row, clip_low, clip_high)
@@ -68,6 +86,9 @@ def sequence_ratio_token(logp: Float[Tensor, "T"], row: Batch, *, clip_low: floa
 
     GSPO-token (arXiv:2507.18071, eq. 13 and 14), made for an A of each token. With one A for the row its gradient is
     that of `sequence_ratio`; it is the paper's under aggregation.sequence_mean.
+
+    Use it when: GSPO with an A of each token.
+    Peers: verl `gspo` is this form; ms-swift `sequence_token`.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask).detach()
     own = log_ratio(logp, logp.detach(), row.mask)
@@ -79,6 +100,9 @@ def cispo(logp: Float[Tensor, "T"], row: Batch, *, clip_high: float) -> Loss:
 
     CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5), whose lower bound is set out of reach there and is none here.
     No gradient is ever taken away, so both clip diagnostics are 0.
+
+    Use it when: no token should lose its gradient, many steps a rollout.
+    Peers: TRL and ms-swift take `epsilon_high` itself as the cap (5.0); verl clips both sides.
     """
     r = ratio(logp, row.logp_old, row.mask)
     weight = r.detach().clamp(max=1 + clip_high)
@@ -90,6 +114,9 @@ def sapo(logp: Float[Tensor, "T"], row: Batch, *, tau_positive: float, tau_negat
 
     SAPO (arXiv:2511.20347). The gradient fades as r leaves 1 on either side and is never cut off, so both
     clip diagnostics are 0. Raises ValueError unless both are positive.
+
+    Use it when: a clip with soft edges.
+    Peers: TRL, verl, AReaL `sapo`.
     """
     if min(tau_positive, tau_negative) <= 0:
         raise ValueError(f"tau: got {tau_positive} and {tau_negative}, wanted more than 0")
@@ -103,6 +130,9 @@ def gmpo(logp: Float[Tensor, "T"], row: Batch, *, log_low: float, log_high: floa
 
     GMPO (arXiv:2507.20673, eq. 4): the geometric mean of a row's clipped ratios in the place of their arithmetic mean;
     averaged over rows: take aggregation.sequence_mean. "ratio" is each token's own.
+
+    Use it when: outliers among ratios; with `sequence_mean`.
+    Peers: verl `geo_mean`, TRL `GMPOTrainer`.
     """
     log_r, adv = log_ratio(logp, row.logp_old, row.mask), _adv(row)
     high, low = (adv > 0) & (log_r > log_high), (adv < 0) & (log_r < -log_low)
@@ -114,8 +144,11 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
     """-keep A r + kappa (log r)^2, r = exp(logp - logp_sampled), by how far the token's *probability* p has moved.
 
     keep = 0 where A > 0 and p - p_sampled > delta, or A < 0 and p_sampled - p > delta. DPPO with the binary total
-    variation (arXiv:2602.04879): a rare token may change its ratio much, a frequent one may not. Its trust region is
-    around the sampler, so logp_old has no say. The penalty, on every sampled token, is not the paper's.
+    variation (arXiv:2602.04879, eq. 12 and 13): a rare token may change its ratio much, a frequent one may not. Its
+    trust region is around the sampler, so logp_old has no say. The penalty, on every sampled token, is prime-rl's.
+
+    Use it when: rare tokens should be free to grow; sampler and trainer disagree.
+    Peers: verl `dppo_tv`: around logp_old, sg[min(r, 20)] logp in the place of r.
     """
     r, log_r = ratio(logp, row.logp_sampled, row.mask), log_ratio(logp, row.logp_sampled, row.mask)
     adv = _adv(row)
@@ -125,18 +158,25 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
 
 
 def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
-    """`clipped_ratio`, 0 where the token is marked; masking.clip_cov chooses. Clip-Cov (arXiv:2505.22617).
+    """`clipped_ratio`, 0 where the token is marked; masking.clip_cov chooses.
 
-    A marked token is not counted by the clip diagnostics.
+    Clip-Cov (arXiv:2505.22617, eq. 12). A marked token is not counted by the clip diagnostics.
+
+    Use it when: entropy collapses; with `masking.clip_cov`.
+    Peers: verl `clip_cov`: an unkeyed permutation of each rank's minibatch.
     """
     r = ratio(logp, row.logp_old, row.mask)
     return _clipped(r, row._replace(adv=torch.where(row.marked, 0.0, row.adv)), clip_low, clip_high)
 
 
 def kl_cov(logp: Float[Tensor, "T"], row: Batch, *, coef: float) -> Loss:
-    """-r A, plus coef |log r| where the token is marked; masking.kl_cov chooses. KL-Cov (arXiv:2505.22617).
+    """-r A, plus coef |log r| where the token is marked; masking.kl_cov chooses.
 
-    Nothing is clipped: the penalty alone holds back the tokens that cost the most entropy.
+    KL-Cov (arXiv:2505.22617, eq. 14). Nothing is clipped: the penalty alone holds back the tokens that cost the most
+    entropy.
+
+    Use it when: entropy collapses; with `masking.kl_cov`.
+    Peers: verl `kl_cov`.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
     r = capped_exp(log_r).exp()

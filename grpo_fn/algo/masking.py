@@ -17,9 +17,14 @@ from torch import Tensor
 from grpo_fn.core import prng
 from grpo_fn.core.types import Batch, Rollout
 
+EXAMPLES = {"low": (0.1,), "high": (2.0,), "share": (0.0, 0.4)}  # knobs as tests try them
+
 
 def no_tokens(batch: Batch, key: Int[Tensor, "B 2"]) -> Bool[Tensor, "B T"]:
-    """No token at all."""
+    """No token at all.
+
+    Use it when: always, but for what the others are for.
+    """
     return torch.zeros_like(batch.mask)
 
 
@@ -29,6 +34,8 @@ def clip_cov(batch: Batch, key: Int[Tensor, "B 2"], *, low: float, high: float, 
     Clip-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 10 and 11): cov = (logp_old - its mean) (A - its mean); learning
     from tokens of high cov is what costs entropy. The authors' code draws anew for each minibatch, with the current
     logp and its own means; this draws once a step. A share above 0 marks at least one candidate, if there is any.
+
+    Use it when: the loss is `losses.clip_cov`.
     """
     cov = _covariance(batch)
     draw = _draws(batch, key)
@@ -39,6 +46,8 @@ def kl_cov(batch: Batch, key: Int[Tensor, "B 2"], *, share: float) -> Bool[Tenso
     """`share` of the step's tokens, those with the highest cov; for losses.kl_cov.
 
     KL-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 10 and 13), cov as in `clip_cov`. `key` decides between equal ones.
+
+    Use it when: the loss is `losses.kl_cov`.
     """
     highest_first = -_covariance(batch)
     return _lowest(highest_first, _draws(batch, key), batch.mask, _count(batch, share))
@@ -81,9 +90,13 @@ def _lowest(
 
 
 def drop_truncated(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor, "P G"]:
-    """Samples that ended by themselves. Overlong filtering (DAPO, arXiv:2503.14476, section 3.4).
+    """Samples that ended by themselves, not at the length limit.
 
-    A truncated answer says nothing about how good the reasoning in it was.
+    Overlong filtering (DAPO, arXiv:2503.14476, section 3.4): a truncated answer says nothing about how good the
+    reasoning in it was.
+
+    Use it when: a truncated answer should be no evidence against its reasoning.
+    Peers: TRL `mask_truncated_completions`.
     """
     return rearrange(~rollout.truncated, "(p g) -> p g", p=len(adv))
 
@@ -92,5 +105,8 @@ def drop_incomparable(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Ten
     """Samples of groups in which some token has an advantage: the others would only dilute the denominators.
 
     As Clip-Cov and KL-Cov are published (arXiv:2505.22617, section 4.3).
+
+    Use it when: groups without signal would only dilute the mean; cheaper than sampling more
+    (`group_sampling.dynamic`).
     """
     return repeat((adv != 0).any(-1).any(-1), "p -> p g", g=adv.shape[1])

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_fn.algo.importance import capped_exp
-from grpo_fn.core.types import Reward, Rollout
+from grpo_fn.core.types import Batch, Reward, Rollout
 
 
 class Stat(NamedTuple):
@@ -153,3 +153,46 @@ def effective(w: Stat) -> float:
     square = w.mean**2
     total = square + w.m2 / w.count.clamp(min=1)
     return float(square / total) if total else 0.0
+
+
+class UpdateResult(NamedTuple):
+    """One optimizer step: the objective's value, per-token statistics, what the optimizer did."""
+
+    objective: float
+    stats: dict[str, Stat]
+    mismatch: dict[str, Stat]  # this update's log-probs against the sampler's
+    ratio: Float[Tensor, "N"]  # of the sampled tokens
+    update: dict[str, float]
+    batch: Batch  # with the log-probs that it was compared with
+
+
+def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, Stat]:
+    """Statistics of the objective's per-token diagnostics over the sampled tokens."""
+    zero = {"correction_zero": (tokens["correction"] == 0).double()}
+    return {name: stat(x, micro.mask) for name, x in {**tokens, **zero}.items()}
+
+
+def mismatch_before_update(batch: Batch, learned: list[UpdateResult]) -> dict[str, Stat]:
+    """How far the trainer was from the sampler before the first update moved it, in the statistics of `mismatch`.
+
+    Over every token of the step where logp_old is the trainer's own. Where it is the sampler's, no other log-prob is
+    known before the first update than the first update's: then over the tokens of that minibatch.
+    """
+    if bool((batch.logp_old == batch.logp_sampled)[batch.mask].all()):
+        return learned[0].mismatch
+    return mismatch(batch.logp_old - batch.logp_sampled, batch.mask)
+
+
+def summarise_updates(batch: Batch, learned: list[UpdateResult]) -> dict[str, float]:
+    """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last."""
+    if not learned:  # a refused step
+        return {"loss/objective": 0.0}
+    stats = merge_all([step.stats for step in learned])
+    if not stats:  # every sample was unscorable: there was nothing to learn from
+        return {"loss/objective": 0.0, **learned[-1].update}
+    return {
+        "loss/objective": sum(step.objective for step in learned) / len(learned),
+        **of_learning(stats),
+        **of_mismatch(mismatch_before_update(batch, learned)),
+        **learned[-1].update,
+    }

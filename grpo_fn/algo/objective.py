@@ -30,10 +30,10 @@ def policy_objective(
     is the learning signal, also a Scores. Without a bonus the entropy is only read: its gradient is exactly zero.
     `gains` multiplies both coefficients; a controller moves it from step to step.
 
-    `importance_correction` gives c, what a token is worth when the sampler was not pi_old. It weighs the token loss alone, as in TRL
-    and verl: the KL and the bonus are there to hold the policy back, and a mask must not let go of it on the tokens
-    where sampler and trainer are furthest apart. The denominators in w stay the step's: what a mask takes away makes
-    the step shorter, not the other tokens louder.
+    `importance_correction` gives c, what a token is worth when the sampler was not pi_old. It weighs the token loss
+    alone, as in TRL and verl: the KL and the bonus are there to hold the policy back, and a mask must not let go of it
+    on the tokens where sampler and trainer are furthest apart. The denominators in w stay the step's: what a mask takes
+    away makes the step shorter, not the other tokens louder.
 
     Also returns, per token and detached, the loss's diagnostics, "correction" (c), "kl" (the k3 value, whatever `kl`
     and `beta` are) and "entropy" in nats. Shapes `[B, T]`, B at least 1.

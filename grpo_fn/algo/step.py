@@ -70,7 +70,7 @@ class StepAlgorithm(Stages):
 
     group_sampling: Callable[[Explore, Carried], GroupBatch]  # which groups to learn from, its number of prompts bound
     reward: Callable[[Sequence[Problem], Rollout], Reward]
-    old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or recomputed
+    old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or from_trainer
     anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
     kl_control: Callable[[float, float], float]  # gain, measured KL -> gain of the next step
     entropy_control: Callable[[float, float], float]  # gain, measured entropy -> gain of the next step
@@ -110,7 +110,7 @@ def compare_as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
 
 
 def compare_to_own_pass(micro: Batch, logp: Float[Tensor, "b T"], *, reference: bool) -> Batch:
-    """Compare with the policy as the update itself finds it: `recomputed` without its pass, for steps of one update.
+    """Compare with the policy as the update itself finds it: `from_trainer` without its pass, for steps of one update.
 
     Without a `reference` it is that, too.
     """
@@ -130,8 +130,8 @@ def grpo_step(
 ) -> tuple[Experience, Carried, dict[str, float]]:
     """Sample, score, compare within groups, and climb. `span` names the phases for whoever keeps time.
 
-    A step in which fewer than `min_groups_with_signal` groups have a token with an advantage is refused: no update, no KL, no
-    entropy bonus, `advantage/refused` 1.
+    A step in which fewer than `min_groups_with_signal` groups have a token with an advantage is refused: no update, no
+    KL, no entropy bonus, `advantage/refused` 1.
     """
     explore = partial(sample_and_score, sampler, stream, key=key, algo=algo, span=span)
     groups, fresh, carried, figures = algo.group_sampling(explore, carried)  # o ~ pi_old(. | q), r
@@ -149,7 +149,7 @@ def grpo_step(
         batch = learned[0].batch if len(learned) == 1 else batch
     with span("sync"):
         sampler.load(policy)  # pi_old <- pi_theta
-    found = summarise_updates(batch, learned)
+    found = metrics.summarise_updates(batch, learned)
     return (
         Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])),
         carried._replace(gains=next_gains(carried.gains, found, algo)),
@@ -220,18 +220,9 @@ def next_gains(gains: Gains, figures: dict[str, float], algo: StepAlgorithm) -> 
     )
 
 
-class UpdateResult(NamedTuple):
-    """One optimizer step: the objective's value, per-token statistics, what the optimizer did."""
-
-    objective: float
-    stats: dict[str, metrics.Stat]
-    mismatch: dict[str, metrics.Stat]  # this update's log-probs against the sampler's
-    ratio: Float[Tensor, "N"]  # of the sampled tokens
-    update: dict[str, float]
-    batch: Batch  # with the log-probs that it was compared with
-
-
-def update_policy(policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: StepAlgorithm) -> UpdateResult:
+def update_policy(
+    policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: StepAlgorithm
+) -> metrics.UpdateResult:
     """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
     objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
     parts = algo.split(batch)
@@ -244,45 +235,13 @@ def update_policy(policy: Policy, batch: Batch, totals: Totals, gains: Gains, al
         signal, (value, tokens) = grad_and_value(loss, has_aux=True)(scores)
         pullback(signal)  # theta.grad += J^T dlogp
         objective += float(value)
-        stats.append(diagnose(micro, tokens))
+        stats.append(metrics.diagnose(micro, tokens))
         apart.append(metrics.mismatch(scores.logp - micro.logp_sampled, micro.mask))
         ratio.append(tokens["ratio"].detach()[micro.mask].to(batch.adv.dtype))
         old, ref = (partial(laid_back, rows=rows, mask=micro.mask, values=x) for x in (micro.logp_old, micro.logp_ref))
         batch = batch._replace(logp_old=old(batch.logp_old), logp_ref=ref(batch.logp_ref))
     merged = (metrics.merge_all(stats), metrics.merge_all(apart))
-    return UpdateResult(objective, *merged, torch.cat(ratio), policy.update(), batch)
-
-
-def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, metrics.Stat]:
-    """Statistics of the objective's per-token diagnostics over the sampled tokens."""
-    zero = {"correction_zero": (tokens["correction"] == 0).double()}
-    return {name: metrics.stat(x, micro.mask) for name, x in {**tokens, **zero}.items()}
-
-
-def mismatch(batch: Batch, learned: list[UpdateResult]) -> dict[str, metrics.Stat]:
-    """How far the trainer was from the sampler before the first update moved it, in the statistics of `metrics`.
-
-    Over every token of the step where logp_old is the trainer's own. Where it is the sampler's, no other log-prob is
-    known before the first update than the first update's: then over the tokens of that minibatch.
-    """
-    if bool((batch.logp_old == batch.logp_sampled)[batch.mask].all()):
-        return learned[0].mismatch
-    return metrics.mismatch(batch.logp_old - batch.logp_sampled, batch.mask)
-
-
-def summarise_updates(batch: Batch, learned: list[UpdateResult]) -> dict[str, float]:
-    """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last."""
-    if not learned:  # a refused step
-        return {"loss/objective": 0.0}
-    stats = metrics.merge_all([step.stats for step in learned])
-    if not stats:  # every sample was unscorable: there was nothing to learn from
-        return {"loss/objective": 0.0, **learned[-1].update}
-    return {
-        "loss/objective": sum(step.objective for step in learned) / len(learned),
-        **metrics.of_learning(stats),
-        **metrics.of_mismatch(mismatch(batch, learned)),
-        **learned[-1].update,
-    }
+    return metrics.UpdateResult(objective, *merged, torch.cat(ratio), policy.update(), batch)
 
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)

@@ -1,10 +1,10 @@
-"""Sum, mean, variance, standard deviation, maximum and minimum over the entries where a mask is True.
+"""Sum, mean, variance, standard deviation and minimum over the entries where a mask is True.
 
 What stands behind the mask is replaced before any arithmetic touches it, so an inf or nan there shows neither in the
 value nor in the gradient. Masking a result instead would leave 0 * inf = nan in the backward pass.
 
-Over an empty mask sum, mean, var and std are 0, max is -inf and min is +inf: the neutral elements of `+`, `max` and
-`min`, so that parts combine. Gradients are finite everywhere. `mask` has the shape of `x`; every function is vmappable.
+Over an empty mask sum, mean, var and std are 0 and min is +inf, the neutral elements of `+` and `min`, so that parts
+combine. Gradients are finite everywhere. `mask` has the shape of `x`; every function is vmappable.
 """
 
 import math
@@ -42,11 +42,6 @@ def std(x: Float[Tensor, "*S"], mask: Bool[Tensor, "*S"], *, dim: int, ddof: int
     variance = var(x, mask, dim=dim, ddof=ddof)
     positive = variance > 0
     return torch.where(positive, torch.where(positive, variance, 1).sqrt(), 0)
-
-
-def max(x: Float[Tensor, "*S"], mask: Bool[Tensor, "*S"], *, dim: int) -> Float[Tensor, "..."]:
-    """The largest unmasked x_i along `dim`; -inf where there is none. Equal largest values share the gradient."""
-    return torch.where(mask, x, -math.inf).amax(dim)
 
 
 def min(x: Float[Tensor, "*S"], mask: Bool[Tensor, "*S"], *, dim: int) -> Float[Tensor, "..."]:

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
-from grpo_fn.core.types import Batch, Gains, Rollout, Scores, Totals
+from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.testing import texts
 
 Shape = int | tuple  # of integers; beartype would look at one drawn with `random`, which hypothesis warns of
@@ -144,14 +144,3 @@ def padded(logp: Tensor, batch: Batch, extra: int) -> tuple[Tensor, Batch]:
 
 def pad(x: Tensor, extra: int, value: float | int) -> Tensor:
     return torch.nn.functional.pad(x, (0, extra), value=value)
-
-
-def totals(batch: Batch) -> Totals:
-    return Totals(tokens=batch.mask.sum().double(), rows=batch.mask.any(-1).sum().double())
-
-
-UNMOVED = Gains(kl=1.0, entropy=1.0)
-
-
-def scores(logp: Tensor) -> Scores:
-    return Scores(logp=logp, entropy=-logp)

@@ -1,30 +1,33 @@
-"""The finder the other tests rest on: it misses nothing and does not guess."""
+"""The functions that the other tests find, and the page that lists them: nothing is missed, nothing is made up."""
 
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import catalogue
+import catalogue_page as tables
 import pytest
 
-from grpo_fn.algo import advantage, aggregation, controllers, credit, importance, kl, losses, masking
-from grpo_fn.algo import masking as filters
+from grpo_fn.algo import advantage, aggregation, controllers, credit, group_sampling, importance, kl, losses, masking
 
-ROOMS = [
+# Every kind of function: its module, its positional parameters, and some that must be found.
+KINDS = [
     (
         advantage,
         ("reward", "valid"),
-        {"group_normalized", "centered", "leave_one_out", "leave_one_out_normalized", "pass_at_k", "max_rl"},
+        {"group_normalized", "mean_centered", "leave_one_out", "leave_one_out_normalized", "pass_at_k", "max_rl"},
     ),
     (
         credit,
         ("reward", "drift", "mask"),
         {"outcome", "outcome_minus_kl", "reward_to_go", "per_part", "token_whitened", "row_whitened"},
     ),
-    (filters, ("rollout", "adv"), {"finished", "comparable"}),
-    (masking, ("batch", "key"), {"nothing", "clip_cov", "kl_cov"}),
+    (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable"}),
+    (masking, ("batch", "key"), {"no_tokens", "clip_cov", "kl_cov"}),
     (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
     (
         losses,
@@ -38,84 +41,135 @@ ROOMS = [
         importance,
         ("logp", "row"),
         {
-            *("none", "truncated", "masked", "sequence_truncated", "sequence_masked", "off_policy_sequence_mask"),
-            "both",
+            *("no_correction", "truncated_weight", "masked_weight", "sequence_truncated_weight"),
+            *("sequence_masked_weight", "off_policy_sequence_mask", "both"),
         },
     ),
     (aggregation, ("mask", "totals"), {"token_mean", "sequence_mean", "constant_length"}),
-    (controllers, ("gain", "measured"), {"fixed", "adaptive_kl", "adaptive_entropy"}),
+    (controllers, ("gain", "measured"), {"constant_gain", "adaptive_kl", "adaptive_entropy"}),
+    (controllers, ("scale", "good_steps", "finite"), {"constant_loss_scale", "dynamic_loss_scale"}),
+    (group_sampling, ("explore", "carried"), {"keep_all", "dynamic"}),
 ]
-# What a room defines besides its functions, for others to use.
-HELPERS = {credit: {"over_tokens", "first_token", "kept", "moments", "standardised"}}
+# What a module defines besides functions of a kind, for others to use.
+HELPERS = {
+    credit: {"over_tokens", "first_token", "kept", "moments", "standardise"},
+    importance: {"log_ratio", "capped_exp", "ratio"},
+}
+MODULES = list({kind[0]: None for kind in KINDS})
+each_module = pytest.mark.parametrize("module", MODULES, ids=[m.__name__ for m in MODULES])
 
 
-@pytest.mark.parametrize(("room", "positional", "known"), ROOMS, ids=[r[0].__name__ for r in ROOMS])
-def test_every_public_function_of_a_room_has_its_signature(room, positional, known):
-    found = set(catalogue.functions(room, *positional))
-    assert known <= found
-    assert set(catalogue.public(room)) - found == HELPERS.get(room, set())
+@pytest.mark.parametrize(
+    ("module", "positional", "known"), KINDS, ids=[f"{k[0].__name__}({','.join(k[1])})" for k in KINDS]
+)
+def test_the_functions_of_a_kind_are_found_by_its_signature(module, positional, known):
+    assert known <= set(catalogue.functions(module, *positional))
 
 
-@pytest.mark.parametrize("room", [r[0] for r in ROOMS], ids=[r[0].__name__ for r in ROOMS])
-def test_knobs_have_no_default(room):
-    for f in catalogue.public(room).values():
+@each_module
+def test_every_public_function_of_a_module_has_a_signature_of_its_kinds(module):
+    found = set().union(*(catalogue.functions(module, *positional) for m, positional, _ in KINDS if m is module))
+    assert set(catalogue.public(module)) - found == HELPERS.get(module, set())
+
+
+@each_module
+def test_knobs_have_no_default(module):
+    for f in catalogue.public(module).values():
         assert not f.__defaults__
         assert not f.__kwdefaults__
 
 
-def test_an_unknown_knob_is_refused_by_name():
-    room = ModuleType("room")
+@each_module
+def test_examples_are_of_knobs_that_there_are(module):
+    knobs = set().union(*(catalogue.signature(f)[1] for f in catalogue.public(module).values()))
+    assert set(getattr(module, "EXAMPLES", {})) <= knobs
 
+
+def novel_module(function) -> ModuleType:
+    module = ModuleType("novel")
+    function.__module__ = "novel"
+    module.novel = function
+    return module
+
+
+def test_a_new_functions_knobs_are_drawn_from_its_annotations():
+    def novel(reward, valid, *, width: float, size: int, hard: bool, form: Literal["flat", "steep"]):
+        return width, size, hard, form
+
+    module = novel_module(novel)
+    found = {f(None, None) for f in catalogue.bound(module, "reward", "valid").values()}
+    assert found == set(product((0.25, 1.0), (1, 3), (False, True), ("flat", "steep")))
+    module.EXAMPLES = {"width": (7.0,)}
+    found = {f(None, None) for f in catalogue.bound(module, "reward", "valid").values()}
+    assert found == set(product((7.0,), (1, 3), (False, True), ("flat", "steep")))
+
+
+def test_a_knob_of_which_nothing_is_known_is_refused_by_name():
     def novel(reward, valid, *, sharpness):
         return reward
 
-    novel.__module__ = "room"
-    room.novel = novel
-    with pytest.raises(LookupError, match=r"sharpness.*tests/catalogue\.py"):
-        catalogue.bound(room, "reward", "valid")
+    with pytest.raises(LookupError, match=r"the knob sharpness.*EXAMPLES"):
+        catalogue.bound(novel_module(novel), "reward", "valid")
 
 
 # -- the page of the catalogue
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGE = (PROJECT / "docs" / "catalogue.md").read_text(encoding="utf-8")
-FUNCTIONS = [
-    (room, name, f) for room, positional, _ in ROOMS for name, f in catalogue.functions(room, *positional).items()
-]
 
 
-def section(room: ModuleType) -> str:
-    """The page's part about a room."""
-    leaf = room.__name__.rpartition(".")[2]
-    (found,) = [part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE) if f"`{leaf}.py`" in part.split("\n")[0]]
-    return found
+def test_the_page_is_what_the_docstrings_say():
+    assert tables.written(PAGE) == PAGE, (
+        "docs/catalogue.md differs from the docstrings: run python tools/catalogue_page.py"
+    )
 
 
-@pytest.mark.parametrize(("room", "name", "f"), FUNCTIONS, ids=[f"{r.__name__[8:]}.{n}" for r, n, _ in FUNCTIONS])
-def test_every_function_has_its_line_on_the_page_with_its_knobs(room, name, f):
-    knobs = ", ".join(catalogue.signature(f)[1])
-    call = f"`{name}({knobs})`" if knobs else f"`{name}`"
-    assert f"| {call} |" in section(room), f"docs/catalogue.md has no line that begins with {call}"
+@pytest.mark.parametrize(
+    ("module", "positional", "known"), KINDS, ids=[f"{k[0].__name__}({','.join(k[1])})" for k in KINDS]
+)
+def test_the_page_has_a_table_of_every_kind(module, positional, known):
+    leaf = module.__name__.rpartition(".")[2]
+    (found,) = [t[0] for t in tables.TABLE.finditer(PAGE) if (t[1], t[2]) == (leaf, ", ".join(positional))]
+    lines = dict(re.findall(r"^\| `(\w+)(?:\(([\w, ]*)\))?` \|", found, re.MULTILINE))
+    wanted = {
+        name: ", ".join(catalogue.signature(f)[1]) for name, f in catalogue.functions(module, *positional).items()
+    }
+    assert lines == wanted
 
 
-@pytest.mark.parametrize("room", [r[0] for r in ROOMS], ids=[r[0].__name__ for r in ROOMS])
-def test_the_page_lists_nothing_that_is_not_there(room):
-    listed = re.findall(r"^\| `(\w+)[(`]", section(room), re.MULTILINE)
-    assert sorted(listed) == sorted(name for r, name, _ in FUNCTIONS if r is room)
+def test_a_line_is_made_of_the_docstring():
+    def novel(reward, valid, *, power, floor):
+        """A = sign(R) |R|^power, at least floor.
+
+        Powers of rewards (arXiv:1234.56789, eq. 3), e.g. where they are small; as in Novel (Author 2020, "A, b").
+
+        Use it when: rewards
+        are small.
+        Peers: none, see (arXiv:9876.54321).
+        """
+
+    assert tables.entry("novel", novel) == (
+        "`novel(power, floor)`",
+        "A = sign(R) |R|^power, at least floor",
+        "rewards are small",
+        'Powers of rewards, arXiv:1234.56789, eq. 3; as in Novel, Author 2020, "A, b"',
+        "none, see (arXiv:9876.54321)",
+    )
 
 
-def test_every_preset_has_its_line_on_the_page():
+def test_presets_have_their_lines_on_the_page():
     listed = re.findall(r"^\| `(\w+)\.gin` \|", PAGE, re.MULTILINE)
-    assert sorted(listed) == sorted(path.stem for path in (PROJECT / "gin" / "algo").glob("*.gin"))
+    there = {path.stem for path in (PROJECT / "gin" / "algo").glob("*.gin")}
+    assert catalogue.KNOWN_PRESETS <= set(listed) <= there
+    assert len(set(listed)) == len(listed)
 
 
-def test_what_the_page_cites_the_function_cites_too():
-    """A function's docstring names the paper that its line does."""
-    for room, name, f in FUNCTIONS:
-        (line,) = [x for x in section(room).splitlines() if x.startswith((f"| `{name}`", f"| `{name}("))]
-        source = line.split(" | ")[-2 if room is not masking else -1]
-        for paper in re.findall(r"arXiv:\d{4}\.\d{5}", source):
-            assert paper in (f.__doc__ or "") + (room.__doc__ or ""), f"{name}: {paper} is not in its docstring"
+def test_a_function_cites_the_papers_on_its_line():
+    for module, positional, _ in KINDS:
+        for name, f in catalogue.functions(module, *positional).items():
+            prose = (f.__doc__ or "").partition("Peers:")[0]
+            for paper in re.findall(r"\([^()]*(arXiv:\d{4}\.\d{5})", prose):
+                assert paper in tables.entry(name, f).source, f"{name}: {paper} is not among its sources"
 
 
 def test_the_example_of_the_page_runs_with_nothing_configured(tmp_path):

@@ -260,7 +260,7 @@ def test_a_long_row_weighs_more_among_tokens_and_not_among_rows():
             weights={"correct": 1.0, "boxed": 0.3},
         ),
     ],
-    ids=["centered", "group_normalized", "per_part"],
+    ids=["mean_centered", "group_normalized", "per_part"],
 )
 @given(
     st.lists(st.lists(st.floats(-10, 10, width=32), min_size=5, max_size=5), min_size=1, max_size=6),

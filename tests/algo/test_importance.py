@@ -19,21 +19,21 @@ from grpo_fn.core.types import Batch
 ALL = bound(importance, "logp", "row")
 # Also knobs at the edges of what is allowed.
 EDGES = {
-    "truncated(cap=1)": partial(importance.truncated_weight, cap=1.0),
-    "masked(low=0,high=inf)": partial(importance.masked_weight, low=0.0, high=math.inf),
-    "masked(low=1,high=1)": partial(importance.masked_weight, low=1.0, high=1.0),
-    "sequence_masked(low=1,high=1)": partial(importance.sequence_masked_weight, low=1.0, high=1.0),
+    "truncated_weight(cap=1)": partial(importance.truncated_weight, cap=1.0),
+    "masked_weight(low=0,high=inf)": partial(importance.masked_weight, low=0.0, high=math.inf),
+    "masked_weight(low=1,high=1)": partial(importance.masked_weight, low=1.0, high=1.0),
+    "sequence_masked_weight(low=1,high=1)": partial(importance.sequence_masked_weight, low=1.0, high=1.0),
     "off_policy_sequence_mask(delta=0)": partial(importance.off_policy_sequence_mask, delta=0.0),
-    "both(masked, sequence_masked)": partial(
+    "both(masked_weight, sequence_masked_weight)": partial(
         importance.both,
         weight=partial(importance.masked_weight, low=0.5, high=5.0),
         mask=partial(importance.sequence_masked_weight, low=0.9, high=1.1),
     ),
 }
 EVERY = {**ALL, **EDGES}
-BY_TOKEN = {"none", "truncated", "masked"}
-BY_THE_SAMPLER = {"truncated", "masked", "sequence_truncated", "sequence_masked"}
-IGNORE_THE_POLICY = {"none", *BY_THE_SAMPLER}
+BY_TOKEN = {"no_correction", "truncated_weight", "masked_weight"}
+BY_THE_SAMPLER = {"truncated_weight", "masked_weight", "sequence_truncated_weight", "sequence_masked_weight"}
+IGNORE_THE_POLICY = {"no_correction", *BY_THE_SAMPLER}
 COSTLY = settings(max_examples=quarter())
 FAR = st.sampled_from([0.5, 3.0, 20.0])
 
@@ -175,15 +175,15 @@ def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], a
     weights = []
     for t in range(count):
         w = math.exp(log_w[t])
-        if name == "none":
+        if name == "no_correction":
             weights.append(1.0)
-        elif name == "truncated":
+        elif name == "truncated_weight":
             weights.append(w if w <= knobs["cap"] else knobs["cap"])
-        elif name == "masked":
+        elif name == "masked_weight":
             weights.append(w if knobs["low"] <= w <= knobs["high"] else 0.0)
-        elif name == "sequence_truncated":
+        elif name == "sequence_truncated_weight":
             weights.append(w_s if w_s <= knobs["cap"] else knobs["cap"])
-        elif name == "sequence_masked":
+        elif name == "sequence_masked_weight":
             weights.append(w_s if knobs["low"] <= w_s <= knobs["high"] else 0.0)
         elif name == "off_policy_sequence_mask":
             weights.append(0.0 if adv[t] < 0 and drift > knobs["delta"] else 1.0)
@@ -267,7 +267,9 @@ def test_by_hand(f, row, wanted):
 
 
 @pytest.mark.parametrize(
-    ("sequence", "token"), [("sequence_truncated", "truncated"), ("sequence_masked", "masked")], ids=["cap", "range"]
+    ("sequence", "token"),
+    [("sequence_truncated_weight", "truncated_weight"), ("sequence_masked_weight", "masked_weight")],
+    ids=["cap", "range"],
 )
 @given(rows(drift=3.0), st.data())
 def test_of_a_row_of_one_token_the_sequence_form_is_the_token_form(sequence, token, row, draw):

@@ -1,7 +1,8 @@
-"""Imports between packages: every package of grpo_fn has a list of packages that it may import, and pure ones stay pure.
+"""Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
-core < algo, rewards < tasks < analysis are pure; shell is stateful and knows neither algo nor analysis; trainer puts both
-together; train, and the commands run, eval, score, replay and doctor, come last. Nothing imports testing or a command.
+core < algo, rewards < tasks < analysis are pure; shell is stateful and knows neither algo nor analysis; trainer puts
+both together; train, and the commands run, eval, score, replay and doctor, come last. Nothing imports testing or a
+command.
 """
 
 import ast
@@ -145,7 +146,11 @@ def test_the_package_itself_imports_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "complaint"),
     [
-        ("core.types", "from grpo_fn.algo.step import Algo", "core.types:1: core imports grpo_fn.algo.step.Algorithm"),
+        (
+            "core.types",
+            "from grpo_fn.algo.step import Algorithm",
+            "core.types:1: core imports grpo_fn.algo.step.Algorithm",
+        ),
         ("algo.kl", "def f():\n    import grpo_fn.shell.world", "algo.kl:2: algo imports grpo_fn.shell.world"),
         ("tasks.task", "from ..train import train", "tasks.task:1: tasks imports grpo_fn.train.train"),
         ("rewards.code", "from .. import tasks", "rewards.code:1: rewards imports grpo_fn.tasks"),
@@ -200,7 +205,7 @@ def test_a_wrong_arrow_is_seen(name: str, source: str, complaint: str) -> None:
     [
         ("algo.step", "from grpo_fn.algo import metrics\nfrom grpo_fn.core.types import Batch\nimport functools"),
         ("tasks.gsm8k", "import json\nfrom pathlib import Path\nfrom grpo_fn.tasks.task import Task"),
-        ("train", "import os\nfrom grpo_fn.shell.policy import fsdp\nfrom grpo_fn.algo.step import Algo"),
+        ("train", "import os\nfrom grpo_fn.shell.policy import fsdp\nfrom grpo_fn.algo.step import Algorithm"),
         ("config.parse", "import gin\nfrom gin import config_parser"),
         ("algo.metrics", "import originals_of_os\nfrom torch import nn"),
         ("testing.texts", "import hypothesis.strategies as st\nfrom grpo_fn.shell.reward_workers import reward_pool"),

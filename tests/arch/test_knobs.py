@@ -1,4 +1,4 @@
-"""In pure packages data is positional, knobs are keyword-only, and neither has a default: a number lives in gin, once."""
+"""In pure packages data is positional, knobs are keyword-only, neither has a default: a number lives in gin, once."""
 
 import ast
 from pathlib import Path

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from grpo_fn.core.batch import by_width, cut
 from grpo_fn.core.packing import Share, by_reading, together
-from grpo_fn.core.types import Batch
-from grpo_fn.testing.strategies import GARBAGE, UNMOVED, batches, padded, row_of, rows, scores, spoiled, totals
+from grpo_fn.core.types import Batch, Gains, Scores, Totals
+from grpo_fn.testing.strategies import GARBAGE, batches, padded, row_of, rows, spoiled
 
 __all__ = [
     "GARBAGE",
@@ -24,6 +24,18 @@ __all__ = [
     "spoiled",
     "totals",
 ]
+
+UNMOVED = Gains(kl=1.0, entropy=1.0)
+
+
+def totals(batch: Batch) -> Totals:
+    """The denominators of a batch that is a whole step."""
+    return Totals(tokens=batch.mask.sum().double(), rows=batch.mask.any(-1).sum().double())
+
+
+def scores(logp: Tensor) -> Scores:
+    """Scores with an entropy that is easy to tell from anything else."""
+    return Scores(logp=logp, entropy=-logp)
 
 
 def dealt(batch: Batch, micro_tokens: int, devices: int, parts: Callable = by_width) -> list[Tensor]:

@@ -1,49 +1,47 @@
-"""Finds every function of a room, so that a new one is tested the moment it exists.
+"""Finds every function of a kind, so that a new one is tested the moment it exists.
 
-A room's functions share one signature: the positional names say which room. Their knobs are filled from KNOBS by name.
+Functions of a kind share the names of their positional parameters. Their knobs are drawn from their annotations; where
+the range of a knob matters, one line beside the function has the values to try: EXAMPLES of its module, by name.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from types import ModuleType
+from typing import Literal, get_args, get_origin
 
 import pytest
 
 from grpo_fn.algo import advantage, credit, importance
 
-# Example values of every knob; each function is tested at every combination of its knobs' values.
-KNOBS: dict[str, tuple] = {
-    "eps": (1e-4, 1e-9),
-    "ddof": (0, 1),
-    "clip_low": (0.2,),
-    "clip_high": (0.28,),
-    "max_length": (1, 7),
-    "cap": (3.0,),
-    "tau_positive": (1.0,),
-    "tau_negative": (1.05,),
-    "log_low": (0.4,),
-    "log_high": (0.4,),
-    "delta": (0.2,),
-    "kappa": (0.0, 1e-3),
-    "coef": (1.0,),
-    "k": (1, 3),
-    "threshold": (1.0,),
-    "low": (0.1,),
-    "high": (2.0,),
-    "share": (0.0, 0.4),
-    "advantage": (partial(advantage.group_normalized, eps=1e-4, ddof=1),),
-    "credit": (partial(credit.reward_to_go, beta=0.3),),
-    "beta": (0.3,),
-    "weights": ({"correct": 1.0, "boxed": 0.5},),
-    "target": (0.5,),
-    "rate": (0.1,),
-    "limit": (0.2,),
-    "step": (0.05,),
-    "highest": (2.0,),
-    "weight": (partial(importance.truncated_weight, cap=3.0),),
-    "mask": (partial(importance.off_policy_sequence_mask, delta=0.2),),
+# Presets of gin/algo that have a line in docs/catalogue.md and a scalar loop in reference.py; a new one may go without.
+KNOWN_PRESETS = {
+    *(
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "sapo",
+    ),
+    *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
+}
+# Values of a knob that its module says nothing about; a function is tested at every combination of its knobs' values.
+BY_ANNOTATION: dict[object, tuple] = {
+    float: (0.25, 1.0),
+    int: (1, 3),
+    bool: (False, True),
+    credit.Advantage: (partial(advantage.group_normalized, eps=1e-4, ddof=1),),
+    credit.Credit: (partial(credit.reward_to_go, beta=0.3),),
+    importance.Correction: (
+        partial(importance.truncated_weight, cap=3.0),
+        partial(importance.off_policy_sequence_mask, delta=0.2),
+    ),
+    Mapping[str, float]: ({"correct": 1.0, "boxed": 0.5},),
 }
 
 
@@ -65,15 +63,28 @@ def functions(module: ModuleType, *positional: str) -> dict[str, Callable]:
     return {name: f for name, f in public(module).items() if signature(f)[0] == positional}
 
 
-def settings_of(name: str, function: Callable) -> list[dict]:
+def values_of(module: ModuleType, name: str, function: Callable, knob: str) -> tuple:
+    """The values to try of a knob: those that its module gives for the name, or those of its annotation."""
+    asked = inspect.signature(function).parameters[knob].annotation
+    if (given := getattr(module, "EXAMPLES", {}).get(knob)) is not None:
+        return given
+    if get_origin(asked) is Literal:
+        return get_args(asked)
+    if (drawn := BY_ANNOTATION.get(asked)) is None:
+        raise LookupError(
+            f"got the knob {knob}: {asked} of {name}, wanted an annotation among {list(BY_ANNOTATION)}, "
+            f'or a line EXAMPLES = {{"{knob}": (value, ...)}} beside the function'
+        )
+    return drawn
+
+
+def settings_of(module: ModuleType, name: str, function: Callable) -> list[dict]:
     """Every combination of example values for the function's knobs."""
     knobs = signature(function)[1]
-    unknown = [knob for knob in knobs if knob not in KNOBS]
-    if unknown:
-        raise LookupError(
-            f"got knobs {unknown} of {name}, wanted an example value of each: add it to tests/helpers/catalogue.py"
-        )
-    return [dict(zip(knobs, values, strict=True)) for values in product(*(KNOBS[knob] for knob in knobs))]
+    return [
+        dict(zip(knobs, values, strict=True))
+        for values in product(*(values_of(module, name, function, knob) for knob in knobs))
+    ]
 
 
 def bound(module: ModuleType, *positional: str) -> dict[str, Callable]:
@@ -81,7 +92,7 @@ def bound(module: ModuleType, *positional: str) -> dict[str, Callable]:
     return {
         f"{name}({','.join(f'{k}={shown(v)}' for k, v in knobs.items())})": partial(f, **knobs)
         for name, f in functions(module, *positional).items()
-        for knobs in settings_of(name, f)
+        for knobs in settings_of(module, name, f)
     }
 
 

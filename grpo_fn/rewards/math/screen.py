@@ -36,7 +36,6 @@ _NOTHING = {r"\left", r"\right", r"\bigl", r"\bigr", r"\Bigl", r"\Bigr", r"\big"
 _NOTHING |= {r"\,", r"\;", r"\:", r"\!", "\\ ", r"\quad", r"\qquad", r"\$", "$", "~", '"', "'"}
 _LARGE = re.compile(r"\\[dt]?binom|!")
 _SMALL = re.compile(r"\\[dt]?binom\s*(?:\{\s*[0-9]{1,3}\s*\}\s*){2}|(?<![0-9}).])[0-9]{1,3}!(?!\s*!)")
-_EXPONENT = re.compile(r"-?(?:[0-9]+|[A-Za-z]|\\[A-Za-z]+)")
 _RATIO = re.compile(r"\\[dtc]?frac\{([0-9]+)\}\{[0-9]+\}|([0-9]+)/[0-9]+")
 _DIGITS = re.compile(r"[0-9]+")
 _SIGNS = re.compile(r"(?:[+-]\s*){4}")

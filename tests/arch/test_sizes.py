@@ -1,0 +1,73 @@
+"""How large a file, a function and a folder of the package and its tools may be: one idea fits on a few screens."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE, FUNCTION, FOLDER = 400, 60, 17  # lines, lines with the docstring, entries
+# Functions that are longer, and why.
+LONGER: dict[str, str] = {}
+
+
+def sources() -> list[Path]:
+    """Every Python file of the package and of tools."""
+    return sorted(path for folder in ("grpo_fn", "tools") for path in (ROOT / folder).rglob("*.py"))
+
+
+def functions(source: str) -> list[tuple[str, int]]:
+    """(dotted name, lines) of every function of a file, methods and inner functions too."""
+
+    def below(node: ast.AST, prefix: str) -> list[tuple[str, int]]:
+        found = []
+        for child in ast.iter_child_nodes(node):
+            named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            name = f"{prefix}{child.name}." if named else prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append((name[:-1], child.end_lineno - child.lineno + 1))
+            found += below(child, name)
+        return found
+
+    return below(ast.parse(source), "")
+
+
+def test_a_file_is_short() -> None:
+    files = sources()
+    assert len(files) > 100
+    lines = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in files}
+    long = [f"{path}: got {n} lines, wanted at most {FILE}" for path, n in lines.items() if n > FILE]
+    assert not long, "\n".join(long)
+
+
+def test_a_function_is_short() -> None:
+    lengths = {
+        f"{path.relative_to(ROOT)}:{name}": lines for path in sources() for name, lines in functions(path.read_text())
+    }
+    long = [
+        f"{name}: got {n} lines, wanted at most {FUNCTION}"
+        for name, n in lengths.items()
+        if n > FUNCTION and name not in LONGER
+    ]
+    assert not long, "\n".join(long)
+    assert all(lengths.get(name, 0) > FUNCTION for name in LONGER), "an exception that is none any more"
+
+
+def test_a_folder_has_few_entries() -> None:
+    folders = [path for path in [ROOT / "grpo_fn", *(ROOT / "grpo_fn").rglob("*")] if path.is_dir()]
+    entries = {path: [e for e in path.iterdir() if e.name != "__pycache__"] for path in folders}
+    wide = [f"{path}: got {len(e)} entries, wanted at most {FOLDER}" for path, e in entries.items() if len(e) > FOLDER]
+    assert not wide, "\n".join(wide)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f():\n    pass\n", [("f", 2)]),
+        ("class C:\n    @property\n    def f(self):\n        return 1\n", [("C.f", 2)]),
+        ("def f():\n    async def g():\n        pass\n    return g\n", [("f", 4), ("f.g", 2)]),
+        ("if True:\n    def f(\n        x,\n    ): ...\n", [("f", 3)]),
+    ],
+)
+def test_lines_are_counted_from_the_name_to_the_end(source: str, found: list[tuple[str, int]]) -> None:
+    assert functions(source) == found
