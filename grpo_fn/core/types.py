@@ -1,4 +1,4 @@
-"""The types that travel between rooms.
+"""The types that travel between the parts of the package.
 
 Axes: P prompts, G samples per prompt, B = P * G rows with b = p * G + g, T padded tokens, V vocabulary entries.
 A row reads `[prompt | completion | padding]`: with causal attention the padding on the right is never seen by a

@@ -19,8 +19,8 @@ NEEDED = (
     ),
     *("grpo_fn.rewards.math", "grpo_fn.shell.model.tiny_model", "e2e.rewards", "pytest", "hypothesis.strategies"),
     *(
-        f"grpo_fn.{room}"
-        for room in ("advantage", "control", "kl", "loss_scale", "losses", "marks", "objective", "weights")
+        f"grpo_fn.algo.{name}"
+        for name in ("advantage", "aggregation", "controllers", "kl", "losses", "masking", "objective")
     ),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen2", "qwen3", "gemma2")),
     *("torch.distributed.tensor", "torch.profiler", "torch.utils.tensorboard"),
