@@ -274,7 +274,7 @@ BAD_KNOBS = {
     "a word for a number": (["train.train.seed='x'"], ["seed", "wanted int"]),
     "dtype": (["sections.Compute.dtype='float8'"], ["got dtype 'float8'"]),
     "device": (["sections.Compute.device='cuda:99'"], ["got device 'cuda:99'"]),
-    "an unknown knob": (["train.train.judgs=[]"], ["judgs", "did you mean judges?"]),
+    "an unknown knob": (["sections.Evaluation.gradrs=[]"], ["gradrs", "did you mean graders?"]),
     "too long a completion": (["MAX_NEW_TOKENS=500"], ["prompts: got 16 of 16 held-out ones over", "wanted none"]),
 }
 
