@@ -45,7 +45,7 @@ LOSS = partial(
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
     importance_correction=importance.no_correction,
     kl=kls.k3,
-    weigh=partial(aggregation.constant_length, max_length=WIDTH - PROMPT),
+    loss_aggregation=partial(aggregation.constant_length, max_length=WIDTH - PROMPT),
     beta=0.0,
     entropy_bonus=0.0,
 )
