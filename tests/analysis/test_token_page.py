@@ -19,7 +19,7 @@ from steps import KEY, PRESETS, learn, preset, rich_step, steps
 from grpo_fn.algo.step import Experience, Stages, compute_advantages
 from grpo_fn.analysis import token_report
 from grpo_fn.analysis.html import escape, page, token_page
-from grpo_fn.analysis.html.token_page_assets import SCRIPT
+from grpo_fn.analysis.html.token_page import SCRIPT
 from grpo_fn.analysis.token_report import pieces
 from grpo_fn.core.types import Scores
 

@@ -1,44 +1,36 @@
-"""Text for a page, whatever it says: escaped, and with all that cannot be seen drawn.
+"""Text for a page, whatever it says, with all that cannot be seen drawn.
 
-The drawing is in the page's style (`signal_style`), so that what is copied from the page is the text.
+The drawing is in the page's style (`token_page.css`), so that what is copied from the page is the text.
 """
 
 import re
 import unicodedata
-from html import escape
 
-SPACES = re.compile(r"( {2,}| (?=\n|\Z))")
+from markupsafe import Markup, escape
+
+UNSEEN = re.compile(r" {2,}| (?=\n|\Z)|[^ ]")  # all but the space between words
 SHAPELESS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")  # Unicode categories
+DRAWN = {"\n": '<i class="n"></i>\n', "\t": '<i class="tab"></i>\t'}
 
 
-def plain(text: str) -> str:
-    """Text or the value of an attribute, escaped; what has no place in a file becomes U+FFFD."""
-    return escape("".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text))
+def printable(text: str) -> str:
+    """The text; what has no place in a file becomes U+FFFD."""
+    return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
 
 
-def visible(text: str) -> str:
+def visible(text: str) -> Markup:
     """Escaped text in which everything unseen is drawn: line breaks, tabs, spaces in a row or at the end, controls.
 
     What has no shape is in the page as its name alone: raw, it could end the file or turn the writing direction.
     """
-    return "".join(
-        '<i class="s"> </i>' * len(part) if k % 2 else "".join(map(drawn, part))
-        for k, part in enumerate(SPACES.split(text))
-    )
+    return Markup(UNSEEN.sub(lambda match: drawn(match[0]), text))
 
 
-def drawn(c: str) -> str:
-    """One character."""
-    match c:
-        case "\n":
-            return '<i class="n"></i>\n'
-        case "\t":
-            return '<i class="tab"></i>\t'
-        case " ":
-            return c
-    if unicodedata.category(c) in SHAPELESS:
-        return f'<i class="c" data-c="{control(c)}"></i>'
-    return escape(c)
+def drawn(part: str) -> str:
+    """One character, or spaces in a row."""
+    if part in DRAWN or part[0] == " ":
+        return DRAWN.get(part, '<i class="s"> </i>' * len(part))
+    return f'<i class="c" data-c="{control(part)}"></i>' if unicodedata.category(part) in SHAPELESS else escape(part)
 
 
 def control(c: str) -> str:

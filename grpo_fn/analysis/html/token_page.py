@@ -9,147 +9,89 @@ import math
 from base64 import b64encode
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any
 
-from grpo_fn.analysis.html.escape import plain, visible
-from grpo_fn.analysis.html.token_page_assets import SCRIPT, STYLE
+from markupsafe import Markup
+
+from grpo_fn.analysis.html.escape import printable, visible
+from grpo_fn.analysis.html.templates import source, template
 from grpo_fn.analysis.token_report import Row, Shown, Sums, Token, size
 
-LEGEND = (-1.0, -0.5, -0.1, 0.0, 0.1, 0.5, 1.0)  # of the step's largest
-CONTENT = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{}'; base-uri 'none'; form-action 'none'"
+SCRIPT = source("token_page.js")
 NAMES = {"kl": "KL to the reference", "adv": "advantage", "logp": "log-prob", "entropy": "entropy"}
 IN_NATS = ("kl", "logp", "entropy")
 CLIPS = {"clip_low": "at the lower bound", "clip_high": "at the upper bound"}
 
 
-class Scale(NamedTuple):
-    """What a row is seen beside."""
-
-    token: float  # the largest |dlogp| of the step
-    step: float  # sum of |dlogp| over the step
-    row: float  # the largest such sum over a row that is shown
-
-
 def document(shown: Shown, *, title: str, said: str) -> str:
     """The page; `said` is where the figures come from. It can be encoded in UTF-8 whatever the texts hold."""
-    scale = Scale(shown.sums.largest, shown.sums.up + shown.sums.down, max(map(finite, shown.rows), default=0.0))
-    rows = "\n".join(article(k, row, scale) for k, row in enumerate(shown.rows, 1))
-    digest = b64encode(sha256(SCRIPT.encode()).digest()).decode()
-    head = [
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT.format(digest)}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{plain(title)}</title><style>{STYLE}</style></head>",
-    ]
-    body = [
-        f'<body><h1>{plain(title)}</h1>\n<p class="said">{plain(said)}</p>',
-        sums(shown.sums, len(shown.rows)),
-        legend(shown.sums.largest),
-        controls(),
-        f'<main id="rows">\n{rows}\n</main><div id="tip" role="tooltip" hidden></div>',
-        f"<script>{SCRIPT}</script></body></html>\n",
-    ]
-    return "\n".join([*head, *body])
+    longest = max(map(finite, shown.rows), default=0.0)
+    return template("token_page.html.j2").render(
+        title=printable(title),
+        said=printable(said),
+        style=source("token_page.css"),
+        script=SCRIPT,
+        digest=b64encode(sha256(SCRIPT.encode()).digest()).decode(),
+        cards=cards(shown.sums, len(shown.rows)),
+        largest=shown.sums.largest,
+        rows=[article(row, shown.sums, longest) for row in shown.rows],
+        figure=figure,
+        signed=signed,
+        visible=visible,
+    )
 
 
-def sums(sums: Sums, there: int) -> str:
-    """What the step adds up to, as cards."""
+def cards(sums: Sums, there: int) -> list[tuple[str, str, str]]:
+    """What the step adds up to: (name, value, note)."""
     kl, entropy = (sums.means.get(name) for name in ("kl", "entropy"))
-    cards = [
+    return [
         ("rows", f"{sums.rows}", f"{there} shown, {sums.rows - sums.learning} left out"),
         ("sampled tokens", f"{sums.sampled:,}", f"{sums.moved:,} with a signal"),
         ("Σ|dlogp|", figure(sums.up + sums.down), f"largest {figure(sums.largest)}"),
-        ("pushed up", figure(sums.up), "Σ of dlogp &lt; 0"),
-        ("pushed down", figure(sums.down), "Σ of dlogp &gt; 0"),
+        ("pushed up", figure(sums.up), "Σ of dlogp < 0"),
+        ("pushed down", figure(sums.down), "Σ of dlogp > 0"),
         ("clipped tokens", f"{sums.clipped:,}", f"{share(sums.clipped, sums.sampled)} of the sampled"),
         ("mean reward", figure(sums.reward), "of what could be scored"),
         ("mean KL", figure(kl), "to the reference, nats"),
         ("mean entropy", figure(entropy), "nats" if entropy is not None else "not among what is stored"),
         *([("not finite", f"{sums.odd:,}", "signals; in no sum here")] if sums.odd else []),
     ]
-    lines = [f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in cards]
-    return f'<dl class="sums">{"".join(lines)}</dl>'
 
 
-def legend(largest: float) -> str:
-    """The colours and the numbers that they stand for."""
-    swatches = [
-        f'<span class="t {"u" if x < 0 else "d" if x else "zero"}" style="--s:{abs(x)}">{signed(x * largest)}</span>'
-        for x in LEGEND
-    ]
-    return (
-        f'<div class="legend" id="legend"><div class="scale">{"".join(swatches)}</div><p>'
-        "dlogp = d objective / d log-prob of a sampled token. "
-        '<span class="t u" style="--s:.6">Blue, line above</span>: the update pushes its probability up. '
-        '<span class="t d" style="--s:.6">Red, line below</span>: down. The stronger the colour, the larger it is '
-        'beside the largest of the step. <span class="t clip">Dotted</span>: clipped. '
-        '<span class="t odd">Framed</span>: not finite. <span class="x">Grey</span>: the prompt, or left out of the '
-        "loss. Rows come by influence, Σ|dlogp|. Point at a token for its figures, or use the keyboard: Tab goes from "
-        "row to row to the strongest token, arrow keys, Home and End go on from there, / to the filter, Esc closes."
-        "</p></div>"
-    )
-
-
-def controls() -> str:
-    """The filter and the switches; hidden where no script runs."""
-    return (
-        '<div class="bar" hidden><input type="search" id="filter" aria-label="Filter rows" '
-        'placeholder="Filter: words of a prompt, answer or summary">'
-        '<label><input type="checkbox" id="group">Group by prompt</label>'
-        '<label><input type="checkbox" id="by-row">Colours relative to each row</label>'
-        '<output id="found" for="filter"></output></div>'
-    )
-
-
-def article(rank: int, row: Row, scale: Scale) -> str:
-    """One sample: its summary line, its prompt, its tokens."""
+def article(row: Row, sums: Sums, longest: float) -> dict[str, Any]:
+    """One sample, as the template shows it; `longest` is the largest sum of |dlogp| over a row that is shown."""
     signals = [token.signal for token in row.tokens if token.signal is not None]
     strongest = max((x for x in map(abs, signals) if math.isfinite(x)), default=0.0)
-    louder = scale.token / strongest if strongest else 1.0
     first = max(range(len(row.tokens)), key=lambda i: size(row.tokens[i].signal or 0.0), default=None)
-    spans = "".join(span(i, token, scale.token, first=i == first) for i, token in enumerate(row.tokens))
-    influence = f"{row.influence:.6g}".replace("inf", "Infinity")  # as a script reads it
-    attributes = (
-        f'data-prompt="{row.prompt}" data-influence="{influence}" data-count="{len(row.tokens)}" '
-        f'data-sample="{plain(rewarded(row))}"'
-    )
-    return (
-        f'<article class="row" style="--row:{louder:.4g}" {attributes}>'
-        f"<header>{summary(rank, row, signals, scale)}</header>"
-        f'<div class="prompt">{visible(row.question)}</div>{columns(row.tokens)}<div class="tokens">{spans}</div>'
-        "</article>"
-    )
-
-
-def summary(rank: int, row: Row, signals: Sequence[float], scale: Scale) -> str:
-    """The row in one line."""
     up, down = math.fsum(-x for x in signals if -math.inf < x < 0), math.fsum(x for x in signals if 0 < x < math.inf)
-    clipped = {name: sum(token.figures.get(name, 0.0) > 0 for token in row.tokens) for name in CLIPS}
     means = [
         f"{title} {figure(sum(there) / len(there))}"
         for title, name in (("KL", "kl"), ("entropy", "entropy"))
         if (there := [token.figures[name] for token in row.tokens if name in token.figures])
     ]
-    said = [
-        f'<span class="who">#{rank} <b>prompt {row.prompt}, sample {row.sample}</b></span>',
-        f"<span>reward <b>{plain(rewarded(row))}</b></span>",
-        f"<span>advantage <b>{signed(row.adv)}</b></span>",
-        f"<span>{weight(up, down, scale.row)}Σ|dlogp| <b>{figure(row.influence)}</b> = {share(up + down, scale.step)} "
-        f"of the step (up {figure(up)}, down {figure(down)})</span>",
-        f"<span>{len(row.tokens)} tokens, {sum(x != 0 for x in signals)} moved</span>",
-        f"<span>clipped {sum(clipped.values())} ({clipped['clip_low']} low, {clipped['clip_high']} high)</span>",
-        f"<span>mean {', '.join(means)}</span>" if means else "",
-        *(['<span class="out">truncated</span>'] if row.truncated else []),
-        *([] if row.learns else ['<span class="out">left out of the loss</span>']),
-    ]
-    return " ".join(said)
+    return {
+        "row": row,
+        "louder": f"{sums.largest / strongest if strongest else 1.0:.4g}",
+        "influence": f"{row.influence:.6g}".replace("inf", "Infinity"),  # as a script reads it
+        "reward": rewarded(row),
+        "up": up,
+        "down": down,
+        "widths": [f"{100 * x / longest if longest else 0.0:.1f}" for x in (up, down)],
+        "share": share(up + down, sums.up + sums.down),
+        "moved": sum(x != 0 for x in signals),
+        "low": sum(token.figures.get("clip_low", 0.0) > 0 for token in row.tokens),
+        "high": sum(token.figures.get("clip_high", 0.0) > 0 for token in row.tokens),
+        "means": ", ".join(means),
+        "columns": columns(row.tokens),
+        "tokens": [span(i, token, sums.largest, first=i == first) for i, token in enumerate(row.tokens)],
+    }
 
 
 def rewarded(row: Row) -> str:
     """The sample's reward and what it is made of."""
     parts = ", ".join(f"{name} {x:.2f}" for name, x in row.parts.items())
     value = f"{row.reward:.2f}" if row.valid else "none"
-    return f"{value} ({parts})" if parts else value
+    return printable(f"{value} ({parts})" if parts else value)
 
 
 def finite(row: Row) -> float:
@@ -157,25 +99,14 @@ def finite(row: Row) -> float:
     return math.fsum(abs(x.signal) for x in row.tokens if x.signal is not None and math.isfinite(x.signal))
 
 
-def weight(up: float, down: float, longest: float) -> str:
-    """The row's influence as a bar: what it pushes up, then what it pushes down; that of the longest row is full."""
-    widths = [100 * x / longest if longest else 0.0 for x in (up, down)]
-    bars = "".join(f'<i style="width:{w:.1f}%"></i>' for w in widths)
-    return f'<span class="weight">{bars}</span>'
-
-
-def columns(tokens: Sequence[Token]) -> str:
+def columns(tokens: Sequence[Token]) -> list[tuple[str, list[str]]]:
     """The figures of every token that can be pointed at, column by column, for the tooltip."""
     there = [token for token in tokens if token.signal is not None]
     names = list(dict.fromkeys(name for token in there for name in token.figures if name not in CLIPS))
-    largest = [("dlogp", [f"{pushed(t.signal)}" for t in there]), ("clipped", [clipped(t) for t in there])]
-    rest = [(name, [figure(t.figures.get(name)) for t in there]) for name in names]
-    ids = [("token id", [str(t.id) for t in there])]
-    return "".join(
-        f'<i class="column" hidden data-name="{plain(titled(name))}" data-values="{plain(" ".join(values))}"></i>'
-        for name, values in [*largest, *rest, *ids]
-        if values
-    )
+    found = [("dlogp", [pushed(t.signal) for t in there]), ("clipped", [clipped(t) for t in there])]
+    found += [(titled(name), [figure(t.figures.get(name)) for t in there]) for name in names]
+    found += [("token id", [str(t.id) for t in there])]
+    return found if there else []
 
 
 def titled(name: str) -> str:
@@ -195,19 +126,19 @@ def clipped(token: Token) -> str:
     return (" and ".join(sides) or "no").replace(" ", "\u00a0")
 
 
-def span(i: int, token: Token, largest: float, *, first: bool) -> str:
-    """A token on its colour."""
-    text = visible(token.text) if token.text else '<i class="c" data-c="\u2026"></i>'
-    if token.special:
-        text = f'<span class="special">{text}</span>'
-    x = token.signal
-    if x is None:
-        return f'<span class="t none">{text}</span>'
-    kinds = ["t", *(["odd"] if not math.isfinite(x) else ["u"] if x < 0 else ["d"] if x > 0 else [])]
-    kinds += ["clip"] if any(token.figures.get(name, 0.0) > 0 for name in CLIPS) else []
-    shade = f' style="--s:{min(1.0, abs(x) / largest):.3g}"' if math.isfinite(x) and x and largest else ""
-    place = f' data-i="{i + 1}"' + (' tabindex="0" data-first' if first else "")
-    return f'<span class="{" ".join(kinds)}"{shade}{place}>{text}</span>'
+def span(i: int, token: Token, largest: float, *, first: bool) -> dict[str, Any]:
+    """A token on its colour, as the template shows it."""
+    text, x = visible(token.text) or Markup('<i class="c" data-c="\u2026"></i>'), token.signal
+    kinds = [] if x is None else ["odd"] if not math.isfinite(x) else ["u"] if x < 0 else ["d"] if x > 0 else []
+    kinds += ["clip"] if x is not None and any(token.figures.get(name, 0.0) > 0 for name in CLIPS) else []
+    return {
+        "kinds": "t none" if x is None else " ".join(["t", *kinds]),
+        "shade": f"{min(1.0, abs(x) / largest):.3g}" if x and math.isfinite(x) and largest else "",
+        "place": None if x is None else i + 1,
+        "first": first and x is not None,
+        "special": token.special,
+        "text": text,
+    }
 
 
 # -- numbers
