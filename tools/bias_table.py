@@ -335,8 +335,8 @@ def lengths() -> dict[str, Signal]:
         "`constant_length` 2": weighed(partial(aggregation.constant_length, max_length=2)),
         "`sequence_mean`": weighed(aggregation.sequence_mean),
         "`token_mean`": weighed(aggregation.token_mean),
-        "`constant_length` 1, filter `finished`": by_step(compared, masking.drop_truncated, size=2),
-        "`constant_length` 1, filter `comparable`": by_step(compared, masking.drop_incomparable, size=2),
+        "`constant_length` 1, filter `drop_truncated`": by_step(compared, masking.drop_truncated, size=2),
+        "`constant_length` 1, filter `drop_incomparable`": by_step(compared, masking.drop_incomparable, size=2),
     }
 
 

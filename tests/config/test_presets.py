@@ -116,5 +116,5 @@ def test_a_preset_is_ready_to_run(name, capsys, tmp_path):
 def test_what_no_preset_uses_is_known():
     """A function without a preset is one that nobody has seen train."""
     used = set().union(*(named(stage) for name in PRESETS for stage in algorithm(name).values()))
-    for room, spare in SPARE.items():
-        assert {name for name, f in public(room).items() if f not in used} == spare
+    for module, spare in SPARE.items():
+        assert {name for name, f in public(module).items() if f not in used} == spare

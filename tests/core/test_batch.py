@@ -17,7 +17,7 @@ from grpo_fn.algo import aggregation, importance, kl, losses, objective
 from grpo_fn.core.batch import check_reward, check_rollout, count, lengths, make_batch, minibatches
 from grpo_fn.core.types import Batch, Reward, Rollout, Scores
 
-LOSSES, CORRECTIONS, KLS = (bound(room, "logp", "row") for room in (losses, importance, kl))
+LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, importance, kl))
 WEIGHTS = bound(aggregation, "mask", "totals")
 objectives = st.builds(
     lambda loss, c, k, w, beta: partial(

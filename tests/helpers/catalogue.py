@@ -13,8 +13,44 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from grpo_fn.algo import advantage, credit, importance
+from grpo_fn.algo import advantage, aggregation, controllers, credit, group_sampling, importance, kl, losses, masking
 
+# Every kind of function: its module, its positional parameters, and some that must be found.
+KINDS = [
+    (
+        advantage,
+        ("reward", "valid"),
+        {"group_normalized", "mean_centered", "leave_one_out", "leave_one_out_normalized", "pass_at_k", "max_rl"},
+    ),
+    (
+        credit,
+        ("reward", "drift", "mask"),
+        {"outcome", "outcome_minus_kl", "reward_to_go", "per_part", "token_whitened", "row_whitened"},
+    ),
+    (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable"}),
+    (masking, ("batch", "key"), {"no_tokens", "clip_cov", "kl_cov"}),
+    (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
+    (
+        losses,
+        ("logp", "row"),
+        {
+            *("reinforce", "clipped_ratio", "dual_clip", "sequence_ratio", "sequence_ratio_token", "cispo", "sapo"),
+            *("gmpo", "dppo_tv", "clip_cov", "kl_cov"),
+        },
+    ),
+    (
+        importance,
+        ("logp", "row"),
+        {
+            *("no_correction", "truncated_weight", "masked_weight", "sequence_truncated_weight"),
+            *("sequence_masked_weight", "off_policy_sequence_mask", "both"),
+        },
+    ),
+    (aggregation, ("mask", "totals"), {"token_mean", "sequence_mean", "constant_length"}),
+    (controllers, ("gain", "measured"), {"constant_gain", "adaptive_kl", "adaptive_entropy"}),
+    (controllers, ("scale", "good_steps", "finite"), {"constant_loss_scale", "dynamic_loss_scale"}),
+    (group_sampling, ("explore", "carried"), {"keep_all", "dynamic"}),
+]
 # Presets of gin/algo that have a line in docs/catalogue.md and a scalar loop in reference.py; a new one may go without.
 KNOWN_PRESETS = {
     *(

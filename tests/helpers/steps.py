@@ -32,7 +32,7 @@ class Preset(NamedTuple):
 
     credit: Callable
     filters: Sequence[Callable]
-    mark: Callable
+    token_mask: Callable
     objective: Callable
     max_new_tokens: int
 
@@ -41,7 +41,8 @@ class Preset(NamedTuple):
 def preset(name: str) -> Preset:
     """As a run would get it from `--gin_file run/arithmetic.gin --gin_file algo/NAME.gin`."""
     knobs = load(["run/arithmetic.gin", f"algo/{name}.gin"], []).root.knobs
-    return Preset(**freeze({k: knobs[k] for k in CHOSEN}, {}), max_new_tokens=knobs["max_new_tokens"])
+    chosen = {k: knobs["algorithm"].knobs[k] for k in CHOSEN}
+    return Preset(**freeze(chosen, {}), max_new_tokens=knobs["sampling"].knobs["max_new_tokens"])
 
 
 class Step(NamedTuple):
