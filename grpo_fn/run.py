@@ -11,25 +11,19 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from grpo_fn.command_line import add_gin_flags, exit_code
+
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m grpo_fn.run", description="Train as the gin files say."
     )
-    parser.add_argument(
-        "--gin_file",
-        action="append",
+    add_gin_flags(
+        parser,
+        files="gin file, from here or from the gin/ folder; repeat it to lay one over another, the last one wins",
+        params="binding on top of the files: a macro (STEPS=10) or a knob (train.train.steps=10); repeatable",
         required=True,
-        metavar="FILE",
-        help="gin file, from here or from the gin/ folder; repeat it to lay one over another, the last one wins",
-    )
-    parser.add_argument(
-        "--gin_param",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="binding on top of the files: a macro (STEPS=10) or a knob (train.train.steps=10); repeatable",
     )
     parser.add_argument(
         "--run_dir", type=Path, metavar="DIR", help="run folder, resumed when it exists (default: runs/<file>-<time>)"
@@ -61,33 +55,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags().error(f"--ranks {args.ranks} --hosts {args.hosts}: wanted as many ranks on every host")
     if not args.dry_run and args.ranks > 1:
         flags().error("--ranks is for --dry_run; torchrun --nproc-per-node starts ranks")
+    return exit_code(
+        lambda: launch_training(args), interrupted="interrupted; the same command goes on from the newest checkpoint"
+    )
+
+
+def launch_training(args: argparse.Namespace) -> int:
+    """The run's exit code. Raises ValueError or OSError for bad input."""
     from grpo_fn.config import load
 
-    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    try:
-        config = load(args.gin_file, args.gin_param)
-        kwargs = config.kwargs()
-        from grpo_fn import train
+    config = load(args.gin_file, args.gin_param)
+    kwargs = config.kwargs()
+    from grpo_fn import train
 
-        launch = os.environ.get("TORCHELASTIC_RUN_ID")
-        return train.launch(
-            kwargs,
-            config_text=config.text,
-            fingerprint=config.fingerprint,
-            run_dir=args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch),
-            dry_run=args.dry_run,
-            ranks=args.ranks,
-            hosts=args.hosts,
-            force=args.force,
-        )
-    except (ValueError, OSError) as error:
-        if getattr(error, "__notes__", None):  # the loop notes the step on what is raised after work has started
-            raise
-        print(f"{who}error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
-        return 130
+    launch = os.environ.get("TORCHELASTIC_RUN_ID")
+    return train.launch(
+        kwargs,
+        config_text=config.text,
+        fingerprint=config.fingerprint,
+        run_dir=args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch),
+        dry_run=args.dry_run,
+        ranks=args.ranks,
+        hosts=args.hosts,
+        force=args.force,
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from grpo_fn.command_line import EXIT_INTERRUPTED, add_gin_flags
+
 CODES = """\
 exit codes:
   0  all well (an extra that nothing asks for may be absent)
@@ -24,15 +26,10 @@ def flags() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="", metavar="FOLDER", help="a Hugging Face model folder to open")
-    parser.add_argument(
-        "--gin_file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="gin file of a run, as for grpo_fn.run: what it asks for (vLLM, flash-attn, ...) must be here; repeatable",
-    )
-    parser.add_argument(
-        "--gin_param", action="append", default=[], metavar="NAME=VALUE", help="binding on top of the files; repeatable"
+    add_gin_flags(
+        parser,
+        files="gin file of a run, as for grpo_fn.run: what it asks for (vLLM, flash-attn, ...) must be here; "
+        "repeatable",
     )
     parser.add_argument(
         "--deadline",
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return examine.tell(examine.examine(question), as_json=args.json)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

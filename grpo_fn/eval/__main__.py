@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from grpo_fn.command_line import add_gin_flags, exit_code
+
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
@@ -20,16 +22,10 @@ def flags() -> argparse.ArgumentParser:
         metavar="M",
         help="a Hugging Face folder or hub name, a run folder, or DIR/checkpoints/step_N of one",
     )
-    parser.add_argument(
-        "--gin_file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="gin file, of a training run or from gin/eval; repeat it to lay one over another (default: the "
+    add_gin_flags(
+        parser,
+        files="gin file, of a training run or from gin/eval; repeat it to lay one over another (default: the "
         "configuration of the run that M belongs to)",
-    )
-    parser.add_argument(
-        "--gin_param", action="append", default=[], metavar="NAME=VALUE", help="binding on top of the files; repeatable"
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for the results (default: evals/<model>-<time>)"
@@ -57,29 +53,24 @@ def run_config(model: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, check, launch; returns the exit code. Bad input is 2 and one message; anything else keeps its traceback."""
     args = flags().parse_args(argv)
+    return exit_code(lambda: launch_evaluation(args), interrupted="interrupted; no results were written")
+
+
+def launch_evaluation(args: argparse.Namespace) -> int:
+    """The evaluation's exit code. Raises ValueError or OSError for bad input."""
     from grpo_fn.config import load
 
-    try:
-        gin_files = args.gin_file or run_config(args.model)
-        config = load(gin_files, args.gin_param, taker="grpo_fn.eval.measure.measure")
-        kwargs = config.kwargs()
-        from grpo_fn.eval import measure
+    config = load(args.gin_file or run_config(args.model), args.gin_param, taker="grpo_fn.eval.measure.measure")
+    kwargs = config.kwargs()
+    from grpo_fn.eval import measure
 
-        return measure.launch(
-            kwargs,
-            config_text=config.text,
-            fingerprint=config.fingerprint,
-            model=args.model,
-            out=args.out or default_out(args.model, datetime.now()),
-        )
-    except (ValueError, OSError) as error:
-        if getattr(error, "__notes__", None):  # noted once the work has begun
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; no results were written", file=sys.stderr)
-        return 130
+    return measure.launch(
+        kwargs,
+        config_text=config.text,
+        fingerprint=config.fingerprint,
+        model=args.model,
+        out=args.out or default_out(args.model, datetime.now()),
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 wait."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from grpo_fn.command_line import exit_code
 
 
 def flags() -> argparse.ArgumentParser:
@@ -40,19 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags().parse_args(argv)
     from grpo_fn.replay import replay_step
 
-    who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    try:
-        return replay_step.launch(
+    return exit_code(
+        lambda: replay_step.launch(
             run_dir=args.run, step=args.step, overrides=args.override, stored=args.stored, show=args.show
-        )
-    except (ValueError, OSError) as error:
-        if getattr(error, "__notes__", None):  # noted once a step has begun
-            raise
-        print(f"{who}error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was changed", file=sys.stderr)
-        return 130
+        ),
+        interrupted="interrupted; nothing was changed",
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_fn.command_line import exit_code
+
 MOST_WORKERS = 8  # unless told otherwise: each takes its share of memory
 
 
@@ -56,16 +58,14 @@ def flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Score and say how it went; returns the exit code. Bad input is 2 and one message, after the rows before it."""
     args = flags().parse_args(argv)
-    try:
-        from grpo_fn.score import scoring
+    return exit_code(lambda: score_rows(args), interrupted="interrupted; every row that was written is whole")
 
-        return scoring.run(**vars(args))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; every row that was written is whole", file=sys.stderr)
-        return 130
+
+def score_rows(args: argparse.Namespace) -> int:
+    """The exit code of the scoring. Raises ValueError or OSError for bad input."""
+    from grpo_fn.score import scoring
+
+    return scoring.run(**vars(args))
 
 
 if __name__ == "__main__":

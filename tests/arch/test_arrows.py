@@ -34,11 +34,12 @@ MAY_IMPORT = {
     "shell.sandbox": {"core"},
     "trainer": {*PURE, "shell", "config"},
     "train": {*PURE, "shell", "trainer"},
-    "run": {"config", "train"},
-    "eval": {*PURE, "shell", "trainer", "config"},
-    "score": {"core", "shell", "trainer", "config"},
-    "replay": {*PURE, "shell", "trainer", "config", "train"},
-    "doctor": {"config", "shell.model"},
+    "command_line": set(),
+    "run": {"command_line", "config", "train"},
+    "eval": {"command_line", *PURE, "shell", "trainer", "config"},
+    "score": {"command_line", "core", "shell", "trainer", "config"},
+    "replay": {"command_line", *PURE, "shell", "trainer", "config", "train"},
+    "doctor": {"command_line", "config", "shell.model"},
     "testing": {*PURE, "shell"},
 }
 # What a pure package may not import; a name covers everything under it.
@@ -67,7 +68,7 @@ IMPURE = set(  # noqa: C405
 )
 READS_FILES = {"tasks", "rewards"}  # these may use pathlib and json
 # Reward workers and --help start without torch, and so does what looks at machines on which it may be broken.
-NO_TORCH = {"core.problem", "run", "score", "eval.__main__", "replay.__main__", "doctor"}
+NO_TORCH = {"core.problem", "command_line", "run", "score", "eval.__main__", "replay.__main__", "doctor"}
 TORCH_IN_DOCTOR = {"doctor.probe_devices", "doctor.probe_transformers", "doctor.probe_vllm"}  # a process of their own
 GIN = {"config.parse"}  # the only module that imports gin
 

@@ -22,6 +22,8 @@ from sweep_runner import STOPPED, Runner
 from sweep_spec import Trial, check_bindings, entered, spec, wanted
 from sweep_table import outcome, report
 
+from grpo_fn.command_line import add_gin_flags
+
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
@@ -29,8 +31,7 @@ def flags() -> argparse.ArgumentParser:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the sweep's folder")
-    parser.add_argument("--gin_file", action="append", default=[], metavar="FILE", help="as for grpo_fn.run")
-    parser.add_argument("--gin_param", action="append", default=[], metavar="NAME=VALUE", help="for every trial")
+    add_gin_flags(parser, files="as for grpo_fn.run", params="for every trial")
     parser.add_argument("--grid", action="append", default=[], metavar="NAME=A,B,...", help="every value; repeatable")
     parser.add_argument(
         "--random",

@@ -1,0 +1,40 @@
+"""What the commands share: the flags for gin files, and how bad input and Ctrl-C end a command.
+
+It imports the standard library alone: --help is immediate, and the doctor starts where gin or torch is broken.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+BINDINGS = "binding on top of the files; repeatable"
+
+
+def add_gin_flags(
+    parser: argparse.ArgumentParser, *, files: str, params: str = BINDINGS, required: bool = False
+) -> None:
+    """--gin_file and --gin_param, each a list; `files` and `params` are their help."""
+    parser.add_argument(
+        "--gin_file", action="append", required=required, default=None if required else [], metavar="FILE", help=files
+    )
+    parser.add_argument("--gin_param", action="append", default=[], metavar="NAME=VALUE", help=params)
+
+
+def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
+    """What `work` returns; 2 and one line for bad input, 130 and `interrupted` for Ctrl-C.
+
+    An error with notes is no bad input: they are put on what is raised once work has begun, and it keeps its traceback.
+    """
+    try:
+        return work()
+    except (ValueError, OSError) as error:
+        if getattr(error, "__notes__", None):
+            raise
+        who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"{who}error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return EXIT_INTERRUPTED
