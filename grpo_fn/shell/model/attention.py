@@ -1,8 +1,9 @@
 """Attention over rows that lie end to end, put beside the attention that a model was built with.
 
-Transformers looks attention up by the name in a model's config. `adopt` gives the model a name of ours under which a
-call with a `layout` is computed as that says (`PackedAttention` here in training, `kv_cache.DecodeAttention` while decoding), and any other by
-what stood there before. The name stays for good: a block that is computed again in the backward pass looks it up again.
+Transformers looks attention up by the name in a model's config. `install` gives the model a name of ours under which a
+call with a `layout` is computed as that says (`PackedAttention` here in training, `kv_cache.DecodeAttention` while
+decoding), and any other by what stood there before. The name stays for good: a block that is computed again in the
+backward pass looks it up again.
 """
 
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -32,6 +33,7 @@ IDLE = frozenset(
 HALVES = (torch.bfloat16, torch.float16)
 
 Attend = Callable[..., Float[Tensor, "N H D"]]
+Phase = Literal["training", "prefill", "decode"]  # the last two write keys and values into a cache
 
 
 class AttentionSpec(NamedTuple):
@@ -46,6 +48,8 @@ class AttentionSpec(NamedTuple):
 
 class AttentionContext(Protocol):
     """What travels with a model's call as its `layout`: it knows which tokens see which."""
+
+    phase: ClassVar[Phase]
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec
@@ -103,6 +107,8 @@ KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal
 
 class PackedAttention(Layout):
     """Rows that lie end to end in one stream, the one row `[1 H N D]` of the batch."""
+
+    phase: ClassVar[Phase] = "training"
 
     @torch.compiler.disable
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from grpo_fn.shell.sampler.local.kv_cache import DecodeAttention, PrefillAttention
+from grpo_fn.shell.model.attention import Phase
 
 Forward = Callable[..., Any]
 Change = Callable[[nn.Module], None]  # one block, in place
@@ -88,10 +88,13 @@ def _worth_recomputing(kwargs: dict[str, Any]) -> bool:
     return torch.is_grad_enabled() and not _cached(kwargs)
 
 
+def _phase(kwargs: dict[str, Any]) -> Phase | None:
+    """What the call is for, by the attention context it carries; None without one."""
+    return getattr(kwargs.get("layout"), "phase", None)
+
+
 def _cached(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("past_key_values") is not None or isinstance(
-        kwargs.get("layout"), PrefillAttention | DecodeAttention
-    )
+    return kwargs.get("past_key_values") is not None or _phase(kwargs) in ("prefill", "decode")
 
 
 def _recompute(forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +180,7 @@ def _uncached(kwargs: dict[str, Any]) -> bool:
 
 
 def _decoding(kwargs: dict[str, Any]) -> bool:
-    return isinstance(kwargs.get("layout"), DecodeAttention)
+    return _phase(kwargs) == "decode"
 
 
 class Graphs(NamedTuple):

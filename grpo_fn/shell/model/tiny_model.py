@@ -19,7 +19,6 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.policy import optimizer
 from grpo_fn.tasks import arithmetic
 from grpo_fn.tasks import task as tasks
 
@@ -88,7 +87,7 @@ class Recipe:
         """The cached folder, made now when it is not there."""
         fields = {k: v for k, v in asdict(self).items() if k != "cache"}
         made_with = {"torch": version("torch"), "transformers": version("transformers")}
-        code = "".join(Path(module.__file__).read_text() for module in (arithmetic, tasks, prng, hf, optimizer))
+        code = "".join(Path(module.__file__).read_text() for module in (arithmetic, tasks, prng, hf))
         source = hashlib.sha256((code + Path(__file__).read_text()).encode()).hexdigest()
         name = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
         path = Path(self.cache).expanduser() / f"arithmetic-{name}"
@@ -151,17 +150,30 @@ def supervise(
     report: Callable[[str], None] = print,
 ) -> None:
     """Minimise the cross-entropy of completion and EOS given the prompt, for `plan.steps` AdamW steps."""
-    updates = optimizer.adamw(model.parameters(), lr=plan.lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.01)
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.01},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    updates = torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.99), eps=1e-8, fused=True)
     for step in range(plan.steps):
         ids, labels = collate([next(pairs) for _ in range(plan.rows)], tokenizer)
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
         for group in updates.param_groups:
-            group["lr"] = plan.lr * optimizer.linear_decay(step, warmup=plan.steps // 20, total=plan.steps, final=0.1)
+            group["lr"] = plan.lr * warm_up_and_decay(step, plan.steps)
         updates.step()
         updates.zero_grad(set_to_none=True)
         if (step + 1) % 100 == 0 or step + 1 == plan.steps:
             report(f"[warm start] step {step + 1}/{plan.steps} loss {loss.item():.3f}")
+
+
+def warm_up_and_decay(step: int, total: int) -> float:
+    """The factor of the learning rate: linear warm-up over a twentieth of the steps, then linear from 1 to 0.1."""
+    warmup = total // 20
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 1.0 - 0.9 * ((step - warmup) / max(1, total - warmup))
 
 
 def collate(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:

@@ -5,14 +5,14 @@ Each begins in the first column, so one number says how much of a slot is filled
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from grpo_fn.core.packing import Spans, places
-from grpo_fn.shell.model.attention import HALVES, AttentionSpec, PackedAttention
+from grpo_fn.shell.model.attention import HALVES, AttentionSpec, PackedAttention, Phase
 from grpo_fn.shell.model.attention_layout import Window
 
 
@@ -46,6 +46,8 @@ class KVCache:
 
 class PrefillAttention(PackedAttention):
     """Prompts end to end, each read once; what their tokens' keys and values are is kept, layer by layer."""
+
+    phase: ClassVar[Phase] = "prefill"
 
     def __init__(self, lengths: Int[Tensor, "P"], *, device: torch.device) -> None:
         number = torch.arange(len(lengths))
@@ -134,6 +136,8 @@ class DecodeAttention:
     `start` is how long each row's prompt is, `length` how long the row; `reach` columns of prompts are looked at, and
     `columns` of what was drawn.
     """
+
+    phase: ClassVar[Phase] = "decode"
 
     def __init__(
         self,
