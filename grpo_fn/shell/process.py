@@ -13,6 +13,8 @@ import torch
 EXIT_STOPPED = 75
 # A rule of sections.Health.stop fired: everything is saved, and a person should look before the same command goes on.
 EXIT_UNHEALTHY = 76
+SETTLED = 10.0  # seconds; a thread that has begun needs microseconds
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of the GNU C library's malloc.h
 
 
 class StopRequest:
@@ -48,9 +50,6 @@ class StopRequest:
             raise KeyboardInterrupt
 
 
-SETTLED = 10.0  # seconds; a thread that has begun needs microseconds
-
-
 def helper(work: Callable[[], object], *, name: str) -> Thread:
     """A started thread that does `work`, in which torch computes without a team; it does not keep the process alive.
 
@@ -69,10 +68,6 @@ def helper(work: Callable[[], object], *, name: str) -> Thread:
     alone.wait(SETTLED)
     torch.set_num_threads(threads)
     return thread
-
-
-# Of the GNU C library's malloc.h.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:

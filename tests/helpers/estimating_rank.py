@@ -47,7 +47,7 @@ def scale(strategy: str) -> Parallelism:
         prefetch=1,
         activation_checkpointing=blocks.no_checkpointing,
         compile=blocks.eager,
-        deadline=60.0,
+        collective_timeout=60.0,
     )
 
 

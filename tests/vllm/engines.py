@@ -51,7 +51,7 @@ KNOBS = {
     "gpu_memory_utilization": 0.3,
     "kv_cache_bytes": 2**26,
     "enforce_eager": True,
-    "deadline": 60.0,
+    "generate_timeout": 60.0,
 }
 
 

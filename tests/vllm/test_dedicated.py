@@ -139,7 +139,7 @@ def processes(tmp_path_factory):
 
 def engine(processes, folder, **knobs):
     """An engine of these."""
-    quick = {"request_seconds": 120.0, "swap_seconds": 120.0, "check_seconds": 0.5, "deadline": START}
+    quick = {"request_seconds": 120.0, "swap_seconds": 120.0, "check_seconds": 0.5, "server_timeout": START}
     return Dedicated(
         World(0, 1, torch.device("cpu"), deadline=600.0),
         torch.float32,

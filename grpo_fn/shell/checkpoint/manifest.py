@@ -15,6 +15,9 @@ from grpo_fn.shell.atomic_io import finite, flush_file, to_json
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+SUFFIX = ".pt"  # of a blob
+# What torch.load(weights_only=True) gives back as it was.
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 Entry = Mapping[str, int | str]  # size in bytes, sha256 in hexadecimal
 
 
@@ -82,11 +85,6 @@ def _text(body: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-SUFFIX = ".pt"
-# What torch.load(weights_only=True) gives back as it was.
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def packed(blobs: Mapping[str, Any]) -> dict[str, bytes]:

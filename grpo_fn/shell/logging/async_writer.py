@@ -1,4 +1,4 @@
-"""The log of a run written beside the training: a thread makes the calls of a Writer, in the order they came in.
+"""AsyncWriter: the metrics log written in a thread, which makes the calls of a MetricsWriter in their order.
 
 What a call is given is kept until it is made: nobody may change it afterwards. Tensors are brought to the CPU at once,
 so that the thread never talks to a device that the training is busy with.

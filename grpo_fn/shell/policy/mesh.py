@@ -25,8 +25,8 @@ class Parallelism:
     `dp_replicate` copies of the model, each held in parts by `dp_shard` devices, every matrix product shared by `tp`
     devices: the three multiply to the number of ranks. A number may be "rest", what is left of all ranks, or "host",
     what is left of this host's. With dp_replicate 1 and dp_shard "rest" this is FULL_SHARD (ZeRO-3); without
-    `reshard_after_forward` SHARD_GRAD_OP (ZeRO-2); with dp_shard 1 and dp_replicate "rest" NO_SHARD (DDP); with dp_shard "host"
-    and dp_replicate "rest" HYBRID_SHARD. (ZeRO: arXiv:1910.02054; FSDP: arXiv:2304.11277.)
+    `reshard_after_forward` SHARD_GRAD_OP (ZeRO-2); with dp_shard 1 and dp_replicate "rest" NO_SHARD (DDP); with
+    dp_shard "host" and dp_replicate "rest" HYBRID_SHARD. (ZeRO: arXiv:1910.02054; FSDP: arXiv:2304.11277.)
     """
 
     dp_replicate: int | str
@@ -61,8 +61,8 @@ class Parallelism:
         whole = {k: fixed.get(k, known[REST] // max(1, prod(fixed.values()))) for k in sizes}
         if whole["dp_replicate"] * whole["dp_shard"] * tensor != ranks:
             raise ValueError(
-                f"parallelism: got dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {tensor} for {ranks} ranks "
-                f"({on_host} on this host), wanted a product of {ranks}"
+                f"parallelism: got dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {tensor} for "
+                f"{ranks} ranks ({on_host} on this host), wanted a product of {ranks}"
             )
         return whole["dp_replicate"], whole["dp_shard"], tensor
 

@@ -80,12 +80,12 @@ class RewardJob:
 
 
 class RewardPool:
-    """`workers` processes that score rows within `timeout_per_completion` seconds of wall clock and `memory_mb` MB each.
+    """`workers` processes that score rows within `timeout_per_completion` seconds of wall clock and `memory_mb` MB.
 
-    A context manager; `score` is a `grpo_fn.core.problem.Scorer`, and any thread may ask: one after the other, in the order
-    in which they came. A reward must be a pure function of problem and
-    completion, plain or async: equal rows are scored once. `wrappers.with_timeout` gives a reward a deadline of its own.
-    An exception in a reward stops everything, or with `stop_on_error` False makes its row None.
+    A context manager; `score` is a `grpo_fn.core.problem.Scorer`, and any thread may ask: one after the other, in the
+    order in which they came. A reward must be a pure function of problem and completion, plain or async: equal rows are
+    scored once. `wrappers.with_timeout` gives a reward a deadline of its own. An exception in a reward stops
+    everything, or with `stop_on_error` False makes its row None.
 
     `counts` says how many rows were lost so far, and to what: `timeouts`, `deaths` (a crash, or the memory limit),
     `errors` (an answer that makes no sense) and `raised`. `complaints` holds a text for people on the first row lost

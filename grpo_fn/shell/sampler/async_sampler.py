@@ -5,7 +5,8 @@ trains on one batch, threads ask the engines for those that come next, and the s
 
 A batch begun under weights of version w (`load` makes a new one, once a step) and used under version v is v - w
 versions stale, at most `max_staleness`. That holds of groups that are learned from at once: those that
-`group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and is `DataParallelSampler`, call by call.
+`group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and is `DataParallelSampler`, call by
+call.
 
 What new weights mean for completions that are under way when they come is the engine's to say. Mostly they are to end
 with the weights they began with (servers paused in mode "wait"), so new ones are only given when all that was begun is

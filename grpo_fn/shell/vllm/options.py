@@ -17,6 +17,7 @@ from grpo_fn.core.sampling import categorical, greedy, nucleus
 from grpo_fn.shell.sampler.interface import SamplerContext, positions
 
 SEEDS = 2**31  # vLLM takes them as signed numbers of 32 bits
+BATCHED = 4096  # tokens computed at once on a CPU
 COOLEST, HOTTEST = 0.01, 2.0  # what vLLM (0.32) takes: it raises a lower temperature to 0.01, and refuses higher ones
 
 # What the sampler says itself: prompts, seeds, ends, lengths and log-probs are not for anybody else to choose.
@@ -100,9 +101,6 @@ def row_seeds(key: Int[Tensor, "2"], uids: Sequence[int], group_size: int) -> li
     return [tuple(row) for row in prng.randint(prng.fold_in(key.cpu(), uid, g), low=0, high=SEEDS).tolist()]
 
 
-BATCHED = 4096  # tokens computed at once on a CPU
-
-
 def arguments(
     seat: SamplerContext,
     *,
@@ -156,9 +154,9 @@ def at_once(seat: SamplerContext, max_model_len: int | None) -> int:
 def check_deadline(deadline: float, seat: SamplerContext) -> None:
     """Raise ValueError unless it is positive, and shorter than other ranks wait for this one."""
     if not deadline > 0:
-        raise ValueError(f"deadline: got {deadline} s, wanted more than 0")
+        raise ValueError(f"generate_timeout: got {deadline} s, wanted more than 0")
     if seat.world.size > 1 and deadline >= seat.world.deadline:
         raise ValueError(
-            f"deadline: got {deadline:g} s to generate, wanted less than the {seat.world.deadline:g} s that ranks wait "
-            "for one another (mesh.Parallelism.collective_timeout)"
+            f"generate_timeout: got {deadline:g} s to generate, wanted less than the {seat.world.deadline:g} s that "
+            "ranks wait for one another (mesh.Parallelism.collective_timeout)"
         )

@@ -62,8 +62,8 @@ def colocated(
     """A sampler whose engine shares process and device with the training.
 
     `max_rows` are decoded at once; `max_model_len` is prompt and completion together, None for what the model can.
-    `extra` are further fields of vLLM's SamplingParams; those that may bias need `allow_biased`. On a GPU the engine has
-    `gpu_memory_utilization` of the memory while it is awake, on CPU `kv_cache_bytes` beside the weights.
+    `extra` are further fields of vLLM's SamplingParams; those that may bias need `allow_biased`. On a GPU the engine
+    has `gpu_memory_utilization` of the memory while it is awake, on CPU `kv_cache_bytes` beside the weights.
     `tensor_parallel` neighbouring ranks are one engine together. `enforce_eager` compiles nothing. One call of the
     engine may take `generate_timeout` seconds.
 

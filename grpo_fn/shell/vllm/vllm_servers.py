@@ -41,13 +41,14 @@ class Dedicated:
 
     `transfer` carries the weights. A server draws nothing while it takes them in; `pause` says what becomes of requests
     at work there. "wait": they end first, so each comes from one version of the weights, and a run can be repeated.
-    "keep": they go on with the new weights where they stopped, which is faster, and mixes versions; `EngineCompletion.oldest`
-    tells. At most `max_requests` are under way from one rank, each one completion; servers queue what they cannot hold.
+    "keep": they go on with the new weights where they stopped, which is faster, and mixes versions;
+    `EngineCompletion.oldest` tells. At most `max_requests` are under way from one rank, each one completion; servers
+    queue what they cannot hold.
 
     All waiting ends: after `request_seconds` for a completion (the server's queue and a swap included), after
-    `swap_seconds` for a step of a swap ("wait" waits for the longest completion), and after `server_timeout` seconds without
-    any server, with a RuntimeError that names all of them. Servers that are out are looked at every `check_seconds`.
-    Before the first push all of them are waited for, at most `server_timeout` seconds.
+    `swap_seconds` for a step of a swap ("wait" waits for the longest completion), and after `server_timeout` seconds
+    without any server, with a RuntimeError that names all of them. Servers that are out are looked at every
+    `check_seconds`. Before the first push all of them are waited for, at most `server_timeout` seconds.
 
     `complaints` are texts for people; clear it when they are told. The key that servers want comes from the environment
     (VLLM_API_KEY): no file of the run holds it.
@@ -244,6 +245,6 @@ def _check_knobs(servers: Sequence[str], pause: str, max_requests: int, seconds:
         raise ValueError(f"pause: got {pause!r}, wanted 'wait' or 'keep'")
     if max_requests < 1 or not all(one > 0 for one in seconds):
         raise ValueError(
-            f"servers: got max_requests {max_requests} and (request_seconds, swap_seconds, check_seconds, server_timeout) "
-            f"{tuple(seconds)}, wanted at least 1 and more than 0"
+            f"servers: got max_requests {max_requests} and (request_seconds, swap_seconds, check_seconds, "
+            f"server_timeout) {tuple(seconds)}, wanted at least 1 and more than 0"
         )

@@ -1,7 +1,7 @@
 """How weights get from the trainer to vLLM servers: through files, or through NCCL.
 
 Both send chunk by chunk: the server is told of each with /update_weights, and loads it while the next one is gathered,
-so the model is whole on one side only. `vllm_extension` is the other end.
+so the model is whole on one side only. `worker_extension` is the other end.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import psutil
 from safetensors.torch import save
 from torch import Tensor
+
+PREFIX = "grpo_fn-weights-"
 
 Chunk = list[tuple[str, Tensor]]
 Info = dict[str, Any]  # what a server is told of one
@@ -38,9 +40,6 @@ def check_size(chunk_bytes: int) -> None:
     """Raise ValueError for chunks of nothing."""
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes: got {chunk_bytes}, wanted at least 1")
-
-
-PREFIX = "grpo_fn-weights-"
 
 
 @runtime_checkable

@@ -122,7 +122,8 @@ def test_every_knob_of_a_real_configuration_is_there() -> None:
     found = tensorboard_layout.hparams(load(["run/arithmetic.gin"], ["STEPS=3"]).text)
     assert found["train.train.steps"] == 3
     assert found["mesh.Parallelism.reshard_after_forward"] == "True"
-    assert found["train.train.policy"] == "@fsdp.FSDPPolicy"
+    assert found["train.train.policy"] == "@sections.Policy()"
+    assert found["sections.Policy.optimizer"] == "@optimizer.adamw"
     assert not any("%" in str(value) for value in found.values())
 
 

@@ -117,7 +117,7 @@ def test_a_name_is_drawn_once_a_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_or_unknown_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"mirror\.wandb\.mode: got 'shared', wanted one of offline, online"):
+    with pytest.raises(ValueError, match=r"tracker\.wandb\.mode: got 'shared', wanted one of offline, online"):
         tracker.wandb(project="tests", mode="shared")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"without the package wandb, wanted it .*pip install 'grpo-fn\[wandb\]'"):

@@ -67,7 +67,7 @@ DYNAMIC = partial(controllers.dynamic_loss_scale, growth=2.0, backoff=0.5, inter
 
 
 class Meshed(Parallelism):
-    """A Scale that makes each mesh once in a process: groups are not given back before it ends."""
+    """A Parallelism that makes each mesh once in a process: groups are not given back before it ends."""
 
     made: dict[tuple[int, ...], DeviceMesh] = {}  # noqa: RUF012
 
@@ -81,9 +81,9 @@ class Meshed(Parallelism):
 
 @cache
 def in_file(name: str) -> dict[str, Any]:
-    """What gin/scale/NAME.gin makes of a Scale."""
-    knobs = load(["run/arithmetic.gin", f"scale/{name}.gin"], []).root.knobs["scale"]
-    return vars(freeze({"scale": knobs}, {})["scale"])
+    """What gin/scale/NAME.gin makes of the knobs of Parallelism."""
+    knobs = load(["run/arithmetic.gin", f"scale/{name}.gin"], []).root.knobs["parallelism"].knobs
+    return freeze(knobs, {})
 
 
 # Each as its file has it, then those that a file and another knob make.
@@ -100,13 +100,13 @@ class Case(NamedTuple):
 
     model: str
     strategy: str
-    activations: str = "kept"
+    activations: str = "no_checkpointing"
     adapted: bool = False
 
 
 def scale_of(case: Case) -> Meshed:
     file, changes = STRATEGIES[case.strategy]
-    return Meshed(**{**in_file(file), **changes, "activations": ACTIVATIONS[case.activations]})
+    return Meshed(**{**in_file(file), **changes, "activation_checkpointing": ACTIVATIONS[case.activations]})
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +292,7 @@ def test_gradients_and_one_step_are_those_of_one_process(folders, size, data):
     ],
 )
 def test_every_strategy_is_among_them(folders, size, strategy, model, adapted):
-    case = Case(model, strategy, "recomputed_but_products" if adapted else "recomputed", adapted)
+    case = Case(model, strategy, "selective_checkpointing" if adapted else "full_checkpointing", adapted)
     check_step(folders, size, case, sorted(PRODUCT)[0], seed=1, rows=7, parts=3)
 
 

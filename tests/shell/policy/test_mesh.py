@@ -10,8 +10,14 @@ from grpo_fn.shell.policy.mesh import Parallelism, check_precision
 
 CARDS = {"Tesla V100": (7, 0), "Tesla T4": (7, 5), "A100": (8, 0), "H200": (9, 0)}
 KNOBS = {
-    **{"replicate": 1, "shard": "rest", "reshard_after_forward": True, "offload": False, "offload_reference": False},
-    **{"prefetch": 1, "activations": no_checkpointing, "deadline": 60.0},
+    **{
+        "dp_replicate": 1,
+        "dp_shard": "rest",
+        "reshard_after_forward": True,
+        "offload": False,
+        "offload_reference": False,
+    },
+    **{"prefetch": 1, "activation_checkpointing": no_checkpointing, "collective_timeout": 60.0},
 }
 
 
@@ -34,7 +40,7 @@ def test_a_cpu_computes_in_every_precision():
 
 @pytest.mark.parametrize("execution", [torch_compile, partial(torch_compile)])
 def test_compiled_blocks_are_not_divided_by_tensor(execution):
-    with pytest.raises(ValueError, match="got tensor 2 with compiled blocks, wanted eager ones"):
+    with pytest.raises(ValueError, match="got tp 2 with compiled blocks, wanted eager ones"):
         Parallelism(tp=2, compile=execution, **KNOBS)
     Parallelism(tp=1, compile=execution, **KNOBS)
     Parallelism(tp=2, compile=eager, **KNOBS)

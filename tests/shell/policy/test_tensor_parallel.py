@@ -110,7 +110,7 @@ class Case(NamedTuple):
 
     model: str
     replicate: int = 1
-    activations: str = "kept"
+    activations: str = "no_checkpointing"
     adapted: bool = False
     tensor: int = 2
     offload: bool = False
@@ -128,7 +128,7 @@ def scale_of(case: Case) -> Meshed:
         prefetch=1,
         activation_checkpointing=ACTIVATIONS[case.activations],
         compile=blocks.eager,
-        deadline=60.0,
+        collective_timeout=60.0,
     )
 
 
@@ -397,7 +397,7 @@ def test_a_checkpoint_goes_on_wherever_it_is_resumed(folders, tmp_path, adapted)
         (4, case._replace(replicate=2)),
         (2, case),
         (2, case._replace(tensor=1)),
-        (1, Case("qwen3", 1, "kept", adapted, 1)),
+        (1, Case("qwen3", 1, "no_checkpointing", adapted, 1)),
     ]
     for size, other in others:
         there, then = alike(crew(size).run(resuming, str(folders / "qwen3"), other, *asked))

@@ -343,10 +343,10 @@ def test_a_memory_limit_that_nothing_can_start_under_is_named():
         pool.score(length_of_text, *asked("a"))
 
 
-@pytest.mark.parametrize(("knob", "value"), [("workers", 0), ("deadline", 0.0), ("memory_mb", -1)])
+@pytest.mark.parametrize(("knob", "value"), [("workers", 0), ("timeout_per_completion", 0.0), ("memory_mb", -1)])
 def test_a_pool_without_workers_time_or_memory_is_refused(knob, value):
     with pytest.raises(ValueError, match=f"{knob}: got {value}, wanted more than 0"):
-        RewardPool(**{"workers": 1, "deadline": 1.0, "memory_mb": 64, "stop_on_error": True, knob: value})
+        RewardPool(**{"workers": 1, "timeout_per_completion": 1.0, "memory_mb": 64, "stop_on_error": True, knob: value})
 
 
 def test_scoring_outside_the_context_is_refused():

@@ -140,9 +140,9 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3_untied", "gemma2_capped"])
 def test_compiled_steps_draw_the_same_and_are_not_built_again(name: str, backend: str) -> None:
-    here = Path(__file__).parents[2] / "helpers"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (here, here.parent)))}
-    command = [sys.executable, str(here / "compiled_decoding.py"), backend, name]
+    helpers = Path(__file__).parents[2] / "helpers"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(helpers / "compiled_decoding.py"), backend, name]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])

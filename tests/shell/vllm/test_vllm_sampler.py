@@ -53,7 +53,7 @@ EXAMPLES = settings.default.max_examples
 KNOBS = {
     **{"choose": partial(categorical, temperature=1.0), "encode": encode_prompt, "max_new_tokens": 6, "stop": ()},
     **{"max_rows": 8, "max_model_len": None, "extra": {}, "allow_biased": False, "tensor_parallel": 1},
-    **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "deadline": 60.0},
+    **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "generate_timeout": 60.0},
 }
 prompts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=4)
 
@@ -297,8 +297,9 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Colocated:
     monkeypatch.setattr(vllm_engine, "imported", lambda: SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
-    knobs = {name: KNOBS[name] for name in (*names, "enforce_eager", "deadline")}
-    return Colocated(seat(world=alone(torch.device("cuda"))), **knobs, detokenize=False)
+    knobs = {name: KNOBS[name] for name in (*names, "enforce_eager")}
+    made = seat(world=alone(torch.device("cuda")))
+    return Colocated(made, **knobs, deadline=KNOBS["generate_timeout"], detokenize=False)
 
 
 def weights() -> Iterator[tuple[str, Tensor]]:
@@ -413,7 +414,7 @@ def test_generators_and_threads_are_left_as_they_were() -> None:
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0])
 def test_a_deadline_is_positive(deadline: float) -> None:
-    with pytest.raises(ValueError, match=r"deadline: got .* wanted more than 0"):
+    with pytest.raises(ValueError, match=r"generate_timeout: got .* wanted more than 0"):
         options.check_deadline(deadline, seat())
 
 
@@ -421,7 +422,7 @@ def test_a_deadline_is_shorter_than_other_ranks_wait() -> None:
     world = World.__new__(World)  # of two ranks that were never brought together
     world.rank, world.size, world.device, world.deadline = 0, 2, CPU, 600.0
     options.check_deadline(599.0, seat(world=world))
-    with pytest.raises(ValueError, match=r"deadline: got 600 s .* wanted less than the 600 s"):
+    with pytest.raises(ValueError, match=r"generate_timeout: got 600 s .* wanted less than the 600 s"):
         options.check_deadline(600.0, seat(world=world))
 
 

@@ -57,7 +57,13 @@ def folder(tmp_path_factory):
 def engine(stubs, folder, **knobs):
     """An engine that is quick to give up."""
     transfer = partial(vllm_transfer.file, folder=str(folder), chunk_bytes=100, keep=knobs.pop("keep", True))
-    quick = {"request_seconds": 0.4, "swap_seconds": 0.4, "check_seconds": 0.02, "deadline": 5.0, "max_requests": 3}
+    quick = {
+        "request_seconds": 0.4,
+        "swap_seconds": 0.4,
+        "check_seconds": 0.02,
+        "server_timeout": 5.0,
+        "max_requests": 3,
+    }
     return Dedicated(
         knobs.pop("world", World(0, 1, torch.device("cpu"), deadline=30.0)),
         torch.float32,
@@ -415,7 +421,7 @@ def test_closing_ends_what_is_under_way(folder):
     [
         ({"pause": "abort"}, "'wait' or 'keep'"),
         ({"max_requests": 0}, "at least 1"),
-        ({"deadline": 0.0}, "more than 0"),
+        ({"server_timeout": 0.0}, "more than 0"),
         ({"stubs": []}, "list of different addresses"),
     ],
 )
