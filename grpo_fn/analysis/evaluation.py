@@ -49,7 +49,7 @@ class Attempt(NamedTuple):
     """One completion, and what the judges say of it."""
 
     text: str
-    prediction: str | None  # its answer; "" where it marks none, None where completions have no answer to mark
+    marked: str | None  # its answer; "" where it marks none, None where completions have no answer to mark
     scores: dict[str, float | None]  # by judge, the deciding one first; None: could not be scored
     length: int  # sampled tokens
     truncated: bool
@@ -76,7 +76,7 @@ class GradedAnswer(NamedTuple):
 
     def shown(self) -> dict[str, str]:
         """What a person reads of it."""
-        predicted = {} if self.greedy.prediction is None else {"prediction": self.greedy.prediction}
+        predicted = {} if self.greedy.marked is None else {"prediction": self.greedy.marked}
         asked = {"problem": self.problem.prompt, "completion": self.greedy.text}
         return {**asked, **predicted, "truth": self.problem.answer, "verdict": self.greedy.verdict}
 
@@ -130,8 +130,8 @@ def final_answer(text: str) -> str | None:
 
 def attempted(completion: Completion, scores: dict[str, float | None], answer: AnswerExtractor | None) -> Attempt:
     """The completion with its scores and the answer that it marks."""
-    prediction = None if answer is None else answer(completion.text) or ""
-    return Attempt(completion.text, prediction, scores, completion.length, completion.truncated)
+    marked = None if answer is None else answer(completion.text) or ""
+    return Attempt(completion.text, marked, scores, completion.length, completion.truncated)
 
 
 def grader_names(judges: Sequence[RewardFn]) -> list[str]:
@@ -185,11 +185,11 @@ def of_samples(judged: Sequence[GradedAnswer], ks: Sequence[int]) -> dict[str, f
     """pass@k and maj@k; nothing without samples, no maj@k where completions have no answer to vote for."""
     drawn = [row.samples for row in judged if any(a.verdict != "unscorable" for a in row.samples)]
     right = [[a.verdict == "right" for a in samples] for samples in drawn]
-    votes = [[a.prediction for a in samples] for samples in drawn]
+    votes = [[a.marked for a in samples] for samples in drawn]
     if not judged[0].samples:
         return {}
     passed = {f"eval/pass@{k}": mean([pass_at_k(len(r), sum(r), k) for r in right]) for k in ks}
-    if judged[0].greedy.prediction is None:
+    if judged[0].greedy.marked is None:
         return passed
     return passed | {f"eval/maj@{k}": mean([maj_at_k(v, r, k) for v, r in zip(votes, right, strict=True)]) for k in ks}
 

@@ -130,9 +130,9 @@ def test_scores_and_marks_are_those_of_the_completion():
                 "strict": strict(one.problem, completion),
                 "shaped": shaped(one.problem, completion),
             }
-            assert attempt.prediction == (first_word(attempt.text) or "")
+            assert attempt.marked == (first_word(attempt.text) or "")
             assert attempt.verdict == word(attempt.scores["strict"])
-    assert all(one.greedy.prediction is None for one in found(asked(2), answer=None))
+    assert all(one.greedy.marked is None for one in found(asked(2), answer=None))
 
 
 def test_a_rank_without_problems_finds_nothing():
@@ -155,7 +155,7 @@ def test_the_row_holds_everything_by_name():
     (sample,) = row["samples"]
     assert sample == {**one.samples[0]._asdict(), "verdict": one.samples[0].verdict}
     assert one.shown() == {
-        **{"problem": "why?", "completion": one.greedy.text, "prediction": one.greedy.prediction, "truth": "42"},
+        **{"problem": "why?", "completion": one.greedy.text, "prediction": one.greedy.marked, "truth": "42"},
         **{"verdict": one.greedy.verdict},
     }
     assert "prediction" not in found([Problem(3, "why?", "42", {})], answer=None)[0].shown()
@@ -236,7 +236,7 @@ def test_samples_give_pass_and_majority(judged):
     for k in ks:
         right = [[s.scores["strict"] == 1.0 for s in drawn] for drawn in scorable]
         passed = [pass_at_k(samples, sum(r), k) for r in right]
-        won = [maj_at_k([s.prediction for s in drawn], r, k) for drawn, r in zip(scorable, right, strict=True)]
+        won = [maj_at_k([s.marked for s in drawn], r, k) for drawn, r in zip(scorable, right, strict=True)]
         for name, of_problems in (("pass", passed), ("maj", won)):
             mean = sum(of_problems) / len(of_problems) if of_problems else math.nan
             assert figures[f"eval/{name}@{k}"] == pytest.approx(mean, nan_ok=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from docs.desk import Things
@@ -90,7 +91,7 @@ def _work(how: Callable[[Sequence[str]], None], argv: list[str], things: Things,
 def start(argv: Sequence[str]) -> None:
     """As the interpreter starts a module, a program text or a file."""
     sys.argv = [*argv]
-    if argv[0] == "-m" and argv[1] == "grpo_fn.doctor.__main__":
+    if argv[0] == "-m" and argv[1] == "grpo_fn.doctor":
         inquire_here()
     if argv[0] == "-m":
         sys.argv = [*argv[1:]]
@@ -129,13 +130,19 @@ def parsed(argv: Sequence[str]) -> None:
     runpy.run_path(argv[0])["flags"]().parse_args(argv[1:])
 
 
+def program(name: str) -> ModuleType:
+    """The module that `python -m` runs under that name."""
+    module = importlib.import_module(name)
+    return importlib.import_module(f"{name}.__main__") if hasattr(module, "__path__") else module
+
+
 def all_parsed(commands: Sequence[str]) -> None:
     """The same of many, each a JSON list that begins with a file or with -m and a module."""
     for command in commands:
         argv = json.loads(command)
         print(*argv, file=sys.stderr)  # the last one is the one that was refused
         if argv[0] == "-m":
-            importlib.import_module(argv[1]).flags().parse_args(argv[2:])
+            program(argv[1]).flags().parse_args(argv[2:])
         else:
             parsed(argv)
 

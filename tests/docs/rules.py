@@ -80,7 +80,7 @@ def ours(small: Callable[[list[str], Place], list[str]], codes: Sequence[int] = 
 
     def rule(argv: Sequence[str], place: Place, site: Site) -> None:
         given = small(desk.filled(argv[2:], place.things), place) if argv[2:] else ["--help"]
-        begun = [*argv[:2], *(given if argv[2:] or argv[1] != "grpo_fn.doctor.__main__" else [])]
+        begun = [*argv[:2], *(given if argv[2:] or argv[1] != "grpo_fn.doctor" else [])]
         done = well(forked(doing.start, begun, things=place.things, site=site), " ".join(begun), codes)
         assert done.out or site.out.name not in ("out0", "out1"), f"{' '.join(begun)} printed nothing"
         if argv[1] == "grpo_fn.run" and not {"--dry_run", "--help"} & {*begun}:
@@ -120,7 +120,7 @@ def small_eval(argv: list[str], place: Place) -> list[str]:
 def script(argv: Sequence[str], place: Place, site: Site) -> None:
     """A tool, made small; its flags alone, where its work is not for here."""
     name, *given = argv
-    assert (place.folder / name).is_file(), f"got {name}, wanted a file that there is"
+    assert (place.folder / name).exists(), f"got {name}, wanted a file that there is"
     given = desk.filled(given, place.things)
     if name == "tools/launch/agent.py":
         python(["python", *ranks(given)], place, site)
@@ -230,10 +230,10 @@ def small_run(argv: list[str], place: Place) -> list[str]:
 
 MODULES = {
     "grpo_fn.run": ours(small_run),
-    "grpo_fn.eval.__main__": ours(small_eval),
-    "grpo_fn.score.__main__": ours(one_worker),
-    "grpo_fn.replay.__main__": ours(as_it_is),
-    "grpo_fn.doctor.__main__": ours(as_it_is, (0, 1, 2)),  # what it finds is the machine's affair
+    "grpo_fn.eval": ours(small_eval),
+    "grpo_fn.score": ours(one_worker),
+    "grpo_fn.replay": ours(as_it_is),
+    "grpo_fn.doctor": ours(as_it_is, (0, 1, 2)),  # what it finds is the machine's affair
     "pytest": pytest_module,
     "pip": lambda argv, place, site: pip(argv[1:], place, site),
 }

@@ -127,7 +127,7 @@ def test_there_are_as_many_as_one_sees() -> None:
 
 def test_what_is_named_in_the_tables_exists() -> None:
     assert {*SLOW} <= {*FIRST}
-    assert all((ROOT / name).is_file() for name in (*rules.TOOLS, *rules.BROWSER))
+    assert all((ROOT / name).exists() for name in (*rules.TOOLS, *rules.BROWSER))
     assert all(why for _, why in foreign.FOREIGN.values())
 
 

@@ -50,7 +50,9 @@ def asked(argv: list[str]) -> list[str]:
     """The file or module that reads the flags, with them; nothing where there are none, or another program's."""
     name = Path(argv[0]).name
     if name == "python":
-        return argv[1:] if argv[1] == "-m" or "def flags(" in (ROOT / argv[1]).read_text() else []
+        path = ROOT / argv[1]
+        path = path / f"{path.name}.py" if path.is_dir() else path  # a package with a __main__
+        return argv[1:] if argv[1] == "-m" or "def flags(" in path.read_text() else []
     if name == "torchrun":
         return ranks(argv[1:])
     if name in ("sbatch", "torchrun.sh", "launch.sh"):

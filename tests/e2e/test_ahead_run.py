@@ -11,7 +11,7 @@ from e2e.running import AtPhase, command, finish, metrics, outcome
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 AHEAD: dict[str, Any] = {
     "sections__Sampling__sampler": "@engines.apart",
-    "engines__apart__max_rows": 64,
+    "sections__Sampling__max_rows": 64,
     "sections__Sampling__max_staleness": 2,
     "step__Algorithm__old_logp": "@step.from_trainer",
     "objective__policy_objective__importance_correction": "@importance.truncated_weight",

@@ -167,7 +167,7 @@ def test_bad_numbers(cache: Path, tmp_path: Path, fault: str) -> None:
 
 
 BAD_NAMES = {
-    "unknown knob": ({"train__train__promts": 4}, ["promts", "wanted one of", "prompts"]),
+    "unknown knob": ({"step__Algorithm__promts": 4}, ["promts", "wanted one of", "prompts"]),
     "unknown function": ({"credit__outcome__advantage": "@advantage.centred"}, ["centred", "centered"]),
     "unknown module": ({"credit__outcome__advantage": "@advantages.centered"}, ["advantages", "advantage"]),
     "mistyped macro": ({"STPES": 4}, ["STPES", "STEPS"]),

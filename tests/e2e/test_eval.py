@@ -290,7 +290,7 @@ def test_knobs_that_cannot_be(trained: Path, tmp_path: Path, fault: str, capsys:
 
 @pytest.mark.usefixtures("no_weights")
 def test_a_task_that_holds_nothing_out(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    over = "from __gin__ import dynamic_registration\nfrom e2e import test_eval\nfrom grpo_fn import train\n"
+    over = "from __gin__ import dynamic_registration\nfrom e2e import test_eval\nfrom grpo_fn.trainer import sections\n"
     over += "sections.Data.task = @test_eval.nothing_held_out\ntest_eval.nothing_held_out.max_value = 5\n"
     (tmp_path / "over.gin").write_text(over)
     files = ["--gin_file", str(trained / "config.gin"), "--gin_file", str(tmp_path / "over.gin")]
@@ -303,7 +303,7 @@ def test_a_gin_file_without_the_bindings_names_them(
 ) -> None:
     (tmp_path / "bare.gin").write_text('include "base.gin"\n')
     argv = ["--model", str(trained), "--gin_file", str(tmp_path / "bare.gin")]
-    wanted = "grpo_fn.train.train: got no value for task, max_new_tokens, eval_problems, wanted"
+    wanted = "grpo_fn.trainer.sections.Data: got no value for task, wanted"
     refused(argv, capsys, wanted, "SEED: got no value")
     refused(["--model", str(trained), "--gin_file", "eval/gsm8.gin"], capsys, "eval/gsm8k.gin")
 
@@ -342,7 +342,7 @@ def test_a_failure_at_work_is_no_bad_input_and_leaves_no_results(
 
 
 def test_help_needs_no_torch_and_a_missing_model_is_said() -> None:
-    code = "import sys; from grpo_fn import eval; __main__.flags().format_help(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from grpo_fn.eval import __main__; __main__.flags().format_help(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, timeout=60).returncode == 0
     done = subprocess.run([sys.executable, "-m", "grpo_fn.eval"], cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 2

@@ -62,8 +62,8 @@ def test_a_run_on_programs_resumes_exactly_and_judges_every_time_alike(params: l
 
 def test_the_runs_own_reward_tells_reference_programs_from_others(params: list[str]) -> None:
     kwargs = load(["run/mbpp_code.gin"], params).kwargs()
-    passed, share = kwargs["reward"].keywords["parts"]
-    for problem in kwargs["task"]().test[:3]:
+    passed, share = kwargs["rewards"].reward.keywords["parts"]
+    for problem in kwargs["data"].task().test[:3]:
         right = Completion(f"Here it is.\n```python\n{problem.answer}\n```\n", 40, False)
         wrong = Completion("```python\nimport sys\nsys.exit(0)\n```", 10, False)
         assert (passed(problem, right), share(problem, right)) == (1.0, 1.0)

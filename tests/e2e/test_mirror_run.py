@@ -9,7 +9,7 @@ from e2e.running import command
 MIRRORED = """
 from __gin__ import dynamic_registration
 from e2e import noting
-from grpo_fn import train
+from grpo_fn.trainer import sections
 
 sections.Logging.mirror = @noting.mirror()
 """

@@ -148,7 +148,7 @@ def test_bad_numbers_are_refused_by_every_rank_and_nothing_starts(cache: Path, t
 
 def test_a_mesh_that_does_not_fit_is_refused_and_nothing_starts(cache: Path, tmp_path: Path) -> None:
     over = job(tmp_path, 2, command(cache, tmp_path / "run", mesh__Parallelism__dp_shard=3))
-    refused(over, 2, "scale: got replicate 1 x shard 3 x tensor 1 for 2 ranks")
+    refused(over, 2, "parallelism: got dp_replicate 1 x dp_shard 3 x tp 1 for 2 ranks")
     assert not (tmp_path / "run").exists()
 
 

@@ -145,8 +145,12 @@ def test_adapters_and_their_dropout(cache: Path, tmp_path: Path, replayed: Repla
     assert "step_3" in said
 
 
+def must_not_sample(*args: object, **knobs: object) -> None:
+    raise AssertionError("tokens were sampled again")
+
+
 def test_without_sampling_again(whole: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalSampler, "sample", None)
+    monkeypatch.setattr(LocalSampler, "sample", must_not_sample)
     code, said = replayed(whole, 6, "--stored")
     assert code == 0, said
 
@@ -163,7 +167,7 @@ def test_the_learning_signal_is_shown_as_a_page(whole: Path, tmp_path: Path, rep
 def test_an_engine_that_cannot_repeat_its_tokens(
     whole: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalSampler, "sample", None)
+    monkeypatch.setattr(LocalSampler, "sample", must_not_sample)
     monkeypatch.setattr(LocalSampler, "repeatable", False, raising=False)
     code, said = replayed(whole, 6)
     assert code == 0, said
@@ -406,7 +410,7 @@ def test_a_broken_checkpoint_is_passed_over(copied: Path, replayed: Replayed) ->
 
 
 def test_help_comes_without_torch() -> None:
-    code = "import sys; from grpo_fn import replay; __main__.flags().format_help(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from grpo_fn.replay import __main__; __main__.flags().format_help(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -466,12 +470,12 @@ def test_two_ranks_repeat_what_two_ranks_did_and_one_rank_says_what_differs(
     made = torchrun("grpo_fn.run", *command(cache, run))
     assert made.returncode == 0, made.stderr
     before = contents(run)
-    again = torchrun("grpo_fn.replay.__main__", str(run), "--step", "6", "--override", "optimizer.adamw.lr=0.0")
+    again = torchrun("grpo_fn.replay", str(run), "--step", "6", "--override", "optimizer.adamw.lr=0.0")
     assert again.returncode == 0, again.stdout + again.stderr
     assert contents(run) == before
     assert again.stdout.count(f"step 6: {ALL} as recorded") == 1, "the main rank alone speaks"
     assert "others: weights" in again.stdout
-    stored = torchrun("grpo_fn.replay.__main__", str(run), "--step", "6", "--stored")
+    stored = torchrun("grpo_fn.replay", str(run), "--step", "6", "--stored")
     assert stored.returncode == 0, stored.stdout + stored.stderr
     code, said = replayed(run, 5)
     if code == 0:  # the sums came out alike

@@ -85,7 +85,7 @@ def test_every_command_is_one_that_is_tried_here():
         "pytest",
         "grpo_fn.run",
         "grpo_fn.run",
-        "grpo_fn.score.__main__",
+        "grpo_fn.score",
     ]
 
 
@@ -107,7 +107,7 @@ def test_the_folder_that_the_page_gives_to_pytest_holds_the_tests_that_are_run_h
 
 def test_a_row_is_scored_as_the_page_says():
     """Of three steps one is right, and the second is wrong."""
-    (line,) = [line for line in commands() if "grpo_fn.score.__main__" in line]
+    (line,) = [line for line in commands() if "grpo_fn.score" in line]
     (row,) = re.findall(r"echo '(.*?)'", line)
     argv = shlex.split(line.partition("|")[2])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROJECT), *sys.path])}
