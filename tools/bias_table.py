@@ -287,7 +287,7 @@ def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
 def graded() -> dict[str, Signal]:
     return {
         "no baseline: `reward_to_go`": by_step(to_go, size=1),
-        "`centered`": by_group(advantage.mean_centered),
+        "`mean_centered`": by_group(advantage.mean_centered),
         "`leave_one_out`": by_group(advantage.leave_one_out),
         "`group_normalized`": by_group(group_normalized),
         "`leave_one_out_normalized`": by_group(leave_one_out_normalized),

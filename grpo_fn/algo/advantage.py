@@ -1,6 +1,6 @@
 """How much better a sample did than the rest of its group. One group at a time; the caller vmaps over P groups.
 
-Rules that hold for every function here: an invalid sample gets exactly 0 and moves nobody, whatever its reward says;
+Rules that hold for every function here: an invalid sample gets exactly 0 and changes no other, whatever its reward;
 a group whose valid rewards are all equal gets exactly 0, in every dtype and at every size; so does a group with one
 valid sample, or none: there is nothing to compare with. A valid reward that is not finite comes out as nan or inf,
 which the seam to the batch refuses.

@@ -128,7 +128,7 @@ def grpo_step(
     algo: StepAlgorithm,
     span: Span,
 ) -> tuple[Experience, Carried, dict[str, float]]:
-    """Sample, score, compare within groups, and climb. `span` names the phases for whoever keeps time.
+    """One GRPO step: sample, score, compute advantages, update. `span` is a context manager that times a phase by name.
 
     A step in which fewer than `min_groups_with_signal` groups have a token with an advantage is refused: no update, no
     KL, no entropy bonus, `advantage/refused` 1.

@@ -48,9 +48,9 @@ def kept(history: History) -> list[Line]:
 
 
 def news(rules: Sequence[Rule], history: History) -> list[Finding]:
-    """What the rules find now and found at none of the last CALM lines before: nothing is said again until it was over.
+    """What the rules find now and found at none of the last CALM lines before: no finding is repeated while it lasts.
 
-    A function of the history alone: a run that resumes says what it would have said.
+    A function of the history alone: a run that resumes finds what it would have found.
     """
     past = [history[: len(history) - k] for k in range(1, min(CALM, len(history)) + 1)]
     findings = [(rule, rule(history)) for rule in rules]
@@ -99,8 +99,8 @@ def grad_norm_high(history: History, *, limit: float) -> str | None:
         return None
     return (
         f"loss/grad_norm is {value:.3g}{at(history)}, above {limit:g}: a few samples or tokens drive the step. Look at "
-        "advantage/max and loss/ratio_max: for large advantages raise step.Algorithm.group_size, for large ratios lower "
-        "step.Algorithm.epochs or optimizer.adamw.lr; sections.Policy.max_grad_norm bounds the step meanwhile"
+        "advantage/max and loss/ratio_max: for large advantages raise step.Algorithm.group_size, for large ratios "
+        "lower step.Algorithm.epochs or optimizer.adamw.lr; sections.Policy.max_grad_norm bounds the step meanwhile"
     )
 
 
@@ -213,7 +213,8 @@ def length_exploded(history: History, *, times: float, window: int) -> str | Non
     return (
         f"generation/length_mean grew from {ends[0]:.3g} to {ends[1]:.3g}{at(history)}, more than {times:g} times: "
         "unless the reward grew with it, length itself is being rewarded. Compare reward/mean; weigh by tokens or a "
-        "constant (objective.policy_objective.loss_aggregation, docs/catalogue.md), or add a length part to combine.combine.parts"
+        "constant (objective.policy_objective.loss_aggregation, docs/catalogue.md), or add a length part to "
+        "combine.combine.parts"
     )
 
 

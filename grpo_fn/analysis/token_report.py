@@ -1,4 +1,4 @@
-"""What a step tells each sampled token: the learning signal beside the figures it comes from, as plain lists.
+"""What a step teaches each sampled token: the learning signal beside the figures it comes from, as plain lists.
 
 The learning signal is dlogp = d objective / d logp of a token, and the objective is minimised: where dlogp is negative
 the update pushes the token's probability up, where it is positive down. It says what the policy is told, not what it

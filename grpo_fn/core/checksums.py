@@ -1,4 +1,4 @@
-"""Checksums of what a step saw and did: 64 bits each, the same iff every bit is the same, whoever holds which part.
+"""Checksums of what a step saw and did: 64 bits each, the same iff every bit is the same, however it is sharded.
 
 The digest of a tensor is a sum over its elements, modulo 2^64,
 
@@ -28,7 +28,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensor: Tensor) -> int:
-    """The digest of a tensor that is all here: an integer in [0, 2^64). NaNs are told apart, and so are 0 and -0."""
+    """The digest of a tensor that is all here: an integer in [0, 2^64). NaNs are distinguished, and so are 0 and -0."""
     seed = seed_of("", tensor.shape, tensor.dtype)
     return total(seed, [share(tensor, [0] * tensor.ndim, tensor.shape, seed)])
 
@@ -123,7 +123,7 @@ def named(name: str) -> int:
 
 
 def of_sampled(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> int:
-    """Of the values at sampled tokens, row by row: what stands elsewhere is nobody's business."""
+    """Of the values at sampled tokens, row by row: what stands elsewhere does not count."""
     return digest(x[mask])
 
 
@@ -140,7 +140,7 @@ def of_step(
     logp_old: Float[Tensor, "B T"],
     sent: Sequence[tuple[Batch, Scores]],
 ) -> dict[str, str]:
-    """All of QUANTITIES that the step knows; gradients and weights are the policy's to tell."""
+    """All of QUANTITIES that the step knows; gradients and weights are the policy's own."""
     numbers = {
         "tokens": of_rollout(rollout),
         "rewards": of_reward(reward),

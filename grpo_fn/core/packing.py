@@ -60,7 +60,7 @@ def each(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
 def places(spans: Spans, width: int) -> Int[Tensor, "B T"]:
     """Where each row finds what it sees in the stream of all that is read, row after row.
 
-    What nobody reads is put where the row's first token is: there is something, and it is the row's own.
+    A column that is not read points to where the row's first token is: there is something, and it is the row's own.
     """
     taken = spans.end - spans.start
     begin = taken.cumsum(0) - taken

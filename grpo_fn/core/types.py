@@ -26,7 +26,7 @@ class Rollout(NamedTuple):
 
 
 class Reward(NamedTuple):
-    """Rewards of a rollout; invalid samples carry no information and move nobody."""
+    """Rewards of a rollout; invalid samples carry no information and change nothing."""
 
     value: Float[Tensor, "P G"]
     valid: Bool[Tensor, "P G"]
@@ -101,7 +101,7 @@ class Policy(Protocol):
         ...
 
     def expect(self, parts: int) -> None:
-        """So many pullbacks come before the next update: what devices tell each other may wait for the last."""
+        """Set the number of micro-batches before the next update; gradient all-reduce may wait for the last of them."""
         ...
 
     def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:

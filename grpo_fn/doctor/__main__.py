@@ -43,7 +43,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look, tell, and return the exit code."""
+    """Examine, print the findings, and return the exit code."""
     args = flags().parse_args(argv)
     if not args.deadline > 0:
         flags().error(f"--deadline {args.deadline:g}: wanted a number of seconds above 0")
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model=args.model, gin_files=args.gin_file, gin_params=args.gin_param, deadline=args.deadline
     )
     try:
-        return examine.tell(examine.examine(question), as_json=args.json)
+        return examine.print_findings(examine.examine(question), as_json=args.json)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -59,7 +59,7 @@ def examine(question: Question) -> list[Finding]:
     ]
 
 
-def tell(found: Sequence[Finding], *, as_json: bool) -> int:
+def print_findings(found: Sequence[Finding], *, as_json: bool) -> int:
     """Print what was found, for people or for scripts; returns the exit code."""
     print(json.dumps(report.plain(found)) if as_json else report.table(found))
     return report.exit_code(found)

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_fn.doctor.checks import Reply
 
-TOLD = 400  # characters of what a process said last
+SHOWN = 400  # characters of the end of a process's stderr
 
 
 def ask(function: str, *arguments: str, deadline: int | float, environment: Mapping[str, str] | None = None) -> Reply:
@@ -56,7 +56,7 @@ def _end(process: subprocess.Popen) -> None:
 
 def _last(said: Path) -> str:
     text = " ".join(said.read_text(errors="replace").split())
-    return f": {text[-TOLD:]}" if text else ""
+    return f": {text[-SHOWN:]}" if text else ""
 
 
 def answer(function: str, out: str, *arguments: str) -> None:

@@ -84,7 +84,9 @@ def judge(package: Package, version: str | None, *, wanted: bool) -> Finding:
         seen = f"{version}, wanted {package.allowed}"
         return Finding(TOPIC, package.name, State.OUTSIDE, seen, _install(package))
     if not any(_same(parsed, Version(known.version)) for known in package.tested):
-        return Finding(TOPIC, package.name, State.UNTESTED, f"{version}, tested {told(package)}", _ground(package))
+        return Finding(
+            TOPIC, package.name, State.UNTESTED, f"{version}, tested {tested_versions(package)}", _ground(package)
+        )
     return Finding(TOPIC, package.name, State.OK, version)
 
 
@@ -103,7 +105,7 @@ def clashes(requires: Mapping[str, Sequence[str]], installed: Mapping[str, str])
             yield Finding(TOPIC, name, State.WARNING, f"asks for {asked}, got {have}", f"pip install '{asked}'")
 
 
-def told(package: Package) -> str:
+def tested_versions(package: Package) -> str:
     """The tested versions in words, each once."""
     where: dict[str, list[str]] = {}
     for known in package.tested:
@@ -117,7 +119,7 @@ def rows() -> str:
     for package in (PYTHON, *PACKAGES):
         what = f"extra `{package.extra}`" if package.extra else "all"
         name = " or ".join([package.name, *package.builds])
-        lines.append(f"| {name} | {what} | `{package.allowed}` | {told(package)} |")
+        lines.append(f"| {name} | {what} | `{package.allowed}` | {tested_versions(package)} |")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from grpo_fn.core.problem import Completion, Problem, RewardFn
 def with_timeout(
     problem: Problem, completion: Completion, *, reward: RewardFn, seconds: float
 ) -> float | Awaitable[float | None] | None:
-    """`reward` of the row; whoever scores it in a process that can be killed gives it `seconds` of wall clock.
+    """`reward` of the row; a process that can be killed gives it `seconds` of wall clock.
 
     The function itself keeps no time: nothing can stop a Python function from inside the process it runs in. In a gin
     file, for a judge that is slower than the rest: `judge/wrappers.with_timeout.reward = @mine.judge`,

@@ -1,7 +1,7 @@
 """Prompts that leave no room for a completion, in one signature: `(task, length, limit) -> (task, rows left out)`.
 
 `length` counts a prompt's tokens as the sampler will, and `limit` is the most that a prompt may have: the model's
-positions less `max_new_tokens`. A task that makes its problems as they are drawn has no rows to look at: whoever has
+positions less `max_new_tokens`. A task that makes its problems as they are drawn has no rows to look at: one who has
 the key looks at its draws.
 """
 

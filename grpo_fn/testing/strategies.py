@@ -24,7 +24,7 @@ def finite(bound: float = 100.0) -> st.SearchStrategy[float]:
 
 @lru_cache(maxsize=1024)
 def tensors(shape: Shape, elements: st.SearchStrategy | None = None) -> st.SearchStrategy[Tensor]:
-    """float64 tensors of one shape; finite elements unless told otherwise."""
+    """float64 tensors of one shape; finite elements by default."""
     filled = _filled(shape, finite() if elements is None else elements)
     return filled.map(lambda x: x.to(torch.float64))
 
@@ -42,7 +42,7 @@ def groups(
 ) -> tuple[Tensor, Tensor]:
     """float64 rewards [G], valid [G], anything at all where invalid.
 
-    Groups of one or of two different rewards come up, and groups in which nobody is valid.
+    Groups of one or of two different rewards come up, and groups without a valid sample.
     """
     number = finite() if rewards is None else rewards
     valid = draw(masks(draw(st.integers(least, most))))

@@ -15,7 +15,6 @@ from hypothesis import given
 from grpo_fn.analysis.evaluation import (
     TAKEN,
     Attempt,
-    Evaluation,
     GradedAnswer,
     evaluate,
     final_answer,
@@ -28,6 +27,7 @@ from grpo_fn.analysis.statistics import maj_at_k, pass_at_k, wilson
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import score_serially
+from grpo_fn.trainer.sections import Evaluation
 
 KEY = prng.key(1, device="cpu")
 KEYS = {
@@ -280,7 +280,10 @@ def test_the_names_taken_are_those_of_all_figures():
     assert {name.removeprefix("eval/") for name in KEYS} <= TAKEN
 
 
-KNOBS = {"samples": 4, "ks": (1, 4), "choose": CHOOSE, "answer": None, "by": ()}
+KNOBS = {
+    **{"samples": 4, "ks": (1, 4), "token_sampler": CHOOSE, "extract_answer": None, "by": ()},
+    **{"every": 0, "problems": 8, "graders": (strict,), "async_sampler": None, "max_rows": 8, "timeout": 1.0},
+}
 
 
 @pytest.mark.parametrize(

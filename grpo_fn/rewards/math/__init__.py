@@ -9,7 +9,7 @@ at two points do not differ. Its way with numbers is 6 decimals (1e-7 = 2e-7), a
 simplifies their difference, which can take for ever. So can turning a parsed answer into text: nothing here does that.
 
 A model can still write what takes too long. math-verify's time-outs are signals and work in the main thread only, so
-they are off: whoever scores text from a model does so in processes that can be killed. The row is then unscorable.
+they are off: text from a model is scored in processes that can be killed. The row is then unscorable.
 
 Leniencies that are kept, each with its test: units, degrees and currencies are ignored, and so is a base that only one
 side names; a percent sign is a unit where the gold has none and is 1 or more, else a hundredth; a name before an equals

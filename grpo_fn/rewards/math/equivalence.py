@@ -133,7 +133,7 @@ def _is_name(side: Any) -> bool:
 
 
 def _is_circular(name: Any, side: Any) -> bool:
-    """x = 41 x, of which nobody knows what it says; the area of "A = 1/2 b h = 42" is fine."""
+    """x = 41 x, whose meaning is unclear; the area of "A = 1/2 b h = 42" is fine."""
     return not _is_name(side) and bool(name.free_symbols & side.free_symbols)
 
 
@@ -228,7 +228,7 @@ def _value(side: Expr, at: Mapping[str, Expr]) -> Expr:
 
 
 def _apart(gold: Expr, answer: Expr) -> bool:
-    """Not the same number; a function that nobody knows is none, and tells nothing in a gold."""
+    """Not the same number; an unknown function is none, and decides nothing in a gold."""
     if not (gold.is_number and answer.is_number):
         return bool(gold.is_number)
     return bool(abs(gold - answer) > 1e-6 * max(abs(gold), abs(answer)) + 1e-12)

@@ -1,4 +1,4 @@
-r"""What is no answer to this gold, told from the text alone: too costly, evasive, or left to be worked out.
+r"""What is no answer to this gold, judged by the text alone: too costly, evasive, or left to be worked out.
 
 The parser evaluates some of what it reads, and algebra on a few characters can take for ever. So an answer is read
 only if it is made of what mathematical answers are made of, and is not out of proportion to its gold; what the gold
