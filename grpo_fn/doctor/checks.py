@@ -28,7 +28,7 @@ class Reply(NamedTuple):
 
 
 def devices(reply: Reply) -> Iterator[Finding]:
-    """torch's build, its devices and their links, of `shell.devices.look`."""
+    """torch's build, its devices and their links, of `probe_devices.look`."""
     if reply.facts is None:
         todo = "install torch again for this machine's driver (docs/install.md), or see what nvidia-smi says"
         yield Finding("devices", "torch", State.BROKEN, reply.trouble, todo)
@@ -79,7 +79,7 @@ def _links(facts: Facts) -> Iterator[Finding]:
 
 
 def together(reply: Reply, count: int) -> Finding:
-    """Of `shell.devices.reduced` over so many devices."""
+    """Of `probe_devices.reduced` over so many devices."""
     if reply.facts is None:
         todo = "NCCL_DEBUG=INFO names the link; if NCCL_P2P_DISABLE=1 helps it is peer access (docs/cluster.md)"
         return Finding("devices", "all-reduce", State.BROKEN, reply.trouble, todo)
@@ -135,7 +135,7 @@ def _threads(facts: Facts) -> Finding:
 
 
 def in_transformers(reply: Reply, *, gpus_without_bf16: bool) -> Iterator[Finding]:
-    """Of `shell.opening.in_transformers`."""
+    """Of `probe_transformers.in_transformers`."""
     if reply.facts is None:
         todo = "mend the folder: it needs config.json, model*.safetensors and the tokenizer's files, all of one model"
         yield Finding("model", "transformers", State.BROKEN, reply.trouble, todo)
@@ -163,7 +163,7 @@ def flash(reply: Reply) -> Finding:
 
 
 def vllm_alone(reply: Reply) -> Finding:
-    """Of `shell.opening_vllm.in_vllm` where vLLM does not import, or was given no folder."""
+    """Of `probe_vllm.in_vllm` where vLLM does not import, or was given no folder."""
     if reply.facts is None:
         todo = "an environment of its own (docs/install.md), or uninstall it: only its own sampler needs it"
         return Finding("engines", "vLLM", State.BROKEN, reply.trouble, todo)
@@ -171,7 +171,7 @@ def vllm_alone(reply: Reply) -> Finding:
 
 
 def in_vllm(facts: Facts, *, wanted: bool) -> Finding:
-    """Of `shell.opening_vllm.in_vllm` with a folder, which is broken or doubtful by whether vLLM is `wanted`."""
+    """Of `probe_vllm.in_vllm` with a folder, which is broken or doubtful by whether vLLM is `wanted`."""
     bad = State.BROKEN if wanted else State.WARNING
     instead = "use the local sampler (local_sampler.local)"
     if "refused" in facts:

@@ -24,7 +24,7 @@ def wants(*arguments: str) -> dict[str, Any]:
     knobs = config.root.knobs
     used = {full_name(node.target) for node in nodes([config.root])}
     packages = {package for start, package in NEEDS.items() if any(name.startswith(start) for name in used)}
-    if str(knobs["attention"]).startswith("flash_attention"):
+    if str(knobs["compute"].knobs["attention"]).startswith("flash_attention"):
         packages.add("flash-attn")
     return {"packages": sorted(packages), "model": knobs["model"] if isinstance(knobs["model"], str) else ""}
 

@@ -27,9 +27,8 @@ from grpo_fn.core.types import Scores
 
 
 def experience(how, taken) -> tuple[Experience, Scores]:
-    adv, batch = compute_advantages(
-        taken.groups, taken.logp_old, taken.logp_ref, UNMOVED, key=KEY, stages=Stages(*how[:4])
-    )
+    stages = Stages(**{name: getattr(how, name) for name in ("credit", "filters", "token_mask", "objective")})
+    adv, batch = compute_advantages(taken.groups, taken.logp_old, taken.logp_ref, UNMOVED, key=KEY, stages=stages)
     logp = torch.where(batch.mask, taken.logp, 0.0)
     return Experience(taken.groups, adv, batch), Scores(logp, -logp)
 

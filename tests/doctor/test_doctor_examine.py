@@ -13,7 +13,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grpo_fn.doctor import __main__, examine, probe_host, subprocess_probe, versions
+from grpo_fn.doctor import __main__, checks, examine, probe_host, subprocess_probe, versions
 from grpo_fn.doctor.checks import Reply
 from grpo_fn.doctor.examine import Question
 from grpo_fn.doctor.report import Finding, State
@@ -72,7 +72,7 @@ def here(function: str, *arguments: str, **_: object) -> Reply:
 def opened(folder: Path) -> Finding:
     """What is found of a folder in transformers."""
     reply = here("grpo_fn.doctor.probe_transformers:in_transformers", str(folder))
-    return next(iter(examine.verdicts.in_transformers(reply, gpus_without_bf16=False)))
+    return next(iter(checks.in_transformers(reply, gpus_without_bf16=False)))
 
 
 # -- the whole
@@ -104,7 +104,7 @@ def test_help_imports_nothing_and_tells_the_exit_codes() -> None:
 
 
 def test_the_doctor_itself_does_without_torch() -> None:
-    code = "import sys; from grpo_fn import diagnosis, doctor; print({'torch', 'transformers', 'gin'} & {*sys.modules})"
+    code = "import sys; from grpo_fn.doctor import __main__, examine; print({'torch', 'transformers', 'gin'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n", done.stderr
 

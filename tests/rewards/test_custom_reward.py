@@ -37,6 +37,7 @@ from grpo_fn.rewards import length
 from grpo_fn.rewards import wrappers
 from grpo_fn.rewards import math
 from grpo_fn.shell.reward_workers import reward_pool
+from grpo_fn.trainer import sections
 include "run/arithmetic.gin"
 """
 
@@ -65,7 +66,7 @@ def test_gin_says_what_exists_and_uses_all_that_it_binds(place, names, tmp_path)
     """Laid over the embedded run; unknown and unused names are refused by load."""
     bindings = [line for line in blocks("gin")[place].splitlines() if not line.startswith("from ")]
     (tmp_path / "page.gin").write_text("\n".join([IMPORTS, *bindings, ""]), encoding="utf-8")
-    reward = freeze(load([str(tmp_path / "page.gin")], []).root.knobs["reward"], {})
+    reward = freeze(load([str(tmp_path / "page.gin")], []).root.knobs["rewards"].knobs["reward"], {})
     assert len(reward.keywords["parts"]) == len(reward.keywords["weights"]) == names
     assert len(part_names(reward.keywords["parts"])) == names
 
