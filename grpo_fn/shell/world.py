@@ -35,7 +35,7 @@ class Elsewhere(RuntimeError):
 
 
 class World:
-    """All ranks of a run, seen from one of them. Alone (`alone`) it costs nothing and talks to nobody."""
+    """All ranks of a run, seen from one of them. Alone (`alone`) it costs nothing and does not communicate."""
 
     def __init__(self, rank: int, size: int, device: torch.device, *, deadline: float) -> None:
         if deadline <= 0:

@@ -1,4 +1,4 @@
-"""A policy on this process alone, as `place` puts it together, around whatever module a test has."""
+"""A policy on this process alone, as `load_and_shard` puts it together, around whatever module a test has."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -53,7 +53,7 @@ def model(seed):
 
 
 def weights(module):
-    """As `outgoing` has them."""
+    """As `export_weights` has them."""
     for name, weight in module.named_parameters():
         yield name, weight.detach()
         if name.endswith("embed_tokens.weight"):

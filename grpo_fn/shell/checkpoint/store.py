@@ -1,6 +1,6 @@
 """Checkpoints that are whole or absent: folders `step_N` with a manifest of hashes, renamed into place when complete.
 
-`shell/saver.py` writes them; here is what is done with them on the disk. `root` is the folder that holds them. Inside
+`async_saver.py` writes them; here is what is done with them on the disk. `root` is the folder that holds them. Inside
 it, names with a leading dot are unfinished business of one process, the main rank's: `.tmp-step_N-OWNER` is being
 written, `.old-step_N-OWNER` is being replaced, `.gone-step_N-OWNER` is being deleted. OWNER is its process id and, of
 what is written, a word that no other process says: a rank of a job that died cannot write into the next one's folder.
@@ -57,7 +57,7 @@ def latest(root: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def load_into(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Copy what the checkpoint holds under these names into the tensors, sharded or not, whoever wrote it and how.
+    """Copy what the checkpoint holds under these names into the tensors, sharded or not, whatever ranks wrote it.
 
     Every rank calls it. Raises ValueError, nothing changed, naming the first tensor that the checkpoint does not hold,
     or holds with another shape or dtype; what else it holds is left alone.
@@ -200,7 +200,7 @@ def _meta_if_whole(path: Path) -> dict[str, Any] | None:
 
 
 def _abandoned(path: Path, pid: int) -> bool:
-    """Whether nobody works on it: its process is this one, dead, or younger than the folder (the id was reused)."""
+    """Whether no process works on it: its owner is this one, dead, or younger than the folder (the id was reused)."""
     if pid == os.getpid():
         return True
     try:

@@ -1,6 +1,6 @@
 """AsyncWriter: the metrics log written in a thread, which makes the calls of a MetricsWriter in their order.
 
-What a call is given is kept until it is made: nobody may change it afterwards. Tensors are brought to the CPU at once,
+What a call is given is kept until it is made: do not change it afterwards. Tensors are brought to the CPU at once,
 so that the thread never talks to a device that the training is busy with.
 """
 

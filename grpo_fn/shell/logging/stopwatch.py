@@ -17,7 +17,7 @@ class Stopwatch:
     """Adds up the seconds spent in named phases; `phase` is the one going on now.
 
     Every moment counts once: for the innermost span around it, or for OTHER. So the phases of a lap add up to it.
-    Each span is also inside `mark(name)`, for whoever records more than seconds.
+    Each span is also inside `mark(name)`, for a profiler that records more than seconds.
     """
 
     def __init__(self, *, now: Callable[[], float] = time.perf_counter, mark: Mark = nullcontext) -> None:

@@ -69,7 +69,7 @@ def _mirrored(run_dir: Path, *, project: str, mode: str) -> Iterator[None]:
 
 
 def run_id(run_dir: Path) -> str:
-    """The run's name there, drawn once and kept in its folder: whoever copies or repeats a run gets another one."""
+    """The run's name there, drawn once and kept in its folder: a copied or repeated run gets another one."""
     path = run_dir / "wandb" / "id"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)

@@ -71,7 +71,7 @@ def install(model: nn.Module) -> None:
 
 
 def unusable(device: torch.device) -> Tensor:
-    """An attention mask that transformers hands on as it is and that fits no scores: whoever uses it fails."""
+    """An attention mask that transformers hands on as it is and that fits no scores: what uses it fails."""
     return torch.empty(1, 1, 0, 0, device=device)
 
 

@@ -150,7 +150,7 @@ def _built(function: Forward) -> Forward:
 class Tried:
     """A part of a decoding step, compiled, sizes left open.
 
-    Where that fails it runs as it is written from then on, and a warning says why: nobody has asked for it. Such a call
+    Where that fails it runs as it is written from then on, and a warning says why: it was not asked for. Such a call
     may have begun before it failed, so the function has to be one that may be called twice.
     """
 

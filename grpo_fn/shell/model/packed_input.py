@@ -74,7 +74,7 @@ def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: 
     at = places(spans, tokens.shape[1])
     column = torch.arange(tokens.shape[1]).expand(tokens.shape)
     taken = (column >= spans.start[:, None]) & (column < spans.end[:, None])
-    if not taken.any():  # a rank without rows has to take part all the same: one token that nobody looks at
+    if not taken.any():  # a rank without rows has to take part all the same: one token that is not looked at
         taken[0, 0] = True
         spans = Spans(*(x.new_tensor([n]) for x, n in zip(spans, (0, 1, 0), strict=True)))
     told = {

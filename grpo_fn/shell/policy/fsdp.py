@@ -33,8 +33,8 @@ WEIGHTS, OPTIMIZER = "weights.", "optimizer."
 class FSDPPolicy:
     """A causal language model with its optimizer, on one device or spread over the ranks of `data`.
 
-    Every rank is shown the same batch and sees the same scores; which rank computes which row is nobody else's
-    business. Gradients of any objective of the scores reach the parameters through `vjp`'s pullback, micro-batch by
+    Every rank is shown the same batch and sees the same scores; which rank computes which row makes no
+    difference. Gradients of any objective of the scores reach the parameters through `vjp`'s pullback, micro-batch by
     micro-batch, summed over ranks; `update` clips their global norm and steps.
 
     What trains is what `requires_grad` says, plain parameters or DTensors. `frozen` is the reference, None without one.

@@ -38,7 +38,7 @@ class RewardError(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """Rows were given up, as nobody wants them any more."""
+    """Rows were given up, as they are not wanted any more."""
 
 
 def unreported(loss: Loss) -> None:
@@ -179,8 +179,8 @@ class RewardPool:
 
     @contextmanager
     def _mine(self) -> Iterator[None]:
-        """The workers are nobody else's. Whoever has them keeps them no longer than the deadlines of its rows."""
-        with self._next:  # only who comes next waits for the workers, so nobody can have them twice in a row meanwhile
+        """The workers, for one caller at a time, which keeps them no longer than the deadlines of its rows."""
+        with self._next:  # only the next caller waits for the workers, so no other can have them twice meanwhile
             self._free.acquire()
         try:
             yield

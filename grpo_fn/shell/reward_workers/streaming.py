@@ -3,7 +3,7 @@
 The sampler tells of every completion as soon as there is no more of it, and a thread has the reward pool score what it
 is told of. When the rewards are asked for, most of them are there. They are the ones that would have been found then: a
 reward is a pure function of problem and completion, every row goes to it once, and what a row was lost to is counted,
-complained of and raised when that row is asked for, and never when nobody does.
+complained of and raised when that row is asked for, and never when it is not asked for.
 
 Which rewards to begin with is learned from the last two rounds: those that were asked about every row, and that took
 their time. So nothing is done ahead for the first two steps, for a reward that some rows never get to, or for one that
@@ -27,7 +27,7 @@ from grpo_fn.shell.sampler.data_parallel import spread_score
 from grpo_fn.shell.world import World
 
 WORTH = 1e-3  # seconds of a row in a worker: below, handing rows over piecemeal costs what it saves
-MOST = 128  # rows of one call to the pool: whoever else wants its workers waits for no more
+MOST = 128  # rows of one call to the pool: another caller of the pool waits for no more
 LOOK = 1.0  # seconds between two looks at whether the thread is alive
 LEAVE = 10.0  # seconds that it may take to hear that it is to end
 
@@ -75,7 +75,7 @@ class StreamingRewards:
         self._asked: set[bytes] = set()  # rewards that the last round asked about every row, as workers find them
         self._rewards: dict[bytes, RewardFn] = {}  # those to begin with
         self._told: deque[tuple[Problem, Completion]] = deque()  # and not looked at yet
-        self._found: dict[bytes, dict[StreamedRow, Outcome | None]] = {}  # by reward; None: somebody is at it
+        self._found: dict[bytes, dict[StreamedRow, Outcome | None]] = {}  # by reward; None: being scored
         self._over = -1  # the last uid that a round was about
         self._open = False
 
@@ -154,7 +154,7 @@ class StreamingRewards:
     # -- who is at which row
 
     def _claimed(self, payload: bytes, rows: Rows) -> Rows:
-        """The rows that nobody is at and nobody was: they are ours now."""
+        """Claim the rows that no thread has scored or is scoring, and return them."""
         with self._news:
             found = self._found.setdefault(payload, {})
             left = {row: problem for row, problem in rows.items() if row not in found}
@@ -162,7 +162,7 @@ class StreamingRewards:
             return left
 
     def _settle(self, payload: bytes, rows: Rows, judge: Callable[..., list[Outcome]]) -> None:
-        """Score what was claimed. Where that raises, nobody is at these rows any more."""
+        """Score what was claimed. Where that raises, these rows are no longer claimed."""
         known: dict[StreamedRow, Outcome] = {}
         try:
             known.update(zip(rows, judge([*rows.values()], [row.completion for row in rows]), strict=True))
@@ -177,7 +177,7 @@ class StreamingRewards:
                 self._scored.notify_all()
 
     def _there(self, payload: bytes, rows: Rows) -> bool:
-        """Wait until nobody is at any of these rows, which is as long as the pool gives them; whether all are known."""
+        """Wait until none of these is being scored, which is as long as the pool gives them; whether all are known."""
         with self._news:
             found = self._found[payload]
             while any(found.get(row, row) is None for row in rows):
@@ -218,7 +218,7 @@ class StreamingRewards:
                         self._drop(payload)
 
     def _early(self, payload: bytes, batch: Rows) -> Rows:
-        """The rows that are ours now, unless whoever wants them has come meanwhile, or does not any more."""
+        """Claim the rows of the batch, without those that `round` has asked for or given up meanwhile."""
         with self._news:
             batch = {row: problem for row, problem in batch.items() if row.uid > self._over}
             return self._claimed(payload, batch) if payload in self._rewards else {}

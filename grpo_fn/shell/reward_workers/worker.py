@@ -1,4 +1,4 @@
-"""One reward worker: `python -m grpo_fn.shell.reward_workers.worker MEMORY_MB`, started and fed by `reward_process`.
+"""One reward worker: `python -m grpo_fn.shell.reward_workers.worker MEMORY_MB`, started and fed by `worker_handle`.
 
 A message is a 4-byte big-endian length and that many bytes. In: a pickled `(function, rows)`, where the function and
 each row `(problem, completion)` are pickles themselves, so that a row is opened only when its turn has come. Out:
@@ -105,7 +105,7 @@ def confine(memory_mb: int) -> None:
 
 
 def private_stream(fd: int, mode: str, replacement: int) -> BinaryIO:
-    """The stream at `fd` under a number of its own; whoever uses `fd` from now on gets `replacement`."""
+    """The stream at `fd` under a number of its own; what uses `fd` from now on gets `replacement`."""
     stream = os.fdopen(os.dup(fd), mode)
     os.dup2(replacement, fd)
     return stream

@@ -55,7 +55,7 @@ class Report:
         self.fd, self.secret, self.reason = fd, "", ""
 
     def begin(self, secret):
-        """From now on whoever waits outside knows that everything inside is as it should be."""
+        """From now on the caller outside knows that everything inside is as it should be."""
         self.secret = secret
         self.say("ready")
 

@@ -12,7 +12,7 @@ START_BYTES = 2**16
 
 
 class Channel:
-    """Requests out, replies and printed text in, all of them pipes; `life` hangs up when nobody waits outside.
+    """Requests out, replies and printed text in, all of them pipes; `life` hangs up when the caller outside is gone.
 
     Every method raises Ended when the conversation is over, and goes on doing so.
     """

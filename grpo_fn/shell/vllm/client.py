@@ -1,6 +1,6 @@
 """One vLLM server over HTTP: completions of token ids, and the routes with which a trainer changes its weights.
 
-A call ends in an answer, in `Unreachable` (nobody listens, the time is up, the server broke: others may be asked) or in
+A call ends in an answer, in `Unreachable` (no server, the time is up, the server broke: others may be asked) or in
 `Refused` (the request is wrong, or the way the server was started: asking again would not help).
 """
 

@@ -242,7 +242,7 @@ class Colocated:
         gc.collect()
 
     def _together(self, what: str) -> AbstractContextManager[None]:
-        """Where the ranks of an engine wait for one another; an engine of one rank waits for nobody."""
+        """Where the ranks of an engine wait for one another; an engine of one rank waits for no other."""
         return self.world.talking(what) if self.ranks > 1 else nullcontext()
 
     def _check_heads(self) -> None:

@@ -1,6 +1,6 @@
 """vLLM's options: engine arguments, and sampling functions as fields of its SamplingParams with a seed for each row.
 
-vLLM draws by itself, so the house's functions are translated, not called. The distribution is the same; the draws are
+vLLM draws by itself, so sampling functions are translated, not called. The distribution is the same; the draws are
 not, for vLLM makes its own random numbers from a seed.
 """
 

@@ -1,7 +1,7 @@
 """Which vLLM servers are well, and who draws what.
 
 Everything here runs in one event loop, so the state needs no locks. A server that fails is out, by name, and its work
-goes to another one; `vllm_swap` takes it back when it answers and has the newest weights.
+goes to another one; `weight_update` takes it back when it answers and has the newest weights.
 """
 
 import asyncio

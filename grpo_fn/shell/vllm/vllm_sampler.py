@@ -149,7 +149,7 @@ class VllmSampler:
     max_model_len: int | None
     extra: Mapping[str, Any]
     finished: Finished | None = None  # told of every completion as it comes; the ranks of an engine share them
-    # Of the weights; whoever else asks the engine counts on.
+    # Of the weights; other samplers on the same engine count on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def __post_init__(self) -> None:

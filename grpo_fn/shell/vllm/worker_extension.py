@@ -1,7 +1,7 @@
 """What our trainer needs in a vLLM server: `--worker-extension-cls grpo_fn.shell.vllm.worker_extension.Extension`.
 
 Importing it registers two weight-transfer engines, "grpo_file" and "grpo_nccl"; the class is mixed into every worker
-and answers /collective_rpc. Only vLLM imports this room, in a process of its own.
+and answers /collective_rpc. Only vLLM imports this module, in a process of its own.
 """
 
 import hashlib

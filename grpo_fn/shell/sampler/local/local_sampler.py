@@ -166,7 +166,7 @@ class LocalSampler:
         return ContinuousBatching(made, prompts, u, **how).run()
 
     def _ended(self, problems: Sequence[Problem], group_size: int) -> Ended | None:
-        """Tells whoever listens of the row with that number."""
+        """A function that calls `finished` for the row with that number; None without `finished`."""
         if self.finished is None:
             return None
 
