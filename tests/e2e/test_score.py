@@ -408,7 +408,7 @@ REFUSED = {
     "no literal": (["mine.later", "--set", "unit=km"], "--set: got 'unit=km', wanted KNOB=VALUE"),
     "a knob of no function": (["mine.obeys", "--set", "bonus.x=1"], "--set bonus.x: got a knob of no function"),
     "no workers": (["mine.obeys", "--workers", "0"], "workers: got 0, wanted more than 0"),
-    "no time": (["mine.obeys", "--deadline", "nan"], "deadline: got nan, wanted more than 0"),
+    "no time": (["mine.obeys", "--deadline", "nan"], "timeout_per_completion: got nan, wanted more than 0"),
     "no memory": (["mine.obeys", "--memory_mb", "16"], "16 MB"),
     "no input": (["mine.obeys", "--input", "nosuch.jsonl"], "nosuch.jsonl"),
     "a folder": (["mine.obeys", "--input", "."], "'.'"),
