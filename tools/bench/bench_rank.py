@@ -35,6 +35,7 @@ from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World, join
+from grpo_fn.trainer.sections import Compute
 
 EOS = 0
 
@@ -133,15 +134,15 @@ class Silent(PreTrainedTokenizerBase):
 
 def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
     """The model in that folder, in place as the file `scale` says."""
-    knobs = taken(**load(["base.gin", scale], [], taker="bench_rank.taken").kwargs())
+    of_scale = scale_sections(**load(["base.gin", scale], [], taker="bench_rank.scale_sections").kwargs())
     placing = ModelSpec(
         folder=str(model),
         config=AutoConfig.from_pretrained(model),
-        dtype=getattr(torch, knobs["dtype"]),
+        dtype=getattr(torch, of_scale.compute.dtype),
         attention="sdpa",
-        adapters=knobs["adapters"],
+        adapters=of_scale.lora,
         scorer=partial(LogprobModel, temperature=1.0, head_elements=2**24, rows=pack_shared_prompts),
-        parallelism=knobs["scale"],
+        parallelism=of_scale.parallelism,
         key=prng.key(0, device="cpu"),
     )
     placed = load_and_shard(world, placing, reference=False)
@@ -172,9 +173,17 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
     return Bench(policy, DataParallelSampler(sampler, world), problems, prng.key(1, device="cpu"), size)
 
 
-def taken(*, dtype: str, scale: Parallelism, adapters: LoRA | None) -> dict[str, Any]:
+class ScaleSections(NamedTuple):
     """What the bench takes of a configuration."""
-    return {"dtype": dtype, "scale": scale, "adapters": adapters}
+
+    compute: Compute
+    parallelism: Parallelism
+    lora: LoRA | None
+
+
+def scale_sections(*, compute: Compute, parallelism: Parallelism, lora: LoRA | None) -> ScaleSections:
+    """The root's sections that a file of scale/ binds."""
+    return ScaleSections(compute, parallelism, lora)
 
 
 def random_prompt(size: Size, tokenizer: Any, prompt: str) -> list[int]:

@@ -134,7 +134,8 @@ import bench_reward
 from grpo_fn.algo import kl
 from grpo_fn.algo import losses
 from grpo_fn.algo import objective
-from grpo_fn.trainer import loop
+from grpo_fn.algo import step
+from grpo_fn.trainer import sections
 from grpo_fn import train
 from grpo_fn.rewards import combine
 from grpo_fn.shell.policy import optimizer
