@@ -49,6 +49,7 @@ PACKAGES = (
     Package("gin-config", "==0.5.0", _both("0.5.0", "0.5.0")),
     Package("httpx2", ">=2,<3", _both("2.16.2", "2.16.2")),
     Package("huggingface-hub", ">=1.0", _both("2.4.0", "2.4.0")),
+    Package("jinja2", ">=3.1", _both("3.1.6", "3.1.6")),
     Package("jaxtyping", ">=0.3", _both("0.3.11", "0.3.11")),
     Package("math-verify", "==0.9.0", _both("0.9.0", "0.9.0")),
     Package("latex2sympy2-extended", "==1.11.0", _both("1.11.0", "1.11.0")),

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 from tqdm import tqdm
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, grouped, summarise, tally
@@ -29,7 +30,7 @@ from grpo_fn.shell.sampler.interface import EngineSampler, SamplerContext
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out
-from grpo_fn.trainer.build import prepare
+from grpo_fn.trainer.build import prepare, start_sampler
 from grpo_fn.trainer.model_source import Found, check_fits, locate, take
 from grpo_fn.trainer.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.run import EVALUATION
@@ -78,22 +79,7 @@ def measure(
     config = found.source.config()
     if found.checkpoint is not None:
         check_fits(found.checkpoint, config)
-    asked = held_out(data.task().test[: evaluation.problems])
-    if not asked.test:
-        raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
-    disable_progress_bar()
-    folder, tokenizer, fitting = prepare(
-        found.source,
-        asked,
-        (),
-        config,
-        sampling.max_new_tokens,
-        encode=data.encode_prompt,
-        overlong_prompts=data.overlong_prompts,
-    )
-    problems = fitting.test
-    for note in fitting.notes:
-        warn(note)
+    folder, tokenizer, problems = problems_for(found.source, config, data, sampling, evaluation.problems)
     check_space(request.out, len(problems) * (1 + evaluation.samples) * sampling.max_new_tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
     write_bytes(request.out / "config.gin", request.config_text.encode())
@@ -105,22 +91,15 @@ def measure(
     )
     seat = SamplerContext(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
     with clock.span("load"):
-        greedy = sampling.sampler(
-            seat,
-            tokenizer,
-            choose=token_samplers.greedy,
-            encode=data.encode_prompt,
-            max_new_tokens=sampling.max_new_tokens,
-            max_rows=sampling.max_rows,
-            stop=sampling.stop,
-        )
+        knobs = {"max_rows": sampling.max_rows, "sampling": sampling, "data": data}
+        greedy = start_sampler(sampling.sampler, seat, tokenizer, token_samplers.greedy, **knobs)
         if found.checkpoint is not None:
             greedy.load(FixedWeights(whole(), world))
     with noting(f"evaluating {found.path}"), closing(greedy), rewards.pool() as pool, clock.span("evaluate"):
         judged = answers(greedy, problems, seed=seed, how=evaluation, score=timed(pool.score, clock))
-    figures = summarise(judged, ks=evaluation.ks, by=evaluation.by)
-    parts = {key: {value: counted(rows) for value, rows in grouped(judged, key).items()} for key in evaluation.by}
     eval_store.write(request.out / SAMPLES, [one.row() for one in judged])
+    figures = {**summarise(judged, ks=evaluation.ks, by=evaluation.by), **clock.lap()}
+    parts = {key: {value: counted(rows) for value, rows in grouped(judged, key).items()} for key in evaluation.by}
     results = {
         "model": request.model,
         "weights": found.path,
@@ -129,12 +108,27 @@ def measure(
         "device": str(place),
         "seed": seed,
         "fingerprint": request.fingerprint,
-        "figures": {**figures, **clock.lap()},
+        "figures": figures,
         "parts": {key: values for key, values in parts.items() if values},
     }
     write_json(request.out / RESULTS, results)  # the last one: where it is, the others are whole
     print(*report(results), f"written to {request.out}", sep="\n")
     return 0
+
+
+def problems_for(
+    source: hf.ModelSource, config: PretrainedConfig, data: Data, sampling: Sampling, count: int
+) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
+    """The model's folder, its tokenizer, and the first `count` held-out problems whose prompts leave room for an answer."""
+    asked = held_out(data.task().test[:count])
+    if not asked.test:
+        raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
+    disable_progress_bar()
+    how = {"encode": data.encode_prompt, "overlong_prompts": data.overlong_prompts}
+    folder, tokenizer, fitting = prepare(source, asked, (), config, sampling.max_new_tokens, **how)
+    for note in fitting.notes:
+        warn(note)
+    return folder, tokenizer, fitting.test
 
 
 def loaded(found: Found, load: Callable[[], nn.Module]) -> nn.Module:

@@ -10,11 +10,13 @@ from hashlib import sha256
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from grpo_fn.algo.step import StepAlgorithm, compare_as_given, compare_to_own_pass, from_sampler
-from grpo_fn.core import prng, sampling
+from grpo_fn.core import prng
+from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -24,13 +26,14 @@ from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, spread_score
 from grpo_fn.shell.sampler.interface import EngineSampler, Finished, SamplerContext, positions
+from grpo_fn.shell.sampler.local.local_sampler import Choose
 from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
 from grpo_fn.trainer.plan import check_shared
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, Request, TrainingRun
-from grpo_fn.trainer.sections import Settings
+from grpo_fn.trainer.sections import Data, Sampling, Settings
 from grpo_fn.trainer.state import has_progress
 from grpo_fn.trainer.validate import ValidatedPlan
 
@@ -59,21 +62,7 @@ def build(
     s.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))  # before anything is made
     key = prng.key(s.seed, device="cpu")
     prepared = open_and_prepare(s, checked, request, world, enter=enter)
-    spec = ModelSpec(
-        folder=prepared.folder,
-        config=checked.config,
-        dtype=checked.dtype,
-        attention=s.compute.attention,
-        adapters=s.lora,
-        scorer=partial(
-            s.compute.logprob_model,
-            temperature=s.sampling.temperature,
-            head_elements=s.compute.logits_chunk_elements,
-            rows=s.compute.input_packing,
-        ),
-        parallelism=s.parallelism,
-        key=prng.fold_in(key, ADAPTERS),
-    )
+    spec = model_spec(s, checked, prepared.folder, prng.fold_in(key, ADAPTERS))
     loaded = world.together(partial(load_and_shard, world, spec, reference=checked.reference), what="loading the model")
     policy = build_policy(s, loaded, world)
     pool = s.rewards.pool()
@@ -96,7 +85,7 @@ def build(
                 max_staleness=s.sampling.max_staleness,
                 deadline=s.sampling.timeout,
             ),
-            greedy=DataParallelSampler(sampler.for_evaluation(sampling.greedy), world),
+            greedy=DataParallelSampler(sampler.for_evaluation(token_samplers.greedy), world),
             sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
             tokenizer=prepared.tokenizer,
             algo=step_algorithm(s, checked, policy, streaming, world),
@@ -108,6 +97,26 @@ def build(
             start_over=request.force,
             started=started,
         )
+
+
+def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Tensor) -> ModelSpec:
+    """What there is to know of the model before it is loaded."""
+    compute = settings.compute
+    return ModelSpec(
+        folder=folder,
+        config=checked.config,
+        dtype=checked.dtype,
+        attention=compute.attention,
+        adapters=settings.lora,
+        scorer=partial(
+            compute.logprob_model,
+            temperature=settings.sampling.temperature,
+            head_elements=compute.logits_chunk_elements,
+            rows=compute.input_packing,
+        ),
+        parallelism=settings.parallelism,
+        key=key,
+    )
 
 
 def open_and_prepare(
@@ -179,18 +188,34 @@ def sampler_context(
     )
 
 
+def start_sampler(
+    factory: Callable[..., EngineSampler],
+    context: SamplerContext,
+    tokenizer: PreTrainedTokenizerBase,
+    choose: Choose,
+    *,
+    max_rows: int,
+    sampling: Sampling,
+    data: Data,
+) -> EngineSampler:
+    """A sampler that a section names, with what the program passes to it."""
+    return factory(
+        context,
+        tokenizer,
+        choose=choose,
+        encode=data.encode_prompt,
+        max_new_tokens=sampling.max_new_tokens,
+        max_rows=max_rows,
+        stop=sampling.stop,
+    )
+
+
 def build_sampler(settings: Settings, context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> EngineSampler:
     """The sampler of the training."""
     how = settings.sampling
-    return how.sampler(
-        context,
-        tokenizer,
-        choose=partial(how.token_sampler, temperature=how.temperature),
-        encode=settings.data.encode_prompt,
-        max_new_tokens=how.max_new_tokens,
-        max_rows=how.max_rows,
-        stop=how.stop,
-    )
+    choose = partial(how.token_sampler, temperature=how.temperature)
+    knobs = {"max_rows": how.max_rows, "sampling": how, "data": settings.data}
+    return start_sampler(how.sampler, context, tokenizer, choose, **knobs)
 
 
 def build_evaluator(
@@ -201,15 +226,15 @@ def build_evaluator(
     if how.async_sampler is None:
         return None
     start = partial(
+        start_sampler,
         how.async_sampler,
         # A module of its own, whatever trains.
         sampler_context(spec, world, partial(spec.whole, world.device, spec.dtype), None),
         copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
-        choose=sampling.greedy,
-        encode=settings.data.encode_prompt,
-        max_new_tokens=settings.sampling.max_new_tokens,
+        token_samplers.greedy,
         max_rows=how.max_rows,
-        stop=settings.sampling.stop,
+        sampling=settings.sampling,
+        data=settings.data,
     )
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
     return partial(open_evaluator, start, how.token_sampler, settings.rewards.pool, key, world)

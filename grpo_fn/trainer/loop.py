@@ -28,85 +28,128 @@ from grpo_fn.trainer.state import BEST, Progress, packed_progress, read_history,
 
 
 def run_training(run: TrainingRun) -> int:
-    """Restore or begin, take the steps that are left, and finish."""
-    said: list[str] = []
-    progress = restore(run.run_dir, run.policy, training_problem(run), run.world, start_over=run.start_over, said=said)
-    first, past = progress is None, 0.0 if progress is None else progress.seconds
-    start = 0 if progress is None else progress.state.step
-    saved = -1 if progress is None else start
-    fatal: list[health.Finding] = []
+    """Restore or begin, take the steps that are left, and finish; returns the exit code."""
+    messages: list[str] = []
+    progress = restore(
+        run.run_dir, run.policy, training_problem(run), run.world, start_over=run.start_over, said=messages
+    )
+    first, start = progress is None, 0 if progress is None else progress.state.step
     with ExitStack() as stack:
         loggers = open_loggers(run, stack, start, first=first)
         stop = stack.enter_context(StopRequest())
         halt = partial(stop_requested, run, stop, loggers)
-        for line in said:
+        for line in messages:
             loggers.console.line(line)
         run.sampler.load(run.policy)
+        fatal: list[health.Finding] = []
         if progress is None:
-            for line in run.plan:
-                loggers.console.line(line)
-            tensorboard_layout.begin(loggers.writer, run.run_dir / "config.gin")
-            progress = begin(run, loggers)
-            if progress.pending:
-                with loggers.clock.span("checkpoint"):
-                    save_checkpoint(run, progress, loggers)
-                saved = 0
+            progress = start_from_scratch(run, loggers)
         else:
-            if run.world.main:
-                loggers.history[:] = read_history(run.run_dir)
-            run.sampler.refill(progress.ahead)
-            loggers.console.line(f"resumed after step {start} from {run.run_dir / 'checkpoints'}")
-            with noting(run.world, start, loggers.clock), loggers.clock.span("evaluate"):
-                fatal = async_eval.resume_pending(run, progress, loggers, stop=halt)
-        for step in range(start + 1, run.settings.steps + 1):
-            with noting(run.world, step, loggers.clock):
-                if halt() or fatal:
-                    break
-                with loggers.profiler.recorded(step, loggers.clock.span):
-                    advance(run, progress, step, loggers)
-                    progress.seconds = past + time.perf_counter() - run.started
-                    fatal = check_health(run, step, loggers.history, loggers.console, loggers.writer)
-                    if run.evaluator is not None:
-                        with loggers.clock.span(
-                            "evaluate"
-                        ):  # in the next step's time: what of it holds up the training
-                            fatal += async_eval.advance_evaluation(
-                                run, progress, loggers, due=evaluates(run, step), stop=halt
-                            )
-                    last = halt() or bool(fatal) or step == run.settings.steps
-                    if last or due(step, run.settings.checkpoints.every) or step in progress.pending:
-                        with loggers.clock.span("checkpoint"):
-                            save_checkpoint(run, progress, loggers)
-                        saved = step
-                if fatal:
-                    break
-        done = progress.state.step
-        if done == run.settings.steps and not async_eval.finish_evaluations(run, progress, loggers, stop=halt):
-            loggers.saver.wait()
-            by = stop.requested or "a signal to another rank"
-            loggers.console.line(f"stopped by {by} before the last evaluation; the same command makes it")
-            return EXIT_STOPPED
-        with noting(run.world, done, loggers.clock), loggers.clock.span("checkpoint"):
-            if done < run.settings.steps and saved < done:  # the signal came between two steps, or before the first
-                save_checkpoint(run, progress, loggers)
-            loggers.saver.wait()
-        if done < run.settings.steps and fatal:
-            rules = ", ".join(found.rule for found in fatal)
-            loggers.console.line(
-                f"ended by {rules} (sections.Health.stop) after step {done}, which is saved; the same command goes on "
-                "from here, and ends again when a rule fires anew"
-            )
-            return EXIT_UNHEALTHY
-        if done < run.settings.steps:
-            by = stop.requested or "a signal to another rank"
-            loggers.console.line(f"stopped by {by} after step {done}; the same command goes on from here")
-            return EXIT_STOPPED
+            fatal = resume(run, progress, loggers, stop=halt)
+        past = progress.seconds
+        saved = -1 if first and not progress.pending else start
+        saved, fatal = take_steps(run, progress, loggers, fatal, saved, past=past, halt=halt)
+        code = end_early(run, progress, loggers, stop, halt, fatal, saved)
+        if code is not None:
+            return code
         progress.seconds = past + time.perf_counter() - run.started
-        with noting(run.world, done, loggers.clock), loggers.clock.span("export"):
+        with noting(run.world, progress.state.step, loggers.clock), loggers.clock.span("export"):
             export_run(run, progress, loggers.console)
-            if start < done:  # the events of a run that was done before say so already
+            if start < progress.state.step:  # the events of a run that was done before say so already
                 loggers.writer.finished()
     return 0
+
+
+def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
+    """Log the plan and measure the policy before training; a checkpoint where that measurement is pending."""
+    for line in run.plan:
+        loggers.console.line(line)
+    tensorboard_layout.begin(loggers.writer, run.run_dir / "config.gin")
+    progress = begin(run, loggers)
+    if progress.pending:
+        with loggers.clock.span("checkpoint"):
+            save_checkpoint(run, progress, loggers)
+    return progress
+
+
+def resume(
+    run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
+) -> list[health.Finding]:
+    """Go on from a checkpoint: history, batches sampled ahead, pending evaluations; returns what ends the run."""
+    start = progress.state.step
+    if run.world.main:
+        loggers.history[:] = read_history(run.run_dir)
+    run.sampler.refill(progress.ahead)
+    loggers.console.line(f"resumed after step {start} from {run.run_dir / 'checkpoints'}")
+    with noting(run.world, start, loggers.clock), loggers.clock.span("evaluate"):
+        return async_eval.resume_pending(run, progress, loggers, stop=stop)
+
+
+def take_steps(
+    run: TrainingRun,
+    progress: Progress,
+    loggers: RunLoggers,
+    fatal: list[health.Finding],
+    saved: int,
+    *,
+    past: float,
+    halt: Callable[[], bool],
+) -> tuple[int, list[health.Finding]]:
+    """The steps that are left; returns the last step saved (-1: none), and what ended the run before its last."""
+    for step in range(progress.state.step + 1, run.settings.steps + 1):
+        with noting(run.world, step, loggers.clock):
+            if halt() or fatal:
+                break
+            with loggers.profiler.recorded(step, loggers.clock.span):
+                advance(run, progress, step, loggers)
+                progress.seconds = past + time.perf_counter() - run.started
+                fatal = check_health(run, step, loggers.history, loggers.console, loggers.writer)
+                if run.evaluator is not None:
+                    with loggers.clock.span("evaluate"):  # in the next step's time: what of it holds up the training
+                        due_now = evaluates(run, step)
+                        fatal += async_eval.advance_evaluation(run, progress, loggers, due=due_now, stop=halt)
+                last = halt() or bool(fatal) or step == run.settings.steps
+                if last or due(step, run.settings.checkpoints.every) or step in progress.pending:
+                    with loggers.clock.span("checkpoint"):
+                        save_checkpoint(run, progress, loggers)
+                    saved = step
+            if fatal:
+                break
+    return saved, fatal
+
+
+def end_early(
+    run: TrainingRun,
+    progress: Progress,
+    loggers: RunLoggers,
+    stop: StopRequest,
+    halt: Callable[[], bool],
+    fatal: list[health.Finding],
+    saved: int,
+) -> int | None:
+    """Wait for evaluations and saves; the exit code of a run that ends before all is done, None for one that is done."""
+    done, steps = progress.state.step, run.settings.steps
+    if done == steps and not async_eval.finish_evaluations(run, progress, loggers, stop=halt):
+        loggers.saver.wait()
+        by = stop.requested or "a signal to another rank"
+        loggers.console.line(f"stopped by {by} before the last evaluation; the same command makes it")
+        return EXIT_STOPPED
+    with noting(run.world, done, loggers.clock), loggers.clock.span("checkpoint"):
+        if done < steps and saved < done:  # the signal came between two steps, or before the first
+            save_checkpoint(run, progress, loggers)
+        loggers.saver.wait()
+    if done < steps and fatal:
+        rules = ", ".join(found.rule for found in fatal)
+        loggers.console.line(
+            f"ended by {rules} (sections.Health.stop) after step {done}, which is saved; the same command goes on "
+            "from here, and ends again when a rule fires anew"
+        )
+        return EXIT_UNHEALTHY
+    if done < steps:
+        by = stop.requested or "a signal to another rank"
+        loggers.console.line(f"stopped by {by} after step {done}; the same command goes on from here")
+        return EXIT_STOPPED
+    return None
 
 
 def evaluates(run: TrainingRun, step: int) -> bool:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE, FUNCTION, FOLDER = 400, 60, 17  # lines, lines with the docstring, entries
+FILE, FUNCTION, FOLDER = 400, 60, 16  # lines, lines with the docstring, entries to choose among
+UNREAD = {"__pycache__", "__init__.py", "py.typed"}
 # Functions that are longer, and why.
-LONGER: dict[str, str] = {}
+LONGER = {"grpo_fn/train.py:train": "the root: 15 arguments, documented, and handed on by name"}
 
 
 def sources() -> list[Path]:
@@ -55,7 +56,7 @@ def test_a_function_is_short() -> None:
 
 def test_a_folder_has_few_entries() -> None:
     folders = [path for path in [ROOT / "grpo_fn", *(ROOT / "grpo_fn").rglob("*")] if path.is_dir()]
-    entries = {path: [e for e in path.iterdir() if e.name != "__pycache__"] for path in folders}
+    entries = {path: [e for e in path.iterdir() if e.name not in UNREAD] for path in folders}
     wide = [f"{path}: got {len(e)} entries, wanted at most {FOLDER}" for path, e in entries.items() if len(e) > FOLDER]
     assert not wide, "\n".join(wide)
 

@@ -1,5 +1,10 @@
+"""python tools/bench: the command is in bench.py."""
+
 import sys
 
-from bench import main
+from bench import flags, main
 
-sys.exit(main())
+__all__ = ["flags", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,10 @@
+"""python tools/device_check: the command is in device_check.py."""
+
 import sys
 
-from device_check import main
+from device_check import flags, main
 
-sys.exit(main())
+__all__ = ["flags", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

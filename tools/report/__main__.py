@@ -1,5 +1,10 @@
+"""python tools/report: the command is in report.py."""
+
 import sys
 
-from report import main
+from report import flags, main
 
-sys.exit(main())
+__all__ = ["flags", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,10 @@
+"""python tools/sweep: the command is in sweep.py."""
+
 import sys
 
-from sweep import main
+from sweep import flags, main
 
-sys.exit(main())
+__all__ = ["flags", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())
