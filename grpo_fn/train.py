@@ -75,7 +75,7 @@ def train(
         did.
 
     Raises:
-        ValueError: before any weights are loaded, for numbers, data, folders, rules or a model that do not fit together.
+        ValueError: for numbers, data, folders, rules or a model that do not fit together; no weights are loaded before.
     """
     started = time.perf_counter()
     settings = Settings(

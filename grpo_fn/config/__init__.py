@@ -44,7 +44,8 @@ def load(gin_files: Sequence[str], gin_params: Sequence[str], *, root: str = ROO
     """Read gin files, then `NAME=VALUE` parameters on top, and check everything that the root would receive.
 
     The root's module, and any class below it, may declare `SUPPLIED = {knob: names}`: keyword-only parameters of that
-    knob's function which the program passes itself. The root's module may declare `CHANGEABLE = (knob, ...)`, which the fingerprint does not count. A `taker` is
+    knob's function which the program passes itself. The root's module may declare `CHANGEABLE = (knob, ...)`, which the
+    fingerprint does not count. A `taker` is
     another function that takes some of the root's knobs, under their names: it needs no bindings of its own, only what
     it takes is resolved and called, and the rest may be unbound.
     Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.

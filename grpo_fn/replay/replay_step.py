@@ -80,7 +80,8 @@ def replay(asked: Asked) -> int:
     lines = checksums.recorded(asked.run_dir)
     if asked.step not in lines and not asked.overrides:
         raise ValueError(
-            f"--step: got {asked.step}, which is not in {asked.run_dir / checksums.FILE}, wanted one of {spans([*lines])} "
+            f"--step: got {asked.step}, which is not in {asked.run_dir / checksums.FILE}, "
+            f"wanted one of {spans([*lines])} "
             "(sections.Logging.checksums_every says which steps are recorded)"
         )
     settings = Settings(**own.kwargs())

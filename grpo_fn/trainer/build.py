@@ -1,4 +1,4 @@
-"""Build a run from its validated settings: model, policy, sampler, reward workers; as one context that ends them all."""
+"""Build a run from its validated settings: model, policy, sampler and reward workers, in one context."""
 
 import copy
 import os

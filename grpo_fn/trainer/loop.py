@@ -127,7 +127,7 @@ def end_early(
     fatal: list[health.Finding],
     saved: int,
 ) -> int | None:
-    """Wait for evaluations and saves; the exit code of a run that ends before all is done, None for one that is done."""
+    """Wait for evaluations and saves; the exit code of a run that ends before all is done, None otherwise."""
     done, steps = progress.state.step, run.settings.steps
     if done == steps and not async_eval.finish_evaluations(run, progress, loggers, stop=halt):
         loggers.saver.wait()

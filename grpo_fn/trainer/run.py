@@ -1,4 +1,4 @@
-"""TrainingRun: the pieces of a run, put together by `build` and used by the loop, by replay and by what records a step."""
+"""TrainingRun: the pieces of a run, put together by `build`, used by the loop and by replay."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

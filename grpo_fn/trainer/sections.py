@@ -1,5 +1,5 @@
-"""The typed sections of a configuration: what gin binds, by what it is about. `step.Algorithm` and `mesh.Parallelism` are
-sections too, and stand where they are used.
+"""The typed sections of a configuration: what gin binds, by what it is about. `step.Algorithm` and `mesh.Parallelism`
+are sections too, and stand where they are used.
 
 Each section checks its own numbers when it is made. What its functions are to one another is checked in `validate`.
 """

@@ -1,4 +1,4 @@
-"""Validate a configuration before anything expensive starts: the configured functions are called on small made-up inputs.
+"""Validate a configuration before anything expensive starts, by calling its functions on small made-up inputs.
 
 Whoever brings a function of his own declares nothing: whether an objective reads the reference, whether a token sampler
 draws from softmax(logits / T), whether a correction corrects anything, shows in what the functions return.
@@ -99,7 +99,7 @@ def validate(settings: Settings) -> ValidatedPlan:
 
 
 def check_this_machine(settings: Settings) -> None:
-    """Raise ValueError for engines and kernels that are not here. Not for a dry run, which may be about another machine."""
+    """Raise ValueError for engines and kernels that are not here: not of a dry run, which may be about another machine."""
     check_engines([settings.sampling.sampler, settings.evaluation.async_sampler])
     hf.check_attention(settings.compute.attention)
 
@@ -212,8 +212,9 @@ def check_full_support(choose: Choose, temperature: float, allow_biased: bool) -
     wrong = next(filter(None, (odd_draws(choose, logits, count, temperature) for logits, count in KNOWN)), None)
     if wrong is not None:
         raise ValueError(
-            f"token_sampler: {wrong}, wanted draws from softmax(logits / {temperature:g}) while training, or the gradient is "
-            "that of another policy: sections.Sampling.token_sampler = @sampling.categorical, or sections.Sampling.allow_biased = True to "
+            f"token_sampler: {wrong}, wanted draws from softmax(logits / {temperature:g}) while training, or the gradient "
+            "is that of another policy: sections.Sampling.token_sampler = @sampling.categorical, or "
+            "sections.Sampling.allow_biased = True to "
             "train all the same"
         )
 
@@ -265,7 +266,8 @@ def check_correction(objective: Objective, old_logp: OldLogp) -> None:
     able, does = (any(probe_objective(objective, f, gap).corrected for gap in GAPS) for f in (from_trainer, old_logp))
     if able and not does:
         raise ValueError(
-            "importance_correction: got a correction by logp_old - logp_sampled and an old_logp that is logp_sampled itself, so "
+            "importance_correction: got a correction by logp_old - logp_sampled and an old_logp that is logp_sampled "
+            "itself, so "
             "every weight is 1: wanted step.Algorithm.old_logp = @step.from_trainer, or "
             "objective.policy_objective.importance_correction = @importance.no_correction"
         )

@@ -342,7 +342,9 @@ def test_a_failure_at_work_is_no_bad_input_and_leaves_no_results(
 
 
 def test_help_needs_no_torch_and_a_missing_model_is_said() -> None:
-    code = "import sys; from grpo_fn.eval import __main__; __main__.flags().format_help(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from grpo_fn.eval import __main__ as m; m.flags().format_help(); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, timeout=60).returncode == 0
     done = subprocess.run([sys.executable, "-m", "grpo_fn.eval"], cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 2
