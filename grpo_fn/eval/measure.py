@@ -119,7 +119,7 @@ def measure(
 def problems_for(
     source: hf.ModelSource, config: PretrainedConfig, data: Data, sampling: Sampling, count: int
 ) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
-    """The model's folder, its tokenizer, and of the first `count` held-out problems those that leave room for an answer."""
+    """The model's folder, its tokenizer, and those of the first `count` held-out problems that leave room to answer."""
     asked = held_out(data.task().test[:count])
     if not asked.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")

@@ -99,7 +99,7 @@ def validate(settings: Settings) -> ValidatedPlan:
 
 
 def check_this_machine(settings: Settings) -> None:
-    """Raise ValueError for engines and kernels that are not here: not of a dry run, which may be about another machine."""
+    """Raise ValueError for engines and kernels that are not here; a dry run may be about another machine."""
     check_engines([settings.sampling.sampler, settings.evaluation.async_sampler])
     hf.check_attention(settings.compute.attention)
 
@@ -212,8 +212,8 @@ def check_full_support(choose: Choose, temperature: float, allow_biased: bool) -
     wrong = next(filter(None, (odd_draws(choose, logits, count, temperature) for logits, count in KNOWN)), None)
     if wrong is not None:
         raise ValueError(
-            f"token_sampler: {wrong}, wanted draws from softmax(logits / {temperature:g}) while training, or the gradient "
-            "is that of another policy: sections.Sampling.token_sampler = @sampling.categorical, or "
+            f"token_sampler: {wrong}, wanted draws from softmax(logits / {temperature:g}) while training, or the "
+            "gradient is that of another policy: sections.Sampling.token_sampler = @sampling.categorical, or "
             "sections.Sampling.allow_biased = True to "
             "train all the same"
         )

@@ -1,7 +1,8 @@
 """Every configuration resolves to the values that it had before knobs were grouped in sections (docs/renamed.md).
 
 values_6bb6efa.json has what 59 combinations of gin files resolved to at commit 6bb6efa, under the names of then:
-"values" of the first by path from the root, and of the others what differs from it. The page maps names of then to names of now.
+"values" of the first by path from the root, and of the others what differs from it. The page maps names of then to
+names of now.
 """
 
 import json
