@@ -104,7 +104,8 @@ def test_help_imports_nothing_and_tells_the_exit_codes() -> None:
 
 
 def test_the_doctor_itself_does_without_torch() -> None:
-    code = "import sys; from grpo_fn.doctor import __main__; print({'torch', 'transformers', 'gin'} & {*sys.modules})"
+    code = "import sys; from grpo_fn.doctor import __main__, examine; "
+    code += "print({'torch', 'transformers', 'gin'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "set()\n", done.stderr
 

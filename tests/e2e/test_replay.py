@@ -410,7 +410,8 @@ def test_a_broken_checkpoint_is_passed_over(copied: Path, replayed: Replayed) ->
 
 
 def test_help_comes_without_torch() -> None:
-    code = "import sys; from grpo_fn.replay import __main__ as m; m.flags(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from grpo_fn.replay import __main__ as m; m.flags().format_help(); "
+    code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
