@@ -10,6 +10,7 @@ logp_old is logp_sampled itself (step.from_sampler), w is 1 everywhere: take ste
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,7 +21,8 @@ from grpo_fn.core.types import Batch
 
 Correction = Callable[[Tensor, Batch], Tensor]
 
-EXAMPLES = {"cap": (3.0,), "low": (0.1,), "high": (2.0,), "delta": (0.2,)}  # knobs as tests try them
+# Knobs as tests try them.
+EXAMPLES: dict[str, tuple[object, ...]] = {"cap": (3.0,), "low": (0.1,), "high": (2.0,), "delta": (0.2,)}
 
 
 def no_correction(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
@@ -112,6 +114,9 @@ def both(logp: Float[Tensor, "T"], row: Batch, *, weight: Correction, mask: Corr
     Use it when: a truncation and a mask at once; not their product, which would square a w that is kept.
     """
     return torch.where(mask(logp, row) == 0, 0.0, weight(logp, row))
+
+
+EXAMPLES |= {"weight": (partial(truncated_weight, cap=3.0),), "mask": (partial(off_policy_sequence_mask, delta=0.2),)}
 
 
 def _log_w(row: Batch) -> Float[Tensor, "T"]:

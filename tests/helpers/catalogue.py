@@ -73,10 +73,7 @@ BY_ANNOTATION: dict[object, tuple] = {
     bool: (False, True),
     credit.Advantage: (partial(advantage.group_normalized, eps=1e-4, ddof=1),),
     credit.Credit: (partial(credit.reward_to_go, beta=0.3),),
-    importance.Correction: (
-        partial(importance.truncated_weight, cap=3.0),
-        partial(importance.off_policy_sequence_mask, delta=0.2),
-    ),
+    importance.Correction: (partial(importance.truncated_weight, cap=3.0),),
     Mapping[str, float]: ({"correct": 1.0, "boxed": 0.5},),
 }
 
