@@ -50,7 +50,7 @@ class Batch(NamedTuple):
     logp_old: Float[Tensor, "*B T"]
     logp_ref: Float[Tensor, "*B T"]
     adv: Float[Tensor, "*B T"]  # of each token; anything where ~mask
-    marked: Bool[Tensor, "*B T"]  # tokens that the loss is to treat apart, if it does (see `marks`)
+    marked: Bool[Tensor, "*B T"]  # tokens that the loss is to treat apart, if it does (see `algo.masking`)
 
 
 class Totals(NamedTuple):
