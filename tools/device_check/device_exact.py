@@ -246,7 +246,7 @@ def compiled(setting: Setting) -> list[Figure]:
     width = batch.mask.shape[1]
     widths = [width, width - 7, width - 12]
     made = partial(built, setting, model, torch.bfloat16, temperature=TEMPERATURE)
-    fast, plain = made(execution=blocks.torch_compile), made()
+    fast, plain = made(compile=blocks.torch_compile), made()
     worst = 0.0
     for columns in widths:
         part, of_part = (type(one)(*(x[:, :columns] for x in one)) for one in (batch, signal))

@@ -34,7 +34,7 @@ def capped(setting: Setting) -> list[Figure]:
         micro_tokens=2048,
         head_elements=2**22,
         lr=5e-5,
-        activations=blocks.full_checkpointing,
+        activation_checkpointing=blocks.full_checkpointing,
     )
     before = {trained: held(bench.policy, trained) for trained in (True, False)}
     steps = taken(bench, work, setting.device)

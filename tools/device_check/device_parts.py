@@ -77,11 +77,11 @@ def objective(beta: float, entropy_bonus: float) -> Callable[..., Any]:
 
 
 def scale(**changed: Any) -> Parallelism:
-    """One device, nothing saved; `changed` are fields of Scale."""
+    """One device, nothing saved; `changed` are fields of Parallelism."""
     usual = {
-        **{"replicate": 1, "shard": "rest", "tensor": 1, "reshard_after_forward": False, "prefetch": 1},
-        **{"offload": False, "offload_reference": False, "deadline": 60.0},
-        **{"activations": blocks.no_checkpointing, "execution": blocks.eager},
+        **{"dp_replicate": 1, "dp_shard": "rest", "tp": 1, "reshard_after_forward": False, "prefetch": 1},
+        **{"offload": False, "offload_reference": False, "collective_timeout": 60.0},
+        **{"activation_checkpointing": blocks.no_checkpointing, "compile": blocks.eager},
     }
     return Parallelism(**{**usual, **changed})
 
@@ -148,7 +148,7 @@ def built(
     initial_scale: float = 1.0,
     **changed: Any,
 ) -> Bench:
-    """The policy as `train` puts it together; `changed` are fields of Scale."""
+    """The policy as `train` puts it together; `changed` are fields of Parallelism."""
     world = alone(find_device(setting.device, 0))
     placing = ModelSpec(
         folder=model,
@@ -157,7 +157,7 @@ def built(
         attention="sdpa",
         adapters=adapters,
         scorer=partial(LogprobModel, temperature=temperature, head_elements=head_elements, rows=rows),
-        scale=scale(**changed),
+        parallelism=scale(**changed),
         key=prng.key(KEY, device="cpu"),
     )
     placed = load_and_shard(world, placing, reference=False)
