@@ -342,7 +342,7 @@ def scale(replicate: int | str, shard: int | str, tensor: int) -> Parallelism:
         prefetch=1,
         activation_checkpointing=blocks.no_checkpointing,
         compile=blocks.eager,
-        deadline=1.0,
+        collective_timeout=1.0,
     )
 
 
@@ -373,7 +373,7 @@ sizes_of_mesh = st.one_of(st.integers(-1, 5), st.sampled_from([REST, HOST, "all"
 def test_a_shape_is_right_or_refused(replicate, shard, tensor, ranks, on_host):
     error, text, shape = told(alone(CPU), partial(scale(replicate, shard, tensor).shape, ranks, on_host))
     if error:
-        assert (error, bool(re.match(r"scale: got .*, wanted ", text))) == ("ValueError", True)
+        assert (error, bool(re.match(r"parallelism: got .*, wanted ", text))) == ("ValueError", True)
         return
     assert prod(shape) == ranks
     assert all(n >= 1 for n in shape)
@@ -384,11 +384,11 @@ def test_a_shape_is_right_or_refused(replicate, shard, tensor, ranks, on_host):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ((0, REST, 1), "got {'replicate': 0}"),
-        ((1, "all", 1), "got {'shard': 'all'}"),
-        ((1, REST, 0), "got {'tensor': 0}"),
-        ((REST, REST, 1), "got replicate and shard both 'rest'"),
-        ((3, REST, 1), "got replicate 3 x shard rest x tensor 1 for 4 ranks (2 on this host)"),
+        ((0, REST, 1), "got {'dp_replicate': 0}"),
+        ((1, "all", 1), "got {'dp_shard': 'all'}"),
+        ((1, REST, 0), "got {'tp': 0}"),
+        ((REST, REST, 1), "got dp_replicate and dp_shard both 'rest'"),
+        ((3, REST, 1), "got dp_replicate 3 x dp_shard rest x tp 1 for 4 ranks (2 on this host)"),
         ((1, 2, 1), "wanted a product of 4"),
     ],
 )
