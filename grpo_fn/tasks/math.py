@@ -1,7 +1,7 @@
 r"""MATH: competition problems of five levels and seven subjects (Hendrycks et al. 2021, arXiv:2103.03874).
 
 The rows of `math500.jsonl`, the usual held-out set (Lightman et al. 2023, arXiv:2305.20050), are all in
-`test.jsonl` too: a run that trains on that file as well and holds out the 500 keeps the other 4,500, since training rows
+`test.jsonl` too: a run trained on that file as well and holds out the 500 keeps the other 4,500, since training rows
 that are held-out problems are left out.
 """
 
