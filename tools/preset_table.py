@@ -112,7 +112,7 @@ def result(where: Path, preset: str, seed: int) -> Run | None:
         summary["accuracy_before"],
         summary["accuracy_after"],
         sum(row["generation/rows"] for row in steps),
-        sum(row["advantage/refused"] for row in steps),
+        sum(row["train/skipped_step"] for row in steps),
     )
 
 

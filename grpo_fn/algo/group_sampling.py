@@ -35,7 +35,7 @@ def dynamic(explore: Explore, carried: Carried, *, prompts: int, max_gen_batches
     behind its samples. When there are too few, the groups without signal that came first fill the step up.
 
     Reports `generation/batches`, `generation/accepted` (share of the sampled groups that carry signal),
-    `generation/waited` (groups of the step before) and `generation/filled`.
+    `generation/carried_over_groups` (groups of the step before) and `generation/zero_variance_fill`.
     """
     waited = [] if carried.waiting is None else [carried.waiting]
     found = sum(len(part.problems) for part in waited)
@@ -55,7 +55,7 @@ def dynamic(explore: Explore, carried: Carried, *, prompts: int, max_gen_batches
         {
             "generation/batches": float(len(sampled)),
             "generation/accepted": len(good) / len(signal),
-            "generation/waited": float(found - len(good)),
-            "generation/filled": float(max(0, prompts - found)),
+            "generation/carried_over_groups": float(found - len(good)),
+            "generation/zero_variance_fill": float(max(0, prompts - found)),
         },
     )

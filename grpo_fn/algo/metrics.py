@@ -101,7 +101,7 @@ def of_reward(reward: Reward) -> dict[str, float]:
 def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[str, float]:
     """Spread over valid samples and the share of groups without signal (every advantage zero)."""
     silent = (adv == 0).all(-1)
-    return {**spread("advantage/", stat(adv, valid)), "advantage/no_signal": float(silent.double().mean())}
+    return {**spread("advantage/", stat(adv, valid)), "advantage/zero_variance_groups": float(silent.double().mean())}
 
 
 def of_learning(stats: Mapping[str, Stat]) -> dict[str, float]:
@@ -113,7 +113,7 @@ def of_learning(stats: Mapping[str, Stat]) -> dict[str, float]:
         **mean("loss/clip_high", stats["clip_high"]),
         **extent("loss/ratio_", stats["ratio"]),
         **mean("loss/correction_mean", stats["correction"]),
-        **mean("loss/correction_zero", stats["correction_zero"]),
+        **mean("loss/importance_masked_frac", stats["importance_masked"]),
     }
 
 
@@ -125,7 +125,7 @@ def mismatch(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> dict[str, 
     x = x.detach().double()
     log_w = capped_exp(x)
     return {
-        "logp_gap": stat(x.abs(), mask),
+        "logprob_diff": stat(x.abs(), mask),
         "mismatch_kl": stat(torch.expm1(log_w) - log_w, mask),
         "mismatch_ratio": stat(log_w.exp(), mask),
     }
@@ -133,12 +133,12 @@ def mismatch(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> dict[str, 
 
 def of_mismatch(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Trainer against sampler, before a step's first update, from what `mismatch` gathered; nothing of no tokens."""
-    gap = stats.get("logp_gap")
+    gap = stats.get("logprob_diff")
     if gap is None or not gap.count:
         return {}
     return {
-        **mean("loss/logp_gap_mean", gap),
-        "loss/logp_gap_max": float(gap.high),
+        **mean("loss/logprob_diff_mean", gap),
+        "loss/logprob_diff_max": float(gap.high),
         **mean("loss/mismatch_kl", stats["mismatch_kl"]),
         "loss/mismatch_ess": effective(stats["mismatch_ratio"]),
     }
@@ -168,7 +168,7 @@ class UpdateResult(NamedTuple):
 
 def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, Stat]:
     """Statistics of the objective's per-token diagnostics over the sampled tokens."""
-    zero = {"correction_zero": (tokens["correction"] == 0).double()}
+    zero = {"importance_masked": (tokens["correction"] == 0).double()}
     return {name: stat(x, micro.mask) for name, x in {**tokens, **zero}.items()}
 
 

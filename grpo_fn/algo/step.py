@@ -131,7 +131,7 @@ def grpo_step(
     """One GRPO step: sample, score, compute advantages, update. `span` is a context manager that times a phase by name.
 
     A step in which fewer than `min_groups_with_signal` groups have a token with an advantage is refused: no update, no
-    KL, no entropy bonus, `advantage/refused` 1.
+    KL, no entropy bonus, `train/skipped_step` 1.
     """
     explore = partial(sample_and_score, sampler, stream, key=key, algo=algo, span=span)
     groups, fresh, carried, figures = algo.group_sampling(explore, carried)  # o ~ pi_old(. | q), r
@@ -158,9 +158,9 @@ def grpo_step(
             **metrics.of_rollout(fresh.rollout),
             **metrics.of_reward(fresh.reward),
             **metrics.of_advantage(of_samples(adv, groups), groups.reward.valid),
-            "advantage/refused": float(not learned),
-            "loss/kl_gain": carried.gains.kl,
-            "loss/entropy_gain": carried.gains.entropy,
+            "train/skipped_step": float(not learned),
+            "loss/kl_coef_multiplier": carried.gains.kl,
+            "loss/entropy_coef_multiplier": carried.gains.entropy,
             **found,
         },
     )

@@ -28,7 +28,7 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 # Names that eval/<judge> would take from the other figures.
 TAKEN = {
     *{"accuracy", "accuracy_low", "accuracy_high", "problems", "unscorable", "length_mean", "truncated", "samples"},
-    *{"came_after", "seconds"},
+    *{"lag_steps", "seconds"},
 }
 
 

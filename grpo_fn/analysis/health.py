@@ -105,14 +105,14 @@ def grad_norm_high(history: History, *, limit: float) -> str | None:
 
 
 def logp_gap_high(history: History, *, limit: float) -> str | None:
-    """loss/logp_gap_mean > limit nats: trainer and sampler disagree about the tokens that were sampled."""
+    """loss/logprob_diff_mean > limit nats: trainer and sampler disagree about the tokens that were sampled."""
     check_above_zero(limit=limit)
-    value = newest(history, "loss/logp_gap_mean")
+    value = newest(history, "loss/logprob_diff_mean")
     if value is None or value <= limit:
         return None
     return (
-        f"loss/logp_gap_mean is {value:.3g}{at(history)}, above {limit:g}: trainer and sampler give the same tokens "
-        "other log-probs, so the gradient is that of another policy. Check that the sampler got the weights, and "
+        f"loss/logprob_diff_mean is {value:.3g}{at(history)}, above {limit:g}: trainer and sampler give the same "
+        "tokens other log-probs, so the gradient is that of another policy. Check that the sampler got the weights, and "
         "sections.Compute.dtype; or correct for it: step.Algorithm.old_logp = @step.from_trainer and "
         "objective.policy_objective.importance_correction = @importance.truncated_weight"
     )
@@ -147,16 +147,16 @@ def not_finite(history: History, *, groups: Sequence[str]) -> str | None:
 
 
 def no_signal(history: History, *, share: float, steps: int) -> str | None:
-    """advantage/no_signal >= share in each of the last `steps` steps."""
+    """advantage/zero_variance_groups >= share in each of the last `steps` steps."""
     check_share(share=share)
-    values = last(history, "advantage/no_signal", steps)
+    values = last(history, "advantage/zero_variance_groups", steps)
     if not values or min(values) < share:
         return None
     solved = newest(history, "reward/correct_rate")
     side = "" if solved is None else f" (reward/correct_rate {solved:.2f}: too {'easy' if solved > 0.5 else 'hard'})"
     return (
-        f"advantage/no_signal was at least {min(values):.2f} for {steps} steps{at(history)}: so many groups have only "
-        f"equal rewards and teach nothing{side}. Choose other problems (sections.Data.task), raise "
+        f"advantage/zero_variance_groups was at least {min(values):.2f} for {steps} steps{at(history)}: so many "
+        f"groups have only equal rewards and teach nothing{side}. Choose other problems (sections.Data.task), raise "
         "step.Algorithm.group_size or sections.Sampling.temperature, or sample until there is signal (algo/dapo.gin)"
     )
 

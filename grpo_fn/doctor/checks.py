@@ -43,7 +43,7 @@ def devices(reply: Reply) -> Iterator[Finding]:
         yield Finding("devices", "GPU", State.OK, "none that torch can use: everything runs on the CPU")
     else:
         seen = f"{len(facts['devices'])} devices; the tests of grpo_fn have run on CPU alone"
-        yield Finding("devices", "CUDA", State.UNTESTED, seen, "watch loss/logp_gap_mean of the first steps")
+        yield Finding("devices", "CUDA", State.UNTESTED, seen, "watch loss/logprob_diff_mean of the first steps")
     for i, device in enumerate(facts["devices"]):
         yield _device(i, device)
     yield from _links(facts)
@@ -186,7 +186,7 @@ def in_vllm(facts: Facts, *, wanted: bool) -> Finding:
     if not facts["native"]:
         seen = f"{seen}, through vLLM's transformers backend"
         return Finding(
-            "model", "vLLM", State.UNTESTED, seen, f"compare loss/logp_gap_mean of the first steps; or {instead}"
+            "model", "vLLM", State.UNTESTED, seen, f"compare loss/logprob_diff_mean of the first steps; or {instead}"
         )
     return Finding("model", "vLLM", State.OK, seen)
 

@@ -142,7 +142,7 @@ def write_evaluation(
     record_evaluation(run.run_dir, step, found.judged, run.settings.logging.samples_rows, loggers.writer)
     figures = {
         **summarise(found.judged, ks=how.ks, by=how.by),
-        "eval/came_after": float(now - step),
+        "eval/lag_steps": float(now - step),
         "eval/seconds": seconds,
     }
     loggers.writer.amend(step, figures)  # the last one: where they are in the metrics, all of it is there

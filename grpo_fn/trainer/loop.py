@@ -191,8 +191,8 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     noted = run.policy.note() if due(step, run.settings.logging.checksums_every) else None
     experience, progress.carried, figures = take_step(run, progress.carried, clock.span)
     run.world.same(repr(sorted(figures.items())), what=f"figures of step {step}")
-    if figures["advantage/refused"]:
-        share = figures["advantage/no_signal"]
+    if figures["train/skipped_step"]:
+        share = figures["advantage/zero_variance_groups"]
         loggers.console.line(
             f"step {step} is not trained on: got too few groups with signal, all rewards within {share:.0%} of the "
             "groups were alike"

@@ -118,19 +118,19 @@ def test_a_reward_without_a_valid_sample_has_figures_too():
 def test_the_share_of_groups_without_signal_counts_groups_of_zeros():
     adv = torch.tensor([[0.0, 0.0], [1.0, -1.0], [0.0, 0.0], [2.0, 0.0]])
     got = metrics.of_advantage(adv, torch.ones(4, 2, dtype=torch.bool))
-    assert got["advantage/no_signal"] == 0.5
+    assert got["advantage/zero_variance_groups"] == 0.5
     assert (got["advantage/min"], got["advantage/max"], got["advantage/mean"]) == (-1.0, 2.0, 0.25)
     assert got["advantage/std"] == pytest.approx(float(adv.std(correction=0)))
 
 
 def test_learnings_figures():
     numbers = {"kl": [0.5, 1.5], "entropy": [2.0], "clip_low": [0.0, 1.0], "clip_high": [0.0], "ratio": [0.5, 2.0]}
-    numbers |= {"correction": [0.0, 1.5], "correction_zero": [1.0, 0.0]}
+    numbers |= {"correction": [0.0, 1.5], "importance_masked": [1.0, 0.0]}
     got = metrics.of_learning({name: of(torch.tensor(x)) for name, x in numbers.items()})
     assert got == {
         **{"loss/kl": 1.0, "loss/entropy": 2.0, "loss/clip_low": 0.5, "loss/clip_high": 0.0},
         **{"loss/ratio_mean": 1.25, "loss/ratio_min": 0.5, "loss/ratio_max": 2.0},
-        **{"loss/correction_mean": 0.75, "loss/correction_zero": 0.5},
+        **{"loss/correction_mean": 0.75, "loss/importance_masked_frac": 0.5},
     }
 
 
@@ -150,8 +150,8 @@ def test_the_mismatch_is_what_loops_make_of_it_however_it_is_cut_up(two, draw):
     w = [math.exp(one) for one in x]
     assert got == pytest.approx(
         {
-            "loss/logp_gap_mean": sum(map(abs, x)) / len(x),
-            "loss/logp_gap_max": max(map(abs, x)),
+            "loss/logprob_diff_mean": sum(map(abs, x)) / len(x),
+            "loss/logprob_diff_max": max(map(abs, x)),
             "loss/mismatch_kl": sum(r - 1 - one for r, one in zip(w, x, strict=True)) / len(x),
             "loss/mismatch_ess": sum(w) ** 2 / len(w) / sum(r * r for r in w),
         },
@@ -166,7 +166,7 @@ def test_the_mismatch_is_what_loops_make_of_it_however_it_is_cut_up(two, draw):
 def test_a_sampler_that_is_the_trainer_has_no_mismatch_at_all(logp, dtype):
     mask = torch.tensor([False, True, True, False])
     got = metrics.of_mismatch(metrics.mismatch((logp - logp).to(dtype).where(mask, torch.nan), mask))
-    names = ("logp_gap_mean", "logp_gap_max", "mismatch_kl")
+    names = ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
     assert got == {**dict.fromkeys([f"loss/{name}" for name in names], 0.0), "loss/mismatch_ess": 1.0}
 
 

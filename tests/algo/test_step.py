@@ -40,14 +40,15 @@ COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))
 KEYS = {
     *(f"generation/{name}" for name in ("rows", "tokens", "truncated", "length_mean", "length_min", "length_max")),
     *(f"reward/{name}" for name in ("mean", "min", "max", "std", "correct_rate", "invalid", "likes_two", "likes_one")),
-    *(f"advantage/{name}" for name in ("mean", "min", "max", "std", "no_signal", "refused")),
+    *(f"advantage/{name}" for name in ("mean", "min", "max", "std", "zero_variance_groups")),
+    "train/skipped_step",
     *(f"loss/{name}" for name in ("objective", "kl", "entropy", "clip_low", "clip_high", "grad_norm")),
-    *("loss/kl_gain", "loss/entropy_gain"),
+    *("loss/kl_coef_multiplier", "loss/entropy_coef_multiplier"),
     *(f"loss/ratio_{name}" for name in ("mean", "min", "max")),
-    *(f"loss/{name}" for name in ("logp_gap_mean", "logp_gap_max", "mismatch_kl", "mismatch_ess")),
-    *("loss/correction_mean", "loss/correction_zero", "optimizer/lr", "optimizer/step"),
+    *(f"loss/{name}" for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl", "mismatch_ess")),
+    *("loss/correction_mean", "loss/importance_masked_frac", "optimizer/lr", "optimizer/step"),
 }
-ALWAYS = {"loss/objective", "loss/grad_norm", "loss/kl_gain", "loss/entropy_gain"}
+ALWAYS = {"loss/objective", "loss/grad_norm", "loss/kl_coef_multiplier", "loss/entropy_coef_multiplier"}
 MEASURED_WHILE_LEARNING = {name for name in KEYS if name.startswith("loss/")} - ALWAYS
 
 
@@ -213,7 +214,7 @@ def test_an_on_policy_step_climbs_the_policy_gradient(advantage, old_logp, seed,
     torch.testing.assert_close(policy.table, TABLE.double() - 0.5 * wanted, rtol=1e-9, atol=1e-12)
     assert figures["loss/ratio_min"] == pytest.approx(1.0, abs=1e-12)
     assert figures["loss/ratio_max"] == pytest.approx(1.0, abs=1e-12)
-    assert figures["loss/logp_gap_max"] == pytest.approx(0.0, abs=1e-12)
+    assert figures["loss/logprob_diff_max"] == pytest.approx(0.0, abs=1e-12)
     assert figures["loss/clip_low"] == figures["loss/clip_high"] == 0.0
     assert figures["loss/grad_norm"] == pytest.approx(float(wanted.norm()))
     p = TABLE.double().softmax(-1)
@@ -227,7 +228,7 @@ def test_groups_of_equal_rewards_teach_nothing(advantage):
     assert all(not signal.logp.any() for signal in policy.signals)
     assert all(not gradient.any() for gradient in policy.steps)
     assert torch.equal(policy.table, TABLE.double())
-    assert (figures["advantage/no_signal"], figures["reward/std"]) == (1.0, pytest.approx(0.0, abs=1e-9))
+    assert (figures["advantage/zero_variance_groups"], figures["reward/std"]) == (1.0, pytest.approx(0.0, abs=1e-9))
 
 
 def test_entropy_and_unsampled_tokens_get_no_signal():
@@ -292,7 +293,7 @@ def test_one_update_finds_the_old_policy_in_its_own_pass(reference, correct, see
     assert told == same
     assert "logp" in one.log
     assert "logp" not in other.log
-    trained = not told["advantage/refused"]
+    trained = not told["train/skipped_step"]
     for name in ("logp_old", "logp_ref") if trained else ():
         mask = wanted.batch.mask
         assert torch.equal(getattr(got.batch, name)[mask], getattr(wanted.batch, name)[mask])
@@ -344,7 +345,7 @@ def test_a_step_in_which_nothing_could_be_scored_changes_nothing_and_says_so():
     assert "vjp" not in policy.log
     assert policy.log[-1] == "load"
     assert not experience.adv.any()
-    assert figures["reward/invalid"] == figures["advantage/no_signal"] == 1.0
+    assert figures["reward/invalid"] == figures["advantage/zero_variance_groups"] == 1.0
     assert figures["loss/objective"] == figures["loss/grad_norm"] == 0.0
     assert figures["optimizer/step"] == 3.0
     gone = {"reward/likes_two", "reward/likes_one", *MEASURED_WHILE_LEARNING}
@@ -385,7 +386,7 @@ def test_a_step_with_too_little_signal_is_refused_and_said(min_signal):
     how = algo(beta=1.0, entropy_bonus=1.0, parts=[constant], min_groups_with_signal=min_signal)
     before = policy.table.clone()
     _, carried, figures = onwards(policy, sampler, how, AT_THE_START)
-    assert figures["advantage/refused"] == 1.0
+    assert figures["train/skipped_step"] == 1.0
     assert torch.equal(policy.table, before)
     assert {"vjp", "update"}.isdisjoint(policy.log)
     assert carried == AT_THE_START._replace(drawn=3)
@@ -447,7 +448,7 @@ def test_controllers_are_asked_once_a_step_and_move_the_coefficients():
     assert asked == [(1.0, figures["loss/kl"])]
     assert carried.gains == Gains(kl=0.5, entropy=1.0)
     _, _, figures = onwards(policy, sampler, how, carried._replace(drawn=0))
-    assert figures["loss/kl_gain"] == 0.5
+    assert figures["loss/kl_coef_multiplier"] == 0.5
     torch.testing.assert_close(policy.steps[1], policy.steps[0] / 2)  # the same rows, half the penalty
 
 
@@ -486,7 +487,7 @@ def test_dynamic_sampling_learns_from_groups_with_signal_alone_and_wastes_none()
         learned += [p.uid - 10 for p in experience.groups.problems]
         drawn += int(figures["generation/batches"]) * 4
         assert carried.drawn == drawn
-        assert figures["advantage/no_signal"] == figures["generation/filled"] == 0.0
+        assert figures["advantage/zero_variance_groups"] == figures["generation/zero_variance_fill"] == 0.0
         assert figures["generation/rows"] == 16 * figures["generation/batches"]
     waiting = [] if carried.waiting is None else [p.uid - 10 for p in carried.waiting.problems]
     # Every group with signal is learned from once, in the order of the stream: none twice, none lost.
@@ -501,7 +502,7 @@ def test_without_enough_signal_the_step_is_filled_up():
     how = dynamic(max_gen_batches=1)
     experience, carried, figures = onwards(policy, sampler, how, AT_THE_START)
     assert len(experience.groups.problems) == 4
-    assert figures["generation/filled"] == 4 - 4 * figures["generation/accepted"] > 0
+    assert figures["generation/zero_variance_fill"] == 4 - 4 * figures["generation/accepted"] > 0
     assert carried.waiting is None
     signal = (experience.adv != 0).any(-1).any(-1).tolist()
     assert signal == sorted(signal, reverse=True)
@@ -567,8 +568,8 @@ def test_the_mismatch_is_the_samplers_and_not_the_policys_own_movement(old_logp,
     x = apart(experience.groups.rollout, rows)
     w = x.exp()
     wanted = {
-        "loss/logp_gap_mean": x.abs().mean(),
-        "loss/logp_gap_max": x.abs().max(),
+        "loss/logprob_diff_mean": x.abs().mean(),
+        "loss/logprob_diff_max": x.abs().max(),
         "loss/mismatch_kl": (w - 1 - x).mean(),
         "loss/mismatch_ess": w.sum() ** 2 / (len(w) * (w**2).sum()),
     }
@@ -580,7 +581,7 @@ def test_a_sampler_with_the_policys_weights_shows_no_mismatch_however_far_the_st
     policy, sampler = pair(lr=20.0)
     _, figures = step(policy, sampler, algo(n=4, epochs=3, minibatches=2, old_logp=old_logp))
     assert figures["loss/ratio_max"] > 1.5
-    assert figures["loss/logp_gap_max"] == pytest.approx(0.0, abs=1e-6)
+    assert figures["loss/logprob_diff_max"] == pytest.approx(0.0, abs=1e-6)
     assert figures["loss/mismatch_kl"] == pytest.approx(0.0, abs=1e-12)
     assert figures["loss/mismatch_ess"] == pytest.approx(1.0, abs=1e-12)
 
@@ -615,7 +616,7 @@ def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_toke
     wanted = by_hand(TABLE, rollout, experience.adv * by_group(w, 3))
     torch.testing.assert_close(policy.steps[0], wanted, rtol=1e-5, atol=1e-7)  # the sampler speaks float32
     assert figures["loss/correction_mean"] == pytest.approx(float(w[rollout.mask].mean()), abs=1e-6)
-    assert figures["loss/correction_zero"] == 0.0
+    assert figures["loss/importance_masked_frac"] == 0.0
 
 
 def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
@@ -625,7 +626,7 @@ def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
     w = apart(rollout).exp()
     kept = (w >= 0.9) & (w <= 1.2)
     assert 0 < kept.sum() < len(kept)
-    assert figures["loss/correction_zero"] == pytest.approx(1 - float(kept.double().mean()))
+    assert figures["loss/importance_masked_frac"] == pytest.approx(1 - float(kept.double().mean()))
     weight = torch.zeros(rollout.mask.shape, dtype=torch.float64)
     weight[rollout.mask] = torch.where(kept, w, 0.0)
     wanted = by_hand(TABLE, rollout, experience.adv * by_group(weight, 3))  # a mean over all sampled tokens

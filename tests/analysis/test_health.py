@@ -36,11 +36,11 @@ WELL = {
     "loss/kl": 0.01,
     "loss/entropy": 0.8,
     "loss/grad_norm": 0.5,
-    "loss/logp_gap_mean": 1e-5,
+    "loss/logprob_diff_mean": 1e-5,
     "loss/objective": 0.0,
     "reward/mean": 0.4,
     "reward/correct_rate": 0.4,
-    "advantage/no_signal": 0.2,
+    "advantage/zero_variance_groups": 0.2,
     "generation/truncated": 0.05,
     "generation/length_mean": 60.0,
     "optimizer/overflows": 2.0,
@@ -119,8 +119,8 @@ def test_null_and_nan_and_infinity_are_alike_so_that_a_resumed_run_judges_as_one
 # What each rule is about ----------------------------------------------------------------------------------------------
 
 ABOVE = [("kl_high", "loss/kl", 0.5), ("grad_norm_high", "loss/grad_norm", 10.0)]
-ABOVE += [("logp_gap_high", "loss/logp_gap_mean", 0.1)]
-SHARES = [("no_signal", "advantage/no_signal", 0.9), ("truncated_high", "generation/truncated", 0.5)]
+ABOVE += [("logp_gap_high", "loss/logprob_diff_mean", 0.1)]
+SHARES = [("no_signal", "advantage/zero_variance_groups", 0.9), ("truncated_high", "generation/truncated", 0.5)]
 
 
 @pytest.mark.parametrize(("name", "metric", "limit"), ABOVE)
@@ -152,7 +152,7 @@ def test_a_share_has_to_be_reached_in_every_one_of_the_last_steps(name, metric, 
 
 @given(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
 def test_no_signal_says_on_which_side_the_problems_are_wrong(rate) -> None:
-    history = [{**one, "reward/correct_rate": rate} for one in column("advantage/no_signal", [1.0] * 3)]
+    history = [{**one, "reward/correct_rate": rate} for one in column("advantage/zero_variance_groups", [1.0] * 3)]
     assert ("too easy" if rate > 0.5 else "too hard") in RULES["no_signal"](history)
 
 
@@ -261,9 +261,9 @@ PACKAGE = Path(grpo_fn.__file__).parent
 SPEAKING = {
     "kl_high": column("loss/kl", [2.0]),
     "grad_norm_high": column("loss/grad_norm", [99.0]),
-    "logp_gap_high": column("loss/logp_gap_mean", [0.5]),
+    "logp_gap_high": column("loss/logprob_diff_mean", [0.5]),
     "not_finite": column("loss/objective", [math.nan]),
-    "no_signal": column("advantage/no_signal", [1.0] * 3),
+    "no_signal": column("advantage/zero_variance_groups", [1.0] * 3),
     "truncated_high": column("generation/truncated", [0.8] * 3),
     "overflowing": column("optimizer/overflows", [1.0, 2.0, 3.0, 4.0]),
     "entropy_collapsed": column("loss/entropy", [1.0] * 3 + [0.01] * 3),
@@ -352,8 +352,8 @@ def test_what_is_forgotten_moves_no_rule(rule, length) -> None:
         {
             "loss/kl": 1e-3 * i,
             "loss/grad_norm": 0.02 * i,
-            "loss/logp_gap_mean": 1e-4 * i,
-            "advantage/no_signal": i / length,
+            "loss/logprob_diff_mean": 1e-4 * i,
+            "advantage/zero_variance_groups": i / length,
             "generation/truncated": i / length,
             "optimizer/overflows": float(i),
             "loss/entropy": math.exp(-i / 100),

@@ -9,8 +9,19 @@ from browser.tensorboard_page import headings, lines, opened, served
 from grpo_fn.shell.logging import tensorboard_layout
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 
-FIGURES = {"loss/kl": 0.1, "loss/kl_gain": 1.0, "loss/ratio_mean": 1.0, "loss/ratio_min": 0.9, "loss/ratio_max": 1.1}
-FIGURES |= {"eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6, "advantage/no_signal": 0.25}
+FIGURES = {
+    "loss/kl": 0.1,
+    "loss/kl_coef_multiplier": 1.0,
+    "loss/ratio_mean": 1.0,
+    "loss/ratio_min": 0.9,
+    "loss/ratio_max": 1.1,
+}
+FIGURES |= {
+    "eval/accuracy": 0.5,
+    "eval/accuracy_low": 0.4,
+    "eval/accuracy_high": 0.6,
+    "advantage/zero_variance_groups": 0.25,
+}
 TEXT = "train.train.steps = 4\noptimizer.adamw.lr = 1e-05\n"
 
 

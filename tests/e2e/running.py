@@ -175,7 +175,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def timeless(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the machine: seconds, memory and speed."""
-    clocks = ("time/", "system/", "generation/tokens_per_second", "generation/waited_seconds")
+    clocks = ("time/", "system/", "generation/tokens_per_second", "generation/wait_seconds")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in metrics(run_dir)]
 
 

@@ -43,7 +43,7 @@ def ahead(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_batches_are_as_stale_as_they_may_be_and_the_weights_differ_from_the_sampled_ones(ahead: Path) -> None:
     rows = metrics(ahead)[1:]
     assert [row["generation/staleness"] for row in rows] == [0, 1, 2, 2, 2, 2]
-    assert [row["loss/logp_gap_max"] > 1e-3 for row in rows] == [False, True, True, True, True, True]
+    assert [row["loss/logprob_diff_max"] > 1e-3 for row in rows] == [False, True, True, True, True, True]
     assert all(row["loss/mismatch_ess"] < 1 for row in rows[1:])
 
 

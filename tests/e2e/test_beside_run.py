@@ -32,7 +32,7 @@ CHANGES: dict[str, Any] = {
     "sections__Evaluation__graders": "[@rewards.named, @rewards.digits]",
     "optimizer__adamw__lr": 3e-2,
 }
-LATE = {"eval/came_after", "eval/seconds"}
+LATE = {"eval/lag_steps", "eval/seconds"}
 
 Harm = Callable[[], None]
 
@@ -178,7 +178,7 @@ def test_it_measures_what_evaluation_in_the_midst_measures(
     assert told(tmp_path / "run") == midst
     assert len({row["eval/pass@1"] for row in midst["metrics"] if "eval/pass@1" in row}) > 2  # policies do differ
     assert len({row["eval/accuracy"] for row in midst["metrics"] if "eval/accuracy" in row}) > 1
-    came = {row["step"]: row["eval/came_after"] for row in metrics(tmp_path / "run") if "eval/came_after" in row}
+    came = {row["step"]: row["eval/lag_steps"] for row in metrics(tmp_path / "run") if "eval/lag_steps" in row}
     said = (tmp_path / "run" / "log.txt").read_text()
     match looks:
         case 0:

@@ -20,7 +20,10 @@ from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.process import EXIT_STOPPED
 
 CLOSE = 1e-6
-ROUNDED = ("loss/ratio_", "loss/logp_gap_")  # of single tokens: two log-probs of float32, each rounded in its own way
+ROUNDED = (
+    "loss/ratio_",
+    "loss/logprob_diff_",
+)  # of single tokens: two log-probs of float32, each rounded in its own way
 APART = 5e-6
 
 

@@ -150,7 +150,7 @@ def learnt(run_dir: Path, *, overflows: bool) -> None:
     """Two steps, each with an update of gradients that were not all zero; and an evaluation before and after."""
     rows = metrics(run_dir)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert [(row["advantage/refused"], row["reward/invalid"]) for row in rows[1:]] == [(0, 0)] * 2
+    assert [(row["train/skipped_step"], row["reward/invalid"]) for row in rows[1:]] == [(0, 0)] * 2
     assert all(row["loss/grad_norm"] > 0 for row in rows[1:])
     assert rows[-1]["optimizer/step"] + (rows[-1]["optimizer/overflows"] if overflows else 0) == 2
     assert {"eval/accuracy"} <= rows[0].keys() & rows[-1].keys()

@@ -234,7 +234,7 @@ def test_groups_that_wait_for_the_next_step_survive_a_kill(cache: Path, tmp_path
     calm = tmp_path / "calm"
     calm.mkdir()
     undisturbed, _ = interrupted(cache, calm, [], **DYNAMIC)
-    assert any(row["generation/waited"] for row in metrics(undisturbed)[1:])
+    assert any(row["generation/carried_over_groups"] for row in metrics(undisturbed)[1:])
     assert any(row["generation/accepted"] < 1 for row in metrics(undisturbed)[1:])
     for phase, n in (("train", 3), ("generate", 5), ("log", 10)):
         folder = tmp_path / phase

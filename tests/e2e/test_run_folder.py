@@ -15,9 +15,9 @@ from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging import rollout_store
 
 EVERY_STEP = {
-    "loss": "objective kl entropy grad_norm clip_low clip_high ratio_min ratio_mean ratio_max logp_gap_mean",
+    "loss": "objective kl entropy grad_norm clip_low clip_high ratio_min ratio_mean ratio_max logprob_diff_mean",
     "reward": "mean std min max correct_rate invalid named digits",
-    "advantage": "mean std min max no_signal",
+    "advantage": "mean std min max zero_variance_groups",
     "generation": "rows tokens length_mean length_min length_max truncated tokens_per_second",
     "time": "generate score train sync log other total",
     "optimizer": "lr step",

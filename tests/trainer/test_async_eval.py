@@ -57,14 +57,14 @@ def test_a_line_ends_as_if_everything_had_been_there_at_once(
             writer.scalars(now, {"loss/kl": now / 3})
             for step, (after, value) in late.items():
                 if now == min(6, step + after):
-                    writer.amend(step, {"eval/accuracy": value, "eval/came_after": now - step})
+                    writer.amend(step, {"eval/accuracy": value, "eval/lag_steps": now - step})
         writer.close()
         for row in rows(path):
             step = row["step"]
             wanted: dict[str, Any] = {"step": step, "loss/kl": step / 3}
             if step in late:
                 after, value = late[step]
-                wanted |= {"eval/accuracy": shown(value), "eval/came_after": min(6 - step, after)}
+                wanted |= {"eval/accuracy": shown(value), "eval/lag_steps": min(6 - step, after)}
             assert row == wanted
         assert [row["step"] for row in rows(path)] == [*range(7)]
         assert sorted(file.name for file in path.iterdir()) == ["metrics.jsonl", "tensorboard"]

@@ -276,7 +276,7 @@ def test_what_a_killed_server_was_asked_another_one_answers_and_it_is_taken_back
     assert found == calm
     told = servers.figures()
     assert told["engine/servers"] == 1
-    assert told["engine/retried"] >= 1
+    assert told["engine/requests_retried"] >= 1
     assert any(processes[1].url in text for text in servers.complaints)
 
     processes[1].log.write_text("")

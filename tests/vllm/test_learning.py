@@ -26,7 +26,7 @@ def test_a_few_steps_as_a_user_starts_them(tmp_path: Path) -> None:
     for row in rows[1:]:
         assert row["engine/verified"] == 1
         assert row["engine/probe_gap_max"] < 1e-3
-        assert row.get("loss/logp_gap_max", 0.0) < 1e-3
+        assert row.get("loss/logprob_diff_max", 0.0) < 1e-3
         assert row["generation/rows"] == 128
     assert (tmp_path / "run" / "model" / "config.json").exists()
 

@@ -103,6 +103,6 @@ def grpo(setting: Setting) -> list[Figure]:
         Figure("end to end", statistics.mean(steps.tokens) / took, "tokens/s", at_least=20_000.0),
         Figure("a step", took, "s"),
         *parts(steps),
-        Figure("sampler from trainer, mean", steps.figures["loss/logp_gap_mean"], "nats", at_most=0.02),
-        Figure("sampler from trainer, most", steps.figures["loss/logp_gap_max"], "nats"),
+        Figure("sampler from trainer, mean", steps.figures["loss/logprob_diff_mean"], "nats", at_most=0.02),
+        Figure("sampler from trainer, most", steps.figures["loss/logprob_diff_max"], "nats"),
     ]

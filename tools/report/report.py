@@ -31,9 +31,9 @@ CURVES = [  # title, metric, and what is good to know while looking at it
     ("KL to the reference", "loss/kl", "nats a token"),
     ("Entropy", "loss/entropy", "nats a token"),
     ("Length", "generation/length_mean", "sampled tokens a completion"),
-    ("Log-prob gap", "loss/logp_gap_mean", "trainer against sampler, nats; only rounding should be left"),
+    ("Log-prob gap", "loss/logprob_diff_mean", "trainer against sampler, nats; only rounding should be left"),
     ("Gradient norm", "loss/grad_norm", "before clipping"),
-    ("Groups without signal", "advantage/no_signal", "share of groups with equal rewards only"),
+    ("Groups without signal", "advantage/zero_variance_groups", "share of groups with equal rewards only"),
     ("Step time", "time/total", "seconds"),
 ]
 STYLE = """<style>

@@ -32,19 +32,21 @@ def margin(tag: str) -> Chart:
 
 OF_REWARD = "mean|std|min|max|correct_rate|invalid|timeouts|deaths|errors|raised"
 OF_EVAL = (
-    r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|came_after|seconds|(pass|maj)@\d+"
+    r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|lag_steps|seconds|(pass|maj)@\d+"
 )
 
 LAYOUT: dict[str, dict[str, Chart]] = {
     "Health": {
-        "trainer against sampler, nats": lines("loss/(logp_gap_(mean|max)|mismatch_kl)"),
+        "trainer against sampler, nats": lines("loss/(logprob_diff_(mean|max)|mismatch_kl)"),
         "KL to the reference": lines("loss/kl"),
         "entropy": lines("loss/entropy"),
         "gradient norm before clipping": lines("loss/grad_norm"),
         "ratio to the sampling policy": lines("loss/ratio_(mean|min|max)"),
-        "samples of another policy: effective share, weights": lines("loss/(mismatch_ess|correction_(mean|zero))"),
+        "samples of another policy: effective share, weights": lines(
+            "loss/(mismatch_ess|correction_mean|importance_masked_frac)"
+        ),
         "share of tokens clipped": lines("loss/clip_(low|high)"),
-        "groups without signal, steps refused": lines("advantage/(no_signal|refused)"),
+        "groups without signal, steps refused": lines("(advantage/zero_variance_groups|train/skipped_step)"),
         "share without a score": lines("reward/invalid"),
         "rows lost by rewards": lines("reward/(timeouts|deaths|errors|raised)"),
         "float16: updates skipped": lines("optimizer/overflows"),
@@ -58,14 +60,14 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "held-out accuracy by kind": lines("eval/[^/]+/.+"),
         "held-out, of several samples": lines(r"eval/(pass|maj)@\d+"),
         "held-out problems, those without a score": lines("eval/(problems|unscorable)"),
-        "evaluation beside the training, steps late": lines("eval/came_after"),
+        "evaluation beside the training, steps late": lines("eval/lag_steps"),
         "share right of what is trained on": lines("reward/correct_rate"),
         "reward": lines("reward/(mean|min|max)"),
         "reward, spread": lines("reward/std"),
         "reward by part": lines(rf"reward/(?!({OF_REWARD})$).+"),
         "advantage": lines("advantage/(mean|std|min|max)"),
         "objective": lines("loss/objective"),
-        "gains of the controllers": lines("loss/(kl|entropy)_gain"),
+        "gains of the controllers": lines("loss/(kl|entropy)_coef_multiplier"),
         "learning rate": lines("optimizer/lr"),
         "updates": lines("optimizer/step"),
     },
@@ -74,7 +76,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "share that ran into the limit": lines("generation/truncated", "eval/truncated"),
         "rows": lines("generation/(rows|prompts|group_size)"),
         "tokens": lines("generation/tokens"),
-        "dynamic sampling": lines("generation/(batches|waited|filled)"),
+        "dynamic sampling": lines("generation/(batches|carried_over_groups|zero_variance_fill)"),
         "dynamic sampling, share accepted": lines("generation/accepted"),
         "tokens a second": lines("generation/tokens_per_second"),
         "versions between sampling and learning": lines("generation/staleness(_max)?"),
@@ -84,7 +86,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
     "Time": {
         "seconds a step": lines("time/total"),
         "seconds by phase": lines("time/(?!total$).+"),
-        "seconds of the engine": lines("generation/waited_seconds", "engine/.*_seconds"),
+        "seconds of the engine": lines("generation/wait_seconds", "engine/.*_seconds"),
         "seconds of an evaluation beside the training": lines("eval/seconds"),
     },
 }

@@ -152,12 +152,12 @@ class AsyncSampler:
         """What there is to tell since it was last asked, the sampler's own included.
 
         `generation/staleness` and `generation/staleness_max` of the batches that were used, in versions, and
-        `generation/waited_seconds`, for which the steps waited for them.
+        `generation/wait_seconds`, for which the steps waited for them.
         """
         ages, waited = self._ages, self._waited
         self._ages, self._waited = [], 0.0
         stale = {"generation/staleness": fmean(ages), "generation/staleness_max": float(max(ages))} if ages else {}
-        return {**self.spread.figures(), **stale, "generation/waited_seconds": waited}
+        return {**self.spread.figures(), **stale, "generation/wait_seconds": waited}
 
     def messages(self) -> list[str]:
         """What there is to say to people since it was last asked, the sampler's own included."""

@@ -97,7 +97,7 @@ class Router:
                     return EngineCompletion(found.tokens, found.logp, found.stopped, self._oldest(member, found, had))
                 except Unreachable as error:
                     self.lose(member, error)
-                    self.counts["retried"] += 1
+                    self.counts["requests_retried"] += 1
                     until = until or time.monotonic() + self.deadline
                     if time.monotonic() > until:
                         raise self.given_up(what) from error
@@ -142,13 +142,13 @@ class Router:
         member.trouble, member.met = str(why), False
         if member.live:
             member.live = False
-            self.counts["lost"] += 1
+            self.counts["servers_lost"] += 1
             self._complain(f"vLLM server {member.server.url} is out: {why}")
 
     def welcome(self, member: ServerState) -> None:
         """It has the newest weights, and is in."""
         if not member.live and self.proven:
-            self.counts["taken_back"] += 1
+            self.counts["servers_recovered"] += 1
             self._complain(f"vLLM server {member.server.url} is back")
         member.live, member.trouble = True, ""
         self.changed.set()

@@ -145,7 +145,10 @@ class Dedicated:
         return {
             "engine/servers": float(len(self._fleet.live)),
             "engine/push_seconds": seconds,
-            **{f"engine/{name}": float(counts[name]) for name in ("retried", "lost", "taken_back")},
+            **{
+                f"engine/{name}": float(counts[name])
+                for name in ("requests_retried", "servers_lost", "servers_recovered")
+            },
         }
 
     def close(self) -> None:

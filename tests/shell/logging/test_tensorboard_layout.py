@@ -73,8 +73,8 @@ def test_a_run_that_starts_over_has_one_layout(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("tag", "titles"),
     [
-        ("loss/kl", ["KL to the reference"]),  # a prefix of loss/kl_gain
-        ("loss/kl_gain", ["gains of the controllers"]),
+        ("loss/kl", ["KL to the reference"]),  # a prefix of loss/kl_coef_multiplier
+        ("loss/kl_coef_multiplier", ["gains of the controllers"]),
         ("generation/tokens", ["tokens"]),
         ("reward/mean", ["reward"]),
         ("reward/mean_length", ["reward by part"]),

@@ -222,7 +222,7 @@ def run(world: World, steps: Sequence[Step], max_staleness: int, state: State) -
         number += 1
         one.load(Weights(number))
         figures = one.figures()
-        assert figures.pop("generation/waited_seconds") >= 0
+        assert figures.pop("generation/wait_seconds") >= 0
         seen.append(Seen(rollouts, figures))
     return seen, State(number, first, one.drain()), one.complaints
 
@@ -428,7 +428,7 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
     for _ in range(steps):
         seen, carried, told = grpo_step(policy, one, asked, carried, key=KEY, algo=algo, span=nullcontext)
         own = one.figures()
-        own.pop("generation/waited_seconds")
+        own.pop("generation/wait_seconds")
         told.pop("optimizer/step")  # of the policy, which is a new one
         figures.append({**told, **own})
         learned.append(seen.groups)
@@ -445,7 +445,7 @@ def test_training_goes_on_exactly(name, max_staleness):
     gather, steps = GATHERS[name], 6
     whole = sound(ranks(1, train, gather, max_staleness, steps, AFRESH))[0]
     assert not torch.allclose(whole.table, AFRESH.table)  # otherwise any weights sample alike
-    waited = [figures.get("generation/waited", 0.0) for figures in whole.figures]
+    waited = [figures.get("generation/carried_over_groups", 0.0) for figures in whole.figures]
     assert any(waited) == (name == "dynamic")  # groups of the step before are part of it
     for stop, sizes in [(1, (1, 2)), (3, (2, 1)), (4, (2, 2))]:
         part = sound(ranks(sizes[0], train, gather, max_staleness, stop, AFRESH))[0]

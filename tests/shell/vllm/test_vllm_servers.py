@@ -101,7 +101,12 @@ def test_answers_are_in_order_and_drawn_from_the_weights_last_pushed(two, folder
         assert seen(servers.generate(ASKS, how=HOW)) == expected(version)
     told = servers.figures()
     assert told.pop("engine/push_seconds") > 0
-    assert told == {"engine/servers": 2, "engine/retried": 0, "engine/lost": 0, "engine/taken_back": 0}
+    assert told == {
+        "engine/servers": 2,
+        "engine/requests_retried": 0,
+        "engine/servers_lost": 0,
+        "engine/servers_recovered": 0,
+    }
     assert servers.figures()["engine/push_seconds"] == 0
     assert not servers.complaints
     assert {path for path, _ in one.calls} >= {"/inference/v1/generate"} <= {path for path, _ in other.calls}
@@ -161,8 +166,8 @@ def test_what_a_server_is_lost_with_another_one_answers(two, fault):
     one.faults["/inference/v1/generate"] = fault
     assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
     told = servers.figures()
-    assert told["engine/retried"] >= 1
-    assert told["engine/lost"] == 1
+    assert told["engine/requests_retried"] >= 1
+    assert told["engine/servers_lost"] == 1
     assert any(one.url in text for text in servers.complaints)
 
 
@@ -245,7 +250,7 @@ def test_a_request_that_is_refused_ends_all_at_once(two):
         stub.faults["/inference/v1/generate"] = 400
     with pytest.raises(RuntimeError, match="status 400"):
         servers.generate(ASKS, how=HOW)
-    assert servers.figures()["engine/lost"] == 0
+    assert servers.figures()["engine/servers_lost"] == 0
 
 
 @pytest.mark.parametrize(
