@@ -112,8 +112,8 @@ def logp_gap_high(history: History, *, limit: float) -> str | None:
         return None
     return (
         f"loss/logprob_diff_mean is {value:.3g}{at(history)}, above {limit:g}: trainer and sampler give the same "
-        "tokens other log-probs, so the gradient is that of another policy. Check that the sampler got the weights, and "
-        "sections.Compute.dtype; or correct for it: step.Algorithm.old_logp = @step.from_trainer and "
+        "tokens other log-probs, so the gradient is that of another policy. Check that the sampler got the weights, "
+        "and sections.Compute.dtype; or correct for it: step.Algorithm.old_logp = @step.from_trainer and "
         "objective.policy_objective.importance_correction = @importance.truncated_weight"
     )
 
