@@ -28,7 +28,7 @@ TASKS = {
 def made(name, macros):
     """What a run file would receive as its task when this task file lies over it."""
     given = [f"{macro}={value}" for macro, value in {"MODEL": "some/model", **macros}.items()]
-    return load(["run/math.gin", f"task/{name}.gin"], given).kwargs()["task"]
+    return load(["run/math.gin", f"task/{name}.gin"], given).kwargs()["data"].task
 
 
 def test_every_task_file_is_tried():

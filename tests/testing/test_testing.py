@@ -2,11 +2,9 @@
 
 import inspect
 import math
-import re
 import time
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -17,6 +15,7 @@ from profiles import profile, quarter
 
 from grpo_fn import testing
 from grpo_fn.algo import advantage, kl
+from grpo_fn.config import load
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards import format, length
@@ -510,11 +509,10 @@ def test_a_reward_that_reads_meta_is_checked_on_problems_that_have_it():
 
 
 def test_the_defaults_are_the_deadline_and_the_memory_of_a_run():
-    base = (Path(__file__).parents[2] / "gin" / "base.gin").read_text()
+    pool = load(["run/arithmetic.gin"], []).root.knobs["rewards"].knobs["pool"].knobs
     defaults = inspect.signature(testing.check_reward).parameters
-    for name in ("deadline", "memory_mb"):
-        (bound,) = re.findall(rf"^reward_pool\.RewardPool\.{name} = (\S+)", base, re.MULTILINE)
-        assert defaults[name].default == float(bound)
+    assert defaults["deadline"].default == pool["timeout_per_completion"]
+    assert defaults["memory_mb"].default == pool["memory_mb"]
 
 
 TAGS = ("think", "answer")

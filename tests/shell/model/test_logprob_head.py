@@ -139,7 +139,8 @@ def test_halves_are_float32_up_to_the_rounding_of_their_logits(dtype, half_unit,
     # A logit of about 4 sqrt(16) is rounded: half a unit of its last bit, over tau; the largest of fifty, more.
     largest = float((hidden.float() @ weight.float().T).abs().max())
     slack = 2 * largest * half_unit / tau
-    torch.testing.assert_close(half[0][0], full[0][0], rtol=0, atol=slack)
+    # The token's own logit and, at worst as much and the other way, the mean of the others'.
+    torch.testing.assert_close(half[0][0], full[0][0], rtol=0, atol=2 * slack)
     torch.testing.assert_close(half[0][1], full[0][1], rtol=0, atol=slack * 4)  # times log V
     near([x.float() for x in half[1]], full[1], 4 * slack)
 
