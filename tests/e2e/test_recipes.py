@@ -313,7 +313,7 @@ def test_a_signal_is_the_trainings_and_the_server_stays_until_that_has_saved(tmp
     ("server", "more", "said"),
     [
         ("echo no such model; exit 1", {}, ["no such model", "the evaluation server ended as it started"]),
-        ("sleep 600", {"READY_SECONDS": "1"}, ["not ready after 1 s, wanted it sooner"]),
+        ("sleep 600", {"READY_SECONDS": "5"}, ["not ready after 5 s, wanted it sooner"]),
     ],
     ids=["it ends", "it is late"],
 )
