@@ -30,7 +30,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def launched(folder: Path, tensor_parallel: int) -> list[dict[str, Any]]:
-    path = os.pathsep.join(map(str, (ROOT, HERE.parent, HERE)))
+    path = os.pathsep.join(map(str, (ROOT, HERE.parent, HERE.parent / "helpers", HERE)))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
