@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from docs.desk import Things
 from e2e.running import SERVER, serve
 
@@ -74,6 +75,7 @@ def forked(how: Callable[[Sequence[str]], None], argv: Sequence[str], *, things:
 
 def _work(how: Callable[[Sequence[str]], None], argv: list[str], things: Things, site: Site) -> None:
     os.chdir(site.folder)
+    torch.set_num_threads(torch.get_num_threads())  # makes torch's pool anew before two threads do so at once
     os.environ.clear()
     os.environ.update(site.env)
     new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
