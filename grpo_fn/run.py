@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch_training(args: argparse.Namespace) -> int:
     """The run's exit code. Raises ValueError or OSError for bad input."""
-    from grpo_fn.config import load
+    from grpo_fn.config import load_config
 
-    config = load(args.gin_file, args.gin_param)
+    config = load_config(args.gin_file, args.gin_param)
     kwargs = config.kwargs()
     from grpo_fn import train
 

@@ -9,10 +9,10 @@ from grpo_fn.shell.checkpoint.run_dir import open_run
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.mesh import Parallelism
-from grpo_fn.shell.world import Elsewhere, LostRank, join, leave_lost
+from grpo_fn.shell.world import Elsewhere, LostRank, join_world, leave_lost
 from grpo_fn.trainer.build import build
 from grpo_fn.trainer.loop import run_training
-from grpo_fn.trainer.run import Request
+from grpo_fn.trainer.run import RunRequest
 from grpo_fn.trainer.sections import (
     Checkpoints,
     Compute,
@@ -20,7 +20,7 @@ from grpo_fn.trainer.sections import (
     Evaluation,
     Health,
     Logging,
-    Policy,
+    PolicyUpdate,
     Rewards,
     Sampling,
     Settings,
@@ -35,13 +35,13 @@ CHANGEABLE = ("parallelism", "logging", "health")
 def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
     """Run `train` with the configured arguments; returns the exit code. Ends with EXIT_LOST when a rank is gone."""
     try:
-        return train(Request(**request), **kwargs)
+        return train(RunRequest(**request), **kwargs)
     except (Elsewhere, LostRank) as error:
         return leave_lost(error, then="the same command goes on from the newest checkpoint")
 
 
 def train(
-    request: Request,
+    request: RunRequest,
     *,
     model: str | hf.ModelSource,
     steps: int,
@@ -52,7 +52,7 @@ def train(
     sampling: Sampling,
     rewards: Rewards,
     algorithm: Algorithm,
-    policy: Policy,
+    policy: PolicyUpdate,
     parallelism: Parallelism,
     evaluation: Evaluation,
     checkpoints: Checkpoints,
@@ -101,7 +101,7 @@ def train(
         print(request.config_text, *lines, sep="\n")
         return 0
     check_this_machine(settings)
-    world = join(compute.device, deadline=parallelism.collective_timeout)
+    world = join_world(compute.device, deadline=parallelism.collective_timeout)
     with build(settings, plan, request, world, enter=open_run, started=started) as run:
         code = run_training(run)
     world.leave()

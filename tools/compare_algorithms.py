@@ -33,7 +33,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.trainer import presets
 from grpo_fn.trainer.loop import SAMPLING
-from grpo_fn.trainer.model_source import check_fits, locate, take
+from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate
 
 LARGEST = 2**29  # entries of the table of row gradients
 MICRO_TOKENS = 4096  # padded tokens in one forward pass: the logits are dense here
@@ -142,7 +142,7 @@ def opened(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     folder = found.source.folder()
     model = hf.load_model(folder, dtype=torch.float32, device=torch.device("cpu"), attention="eager").eval()
     if found.checkpoint is not None:
-        take(model, found.checkpoint)
+        copy_checkpoint_weights(model, found.checkpoint)
     return model, hf.load_tokenizer(folder)
 
 
@@ -207,7 +207,7 @@ def last_layer(params: Mapping[str, Tensor]) -> str:
 def lines(seen: Seen) -> list[str]:
     """The figures, for a terminal."""
     mask = seen.groups.rollout.mask
-    share, cosine = compare_algorithms.moved(seen.signal, mask), compare_algorithms.cosines(seen.signal)
+    share, cosine = compare_algorithms.nonzero_share(seen.signal, mask), compare_algorithms.cosines(seen.signal)
     width = max(map(len, seen.names))
     said = [f"{'':{width}}  tokens moved  cosine with {MINE}"]
     said += [
@@ -246,12 +246,12 @@ def document(seen: Seen, title: str, show: int) -> str:
             "How much do they move?",
             "The share of the sampled tokens whose signal is not zero: what clips, filters and groups without signal "
             "take away." + "".join(f" {name} is left out: {why}." for name, why in seen.refused.items()),
-            page.bars(names, compare_algorithms.moved(seen.signal, mask).tolist(), digits=3),
+            page.bars(names, compare_algorithms.nonzero_share(seen.signal, mask).tolist(), digits=3),
         ),
         *influence_sections(seen, show),
         *disagreement_sections(seen, apart, show),
     ]
-    return page.document(title, sections)
+    return page.html_page(title, sections)
 
 
 def signal_document(seen: Seen, title: str, args: argparse.Namespace) -> str:
@@ -262,9 +262,11 @@ def signal_document(seen: Seen, title: str, args: argparse.Namespace) -> str:
         figures.pop("entropy")  # of what is stored it is not known
     experience = Experience(seen.groups, by_group(view.batch.adv, len(seen.groups.problems)), view.batch)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    found = token_report.shown(experience, signal, figures, decode, set(tokenizer.all_special_ids), rows=SIGNAL_ROWS)
+    found = token_report.token_report(
+        experience, signal, figures, decode, set(tokenizer.all_special_ids), rows=SIGNAL_ROWS
+    )
     by = "the stored log-probs" if args.on_policy else f"the weights of {args.policy or args.run}"
-    return token_page.document(found, title=title, said=f"Sampled in that step, seen with {by}.")
+    return token_page.token_page(found, title=title, said=f"Sampled in that step, seen with {by}.")
 
 
 def influence_sections(seen: Seen, show: int) -> list[str]:

@@ -21,7 +21,16 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_fn.shell.atomic_io import check_space
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model import hf, lora
-from grpo_fn.trainer.model_source import WEIGHTS, Found, adapters, check_fits, locate, run_of, weights_of, with_adapters
+from grpo_fn.trainer.model_source import (
+    WEIGHTS,
+    LocatedModel,
+    adapters,
+    check_fits,
+    locate,
+    run_of,
+    weights_of,
+    with_adapters,
+)
 
 
 def flags() -> argparse.ArgumentParser:
@@ -51,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def of_a_run(name: str) -> Found:
+def of_a_run(name: str) -> LocatedModel:
     """The checkpoint, or the newest whole one of a run. Raises ValueError where there is none."""
     warn, run = partial(print, file=sys.stderr), run_of(name)
     if run is None:
@@ -67,7 +76,7 @@ def of_a_run(name: str) -> Found:
     raise ValueError(f"got run folder {run} without a whole checkpoint, wanted one that has saved")
 
 
-def export(found: Found, out: Path) -> None:
+def export(found: LocatedModel, out: Path) -> None:
     """Write the whole model, adapters merged."""
     config, folder = found.source.config(), found.source.folder()
     check_fits(found.checkpoint, config)
@@ -75,13 +84,15 @@ def export(found: Found, out: Path) -> None:
     model.generation_config = hf.generation_config(folder, config)
     weights = whole(found.checkpoint, folder)
     check_space(out, sum(x.nbytes for x in weights.values()) + 2**20)
-    hf.export_weights(model, weights, hf.load_tokenizer(folder), out)
+    hf.export_model_folder(model, weights, hf.load_tokenizer(folder), out)
 
 
 def whole(saved: Path, folder: str) -> Mapping[str, Tensor]:
     """Every weight under its plain name."""
-    trained, how = store.read(saved, WEIGHTS), adapters(saved)
-    return trained if how is None else dict(lora.merged(with_adapters(weights_of(opened(folder)), trained), how))
+    trained, how = store.read_tensors(saved, WEIGHTS), adapters(saved)
+    return (
+        trained if how is None else dict(lora.merge_adapters(with_adapters(weights_of(opened(folder)), trained), how))
+    )
 
 
 def opened(folder: str) -> nn.Module:
@@ -89,12 +100,12 @@ def opened(folder: str) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").requires_grad_(False)
 
 
-def export_adapter(found: Found, out: Path) -> None:
+def export_adapter(found: LocatedModel, out: Path) -> None:
     """Write the adapters alone. Raises ValueError where there are none."""
     if (how := adapters(found.checkpoint)) is None:
         raise ValueError(f"got --adapter for {found.path}, wanted a checkpoint of a run with LoRA")
     check_fits(found.checkpoint, found.source.config())
-    tensors = store.read(found.checkpoint, WEIGHTS)
+    tensors = store.read_tensors(found.checkpoint, WEIGHTS)
     building = out.with_name(f".{out.name}-new")
     lora.adapter_folder(tensors, how, found.source.folder(), building)
     building.rename(out)

@@ -78,10 +78,10 @@ def make_warm(args: argparse.Namespace) -> None:
     """The run file's recipe: made, or taken from its cache."""
     if args.chat_template:
         raise ValueError("--chat_template: got it without --random, wanted both or neither")
-    from grpo_fn.config import load
+    from grpo_fn.config import load_config
     from grpo_fn.shell.model.tiny_model import Recipe
 
-    recipe = load([args.gin_file], [*args.gin_param, f"SEED={args.seed}"]).kwargs()["model"]
+    recipe = load_config([args.gin_file], [*args.gin_param, f"SEED={args.seed}"]).kwargs()["model"]
     if not isinstance(recipe, Recipe):
         raise ValueError(f"--gin_file: got {args.gin_file} with the model {recipe!r}, wanted a recipe of a tiny model")
     shutil.copytree(recipe.folder(), args.out)

@@ -8,7 +8,7 @@ from torch import Tensor
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks.mixture import turn
-from grpo_fn.tasks.task import FrozenKey, Predicate, Task, frozen_key, keep, noted, thawed_key
+from grpo_fn.tasks.task import FrozenKey, Predicate, Task, frozen_key, keep, thawed_key, with_notes
 
 Stages = Sequence[Mapping[int, int]]
 
@@ -44,7 +44,7 @@ def _over(base: Task, stages: Stages, stage_draws: int) -> Task:
         rows=tuple(row for part in parts for row in part.rows),
         narrow=partial(_narrow, base, stages, stage_draws),
     )
-    return noted(made, f"left out {left_out} rows of levels that no stage asks") if left_out else made
+    return with_notes(made, f"left out {left_out} rows of levels that no stage asks") if left_out else made
 
 
 def _of_level(base: Task, level: int) -> Task:

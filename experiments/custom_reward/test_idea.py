@@ -17,7 +17,7 @@ def test_right_steps_is_fit_for_a_run():
 
 @given(PROBLEMS, st.integers(0, 3), st.integers(0, 3))
 def test_steps_count_once_and_from_the_start(problem, first, last):
-    steps = arithmetic.worked(problem).split()[:3]
+    steps = arithmetic.worked_solution(problem).split()[:3]
     assert right_steps(problem, Completion(" ".join(steps), 9, False)) == 1
     assert right_steps(problem, Completion(" ".join(steps[:last]), 9, False)) == last / 3
     assert right_steps(problem, Completion(" ".join(steps[first:] + steps), 9, False)) <= 3 / (6 - first) or first == 0

@@ -55,7 +55,7 @@ def outcome_minus_kl(
     Use it when: the KL should be a part of what samples are compared by; exact for the KL of whole sequences.
     Peers: verl, OpenRLHF: KL in the reward, k1.
     """
-    value = reward.value - beta * kept(drift, mask).sum(-1)
+    value = reward.value - beta * zero_outside_mask(drift, mask).sum(-1)
     return over_tokens(vmap(advantage)(value, reward.valid), mask)
 
 
@@ -73,7 +73,7 @@ def reward_to_go(
     Use it when: inside `token_whitened`.
     Peers: OpenRLHF `reinforce`.
     """
-    to_go = kept(drift, mask).flip(-1).cumsum(-1).flip(-1)
+    to_go = zero_outside_mask(drift, mask).flip(-1).cumsum(-1).flip(-1)
     return torch.where(mask & reward.valid[..., None], reward.value[..., None] - beta * to_go, 0.0)
 
 
@@ -155,7 +155,7 @@ def first_token(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[T
     return x.gather(-1, mask.int().argmax(-1, keepdim=True))[..., 0]
 
 
-def kept(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
+def zero_outside_mask(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
     """The value where `mask`, 0 elsewhere."""
     return torch.where(mask, x, 0.0)
 

@@ -6,8 +6,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from grpo_fn.core.groups import join, take, with_signal
-from grpo_fn.core.types import Carried, Groups
+from grpo_fn.core.groups import concat_groups, select_groups, with_signal
+from grpo_fn.core.types import Carry, Groups
 
 Explore = Callable[[int, int], Groups]
 
@@ -17,17 +17,17 @@ class GroupBatch(NamedTuple):
 
     groups: Groups
     fresh: Groups  # sampled in this step
-    carried: Carried
+    carried: Carry
     figures: dict[str, float]
 
 
-def keep_all(explore: Explore, carried: Carried, *, prompts: int) -> GroupBatch:
+def keep_all(explore: Explore, carried: Carry, *, prompts: int) -> GroupBatch:
     """The next `prompts` problems, whatever comes of them."""
     groups = explore(carried.drawn, prompts)
     return GroupBatch(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
 
 
-def dynamic(explore: Explore, carried: Carried, *, prompts: int, max_gen_batches: int) -> GroupBatch:
+def dynamic(explore: Explore, carried: Carry, *, prompts: int, max_gen_batches: int) -> GroupBatch:
     """Go on sampling, `prompts` problems at a time, until as many groups carry signal, at most `max_gen_batches` times.
 
     Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): groups without signal are dropped. Groups with signal
@@ -43,15 +43,15 @@ def dynamic(explore: Explore, carried: Carried, *, prompts: int, max_gen_batches
     while found < prompts and len(sampled) < max_gen_batches:
         sampled.append(explore(carried.drawn + prompts * len(sampled), prompts))
         found += int(with_signal(sampled[-1].reward).sum())
-    fresh = join(sampled)
+    fresh = concat_groups(sampled)
     signal = with_signal(fresh.reward).tolist()
     good, poor = ([p for p, ok in enumerate(signal) if ok is wanted] for wanted in (True, False))
-    candidates = join([*waited, take(fresh, [*good, *poor])])
+    candidates = concat_groups([*waited, select_groups(fresh, [*good, *poor])])
     rest = range(prompts, found)
     return GroupBatch(
-        take(candidates, range(prompts)),
+        select_groups(candidates, range(prompts)),
         fresh,
-        carried._replace(drawn=carried.drawn + len(signal), waiting=take(candidates, rest) if rest else None),
+        carried._replace(drawn=carried.drawn + len(signal), waiting=select_groups(candidates, rest) if rest else None),
         {
             "generation/batches": float(len(sampled)),
             "generation/accepted": len(good) / len(signal),

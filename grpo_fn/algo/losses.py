@@ -158,11 +158,11 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
 
 
 def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
-    """`clipped_ratio`, 0 where the token is marked; masking.clip_cov chooses.
+    """`clipped_ratio`, 0 where the token is marked; masking.clip_cov_tokens chooses.
 
     Clip-Cov (arXiv:2505.22617, eq. 12). A marked token is not counted by the clip diagnostics.
 
-    Use it when: entropy collapses; with `masking.clip_cov`.
+    Use it when: entropy collapses; with `masking.clip_cov_tokens`.
     Peers: verl `clip_cov`: an unkeyed permutation of each rank's minibatch.
     """
     r = ratio(logp, row.logp_old, row.mask)
@@ -170,12 +170,12 @@ def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high
 
 
 def kl_cov(logp: Float[Tensor, "T"], row: Batch, *, coef: float) -> Loss:
-    """-r A, plus coef |log r| where the token is marked; masking.kl_cov chooses.
+    """-r A, plus coef |log r| where the token is marked; masking.kl_cov_tokens chooses.
 
     KL-Cov (arXiv:2505.22617, eq. 14). Nothing is clipped: the penalty alone holds back the tokens that cost the most
     entropy.
 
-    Use it when: entropy collapses; with `masking.kl_cov`.
+    Use it when: entropy collapses; with `masking.kl_cov_tokens`.
     Peers: verl `kl_cov`.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)

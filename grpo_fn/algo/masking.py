@@ -28,7 +28,9 @@ def no_tokens(batch: Batch, key: Int[Tensor, "B 2"]) -> Bool[Tensor, "B T"]:
     return torch.zeros_like(batch.mask)
 
 
-def clip_cov(batch: Batch, key: Int[Tensor, "B 2"], *, low: float, high: float, share: float) -> Bool[Tensor, "B T"]:
+def clip_cov_tokens(
+    batch: Batch, key: Int[Tensor, "B 2"], *, low: float, high: float, share: float
+) -> Bool[Tensor, "B T"]:
     """`share` of the step's tokens, drawn at random from those with low < cov < high; for losses.clip_cov.
 
     Clip-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 10 and 11): cov = (logp_old - its mean) (A - its mean); learning
@@ -42,10 +44,10 @@ def clip_cov(batch: Batch, key: Int[Tensor, "B 2"], *, low: float, high: float, 
     return _lowest(draw, draw, batch.mask & (low < cov) & (cov < high), _count(batch, share))
 
 
-def kl_cov(batch: Batch, key: Int[Tensor, "B 2"], *, share: float) -> Bool[Tensor, "B T"]:
+def kl_cov_tokens(batch: Batch, key: Int[Tensor, "B 2"], *, share: float) -> Bool[Tensor, "B T"]:
     """`share` of the step's tokens, those with the highest cov; for losses.kl_cov.
 
-    KL-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 10 and 13), cov as in `clip_cov`. `key` decides between equal ones.
+    KL-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 10 and 13), cov as in `clip_cov_tokens`. `key` breaks ties.
 
     Use it when: the loss is `losses.kl_cov`.
     """

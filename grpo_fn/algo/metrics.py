@@ -55,7 +55,7 @@ def merge_all(tables: list[dict[str, Stat]]) -> dict[str, Stat]:
     return reduce(both, tables, {})
 
 
-def mean(name: str, s: Stat) -> dict[str, float]:
+def mean_metric(name: str, s: Stat) -> dict[str, float]:
     """`{name: mean}`."""
     return {name: float(s.mean)}
 
@@ -66,12 +66,12 @@ def extent(prefix: str, s: Stat) -> dict[str, float]:
     return {f"{prefix}mean": float(s.mean), f"{prefix}min": low, f"{prefix}max": high}
 
 
-def spread(prefix: str, s: Stat) -> dict[str, float]:
+def extent_and_std(prefix: str, s: Stat) -> dict[str, float]:
     """`extent` and the population standard deviation."""
     return {**extent(prefix, s), f"{prefix}std": float((s.m2 / s.count.clamp(min=1)).sqrt())}
 
 
-def of_rollout(rollout: Rollout) -> dict[str, float]:
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     """Lengths in sampled tokens and the share of rows that ran into the limit."""
     length = rollout.mask.sum(-1)
     everything = torch.ones_like(rollout.truncated)
@@ -83,7 +83,7 @@ def of_rollout(rollout: Rollout) -> dict[str, float]:
     }
 
 
-def of_reward(reward: Reward) -> dict[str, float]:
+def reward_metrics(reward: Reward) -> dict[str, float]:
     """Spread of the total over valid samples, mean of each part, share fully correct, share that could not be scored.
 
     The first part is the verdict: a sample is correct when that part is 1.
@@ -91,7 +91,7 @@ def of_reward(reward: Reward) -> dict[str, float]:
     parts = {f"reward/{name}": float(stat(value, reward.valid).mean) for name, value in reward.parts.items()}
     verdict = next(iter(reward.parts.values()))
     return {
-        **spread("reward/", stat(reward.value, reward.valid)),
+        **extent_and_std("reward/", stat(reward.value, reward.valid)),
         "reward/correct_rate": float(stat((verdict >= 1.0).double(), reward.valid).mean),
         "reward/invalid": float((~reward.valid).double().mean()),
         **parts,
@@ -101,19 +101,22 @@ def of_reward(reward: Reward) -> dict[str, float]:
 def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[str, float]:
     """Spread over valid samples and the share of groups without signal (every advantage zero)."""
     silent = (adv == 0).all(-1)
-    return {**spread("advantage/", stat(adv, valid)), "advantage/zero_variance_groups": float(silent.double().mean())}
+    return {
+        **extent_and_std("advantage/", stat(adv, valid)),
+        "advantage/zero_variance_groups": float(silent.double().mean()),
+    }
 
 
 def of_learning(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Per-token diagnostics of the objective, over every micro-batch and epoch of a step."""
     return {
-        **mean("loss/kl", stats["kl"]),
-        **mean("loss/entropy", stats["entropy"]),
-        **mean("loss/clip_low", stats["clip_low"]),
-        **mean("loss/clip_high", stats["clip_high"]),
+        **mean_metric("loss/kl", stats["kl"]),
+        **mean_metric("loss/entropy", stats["entropy"]),
+        **mean_metric("loss/clip_low", stats["clip_low"]),
+        **mean_metric("loss/clip_high", stats["clip_high"]),
         **extent("loss/ratio_", stats["ratio"]),
-        **mean("loss/correction_mean", stats["correction"]),
-        **mean("loss/importance_masked_frac", stats["importance_masked"]),
+        **mean_metric("loss/correction_mean", stats["correction"]),
+        **mean_metric("loss/importance_masked_frac", stats["importance_masked"]),
     }
 
 
@@ -137,9 +140,9 @@ def of_mismatch(stats: Mapping[str, Stat]) -> dict[str, float]:
     if gap is None or not gap.count:
         return {}
     return {
-        **mean("loss/logprob_diff_mean", gap),
+        **mean_metric("loss/logprob_diff_mean", gap),
         "loss/logprob_diff_max": float(gap.high),
-        **mean("loss/mismatch_kl", stats["mismatch_kl"]),
+        **mean_metric("loss/mismatch_kl", stats["mismatch_kl"]),
         "loss/mismatch_ess": effective(stats["mismatch_ratio"]),
     }
 

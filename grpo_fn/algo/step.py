@@ -15,11 +15,11 @@ from grpo_fn.algo import metrics
 from grpo_fn.algo.credit import first_token
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
 from grpo_fn.core import prng
-from grpo_fn.core.batch import check_reward, check_rollout, count, cut, laid_back, make_batch, minibatches
+from grpo_fn.core.batch import check_reward_shapes, check_rollout, count, laid_back, make_batch, minibatches, trim_rows
 from grpo_fn.core.checks import check_divides, check_positive, check_signal
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Carried, Gains, Groups, Policy, Reward, Rollout, Sampler, Totals
+from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Totals
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
@@ -68,7 +68,7 @@ class Algorithm(Stages):
 class StepAlgorithm(Stages):
     """An `Algorithm` in a run: with the reward, the comparison and the micro-batches that the run gives it."""
 
-    group_sampling: Callable[[Explore, Carried], GroupBatch]  # which groups to learn from, its number of prompts bound
+    group_sampling: Callable[[Explore, Carry], GroupBatch]  # which groups to learn from, its number of prompts bound
     reward: Callable[[Sequence[Problem], Rollout], Reward]
     old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or from_trainer
     anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
@@ -77,7 +77,7 @@ class StepAlgorithm(Stages):
     group_size: int
     epochs: int  # passes over one rollout
     minibatches: int  # optimizer steps in a pass
-    split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.cut
+    split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.trim_rows
     min_groups_with_signal: int  # groups with signal that a step needs to be trained on
 
 
@@ -122,12 +122,12 @@ def grpo_step(
     policy: Policy,
     sampler: Sampler,
     stream: Stream,
-    carried: Carried,
+    carried: Carry,
     *,
     key: Tensor,
     algo: StepAlgorithm,
     span: Span,
-) -> tuple[Experience, Carried, dict[str, float]]:
+) -> tuple[Experience, Carry, dict[str, float]]:
     """One GRPO step: sample, score, compute advantages, update. `span` is a context manager that times a phase by name.
 
     A step in which fewer than `min_groups_with_signal` groups have a token with an advantage is refused: no update, no
@@ -155,9 +155,9 @@ def grpo_step(
         carried._replace(gains=next_gains(carried.gains, found, algo)),
         {
             **figures,
-            **metrics.of_rollout(fresh.rollout),
-            **metrics.of_reward(fresh.reward),
-            **metrics.of_advantage(of_samples(adv, groups), groups.reward.valid),
+            **metrics.rollout_metrics(fresh.rollout),
+            **metrics.reward_metrics(fresh.reward),
+            **metrics.of_advantage(sample_advantages(adv, groups), groups.reward.valid),
             "train/skipped_step": float(not learned),
             "loss/kl_coef_multiplier": carried.gains.kl,
             "loss/entropy_coef_multiplier": carried.gains.entropy,
@@ -176,7 +176,7 @@ def sample_and_score(
         check_rollout(rollout)
     with span("score"):
         reward = algo.reward(asked, rollout)
-        check_reward(reward, len(asked), algo.group_size)
+        check_reward_shapes(reward, len(asked), algo.group_size)
     return Groups(asked, rollout, reward)
 
 
@@ -199,7 +199,7 @@ def compute_advantages(
     return adv, batch._replace(marked=marked)
 
 
-def of_samples(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tensor, "P G"]:
+def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tensor, "P G"]:
     """Each sample's advantage, which is that of its first sampled token."""
     return first_token(adv, by_group(groups.rollout.mask, len(adv)))
 
@@ -228,7 +228,7 @@ def update_policy(
     parts = algo.split(batch)
     policy.expect(len(parts))
     for rows in parts:
-        micro = cut(batch, rows)
+        micro = trim_rows(batch, rows)
         scores, pullback = policy.vjp(micro)  # log pi_theta
         micro = algo.anchor(micro, scores.logp)
         loss = partial(algo.objective, batch=micro, totals=totals, gains=gains)
@@ -245,4 +245,4 @@ def update_policy(
 
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)
-AT_THE_START = Carried(drawn=0, waiting=None, gains=UNMOVED)
+AT_THE_START = Carry(drawn=0, waiting=None, gains=UNMOVED)

@@ -58,7 +58,7 @@ def cosines(signal: Float[Tensor, "K B T"]) -> Float[Tensor, "K K"]:
     return unit @ unit.T
 
 
-def moved(signal: Float[Tensor, "K B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "K"]:
+def nonzero_share(signal: Float[Tensor, "K B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "K"]:
     """The share of the sampled tokens on which each signal is not zero."""
     return ((signal != 0) & mask).sum((1, 2)).double() / mask.sum().clamp(min=1)
 

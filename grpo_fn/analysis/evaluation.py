@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from grpo_fn.analysis.statistics import maj_at_k, mean, pass_at_k, wilson
+from grpo_fn.analysis.statistics import estimate_pass_at_k, exact_mean, maj_at_k, wilson
 from grpo_fn.core import prng
-from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer, word
+from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer, verdict_name
 from grpo_fn.core.types import Sampler
 from grpo_fn.rewards.combine import completions_of, part_names
-from grpo_fn.rewards.math.extract import LONGEST_ANSWER, marked_answer, plain
+from grpo_fn.rewards.math.extract import LONGEST_ANSWER, marked_answer, plain_answer
 
 AnswerExtractor = Callable[
     [str], str | None
@@ -57,7 +57,7 @@ class Attempt(NamedTuple):
     @property
     def verdict(self) -> str:
         """right, wrong or unscorable, as the first judge says."""
-        return word(next(iter(self.scores.values())))
+        return verdict_name(next(iter(self.scores.values())))
 
 
 class GradedAnswer(NamedTuple):
@@ -105,7 +105,7 @@ def evaluate(
     asked = [*problems, *(problem for problem in problems for _ in range(samples))]
     columns = [score(judge, asked, completions) for judge in judges]
     attempts = [
-        attempted(completion, dict(zip(names, scores, strict=True)), answer)
+        grade_completion(completion, dict(zip(names, scores, strict=True)), answer)
         for completion, *scores in zip(completions, *columns, strict=True)
     ]
     n = len(problems)
@@ -124,11 +124,13 @@ def final_answer(text: str) -> str | None:
     answer = marked_answer(text)
     if answer is None or len(answer) > LONGEST_ANSWER:
         return None
-    spelt = _SIZED.sub("", "".join(plain(answer).split())).replace(r"\dfrac", r"\frac")
+    spelt = _SIZED.sub("", "".join(plain_answer(answer).split())).replace(r"\dfrac", r"\frac")
     return spelt.replace(",", "") if _NUMBER.fullmatch(spelt) else spelt
 
 
-def attempted(completion: Completion, scores: dict[str, float | None], answer: AnswerExtractor | None) -> Attempt:
+def grade_completion(
+    completion: Completion, scores: dict[str, float | None], answer: AnswerExtractor | None
+) -> Attempt:
     """The completion with its scores and the answer that it marks."""
     marked = None if answer is None else answer(completion.text) or ""
     return Attempt(completion.text, marked, scores, completion.length, completion.truncated)
@@ -165,33 +167,38 @@ def summarise(judged: Sequence[GradedAnswer], *, ks: Sequence[int], by: Sequence
         "eval/accuracy": right / known if known else float("nan"),
         "eval/accuracy_low": low,
         "eval/accuracy_high": high,
-        **{f"eval/{name}": mean([a.scores[name] for a in attempts if a.scores[name] is not None]) for name in others},
+        **{
+            f"eval/{name}": exact_mean([a.scores[name] for a in attempts if a.scores[name] is not None])
+            for name in others
+        },
         **{
             f"eval/{key}/{value}": right / known
             for key in by
-            for value, rows in grouped(judged, key).items()
+            for value, rows in problems_by_meta(judged, key).items()
             for known, right in [tally(rows)]
             if known
         },
         "eval/problems": float(len(judged)),
         "eval/unscorable": float(len(judged) - known),
-        "eval/length_mean": mean([a.length for a in attempts]),
-        "eval/truncated": mean([a.truncated for a in attempts]),
-        **of_samples(judged, ks),
+        "eval/length_mean": exact_mean([a.length for a in attempts]),
+        "eval/truncated": exact_mean([a.truncated for a in attempts]),
+        **sampled_accuracy(judged, ks),
     }
 
 
-def of_samples(judged: Sequence[GradedAnswer], ks: Sequence[int]) -> dict[str, float]:
+def sampled_accuracy(judged: Sequence[GradedAnswer], ks: Sequence[int]) -> dict[str, float]:
     """pass@k and maj@k; nothing without samples, no maj@k where completions have no answer to vote for."""
     drawn = [row.samples for row in judged if any(a.verdict != "unscorable" for a in row.samples)]
     right = [[a.verdict == "right" for a in samples] for samples in drawn]
     votes = [[a.marked for a in samples] for samples in drawn]
     if not judged[0].samples:
         return {}
-    passed = {f"eval/pass@{k}": mean([pass_at_k(len(r), sum(r), k) for r in right]) for k in ks}
+    passed = {f"eval/pass@{k}": exact_mean([estimate_pass_at_k(len(r), sum(r), k) for r in right]) for k in ks}
     if judged[0].greedy.marked is None:
         return passed
-    return passed | {f"eval/maj@{k}": mean([maj_at_k(v, r, k) for v, r in zip(votes, right, strict=True)]) for k in ks}
+    return passed | {
+        f"eval/maj@{k}": exact_mean([maj_at_k(v, r, k) for v, r in zip(votes, right, strict=True)]) for k in ks
+    }
 
 
 def tally(judged: Sequence[GradedAnswer]) -> tuple[int, int]:
@@ -200,7 +207,7 @@ def tally(judged: Sequence[GradedAnswer]) -> tuple[int, int]:
     return words["right"] + words["wrong"], words["right"]
 
 
-def grouped(judged: Sequence[GradedAnswer], key: str) -> dict[str, list[GradedAnswer]]:
+def problems_by_meta(judged: Sequence[GradedAnswer], key: str) -> dict[str, list[GradedAnswer]]:
     """The problems whose meta has a value under the key, sorted; other than letters, digits and `_.-` becomes _."""
     groups: dict[str, list[GradedAnswer]] = {}
     for row in judged:

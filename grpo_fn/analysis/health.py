@@ -26,7 +26,7 @@ CALM = 10
 SLOWER = "lower optimizer.adamw.lr"
 
 
-class Finding(NamedTuple):
+class HealthFinding(NamedTuple):
     """What a rule says, and its name."""
 
     rule: str
@@ -36,18 +36,21 @@ class Finding(NamedTuple):
 # What becomes of findings ---------------------------------------------------------------------------------------------
 
 
-def line(step: int, figures: Mapping[str, float | None]) -> dict[str, float]:
+def history_line(step: int, figures: Mapping[str, float | None]) -> dict[str, float]:
     """A line as rules see it, the same from memory and from metrics.jsonl, where what is not finite is null."""
     found = {name: math.nan if value is None else float(value) for name, value in figures.items()}
     return {**{name: value if math.isfinite(value) else math.nan for name, value in found.items()}, "step": float(step)}
 
 
-def kept(history: History) -> list[Line]:
-    """The lines to remember; `kept([*kept(old), *new])` is `kept([*old, *new])`: a resumed run remembers the same."""
+def trim_history(history: History) -> list[Line]:
+    """The first and the last lines, which rules look at.
+
+    `trim_history([*trim_history(old), *new])` is `trim_history([*old, *new])`: a resumed run remembers the same.
+    """
     return list(history) if len(history) <= FIRST + LAST else [*history[:FIRST], *history[-LAST:]]
 
 
-def news(rules: Sequence[Rule], history: History) -> list[Finding]:
+def news(rules: Sequence[Rule], history: History) -> list[HealthFinding]:
     """What the rules find now and found at none of the last CALM lines before: no finding is repeated while it lasts.
 
     A function of the history alone: a run that resumes finds what it would have found.
@@ -55,24 +58,24 @@ def news(rules: Sequence[Rule], history: History) -> list[Finding]:
     past = [history[: len(history) - k] for k in range(1, min(CALM, len(history)) + 1)]
     findings = [(rule, rule(history)) for rule in rules]
     return [
-        Finding(named(rule), text)
+        HealthFinding(rule_name(rule), text)
         for rule, text in findings
         if text is not None and all(rule(before) is None for before in past)
     ]
 
 
-def check(rules: Sequence[Rule]) -> None:
+def check_rules(rules: Sequence[Rule]) -> None:
     """Ask every rule about no history at all: knobs that cannot work raise ValueError, with the rule's name."""
     for rule in rules:
         try:
             rule(())
         except ValueError as error:
-            raise ValueError(f"{named(rule)}: {error}") from error
+            raise ValueError(f"{rule_name(rule)}: {error}") from error
 
 
-def named(rule: Rule) -> str:
+def rule_name(rule: Rule) -> str:
     """The name of the function, without its knobs."""
-    return named(rule.func) if isinstance(rule, partial) else getattr(rule, "__name__", type(rule).__name__)
+    return rule_name(rule.func) if isinstance(rule, partial) else getattr(rule, "__name__", type(rule).__name__)
 
 
 # The newest line ------------------------------------------------------------------------------------------------------
@@ -81,7 +84,7 @@ def named(rule: Rule) -> str:
 def kl_high(history: History, *, limit: float) -> str | None:
     """loss/kl > limit nats a token."""
     check_above_zero(limit=limit)
-    value = newest(history, "loss/kl")
+    value = newest_value(history, "loss/kl")
     if value is None or value <= limit:
         return None
     return (
@@ -94,20 +97,21 @@ def kl_high(history: History, *, limit: float) -> str | None:
 def grad_norm_high(history: History, *, limit: float) -> str | None:
     """loss/grad_norm > limit, before clipping."""
     check_above_zero(limit=limit)
-    value = newest(history, "loss/grad_norm")
+    value = newest_value(history, "loss/grad_norm")
     if value is None or value <= limit:
         return None
     return (
         f"loss/grad_norm is {value:.3g}{at(history)}, above {limit:g}: a few samples or tokens drive the step. Look at "
         "advantage/max and loss/ratio_max: for large advantages raise step.Algorithm.group_size, for large ratios "
-        "lower step.Algorithm.epochs or optimizer.adamw.lr; sections.Policy.max_grad_norm bounds the step meanwhile"
+        "lower step.Algorithm.epochs or optimizer.adamw.lr; sections.PolicyUpdate.max_grad_norm bounds the step "
+        "meanwhile"
     )
 
 
 def logp_gap_high(history: History, *, limit: float) -> str | None:
     """loss/logprob_diff_mean > limit nats: trainer and sampler disagree about the tokens that were sampled."""
     check_above_zero(limit=limit)
-    value = newest(history, "loss/logprob_diff_mean")
+    value = newest_value(history, "loss/logprob_diff_mean")
     if value is None or value <= limit:
         return None
     return (
@@ -131,7 +135,9 @@ def not_finite(history: History, *, groups: Sequence[str]) -> str | None:
     bad = sorted(
         name
         for name, value in history[-1].items()
-        if name.partition("/")[0] in groups and not finite(value) and not (name == "loss/grad_norm" and skipped)
+        if name.partition("/")[0] in groups
+        and not is_finite_number(value)
+        and not (name == "loss/grad_norm" and skipped)
     )
     if not bad:
         return None
@@ -152,7 +158,7 @@ def no_signal(history: History, *, share: float, steps: int) -> str | None:
     values = last(history, "advantage/zero_variance_groups", steps)
     if not values or min(values) < share:
         return None
-    solved = newest(history, "reward/correct_rate")
+    solved = newest_value(history, "reward/correct_rate")
     side = "" if solved is None else f" (reward/correct_rate {solved:.2f}: too {'easy' if solved > 0.5 else 'hard'})"
     return (
         f"advantage/zero_variance_groups was at least {min(values):.2f} for {steps} steps{at(history)}: so many "
@@ -183,7 +189,7 @@ def overflowing(history: History, *, steps: int) -> str | None:
     return (
         f"optimizer/overflows rose from {values[0]:.0f} to {values[-1]:.0f} in {steps} steps{at(history)}: float16 "
         "gradients overflow in every step and no weight moves. If optimizer/loss_scale still falls, lower "
-        "sections.Policy.initial_scale; if it does not, the learning signal itself is too large: look at "
+        "sections.PolicyUpdate.initial_scale; if it does not, the learning signal itself is too large: look at "
         "loss/ratio_max and advantage/max, or compute in sections.Compute.dtype = 'bfloat16'"
     )
 
@@ -228,41 +234,41 @@ def reward_without_accuracy(history: History, *, evaluations: int, rise: float, 
         raise ValueError(
             f"evaluations, rise, fall: got {evaluations}, {rise}, {fall}, wanted evaluations >= 2, rise >= 0, fall >= 0"
         )
-    judged = [i for i, one in enumerate(history) if finite(one.get("eval/accuracy"))][-evaluations:]
+    judged = [i for i, one in enumerate(history) if is_finite_number(one.get("eval/accuracy"))][-evaluations:]
     if len(judged) < 2:
         return None
     best = max(judged, key=lambda i: (history[i]["eval/accuracy"], i))
     high, now = history[best]["eval/accuracy"], history[judged[-1]]["eval/accuracy"]
     rewards = series(history[best + 1 : judged[-1] + 1], "reward/mean")
     half = len(rewards) // 2
-    if not half or high - now <= fall or mean(rewards[-half:]) - mean(rewards[:half]) <= rise:
+    if not half or high - now <= fall or stable_mean(rewards[-half:]) - stable_mean(rewards[:half]) <= rise:
         return None
     return (
         f"eval/accuracy fell from {high:.3f}{at(history[: best + 1])} to {now:.3f}{at(history[: judged[-1] + 1])} "
-        f"while reward/mean rose from {mean(rewards[:half]):.3g} to {mean(rewards[-half:]):.3g}: what earns reward is "
-        "no longer what is right, or the training problems are learned by heart. Read samples, lower that part's "
-        "weight in combine.combine.weights, raise objective.policy_objective.beta, and take the best checkpoint "
-        "(sections.Checkpoints.keep_best)"
+        f"while reward/mean rose from {stable_mean(rewards[:half]):.3g} to {stable_mean(rewards[-half:]):.3g}: what "
+        "earns reward is no longer what is right, or the training problems are learned by heart. Read samples, lower "
+        "that part's weight in combine.combine.weights, raise objective.policy_objective.beta, and take the best "
+        "checkpoint (sections.Checkpoints.keep_best)"
     )
 
 
 # Reading a history ----------------------------------------------------------------------------------------------------
 
 
-def finite(value: float | None) -> bool:
+def is_finite_number(value: float | None) -> bool:
     """Whether it is there and a number."""
     return value is not None and math.isfinite(value)
 
 
 def series(history: History, name: str) -> list[float]:
     """The finite values of a metric, oldest first."""
-    return [one[name] for one in history if finite(one.get(name))]
+    return [one[name] for one in history if is_finite_number(one.get(name))]
 
 
-def newest(history: History, name: str) -> float | None:
+def newest_value(history: History, name: str) -> float | None:
     """The metric of the newest line; None when that line lacks it, or it is not finite."""
     value = history[-1].get(name) if history else None
-    return value if finite(value) else None
+    return value if is_finite_number(value) else None
 
 
 def last(history: History, name: str, count: int) -> list[float]:
@@ -276,24 +282,24 @@ def both_ends(history: History, name: str, window: int) -> tuple[float, float] |
     """Means of the first and the last `window` values; None while they would overlap."""
     check_window(window=window)
     values = series(history, name)
-    return (mean(values[:window]), mean(values[-window:])) if len(values) >= 2 * window else None
+    return (stable_mean(values[:window]), stable_mean(values[-window:])) if len(values) >= 2 * window else None
 
 
 def rises(history: History, name: str) -> bool:
     """Whether the metric is larger in the newest line than in the one before, where it starts from 0."""
-    before = newest(history[:-1], name) or 0.0
-    now = newest(history, name)
+    before = newest_value(history[:-1], name) or 0.0
+    now = newest_value(history, name)
     return now is not None and now > before
 
 
-def mean(values: Sequence[float]) -> float:
+def stable_mean(values: Sequence[float]) -> float:
     """The mean; values that only differ in rounding do not move it out of their range."""
     return min(max(values), max(min(values), math.fsum(value / len(values) for value in values)))
 
 
 def at(history: History) -> str:
     """The step of the newest line, ready to follow a number."""
-    step = newest(history, "step")
+    step = newest_value(history, "step")
     return "" if step is None else f" at step {step:.0f}"
 
 

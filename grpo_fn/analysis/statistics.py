@@ -8,7 +8,7 @@ from math import comb, fsum
 import torch
 
 
-def mean(values: Sequence[float | int]) -> float:
+def exact_mean(values: Sequence[float | int]) -> float:
     """Their mean, to the last bit the same in any order; nan of none."""
     return fsum(values) / len(values) if values else float("nan")
 
@@ -24,7 +24,7 @@ def wilson(right: int, n: int) -> tuple[float, float]:
     return centre - half if right else 0.0, centre + half if right < n else 1.0  # not a rounding off 0 or 1
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
+def estimate_pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that k of n samples, drawn without replacement, hold one of the c right ones: 1 - C(n-c, k) / C(n, k).
 
     An unbiased estimate of the chance that k samples hold a right one, 1 - (1 - p)^k (Chen et al. 2021,
@@ -41,7 +41,7 @@ def maj_at_k(votes: Sequence[str], right: Sequence[bool], k: int) -> float:
     """
     starts = range(0, len(votes) - k + 1, k)
     winners = ((start, majority(votes[start : start + k])) for start in starts)
-    return mean([place is not None and right[start + place] for start, place in winners])
+    return exact_mean([place is not None and right[start + place] for start, place in winners])
 
 
 def majority(votes: Sequence[str]) -> int | None:

@@ -36,7 +36,7 @@ class Token(NamedTuple):
     figures: dict[str, float]  # logp, adv and the objective's diagnostics by name; none where there is no signal
 
 
-class Row(NamedTuple):
+class ReportRow(NamedTuple):
     """One sample and what the step made of it."""
 
     prompt: int  # p
@@ -69,10 +69,10 @@ class Sums(NamedTuple):
     reward: float | None  # mean of the valid ones, if there are any
 
 
-class Shown(NamedTuple):
+class TokenReport(NamedTuple):
     """A step to look at: its rows, most influential first, and what the whole of it adds up to."""
 
-    rows: list[Row]
+    rows: list[ReportRow]
     sums: Sums
 
 
@@ -110,7 +110,7 @@ def as_sampled(
     return signal, {name: x for name, x in seen.items() if name != "entropy"}
 
 
-def shown(
+def token_report(
     experience: Experience,
     signal: Scores,
     diagnostics: Mapping[str, Float[Tensor, "B T"]],
@@ -118,7 +118,7 @@ def shown(
     special: Collection[int],
     *,
     rows: int,
-) -> Shown:
+) -> TokenReport:
     """The `rows` most influential rows of the step, and the sums over all of it.
 
     `decode` turns token ids into text and keeps special tokens, whose ids are `special`.
@@ -129,7 +129,7 @@ def shown(
     influence = dlogp.abs().nan_to_num(nan=math.inf, posinf=math.inf).sum(-1)
     order = influence.argsort(descending=True, stable=True)[:rows].tolist()
     seen = {name: x.detach().cpu().double() for name, x in diagnostics.items()}
-    return Shown(
+    return TokenReport(
         [row(experience, b, dlogp, seen, float(influence[b]), decode, special) for b in order],
         sums(experience, dlogp, seen),
     )
@@ -143,7 +143,7 @@ def row(
     influence: float,
     decode: Decode,
     special: Collection[int],
-) -> Row:
+) -> ReportRow:
     """Row b of the step."""
     problems, rollout, reward = experience.groups
     p, g = divmod(b, reward.value.shape[1])
@@ -160,10 +160,10 @@ def row(
             {name: column[i] for name, column in columns.items()} if learns[i] else {},
         )
         for i, (token, text, x) in enumerate(
-            zip(ids[start:], pieces(ids, start, decode), dlogp[b, start:end].tolist(), strict=True)
+            zip(ids[start:], token_texts(ids, start, decode), dlogp[b, start:end].tolist(), strict=True)
         )
     ]
-    return Row(
+    return ReportRow(
         prompt=p,
         sample=g,
         uid=problems[p].uid,
@@ -174,7 +174,7 @@ def row(
         valid=bool(reward.valid[p, g]),
         truncated=bool(rollout.truncated[b]),
         learns=any(learns),
-        adv=float(experience.adv[p, g, start]),  # that of its first sampled token, as `step.of_samples` has it
+        adv=float(experience.adv[p, g, start]),  # that of its first sampled token, as `step.sample_advantages` has it
         influence=influence,
     )
 
@@ -185,7 +185,7 @@ def bounds(rollout: Rollout, b: int) -> tuple[int, int]:
     return int(sampled[0]), int(sampled[-1]) + 1
 
 
-def pieces(ids: Sequence[int], start: int, decode: Decode) -> list[str]:
+def token_texts(ids: Sequence[int], start: int, decode: Decode) -> list[str]:
     """What each of ids[start:] adds to the text of those before it, so that the pieces joined are the text.
 
     Decoded with the piece before: alone, many a token loses its space. Bytes that make a character only together are
@@ -223,7 +223,7 @@ def sums(experience: Experience, dlogp: Float[Tensor, "B T"], seen: Mapping[str,
     )
 
 
-def strongest(shown: Shown, *, count: int) -> list[dict[str, str]]:
+def strongest_tokens(shown: TokenReport, *, count: int) -> list[dict[str, str]]:
     """The tokens with the largest |dlogp| of the rows shown, for a table; what is not finite comes first."""
     found = [
         (row, i, token) for row in shown.rows for i, token in enumerate(row.tokens) if token.signal not in (None, 0.0)
@@ -248,7 +248,7 @@ def size(signal: float) -> float:
     return math.inf if math.isnan(signal) else abs(signal)
 
 
-def strip(shown: Shown, *, columns: int, cell: int) -> Float[Tensor, "3 h w"]:
+def strip(shown: TokenReport, *, columns: int, cell: int) -> Float[Tensor, "3 h w"]:
     """The signal as a picture: a line for each row shown, a square for each of its first `columns` tokens.
 
     Blue is pushed up, orange down, white neither; the strongest token of the step has the full colour.

@@ -1,8 +1,8 @@
 """The door for configuration: gin files in, plain keyword arguments out, and a text that launches the same run again.
 
-gin serves as a grammar and a table of bindings (`parse.read`, the only file that imports it); nothing of it outlives
-`load`: no live reference, no lock, no scope. Then references, scopes and macros are resolved and every name is checked
-(`resolver`), and the result is frozen into plain `functools.partial`s (`frozen`) and written down (`text`).
+gin serves as a grammar and a table of bindings (`parse.parse_gin`; `parse` alone imports it); nothing of it outlives
+`load_config`: no live reference, no lock, no scope. Then references, scopes and macros are resolved and every name is
+checked (`resolve`), and the result is frozen into plain `functools.partial`s (`freeze`) and written down (`dump`).
 
 A later binding beats an earlier one; `@scope/f` takes the knobs bound for `f`, then those for `scope/f`; a reference
 without a scope inherits that of the function whose knob it is: all as in gin. Two things are simpler than in gin: a
@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_fn.config.dump import dump
-from grpo_fn.config.freeze import fingerprint, freeze
+from grpo_fn.config.freeze import freeze, value_fingerprint
 from grpo_fn.config.nodes import Node
-from grpo_fn.config.parse import read
+from grpo_fn.config.parse import parse_gin
 from grpo_fn.config.resolve import knobs_of, resolve
 
-__all__ = ["Config", "fingerprint", "freeze", "load", "read"]
+__all__ = ["Config", "freeze", "load_config", "parse_gin", "value_fingerprint"]
 
 ROOT = "grpo_fn.train.train"
 
@@ -40,7 +40,9 @@ class Config:
         return freeze(self.root.knobs, {})
 
 
-def load(gin_files: Sequence[str], gin_params: Sequence[str], *, root: str = ROOT, taker: str | None = None) -> Config:
+def load_config(
+    gin_files: Sequence[str], gin_params: Sequence[str], *, root: str = ROOT, taker: str | None = None
+) -> Config:
     """Read gin files, then `NAME=VALUE` parameters on top, and check everything that the root would receive.
 
     The root's module, and any class below it, may declare `SUPPLIED = {knob: names}`: keyword-only parameters of that
@@ -50,16 +52,16 @@ def load(gin_files: Sequence[str], gin_params: Sequence[str], *, root: str = ROO
     it takes is resolved and called, and the rest may be unbound.
     Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.
     """
-    bindings = read(gin_files, gin_params)
-    room, target = found(root)  # after reading: a typing error must not wait for torch
-    wanted = knobs_of(target if taker is None else found(taker)[1])
+    bindings = parse_gin(gin_files, gin_params)
+    room, target = import_function(root)  # after reading: a typing error must not wait for torch
+    wanted = knobs_of(target if taker is None else import_function(taker)[1])
     assert set(wanted) <= set(knobs_of(target)), f"{taker} takes {wanted}, some of which {root} does not have"
     node = resolve(bindings, target, getattr(room, "SUPPLIED", {}), wanted)
     counted = {knob: value for knob, value in node.knobs.items() if knob not in getattr(room, "CHANGEABLE", ())}
-    return Config(node, dump(bindings), fingerprint(replace(node, knobs=counted)))
+    return Config(node, dump(bindings), value_fingerprint(replace(node, knobs=counted)))
 
 
-def found(name: str) -> tuple[Any, Callable[..., Any]]:
+def import_function(name: str) -> tuple[Any, Callable[..., Any]]:
     """The module and the function that `package.module.function` names."""
     module, _, function = name.rpartition(".")
     room = importlib.import_module(module)

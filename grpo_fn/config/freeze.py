@@ -42,6 +42,6 @@ def canonical(value: Any) -> str:
     return repr(value)
 
 
-def fingerprint(value: Any) -> str:
+def value_fingerprint(value: Any) -> str:
     """SHA-256 of a resolved value."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()

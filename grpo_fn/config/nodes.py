@@ -76,14 +76,14 @@ def full_name(target: Any) -> str:
     return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', repr(target))}"
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
+def suggest_name(name: str, choices: Iterable[str]) -> str:
     """`; did you mean X?`, ignoring case, or nothing when no choice is near."""
     by_case = {choice.lower(): choice for choice in sorted(choices) if choice != name}
     match = difflib.get_close_matches(name.lower(), by_case, n=1)
     return f"; did you mean {by_case[match[0]]}?" if match else ""
 
 
-def listed(names: Iterable[str]) -> str:
+def comma_list(names: Iterable[str]) -> str:
     """`a, b, c`, or `none`."""
     return ", ".join(names) or "none"
 

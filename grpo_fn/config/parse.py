@@ -17,7 +17,7 @@ import gin
 from gin import config_parser
 from gin.config_parser import BindingStatement, BlockDeclaration, ConfigParser, ImportStatement, IncludeStatement
 
-from grpo_fn.config.nodes import Bindings, Macro, Reference, complain, full_name, functions, listed, nearest
+from grpo_fn.config.nodes import Bindings, Macro, Reference, comma_list, complain, full_name, functions, suggest_name
 from grpo_fn.config.resolve import bad_names, knobs_of
 
 GIN_FOLDER = Path(__file__).resolve().parents[2] / "gin"
@@ -32,7 +32,7 @@ gin.add_config_file_search_path(str(GIN_FOLDER))  # the current directory comes 
 gin.config._FILE_READERS[:] = [(open, os.path.isfile)]
 
 
-def read(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
+def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     """Everything the files bind, then the parameters on top, with every module, function and knob name checked.
 
     gin keeps its state in the module; it is empty again when this returns or raises.
@@ -48,7 +48,7 @@ def read(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
             parse(gin.parse_config, statement(param, bindings, imports), f"--gin_param {param!r}: ")
         for (scope, selector), knobs in gin.config._CONFIG.items():
             target = gin.config._REGISTRY[selector].wrapped
-            values = {knob: plain(value) for knob, value in knobs.items()}
+            values = {knob: plain_value(value) for knob, value in knobs.items()}
             if target is gin.config.macro:
                 bindings.macros[scope] = values["value"]
             else:
@@ -61,7 +61,7 @@ def read(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     return bindings
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A bound value with gin's references replaced by ours."""
     match value:
         case gin.config.ConfigurableReference(configurable=found, scopes=scopes, evaluate=evaluate):
@@ -71,9 +71,9 @@ def plain(value: Any) -> Any:
                 raise ValueError(f"got {value!r}, wanted a value, a macro or a function: gin's own are not supported")
             return Reference(found.wrapped, tuple(scopes), evaluate)
         case dict():
-            return {plain(key): plain(item) for key, item in value.items()}
+            return {plain_value(key): plain_value(item) for key, item in value.items()}
         case list() | tuple():
-            return type(value)(plain(item) for item in value)
+            return type(value)(plain_value(item) for item in value)
     return value
 
 
@@ -146,7 +146,7 @@ def find(file: str, chain: tuple[Path, ...]) -> Path:
     known = [str(path.relative_to(GIN_FOLDER)) for path in GIN_FOLDER.rglob("*.gin")]
     by = f"{chain[-1]}: " if chain else ""
     raise FileNotFoundError(
-        f"{by}got {file!r}, wanted a gin file, from here or from {GIN_FOLDER}{nearest(file, known)}"
+        f"{by}got {file!r}, wanted a gin file, from here or from {GIN_FOLDER}{suggest_name(file, known)}"
     )
 
 
@@ -189,8 +189,8 @@ def imports_of(name: str, flag: str, imports: list[ImportStatement]) -> list[str
         return [line.format() for line in named]
     known = sorted({line.bound_name() for line in modules})
     got = f"{name}, which stands for {' and for '.join(sorted(meanings))}" if meanings else name
-    wanted = f"a module that the gin files import, one meaning each: {listed(known)}"
-    raise ValueError(f"{flag}: got {got}, wanted {wanted}{nearest(name, known)}")
+    wanted = f"a module that the gin files import, one meaning each: {comma_list(known)}"
+    raise ValueError(f"{flag}: got {got}, wanted {wanted}{suggest_name(name, known)}")
 
 
 def parse(parser: Callable[[str], Any], what: str, flag: str) -> None:
@@ -198,7 +198,7 @@ def parse(parser: Callable[[str], Any], what: str, flag: str) -> None:
     try:
         parser(what)
     except Exception as error:
-        raise ValueError(flag + explained(error, with_place=not flag)) from error
+        raise ValueError(flag + explain_gin_error(error, with_place=not flag)) from error
 
 
 def broken(error: SyntaxError | tokenize.TokenError, path: Path) -> str:
@@ -209,18 +209,17 @@ def broken(error: SyntaxError | tokenize.TokenError, path: Path) -> str:
     return f"{path}:{line}: {message}"
 
 
-def explained(error: Exception, with_place: bool) -> str:
+def explain_gin_error(error: Exception, with_place: bool) -> str:
     """gin's message, or that of a failed import, as `file:line: what is wrong; what was probably meant`."""
     message, _, rest = str(error).partition("\n  In ")
     place = re.match(r'file "(.+)", line (\d+)\n', rest)
     where = f"{place[1]}:{place[2]}: " if place and with_place else ""
     if found := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
         knobs = knobs_of(gin.config._REGISTRY.get_match(found[1]).wrapped)
-        return (
-            f"{where}{found[1]}: got a binding for {found[2]}, wanted one of {listed(knobs)}{nearest(found[2], knobs)}"
-        )
+        wanted = f"{comma_list(knobs)}{suggest_name(found[2], knobs)}"
+        return f"{where}{found[1]}: got a binding for {found[2]}, wanted one of {wanted}"
     if found := re.match(r"Couldn't resolve selector (\S+); <module '(\S+)'.*> has no attribute (\w+)", message):
-        return f"{where}{found[1]}: {found[2]} has no {found[3]}{nearest(found[3], vars(sys.modules[found[2]]))}"
+        return f"{where}{found[1]}: {found[2]} has no {found[3]}{suggest_name(found[3], vars(sys.modules[found[2]]))}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     if not last.filename.startswith(("<", str(Path(gin.__file__).parent))):  # it broke inside the imported module
         message = (

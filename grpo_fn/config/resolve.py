@@ -6,7 +6,17 @@ from functools import reduce
 from inspect import Parameter
 from typing import Any
 
-from grpo_fn.config.nodes import Bindings, Macro, Node, Reference, complain, full_name, listed, nearest, used_macros
+from grpo_fn.config.nodes import (
+    Bindings,
+    Macro,
+    Node,
+    Reference,
+    comma_list,
+    complain,
+    full_name,
+    suggest_name,
+    used_macros,
+)
 
 Supplied = Mapping[str, Collection[str]]
 
@@ -31,7 +41,7 @@ def unused_macros(bindings: Bindings) -> Iterator[str]:
     for name in bindings.macros:
         mentioned = set() if name in bindings.from_params else bindings.used_at.keys()
         if name not in used | mentioned:
-            hint = nearest(name, used) or f"; macros in use: {listed(sorted(used))}"
+            hint = suggest_name(name, used) or f"; macros in use: {comma_list(sorted(used))}"
             yield f"{name}: nothing uses this macro (bound at {bindings.bound_at[name]}){hint}"
 
 
@@ -67,7 +77,7 @@ class Resolver:
         self.problems += missing(ref, label, bound, {*supplied, *left})
         by_knob = getattr(ref.target, "SUPPLIED", {}) if trail else self.supplied
         knobs = {k: self.value(bound[k], scope, by_knob.get(k, ()), (*trail, label)) for k in sorted(bound)}
-        self.problems += [p for k, item in knobs.items() for p in mistyped(label, parameters.get(k), item)]
+        self.problems += [p for k, item in knobs.items() for p in type_problem(label, parameters.get(k), item)]
         return Node(ref.target, knobs, ref.call)
 
     def macro(self, name: str, scope: tuple[str, ...], supplied: Collection[str], trail: tuple[str, ...]) -> Any:
@@ -77,7 +87,7 @@ class Resolver:
             return self.value(self.bindings.macros[name], scope, supplied, (*trail, f"%{name}"))
         self.problems.append(
             f"{name}: got no value for this macro (used at {self.bindings.used_at[name]} by {trail[-1]}), wanted "
-            f"--gin_param '{name}=...' or a line `{name} = ...` in a gin file{nearest(name, self.bindings.macros)}"
+            f"--gin_param '{name}=...' or a line `{name} = ...` in a gin file{suggest_name(name, self.bindings.macros)}"
         )
         return ...
 
@@ -110,7 +120,7 @@ def bad_names(label: str, target: Callable[..., Any], knobs: Iterable[str]) -> I
         if knob in parameters:
             yield f"{label}: got a binding for {knob}, which is data (positional), wanted a keyword-only parameter"
         elif not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            yield f"{label}: got a binding for {knob}, wanted one of {listed(allowed)}{nearest(knob, allowed)}"
+            yield f"{label}: got a binding for {knob}, wanted one of {comma_list(allowed)}{suggest_name(knob, allowed)}"
 
 
 def missing(ref: Reference, label: str, bound: Collection[str], supplied: Collection[str]) -> Iterator[str]:
@@ -127,7 +137,7 @@ def missing(ref: Reference, label: str, bound: Collection[str], supplied: Collec
         yield f"{label}: got a binding for {name}, wanted none, as the program passes it"
 
 
-def mistyped(label: str, parameter: Parameter | None, value: Any) -> Iterator[str]:
+def type_problem(label: str, parameter: Parameter | None, value: Any) -> Iterator[str]:
     """Plain annotations (int, float, str, bool) against what is bound; anything richer is the function's business."""
     wanted = None if parameter is None else parameter.annotation
     if wanted not in (int, float, str, bool) or value is ... or (isinstance(value, Node) and value.call):

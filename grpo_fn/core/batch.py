@@ -33,7 +33,7 @@ def check_rollout(rollout: Rollout) -> None:
         )
 
 
-def check_reward(reward: Reward, problems: int, group_size: int) -> None:
+def check_reward_shapes(reward: Reward, problems: int, group_size: int) -> None:
     """Raise ValueError unless value, valid and every part are `[problems, group_size]`: row b = p * G + g is [p, g]."""
     wanted = (problems, group_size)
     for name, x in {"value": reward.value, "valid": reward.valid, **reward.parts}.items():
@@ -116,7 +116,7 @@ def by_width(
     return parts
 
 
-def cut(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
+def trim_rows(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
     """These rows, as wide as the longest; -1 is a row that has sampled nothing.
 
     As every weight is a global one, the sum over the parts of a batch is the whole, whatever they are.
@@ -130,7 +130,7 @@ def cut(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
 def laid_back(
     into: Float[Tensor, "B T"], rows: Int[Tensor, "b"], mask: Bool[Tensor, "b W"], values: Float[Tensor, "b W"]
 ) -> Float[Tensor, "B T"]:
-    """`into` with the values of those rows' masked tokens in their places: the way back from `cut`."""
+    """`into` with the values of those rows' masked tokens in their places: the way back from `trim_rows`."""
     real, out = rows >= 0, into.clone()
     there = out[rows[real], : mask.shape[1]]
     out[rows[real], : mask.shape[1]] = torch.where(mask[real], values[real].to(out.dtype), there)

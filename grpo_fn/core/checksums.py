@@ -30,7 +30,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest(tensor: Tensor) -> int:
     """The digest of a tensor that is all here: an integer in [0, 2^64). NaNs are distinguished, and so are 0 and -0."""
     seed = seed_of("", tensor.shape, tensor.dtype)
-    return total(seed, [share(tensor, [0] * tensor.ndim, tensor.shape, seed)])
+    return total(seed, [block_digest(tensor, [0] * tensor.ndim, tensor.shape, seed)])
 
 
 def seed_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -38,7 +38,7 @@ def seed_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
     return int.from_bytes(sha256(f"{name} {tuple(shape)} {dtype}".encode()).digest()[:8], "little")
 
 
-def share(part: Tensor, offset: Sequence[int], shape: Sequence[int], seed: int) -> int:
+def block_digest(part: Tensor, offset: Sequence[int], shape: Sequence[int], seed: int) -> int:
     """What a block at `offset` of a tensor of `shape` adds to its digest.
 
     Raises ValueError for numbers that are not real.
@@ -52,12 +52,12 @@ def share(part: Tensor, offset: Sequence[int], shape: Sequence[int], seed: int) 
     for start in range(0, len(part), rows):
         block = part[start : start + rows]
         bits = block.view(BITS[block.element_size()]).long()
-        place = places(block.shape, [offset[0] + start, *offset[1:]], shape, bits.device)
-        found += int(mix(bits + place * signed(GAMMA) + signed(seed)).sum())
+        place = element_positions(block.shape, [offset[0] + start, *offset[1:]], shape, bits.device)
+        found += int(mix(bits + place * to_int64(GAMMA) + to_int64(seed)).sum())
     return found % 2**64
 
 
-def places(size: Sequence[int], offset: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
+def element_positions(size: Sequence[int], offset: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
     """Where the elements of a block at `offset` lie in the whole tensor, counted row by row; of the block's size."""
     place, stride = torch.zeros([1] * len(size), dtype=torch.int64, device=device), 1
     for axis in reversed(range(len(size))):
@@ -69,32 +69,32 @@ def places(size: Sequence[int], offset: Sequence[int], shape: Sequence[int], dev
 
 def total(seed: int, shares: Iterable[int]) -> int:
     """The digest of a tensor from those of its parts."""
-    return (int(mix(torch.tensor(signed(seed)))) + sum(shares)) % 2**64
+    return (int(mix(torch.tensor(to_int64(seed)))) + sum(shares)) % 2**64
 
 
-def chained(numbers: Iterable[int]) -> int:
+def combine_digests(numbers: Iterable[int]) -> int:
     """One number for several, in their order."""
     return int.from_bytes(sha256(b"".join(n.to_bytes(8, "little") for n in numbers)).digest()[:8], "little")
 
 
 def mix(z: Int[Tensor, "*N"]) -> Int[Tensor, "*N"]:
     """The output function of splitmix64, a permutation of the 64-bit words."""
-    z = (z ^ shifted(z, 30)) * signed(0xBF58476D1CE4E5B9)
-    z = (z ^ shifted(z, 27)) * signed(0x94D049BB133111EB)
-    return z ^ shifted(z, 31)
+    z = (z ^ logical_shift_right(z, 30)) * to_int64(0xBF58476D1CE4E5B9)
+    z = (z ^ logical_shift_right(z, 27)) * to_int64(0x94D049BB133111EB)
+    return z ^ logical_shift_right(z, 31)
 
 
-def shifted(z: Int[Tensor, "*N"], by: int) -> Int[Tensor, "*N"]:
+def logical_shift_right(z: Int[Tensor, "*N"], by: int) -> Int[Tensor, "*N"]:
     """z >> by of words without a sign."""
     return (z >> by) & (2 ** (64 - by) - 1)
 
 
-def signed(word: int) -> int:
+def to_int64(word: int) -> int:
     """The int64 with the same bits as the word modulo 2^64."""
     return (word + 2**63) % 2**64 - 2**63
 
 
-def shown(number: int) -> str:
+def hex_digest(number: int) -> str:
     """Sixteen hex digits."""
     return f"{number:016x}"
 
@@ -102,22 +102,22 @@ def shown(number: int) -> str:
 # -- of a step
 
 
-def of_rollout(rollout: Rollout) -> int:
+def rollout_checksums(rollout: Rollout) -> int:
     """Of every row's tokens and which of them were sampled, up to the last sampled one, and of what was truncated."""
     column = torch.arange(rollout.mask.shape[1], device=rollout.mask.device)
     length = ((column + 1) * rollout.mask).amax(-1)
     inside = column < length[:, None]  # padding may be anything, and as wide as the rows beside it
     parts = (length, rollout.tokens.long()[inside], rollout.mask[inside], rollout.truncated)
-    return chained(digest(part) for part in parts)
+    return combine_digests(digest(part) for part in parts)
 
 
-def of_reward(reward: Reward) -> int:
+def reward_checksums(reward: Reward) -> int:
     """Of the rewards, of which are valid, and of every part by its name."""
-    parts = [x for name in sorted(reward.parts) for x in (named(name), digest(reward.parts[name]))]
-    return chained([digest(reward.value), digest(reward.valid), *parts])
+    parts = [x for name in sorted(reward.parts) for x in (hash_name(name), digest(reward.parts[name]))]
+    return combine_digests([digest(reward.value), digest(reward.valid), *parts])
 
 
-def named(name: str) -> int:
+def hash_name(name: str) -> int:
     """A name as a number."""
     return seed_of(name, (), torch.int64)
 
@@ -130,7 +130,7 @@ def of_sampled(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> int:
 def of_signal(sent: Sequence[tuple[Batch, Scores]]) -> int:
     """Of the learning signals, in the order in which rows went to the policy, whatever the micro-batches were."""
     fields = [[getattr(signal, name)[batch.mask] for batch, signal in sent] for name in Scores._fields]
-    return chained(digest(torch.cat(field)) for field in fields if field)
+    return combine_digests(digest(torch.cat(field)) for field in fields if field)
 
 
 def of_step(
@@ -142,13 +142,13 @@ def of_step(
 ) -> dict[str, str]:
     """All of QUANTITIES that the step knows; gradients and weights are the policy's own."""
     numbers = {
-        "tokens": of_rollout(rollout),
-        "rewards": of_reward(reward),
+        "tokens": rollout_checksums(rollout),
+        "rewards": reward_checksums(reward),
         "advantages": of_sampled(adv.flatten(0, 1), rollout.mask),
         "logp_old": of_sampled(logp_old, rollout.mask),
         "signal": of_signal(sent),
     }
-    return {name: shown(number) for name, number in numbers.items()}
+    return {name: hex_digest(number) for name, number in numbers.items()}
 
 
 def differing(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from grpo_fn.core.types import Groups, Reward, Rollout
 
 
-def join(parts: Sequence[Groups]) -> Groups:
+def concat_groups(parts: Sequence[Groups]) -> Groups:
     """All groups in the order of the parts, padded on the right to the widest rows, where the last part's tensors are.
 
     Wants at least one part.
@@ -22,7 +22,7 @@ def join(parts: Sequence[Groups]) -> Groups:
     rewards = [part.reward for part in parts]
     return Groups(
         tuple(problem for part in parts for problem in part.problems),
-        stacked([part.rollout for part in parts]),
+        concat_rollouts([part.rollout for part in parts]),
         Reward(
             torch.cat([r.value for r in rewards]),
             torch.cat([r.valid for r in rewards]),
@@ -31,17 +31,17 @@ def join(parts: Sequence[Groups]) -> Groups:
     )
 
 
-def stacked(parts: Sequence[Rollout]) -> Rollout:
+def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
     """The rows of all parts in their order, padded on the right to the widest. Wants at least one part."""
     width = max(part.tokens.shape[1] for part in parts)
-    rollouts = [widened(part, width) for part in parts]
+    rollouts = [pad_rollout(part, width) for part in parts]
     return Rollout(
         *(torch.cat(field) for field in zip(*(r[:4] for r in rollouts), strict=True)),
         tuple(text for r in rollouts for text in r.text),
     )
 
 
-def take(groups: Groups, chosen: Sequence[int]) -> Groups:
+def select_groups(groups: Groups, chosen: Sequence[int]) -> Groups:
     """The groups with these numbers, in this order."""
     rollout, reward = groups.rollout, groups.reward
     size = len(rollout.text) // len(groups.problems)
@@ -65,7 +65,7 @@ def by_group(rows: Shaped[Tensor, "B T"], groups: int) -> Shaped[Tensor, "P G T"
     return rearrange(rows, "(p g) t -> p g t", p=groups)
 
 
-def widened(rollout: Rollout, width: int) -> Rollout:
+def pad_rollout(rollout: Rollout, width: int) -> Rollout:
     """The rollout with padding on the right up to `width` columns."""
     extra = (0, width - rollout.tokens.shape[1])
     tokens, mask, logp = (pad(field, extra) for field in rollout[:3])

@@ -41,7 +41,7 @@ def first_alike(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Int[Te
     return torch.tensor([seen.setdefault(prompt, b) for b, prompt in enumerate(prompts)], device=tokens.device)
 
 
-def together(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
+def share_prompts(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
     """Every prompt is read once, by the first of the rows that begin with it.
 
     (Liu et al. 2025, "Prefix Grouper", arXiv:2506.05433: gradients are those of reading it in every row.)
@@ -57,7 +57,7 @@ def each(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
     return Spans(torch.zeros_like(row), read_lengths(mask), row)
 
 
-def places(spans: Spans, width: int) -> Int[Tensor, "B T"]:
+def visible_positions(spans: Spans, width: int) -> Int[Tensor, "B T"]:
     """Where each row finds what it sees in the stream of all that is read, row after row.
 
     A column that is not read points to where the row's first token is: there is something, and it is the row's own.
@@ -76,7 +76,7 @@ def places(spans: Spans, width: int) -> Int[Tensor, "B T"]:
 Load = list[int]  # rows of one device in one micro-batch
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Rows that read one prompt."""
 
     tokens: int  # read, the prompt once
@@ -98,42 +98,42 @@ def by_reading(
         raise ValueError(f"devices: got {devices}, wanted at least 1")
     spans = share(tokens, mask)
     limit = min(micro_tokens, -(-int((spans.end - spans.start).sum()) // devices))
-    loads = level(pieces(mask, spans, limit), micro_tokens, devices)
+    loads = level(prompt_pieces(mask, spans, limit), micro_tokens, devices)
     turns = [zip_longest(*loads[i : i + devices], fillvalue=-1) for i in range(0, len(loads), devices)]
     return [torch.tensor([row for turn in part for row in turn], device=mask.device) for part in turns]
 
 
-def pieces(mask: Bool[Tensor, "B T"], spans: Spans, limit: int) -> list[Piece]:
+def prompt_pieces(mask: Bool[Tensor, "B T"], spans: Spans, limit: int) -> list[PromptPiece]:
     """Rows by the prompt they read, cut where they would read more than `limit` tokens together; most tokens first."""
     prompt, made = prompt_lengths(mask), {}
     for row in mask.any(-1).nonzero()[:, 0].tolist():
         parts = made.setdefault(int(spans.first[row]), [])
         begun, behind = int(prompt[row]), int(spans.end[row] - prompt[row])
         if parts and parts[-1].tokens + behind <= limit:
-            parts[-1] = joined(parts[-1], Piece(behind, [row]))
+            parts[-1] = on_one_device(parts[-1], PromptPiece(behind, [row]))
         else:
-            parts.append(Piece(begun + behind, [row]))
+            parts.append(PromptPiece(begun + behind, [row]))
     return sorted((piece for parts in made.values() for piece in parts), key=lambda piece: (-piece.tokens, piece.rows))
 
 
-def level(found: list[Piece], room: int, devices: int) -> list[Load]:
+def level(found: list[PromptPiece], room: int, devices: int) -> list[Load]:
     """The pieces in as many loads as first fit makes of them, and a few empty ones to give every device as many.
 
     Spread evenly over them where that leaves every load within the `room`; most tokens first.
     """
-    fitted: list[Piece] = []
+    fitted: list[PromptPiece] = []
     for piece in found:
         at = next((i for i, load in enumerate(fitted) if load.tokens + piece.tokens <= room), len(fitted))
-        fitted[at:] = [joined(fitted[at], piece), *fitted[at + 1 :]] if at < len(fitted) else [piece]
-    fitted += [Piece(0, [])] * (-len(fitted) % devices)
-    even = [Piece(0, [])] * len(fitted)
+        fitted[at:] = [on_one_device(fitted[at], piece), *fitted[at + 1 :]] if at < len(fitted) else [piece]
+    fitted += [PromptPiece(0, [])] * (-len(fitted) % devices)
+    even = [PromptPiece(0, [])] * len(fitted)
     for piece in found:
         least = min(range(len(even)), key=lambda i: even[i].tokens)
-        even[least] = joined(even[least], piece)
+        even[least] = on_one_device(even[least], piece)
     chosen = even if all(load.tokens <= room or load in found for load in even) else fitted
     return [sorted(load.rows) for load in sorted(chosen, key=lambda load: -load.tokens)]
 
 
-def joined(a: Piece, b: Piece) -> Piece:
+def on_one_device(a: PromptPiece, b: PromptPiece) -> PromptPiece:
     """Both on one device."""
-    return Piece(a.tokens + b.tokens, [*a.rows, *b.rows])
+    return PromptPiece(a.tokens + b.tokens, [*a.rows, *b.rows])

@@ -32,7 +32,7 @@ RewardFn = Callable[[Problem, Completion], float | Awaitable[float | None] | Non
 Scorer = Callable[[RewardFn, Sequence[Problem], Sequence[Completion]], list[float | None]]
 
 
-def word(value: float | None) -> str:
+def verdict_name(value: float | None) -> str:
     """A verdict's name: right means the whole reward, 1."""
     return "unscorable" if value is None else "right" if value >= 1.0 else "wrong"
 

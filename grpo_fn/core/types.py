@@ -74,7 +74,7 @@ class Gains(NamedTuple):
     entropy: float
 
 
-class Carried(NamedTuple):
+class Carry(NamedTuple):
     """What one step hands to the next besides the policy."""
 
     drawn: int  # problems taken from the stream so far

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.config.nodes import Node, full_name
 
 # What a function's full name begins with, and the package that it cannot work without.
@@ -20,7 +20,7 @@ def wants(*arguments: str) -> dict[str, Any]:
     `arguments` are gin files and, after "--", gin parameters. Raises ValueError, as training would.
     """
     at = arguments.index("--")
-    config = load(arguments[:at], arguments[at + 1 :])
+    config = load_config(arguments[:at], arguments[at + 1 :])
     knobs = config.root.knobs
     used = {full_name(node.target) for node in nodes([config.root])}
     packages = {package for start, package in NEEDS.items() if any(name.startswith(start) for name in used)}

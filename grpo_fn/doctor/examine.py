@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from grpo_fn.doctor import checks, report, versions
 from grpo_fn.doctor.checks import Reply
-from grpo_fn.doctor.report import Finding, State
+from grpo_fn.doctor.report import DoctorFinding, State
 from grpo_fn.doctor.subprocess_probe import ask
 
 # Quiet, offline, nothing compiled: what is asked of an engine is whether it takes the folder.
@@ -37,35 +37,35 @@ class Question:
     deadline: int | float
 
 
-def examine(question: Question) -> list[Finding]:
+def examine(question: Question) -> list[DoctorFinding]:
     """Everything, by topic. Each part that may crash or hang has a process of its own and `deadline` seconds."""
     wanted, refused = configuration(question)
     model = question.model or wanted["model"]
     unusable = folder_trouble(model)
     folder = "" if unusable else model
-    replies = asked(folder, question.deadline)
+    replies = probe_replies(folder, question.deadline)
     gpus = (replies["devices"].facts or {}).get("devices", [])
     parameters = (replies["transformers"].facts or {}).get("parameters", 0) if folder else 0
     uses_vllm = "vllm" in wanted["packages"]
     return [
         *refused,
-        *packages(installed(), wanted["packages"]),
+        *packages(installed_versions(), wanted["packages"]),
         *checks.devices(replies["devices"]),
-        *([checks.together(reduced(len(gpus), question.deadline), len(gpus))] if gpus else []),
-        *checks.host(replies["host"], parameters=parameters, gpus=len(gpus), vllm=uses_vllm),
+        *([checks.check_all_reduce(all_reduce_seconds(len(gpus), question.deadline), len(gpus))] if gpus else []),
+        *checks.check_host(replies["host"], parameters=parameters, gpus=len(gpus), vllm=uses_vllm),
         *engines(replies),
         *([unusable] if unusable else []),
-        *(opened(replies, gpus, uses_vllm or not question.gin_files) if folder else []),
+        *(model_findings(replies, gpus, uses_vllm or not question.gin_files) if folder else []),
     ]
 
 
-def print_findings(found: Sequence[Finding], *, as_json: bool) -> int:
+def print_findings(found: Sequence[DoctorFinding], *, as_json: bool) -> int:
     """Print what was found, for people or for scripts; returns the exit code."""
-    print(json.dumps(report.plain(found)) if as_json else report.table(found))
-    return report.exit_code(found)
+    print(json.dumps(report.findings_as_json(found)) if as_json else report.findings_table(found))
+    return report.findings_exit_code(found)
 
 
-def configuration(question: Question) -> tuple[Mapping, list[Finding]]:
+def configuration(question: Question) -> tuple[Mapping, list[DoctorFinding]]:
     """What the gin files want of the machine, and what is wrong with them."""
     nothing = {"packages": [], "model": ""}
     if not question.gin_files:
@@ -74,32 +74,37 @@ def configuration(question: Question) -> tuple[Mapping, list[Finding]]:
     reply = ask("grpo_fn.doctor.config_needs:wants", *arguments, deadline=question.deadline)
     if reply.facts is None:
         todo = "as the message says; python -m grpo_fn.run --dry_run shows the same, and more"
-        return nothing, [Finding("configuration", "gin", State.BROKEN, reply.trouble, todo)]
+        return nothing, [DoctorFinding("configuration", "gin", State.BROKEN, reply.trouble, todo)]
     wanted = ", ".join(reply.facts["packages"]) or "no extra"
-    return reply.facts, [Finding("configuration", "gin", State.OK, f"wants {wanted}")]
+    return reply.facts, [DoctorFinding("configuration", "gin", State.OK, f"wants {wanted}")]
 
 
-def folder_trouble(model: str) -> Finding | None:
+def folder_trouble(model: str) -> DoctorFinding | None:
     """Why there is no folder of this name to look into; None where there is one, or no name."""
     if not model or Path(model).is_dir():
         return None
     if not Path(model).exists() and HUB_NAME.fullmatch(model) and not model.startswith("."):
         todo = "download it, and give its folder with --model"
-        return Finding(
+        return DoctorFinding(
             "model", "folder", State.WARNING, f"{model} is no folder here; hub names are not looked at", todo
         )
-    return Finding("model", "folder", State.BROKEN, f"got {model}, wanted a folder that exists", "correct the name")
+    return DoctorFinding(
+        "model", "folder", State.BROKEN, f"got {model}, wanted a folder that exists", "correct the name"
+    )
 
 
-def asked(folder: str, deadline: int | float) -> dict[str, Reply]:
+def probe_replies(folder: str, deadline: int | float) -> dict[str, Reply]:
     """The replies of the processes that look, side by side. Engines are asked that are there to be asked."""
-    questions = {"devices": ("grpo_fn.doctor.probe_devices:look",), "host": ("grpo_fn.doctor.probe_host:host", ".")}
+    questions = {
+        "devices": ("grpo_fn.doctor.probe_devices:look",),
+        "host": ("grpo_fn.doctor.probe_host:host_facts", "."),
+    }
     if folder:
-        questions["transformers"] = ("grpo_fn.doctor.probe_transformers:in_transformers", folder)
+        questions["transformers"] = ("grpo_fn.doctor.probe_transformers:open_in_transformers", folder)
     if there("vllm"):
-        questions["vllm"] = ("grpo_fn.doctor.probe_vllm:in_vllm", folder)
+        questions["vllm"] = ("grpo_fn.doctor.probe_vllm:open_in_vllm", folder)
     if there("flash_attn"):
-        questions["flash-attn"] = ("grpo_fn.doctor.subprocess_probe:imported", "flash_attn")
+        questions["flash-attn"] = ("grpo_fn.doctor.subprocess_probe:import_version", "flash_attn")
     with ThreadPoolExecutor(len(questions)) as pool:
         waiting = {
             name: pool.submit(ask, *what, deadline=deadline, environment=CALM) for name, what in questions.items()
@@ -113,26 +118,26 @@ def there(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def reduced(count: int, deadline: int | float) -> Reply:
+def all_reduce_seconds(count: int, deadline: int | float) -> Reply:
     """A sum over all GPUs."""
-    return ask("grpo_fn.doctor.probe_devices:reduced", "cuda", str(count), str(deadline), deadline=deadline)
+    return ask("grpo_fn.doctor.probe_devices:time_all_reduce", "cuda", str(count), str(deadline), deadline=deadline)
 
 
 # -- packages
 
 
-def installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Name to version of every distribution here."""
     found = {canonicalize_name(each.metadata["Name"] or ""): each.version for each in metadata.distributions()}
     return found | {"python": python_version()}
 
 
-def packages(here: Mapping[str, str], wanted: Collection[str]) -> Iterator[Finding]:
+def packages(here: Mapping[str, str], wanted: Collection[str]) -> Iterator[DoctorFinding]:
     """Every package of the matrix against what is here, and what those that are here ask of one another."""
     known = (versions.PYTHON, *versions.PACKAGES)
     for package in known:
         version = next((here[name] for name in (package.name, *package.builds) if name in here), None)
-        yield versions.judge(package, version, wanted=package.extra is None or package.name in wanted)
+        yield versions.check_version(package, version, wanted=package.extra is None or package.name in wanted)
     names = [name for package in known for name in (package.name, *package.builds) if name in here]
     requires = {name: metadata.requires(name) or [] for name in names if name != "python"}
     yield from versions.clashes(requires, {name: here[name] for name in names})
@@ -141,19 +146,19 @@ def packages(here: Mapping[str, str], wanted: Collection[str]) -> Iterator[Findi
 # -- engines
 
 
-def engines(replies: Mapping[str, Reply]) -> Iterator[Finding]:
+def engines(replies: Mapping[str, Reply]) -> Iterator[DoctorFinding]:
     """What is installed and must import, whatever is done with it."""
     if "flash-attn" in replies:
-        yield checks.flash(replies["flash-attn"])
+        yield checks.check_flash_attention(replies["flash-attn"])
     if "vllm" in replies and ("transformers" not in replies or replies["vllm"].facts is None):
         yield checks.vllm_alone(replies["vllm"])
 
 
-def opened(replies: Mapping[str, Reply], gpus: Sequence[Mapping], vllm: bool) -> Iterator[Finding]:
+def model_findings(replies: Mapping[str, Reply], gpus: Sequence[Mapping], vllm: bool) -> Iterator[DoctorFinding]:
     """The model folder in either engine."""
     old = any(not gpu["bf16"] for gpu in gpus)
-    yield from checks.in_transformers(replies["transformers"], gpus_without_bf16=old)
+    yield from checks.check_transformers(replies["transformers"], gpus_without_bf16=old)
     if "vllm" not in replies:
-        yield Finding("model", "vLLM", State.ABSENT, "not installed, so not asked")
+        yield DoctorFinding("model", "vLLM", State.ABSENT, "not installed, so not asked")
     elif replies["vllm"].facts is not None:
-        yield checks.in_vllm(replies["vllm"].facts, wanted=vllm)
+        yield checks.check_vllm(replies["vllm"].facts, wanted=vllm)

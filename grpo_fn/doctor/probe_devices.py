@@ -55,7 +55,7 @@ def _trouble() -> str:
     return "torch finds no device, though a driver is there: is CUDA_VISIBLE_DEVICES empty?"
 
 
-def reduced(device: str, count: str, deadline: str) -> dict[str, Any]:
+def time_all_reduce(device: str, count: str, deadline: str) -> dict[str, Any]:
     """Seconds that a sum over `count` devices ("cuda", or "cpu" for as many processes) took, once it was set up.
 
     Raises RuntimeError when the sum is wrong, and whatever the backend raises.

@@ -14,7 +14,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 USED = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"))
 
 
-def host(folder: str) -> dict[str, Any]:
+def host_facts(folder: str) -> dict[str, Any]:
     """Sizes in bytes. `disk` is free on the file system of `folder`, or of the nearest parent that exists."""
     memory = psutil.virtual_memory()
     return {

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from grpo_fn.shell.model import hf, load_weights
 
 
-def in_transformers(folder: str) -> dict[str, Any]:
+def open_in_transformers(folder: str) -> dict[str, Any]:
     """Config, tokenizer, the files' headers against the model's shape, and a forward pass that computes nothing.
 
     `bytes` are those of the weights in the files. Raises ValueError for what training would refuse, and whatever the
@@ -20,8 +20,8 @@ def in_transformers(folder: str) -> dict[str, Any]:
     config = hf.Pretrained(folder).config()
     tokenizer = hf.load_tokenizer(folder)
     stored = load_weights.entries(Path(folder))
-    model = load_weights.empty(config, attention="eager", dtype=torch.float32)
-    load_weights.check(model, Path(folder), prefix="")
+    model = load_weights.meta_causal_lm(config, attention="eager", dtype=torch.float32)
+    load_weights.check_weight_files(model, Path(folder), prefix="")
     return {
         "architecture": type(model).__name__,
         "parameters": hf.parameter_count(model),

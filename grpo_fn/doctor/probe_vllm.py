@@ -6,7 +6,7 @@ from typing import Any
 REFUSED = 300  # characters of vLLM's message, which goes on to list every architecture
 
 
-def in_vllm(folder: str) -> dict[str, Any]:
+def open_in_vllm(folder: str) -> dict[str, Any]:
     """What vLLM makes of the folder's config, or why it is `refused`; with "" for a folder, whether it imports at all.
 
     `head_dims` are those that its attention takes, None where that is not a list.

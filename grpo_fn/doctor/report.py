@@ -21,7 +21,7 @@ class State(Enum):
         self.label, self.weight = label, weight
 
 
-class Finding(NamedTuple):
+class DoctorFinding(NamedTuple):
     """`subject` belongs to `topic`, under which findings are listed; `todo` is one line, empty where all is well."""
 
     topic: str
@@ -31,12 +31,12 @@ class Finding(NamedTuple):
     todo: str = ""
 
 
-def exit_code(findings: Iterable[Finding]) -> int:
+def findings_exit_code(findings: Iterable[DoctorFinding]) -> int:
     """0 when all is well, 1 when there are warnings, 2 when something is missing, broken or out of range."""
     return max((finding.state.weight for finding in findings), default=0)
 
 
-def table(findings: Sequence[Finding]) -> str:
+def findings_table(findings: Sequence[DoctorFinding]) -> str:
     """Findings for people: under their topics in the order given, each trouble with what to do below it."""
     widths = [max((len(field) for field in fields), default=0) for fields in _columns(findings)]
     lines: list[str] = []
@@ -49,11 +49,11 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines[1:], "", summary(findings)])
 
 
-def _columns(findings: Sequence[Finding]) -> tuple[list[str], list[str]]:
+def _columns(findings: Sequence[DoctorFinding]) -> tuple[list[str], list[str]]:
     return [finding.state.label for finding in findings], [finding.subject for finding in findings]
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def summary(findings: Sequence[DoctorFinding]) -> str:
     """The last line: how many of each weight."""
     bad, doubtful = (sum(finding.state.weight == weight for finding in findings) for weight in (2, 1))
     if not bad and not doubtful:
@@ -61,10 +61,10 @@ def summary(findings: Sequence[Finding]) -> str:
     return f"{bad} missing, broken or out of range; {doubtful} untested or doubtful"
 
 
-def plain(findings: Sequence[Finding]) -> dict[str, Any]:
+def findings_as_json(findings: Sequence[DoctorFinding]) -> dict[str, Any]:
     """Findings for scripts: what json.dumps takes."""
     rows = [finding._asdict() | {"state": finding.state.label} for finding in findings]
-    return {"exit": exit_code(findings), "findings": rows}
+    return {"exit": findings_exit_code(findings), "findings": rows}
 
 
 def one_line(text: str) -> str:

@@ -45,7 +45,7 @@ def ask(function: str, *arguments: str, deadline: int | float, environment: Mapp
         if not out.is_file():
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return Reply(None, f"the process that looked {how}{_last(said)}")
-        return read(out)
+        return read_reply(out)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -59,7 +59,7 @@ def _last(said: Path) -> str:
     return f": {text[-SHOWN:]}" if text else ""
 
 
-def answer(function: str, out: str, *arguments: str) -> None:
+def write_reply(function: str, out: str, *arguments: str) -> None:
     """The other side: call it, and write what it returns or raises, whole or not at all."""
     module, _, name = function.partition(":")
     try:
@@ -71,16 +71,16 @@ def answer(function: str, out: str, *arguments: str) -> None:
     scratch.rename(out)
 
 
-def read(out: Path) -> Reply:
-    """What `answer` has written."""
+def read_reply(out: Path) -> Reply:
+    """What `write_reply` has written."""
     facts = json.loads(out.read_text())
     return Reply(None, facts["error"]) if "error" in facts else Reply(facts, "")
 
 
-def imported(name: str) -> dict[str, Any]:
+def import_version(name: str) -> dict[str, Any]:
     """The version of a module that imports; raises what it raises when it does not."""
     return {"version": str(getattr(importlib.import_module(name), "__version__", "unknown"))}
 
 
 if __name__ == "__main__":
-    answer(*sys.argv[1:])
+    write_reply(*sys.argv[1:])

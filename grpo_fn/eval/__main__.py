@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch_evaluation(args: argparse.Namespace) -> int:
     """The evaluation's exit code. Raises ValueError or OSError for bad input."""
-    from grpo_fn.config import load
+    from grpo_fn.config import load_config
 
-    config = load(args.gin_file or run_config(args.model), args.gin_param, taker="grpo_fn.eval.measure.measure")
+    config = load_config(args.gin_file or run_config(args.model), args.gin_param, taker="grpo_fn.eval.measure.measure")
     kwargs = config.kwargs()
     from grpo_fn.eval import measure
 
-    return measure.launch(
+    return measure.launch_measure(
         kwargs,
         config_text=config.text,
         fingerprint=config.fingerprint,

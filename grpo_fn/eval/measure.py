@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, grouped, summarise, tally
+from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, problems_by_meta, summarise, tally
 from grpo_fn.analysis.statistics import wilson
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
@@ -30,8 +30,8 @@ from grpo_fn.shell.sampler.interface import EngineSampler, SamplerContext
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out
-from grpo_fn.trainer.build import prepare, start_sampler
-from grpo_fn.trainer.model_source import Found, check_fits, locate, take
+from grpo_fn.trainer.build import prepare_data, start_sampler
+from grpo_fn.trainer.model_source import LocatedModel, check_fits, copy_checkpoint_weights, locate
 from grpo_fn.trainer.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.run import EVALUATION
 from grpo_fn.trainer.sections import Compute, Data, Evaluation, Rewards, Sampling
@@ -41,7 +41,7 @@ BYTES_A_TOKEN = 16  # of samples.jsonl, generously: four of English, six a chara
 
 
 @dataclass(frozen=True)
-class Request:
+class EvalRequest:
     """What the command line asks for."""
 
     config_text: str
@@ -50,13 +50,13 @@ class Request:
     out: Path
 
 
-def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
+def launch_measure(kwargs: Mapping[str, Any], **request: Any) -> int:
     """Run `measure` with the configured arguments; returns the exit code."""
-    return measure(Request(**request), **kwargs)
+    return measure(EvalRequest(**request), **kwargs)
 
 
 def measure(
-    request: Request,
+    request: EvalRequest,
     *,
     data: Data,
     compute: Compute,
@@ -86,7 +86,9 @@ def measure(
     world = alone(place)
     whole = cache(
         partial(
-            loaded, found, partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
+            load_located_model,
+            found,
+            partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention),
         )
     )
     seat = SamplerContext(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
@@ -95,11 +97,14 @@ def measure(
         greedy = start_sampler(sampling.sampler, seat, tokenizer, token_samplers.greedy, **knobs)
         if found.checkpoint is not None:
             greedy.load(FixedWeights(whole(), world))
-    with noting(f"evaluating {found.path}"), closing(greedy), rewards.pool() as pool, clock.span("evaluate"):
-        judged = answers(greedy, problems, seed=seed, how=evaluation, score=timed(pool.score, clock))
+    with note_on_error(f"evaluating {found.path}"), closing(greedy), rewards.pool() as pool, clock.span("evaluate"):
+        judged = graded_answers(greedy, problems, seed=seed, how=evaluation, score=timed_scorer(pool.score, clock))
     eval_store.write(request.out / SAMPLES, [one.row() for one in judged])
     figures = {**summarise(judged, ks=evaluation.ks, by=evaluation.by), **clock.lap()}
-    parts = {key: {value: counted(rows) for value, rows in grouped(judged, key).items()} for key in evaluation.by}
+    parts = {
+        key: {value: count_graded(rows) for value, rows in problems_by_meta(judged, key).items()}
+        for key in evaluation.by
+    }
     results = {
         "model": request.model,
         "weights": found.path,
@@ -125,21 +130,21 @@ def problems_for(
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
     disable_progress_bar()
     how = {"encode": data.encode_prompt, "overlong_prompts": data.overlong_prompts}
-    folder, tokenizer, fitting = prepare(source, asked, (), config, sampling.max_new_tokens, **how)
+    folder, tokenizer, fitting = prepare_data(source, asked, (), config, sampling.max_new_tokens, **how)
     for note in fitting.notes:
         warn(note)
     return folder, tokenizer, fitting.test
 
 
-def loaded(found: Found, load: Callable[[], nn.Module]) -> nn.Module:
+def load_located_model(found: LocatedModel, load: Callable[[], nn.Module]) -> nn.Module:
     """The model of the folder, with the checkpoint's weights in it where there is one."""
     module = load()
     if found.checkpoint is not None:
-        take(module, found.checkpoint)
+        copy_checkpoint_weights(module, found.checkpoint)
     return module
 
 
-def answers(
+def graded_answers(
     greedy: EngineSampler, problems: Sequence[Problem], *, seed: int, how: Evaluation, score: Scorer
 ) -> list[GradedAnswer]:
     """What training would find about the problems, a part of them at a time so that one can watch."""
@@ -162,7 +167,7 @@ def answers(
     return judged
 
 
-def counted(judged: Sequence[GradedAnswer]) -> dict[str, float | int]:
+def count_graded(judged: Sequence[GradedAnswer]) -> dict[str, float | int]:
     """How many of these problems could be scored, how many are right, and what that says."""
     known, right = tally(judged)
     low, high = wilson(right, known)
@@ -177,12 +182,14 @@ def report(results: Mapping[str, Any]) -> list[str]:
     known = figures["eval/problems"] - figures["eval/unscorable"]
     lines = [f"{results['weights']}: {results['parameters']:,} parameters, {results['dtype']} on {results['device']}"]
     lines += [f"{'':32}{'':>10}   {'95 % interval':16}{'problems':>8}"]
-    lines += [line("accuracy", figures.pop("eval/accuracy"), low, high, known)]
+    lines += [accuracy_line("accuracy", figures.pop("eval/accuracy"), low, high, known)]
     for key, values in results["parts"].items():
         for value, part in values.items():
             figures.pop(f"eval/{key}/{value}", None)
             lines += [
-                line(f"  {key} {value}", *(part[k] for k in ("accuracy", "accuracy_low", "accuracy_high", "problems")))
+                accuracy_line(
+                    f"  {key} {value}", *(part[k] for k in ("accuracy", "accuracy_low", "accuracy_high", "problems"))
+                )
             ]
     units = {"time": " s", "length_mean": " tokens"}
     for name, value in figures.items():
@@ -191,12 +198,12 @@ def report(results: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def line(name: str, share: float, low: float, high: float, problems: float | int) -> str:
+def accuracy_line(name: str, share: float, low: float, high: float, problems: float | int) -> str:
     """A share with its interval and the number of problems behind it."""
     return f"{name:32}{share:>10.3f}   {f'{low:.3f} to {high:.3f}':16}{problems:>8.0f}"
 
 
-def timed(score: Scorer, clock: Stopwatch) -> Scorer:
+def timed_scorer(score: Scorer, clock: Stopwatch) -> Scorer:
     """The scorer, its time counted apart from that of the evaluation around it."""
 
     def scored(*args: Any) -> list[float | None]:
@@ -220,7 +227,7 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def noting(what: str) -> Iterator[None]:
+def note_on_error(what: str) -> Iterator[None]:
     """Add what was going on to whatever is raised inside: from here on it is no bad input."""
     try:
         yield

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from grpo_fn.replay import replay_step
 
     return exit_code(
-        lambda: replay_step.launch(
+        lambda: replay_step.launch_replay(
             run_dir=args.run, step=args.step, overrides=args.override, stored=args.stored, show=args.show
         ),
         interrupted="interrupted; nothing was changed",

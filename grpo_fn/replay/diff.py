@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_fn.algo.step import Experience, of_samples
+from grpo_fn.algo.step import Experience, sample_advantages
 from grpo_fn.analysis import compare_algorithms
 from grpo_fn.core import checksums
 from grpo_fn.core.checksums import QUANTITIES, differing
@@ -20,22 +20,22 @@ MACHINE = ("time/", "system/", "eval/", "generation/tokens_per_second")  # figur
 MOST_ROUNDING = 0.02  # relative difference that is called rounding in any precision
 
 
-class Stored(NamedTuple):
+class StoredRollout(NamedTuple):
     """The rollout of a step that the run has kept."""
 
     groups: Groups
     advantages: list[float | None]  # of every row; None where it was not finite
 
 
-class Recorded(NamedTuple):
+class RecordedStep(NamedTuple):
     """What a run recorded of a step."""
 
     line: Mapping[str, Any]  # of digests.jsonl; empty when there is none
     figures: Mapping[str, float | None]  # of metrics.jsonl
-    stored: Stored | None
+    stored: StoredRollout | None
 
 
-class Taken(NamedTuple):
+class ReplayedStep(NamedTuple):
     """A step that was taken again."""
 
     seen: Experience
@@ -47,18 +47,20 @@ class Taken(NamedTuple):
 # -- against what was recorded
 
 
-def tampered(was: Recorded) -> list[str]:
+def tampered_fields(was: RecordedStep) -> list[str]:
     """What of the stored rollout is not what the step had, by its digests."""
     if was.stored is None:
         return []
     groups = was.stored.groups
-    now = {"tokens": checksums.of_rollout(groups.rollout), "rewards": checksums.of_reward(groups.reward)}
+    now = {"tokens": checksums.rollout_checksums(groups.rollout), "rewards": checksums.reward_checksums(groups.reward)}
     return [
-        name for name, number in now.items() if was.line.get(name, checksums.shown(number)) != checksums.shown(number)
+        name
+        for name, number in now.items()
+        if was.line.get(name, checksums.hex_digest(number)) != checksums.hex_digest(number)
     ]
 
 
-def explained(name: str, was: Recorded, now: Taken, decode: Decode) -> list[str]:
+def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: Decode) -> list[str]:
     """Where the quantity first differs, with both values, as far as that is stored; then the figures that differ."""
     told = []
     if name in PLACES and was.stored is None:
@@ -70,13 +72,13 @@ def explained(name: str, was: Recorded, now: Taken, decode: Decode) -> list[str]
     return [*told, *listed[:5], *([f"and {len(listed) - 5} more figures"] if len(listed) > 5 else [])]
 
 
-def circumstances(was: Recorded, now: Taken) -> list[str]:
+def circumstances(was: RecordedStep, now: ReplayedStep) -> list[str]:
     """What else is not as it was."""
     pairs = {name: (was.line.get(name), now.line[name]) for name in CIRCUMSTANCES}
     return [f"{name}: {of} recorded, {here} now" for name, (of, here) in pairs.items() if of not in (None, here)]
 
 
-def rounding(was: Recorded, now: Taken, eps: float) -> str:
+def rounding(was: RecordedStep, now: ReplayedStep, eps: float) -> str:
     """The largest relative difference of what both have in numbers, if it is no more than rounding can be.
 
     With other tokens, and without any numbers, it is not known: the answer is empty.
@@ -113,7 +115,7 @@ def other_figures(was: Mapping[str, float | None], now: Mapping[str, float]) -> 
 # -- where
 
 
-def other_token(was: Recorded, now: Taken, decode: Decode) -> str:
+def other_token(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
     """The first row and token that differ."""
     groups, rollout = was.stored.groups, now.seen.groups.rollout
     recorded, found = rows_of(groups.rollout), rows_of(rollout)
@@ -123,12 +125,11 @@ def other_token(was: Recorded, now: Taken, decode: Decode) -> str:
             if one != other:
                 start = int(groups.rollout.mask[b].int().argmax())
                 part = f"prompt token {t}" if t < start else f"sampled token {t - start}"
-                return (
-                    f"{row_of(groups, b)}, {part}: {word(one, other, decode)} recorded, {word(other, one, decode)} now"
-                )
+                before, after = token_label(one, other, decode), token_label(other, one, decode)
+                return f"{row_label(groups, b)}, {part}: {before} recorded, {after} now"
         if bool(groups.rollout.truncated[b]) != bool(rollout.truncated[b]):
             of, here = bool(groups.rollout.truncated[b]), bool(rollout.truncated[b])
-            return f"{row_of(groups, b)}, truncated: {of} recorded, {here} now"
+            return f"{row_label(groups, b)}, truncated: {of} recorded, {here} now"
     return f"rows: {len(recorded)} recorded, {len(found)} now" if len(recorded) != len(found) else ""
 
 
@@ -139,7 +140,7 @@ def rows_of(rollout: Rollout) -> list[list[tuple[int, bool]]]:
     return [row[: max((t + 1 for t, (_, sampled) in enumerate(row) if sampled), default=0)] for row in rows]
 
 
-def word(token: tuple[int, bool] | None, beside: tuple[int, bool] | None, decode: Decode) -> str:
+def token_label(token: tuple[int, bool] | None, beside: tuple[int, bool] | None, decode: Decode) -> str:
     """A token as a person would read it; whether it was sampled, if that is what tells it from the one beside it."""
     if token is None:
         return "nothing"
@@ -148,43 +149,43 @@ def word(token: tuple[int, bool] | None, beside: tuple[int, bool] | None, decode
     return f"{number} {decode([number])!r}{how}"
 
 
-def row_of(groups: Groups, b: int) -> str:
+def row_label(groups: Groups, b: int) -> str:
     """Row b = p * G + g by its problem."""
     size = len(groups.rollout.text) // len(groups.problems)
     return f"row {b} (problem {groups.problems[b // size].uid}, sample {b % size})"
 
 
-def other_reward(was: Recorded, now: Taken, decode: Decode) -> str:
+def other_reward(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
     """The first row whose reward, validity or part differs."""
     groups, reward = was.stored.groups, now.seen.groups.reward
-    of, here = columns(groups.reward), columns(reward)
+    of, here = reward_columns(groups.reward), reward_columns(reward)
     for name in of:
         if name not in here or of[name].shape != here[name].shape:
             return f"{name}: got other rewards than recorded"
         odd = (of[name] != here[name]).nonzero()
         if len(odd):
             b = int(odd[0])
-            return f"{row_of(groups, b)}, {name}: {of[name][b].item():g} recorded, {here[name][b].item():g} now"
+            return f"{row_label(groups, b)}, {name}: {of[name][b].item():g} recorded, {here[name][b].item():g} now"
     return ""
 
 
-def columns(reward: Reward) -> dict[str, Tensor]:
+def reward_columns(reward: Reward) -> dict[str, Tensor]:
     """Everything in a reward, row by row."""
     named = {"reward": reward.value, "valid": reward.valid.int(), **{f"part {k}": x for k, x in reward.parts.items()}}
     return {name: x.flatten().cpu() for name, x in named.items()}
 
 
-def other_advantage(was: Recorded, now: Taken, decode: Decode) -> str:
+def other_advantage(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
     """The first row whose first sampled token has another advantage."""
     seen = now.seen
-    here = of_samples(seen.adv, seen.groups).flatten().tolist()
+    here = sample_advantages(seen.adv, seen.groups).flatten().tolist()
     for b, (of, value) in enumerate(zip(was.stored.advantages, here, strict=False)):
         if of is not None and of != value:
-            return f"{row_of(was.stored.groups, b)}: advantage {of:g} recorded, {value:g} now"
+            return f"{row_label(was.stored.groups, b)}: advantage {of:g} recorded, {value:g} now"
     return ""
 
 
-def other_logp(was: Recorded, now: Taken, decode: Decode) -> str:
+def other_logp(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str:
     """The first sampled token whose old log-prob differs, where those are the sampler's, which are stored."""
     groups, mask = was.stored.groups, now.seen.groups.rollout.mask.cpu()
     if not recorded_logp(was) or was.line["tokens"] != now.line["tokens"]:
@@ -196,15 +197,15 @@ def other_logp(was: Recorded, now: Taken, decode: Decode) -> str:
     b, t = mask.nonzero()[int(odd[0])].tolist()
     start = int(mask[b].int().argmax())
     return (
-        f"{row_of(groups, b)}, sampled token {t - start}: {of[odd[0]].item():.9g} recorded, "
+        f"{row_label(groups, b)}, sampled token {t - start}: {of[odd[0]].item():.9g} recorded, "
         f"{here[odd[0]].item():.9g} now"
     )
 
 
-def recorded_logp(was: Recorded) -> bool:
+def recorded_logp(was: RecordedStep) -> bool:
     """Whether the stored log-probs are those that the ratio was taken with."""
     rollout = was.stored.groups.rollout
-    return was.line.get("logp_old") == checksums.shown(checksums.of_sampled(rollout.logp_sampled, rollout.mask))
+    return was.line.get("logp_old") == checksums.hex_digest(checksums.of_sampled(rollout.logp_sampled, rollout.mask))
 
 
 PLACES = {"tokens": other_token, "rewards": other_reward, "advantages": other_advantage, "logp_old": other_logp}
@@ -213,26 +214,26 @@ PLACES = {"tokens": other_token, "rewards": other_reward, "advantages": other_ad
 # -- beside other knobs
 
 
-def beside(plain: Taken, other: Taken) -> list[str]:
+def beside(plain: ReplayedStep, other: ReplayedStep) -> list[str]:
     """Both steps figure by figure, the digests that differ, and how alike the learning signals are."""
     names = [name for name in {**plain.figures, **other.figures} if not name.startswith(MACHINE)]
     width = max(map(len, names))
     lines = [f"{'':{width}}  {'replayed':>14}  {'overridden':>14}"]
     for name in names:
         one, two = plain.figures.get(name), other.figures.get(name)
-        lines.append(f"{name:{width}}  {number(one):>14}  {number(two):>14}{'' if one == two else '  *'}")
+        lines.append(f"{name:{width}}  {figure_text(one):>14}  {figure_text(two):>14}{'' if one == two else '  *'}")
     odd = differing(plain.line, other.line)
     alike = [name for name in QUANTITIES if name not in odd]
     lines.append(f"the same bits: {', '.join(alike) or 'none'}; others: {', '.join(odd) or 'none'}")
     return [*lines, direction(plain, other)]
 
 
-def number(value: float | None) -> str:
+def figure_text(value: float | None) -> str:
     """A figure, or that there is none."""
     return "-" if value is None else f"{value:.6g}"
 
 
-def direction(plain: Taken, other: Taken) -> str:
+def direction(plain: ReplayedStep, other: ReplayedStep) -> str:
     """How alike the two learning signals are, if they are about the same tokens."""
     if plain.line["tokens"] != other.line["tokens"]:
         return "learning signals: of other tokens, so there is no cosine"

@@ -15,21 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fn.config import Config, load
+from grpo_fn.config import Config, load_config
 from grpo_fn.core.batch import minibatches
 from grpo_fn.core.checksums import QUANTITIES, differing
-from grpo_fn.core.types import Batch, Carried, Scores
-from grpo_fn.replay.diff import Recorded, Stored, Taken, beside, circumstances, explained, rounding, tampered
+from grpo_fn.core.types import Batch, Carry, Scores
+from grpo_fn.replay.diff import (
+    RecordedStep,
+    ReplayedStep,
+    StoredRollout,
+    beside,
+    circumstances,
+    explain_difference,
+    rounding,
+    tampered_fields,
+)
 from grpo_fn.replay.restore import Before, NoSampler, before, from_store, held, kept_of, metrics, put_back, restored
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import MARKER
-from grpo_fn.shell.logging.stopwatch import Stopwatch, noting
+from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
 from grpo_fn.shell.policy import checksums
-from grpo_fn.shell.world import Elsewhere, LostRank, World, join, leave_lost
+from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
 from grpo_fn.trainer.build import build
 from grpo_fn.trainer.loop import take_step
 from grpo_fn.trainer.recording import step_checksums, token_by_token
-from grpo_fn.trainer.run import Request, TrainingRun
+from grpo_fn.trainer.run import RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Settings
 from grpo_fn.trainer.validate import ValidatedPlan, check_this_machine, validate
 
@@ -37,7 +46,7 @@ SAME, DIFFERENT = 0, 1
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReplayRequest:
     """What the command line asks for."""
 
     run_dir: Path
@@ -53,20 +62,20 @@ class Story:
 
     first: list[str] = field(default_factory=list)  # about the first difference
     recorded: bool = False  # whether there was anything to compare the step with
-    taken: Taken | None = None
-    stored: Stored | None = None  # what it learned from, where that was not sampled again
+    taken: ReplayedStep | None = None
+    stored: StoredRollout | None = None  # what it learned from, where that was not sampled again
     before: Before | None = None
 
 
-def launch(**asked: Any) -> int:
+def launch_replay(**asked: Any) -> int:
     """Replay as asked; returns the exit code. Ends with EXIT_LOST when a rank is gone."""
     try:
-        return replay(Asked(**asked))
+        return replay(ReplayRequest(**asked))
     except (Elsewhere, LostRank) as error:
         return leave_lost(error, then="nothing was changed; the same command begins anew")
 
 
-def replay(asked: Asked) -> int:
+def replay(asked: ReplayRequest) -> int:
     """Take the step again, say what differs, and what it would have been under other knobs.
 
     Returns SAME or DIFFERENT. Raises ValueError for a folder that is no run's, a step that was not recorded, a rollout
@@ -76,7 +85,7 @@ def replay(asked: Asked) -> int:
         raise ValueError(f"got {asked.run_dir}, wanted the folder of a run, with {MARKER} in it")
     if asked.step < 1:
         raise ValueError(f"--step: got {asked.step}, wanted 1 or later")
-    own, other = configured(asked.run_dir, []), configured(asked.run_dir, asked.overrides)
+    own, other = replay_config(asked.run_dir, []), replay_config(asked.run_dir, asked.overrides)
     lines = checksums.recorded(asked.run_dir)
     if asked.step not in lines and not asked.overrides:
         raise ValueError(
@@ -86,14 +95,14 @@ def replay(asked: Asked) -> int:
         )
     settings = Settings(**own.kwargs())
     checked = validate(settings)
-    world = join(settings.compute.device, deadline=settings.parallelism.collective_timeout)
+    world = join_world(settings.compute.device, deadline=settings.parallelism.collective_timeout)
     story = Story()
     instead_of = validated_override(other, world) if asked.overrides else None  # before any work
-    with built(asked, own, settings, checked, world) as run:
+    with build_replay(asked, own, settings, checked, world) as run:
         repeat(run, asked=asked, lines=lines, story=story, eps=torch.finfo(checked.dtype).eps)
     code = world.agree(partial(conclude, asked, story), what="the result")
     if instead_of is not None:
-        with built(asked, other, *instead_of, world) as run:
+        with build_replay(asked, other, *instead_of, world) as run:
             instead(run, asked=asked, story=story)
     world.leave()
     return code
@@ -107,21 +116,21 @@ def validated_override(other: Config, world: World) -> tuple[Settings, Validated
     return settings, checked
 
 
-def configured(run_dir: Path, overrides: Sequence[str]) -> Config:
+def replay_config(run_dir: Path, overrides: Sequence[str]) -> Config:
     """The run's own configuration with others on top. Raises ValueError as `load` does, in this program's words."""
     files = [name for name in overrides if name.endswith(".gin") and "=" not in name]
     params = [name for name in overrides if name not in files]
     try:
-        return load([str(run_dir / "config.gin"), *files], params)
+        return load_config([str(run_dir / "config.gin"), *files], params)
     except ValueError as error:
         raise ValueError(str(error).replace("--gin_param", "--override")) from error
 
 
-def built(
-    asked: Asked, config: Config, settings: Settings, checked: ValidatedPlan, world: World
+def build_replay(
+    asked: ReplayRequest, config: Config, settings: Settings, checked: ValidatedPlan, world: World
 ) -> AbstractContextManager[TrainingRun]:
     """The pieces of the run, which leave the run folder alone."""
-    request = Request(
+    request = RunRequest(
         config_text=config.text,
         fingerprint=config.fingerprint,
         run_dir=asked.run_dir,
@@ -148,7 +157,9 @@ def spans(steps: Sequence[int]) -> str:
 # -- the run's own step
 
 
-def repeat(run: TrainingRun, *, asked: Asked, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float) -> None:
+def repeat(
+    run: TrainingRun, *, asked: ReplayRequest, lines: Mapping[int, Mapping[str, Any]], story: Story, eps: float
+) -> None:
     """Restore, take every step up to the one asked for, and compare each with what was recorded."""
     say = speaker(run.world)
     stored = asked.stored or unrepeatable(run, say)
@@ -166,14 +177,14 @@ def repeat(run: TrainingRun, *, asked: Asked, lines: Mapping[int, Mapping[str, A
             story.before = before(run.policy, run.sampler, carried)
         line = lines.get(step, {})
         kept = run.world.agree(partial(kept_of, asked.run_dir, step, line.get("width", 0)), what="the stored rollout")
-        was = Recorded(line, figures.get(step, {}), kept)
+        was = RecordedStep(line, figures.get(step, {}), kept)
         story.stored = held(was.stored, run.run_dir, step) if stored else None
         gains = carried.gains
-        story.taken, carried = taken(run, carried, step, story.stored)
+        story.taken, carried = replay_one_step(run, carried, step, story.stored)
         if step == asked.step and asked.show is not None and run.world.main:
             write_bytes(asked.show, token_by_token(run, step, story.taken.seen, gains)[1].encode())
             say(f"the learning signal of step {step} is in {asked.show}")
-        compare(run, step, was, story, eps, say)
+        compare_step(run, step, was, story, eps, say)
 
 
 def unrepeatable(run: TrainingRun, say: Callable[[str], None]) -> bool:
@@ -186,17 +197,19 @@ def unrepeatable(run: TrainingRun, say: Callable[[str], None]) -> bool:
     return sampler.overlaps or not run.sampler.repeatable
 
 
-def taken(run: TrainingRun, carried: Carried, step: int, stored: Stored | None) -> tuple[Taken, Carried]:
+def replay_one_step(
+    run: TrainingRun, carried: Carry, step: int, stored: StoredRollout | None
+) -> tuple[ReplayedStep, Carry]:
     """One step, and what the next one gets; learning from the stored rollout where one is given."""
     if stored is not None:
         run = replace(run, algo=replace(run.algo, group_sampling=from_store(run, stored)))
     clock, noted = Stopwatch(), run.policy.note()
-    with noting(run.world, step, clock):
+    with ErrorContext(run.world, step, clock):
         seen, carried, figures = take_step(run, carried, clock.span)
         line = step_checksums(run, step, seen, noted)
     algo = run.algo
     parts = dealt(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
-    return Taken(seen, figures, line, laid_out(seen.batch, parts, noted.signals)), carried
+    return ReplayedStep(seen, figures, line, laid_out(seen.batch, parts, noted.signals)), carried
 
 
 def dealt(batch: Batch, split: Callable[[Batch], list[Tensor]], *, epochs: int, parts: int) -> list[Tensor]:
@@ -222,23 +235,25 @@ def laid_out(batch: Batch, parts: Sequence[Tensor], sent: Sequence[tuple[Batch, 
     return whole
 
 
-def compare(run: TrainingRun, step: int, was: Recorded, story: Story, eps: float, say: Callable[[str], None]) -> None:
+def compare_step(
+    run: TrainingRun, step: int, was: RecordedStep, story: Story, eps: float, say: Callable[[str], None]
+) -> None:
     """Say which quantities of the step differ; about the first difference of all, everything that is known."""
     now, told = story.taken, []
     names = differing(was.line, now.line)
     if names:
         told.append(f"step {step}, {names[0]}: {was.line[names[0]]} recorded, {now.line[names[0]]} now")
-    if odd := tampered(was):
+    if odd := tampered_fields(was):
         told.append(f"step {step}, {odd[0]}: the rollout in {run.run_dir / 'rollouts'} is not the recorded one")
     if told:
-        told += explained(names[0] if names else odd[0], was, now, run.tokenizer.decode)
+        told += explain_difference(names[0] if names else odd[0], was, now, run.tokenizer.decode)
         told += [*circumstances(was, now), *filter(None, [rounding(was, now, eps)])]
     story.first, story.recorded = story.first or told, bool(was.line)
     alike = f"{', '.join(QUANTITIES)} as recorded" if was.line else "not recorded"
     say(f"step {step}: " + (f"{', '.join(names)} differ" if names else alike))
 
 
-def conclude(asked: Asked, story: Story) -> int:
+def conclude(asked: ReplayRequest, story: Story) -> int:
     """Say what came of it; the exit code."""
     if story.first:
         print("first difference: " + "\n  ".join(story.first), flush=True)
@@ -260,7 +275,7 @@ def silent(*_: Any, **__: Any) -> None:
 # -- under other knobs
 
 
-def instead(run: TrainingRun, *, asked: Asked, story: Story) -> None:
+def instead(run: TrainingRun, *, asked: ReplayRequest, story: Story) -> None:
     """The step from the same state, under these knobs, beside the run's own."""
     say, step = speaker(run.world), asked.step
     run.policy.restore(partial(put_back, story.before.tensors), story.before.counters)
@@ -268,5 +283,5 @@ def instead(run: TrainingRun, *, asked: Asked, story: Story) -> None:
         run = replace(run, sampler=NoSampler())
     run.sampler.load(run.policy)
     run.sampler.refill(story.before.ahead)
-    other, _ = taken(run, story.before.carried, step, story.stored)
+    other, _ = replay_one_step(run, story.before.carried, step, story.stored)
     say(f"step {step} with {', '.join(asked.overrides)}:", *beside(story.taken, other), sep="\n")

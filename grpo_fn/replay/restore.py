@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
 from grpo_fn.algo.step import AT_THE_START
-from grpo_fn.core.groups import widened
+from grpo_fn.core.groups import pad_rollout
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Carried, Groups, Rollout
-from grpo_fn.replay.diff import Stored
+from grpo_fn.core.types import Carry, Groups, Rollout
+from grpo_fn.replay.diff import StoredRollout
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.trainer.loop import training_problem
-from grpo_fn.trainer.model_source import whole
+from grpo_fn.trainer.model_source import verified_checkpoint
 from grpo_fn.trainer.run import TrainingRun
 from grpo_fn.trainer.state import unpack_carried
 
@@ -39,7 +39,7 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float | None]]:
     return found
 
 
-def kept_of(run_dir: Path, step: int, width: int) -> Stored | None:
+def kept_of(run_dir: Path, step: int, width: int) -> StoredRollout | None:
     """The stored rollout of a step, padded to the width that it had; None when there is none.
 
     Raises ValueError for one that cannot be read.
@@ -48,15 +48,15 @@ def kept_of(run_dir: Path, step: int, width: int) -> Stored | None:
     try:
         rows = rollout_store.load(path)
         groups = rollout_store.as_groups(rows)
-        rollout = widened(groups.rollout, max(width, groups.rollout.tokens.shape[1]))
-        return Stored(groups._replace(rollout=rollout), [row["advantage"] for row in rows])
+        rollout = pad_rollout(groups.rollout, max(width, groups.rollout.tokens.shape[1]))
+        return StoredRollout(groups._replace(rollout=rollout), [row["advantage"] for row in rows])
     except FileNotFoundError:
         return None
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise ValueError(f"got {path}, which is broken ({error}), wanted what the run stored") from error
 
 
-def held(stored: Stored | None, run_dir: Path, step: int) -> Stored:
+def held(stored: StoredRollout | None, run_dir: Path, step: int) -> StoredRollout:
     """What is stored. Raises ValueError when nothing is."""
     if stored is None:
         raise ValueError(
@@ -66,7 +66,7 @@ def held(stored: Stored | None, run_dir: Path, step: int) -> Stored:
     return stored
 
 
-def from_store(run: TrainingRun, stored: Stored) -> Callable[[Explore, Carried], GroupBatch]:
+def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Carry], GroupBatch]:
     """The stored groups in the place of sampled ones, rewarded anew.
 
     Raises ValueError when the task has other prompts now.
@@ -81,7 +81,7 @@ def from_store(run: TrainingRun, stored: Stored) -> Callable[[Explore, Carried],
             )
     rollout = tree_map_only(Tensor, lambda x: x.to(run.world.device), groups.rollout)
 
-    def collect(explore: Explore, carried: Carried) -> GroupBatch:
+    def collect(explore: Explore, carried: Carry) -> GroupBatch:
         found = Groups(problems, rollout, run.algo.reward(problems, rollout))
         return GroupBatch(found, found, carried, {})
 
@@ -123,7 +123,7 @@ class Restored(NamedTuple):
     """The state that a policy was brought to."""
 
     step: int  # after which it was saved; 0 for the model that the run began with
-    carried: Carried
+    carried: Carry
     said: list[str]  # where it came from, for people
 
 
@@ -148,7 +148,7 @@ def nearest(root: Path, last: int, said: list[str]) -> tuple[int, Path, dict[str
     """The newest whole checkpoint of step `last` or before; None when there is none."""
     for step in reversed([step for step in store.steps(root) if step <= last]):
         try:
-            path = whole(root / f"step_{step}")
+            path = verified_checkpoint(root / f"step_{step}")
             return step, path, store.blobs(path)
         except (ValueError, OSError) as error:  # broken; or deleted this moment by the run
             said.append(f"skipped: {error}")
@@ -160,11 +160,11 @@ class Before(NamedTuple):
 
     tensors: dict[str, Tensor]
     counters: Mapping[str, Any]
-    carried: Carried
+    carried: Carry
     ahead: list[dict[str, Any]]  # batches that are sampled and not yet learned from
 
 
-def before(policy: FSDPPolicy, sampler: Any, carried: Carried) -> Before:
+def before(policy: FSDPPolicy, sampler: Any, carried: Carry) -> Before:
     """A copy of all that the step begins with."""
     tensors = {name: local(x).detach().cpu().clone() for name, x in policy.tensors().items()}
     return Before(tensors, policy.counters(), carried, sampler.drain())

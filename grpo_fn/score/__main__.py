@@ -65,7 +65,7 @@ def score_rows(args: argparse.Namespace) -> int:
     """The exit code of the scoring. Raises ValueError or OSError for bad input."""
     from grpo_fn.score import scoring
 
-    return scoring.run(**vars(args))
+    return scoring.score_file(**vars(args))
 
 
 if __name__ == "__main__":

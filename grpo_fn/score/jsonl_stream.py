@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-from grpo_fn.core.problem import Completion, Problem, word
+from grpo_fn.core.problem import Completion, Problem, verdict_name
 from grpo_fn.shell.reward_workers.worker_handle import Outcome
 
 PIECE = 2**16  # bytes read at once
@@ -58,7 +58,7 @@ class Lines:
             self.ready.append((f"{self._name}:{self._number}", self._number, line))
 
 
-def asked(where: str, number: int, line: bytes, *, needs: Sequence[str], suffix: str) -> tuple[Problem, Completion]:
+def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suffix: str) -> tuple[Problem, Completion]:
     """What a row asks: its problem, numbered like the line, and its completion.
 
     `problem.meta` is the row without the completion, and has the fields of MBPP under our names too: `tests`, `setup`
@@ -66,7 +66,7 @@ def asked(where: str, number: int, line: bytes, *, needs: Sequence[str], suffix:
     that ends in a line with `####`, as GSM8K's do, it is what follows there. `length` and `truncated` are read where
     they are an integer and a boolean, and are 0 and False otherwise. `needs` names fields of FIELDS that the reward
     cannot do without. Raises ValueError that says where, for a line that is not such a row and for a row that has one
-    of the names that `marked` adds with this suffix.
+    of the names that `annotate_row` adds with this suffix.
     """
     row = _object(where, line)
     seen = _renamed(row)
@@ -84,9 +84,9 @@ def asked(where: str, number: int, line: bytes, *, needs: Sequence[str], suffix:
     return problem, Completion(row["completion"], length if _is_count(length) else 0, row.get("truncated") is True)
 
 
-def marked(line: bytes, outcome: Outcome, *, suffix: str) -> bytes:
+def annotate_row(line: bytes, outcome: Outcome, *, suffix: str) -> bytes:
     """The row, byte for byte as it was, with verdict, score, reason and seconds at its end."""
-    values = (word(outcome.value), outcome.value, outcome.reason, round(outcome.seconds, 6))
+    values = (verdict_name(outcome.value), outcome.value, outcome.reason, round(outcome.seconds, 6))
     added = json.dumps(dict(zip(verdict_names(suffix), values, strict=True)))
     return line.strip(SPACE)[:-1].rstrip(SPACE) + b", " + added[1:].encode("ascii") + b"\n"
 

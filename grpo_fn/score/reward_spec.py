@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from grpo_fn.config.nodes import complain, listed, nearest
-from grpo_fn.config.resolve import bad_names, mistyped, signature
+from grpo_fn.config.nodes import comma_list, complain, suggest_name
+from grpo_fn.config.resolve import bad_names, signature, type_problem
 from grpo_fn.core.problem import RewardFn
 from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE
 from grpo_fn.trainer.requirements import check_sandboxes
 
 
-class Named(NamedTuple):
+class RewardSpec(NamedTuple):
     """Where a reward is, and what somebody who scores rows has to know about it."""
 
     function: str
@@ -27,32 +27,32 @@ class Named(NamedTuple):
 GOLD = "the gold answer cannot be parsed"
 TESTS = "no program can pass these tests"
 SANDBOX = (
-    "run=@grpo_fn.shell.sandbox.run",
+    "run=@grpo_fn.shell.sandbox.run_program",
     "run.wall_seconds=10.0",
     "run.cpu_seconds=10",
     "run.memory_mb=512",
     "run.processes=8",
     "run.file_mb=16",
     "run.output_kb=64",
-    "run.isolation=@grpo_fn.shell.sandbox.strongest",
+    "run.isolation=@grpo_fn.shell.sandbox.strongest_isolation",
 )
 NAMES = {
-    "math": Named("grpo_fn.rewards.math.correct", ("answer",), GOLD, 5.0, ()),
-    "lenient": Named("grpo_fn.rewards.math.lenient", ("answer",), GOLD, 5.0, ()),
-    "code": Named("grpo_fn.rewards.code.all_tests_pass", ("tests",), TESTS, 30.0, SANDBOX),
-    "share_passed": Named("grpo_fn.rewards.code.share_of_tests", ("tests",), TESTS, 30.0, SANDBOX),
+    "math": RewardSpec("grpo_fn.rewards.math.correct", ("answer",), GOLD, 5.0, ()),
+    "lenient": RewardSpec("grpo_fn.rewards.math.lenient", ("answer",), GOLD, 5.0, ()),
+    "code": RewardSpec("grpo_fn.rewards.code.all_tests_pass", ("tests",), TESTS, 30.0, SANDBOX),
+    "share_passed": RewardSpec("grpo_fn.rewards.code.share_of_tests", ("tests",), TESTS, 30.0, SANDBOX),
 }
 
 
-def known(name: str) -> Named:
+def known_reward(name: str) -> RewardSpec:
     """What is known of a reward by its short or its full name."""
     for short, named in NAMES.items():
         if name in (short, named.function):
             return named
-    return Named(name, ("length",) if name.startswith("grpo_fn.rewards.length.") else (), RETURNED_NONE, 5.0, ())
+    return RewardSpec(name, ("length",) if name.startswith("grpo_fn.rewards.length.") else (), RETURNED_NONE, 5.0, ())
 
 
-def reward_of(named: Named, knobs: Sequence[str]) -> RewardFn:
+def reward_of(named: RewardSpec, knobs: Sequence[str]) -> RewardFn:
     """The function with its knobs, each `KNOB=VALUE`; a later one beats an earlier.
 
     A value is a Python literal, or `@module.function`, whose own knobs are `KNOB.ITS_KNOB=VALUE`. Raises ValueError for
@@ -97,17 +97,17 @@ def _bound(name: str, knobs: Mapping[str, Any], path: str) -> Callable[..., Any]
             inner = {k.removeprefix(f"{knob}."): v for k, v in of_functions.items() if k.startswith(f"{knob}.")}
             own[knob] = _bound(value, inner, f"{path}{knob}.")
     parameters = signature(fn)
-    complain([text for knob, value in own.items() for text in mistyped(label, parameters.get(knob), value)])
+    complain([text for knob, value in own.items() for text in type_problem(label, parameters.get(knob), value)])
     unbound = [knob for knob, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if missing := [knob for knob in unbound if knob not in own]:
-        raise ValueError(f"{name}: got no value for {listed(missing)}, wanted --set {path}{missing[0]}=VALUE")
+        raise ValueError(f"{name}: got no value for {comma_list(missing)}, wanted --set {path}{missing[0]}=VALUE")
     return partial(fn, **own) if own else fn
 
 
 def _function(name: str) -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
     if not module or not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"got {name!r}, wanted {listed(NAMES)} or module.function{nearest(name, NAMES)}")
+        raise ValueError(f"got {name!r}, wanted {comma_list(NAMES)} or module.function{suggest_name(name, NAMES)}")
     try:
         room = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -117,5 +117,5 @@ def _function(name: str) -> Callable[..., Any]:
     fn = getattr(room, function, None)
     if not callable(fn):
         there = [other for other, value in vars(room).items() if callable(value) and not other.startswith("_")]
-        raise ValueError(f"got {name!r}, wanted a function of {module}{nearest(function, there)}")
+        raise ValueError(f"got {name!r}, wanted a function of {module}{suggest_name(function, there)}")
     return fn

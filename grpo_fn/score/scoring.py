@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from grpo_fn.core.problem import RewardFn, word
-from grpo_fn.score.jsonl_stream import Lines, asked, marked
-from grpo_fn.score.reward_spec import known, reward_of
+from grpo_fn.core.problem import RewardFn, verdict_name
+from grpo_fn.score.jsonl_stream import Lines, annotate_row, parse_row
+from grpo_fn.score.reward_spec import known_reward, reward_of
 from grpo_fn.shell.logging.console import CONTROL
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
 from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE, Outcome
@@ -25,7 +25,7 @@ MOST_BYTES = 2**24
 EXIT_BROKEN_PIPE = 141  # what a shell says of a program that SIGPIPE ended
 
 
-def run(
+def score_file(
     *,
     reward: str,
     knobs: Sequence[str],
@@ -40,7 +40,7 @@ def run(
 
     Raises ValueError for a reward, a knob or a row that cannot be used; what came before a bad row is written.
     """
-    named = known(reward)
+    named = known_reward(reward)
     seconds = named.deadline if deadline is None else deadline
     pool = RewardPool(workers=workers, timeout_per_completion=seconds, memory_mb=memory_mb, stop_on_error=False)
     fn = reward_of(named, knobs)
@@ -48,11 +48,11 @@ def run(
     try:
         with _source(input) as source, _sink(output) as sink, _telling(pool, tally, source) as bar, pool:
             lines = Lines(source, "standard input" if input is None else str(input))
-            for batch in scored(lines, pool, fn, needs=named.needs, suffix=suffix):
+            for batch in score_lines(lines, pool, fn, needs=named.needs, suffix=suffix):
                 told = [(line, _meaning(outcome, named.none)) for line, outcome in batch]
-                sink.write(b"".join(marked(line, outcome, suffix=suffix) for line, outcome in told))
+                sink.write(b"".join(annotate_row(line, outcome, suffix=suffix) for line, outcome in told))
                 sink.flush()
-                tally.update(word(outcome.value) for _, outcome in batch)
+                tally.update(verdict_name(outcome.value) for _, outcome in batch)
                 bar.set_postfix_str(_counts(tally), refresh=False)
                 bar.update(sum(len(line) + 1 for line, _ in batch))
     except RewardError as error:
@@ -62,7 +62,7 @@ def run(
     return 0
 
 
-def scored(
+def score_lines(
     lines: Lines, pool: RewardPool, fn: RewardFn, *, needs: Sequence[str], suffix: str
 ) -> Iterator[list[tuple[bytes, Outcome]]]:
     """Each line with its outcome, in order, as many together as became known at once.
@@ -79,7 +79,7 @@ def scored(
                     lines.fill()
                 while lines.ready and len(flying) < MOST_ROWS and held < MOST_BYTES:
                     where, number, line = lines.ready.popleft()
-                    job.add(*asked(where, number, line, needs=needs, suffix=suffix))
+                    job.add(*parse_row(where, number, line, needs=needs, suffix=suffix))
                     flying.append(line)
                     held += len(line)
             except ValueError as error:

@@ -30,14 +30,14 @@ def check_space(path: Path, need_bytes: int) -> None:
         raise no_space(path, free, need_bytes)
 
 
-def finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
     """`value` with every NaN and infinity replaced by None: JSON has no other honest word for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: finite_or_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [finite_or_none(item) for item in value]
     return value
 
 
@@ -46,7 +46,7 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     try:  # nearly always: looking at every number takes longer than writing it down
         return json.dumps(value, allow_nan=False, indent=indent)
     except (TypeError, ValueError):
-        return json.dumps(finite(value), allow_nan=False, indent=indent)
+        return json.dumps(finite_or_none(value), allow_nan=False, indent=indent)
 
 
 def flush_file(path: Path) -> None:

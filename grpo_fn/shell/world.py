@@ -160,7 +160,7 @@ def alone(device: torch.device) -> World:
     return World(0, 1, device, deadline=float("inf"))
 
 
-def join(name: str, *, deadline: float) -> World:
+def join_world(name: str, *, deadline: float) -> World:
     """The world that torchrun describes in the environment; alone without it.
 
     `name` is the device: "auto" is the GPU of this rank where there is one. Raises ValueError for a device that is not

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks.task import FrozenKey, Task, frozen_key, generated, thawed_key
+from grpo_fn.tasks.task import FrozenKey, Task, frozen_key, generated_task, thawed_key
 
 T = TypeVar("T")
 
@@ -80,10 +80,10 @@ def task(*, max_value: int, operations: int, test_size: int) -> Task:
     total = len(contents(max_value=max_value, operations=operations))
     if not 0 < test_size < total:
         raise ValueError(f"test_size: got {test_size}, wanted 1 to {total - 1} of the {total} contents")
-    held_out, rest = split(max_value=max_value, operations=operations, test_size=test_size)
+    held_out, rest = split_contents(max_value=max_value, operations=operations, test_size=test_size)
     words = frozen_key(_split_key(1))
     test = [_word(content, i, _draw(words, operations, i)) for i, content in enumerate(held_out)]
-    return generated(partial(_train, rest, operations), test, len(rest))
+    return generated_task(partial(_train, rest, operations), test, len(rest))
 
 
 @lru_cache(maxsize=4)
@@ -96,14 +96,16 @@ def contents(*, max_value: int, operations: int) -> tuple[Content, ...]:
 
 
 @lru_cache(maxsize=4)
-def split(*, max_value: int, operations: int, test_size: int) -> tuple[tuple[Content, ...], tuple[Content, ...]]:
+def split_contents(
+    *, max_value: int, operations: int, test_size: int
+) -> tuple[tuple[Content, ...], tuple[Content, ...]]:
     """(held out, trained on): the contents in a fixed shuffled order, cut at `test_size`."""
     every = contents(max_value=max_value, operations=operations)
     shuffled = [every[i] for i in prng.permutation(_split_key(0), len(every)).tolist()]
     return tuple(shuffled[:test_size]), tuple(shuffled[test_size:])
 
 
-def worked(problem: Problem) -> str:
+def worked_solution(problem: Problem) -> str:
     r"""A solution that shows its working: `7+5=12 12-3=9 \boxed{9}`."""
     changes, values = problem.meta["changes"], problem.meta["values"]
     steps = (f"{x}{op}{b}={y}" for x, (op, b), y in zip(values[:-1], changes, values[1:], strict=True))
@@ -124,14 +126,14 @@ def demonstrations(task: Task, key: Tensor, *, worked_share: float) -> Iterator[
     style = frozen_key(prng.fold_in(key, _STYLE))
     for index in count_from():
         problem = task.train(key, index)
-        solution = worked if _draw(style, 0, index)[0] < worked_share else terse
+        solution = worked_solution if _draw(style, 0, index)[0] < worked_share else terse
         yield problem.prompt, solution(problem)
 
 
 def corpus(task: Task, key: Tensor, count: int) -> list[str]:
     """`count` training prompts with both of their solutions, as text to train a tokenizer on."""
     problems = (task.train(key, index) for index in range(count))
-    return [f"{problem.prompt} {worked(problem)} {terse(problem)}" for problem in problems]
+    return [f"{problem.prompt} {worked_solution(problem)} {terse(problem)}" for problem in problems]
 
 
 def _train(rest: tuple[Content, ...], operations: int, key: Tensor, index: int) -> Problem:

@@ -16,7 +16,7 @@ def task(*, data: str, template: str, test_size: int) -> Task:
     it. Raises ValueError naming file and line for a missing or empty file, a row without the fields and an answer
     without `####`; also for a template without `{question}` and a negative test_size.
     """
-    templates.check(template, ["question"])
+    templates.check_template(template, ["question"])
     train = [_problem(row, template) for row in _rows(data, "train.jsonl")]
     test = [_problem(row, template) for row in _rows(data, "test.jsonl")]
     return first(from_rows(train, test), test_size)
@@ -35,4 +35,4 @@ def _problem(row: Row, template: str) -> Problem:
     answer = gold(row.value["answer"])
     if answer is None:
         raise ValueError(f"{row.where}: got answer {row.value['answer'][-80:]!r}, wanted it to end in '#### n'")
-    return Problem(0, templates.fill(template, {"question": row.value["question"]}), answer, {})
+    return Problem(0, templates.fill_template(template, {"question": row.value["question"]}), answer, {})

@@ -13,7 +13,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.rewards.format import last_box
 from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, jsonl_rows, text
-from grpo_fn.tasks.task import Task, all_answered, answered, first, from_rows, keep, noted
+from grpo_fn.tasks.task import Task, all_answered, drop_unanswered, first, from_rows, keep, with_notes
 
 
 def task(
@@ -37,15 +37,15 @@ def task(
     one is refused. Raises ValueError naming file and line for a row without the fields or with another level, for a
     level or subject of which there is no row, and for knobs as `gsm8k.task` does.
     """
-    templates.check(template, ["problem"])
+    templates.check_template(template, ["problem"])
     held_out = all_answered([_problem(row, template) for row in _rows(data, test)])
     rows = [_problem(row, template) for name in train for row in _rows(data, name)]
     _check_there(levels, {problem.meta["level"] for problem in rows}, "levels")
     _check_there(subjects, {problem.meta["subject"] for problem in rows}, "subjects")
-    every = answered(from_rows(rows, held_out))
+    every = drop_unanswered(from_rows(rows, held_out))
     chosen, left_out = keep(every, lambda row: row.meta["level"] in levels and row.meta["subject"] in subjects)
     if left_out:
-        chosen = noted(chosen, f"asks {chosen.size} of {every.size} training rows, by level and subject")
+        chosen = with_notes(chosen, f"asks {chosen.size} of {every.size} training rows, by level and subject")
     return first(chosen, test_size)
 
 
@@ -56,7 +56,7 @@ def _rows(data: str, name: str) -> list[Row]:
 def _problem(row: Row, template: str) -> Problem:
     answer = text(row, "answer") if "answer" in row.value else last_box(text(row, "solution"))
     subject = text(row, "subject" if "subject" in row.value else "type")
-    prompt = templates.fill(template, {"problem": row.value["problem"]})
+    prompt = templates.fill_template(template, {"problem": row.value["problem"]})
     return Problem(0, prompt, (answer or "").strip(), {"level": _level(row), "subject": subject})
 
 

@@ -39,7 +39,7 @@ def task(
         raise ValueError(f"shown_tests: got {shown_tests}, wanted 0 or more")
     if not shown_tests and "{tests}" in template:
         raise ValueError("shown_tests: got 0 with a template that holds {tests}, wanted it without, or 1 test or more")
-    templates.check(template, ["text", "tests"] if shown_tests else ["text"])
+    templates.check_template(template, ["text", "tests"] if shown_tests else ["text"])
     splits: dict[str, list[Problem]] = {name: [] for name in SPLITS}
     for row in jsonl_rows(Path(data), file, fields=("code",)):
         splits[_split(row)].append(_problem(row, template, shown_tests))
@@ -79,7 +79,7 @@ def _problem(row: Row, template: str, shown_tests: int) -> Problem:
     imports = "test_imports" in row.value
     setup = "\n".join(_lines(row, "test_imports")) if imports else _unix(text(row, "test_setup_code"))
     asked = text(row, "text" if "text" in row.value else "prompt")
-    prompt = templates.fill(template, {"text": asked, "tests": "\n".join(tests[:shown_tests])})
+    prompt = templates.fill_template(template, {"text": asked, "tests": "\n".join(tests[:shown_tests])})
     return Problem(0, prompt, _unix(row.value["code"]), {"tests": tests, "setup": setup})
 
 

@@ -23,12 +23,12 @@ from grpo_fn.tasks.task import (
     Task,
     frozen_key,
     keep,
-    listing,
-    noted,
+    list_places,
+    normalize_prompt,
     number_tests,
     place,
-    same,
     thawed_key,
+    with_notes,
 )
 
 LARGEST_BLOCK = 10_000  # draws
@@ -149,13 +149,13 @@ def _of(name: str, make: Callable[[], Task]) -> Task:
 
 def _apart(name: str, part: Task, test: Sequence[Problem]) -> Task:
     """The part without the rows that are held out anywhere in the mixture."""
-    held_out = {same(problem.prompt) for problem in test}
-    shared = [place(row) for row in part.rows if same(row.prompt) in held_out]
+    held_out = {normalize_prompt(problem.prompt) for problem in test}
+    shared = [place(row) for row in part.rows if normalize_prompt(row.prompt) in held_out]
     if not shared:
         return part
-    left = _kept(name, part, lambda row: same(row.prompt) not in held_out)
-    line = f"left out {len(shared)} training rows that are held-out problems of another part: {listing(shared)}"
-    return noted(left, line)
+    left = _kept(name, part, lambda row: normalize_prompt(row.prompt) not in held_out)
+    line = f"left out {len(shared)} training rows that are held-out problems of another part: {list_places(shared)}"
+    return with_notes(left, line)
 
 
 def _named(name: str, problem: Problem) -> Problem:

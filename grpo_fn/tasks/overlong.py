@@ -8,7 +8,7 @@ the key looks at its draws.
 from collections.abc import Callable, Sequence
 
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks.task import Task, keep, listing, noted, place
+from grpo_fn.tasks.task import Task, keep, list_places, place, with_notes
 
 Length = Callable[[str], int]
 
@@ -42,8 +42,8 @@ def drop_both(task: Task, length: Length, limit: int) -> tuple[Task, int]:
     fit = tuple(problem for problem in task.test if length(problem.prompt) <= limit)  # each with the uid it had
     if not fit:
         _check("held-out", task.test, length, limit)
-    line = f"left out {len(over)} held-out problems with prompts of more than {limit} tokens: {listing(over)}"
-    return noted(left._replace(test=fit), line), rows + len(over)
+    line = f"left out {len(over)} held-out problems with prompts of more than {limit} tokens: {list_places(over)}"
+    return with_notes(left._replace(test=fit), line), rows + len(over)
 
 
 def _without_long_rows(task: Task, length: Length, limit: int) -> tuple[Task, int]:
@@ -51,8 +51,8 @@ def _without_long_rows(task: Task, length: Length, limit: int) -> tuple[Task, in
     if not count:
         return left, 0
     over = [place(problem) for problem in task.rows if length(problem.prompt) > limit]
-    return noted(
-        left, f"left out {count} training rows with prompts of more than {limit} tokens: {listing(over)}"
+    return with_notes(
+        left, f"left out {count} training rows with prompts of more than {limit} tokens: {list_places(over)}"
     ), count
 
 

@@ -1,6 +1,6 @@
 """Any file or dataset whose rows have a prompt and an answer.
 
-A *source* is a function without arguments that returns problems, such as `problems` with its knobs bound by gin. A
+A *source* is a function without arguments that returns problems, such as `read_problems` with its knobs bound by gin. A
 task is made of sources; each may have fields, a template and a reader of its own (gin scopes keep them apart).
 """
 
@@ -13,12 +13,12 @@ from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, text
-from grpo_fn.tasks.task import Task, all_answered, answered, distinct, from_rows, held_out, noted
+from grpo_fn.tasks.task import Task, all_answered, distinct, drop_unanswered, from_rows, held_out, with_notes
 
 Source = Callable[[], Sequence[Problem]]
 Reader = Callable[[Sequence[str]], Iterable[Row]]
 
-_SPLIT_SEED = 20_260_412  # decides what `split` holds out, for every run and every seed alike
+_SPLIT_SEED = 20_260_412  # decides what `hold_out` holds out, for every run and every seed alike
 _TAKEN = ("row", "source", "task")  # names in `meta` that the program gives a meaning
 
 
@@ -32,20 +32,20 @@ def task(*, train: Sequence[Source], test: Sequence[Source]) -> Task:
     tests = all_answered(_all(test))
     if train:
         rows, notes = distinct(_all(train))
-        return answered(noted(from_rows(rows, tests), *notes))
+        return drop_unanswered(with_notes(from_rows(rows, tests), *notes))
     if not test:
         raise ValueError("rows.task: got no source, wanted one at least, to train on or to hold out")
     return held_out(tests)
 
 
-def split(*, rows: Sequence[Source], test_size: int) -> Task:
+def hold_out(*, rows: Sequence[Source], test_size: int) -> Task:
     """The problems of the sources, `test_size` of them held out, the same ones in every run, and the rest to train on.
 
     Which ones is decided by a fixed shuffle of the rows that have an answer and repeat no earlier one; a larger
     `test_size` extends a smaller. Raises ValueError for a test_size that leaves nothing on a side.
     """
     every, notes = distinct(_all(rows))
-    usable = answered(noted(from_rows(every, ()), *notes))
+    usable = drop_unanswered(with_notes(from_rows(every, ()), *notes))
     if not 0 < test_size < usable.size:
         raise ValueError(f"test_size: got {test_size}, wanted 1 to {usable.size - 1} of the {usable.size} rows")
     order = prng.permutation(prng.key(_SPLIT_SEED, device="cpu"), usable.size).tolist()
@@ -54,7 +54,7 @@ def split(*, rows: Sequence[Source], test_size: int) -> Task:
     return made._replace(notes=(*usable.notes, *made.notes))
 
 
-def problems(
+def read_problems(
     *,
     read: Reader,
     source: str,
@@ -71,7 +71,7 @@ def problems(
     `answer_field`, empty where it makes nothing. `meta` holds the `meta_fields` as they are, `source`, which is a name
     of your choice, and `row`, counted from 0. Raises ValueError naming file and line for a row without the fields.
     """
-    templates.check(template, ["prompt"])
+    templates.check_template(template, ["prompt"])
     if size < 0:
         raise ValueError(f"size: got {size}, wanted 0 for all rows, or how many")
     taken = [field for field in meta_fields if field in _TAKEN]
@@ -80,7 +80,7 @@ def problems(
     fields = dict.fromkeys((prompt_field, answer_field, *meta_fields))
     found = []
     for number, row in enumerate(islice(read(list(fields)), size or None)):
-        prompt = templates.fill(template, {"prompt": text(row, prompt_field)})
+        prompt = templates.fill_template(template, {"prompt": text(row, prompt_field)})
         meta = {"row": number, "source": source, **{field: row.value[field] for field in meta_fields}}
         found.append(Problem(0, prompt, _gold(row, answer_field, gold), meta))
     if not found:
@@ -88,7 +88,7 @@ def problems(
     return found
 
 
-def plain(value: Any) -> str | None:
+def field_text(value: Any) -> str | None:
     """A text as it is, a whole number without a decimal point (27.0 is "27"), others as Python has them.
 
     None for null. Raises ValueError for anything else.

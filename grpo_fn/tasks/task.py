@@ -22,7 +22,7 @@ FrozenKey = tuple[tuple[int, ...], torch.dtype]
 class Task(NamedTuple):
     """`train(key, index)` is a pure function with `uid == index`, any index >= 0; `test` never meets it.
 
-    Made by `from_rows`, `generated` or `held_out`; `keep` leaves training rows out.
+    Made by `from_rows`, `generated_task` or `held_out`; `keep` leaves training rows out.
     """
 
     train: Callable[[Tensor, int], Problem]
@@ -44,19 +44,19 @@ def from_rows(rows: Sequence[Problem], test: Sequence[Problem]) -> Task:
     if len(rows) == 0:
         raise ValueError("a task needs training rows: got none, wanted at least one")
     tests = number_tests(test)
-    asked = {same(problem.prompt) for problem in tests}
-    every = numbered(rows)
-    left = tuple(problem for problem in every if same(problem.prompt) not in asked)
+    asked = {normalize_prompt(problem.prompt) for problem in tests}
+    every = number_rows(rows)
+    left = tuple(problem for problem in every if normalize_prompt(problem.prompt) not in asked)
     if not left:
         raise ValueError(f"training rows: got {len(every)}, all of them held-out problems, wanted rows that are not")
     task = _over(Task(_no_training, tests, 0, (), _narrow_rows, ()), left)
     if len(left) == len(every):
         return task
-    shared = [place(problem) for problem in every if same(problem.prompt) in asked]
-    return noted(task, f"left out {len(shared)} training rows that are held-out problems: {listing(shared)}")
+    shared = [place(problem) for problem in every if normalize_prompt(problem.prompt) in asked]
+    return with_notes(task, f"left out {len(shared)} training rows that are held-out problems: {list_places(shared)}")
 
 
-def generated(train: Callable[[Tensor, int], Problem], test: Sequence[Problem], size: int) -> Task:
+def generated_task(train: Callable[[Tensor, int], Problem], test: Sequence[Problem], size: int) -> Task:
     """The task whose problems are made as they are drawn; `size` is what it calls an epoch."""
     return Task(train, number_tests(test), size, (), _narrow_nothing, ())
 
@@ -87,12 +87,12 @@ def first(task: Task, test_size: int) -> Task:
     return task._replace(test=task.test[: test_size or None])
 
 
-def noted(task: Task, *lines: str) -> Task:
+def with_notes(task: Task, *lines: str) -> Task:
     """The task with more lines for the log."""
     return task._replace(notes=(*task.notes, *lines))
 
 
-def numbered(rows: Sequence[Problem]) -> tuple[Problem, ...]:
+def number_rows(rows: Sequence[Problem]) -> tuple[Problem, ...]:
     """The rows, each with its place in `meta["row"]` unless it has a number already."""
     return tuple(problem._replace(meta={"row": i, **problem.meta}) for i, problem in enumerate(rows))
 
@@ -107,7 +107,7 @@ def train_problems(task: Task, key: Tensor, start: int, count: int) -> tuple[Pro
     return tuple(task.train(key, index) for index in range(start, start + count))
 
 
-def same(prompt: str) -> str:
+def normalize_prompt(prompt: str) -> str:
     """What two prompts have in common when only their spaces and line ends differ."""
     return " ".join(prompt.split())
 
@@ -117,7 +117,7 @@ def place(problem: Problem) -> str:
     return " ".join(str(problem.meta[name]) for name in ("task", "source", "row") if name in problem.meta)
 
 
-def listing(places: Sequence[str]) -> str:
+def list_places(places: Sequence[str]) -> str:
     """The first ten, and how many more there are."""
     shown = ", ".join(places[:10])
     return f"{shown} and {len(places) - 10} more" if len(places) > 10 else shown
@@ -170,7 +170,7 @@ def _order(frozen: FrozenKey, epoch: int, size: int) -> Tensor:
     return prng.permutation(prng.fold_in(thawed_key(frozen), epoch), size)
 
 
-def check(template: str, names: Sequence[str]) -> str:
+def check_template(template: str, names: Sequence[str]) -> str:
     r"""The template itself. Raises ValueError unless it holds `{name}` for each of `names`.
 
     Braces that are none of these stand for themselves, as in `\boxed{}`.
@@ -181,26 +181,26 @@ def check(template: str, names: Sequence[str]) -> str:
     return template
 
 
-def fill(template: str, values: Mapping[str, str]) -> str:
+def fill_template(template: str, values: Mapping[str, str]) -> str:
     """The template with every `{name}` replaced by its value, once: what a value says is not looked at again."""
     places = "|".join(re.escape(f"{{{name}}}") for name in values)
     return re.sub(places, lambda found: values[found.group()[1:-1]], template)
 
 
-def answered(task: Task) -> Task:
+def drop_unanswered(task: Task) -> Task:
     """The task without the training rows whose answer is empty: no completion of theirs could be scored."""
     without = [place(problem) for problem in task.rows if not problem.answer]
     if not without:
         return task
     left, count = keep(task, lambda problem: bool(problem.answer))
-    return noted(left, f"left out {count} training rows without an answer: {listing(without)}")
+    return with_notes(left, f"left out {count} training rows without an answer: {list_places(without)}")
 
 
 def all_answered(test: Sequence[Problem]) -> Sequence[Problem]:
     """The held-out problems themselves. A benchmark is whole: raises ValueError when an answer is empty."""
-    without = [place(problem) for problem in numbered(test) if not problem.answer]
+    without = [place(problem) for problem in number_rows(test) if not problem.answer]
     if without:
-        raise ValueError(f"held-out rows: got no answer in {listing(without)} (counted from 0), wanted one in each")
+        raise ValueError(f"held-out rows: got no answer in {list_places(without)} (counted from 0), wanted one in each")
     return test
 
 
@@ -210,5 +210,5 @@ def distinct(rows: Sequence[Problem]) -> tuple[list[Problem], tuple[str, ...]]:
     again = [
         place(problem) for problem in rows if left.setdefault((problem.prompt, problem.answer), problem) is not problem
     ]
-    notes = (f"left out {len(again)} rows that repeat an earlier one: {listing(again)}",) if again else ()
+    notes = (f"left out {len(again)} rows that repeat an earlier one: {list_places(again)}",) if again else ()
     return list(left.values()), notes

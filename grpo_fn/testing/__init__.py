@@ -17,8 +17,8 @@ from grpo_fn.testing.aggregations import check_weights
 from grpo_fn.testing.kls import check_kl
 from grpo_fn.testing.losses import check_token_loss
 from grpo_fn.testing.rewards import check_reward
-from grpo_fn.testing.strategies import batches, finite, groups, masks, rollouts, rows, tensors
-from grpo_fn.testing.texts import BOMBS, HOSTILE, completions, problems
+from grpo_fn.testing.strategies import batches, finite_floats, groups, loss_rows, masks, rollouts, tensors
+from grpo_fn.testing.texts import BOMBS, HOSTILE, completions, text_problems
 
 __all__ = [
     "BOMBS",
@@ -30,11 +30,11 @@ __all__ = [
     "check_token_loss",
     "check_weights",
     "completions",
-    "finite",
+    "finite_floats",
     "groups",
+    "loss_rows",
     "masks",
-    "problems",
     "rollouts",
-    "rows",
     "tensors",
+    "text_problems",
 ]

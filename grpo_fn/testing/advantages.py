@@ -11,8 +11,8 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 from torch.func import vmap
 
-from grpo_fn.testing.harness import claim, for_all, same
-from grpo_fn.testing.strategies import NO_NUMBERS, finite, groups
+from grpo_fn.testing.harness import assert_same, claim, for_all
+from grpo_fn.testing.strategies import NO_NUMBERS, finite_floats, groups
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 Group = tuple[Tensor, Tensor]
@@ -26,7 +26,7 @@ def check_advantage(advantage: Advantage, *, rewards: Rewards | None = None) -> 
     function is made for them, as `st.sampled_from([0.0, 1.0])`.
     """
     for invariant in INVARIANTS:
-        invariant(advantage, finite() if rewards is None else rewards)
+        invariant(advantage, finite_floats() if rewards is None else rewards)
 
 
 def finite_and_zero_where_invalid(f: Advantage, rewards: Rewards) -> None:
@@ -49,7 +49,7 @@ def invalid_samples_move_nobody(f: Advantage, rewards: Rewards) -> None:
         reward, valid = group
         if valid.any():
             alone = f(reward[valid], valid[valid])
-            same(f(reward, valid)[valid], alone, "with and without invalid samples", tolerance=1e-9)
+            assert_same(f(reward, valid)[valid], alone, "with and without invalid samples", tolerance=1e-9)
 
     for_all(groups(rewards), holds)
 
@@ -84,7 +84,7 @@ def order_does_not_matter(f: Advantage, rewards: Rewards) -> None:
 
     def holds(example: tuple[Group, list[int]]) -> None:
         (reward, valid), order = example
-        same(f(reward[order], valid[order]), f(reward, valid)[order], "permuted", tolerance=1e-9)
+        assert_same(f(reward[order], valid[order]), f(reward, valid)[order], "permuted", tolerance=1e-9)
 
     permuted = groups(rewards).flatmap(lambda g: st.tuples(st.just(g), st.permutations(range(len(g[0])))))
     for_all(permuted, holds)
@@ -96,13 +96,13 @@ def groups_do_not_leak(f: Advantage, rewards: Rewards) -> None:
     def holds(drawn: list[Group]) -> None:
         together = vmap(f)(*(torch.stack(x) for x in zip(*drawn, strict=True)))
         alone = torch.stack([f(*group) for group in drawn])
-        same(together, alone, "vmapped over groups", tolerance=1e-12)
+        assert_same(together, alone, "vmapped over groups", tolerance=1e-12)
 
     sized = st.integers(1, 6).flatmap(lambda g: st.lists(groups(rewards, least=g, most=g), min_size=1, max_size=5))
     for_all(sized, holds)
 
 
-def bounded(f: Advantage, rewards: Rewards) -> None:
+def advantages_are_bounded(f: Advantage, rewards: Rewards) -> None:
     """|A| <= G times the larger of 1 and the range of the valid rewards: no sample drives the step by itself.
 
     A std that can be next to nothing while one reward stands out breaks this.
@@ -124,5 +124,5 @@ INVARIANTS = (
     a_reward_that_is_not_finite_shows,
     order_does_not_matter,
     groups_do_not_leak,
-    bounded,
+    advantages_are_bounded,
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_fn.core.types import Totals
-from grpo_fn.testing.harness import claim, for_all, same
+from grpo_fn.testing.harness import assert_same, claim, for_all
 from grpo_fn.testing.strategies import masks, pad
 
 Weigh = Callable[[Tensor, Totals], Tensor]
@@ -44,7 +44,7 @@ def parts_of_a_step_weigh_what_they_weigh_in_the_whole(f: Weigh) -> None:
         mask, cut = example
         whole = totals(mask)
         parts = torch.cat([f(mask[:cut], whole), f(mask[cut:], whole)])
-        same(parts, f(mask, whole), f"cut before row {cut}", tolerance=0.0)
+        assert_same(parts, f(mask, whole), f"cut before row {cut}", tolerance=0.0)
 
     for_all(MASKS.flatmap(lambda mask: st.tuples(st.just(mask), st.integers(0, len(mask)))), holds)
 
@@ -56,7 +56,7 @@ def padding_changes_nothing(f: Weigh) -> None:
         mask, extra = example
         wide = pad(mask, extra, False)
         weight = f(wide, totals(wide))
-        same(weight[:, :-extra], f(mask, totals(mask)), f"with {extra} columns of padding", tolerance=0.0)
+        assert_same(weight[:, :-extra], f(mask, totals(mask)), f"with {extra} columns of padding", tolerance=0.0)
         claim(bool((weight[:, -extra:] == 0).all()), f"got {weight}, wanted exactly 0 in the last {extra}")
 
     for_all(st.tuples(MASKS, st.integers(1, 3)), holds)

@@ -53,7 +53,7 @@ def claim(holds: bool, what: str) -> None:
         raise AssertionError(what)
 
 
-def same(got: Tensor, wanted: Tensor, what: str, *, tolerance: float) -> None:
+def assert_same(got: Tensor, wanted: Tensor, what: str, *, tolerance: float) -> None:
     """Raises AssertionError, naming `what`, unless the tensors agree in shape, dtype and value; nan equals nan."""
     torch.testing.assert_close(
         got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda detail: f"{what}: {detail}"

@@ -12,7 +12,7 @@ from grpo_fn.core.types import Batch
 from grpo_fn.testing import losses
 from grpo_fn.testing.harness import claim, for_all
 from grpo_fn.testing.losses import Row, TokenLoss
-from grpo_fn.testing.strategies import rows
+from grpo_fn.testing.strategies import loss_rows
 
 Estimator = Callable[[Tensor, Batch], Tensor]
 
@@ -33,7 +33,7 @@ def agreeing_policies_cost_exactly_nothing(f: Estimator) -> None:
         cost = f(*drawn)
         claim(bool((cost == 0).all()), f"got {cost} between equal policies, wanted exactly 0")
 
-    for_all(rows(drift=0.0), holds)
+    for_all(loss_rows(drift=0.0), holds)
 
 
 def what_is_behind_the_mask_has_no_say(f: Estimator) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from grpo_fn.core.types import Batch
-from grpo_fn.testing.harness import claim, for_all, same
-from grpo_fn.testing.strategies import GARBAGE, batches, padded, row_of, rows, spoiled
+from grpo_fn.testing.harness import assert_same, claim, for_all
+from grpo_fn.testing.strategies import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
 
 Row = tuple[Tensor, Batch]
 TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
@@ -43,7 +43,7 @@ def reports_the_same_diagnostics(f: TokenLoss) -> None:
         claim({*low.tolist(), *high.tolist()} <= {0.0, 1.0}, f"got clips {low} and {high}, wanted 0 or 1")
         claim(not (low * high).any(), f"got clips {low} and {high}, wanted one of them at most")
 
-    for_all(rows(), holds)
+    for_all(loss_rows(), holds)
 
 
 def what_is_behind_the_mask_has_no_say(f: TokenLoss) -> None:
@@ -51,17 +51,17 @@ def what_is_behind_the_mask_has_no_say(f: TokenLoss) -> None:
 
     def holds(example: tuple[Row, float]) -> None:
         drawn, garbage = example
-        (loss, seen), dirty, mask = f(*drawn), spoiled(*drawn, garbage), drawn[1].mask
+        (loss, seen), dirty, mask = f(*drawn), with_garbage(*drawn, garbage), drawn[1].mask
         gradient = slope(f, *drawn)
         claim(bool((loss[~mask] == 0).all()), f"got {loss}, wanted exactly 0 where not {mask}")
         claim(bool((gradient[~mask] == 0).all()), f"got a gradient {gradient}, wanted exactly 0 where not {mask}")
         there = f"with {garbage} behind the mask"
-        same(f(*dirty)[0], loss, f"the loss {there}", tolerance=0.0)
-        same(slope(f, *dirty), gradient, f"its gradient {there}", tolerance=0.0)
+        assert_same(f(*dirty)[0], loss, f"the loss {there}", tolerance=0.0)
+        assert_same(slope(f, *dirty), gradient, f"its gradient {there}", tolerance=0.0)
         for name, x in f(*dirty)[1].items():
-            same(x, seen[name], f"{name} {there}", tolerance=0.0)
+            assert_same(x, seen[name], f"{name} {there}", tolerance=0.0)
 
-    for_all(st.tuples(rows(), st.sampled_from(GARBAGE)), holds)
+    for_all(st.tuples(loss_rows(), st.sampled_from(GARBAGE)), holds)
 
 
 def padding_changes_nothing(f: TokenLoss) -> None:
@@ -69,14 +69,14 @@ def padding_changes_nothing(f: TokenLoss) -> None:
 
     def holds(example: tuple[Row, int]) -> None:
         drawn, extra = example
-        loss, seen = f(*padded(*drawn, extra))
+        loss, seen = f(*with_padding(*drawn, extra))
         alone, wanted = f(*drawn)
         claim(bool((loss[-extra:] == 0).all()), f"got {loss}, wanted exactly 0 in the last {extra}")
-        same(loss[:-extra], alone, f"the loss with {extra} columns of padding", tolerance=1e-12)
+        assert_same(loss[:-extra], alone, f"the loss with {extra} columns of padding", tolerance=1e-12)
         for name, x in seen.items():
-            same(x[:-extra], wanted[name], f"{name} with {extra} columns of padding", tolerance=1e-12)
+            assert_same(x[:-extra], wanted[name], f"{name} with {extra} columns of padding", tolerance=1e-12)
 
-    for_all(st.tuples(rows(), st.integers(1, 3)), holds)
+    for_all(st.tuples(loss_rows(), st.integers(1, 3)), holds)
 
 
 def rows_do_not_leak(f: TokenLoss) -> None:
@@ -84,12 +84,12 @@ def rows_do_not_leak(f: TokenLoss) -> None:
 
     def holds(drawn: Row) -> None:
         logp, batch = drawn
-        alone = [f(x, row_of(batch, b)) for b, x in enumerate(logp)]
+        alone = [f(x, one_row(batch, b)) for b, x in enumerate(logp)]
         together, seen = vmap(f)(logp, batch)
-        same(together, torch.stack([loss for loss, _ in alone]), "the loss vmapped over rows", tolerance=1e-12)
+        assert_same(together, torch.stack([loss for loss, _ in alone]), "the loss vmapped over rows", tolerance=1e-12)
         for name, x in seen.items():
             wanted = torch.stack([found[name] for _, found in alone])
-            same(x, wanted, f"{name} vmapped over rows", tolerance=1e-12)
+            assert_same(x, wanted, f"{name} vmapped over rows", tolerance=1e-12)
 
     for_all(batches(), holds)
 
@@ -101,7 +101,7 @@ def reverse_and_forward_gradient_agree(f: TokenLoss) -> None:
         (logp, row), seed = example
         directional(lambda x: f(x, row)[0].sum(), logp, seed)
 
-    for_all(st.tuples(rows(), st.integers(0, 2**31)), holds)
+    for_all(st.tuples(loss_rows(), st.integers(0, 2**31)), holds)
 
 
 def policies_worlds_apart_stay_finite(f: TokenLoss) -> None:
@@ -129,16 +129,16 @@ def float32_gives_what_float64_gives(f: TokenLoss) -> None:
         loss, seen = f(low, half)
         for name, x in {"loss": loss, **seen}.items():
             claim(x.dtype == torch.float32, f"got {name} in {x.dtype}, wanted torch.float32 as its input")
-        same(loss.double(), f(low.double(), full)[0], "the loss in float32", tolerance=1e-4)
+        assert_same(loss.double(), f(low.double(), full)[0], "the loss in float32", tolerance=1e-4)
 
-    for_all(rows(drift=3.0), holds)
+    for_all(loss_rows(drift=3.0), holds)
 
 
 def directional(scalar: Callable[[Tensor], Tensor], logp: Tensor, seed: int) -> None:
     """Raises unless the reverse-mode gradient along a random direction is the forward-mode one."""
     direction = torch.randn(len(logp), generator=torch.Generator().manual_seed(seed), dtype=logp.dtype)
     _, forward = jvp(scalar, (logp,), (direction,))
-    same((grad(scalar)(logp) * direction).sum(), forward, "grad along a direction, and jvp", tolerance=1e-10)
+    assert_same((grad(scalar)(logp) * direction).sum(), forward, "grad along a direction, and jvp", tolerance=1e-10)
 
 
 INVARIANTS = (

@@ -14,9 +14,9 @@ from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE
 from grpo_fn.testing import texts
 from grpo_fn.testing.harness import UNSHRUNK, claim, for_all, simplest
-from grpo_fn.testing.texts import Row
+from grpo_fn.testing.texts import TextRow
 
-Score = Callable[[Sequence[Row]], list[float | None]]
+Score = Callable[[Sequence[TextRow]], list[float | None]]
 Bounds = tuple[float | int, float | int]
 
 
@@ -38,13 +38,13 @@ def check_reward(
     text of `hostile` is tried besides: they break parsers, and blow up what computes or runs them; a reward that has
     to, and lets a run's deadline save it, is checked with HOSTILE alone. `deadline` and `memory_mb` are gin/base.gin's.
     """
-    asked = texts.problems() if problems is None else problems
-    rows, problem = texts.rows(asked, completions), simplest(asked)
+    asked = texts.text_problems() if problems is None else problems
+    rows, problem = texts.text_rows(asked, completions), simplest(asked)
     found_by_name(reward)
     with ExitStack() as both:
         one, other = (both.enter_context(scoring(reward, deadline, memory_mb)) for _ in range(2))
         for text in hostile:
-            total_and_on_time(one, Row(problem, Completion(text, 1, False)), bounds)
+            total_and_on_time(one, TextRow(problem, Completion(text, 1, False)), bounds)
         for_all(rows, partial(total_and_on_time, one, bounds=bounds), phases=UNSHRUNK)
         a_function_of_the_row(one, other, rows)
 
@@ -57,19 +57,19 @@ def found_by_name(reward: RewardFn) -> None:
         raise AssertionError(f"got {reward!r}, wanted a function that a module defines: {error}") from error
 
 
-def total_and_on_time(score: Score, row: Row, bounds: Bounds) -> None:
+def total_and_on_time(score: Score, row: TextRow, bounds: Bounds) -> None:
     """The row gets a number within bounds or None. That the number is finite is the worker's own demand."""
     (value,) = score([row])
     claim(value is None or bounds[0] <= value <= bounds[1], f"got {value} on {row}, wanted within {bounds}, or None")
 
 
-def a_function_of_the_row(one: Score, other: Score, rows: SearchStrategy[Row]) -> None:
+def a_function_of_the_row(one: Score, other: Score, rows: SearchStrategy[TextRow]) -> None:
     """No memory of other rows, no clock, no unkeyed randomness, no hash that every process salts anew."""
     shuffled = st.lists(rows, min_size=1, max_size=4).flatmap(
         lambda drawn: st.tuples(st.just(drawn), st.permutations(range(len(drawn))))
     )
 
-    def holds(example: tuple[list[Row], list[int]]) -> None:
+    def holds(example: tuple[list[TextRow], list[int]]) -> None:
         drawn, order = example
         first, again = one(drawn), one(drawn)
         claim(again == first, f"got {again} after {first} for the same rows, wanted the same")
@@ -85,7 +85,7 @@ def scoring(reward: RewardFn, deadline: float, memory_mb: int) -> Iterator[Score
     """A worker of its own for `reward`; raises AssertionError when a row costs it the worker."""
     with RewardPool(workers=1, timeout_per_completion=deadline, memory_mb=memory_mb, stop_on_error=True) as pool:
 
-        def score(rows: Sequence[Row]) -> list[float | None]:
+        def score(rows: Sequence[TextRow]) -> list[float | None]:
             outcomes = pool.judge(reward, [row.problem for row in rows], [row.completion for row in rows])
             for row, outcome in zip(rows, outcomes, strict=True):
                 known = outcome.value is not None or outcome.reason == RETURNED_NONE

@@ -17,7 +17,7 @@ NO_NUMBERS = (float("nan"), float("inf"), float("-inf"), 3e38)  # and one that f
 
 
 @lru_cache(maxsize=1024)
-def finite(bound: float = 100.0) -> st.SearchStrategy[float]:
+def finite_floats(bound: float = 100.0) -> st.SearchStrategy[float]:
     """Numbers in [-bound, bound] that float32 can hold too, so a test may cast and lose nothing."""
     return st.floats(-bound, bound, width=32)
 
@@ -25,7 +25,7 @@ def finite(bound: float = 100.0) -> st.SearchStrategy[float]:
 @lru_cache(maxsize=1024)
 def tensors(shape: Shape, elements: st.SearchStrategy | None = None) -> st.SearchStrategy[Tensor]:
     """float64 tensors of one shape; finite elements by default."""
-    filled = _filled(shape, finite() if elements is None else elements)
+    filled = _filled(shape, finite_floats() if elements is None else elements)
     return filled.map(lambda x: x.to(torch.float64))
 
 
@@ -44,7 +44,7 @@ def groups(
 
     Groups of one or of two different rewards come up, and groups without a valid sample.
     """
-    number = finite() if rewards is None else rewards
+    number = finite_floats() if rewards is None else rewards
     valid = draw(masks(draw(st.integers(least, most))))
     few = st.lists(number, min_size=1, max_size=2).map(st.sampled_from)
     one = draw(st.one_of(st.just(number), few))
@@ -100,10 +100,10 @@ def each_token(t: int, adv: Tensor) -> Tensor:
 
 
 @st.composite
-def rows(draw: Draw, drift: float = 1.0) -> tuple[Tensor, Batch]:
+def loss_rows(draw: Draw, drift: float = 1.0) -> tuple[Tensor, Batch]:
     """One row: logp [T] and a Batch of [T] fields."""
     logp, batch = draw(batches(rows=1, drift=drift))
-    return logp[0], row_of(batch, 0)
+    return logp[0], one_row(batch, 0)
 
 
 @st.composite
@@ -123,18 +123,18 @@ def rollouts(draw: Draw, prompts: int | None = None, group_size: int | None = No
     )
 
 
-def row_of(batch: Batch, b: int) -> Batch:
+def one_row(batch: Batch, b: int) -> Batch:
     return Batch(*(x[b] for x in batch))
 
 
-def spoiled(logp: Tensor, batch: Batch, garbage: float) -> tuple[Tensor, Batch]:
+def with_garbage(logp: Tensor, batch: Batch, garbage: float) -> tuple[Tensor, Batch]:
     """The same with garbage wherever nothing was sampled."""
     spoil = partial(torch.where, batch.mask)
     filled = {name: spoil(getattr(batch, name), garbage) for name in MASKED_FIELDS}
     return spoil(logp, garbage), batch._replace(**filled)
 
 
-def padded(logp: Tensor, batch: Batch, extra: int) -> tuple[Tensor, Batch]:
+def with_padding(logp: Tensor, batch: Batch, extra: int) -> tuple[Tensor, Batch]:
     """The same with columns of padding on the right, garbage in them."""
     wide = {name: pad(getattr(batch, name), extra, torch.nan) for name in MASKED_FIELDS}
     wide |= {"tokens": pad(batch.tokens, extra, 0)}

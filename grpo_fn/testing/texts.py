@@ -65,7 +65,7 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 160
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """One problem and one completion of it; shown in brief, since a text may be a megabyte."""
 
     problem: Problem
@@ -79,7 +79,7 @@ class Row(NamedTuple):
 Completions = Callable[[Problem], SearchStrategy[Completion]]
 
 
-def answers() -> SearchStrategy[str]:
+def gold_answers() -> SearchStrategy[str]:
     """Golds as data sets hold them: whole numbers, decimals, fractions, expressions, words, and none at all."""
     whole = st.integers(-(10**6), 10**6)
     written = (str, "{:,}".format, "{:.1f}".format, r"\frac{{{}}}{{7}}".format, r"{}\sqrt{{2}}".format)
@@ -87,14 +87,14 @@ def answers() -> SearchStrategy[str]:
     return st.one_of(*(whole.map(write) for write in written), odd)
 
 
-def problems() -> SearchStrategy[Problem]:
+def text_problems() -> SearchStrategy[Problem]:
     """Problems with a text as answer and nothing in `meta`; a reward that reads `meta` wants problems of its own."""
-    return st.builds(Problem, st.integers(0, 2**31 - 1), PROSE, answers(), st.just({}))
+    return st.builds(Problem, st.integers(0, 2**31 - 1), PROSE, gold_answers(), st.just({}))
 
 
 def completions(problem: Problem) -> SearchStrategy[Completion]:
     """Completions of that problem: its answer or another one, marked and amid prose, prose alone, and repetition."""
-    said = st.one_of(st.just(problem.answer), answers())
+    said = st.one_of(st.just(problem.answer), gold_answers())
     marked = st.builds(str.format, st.sampled_from(MARKINGS), said)
     around = st.builds("{}{}{}".format, PROSE, marked, PROSE)
     repeated = st.builds(str.__mul__, PROSE, st.integers(0, 200))
@@ -102,7 +102,7 @@ def completions(problem: Problem) -> SearchStrategy[Completion]:
     return st.builds(Completion, text, st.integers(0, 4096), st.booleans())
 
 
-def rows(problems: SearchStrategy[Problem], completions: Completions) -> SearchStrategy[Row]:
+def text_rows(problems: SearchStrategy[Problem], completions: Completions) -> SearchStrategy[TextRow]:
     """A problem and a completion drawn for it."""
     # Mapped and not built: hypothesis shows what it builds by its arguments, a long text in full.
-    return problems.flatmap(lambda problem: completions(problem).map(partial(Row, problem)))
+    return problems.flatmap(lambda problem: completions(problem).map(partial(TextRow, problem)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.shell.checkpoint import store
-from grpo_fn.shell.logging.stopwatch import noting
+from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.sampler.local.local_sampler import Choose
@@ -66,7 +66,7 @@ def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator) -> EvaluationRes
 
 def advance_evaluation(
     run: TrainingRun, progress: Progress, loggers: RunLoggers, *, due: bool, stop: Callable[[], bool]
-) -> list[health.Finding]:
+) -> list[health.HealthFinding]:
     """After a step: take in what has come, and begin what is due; returns what ends the run (`TrainingRun.stop_on`).
 
     There are never two at once: what is at work when another one is due is waited for, unless a stop is asked for
@@ -84,9 +84,9 @@ def advance_evaluation(
 
 def wait_for_evaluation(
     run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
-) -> tuple[list[health.Finding], bool]:
+) -> tuple[list[health.HealthFinding], bool]:
     """Wait for what is at work: (what ends the run, whether nothing is at work). A stop ends the wait."""
-    fatal: list[health.Finding] = []
+    fatal: list[health.HealthFinding] = []
     if loggers.background.name is not None:
         loggers.console.line(f"waiting for the {loggers.background.name}")
     while loggers.background.name is not None:
@@ -98,7 +98,7 @@ def wait_for_evaluation(
 
 def finish_evaluations(run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]) -> bool:
     """Wait for what is at work after the last step. False when a stop was asked for: it stays pending."""
-    with noting(run.world, progress.state.step, loggers.clock), loggers.clock.span("evaluate"):
+    with ErrorContext(run.world, progress.state.step, loggers.clock), loggers.clock.span("evaluate"):
         wait_for_evaluation(run, progress, loggers, stop=stop)
     return not progress.pending
 
@@ -111,7 +111,7 @@ def begin_evaluation(run: TrainingRun, step: int, loggers: RunLoggers) -> None:
 
 def record_if_done(
     run: TrainingRun, progress: Progress, loggers: RunLoggers, *, patience: float
-) -> list[health.Finding]:
+) -> list[health.HealthFinding]:
     """Record the evaluation at work once it is over; returns what, of the news in it, ends the run."""
     if loggers.background.name is None:
         return []
@@ -153,12 +153,12 @@ def write_evaluation(
 
 def amend_history(history: health.History, step: int, figures: Mapping[str, float]) -> list[health.Line]:
     """The history with the figures in the line of their step."""
-    return [{**line, **health.line(step, figures)} if line["step"] == step else line for line in history]
+    return [{**line, **health.history_line(step, figures)} if line["step"] == step else line for line in history]
 
 
 def late_findings(
     rules: Health, before: health.History, after: health.History
-) -> tuple[list[health.Finding], list[health.Finding]]:
+) -> tuple[list[health.HealthFinding], list[health.HealthFinding]]:
     """What the rules would have said after a step, had its evaluation been there, and did not say then."""
     known = {found.rule for found in health.news([*rules.warn, *rules.stop], before)}
     said, fatal = (
@@ -179,7 +179,7 @@ def credit_score(progress: Progress, step: int, figures: Mapping[str, float]) ->
 
 def resume_pending(
     run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
-) -> list[health.Finding]:
+) -> list[health.HealthFinding]:
     """What was pending in the checkpoint that the run goes on from; returns what ends the run.
 
     An evaluation that came in after the checkpoint is in the metrics; another one is made again, of the weights in the

@@ -32,7 +32,7 @@ from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
 from grpo_fn.trainer.plan import check_shared
-from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, Request, TrainingRun
+from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Data, Sampling, Settings
 from grpo_fn.trainer.state import has_progress
 from grpo_fn.trainer.validate import ValidatedPlan
@@ -42,7 +42,7 @@ from grpo_fn.trainer.validate import ValidatedPlan
 def build(
     settings: Settings,
     checked: ValidatedPlan,
-    request: Request,
+    request: RunRequest,
     world: World,
     *,
     enter: Callable[..., object],
@@ -120,14 +120,14 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
 
 
 def open_and_prepare(
-    settings: Settings, checked: ValidatedPlan, request: Request, world: World, *, enter: Callable[..., object]
+    settings: Settings, checked: ValidatedPlan, request: RunRequest, world: World, *, enter: Callable[..., object]
 ) -> "PreparedModel":
     """Enter the run folder, and look at the model's folder and all prompts; in the order that wastes least."""
     s, task = settings, checked.task
     draws = min(task.size, s.algorithm.prompts * s.steps)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
     prepare_here = partial(
-        prepare,
+        prepare_data,
         checked.source,
         task,
         train_problems(task, key, 0, draws),
@@ -277,7 +277,7 @@ class PreparedModel(NamedTuple):
     task: Task
 
 
-def prepare(
+def prepare_data(
     source: hf.ModelSource,
     task: Task,
     drawn: Sequence[Problem],

@@ -35,8 +35,8 @@ def write_export(
     model = run.policy.model
     if run.settings.lora is not None:
         lora.adapter_folder(weights, run.settings.lora, model.name_or_path, run.run_dir / "adapter")
-        weights = dict(lora.merged(weights, run.settings.lora))
-    hf.export_weights(model, weights, run.tokenizer, run.run_dir / "model")
+        weights = dict(lora.merge_adapters(weights, run.settings.lora))
+    hf.export_model_folder(model, weights, run.tokenizer, run.run_dir / "model")
     summary = {
         "accuracy_before": progress.accuracy_before,
         "accuracy_after": progress.accuracy,

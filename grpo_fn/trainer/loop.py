@@ -12,10 +12,10 @@ from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import evaluate, summarise
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Carried, RunState
+from grpo_fn.core.types import Carry, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.logging import system_metrics, tensorboard_layout
-from grpo_fn.shell.logging.stopwatch import noting
+from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.tasks.task import train_problems
@@ -41,7 +41,7 @@ def run_training(run: TrainingRun) -> int:
         for line in messages:
             loggers.console.line(line)
         run.sampler.load(run.policy)
-        fatal: list[health.Finding] = []
+        fatal: list[health.HealthFinding] = []
         if progress is None:
             progress = start_from_scratch(run, loggers)
         else:
@@ -53,7 +53,7 @@ def run_training(run: TrainingRun) -> int:
         if code is not None:
             return code
         progress.seconds = past + time.perf_counter() - run.started
-        with noting(run.world, progress.state.step, loggers.clock), loggers.clock.span("export"):
+        with ErrorContext(run.world, progress.state.step, loggers.clock), loggers.clock.span("export"):
             export_run(run, progress, loggers.console)
             if start < progress.state.step:  # the events of a run that was done before say so already
                 loggers.writer.finished()
@@ -65,7 +65,7 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     for line in run.plan:
         loggers.console.line(line)
     tensorboard_layout.begin(loggers.writer, run.run_dir / "config.gin")
-    progress = begin(run, loggers)
+    progress = evaluate_at_start(run, loggers)
     if progress.pending:
         with loggers.clock.span("checkpoint"):
             save_checkpoint(run, progress, loggers)
@@ -74,14 +74,14 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
 
 def resume(
     run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
-) -> list[health.Finding]:
+) -> list[health.HealthFinding]:
     """Go on from a checkpoint: history, batches sampled ahead, pending evaluations; returns what ends the run."""
     start = progress.state.step
     if run.world.main:
         loggers.history[:] = read_history(run.run_dir)
     run.sampler.refill(progress.ahead)
     loggers.console.line(f"resumed after step {start} from {run.run_dir / 'checkpoints'}")
-    with noting(run.world, start, loggers.clock), loggers.clock.span("evaluate"):
+    with ErrorContext(run.world, start, loggers.clock), loggers.clock.span("evaluate"):
         return async_eval.resume_pending(run, progress, loggers, stop=stop)
 
 
@@ -89,15 +89,15 @@ def take_steps(
     run: TrainingRun,
     progress: Progress,
     loggers: RunLoggers,
-    fatal: list[health.Finding],
+    fatal: list[health.HealthFinding],
     saved: int,
     *,
     past: float,
     halt: Callable[[], bool],
-) -> tuple[int, list[health.Finding]]:
+) -> tuple[int, list[health.HealthFinding]]:
     """The steps that are left; returns the last step saved (-1: none), and what ended the run before its last."""
     for step in range(progress.state.step + 1, run.settings.steps + 1):
-        with noting(run.world, step, loggers.clock):
+        with ErrorContext(run.world, step, loggers.clock):
             if halt() or fatal:
                 break
             with loggers.profiler.recorded(step, loggers.clock.span):
@@ -124,7 +124,7 @@ def end_early(
     loggers: RunLoggers,
     stop: StopRequest,
     halt: Callable[[], bool],
-    fatal: list[health.Finding],
+    fatal: list[health.HealthFinding],
     saved: int,
 ) -> int | None:
     """Wait for evaluations and saves; the exit code of a run that ends before all is done, None otherwise."""
@@ -134,7 +134,7 @@ def end_early(
         by = stop.requested or "a signal to another rank"
         loggers.console.line(f"stopped by {by} before the last evaluation; the same command makes it")
         return EXIT_STOPPED
-    with noting(run.world, done, loggers.clock), loggers.clock.span("checkpoint"):
+    with ErrorContext(run.world, done, loggers.clock), loggers.clock.span("checkpoint"):
         if done < steps and saved < done:  # the signal came between two steps, or before the first
             save_checkpoint(run, progress, loggers)
         loggers.saver.wait()
@@ -168,19 +168,19 @@ def stop_requested(run: TrainingRun, stop: StopRequest, loggers: RunLoggers) -> 
     return any(asked)
 
 
-def begin(run: TrainingRun, loggers: RunLoggers) -> Progress:
+def evaluate_at_start(run: TrainingRun, loggers: RunLoggers) -> Progress:
     """Measure the policy before training; its line in the metrics is step 0."""
     if run.evaluator is not None:
         loggers.writer.scalars(0, loggers.clock.lap())
-        loggers.history.append(health.line(0, {}))
+        loggers.history.append(health.history_line(0, {}))
         progress = Progress(RunState(0, run.settings.seed), AT_THE_START, nan, nan, 0, 0.0, pending=[0])
-        with noting(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
+        with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
             async_eval.begin_evaluation(run, 0, loggers)
         return progress
-    with noting(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
+    with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
         figures = evaluate_policy(run, 0, loggers)
     loggers.writer.scalars(0, {**figures, **loggers.clock.lap()})
-    loggers.history.append(health.line(0, figures))
+    loggers.history.append(health.history_line(0, figures))
     loggers.console.line(f"before training: accuracy {figures[BEST]:.3f} on {len(run.held_out)} held-out problems")
     return Progress(RunState(0, run.settings.seed), AT_THE_START, figures[BEST], figures[BEST], 0, 0.0)
 
@@ -227,11 +227,11 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     with clock.span("log"):  # in the next step's time: this one's is among what is written
         loggers.writer.scalars(step, figures)
         loggers.console.step(figures)
-    loggers.history[:] = health.kept([*loggers.history, health.line(step, figures)])
+    loggers.history[:] = health.trim_history([*loggers.history, health.history_line(step, figures)])
     progress.state = RunState(step, run.settings.seed)
 
 
-def take_step(run: TrainingRun, carried: Carried, span: Span) -> tuple[Experience, Carried, dict[str, float]]:
+def take_step(run: TrainingRun, carried: Carry, span: Span) -> tuple[Experience, Carry, dict[str, float]]:
     """One step of the algorithm; nothing of it is recorded."""
     return grpo_step(
         run.policy,

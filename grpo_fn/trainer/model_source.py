@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.shell.checkpoint import store as checkpoint
 from grpo_fn.shell.checkpoint import tensor_shards
 from grpo_fn.shell.checkpoint.manifest import MANIFEST, Broken, verify
@@ -22,7 +22,7 @@ WEIGHTS = "weights."  # what the names of the model's tensors begin with in a ch
 
 
 @dataclass(frozen=True)
-class Found:
+class LocatedModel:
     """The model of `source`, with the weights of the checkpoint where there is one; adapters go on top of its own."""
 
     source: hf.ModelSource
@@ -30,7 +30,7 @@ class Found:
     path: str  # what holds the weights, for people
 
 
-def locate(name: str, *, warn: Callable[[str], None]) -> Found:
+def locate(name: str, *, warn: Callable[[str], None]) -> LocatedModel:
     """What the name means: DIR/checkpoints/step_N of a run, a run folder DIR, else a Hugging Face folder or hub name.
 
     Of a run folder the newest weights: a checkpoint that verifies, or `model/` once the run is over. Nothing in it is
@@ -41,11 +41,11 @@ def locate(name: str, *, warn: Callable[[str], None]) -> Found:
     if run is None:
         if (path / MANIFEST).is_file():
             raise ValueError(f"got checkpoint {name} in no run folder, wanted DIR/checkpoints/{path.name} of one")
-        return Found(hf.Pretrained(name), None, name)
-    saved = whole(path) if path != run else newest(run, warn)
+        return LocatedModel(hf.Pretrained(name), None, name)
+    saved = verified_checkpoint(path) if path != run else newest_verified(run, warn)
     if saved is None:
-        return Found(hf.Pretrained(str(run / "model")), None, str(run / "model"))
-    return Found(beginning(run) if adapters(saved) is None else origin(run), saved, str(saved))
+        return LocatedModel(hf.Pretrained(str(run / "model")), None, str(run / "model"))
+    return LocatedModel(beginning(run) if adapters(saved) is None else origin(run), saved, str(saved))
 
 
 def run_of(name: str) -> Path | None:
@@ -59,7 +59,7 @@ def within(path: Path, run: Path) -> bool:
     return path == run or path.parent == run / "checkpoints"
 
 
-def newest(run: Path, warn: Callable[[str], None]) -> Path | None:
+def newest_verified(run: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint of a run that verifies; None when `model/` is as new. Raises ValueError without either."""
     root, exported, summary = run / "checkpoints", (run / "model").is_dir(), run / "summary.json"
     done = json.loads(summary.read_bytes())["steps"] if exported and summary.exists() else -1
@@ -67,7 +67,7 @@ def newest(run: Path, warn: Callable[[str], None]) -> Path | None:
         if step <= done:
             return None
         try:
-            return whole(root / f"step_{step}")
+            return verified_checkpoint(root / f"step_{step}")
         except ValueError as error:
             warn(f"skipped: {error}")
     if exported:
@@ -75,7 +75,7 @@ def newest(run: Path, warn: Callable[[str], None]) -> Path | None:
     raise ValueError(f"got run folder {run} without model/ and without a whole checkpoint, wanted one that has saved")
 
 
-def whole(path: Path) -> Path:
+def verified_checkpoint(path: Path) -> Path:
     """The checkpoint, once its hashes verify. Raises ValueError with the reason when they do not."""
     try:
         verify(path)
@@ -93,7 +93,9 @@ def beginning(run: Path) -> hf.ModelSource:
 
 def origin(run: Path) -> hf.ModelSource:
     """The model that a run's configuration names. Adapters need its weights: `model/` has them merged already."""
-    return take_source(**load([str(run / "config.gin")], [], taker="grpo_fn.trainer.model_source.take_source").kwargs())
+    return take_source(
+        **load_config([str(run / "config.gin")], [], taker="grpo_fn.trainer.model_source.take_source").kwargs()
+    )
 
 
 def take_source(*, model: str | hf.ModelSource) -> hf.ModelSource:
@@ -113,7 +115,7 @@ def check_fits(saved: Path, config: PretrainedConfig) -> None:
     Of adapters: unless each belongs to a weight of the model and fits it.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(hf.empty_model(config)).items()}
-    how, stored = adapters(saved), checkpoint.names(saved)
+    how, stored = adapters(saved), checkpoint.checkpoint_tensors(saved)
     got = {name.removeprefix(WEIGHTS): shape for name, (shape, _) in stored.items() if name.startswith(WEIGHTS)}
     wanted = shapes if how is None else {name: _adapter_shape(name, shapes, how) for name in got}
     odd = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
@@ -135,7 +137,7 @@ def _adapter_shape(name: str, shapes: Mapping[str, tuple[int, ...]], how: lora.L
 
 
 @torch.no_grad()
-def take(model: nn.Module, saved: Path) -> None:
+def copy_checkpoint_weights(model: nn.Module, saved: Path) -> None:
     """Copy the checkpoint's weights into the model, which `check_fits` has found to be the right one.
 
     Adapters are merged into what the model has: the weights that its source gave it.
@@ -144,7 +146,7 @@ def take(model: nn.Module, saved: Path) -> None:
     if how is None:
         tensor_shards.read_into(saved, {f"{WEIGHTS}{name}": weight for name, weight in own.items()})
         return
-    for name, weight in lora.merged(with_adapters(own, checkpoint.read(saved, WEIGHTS)), how):
+    for name, weight in lora.merge_adapters(with_adapters(own, checkpoint.read_tensors(saved, WEIGHTS)), how):
         if weight is not own[name]:
             own[name].copy_(weight)
 

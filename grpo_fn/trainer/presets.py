@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from grpo_fn.algo.step import Algorithm, Stages
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.config.parse import GIN_FOLDER
 from grpo_fn.trainer.sections import Sampling
 from grpo_fn.trainer.validate import check_credit
 
 
-def names() -> list[str]:
+def preset_names() -> list[str]:
     """The presets there are."""
     return sorted(path.stem for path in (GIN_FOLDER / "algo").glob("*.gin"))
 
@@ -23,12 +23,14 @@ def take_algorithm(*, algorithm: Algorithm) -> Stages:
 def stages(config_files: Sequence[str], preset: str | None) -> Stages:
     """The stages of a configuration, with a preset laid over it unless that is None."""
     over = [] if preset is None else [f"algo/{preset}.gin"]
-    return take_algorithm(**load([*config_files, *over], [], taker="grpo_fn.trainer.presets.take_algorithm").kwargs())
+    return take_algorithm(
+        **load_config([*config_files, *over], [], taker="grpo_fn.trainer.presets.take_algorithm").kwargs()
+    )
 
 
 def fitting(config_files: Sequence[str], parts: Sequence[str]) -> tuple[dict[str, Stages], dict[str, str]]:
     """The stages of every preset laid over a configuration; and of those that want other parts of the reward, why."""
-    every = {name: stages(config_files, name) for name in names()}
+    every = {name: stages(config_files, name) for name in preset_names()}
     refused = {name: why for name, those in every.items() if (why := complaint(those, parts))}
     return {name: those for name, those in every.items() if name not in refused}, refused
 
@@ -56,4 +58,4 @@ def take_setting(*, sampling: Sampling, seed: int) -> Setting:
 
 def setting(config_files: Sequence[str]) -> Setting:
     """Temperature and seed of a configuration."""
-    return take_setting(**load(config_files, [], taker="grpo_fn.trainer.presets.take_setting").kwargs())
+    return take_setting(**load_config(config_files, [], taker="grpo_fn.trainer.presets.take_setting").kwargs())

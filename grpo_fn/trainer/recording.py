@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from grpo_fn.algo.step import Experience, Stages, of_samples
+from grpo_fn.algo.step import Experience, Stages, sample_advantages
 from grpo_fn.analysis import compare_algorithms, health, token_report
 from grpo_fn.analysis.evaluation import GradedAnswer
 from grpo_fn.analysis.html import page, token_page
@@ -21,7 +21,7 @@ from grpo_fn.shell.logging import eval_store, rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import NullLogger, table
-from grpo_fn.shell.policy.checksums import Noted
+from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.trainer import presets
 from grpo_fn.trainer.run import TrainingRun
 
@@ -38,7 +38,7 @@ REFUSED = " The step was refused: too few groups had a signal, and no update was
 def sample_rows(seen: Experience, count: int) -> list[Row]:
     """The first samples as a person would read them."""
     problems, rollout, reward = seen.groups
-    size, adv = reward.value.shape[1], of_samples(seen.adv, seen.groups)
+    size, adv = reward.value.shape[1], sample_advantages(seen.adv, seen.groups)
     return [
         {
             "prompt": problems[b // size].prompt,
@@ -51,14 +51,14 @@ def sample_rows(seen: Experience, count: int) -> list[Row]:
     ]
 
 
-class Compared(NamedTuple):
+class PresetComparison(NamedTuple):
     """Every preset's learning signal on a step's rollout, next to the run's own, which comes first."""
 
     rows: list[Row]
     cosine: Float[Tensor, "K K"]
 
 
-def compare(config: Path, mine: Stages, seen: Experience, gains: Gains, key: Tensor) -> Compared:
+def compare_presets(config: Path, mine: Stages, seen: Experience, gains: Gains, key: Tensor) -> PresetComparison:
     """What every preset laid over a configuration would have made of the step, as the policy that sampled it saw it."""
     fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
@@ -67,8 +67,11 @@ def compare(config: Path, mine: Stages, seen: Experience, gains: Gains, key: Ten
         for name, stages in {"this run": mine, **fitting}.items()
     }
     signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
-    cosine, share = compare_algorithms.cosines(signal), compare_algorithms.moved(signal, seen.groups.rollout.mask)
-    return Compared([*comparison_rows(list(views), cosine[0], share), *refused_rows(refused)], cosine)
+    cosine, share = (
+        compare_algorithms.cosines(signal),
+        compare_algorithms.nonzero_share(signal, seen.groups.rollout.mask),
+    )
+    return PresetComparison([*comparison_rows(list(views), cosine[0], share), *refused_rows(refused)], cosine)
 
 
 def comparison_rows(names: Sequence[str], alike: Float[Tensor, "K"], share: Float[Tensor, "K"]) -> list[Row]:
@@ -85,7 +88,7 @@ def refused_rows(refused: dict[str, str]) -> list[Row]:
 def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter) -> None:
     """Store the rollout; put distributions, a few samples and the lens where TensorBoard shows them."""
     how = run.settings.logging
-    adv = of_samples(seen.adv, seen.groups)
+    adv = sample_advantages(seen.adv, seen.groups)
     problems, rollout, reward = seen.groups
     there = tree_map_only(Tensor, Tensor.cpu, (rollout, reward, adv))
     asked = partial(rollout_store.store, run.run_dir / "rollouts", step, problems, run.algo.group_size, *there)
@@ -96,7 +99,7 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
     if due(step, how.samples_every):
         show(writer, step, "samples", sample_rows(seen, how.samples_rows))
     if due(step, how.compare_presets_every):
-        found = compare(run.run_dir / "config.gin", run.algo, seen, gains, key)
+        found = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key)
         show(writer, step, "lens/presets", found.rows)
         writer.image(step, "lens/cosines", page.heat(found.cosine, cell=16))
     if due(step, how.token_report_every):
@@ -107,40 +110,42 @@ def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, w
     """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
     shown, said = token_signals(run, seen, gains)
     writer.do(f"the signal of step {step}", partial(write_page, run.run_dir, step, shown, said))
-    show(writer, step, "signal/strongest", token_report.strongest(shown, count=STRONGEST))
+    show(writer, step, "signal/strongest", token_report.strongest_tokens(shown, count=STRONGEST))
     writer.image(step, "signal/rows", token_report.strip(shown, columns=COLUMNS, cell=CELL))
 
 
-def token_by_token(run: TrainingRun, step: int, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
+def token_by_token(run: TrainingRun, step: int, seen: Experience, gains: Gains) -> tuple[token_report.TokenReport, str]:
     """The learning signal of a step, and the page that shows it."""
     shown, said = token_signals(run, seen, gains)
     return shown, token_page_html(run.run_dir, step, shown, said)
 
 
-def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[token_report.Shown, str]:
+def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[token_report.TokenReport, str]:
     """The learning signal of a step as plain lists, and what it is the signal of. The tokenizer is the training's."""
     algo, tokenizer = run.algo, run.tokenizer
     signal, figures = token_report.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     special = {*tokenizer.all_special_ids}
-    shown = token_report.shown(seen, signal, figures, decode, special, rows=run.settings.logging.token_report_rows)
+    shown = token_report.token_report(
+        seen, signal, figures, decode, special, rows=run.settings.logging.token_report_rows
+    )
     refused = int((seen.adv != 0).any(-1).any(-1).sum()) < algo.min_groups_with_signal
     return shown, AS_SAMPLED + REFUSED * refused
 
 
-def token_page_html(run_dir: Path, step: int, shown: token_report.Shown, said: str) -> str:
+def token_page_html(run_dir: Path, step: int, shown: token_report.TokenReport, said: str) -> str:
     """The page that shows a learning signal."""
-    return token_page.document(shown, title=f"Step {step} of {run_dir.name}", said=said)
+    return token_page.token_page(shown, title=f"Step {step} of {run_dir.name}", said=said)
 
 
-def write_page(run_dir: Path, step: int, shown: token_report.Shown, said: str) -> None:
+def write_page(run_dir: Path, step: int, shown: token_report.TokenReport, said: str) -> None:
     """RUN/signal/step_N.html."""
     path = run_dir / "signal" / f"step_{step}.html"
     path.parent.mkdir(exist_ok=True)
     write_bytes(path, token_page_html(run_dir, step, shown, said).encode())
 
 
-def step_checksums(run: TrainingRun, step: int, seen: Experience, noted: Noted) -> dict[str, Any]:
+def step_checksums(run: TrainingRun, step: int, seen: Experience, noted: StepChecksums) -> dict[str, Any]:
     """The step's line in digests.jsonl: its checksums, and what they may depend on besides. Every rank takes part."""
     (_, rollout, reward), world = seen.groups, run.world
     return {
@@ -166,7 +171,7 @@ def check_health(
     history: health.History,
     console: Console | NullLogger,
     writer: AsyncWriter | NullLogger,
-) -> list[health.Finding]:
+) -> list[health.HealthFinding]:
     """Say what the rules newly find in the metrics; what ends the run is returned, the same on every rank.
 
     The main rank judges: seconds and memory differ between ranks, and a rule may look at them.
@@ -177,11 +182,11 @@ def check_health(
 
 
 def report_findings(
-    found: tuple[Sequence[health.Finding], Sequence[health.Finding]],
+    found: tuple[Sequence[health.HealthFinding], Sequence[health.HealthFinding]],
     step: int,
     console: Console | NullLogger,
     writer: AsyncWriter | NullLogger,
-) -> list[health.Finding]:
+) -> list[health.HealthFinding]:
     """Say what was found of a step: what warns, and what ends the run, which is returned."""
     said, fatal = found
     every = [*dict.fromkeys([*said, *fatal])]
@@ -191,7 +196,9 @@ def report_findings(
     return [*fatal]
 
 
-def findings(run: TrainingRun, history: health.History) -> tuple[list[health.Finding], list[health.Finding]]:
+def findings(
+    run: TrainingRun, history: health.History
+) -> tuple[list[health.HealthFinding], list[health.HealthFinding]]:
     """What is new to the rules that warn, and to those that end the run."""
     return health.news(run.settings.health.warn, history), health.news(run.settings.health.stop, history)
 

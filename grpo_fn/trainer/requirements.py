@@ -9,9 +9,9 @@ from grpo_fn.shell import sandbox
 
 def check_sandboxes(rewards: Iterable[Any]) -> None:
     """Try every sandbox that the rewards run programs in. Raises ValueError where one cannot be had here."""
-    for runner in bound([*rewards], sandbox.run):
+    for runner in bound([*rewards], sandbox.run_program):
         try:
-            sandbox.check(runner)
+            sandbox.check_runner(runner)
         except RuntimeError as error:
             raise ValueError(error) from error
 
@@ -21,7 +21,7 @@ def check_engines(samplers: Iterable[Any]) -> None:
     from grpo_fn.shell.vllm import nccl_transfer, process_guards, vllm_sampler
 
     samplers = [*samplers]
-    if any(bound(samplers, vllm_sampler.colocated)):
+    if any(bound(samplers, vllm_sampler.colocated_sampler)):
         process_guards.check_installed("sampler")
     if any(bound(samplers, nccl_transfer.nccl)):
         nccl_transfer.check_here()

@@ -22,7 +22,7 @@ DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING = range(5)  # streams of the run's
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """What the command line asks for."""
 
     config_text: str

@@ -90,7 +90,7 @@ class Rewards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class PolicyUpdate:
     """How the weights are updated."""
 
     micro_tokens: int  # tokens that a device reads in one micro-batch, at most
@@ -167,7 +167,7 @@ class Health:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a rule whose knobs make no sense."""
-        health.check([*self.warn, *self.stop])
+        health.check_rules([*self.warn, *self.stop])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class Settings:
     sampling: Sampling
     rewards: Rewards
     algorithm: Algorithm
-    policy: Policy
+    policy: PolicyUpdate
     parallelism: Parallelism
     evaluation: Evaluation
     checkpoints: Checkpoints

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_fn.analysis import health
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Carried, Gains, Groups, Reward, Rollout, RunState
+from grpo_fn.core.types import Carry, Gains, Groups, Reward, Rollout, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -23,7 +23,7 @@ class Progress:
     """What the loop carries from step to step besides the policy; all of it is in every checkpoint."""
 
     state: RunState
-    carried: Carried
+    carried: Carry
     accuracy_before: float
     accuracy: float  # of the newest evaluation
     evaluated: int  # the step after which that was
@@ -36,13 +36,13 @@ class Progress:
 def read_history(run_dir: Path) -> list[health.Line]:
     """What the rules of health remember of a run, from its metrics.jsonl."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
-    return health.kept([health.line(row.pop("step"), row) for row in rows])
+    return health.trim_history([health.history_line(row.pop("step"), row) for row in rows])
 
 
 def figures_of(run_dir: Path, step: int) -> dict[str, float]:
     """The figures of a step in metrics.jsonl; none where it has no line."""
     rows = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines())
-    return next((health.line(step, row) for row in rows if row.pop("step") == step), {})
+    return next((health.history_line(step, row) for row in rows if row.pop("step") == step), {})
 
 
 def has_progress(run_dir: Path) -> bool:
@@ -86,7 +86,7 @@ def restore(
     metrics of the run so far.
     """
     path, blobs, meta, skipped = world.agree(
-        partial(newest, run_dir / "checkpoints", start_over=start_over), what="the newest checkpoint"
+        partial(newest_checkpoint, run_dir / "checkpoints", start_over=start_over), what="the newest checkpoint"
     )
     said += skipped
     if path is None:
@@ -95,8 +95,8 @@ def restore(
     return Progress(
         state=RunState(meta["step"], meta["seed"]),
         carried=unpack_carried(blobs["carried"], problem),
-        accuracy_before=number(meta["accuracy_before"]),
-        accuracy=number(meta["accuracy"]),
+        accuracy_before=null_to_nan(meta["accuracy_before"]),
+        accuracy=null_to_nan(meta["accuracy"]),
         evaluated=meta["evaluated"],
         seconds=meta["seconds"],
         ahead=blobs.get("ahead", []),
@@ -112,7 +112,7 @@ def reload(run_dir: Path, step: int, policy: FSDPPolicy, world: World) -> None:
     policy.restore(partial(store.load_into, path, world=world), blobs["policy"])
 
 
-def newest(root: Path, *, start_over: bool) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
+def newest_checkpoint(root: Path, *, start_over: bool) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
     """(path, blobs, meta, what was skipped) of the newest checkpoint that verifies."""
     said: list[str] = []
     found = store.latest(root, warn=said.append)
@@ -128,7 +128,7 @@ def newest(root: Path, *, start_over: bool) -> tuple[Path | None, dict[str, Any]
     return found.path, store.blobs(found.path), found.meta, said
 
 
-def pack_carried(carried: Carried) -> dict[str, Any]:
+def pack_carried(carried: Carry) -> dict[str, Any]:
     """What is carried, as containers of numbers, strings and tensors."""
     waiting = carried.waiting
     return {
@@ -144,16 +144,16 @@ def pack_carried(carried: Carried) -> dict[str, Any]:
     }
 
 
-def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -> Carried:
+def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -> Carry:
     """The inverse of `packed`."""
     waiting = blob["waiting"] and Groups(
         tuple(problem(uid) for uid in blob["waiting"]["uids"]),
         Rollout(*blob["waiting"]["rollout"][:4], tuple(blob["waiting"]["rollout"][4])),
         Reward(*blob["waiting"]["reward"]),
     )
-    return Carried(blob["drawn"], waiting, Gains(*blob["gains"]))
+    return Carry(blob["drawn"], waiting, Gains(*blob["gains"]))
 
 
-def number(value: float | None) -> float:
+def null_to_nan(value: float | None) -> float:
     """JSON's null back to the NaN that it stands for."""
     return float("nan") if value is None else value

@@ -53,7 +53,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     Raises ValueError naming what was got and wanted.
     """
     s, algorithm = settings, settings.algorithm
-    profiler.check(s.logging.profile_steps, s.steps)
+    profiler.check_profile_steps(s.logging.profile_steps, s.steps)
     check_sandboxes([s.rewards.reward, *s.evaluation.graders])
     check_full_support(
         partial(s.sampling.token_sampler, temperature=s.sampling.temperature),

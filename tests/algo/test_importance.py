@@ -6,7 +6,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import GARBAGE, batches, padded, row_of, rows, spoiled
+from batches import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
 from catalogue import bound, each
 from hypothesis import given, settings
 from profiles import quarter
@@ -59,7 +59,7 @@ def example(log_w: list[float], adv: float = -1.0, behind: list[float] | None = 
 
 @each(EVERY)
 @COSTLY
-@given(rows(drift=0.0))
+@given(loss_rows(drift=0.0))
 def test_between_equal_policies_every_weight_is_exactly_one(f, row):
     assert (f(*row) == 1).all()
 
@@ -67,7 +67,7 @@ def test_between_equal_policies_every_weight_is_exactly_one(f, row):
 @each(EVERY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @COSTLY
-@given(rows(drift=20.0))
+@given(loss_rows(drift=20.0))
 def test_weights_are_finite_not_negative_and_one_where_nothing_was_sampled(f, dtype, row):
     logp, row = row[0].to(dtype), Batch(*(x.to(dtype) if x.is_floating_point() else x for x in row[1]))
     weight = f(logp, row)
@@ -79,16 +79,16 @@ def test_weights_are_finite_not_negative_and_one_where_nothing_was_sampled(f, dt
 
 @each(EVERY)
 @COSTLY
-@given(rows(drift=3.0), st.sampled_from(GARBAGE))
+@given(loss_rows(drift=3.0), st.sampled_from(GARBAGE))
 def test_what_is_behind_the_mask_has_no_say(f, row, garbage):
-    assert torch.equal(f(*spoiled(*row, garbage)), f(*row))
+    assert torch.equal(f(*with_garbage(*row, garbage)), f(*row))
 
 
 @each(EVERY)
 @COSTLY
-@given(rows(drift=3.0), st.integers(1, 3))
+@given(loss_rows(drift=3.0), st.integers(1, 3))
 def test_padding_changes_nothing(f, row, extra):
-    wide = f(*padded(*row, extra))
+    wide = f(*with_padding(*row, extra))
     exactly(wide[:-extra], f(*row))
     assert (wide[-extra:] == 1).all()
 
@@ -100,7 +100,7 @@ def test_a_row_depends_on_itself_alone(f, data):
     """vmapped over rows it gives each what it gets alone, also when B == T; and no row notices another's change."""
     logp, batch = data
     together = vmap(f)(logp, batch)
-    exactly(together, torch.stack([f(x, row_of(batch, b)) for b, x in enumerate(logp)]))
+    exactly(together, torch.stack([f(x, one_row(batch, b)) for b, x in enumerate(logp)]))
     others = batch._replace(logp_sampled=batch.logp_sampled - 1, logp_old=batch.logp_old + 1, adv=-batch.adv)
     mixed = Batch(*(torch.cat([x[:1], y[1:]]) for x, y in zip(batch, others, strict=True)))
     exactly(vmap(f)(logp, mixed)[0], together[0])
@@ -108,7 +108,7 @@ def test_a_row_depends_on_itself_alone(f, data):
 
 @each(EVERY)
 @COSTLY
-@given(rows(drift=3.0))
+@given(loss_rows(drift=3.0))
 def test_a_weight_is_a_constant_to_every_gradient(f, row):
     """By torch.func and by autograd, also through the fields of the row: an objective may be built of the same leaf."""
     logp, row = row
@@ -133,7 +133,7 @@ def test_policies_worlds_apart_stay_finite(f):
 
 @each(EVERY)
 @COSTLY
-@given(rows(drift=20.0))
+@given(loss_rows(drift=20.0))
 def test_a_weight_is_within_its_knobs(f, row):
     weight, knobs = f(*row)[row[1].mask], f.keywords
     if "cap" in knobs:
@@ -146,21 +146,21 @@ def test_a_weight_is_within_its_knobs(f, row):
 
 @each(ALL, only=IGNORE_THE_POLICY)
 @COSTLY
-@given(rows(drift=3.0), st.floats(-5, 5))
+@given(loss_rows(drift=3.0), st.floats(-5, 5))
 def test_a_weight_by_the_sampler_stays_the_same_from_update_to_update(f, row, moved):
     assert torch.equal(f(row[0] + moved, row[1]), f(*row))
 
 
 @each(ALL, only=BY_THE_SAMPLER)
 @COSTLY
-@given(rows(drift=20.0))
+@given(loss_rows(drift=20.0))
 def test_a_weight_by_the_sampler_is_blind_to_the_advantage(f, row):
     assert torch.equal(f(row[0], row[1]._replace(adv=-row[1].adv - 1)), f(*row))
 
 
 @each(ALL, only=BY_THE_SAMPLER)
 @COSTLY
-@given(rows(drift=3.0))
+@given(loss_rows(drift=3.0))
 def test_where_the_sampler_is_the_old_policy_there_is_nothing_to_correct(f, row):
     """As with step.from_sampler, however far the policy has moved since."""
     assert (f(row[0], row[1]._replace(logp_old=row[1].logp_sampled)) == 1).all()
@@ -209,7 +209,7 @@ def near_an_edge(log_w: list[float], behind: list[float], knobs: dict) -> bool:
 
 @each(EVERY, only=LOOPED)
 @COSTLY
-@given(FAR.flatmap(lambda drift: rows(drift=drift)))
+@given(FAR.flatmap(lambda drift: loss_rows(drift=drift)))
 def test_formulas_as_scalar_loops(f, row):
     logp, row = row
     here = row.mask.nonzero()[:, 0].tolist()
@@ -273,7 +273,7 @@ def test_by_hand(f, row, wanted):
     [("sequence_truncated_weight", "truncated_weight"), ("sequence_masked_weight", "masked_weight")],
     ids=["cap", "range"],
 )
-@given(rows(drift=3.0), st.data())
+@given(loss_rows(drift=3.0), st.data())
 def test_of_a_row_of_one_token_the_sequence_form_is_the_token_form(sequence, token, row, draw):
     logp, row = row
     t = draw.draw(st.integers(0, len(logp) - 1))
@@ -282,7 +282,7 @@ def test_of_a_row_of_one_token_the_sequence_form_is_the_token_form(sequence, tok
     exactly(getattr(importance, sequence)(logp, row, **knobs), getattr(importance, token)(logp, row, **knobs))
 
 
-@given(rows(drift=3.0), st.floats(0.1, 3))
+@given(loss_rows(drift=3.0), st.floats(0.1, 3))
 def test_the_off_policy_mask_takes_whole_rows_of_bad_samples_and_no_good_one(row, adv):
     logp, row = row
     f = partial(importance.off_policy_sequence_mask, delta=0.2)
@@ -292,7 +292,7 @@ def test_the_off_policy_mask_takes_whole_rows_of_bad_samples_and_no_good_one(row
     assert len(bad[row.mask].unique()) <= 1
 
 
-@given(rows(drift=3.0))
+@given(loss_rows(drift=3.0))
 def test_both_with_nothing_on_one_side_is_the_other(row):
     weight, mask = (
         partial(importance.truncated_weight, cap=2.0),
@@ -303,7 +303,7 @@ def test_both_with_nothing_on_one_side_is_the_other(row):
     exactly(importance.both(*row, weight=weight, mask=mask), weight(*row) * mask(*row))
 
 
-@given(rows(drift=3.0))
+@given(loss_rows(drift=3.0))
 def test_a_mask_that_keeps_its_weight_does_not_square_it(row):
     f = partial(importance.masked_weight, low=0.5, high=5.0)
     exactly(importance.both(*row, weight=f, mask=f), f(*row))

@@ -5,7 +5,7 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import rows
+from batches import loss_rows
 from catalogue import bound, each
 from hypothesis import given
 from profiles import profile
@@ -27,7 +27,7 @@ def test_holds_what_every_estimator_holds(f, invariant):
 
 
 @each(ALL, only=NEVER_NEGATIVE)
-@given(rows(drift=20.0), st.sampled_from([torch.float32, torch.float64]))
+@given(loss_rows(drift=20.0), st.sampled_from([torch.float32, torch.float64]))
 def test_is_never_negative(f, row, dtype):
     logp, row = row
     row = row._replace(logp_old=row.logp_old.to(dtype), logp_ref=row.logp_ref.to(dtype))
@@ -47,13 +47,13 @@ def test_is_not_negative_by_rounding_close_to_the_reference(f, dtype):
 
 
 @each(ALL, only=NEVER_NEGATIVE)
-@given(rows())
+@given(loss_rows())
 def test_is_zero_only_where_the_policies_agree(f, row):
     apart = row[1].mask & ((row[1].logp_ref - row[0]).abs() > 1e-6)
     assert (f(*row)[apart] > 0).all()
 
 
-@given(rows())
+@given(loss_rows())
 def test_formulas_as_scalar_loops(row):
     logp, row = row
     for t in range(len(logp)):

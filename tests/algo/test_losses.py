@@ -6,7 +6,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import rows
+from batches import loss_rows
 from catalogue import bound, each
 from hypothesis import given, settings
 from profiles import profile, quarter
@@ -61,7 +61,7 @@ def test_holds_what_every_token_loss_holds(f, invariant):
 
 @each(ALL)
 @COSTLY
-@given(rows())
+@given(loss_rows())
 def test_the_loss_of_a_clipped_token_is_moved_by_no_logp_except_through_a_penalty(f, row):
     """Row t of the Jacobian: in `sequence_ratio` a clipped token's logp still has a say in its neighbours' losses."""
     logp, row = row
@@ -74,7 +74,7 @@ def test_the_loss_of_a_clipped_token_is_moved_by_no_logp_except_through_a_penalt
 
 @each(ALL)
 @COSTLY
-@given(rows())
+@given(loss_rows())
 def test_the_logp_of_a_clipped_token_moves_nothing_except_a_penalty(f, row):
     """Column t of the Jacobian: the gradient that reaches the policy. One A a row, where it is shared by all."""
     logp, row = row
@@ -86,7 +86,7 @@ def test_the_logp_of_a_clipped_token_moves_nothing_except_a_penalty(f, row):
 
 @each(ALL, only={"clipped_ratio", "dual_clip"})
 @COSTLY
-@given(rows())
+@given(loss_rows())
 def test_and_a_token_without_gradient_is_reported_as_clipped(f, row):
     aux = f(*row)[1]
     learns = row[1].mask & (row[1].adv != 0) & (aux["clip_low"] + aux["clip_high"] == 0)
@@ -96,7 +96,7 @@ def test_and_a_token_without_gradient_is_reported_as_clipped(f, row):
 
 @each(ALL, only=NEVER_CLIPS)
 @COSTLY
-@given(rows())
+@given(loss_rows())
 def test_some_take_no_gradient_away(f, row):
     aux = f(*row)[1]
     assert not aux["clip_low"].any()
@@ -105,7 +105,7 @@ def test_some_take_no_gradient_away(f, row):
 
 @each(UNPENALISED)
 @COSTLY
-@given(rows(drift=20.0))
+@given(loss_rows(drift=20.0))
 def test_without_advantage_there_is_nothing_to_learn(f, row):
     row = (row[0], one_advantage(row[1], 0.0))
     assert (f(*row)[0] == 0).all()
@@ -114,7 +114,7 @@ def test_without_advantage_there_is_nothing_to_learn(f, row):
 
 @each(ALL)
 @COSTLY
-@given(rows(drift=0.0))
+@given(loss_rows(drift=0.0))
 def test_on_policy_without_advantage_there_is_nothing_to_learn(f, row):
     """A penalty on the distance costs nothing where there is none."""
     row = (row[0], one_advantage(row[1], 0.0))
@@ -124,7 +124,7 @@ def test_on_policy_without_advantage_there_is_nothing_to_learn(f, row):
 
 @each({name: f for name, f in ALL.items() if name in PENALISED})
 @COSTLY
-@given(rows())
+@given(loss_rows())
 def test_a_penalty_is_never_a_reward(f, row):
     logp, row = row[0], one_advantage(row[1], 0.0)
     assert (f(logp, row)[0] >= 0).all()
@@ -134,14 +134,14 @@ def test_a_penalty_is_never_a_reward(f, row):
 
 @each(ALL, only=REINFORCE_PER_TOKEN)
 @COSTLY
-@given(rows(drift=0.0))
+@given(loss_rows(drift=0.0))
 def test_on_policy_the_gradient_is_that_of_reinforce(f, row):
     exactly(slope(f, *row), -row[1].adv * row[1].mask)
 
 
 @each(ALL, only=WHOLE_ROW)
 @COSTLY
-@given(rows(drift=0.0), st.floats(-3, 3))
+@given(loss_rows(drift=0.0), st.floats(-3, 3))
 def test_on_policy_the_gradient_is_that_of_reinforce_for_one_advantage_a_row(f, row, adv):
     logp, row = row[0], one_advantage(row[1], adv)
     exactly(slope(f, logp, row), -row.adv * row.mask)
@@ -149,14 +149,14 @@ def test_on_policy_the_gradient_is_that_of_reinforce_for_one_advantage_a_row(f, 
 
 @each(ALL, only={"clip_cov"})
 @COSTLY
-@given(rows(drift=0.0))
+@given(loss_rows(drift=0.0))
 def test_on_policy_the_gradient_is_that_of_reinforce_where_not_marked(f, row):
     exactly(slope(f, *row), -row[1].adv * (row[1].mask & ~row[1].marked))
 
 
 @each({name: f for name, f in ALL.items() if f.func not in (losses.clip_cov, losses.kl_cov)})
 @COSTLY
-@given(rows(), st.data())
+@given(loss_rows(), st.data())
 def test_only_the_cov_losses_look_at_the_marks(f, row, data):
     other = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(row[0]), max_size=len(row[0]))))
     logp, row = row
@@ -166,7 +166,7 @@ def test_only_the_cov_losses_look_at_the_marks(f, row, data):
 # -- formulas
 
 
-@given(rows(drift=2.0), st.sampled_from([(0.2, 0.2), (0.2, 0.28), (0.1, 5.0)]))
+@given(loss_rows(drift=2.0), st.sampled_from([(0.2, 0.2), (0.2, 0.28), (0.1, 5.0)]))
 def test_clipped_ratio_as_a_scalar_loop(row, knobs):
     logp, row = row
     low, high = knobs
@@ -222,7 +222,7 @@ def test_golden_sequence_ratio():
     assert narrow(logp, row)[1]["clip_high"].tolist() == [1.0, 1.0, 0.0]
 
 
-@given(rows(), st.floats(-3, 3))
+@given(loss_rows(), st.floats(-3, 3))
 def test_the_token_form_is_the_sequence_form_for_one_advantage_a_row(row, adv):
     logp, row = row[0], one_advantage(row[1], adv)
     both = [partial(f, clip_low=0.2, clip_high=0.28) for f in (losses.sequence_ratio, losses.sequence_ratio_token)]
@@ -238,7 +238,7 @@ def test_and_is_not_for_one_advantage_a_token():
     exactly(slope(partial(losses.sequence_ratio_token, clip_low=0.2, clip_high=0.2), logp, row).tolist(), [-s, 2 * s])
 
 
-@given(rows(drift=2.0))
+@given(loss_rows(drift=2.0))
 def test_cispo_as_a_scalar_loop(row):
     logp, row = row
     f = partial(losses.cispo, clip_high=0.28)
@@ -296,14 +296,14 @@ def test_dppo_goes_by_how_far_the_probability_moved(before, after, adv, kept):
     assert aux["clip_high"].item() == (not kept and adv > 0)
 
 
-@given(rows())
+@given(loss_rows())
 def test_dppo_looks_at_the_sampler_and_not_at_the_old_policy(row):
     logp, row = row
     f = partial(losses.dppo_tv, delta=0.2, kappa=0.1)
     assert torch.equal(f(logp, row)[0], f(logp, row._replace(logp_old=row.logp_old - 1))[0])
 
 
-@given(rows())
+@given(loss_rows())
 def test_clip_cov_is_clipped_ratio_without_the_marked_tokens(row):
     logp, row = row
     plain, cov = (partial(f, clip_low=0.2, clip_high=0.28) for f in (losses.clipped_ratio, losses.clip_cov))

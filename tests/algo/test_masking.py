@@ -5,7 +5,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import GARBAGE, batches, padded, spoiled
+from batches import GARBAGE, batches, with_garbage, with_padding
 from catalogue import bound, each
 from hypothesis import given, settings
 from torch import Tensor
@@ -53,7 +53,7 @@ def test_only_sampled_tokens_are_marked_and_only_they_have_a_say(f, step, garbag
     assert marked.shape == batch.mask.shape
     assert marked.dtype == torch.bool
     assert not (marked & ~batch.mask).any()
-    assert torch.equal(f(spoiled(batch.logp_old, batch, garbage)[1], key), marked)
+    assert torch.equal(f(with_garbage(batch.logp_old, batch, garbage)[1], key), marked)
 
 
 @each(ALL)
@@ -61,7 +61,7 @@ def test_only_sampled_tokens_are_marked_and_only_they_have_a_say(f, step, garbag
 @given(steps(), st.integers(1, 3))
 def test_padding_columns_change_nothing(f, step, extra):
     batch, key = step
-    marked = f(padded(batch.logp_old, batch, extra)[1], key)
+    marked = f(with_padding(batch.logp_old, batch, extra)[1], key)
     assert torch.equal(marked[:, :-extra], f(batch, key))
 
 
@@ -83,22 +83,22 @@ def test_a_row_keeps_its_marks_wherever_it_stands(f, step, random):
 def test_as_many_are_marked_as_asked_for(share, seed):
     batch = wide(8, 25, seed)
     wanted = max(1, int(share * 200)) if share else 0
-    assert int(masking.kl_cov(batch, keys(8), share=share).sum()) == wanted
-    everything = partial(masking.clip_cov, low=-1e9, high=1e9)
+    assert int(masking.kl_cov_tokens(batch, keys(8), share=share).sum()) == wanted
+    everything = partial(masking.clip_cov_tokens, low=-1e9, high=1e9)
     assert int(everything(batch, keys(8), share=share).sum()) == wanted
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_kl_cov_marks_the_highest_covariances(seed):
     batch = wide(8, 25, seed)
-    marked, cov = masking.kl_cov(batch, keys(8), share=0.1), covariances(batch)
+    marked, cov = masking.kl_cov_tokens(batch, keys(8), share=0.1), covariances(batch)
     assert cov[marked].min() > cov[~marked].max()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_clip_cov_draws_from_the_band_alone(seed):
     batch = wide(8, 25, seed)
-    cov, band = covariances(batch), partial(masking.clip_cov, low=0.5, high=1.5)
+    cov, band = covariances(batch), partial(masking.clip_cov_tokens, low=0.5, high=1.5)
     inside = (cov > 0.5) & (cov < 1.5)
     assert not (band(batch, keys(8), share=0.02) & ~inside).any()
     assert torch.equal(band(batch, keys(8), share=1.0), inside)  # fewer than asked for: all there are
@@ -106,7 +106,7 @@ def test_clip_cov_draws_from_the_band_alone(seed):
 
 def test_clip_cov_draws_evenly_and_by_the_key_alone():
     batch, times = wide(4, 10, 0), 2000
-    band = partial(masking.clip_cov, batch, low=-1e9, high=1e9, share=0.25)
+    band = partial(masking.clip_cov_tokens, batch, low=-1e9, high=1e9, share=0.25)
     counts = sum(band(keys(4, seed)).int() for seed in range(times))
     assert torch.equal(band(keys(4, 7)), band(keys(4, 7)))
     # 500 of 2000 each, in expectation; a binomial's standard deviation is 19.4
@@ -116,7 +116,7 @@ def test_clip_cov_draws_evenly_and_by_the_key_alone():
 def test_equal_covariances_are_decided_by_the_key():
     """All tokens alike: which of them are marked is a draw, not the order of the rows."""
     batch = wide(4, 10, 0)._replace(adv=torch.zeros(4, 10, dtype=torch.float64))
-    one, other = (masking.kl_cov(batch, keys(4, seed), share=0.25) for seed in (1, 2))
+    one, other = (masking.kl_cov_tokens(batch, keys(4, seed), share=0.25) for seed in (1, 2))
     assert int(one.sum()) == int(other.sum()) == 10
     assert not torch.equal(one, other)
 
@@ -124,7 +124,7 @@ def test_equal_covariances_are_decided_by_the_key():
 @pytest.mark.parametrize("share", [-0.1, 1.5])
 def test_a_share_that_is_none_is_refused(share):
     with pytest.raises(ValueError, match=f"share: got {share}, wanted 0 to 1"):
-        masking.kl_cov(wide(1, 2, 0), keys(1), share=share)
+        masking.kl_cov_tokens(wide(1, 2, 0), keys(1), share=share)
 
 
 @given(steps())

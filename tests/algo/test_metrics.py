@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from strategies import finite, masks, tensors
+from strategies import finite_floats, masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.metrics import Stat, merge, merge_all, stat
 from grpo_fn.core.types import Reward, Rollout
 
-values = st.integers(0, 6).flatmap(lambda n: tensors(n, finite(1e4)))
+values = st.integers(0, 6).flatmap(lambda n: tensors(n, finite_floats(1e4)))
 
 
 def of(x: Tensor) -> Stat:
@@ -64,7 +64,7 @@ def test_a_stat_holds_no_graph_and_is_float64():
 
 def test_a_small_spread_around_a_large_mean_is_kept():
     parts = [of(1e8 + torch.tensor([0.0, 1.0], dtype=torch.float64)) for _ in range(50)]
-    assert metrics.spread("", reduce(merge, parts))["std"] == pytest.approx(0.5, rel=1e-6)
+    assert metrics.extent_and_std("", reduce(merge, parts))["std"] == pytest.approx(0.5, rel=1e-6)
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), values, max_size=3), max_size=4))
@@ -78,7 +78,7 @@ def test_tables_merge_name_by_name(tables):
 @given(values)
 def test_summaries_of_nothing_are_zero(x):
     wanted = (x.mean(), x.min(), x.max(), x.std(correction=0)) if len(x) else [torch.zeros(())] * 4
-    got = metrics.spread("p_", of(x))
+    got = metrics.extent_and_std("p_", of(x))
     assert list(got) == ["p_mean", "p_min", "p_max", "p_std"]
     assert list(got.values()) == pytest.approx([float(v) for v in wanted], rel=1e-6, abs=1e-3)
 
@@ -89,7 +89,7 @@ def test_summaries_of_nothing_are_zero(x):
 def test_a_rollouts_figures():
     mask = torch.tensor([[False, True, True, False], [False, True, False, False]])
     seen = Rollout(mask.long(), mask, torch.zeros(2, 4), torch.tensor([True, False]), ("", ""))
-    assert metrics.of_rollout(seen) == {
+    assert metrics.rollout_metrics(seen) == {
         **{"generation/rows": 2.0, "generation/tokens": 3.0, "generation/truncated": 0.5},
         **{"generation/length_mean": 1.5, "generation/length_min": 1.0, "generation/length_max": 2.0},
     }
@@ -98,7 +98,7 @@ def test_a_rollouts_figures():
 def test_a_rewards_figures_leave_out_what_could_not_be_scored():
     valid = torch.tensor([[True, True], [True, False]])
     right, form = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.0, 1.0]])
-    got = metrics.of_reward(Reward(right + 0.5 * form, valid, {"right": right, "form": form}))
+    got = metrics.reward_metrics(Reward(right + 0.5 * form, valid, {"right": right, "form": form}))
     numbers = np.array([1.5, 0.5, 0.0])
     assert got == pytest.approx(
         {
@@ -110,7 +110,7 @@ def test_a_rewards_figures_leave_out_what_could_not_be_scored():
 
 def test_a_reward_without_a_valid_sample_has_figures_too():
     nothing = Reward(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool), {"right": torch.zeros(2, 2)})
-    got = metrics.of_reward(nothing)
+    got = metrics.reward_metrics(nothing)
     assert got.pop("reward/invalid") == 1.0
     assert set(got.values()) == {0.0}
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 import torch
-from batches import GARBAGE, UNMOVED, batches, padded, row_of, scores, spoiled, totals
+from batches import GARBAGE, UNMOVED, batches, one_row, scores, totals, with_garbage, with_padding
 from catalogue import bound
 from hypothesis import given
 from torch.func import grad_and_value, vmap
@@ -63,7 +63,7 @@ def test_the_objective_is_a_sum_over_rows_also_when_b_equals_t(f, data):
     weight = f.keywords["loss_aggregation"](batch.mask, totals(batch))
     wanted = 0.0
     for b, x in enumerate(logp):
-        row = row_of(batch, b)
+        row = one_row(batch, b)
         token = f.keywords["importance_correction"](x, row) * f.keywords["token_loss"](x, row)[0]
         token = token + f.keywords["beta"] * f.keywords["kl"](x, row)
         token = token - f.keywords["entropy_bonus"] * torch.where(row.mask, scores(x).entropy, 0.0)
@@ -87,7 +87,7 @@ def test_splitting_into_micro_batches_changes_neither_loss_nor_gradient(f, data,
 @given(objectives, batches(), st.integers(1, 3))
 def test_padding_columns_change_nothing(f, data, extra):
     signal, value, _ = learn(f, *data)
-    wide, same, _ = learn(f, *padded(*data, extra))
+    wide, same, _ = learn(f, *with_padding(*data, extra))
     exactly(wide[:, :-extra], signal)
     exactly(same, value)
     assert (wide[:, -extra:] == 0).all()
@@ -96,7 +96,7 @@ def test_padding_columns_change_nothing(f, data, extra):
 @given(objectives, batches(), st.sampled_from(GARBAGE))
 def test_garbage_behind_the_mask_reaches_neither_loss_nor_gradient(f, data, garbage):
     signal, value, _ = learn(f, *data)
-    dirty, same, _ = learn(f, *spoiled(*data, garbage))
+    dirty, same, _ = learn(f, *with_garbage(*data, garbage))
     assert torch.equal(dirty, signal)
     assert torch.equal(same, value)
     assert (signal[~data[1].mask] == 0).all()

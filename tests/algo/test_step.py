@@ -26,12 +26,12 @@ from grpo_fn.algo.step import (
     from_sampler,
     from_trainer,
     grpo_step,
-    of_samples,
+    sample_advantages,
 )
 from grpo_fn.core import prng
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.core.types import Carried, Gains, Policy, Reward, Rollout, Sampler
+from grpo_fn.core.types import Carry, Gains, Policy, Reward, Rollout, Sampler
 from grpo_fn.rewards.combine import combine, score_serially
 
 TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
@@ -118,8 +118,8 @@ def stream(first: int, count: int) -> list[Problem]:
 
 
 def onwards(
-    policy, sampler, how: StepAlgorithm, carried: Carried, key: Tensor = KEY, span=lambda name: nullcontext()
-) -> tuple[Experience, Carried, dict[str, float]]:
+    policy, sampler, how: StepAlgorithm, carried: Carry, key: Tensor = KEY, span=lambda name: nullcontext()
+) -> tuple[Experience, Carry, dict[str, float]]:
     return grpo_step(policy, sampler, stream, carried, key=key, algo=how, span=span)
 
 
@@ -131,7 +131,7 @@ def step(policy, sampler, how: StepAlgorithm, **options) -> tuple[Experience, di
 
 def row_adv(experience: Experience) -> Tensor:
     """[P, G]"""
-    return of_samples(experience.adv, experience.groups)
+    return sample_advantages(experience.adv, experience.groups)
 
 
 # -- order

@@ -148,7 +148,7 @@ def test_a_louder_view_does_not_disagree(signal, factor):
 def test_moved_is_a_share_of_the_sampled_tokens():
     mask = torch.tensor([[False, True, True], [False, True, False]])
     signal = torch.tensor([[[9.0, 1.0, 0.0], [0.0, 2.0, 0.0]], [[0.0, 0.0, 0.0], [0.0, 0.0, 5.0]]])
-    assert compare_algorithms.moved(signal, mask).tolist() == [pytest.approx(2 / 3), 0.0]
+    assert compare_algorithms.nonzero_share(signal, mask).tolist() == [pytest.approx(2 / 3), 0.0]
 
 
 # -- rows

@@ -19,11 +19,11 @@ from grpo_fn.analysis.evaluation import (
     evaluate,
     final_answer,
     grader_names,
-    grouped,
+    problems_by_meta,
     summarise,
-    word,
+    verdict_name,
 )
-from grpo_fn.analysis.statistics import maj_at_k, pass_at_k, wilson
+from grpo_fn.analysis.statistics import estimate_pass_at_k, maj_at_k, wilson
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import score_serially
@@ -131,7 +131,7 @@ def test_scores_and_marks_are_those_of_the_completion():
                 "shaped": shaped(one.problem, completion),
             }
             assert attempt.marked == (first_word(attempt.text) or "")
-            assert attempt.verdict == word(attempt.scores["strict"])
+            assert attempt.verdict == verdict_name(attempt.scores["strict"])
     assert all(one.greedy.marked is None for one in found(asked(2), answer=None))
 
 
@@ -141,7 +141,7 @@ def test_a_rank_without_problems_finds_nothing():
 
 @pytest.mark.parametrize(("value", "name"), [(None, "unscorable"), (1.0, "right"), (0.999, "wrong"), (0.0, "wrong")])
 def test_words(value, name):
-    assert word(value) == name
+    assert verdict_name(value) == name
 
 
 def test_the_row_holds_everything_by_name():
@@ -216,7 +216,7 @@ def test_the_figures_are_the_same_in_any_order(judged, random):
 @given(evaluations())
 def test_accuracy_by_key_is_that_of_each_part_and_the_parts_make_the_whole(judged):
     figures = summarise(judged, ks=(), by=["level"])
-    parts = grouped(judged, "level")
+    parts = problems_by_meta(judged, "level")
     for value, rows in parts.items():
         right, n = share([one.greedy for one in rows])
         assert (figures[f"eval/level/{value}"] == right / n) if n else f"eval/level/{value}" not in figures
@@ -235,7 +235,7 @@ def test_samples_give_pass_and_majority(judged):
     scorable = [one.samples for one in judged if any(s.scores["strict"] is not None for s in one.samples)]
     for k in ks:
         right = [[s.scores["strict"] == 1.0 for s in drawn] for drawn in scorable]
-        passed = [pass_at_k(samples, sum(r), k) for r in right]
+        passed = [estimate_pass_at_k(samples, sum(r), k) for r in right]
         won = [maj_at_k([s.marked for s in drawn], r, k) for drawn, r in zip(scorable, right, strict=True)]
         for name, of_problems in (("pass", passed), ("maj", won)):
             mean = sum(of_problems) / len(of_problems) if of_problems else math.nan

@@ -111,8 +111,8 @@ def test_metrics_that_differ_between_ranks_move_no_rule(rule, history, clocks) -
 def test_null_and_nan_and_infinity_are_alike_so_that_a_resumed_run_judges_as_one_that_was_not(rule, history) -> None:
     rows = [{k: v for k, v in one.items() if k != "step"} for one in history]
     read = [{k: v if math.isfinite(v) else None for k, v in row.items()} for row in rows]
-    again = [health.line(i, row) for i, row in enumerate(read)]
-    assert repr(again) == repr([health.line(i, row) for i, row in enumerate(rows)])
+    again = [health.history_line(i, row) for i, row in enumerate(read)]
+    assert repr(again) == repr([health.history_line(i, row) for i, row in enumerate(rows)])
     assert rule(again) == rule([{**row, "step": float(i)} for i, row in enumerate(rows)])
 
 
@@ -303,11 +303,11 @@ def test_every_knob_that_a_rule_advises_exists(name) -> None:
 )
 def test_knobs_that_cannot_work_are_refused_before_there_is_any_history(name, knobs, complaint) -> None:
     with pytest.raises(ValueError, match=f"{name}: .*{complaint}"):
-        health.check([partial(getattr(health, name), **{**KNOBS[name], **knobs})])
+        health.check_rules([partial(getattr(health, name), **{**KNOBS[name], **knobs})])
 
 
 def test_knobs_that_work_are_not() -> None:
-    health.check([*RULES.values()])
+    health.check_rules([*RULES.values()])
 
 
 # What is new and what is remembered -----------------------------------------------------------------------------------
@@ -338,10 +338,12 @@ def test_news_names_the_rule_and_every_rule_speaks_for_itself(history) -> None:
 @given(st.integers(0, health.FIRST + health.LAST + 60), st.integers(0, 40))
 def test_a_resumed_run_remembers_what_one_without_a_break_remembers(old, new) -> None:
     everything = lines(*[{}] * (old + new))
-    assert health.kept([*health.kept(everything[:old]), *everything[old:]]) == health.kept(everything)
-    assert len(health.kept(everything)) <= health.FIRST + health.LAST
-    assert health.kept(everything)[: health.FIRST] == everything[: health.FIRST]
-    assert health.kept(everything)[-health.LAST :] == everything[-health.LAST :]
+    assert health.trim_history([*health.trim_history(everything[:old]), *everything[old:]]) == health.trim_history(
+        everything
+    )
+    assert len(health.trim_history(everything)) <= health.FIRST + health.LAST
+    assert health.trim_history(everything)[: health.FIRST] == everything[: health.FIRST]
+    assert health.trim_history(everything)[-health.LAST :] == everything[-health.LAST :]
 
 
 @each_rule
@@ -364,12 +366,12 @@ def test_what_is_forgotten_moves_no_rule(rule, length) -> None:
         for i in range(length)
     ]
     history = lines(*worse)
-    assert rule(health.kept(history)) == rule(history)
+    assert rule(health.trim_history(history)) == rule(history)
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), numbers | st.none()), st.integers(0, 9))
 def test_a_line_says_what_metrics_jsonl_would_say(figures, step) -> None:
-    seen = health.line(step, figures)
+    seen = health.history_line(step, figures)
     assert seen["step"] == step
     for name, value in figures.items():
         if name != "step":
@@ -384,4 +386,4 @@ def mine(history, *, limit):
 
 def test_a_rule_of_ones_own_is_any_function_of_the_history() -> None:
     rule = partial(partial(mine, limit=7), limit=1)
-    assert health.news([rule], lines({}, {})) == [health.Finding("mine", "2 lines")]
+    assert health.news([rule], lines({}, {})) == [health.HealthFinding("mine", "2 lines")]

@@ -48,7 +48,7 @@ def test_what_is_written_is_what_is_read_and_nothing_acts(title, rows, data):
     )
     sampled = data.draw(st.lists(st.one_of(st.none(), numbers), min_size=len(names), max_size=len(names)))
     parts = [page.matrix(names, square), page.bars(names, values, digits=3), page.tokens(names, sampled, unit=1.0)]
-    reader = Reader(page.document(title, [page.section(title, "said <b>", *parts)]))
+    reader = Reader(page.html_page(title, [page.section(title, "said <b>", *parts)]))
     assert reader.open == []
     assert set(reader.tags) <= {
         "html",
@@ -74,11 +74,11 @@ def test_what_is_written_is_what_is_read_and_nothing_acts(title, rows, data):
 
 @given(st.floats(-5, 5))
 def test_colours_are_colours_and_go_by_sign(x):
-    red, green, blue = page.mixed(x)
+    red, green, blue = page.diverging_color(x)
     assert all(0 <= c <= 255 for c in (red, green, blue))
     if abs(x) > 0.05:
         assert (blue > red) == (x > 0)
-    assert page.mixed(0.0) == (255, 255, 255)
+    assert page.diverging_color(0.0) == (255, 255, 255)
 
 
 def test_a_picture_is_squares_of_those_colours():

@@ -20,7 +20,7 @@ from grpo_fn.algo.step import Experience, Stages, compute_advantages
 from grpo_fn.analysis import token_report
 from grpo_fn.analysis.html import escape, page, token_page
 from grpo_fn.analysis.html.token_page import SCRIPT
-from grpo_fn.analysis.token_report import pieces
+from grpo_fn.analysis.token_report import token_texts
 from grpo_fn.core.types import Scores
 
 # -- the figures
@@ -46,7 +46,7 @@ def test_what_is_shown_is_what_the_step_sends_back(name, minibatches):
     signal, figures = token_report.signal_of_step(
         seen.batch, scores, preset(name).objective, UNMOVED, minibatches=minibatches
     )
-    shown = token_report.shown(seen, signal, figures, letters, (), rows=len(sent))
+    shown = token_report.token_report(seen, signal, figures, letters, (), rows=len(sent))
     assert sent.any()
     for row in shown.rows:
         b = row.prompt * 6 + row.sample
@@ -65,7 +65,7 @@ def test_rows_come_by_influence_and_add_up_to_the_step(name, data):
     taken = data.draw(steps(st.integers(1, 3)))
     seen, scores = experience(preset(name), taken)
     signal, figures = token_report.signal_of_step(seen.batch, scores, preset(name).objective, UNMOVED, minibatches=1)
-    shown = token_report.shown(seen, signal, figures, letters, (), rows=1000)
+    shown = token_report.token_report(seen, signal, figures, letters, (), rows=1000)
     influence = [row.influence for row in shown.rows]
     assert influence == sorted(influence, reverse=True)
     assert {(row.prompt, row.sample) for row in shown.rows} == {
@@ -84,7 +84,7 @@ def test_rows_come_by_influence_and_add_up_to_the_step(name, data):
     assert all(
         not row.valid or row.reward == float(taken.groups.reward.value[row.prompt, row.sample]) for row in shown.rows
     )
-    few = token_report.shown(seen, signal, figures, letters, (), rows=2)
+    few = token_report.token_report(seen, signal, figures, letters, (), rows=2)
     assert few.rows == shown.rows[:2]
     assert few.sums == sums
 
@@ -121,7 +121,7 @@ def test_pieces_joined_are_the_text(text, data):
     assume(ids)
     start = data.draw(st.integers(0, len(ids) - 1))
     assume(not decode(ids[:start]).endswith("\ufffd"))
-    found = pieces(ids, start, decode)
+    found = token_texts(ids, start, decode)
     assert len(found) == len(ids) - start
     assert decode(ids[:start]) + "".join(found) == decode(ids)
 
@@ -129,7 +129,7 @@ def test_pieces_joined_are_the_text(text, data):
 @given(st.lists(st.integers(0, 289), min_size=1, max_size=30), st.integers(0, 29))
 def test_bytes_that_are_no_text_are_shown_one_way_or_another(ids, start):
     start = min(start, len(ids) - 1)
-    found = pieces(ids, start, decode)
+    found = token_texts(ids, start, decode)
     assert len(found) == len(ids) - start
     assert found[-1]
 
@@ -140,7 +140,7 @@ def test_a_token_keeps_the_space_that_it_loses_alone():
     def sentence(ids) -> str:
         return " ".join(words[i] for i in ids)
 
-    assert pieces([0, 1, 2], 1, sentence) == [" world", " again"]
+    assert token_texts([0, 1, 2], 1, sentence) == [" world", " again"]
 
 
 def token_ids(text: str) -> list[int]:
@@ -214,7 +214,7 @@ def written(text: str) -> str:
 def test_whatever_was_written_the_page_is_whole_and_only_its_own_script_is_in_it(texts, title):
     seen, scores = step([texts[1][:40] or "?"], [texts])
     shown = looked_at(seen, scores)
-    html = token_page.document(shown, title=title, said=title)
+    html = token_page.token_page(shown, title=title, said=title)
     html.encode()
     reader = Reader(html)
     assert reader.open == []
@@ -227,7 +227,7 @@ def test_whatever_was_written_the_page_is_whole_and_only_its_own_script_is_in_it
 
 
 def test_the_page_lets_its_own_script_run_and_asks_for_nothing():
-    html = token_page.document(looked_at(*step(["a"], [["b", "c"]])), title="t", said="s")
+    html = token_page.token_page(looked_at(*step(["a"], [["b", "c"]])), title="t", said="s")
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy
@@ -259,20 +259,23 @@ def test_a_space_between_words_is_a_space_and_others_are_dots(text, dots):
 def test_a_signal_that_is_not_finite_comes_first_and_spoils_no_other(odd):
     seen, scores = step(["a", "b"], [["some words", "other words"], ["third", "fourth"]])
     signal, figures = token_report.signal_of_step(seen.batch, scores, CLIPPED, UNMOVED, minibatches=1)
-    before = token_report.shown(seen, signal, figures, decode, special(), rows=9)
+    before = token_report.token_report(seen, signal, figures, decode, special(), rows=9)
     last = before.rows[-1]
     b = last.prompt * 2 + last.sample
     t = int(seen.batch.mask[b].nonzero()[0])
     worse = signal._replace(logp=signal.logp.index_put((torch.tensor(b), torch.tensor(t)), torch.tensor(odd).double()))
-    shown = token_report.shown(seen, worse, figures, decode, special(), rows=9)
+    shown = token_report.token_report(seen, worse, figures, decode, special(), rows=9)
     assert (shown.rows[0].prompt, shown.rows[0].sample) == (last.prompt, last.sample)
     assert shown.sums.odd == 1
     assert math.isfinite(shown.sums.up + shown.sums.down + shown.sums.largest)
-    html = token_page.document(shown, title="t", said="s")
+    html = token_page.token_page(shown, title="t", said="s")
     assert html.count('class="t odd') == 2  # the token, and the legend
     assert html.count("s:nan") + html.count("s:inf") == 0
     assert Reader(html).open == []
-    assert token_report.strongest(shown, count=1)[0]["where"] == f"prompt {last.prompt}, sample {last.sample}, token 0"
+    assert (
+        token_report.strongest_tokens(shown, count=1)[0]["where"]
+        == f"prompt {last.prompt}, sample {last.sample}, token 0"
+    )
     assert token_report.strip(shown, columns=5, cell=2).isfinite().all()
 
 
@@ -282,16 +285,16 @@ def test_a_step_that_tells_nobody_anything_is_a_page_too():
     silent = seen._replace(batch=seen.batch._replace(mask=none))
     shown = looked_at(silent, scores)
     assert (shown.sums.moved, shown.sums.learning, shown.sums.largest) == (0, 0, 0.0)
-    html = token_page.document(shown, title="t", said="s")
+    html = token_page.token_page(shown, title="t", said="s")
     assert html.count("left out of the loss</span>") == 2
     assert 'data-i="' not in html.split("<script>")[0]
-    assert token_report.strongest(shown, count=5) == []
+    assert token_report.strongest_tokens(shown, count=5) == []
     assert (token_report.strip(shown, columns=5, cell=1) == 1).all()
 
 
 def test_special_tokens_are_marked_and_figures_stand_beside_their_tokens():
     shown = looked_at(*step(["a"], [["one two", "three"]]))
-    html = token_page.document(shown, title="t", said="s")
+    html = token_page.token_page(shown, title="t", said="s")
     assert html.count('<span class="special">&lt;|endoftext|&gt;</span>') == 2
     for row in shown.rows:
         assert f'data-values="{" ".join(str(token.id) for token in row.tokens)}"' in html
@@ -304,7 +307,7 @@ def test_special_tokens_are_marked_and_figures_stand_beside_their_tokens():
 
 def test_the_table_holds_the_strongest_tokens_in_their_order():
     shown = looked_at(*step(["a", "b"], [["one two", "three"], ["four", "five six"]]))
-    table = token_report.strongest(shown, count=6)
+    table = token_report.strongest_tokens(shown, count=6)
     every = sorted((t.signal for row in shown.rows for t in row.tokens if t.signal is not None), key=abs, reverse=True)
     assert [line["dlogp"] for line in table] == [f"{x:+.3g}" for x in every[:6]]
     assert [line["pushed"] for line in table] == ["up" if x < 0 else "down" for x in every[:6]]
@@ -316,5 +319,5 @@ def test_the_picture_has_a_square_for_each_token_in_the_colour_of_its_push():
     assert picture.shape == (3, 3 * len(shown.rows), 3 * 4)
     for r, row in enumerate(shown.rows):
         for c, token in enumerate(row.tokens[:4]):
-            wanted = page.mixed(-(token.signal or 0.0) / shown.sums.largest)
+            wanted = page.diverging_color(-(token.signal or 0.0) / shown.sums.largest)
             assert picture[:, 3 * r + 1, 3 * c + 1].tolist() == pytest.approx([x / 255 for x in wanted], abs=1 / 255)

@@ -12,7 +12,7 @@ from PIL import Image
 from signal_steps import HOSTILE, looked_at, step
 
 from grpo_fn.analysis.html import token_page
-from grpo_fn.analysis.token_report import Shown
+from grpo_fn.analysis.token_report import TokenReport
 
 PROMPTS = ["Tom has 12 apples. <b>How many</b>?\n", "He buys 30 more.  And now?"]
 TOKENS = "document.querySelectorAll('#rows .t[data-i]')"
@@ -47,14 +47,14 @@ return Math.min(...[...document.querySelectorAll(".t")].map(token => {
 
 
 @pytest.fixture(scope="module")
-def shown() -> Shown:
+def shown() -> TokenReport:
     return looked_at(*step(PROMPTS, [HOSTILE[:7], HOSTILE[7:]]))
 
 
 @pytest.fixture(scope="module")
-def page(shown: Shown, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(shown: TokenReport, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "signal.html"
-    path.write_bytes(token_page.document(shown, title="Step 3 of </title>", said="<i>said</i>").encode())
+    path.write_bytes(token_page.token_page(shown, title="Step 3 of </title>", said="<i>said</i>").encode())
     return path
 
 
@@ -67,11 +67,11 @@ def window(chrome: Chrome, page: Path) -> Iterator[Chrome]:
     assert chrome.requested() == {page.as_uri(): None}
 
 
-def learning(shown: Shown) -> list:
+def learning(shown: TokenReport) -> list:
     return [token for row in shown.rows for token in row.tokens if token.signal is not None]
 
 
-def test_every_token_is_there_and_hostile_texts_are_texts(window: Chrome, shown: Shown) -> None:
+def test_every_token_is_there_and_hostile_texts_are_texts(window: Chrome, shown: TokenReport) -> None:
     assert len(learning(shown)) > 5000
     assert window.run(f"return {TOKENS}.length") == len(learning(shown))
     assert window.run("return window.owned === undefined && document.title") == "Step 3 of </title>"
@@ -82,7 +82,7 @@ def test_every_token_is_there_and_hostile_texts_are_texts(window: Chrome, shown:
     assert window.run("return document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out
 
 
-def test_colours_go_by_sign_and_size(window: Chrome, shown: Shown) -> None:
+def test_colours_go_by_sign_and_size(window: Chrome, shown: TokenReport) -> None:
     seen = [
         (
             [float(x) for x in background[background.index("(") + 1 : -1].replace(",", " ").replace("/", " ").split()],
@@ -109,7 +109,7 @@ def test_colours_go_by_sign_and_size(window: Chrome, shown: Shown) -> None:
     assert strengths[-1][1] == pytest.approx(0.62, abs=0.005)
 
 
-def test_rows_are_sorted_and_grouped_on_demand(window: Chrome, shown: Shown) -> None:
+def test_rows_are_sorted_and_grouped_on_demand(window: Chrome, shown: TokenReport) -> None:
     by_influence = [f"{row.influence:.6g}" for row in shown.rows]
     assert window.run(ORDER) == by_influence
     window.run("document.querySelector('#group').click()")
@@ -126,7 +126,7 @@ def test_rows_are_sorted_and_grouped_on_demand(window: Chrome, shown: Shown) -> 
     assert window.run(ORDER) == by_influence
 
 
-def test_the_filter_leaves_the_rows_that_have_every_word(window: Chrome, shown: Shown) -> None:
+def test_the_filter_leaves_the_rows_that_have_every_word(window: Chrome, shown: TokenReport) -> None:
     window.press("/")
     window.press(*"TWO spaces")
     wanted = [
@@ -139,7 +139,7 @@ def test_the_filter_leaves_the_rows_that_have_every_word(window: Chrome, shown: 
     assert window.run("return [...document.querySelectorAll('.group')].filter(g => g.checkVisibility()).length") == 1
 
 
-def test_keys_go_from_token_to_token_and_each_says_its_figures(window: Chrome, shown: Shown) -> None:
+def test_keys_go_from_token_to_token_and_each_says_its_figures(window: Chrome, shown: TokenReport) -> None:
     window.run("document.querySelector('#by-row').focus()")
     window.press("Tab")
     first, tokens = shown.rows[0], shown.rows[0].tokens
@@ -176,7 +176,7 @@ def check_tip(tip: dict, row, i: int) -> None:
     assert tip["reward of sample"].startswith(f"{row.reward:.2f} (correct {row.parts['correct']:.2f}, boxed ")
 
 
-def test_the_pointer_shows_the_same(window: Chrome, shown: Shown) -> None:
+def test_the_pointer_shows_the_same(window: Chrome, shown: TokenReport) -> None:
     for row, i in ((0, 0), (2, 3), (3, 1)):
         selector = f".row:nth-child({row + 1}) .t[data-i='{i + 1}']"
         window.run(f"document.querySelector(`{selector}`).scrollIntoView({{block: 'center'}})")
@@ -227,12 +227,14 @@ def test_the_pages_own_policy_stops_a_script_that_was_put_into_it(chrome: Chrome
     assert chrome.requested() == {spoilt.as_uri(): None, "http://x.invalid/a.png": "csp"}
 
 
-def test_markup_that_is_one_token_is_text_in_its_tooltip_too(chrome: Chrome, shown: Shown, tmp_path: Path) -> None:
+def test_markup_that_is_one_token_is_text_in_its_tooltip_too(
+    chrome: Chrome, shown: TokenReport, tmp_path: Path
+) -> None:
     text = '<img src="http://x.invalid/a.png"><b>bold</b>'
     row = shown.rows[1]
     spelt = row._replace(tokens=[row.tokens[0]._replace(text=text), *row.tokens[1:]])
     path = tmp_path / "page.html"
-    path.write_text(token_page.document(shown._replace(rows=[spelt]), title="t", said="s"))
+    path.write_text(token_page.token_page(shown._replace(rows=[spelt]), title="t", said="s"))
     chrome.open(path)
     chrome.run("document.querySelector('#by-row').focus()")
     chrome.press("Tab", "Home")

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn import run
-from grpo_fn.config import Config, load, parse
+from grpo_fn.config import Config, load_config, parse
 
 HEADER = "from __gin__ import dynamic_registration\nimport fixture_module as fm\n"
 RUN = (
@@ -47,7 +47,7 @@ def load_text(text: str, *params: str, root: str = "fixture_module.root", more: 
     with TemporaryDirectory() as folder:
         for name, content in {"main.gin": text, **(more or {})}.items():
             Path(folder, name).write_text(content.replace("$HERE", folder), encoding="utf-8")
-        return load([f"{folder}/main.gin"], params, root=root)
+        return load_config([f"{folder}/main.gin"], params, root=root)
 
 
 def value_of(text: str, *params: str) -> Any:
@@ -212,8 +212,8 @@ def test_several_gin_files_are_laid_over_one_another(tmp_path: Path) -> None:
     for name, value in (("one.gin", 1), ("two.gin", 2)):
         (tmp_path / name).write_text(f"{HEADER}fm.anything.value = {value}\n")
     files = [str(tmp_path / name) for name in ("one.gin", "two.gin")]
-    assert load(files, [], root="fixture_module.anything").kwargs() == {"value": 2}
-    assert load(files[::-1], [], root="fixture_module.anything").kwargs() == {"value": 1}
+    assert load_config(files, [], root="fixture_module.anything").kwargs() == {"value": 2}
+    assert load_config(files[::-1], [], root="fixture_module.anything").kwargs() == {"value": 1}
 
 
 # Command-line parameters.
@@ -392,7 +392,7 @@ def test_a_missing_gin_file_names_a_near_one(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "run" / "arithmetic.gin").write_text("")
     monkeypatch.setattr(parse, "GIN_FOLDER", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"got 'run/arithmetik.gin'.*did you mean run/arithmetic.gin\?"):
-        load(["run/arithmetik.gin"], [])
+        load_config(["run/arithmetik.gin"], [])
 
 
 def test_files_are_found_in_the_gin_folder_without_a_word(
@@ -403,7 +403,7 @@ def test_files_are_found_in_the_gin_folder_without_a_word(
     (tmp_path / "whole.gin").write_text('include "algo/part.gin"\n')
     monkeypatch.setattr(parse, "GIN_FOLDER", tmp_path)
     monkeypatch.setattr(gin.config, "_LOCATION_PREFIXES", ["", str(tmp_path)])
-    assert load(["whole.gin"], [], root="fixture_module.anything").kwargs() == {"value": 4}
+    assert load_config(["whole.gin"], [], root="fixture_module.anything").kwargs() == {"value": 4}
     assert caplog.records == []  # gin's own reader logs an error for every place it looks in vain
 
 
@@ -418,7 +418,7 @@ def test_a_parameter_is_name_equals_value(param: str) -> None:
 def taken(text: str, *params: str, taker: str = "fixture_module.taker") -> Config:
     with TemporaryDirectory() as folder:
         Path(folder, "main.gin").write_text(text, encoding="utf-8")
-        return load([f"{folder}/main.gin"], params, root="fixture_module.root", taker=taker)
+        return load_config([f"{folder}/main.gin"], params, root="fixture_module.root", taker=taker)
 
 
 def test_a_taker_receives_what_is_bound_for_the_root_and_nothing_else() -> None:
@@ -598,6 +598,6 @@ def test_bad_input_is_a_message_and_a_failure_at_work_keeps_its_traceback(
 
 
 def test_how_the_work_is_spread_is_no_part_of_what_a_run_is() -> None:
-    here, there = (load(["run/arithmetic.gin"], params) for params in ([], ["mesh.Parallelism.dp_shard=1"]))
+    here, there = (load_config(["run/arithmetic.gin"], params) for params in ([], ["mesh.Parallelism.dp_shard=1"]))
     assert here.fingerprint == there.fingerprint
     assert here.text != there.text

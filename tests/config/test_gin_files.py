@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_fn.config import freeze, load, read
+from grpo_fn.config import freeze, load_config, parse_gin
 from grpo_fn.config.nodes import Node
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def named(path: Path) -> str:
 
 def dummies(path: Path) -> list[str]:
     """MODEL and DATA, where the file uses them without a value of its own."""
-    bindings = read([str(path)], [])
+    bindings = parse_gin([str(path)], [])
     return [f"{name}={value}" for name, value in DUMMIES.items() if name in bindings.used_at.keys() - bindings.macros]
 
 
@@ -57,27 +57,27 @@ def test_there_are_run_files() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_every_gin_file_names_only_what_exists(path: Path) -> None:
-    bindings = read([str(path)], [])
+    bindings = parse_gin([str(path)], [])
     assert bindings.knobs or bindings.macros
 
 
 @pytest.mark.parametrize("path", RUNS, ids=named)
 def test_every_run_file_freezes_and_its_dump_relaunches(path: Path, tmp_path: Path) -> None:
-    config = load([str(path)], dummies(path))
+    config = load_config([str(path)], dummies(path))
     kwargs = freeze(uncalled(config.root.knobs), {})
     pickle.dumps(kwargs)
     (tmp_path / "config.gin").write_text(config.text, encoding="utf-8")
-    again = load([str(tmp_path / "config.gin")], [])
+    again = load_config([str(tmp_path / "config.gin")], [])
     assert (again.text, again.fingerprint) == (config.text, config.fingerprint)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=named)
 def test_every_run_file_knows_steps_and_seed(path: Path) -> None:
     given = dummies(path)
-    base = load([str(path)], given)
-    assert {"STEPS", "SEED"} <= read([str(path)], given).macros.keys()
+    base = load_config([str(path)], given)
+    assert {"STEPS", "SEED"} <= parse_gin([str(path)], given).macros.keys()
     for name in ("STEPS", "SEED"):
-        assert load([str(path)], [*given, f"{name}=12345"]).fingerprint != base.fingerprint
+        assert load_config([str(path)], [*given, f"{name}=12345"]).fingerprint != base.fingerprint
 
 
 @pytest.mark.parametrize("path", RUNS, ids=named)

@@ -11,7 +11,7 @@ from test_gin_files import header, uncalled
 
 from grpo_fn.algo import advantage, aggregation, importance, kl, losses, masking
 from grpo_fn.algo import masking as filters
-from grpo_fn.config import freeze, load, read
+from grpo_fn.config import freeze, load_config, parse_gin
 from grpo_fn.config.nodes import Node
 from grpo_fn.run import main
 from grpo_fn.trainer.validate import check_credit, uses_reference
@@ -40,7 +40,7 @@ each_preset = pytest.mark.parametrize("name", PRESETS)
 @cache
 def algorithm(*names: str) -> dict:
     """The stages that the run file and these presets on top resolve to."""
-    config = load(["run/arithmetic.gin", *(f"algo/{name}.gin" for name in names)], [])
+    config = load_config(["run/arithmetic.gin", *(f"algo/{name}.gin" for name in names)], [])
     return {stage: uncalled(config.root.knobs["algorithm"].knobs[stage]) for stage in sorted(ALGORITHM)}
 
 
@@ -69,7 +69,9 @@ def test_a_preset_opens_with_its_paper_and_what_it_takes_from_it(name):
 def test_a_preset_binds_every_stage(name):
     """Or what was laid under it would show through."""
     bound = {
-        (target.__name__, knob) for (_, target), knobs in read([f"algo/{name}.gin"], []).knobs.items() for knob in knobs
+        (target.__name__, knob)
+        for (_, target), knobs in parse_gin([f"algo/{name}.gin"], []).knobs.items()
+        for knob in knobs
     }
     wanted = {("Algorithm", stage) for stage in ALGORITHM} | {("policy_objective", knob) for knob in OBJECTIVE}
     assert wanted <= bound, f"not bound: {sorted(wanted - bound)}"
@@ -78,7 +80,7 @@ def test_a_preset_binds_every_stage(name):
 @each_preset
 def test_a_preset_leaves_it_to_the_run_how_its_sampler_is_corrected(name):
     """That belongs to the engine that samples: laid over a run, a preset must not switch it off."""
-    bound = read([f"algo/{name}.gin"], []).knobs
+    bound = parse_gin([f"algo/{name}.gin"], []).knobs
     assert not any(
         target.__name__ == "policy_objective" and "importance_correction" in knobs
         for (_, target), knobs in bound.items()

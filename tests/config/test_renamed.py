@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.config.nodes import Node
 
 HERE = Path(__file__).resolve().parent
@@ -41,9 +41,10 @@ SECTIONS = {
     "mesh.Parallelism": "parallelism",
     "objective.policy_objective": "algorithm.objective",
     "reward_pool.RewardPool": "rewards.pool",
-    "vllm_sampler.colocated": "sampling.sampler",
-    "vllm_sampler.dedicated": "sampling.sampler",
-    "vllm_servers.Dedicated": "sampling.sampler.engine",
+    "vllm_sampler.colocated_sampler": "sampling.sampler",
+    "vllm_sampler.dedicated_sampler": "sampling.sampler",
+    "vllm_servers.DedicatedEngine": "sampling.sampler.engine",
+    "sections.PolicyUpdate": "policy",
     **{
         f"sections.{name}": name.lower()
         for name in (
@@ -51,7 +52,6 @@ SECTIONS = {
             "Compute",
             "Sampling",
             "Rewards",
-            "Policy",
             "Evaluation",
             "Checkpoints",
             "Logging",
@@ -137,7 +137,7 @@ def then(name: str) -> dict[str, str]:
 def test_a_configuration_has_the_values_that_it_had(name: str) -> None:
     files = [table("gin files").get(file, file) for file in STORED[name]["files"]]
     taker = "grpo_fn.eval.measure.measure" if STORED[name]["eval"] else None
-    now = flat(load(files, STORED[name]["params"], taker=taker).root, "", {})
+    now = flat(load_config(files, STORED[name]["params"], taker=taker).root, "", {})
     wanted = then(name)
     here = {path: value for path, value in now.items() if path in wanted or path not in ADDED}
     if taker is not None:  # sections come whole: an evaluation is given knobs that it did not take then
@@ -146,8 +146,11 @@ def test_a_configuration_has_the_values_that_it_had(name: str) -> None:
 
 
 def test_the_page_lists_only_what_there_is() -> None:
-    known = [flat(load(["run/arithmetic.gin", *more], []).root, "", {}) for more in ([], ["engine/vllm_dedicated.gin"])]
-    known.append(flat(load(["run/arithmetic.gin", "engine/vllm_colocated.gin"], []).root, "", {}))
+    known = [
+        flat(load_config(["run/arithmetic.gin", *more], []).root, "", {})
+        for more in ([], ["engine/vllm_dedicated.gin"])
+    ]
+    known.append(flat(load_config(["run/arithmetic.gin", "engine/vllm_colocated.gin"], []).root, "", {}))
     for knob in table("Knobs").values():
         section, _, name = knob.rpartition(".")
         assert any(f"{SECTIONS[section]}.{name}".lstrip(".") in values for values in known), knob

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import aggregation, importance, kl, losses, objective
-from grpo_fn.core.packing import each, places, prompt_lengths, read_lengths, together
+from grpo_fn.core.packing import each, prompt_lengths, read_lengths, share_prompts, visible_positions
 from grpo_fn.core.types import Batch, Scores
 
-SHARES = st.sampled_from([together, each])
+SHARES = st.sampled_from([share_prompts, each])
 budgets = st.tuples(st.integers(1, 40), st.integers(1, 4))  # micro_tokens, devices
 
 
@@ -63,16 +63,16 @@ def test_no_device_reads_more_than_its_budget_but_for_a_row_that_does_so_alone(d
 @given(grouped(), st.integers(1, 4))
 def test_rows_that_read_one_prompt_are_together_where_a_device_has_room_for_them(drawn, devices):
     batch = numbered(drawn[1])
-    spans, whole = together(batch.tokens, batch.mask), read(batch, list(range(len(batch.mask))), together)
+    spans, whole = share_prompts(batch.tokens, batch.mask), read(batch, list(range(len(batch.mask))), share_prompts)
     where = {
         row: (i, rank)
-        for i, micro in enumerate(packed_split(batch, 10**6, devices, share=together))
+        for i, micro in enumerate(packed_split(batch, 10**6, devices, share=share_prompts))
         for rank in range(devices)
         for row in live(micro, rank, devices)
     }
     for first in {int(spans.first[row]) for row in where}:
         rows = [row for row in where if int(spans.first[row]) == first]
-        if read(batch, rows, together) <= -(-whole // devices):
+        if read(batch, rows, share_prompts) <= -(-whole // devices):
             assert len({where[row] for row in rows}) == 1
 
 
@@ -114,7 +114,7 @@ def test_the_parts_add_up_to_the_whole(drawn, budget, share):
 def test_one_long_group_is_shared_by_all_devices():
     mask = torch.arange(12).expand(8, 12) >= 2
     batch = Batch(torch.zeros(8, 12).long(), mask, *(torch.zeros(8, 12) for _ in range(4)), torch.zeros_like(mask))
-    (micro,) = packed_split(batch, 1000, 4, share=together)
+    (micro,) = packed_split(batch, 1000, 4, share=share_prompts)
     assert [int(micro.mask[rank::4].any(-1).sum()) for rank in range(4)] == [2, 2, 2, 2]
 
 
@@ -123,7 +123,7 @@ def test_less_than_one_device_is_refused(devices):
     mask = torch.ones(1, 2, dtype=torch.bool)
     batch = Batch(mask.long(), mask, *(mask.double() for _ in range(4)), mask)
     with pytest.raises(ValueError, match=f"got {devices}, wanted at least 1"):
-        packed_split(batch, 10, devices, share=together)
+        packed_split(batch, 10, devices, share=share_prompts)
 
 
 # -- what is read
@@ -133,7 +133,7 @@ def test_less_than_one_device_is_refused(devices):
 def test_every_row_finds_its_own_tokens_in_the_stream(drawn, share):
     batch = drawn[1]
     spans, column = share(batch.tokens, batch.mask), torch.arange(batch.tokens.shape[1])
-    at = places(spans, len(column))
+    at = visible_positions(spans, len(column))
     stream = batch.tokens[(column >= spans.start[:, None]) & (column < spans.end[:, None])]
     for b, n in enumerate(read_lengths(batch.mask).tolist()):
         assert torch.equal(stream[at[b, :n]], batch.tokens[b, :n])
@@ -143,7 +143,7 @@ def test_every_row_finds_its_own_tokens_in_the_stream(drawn, share):
 @given(grouped())
 def test_a_prompt_that_is_shared_is_one_that_is_equal(drawn):
     batch = drawn[1]
-    prompt, spans = prompt_lengths(batch.mask).tolist(), together(batch.tokens, batch.mask)
+    prompt, spans = prompt_lengths(batch.mask).tolist(), share_prompts(batch.tokens, batch.mask)
     for b, first in enumerate(spans.first.tolist()):
         assert first <= b
         assert prompt[first] == prompt[b]

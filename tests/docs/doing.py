@@ -120,8 +120,8 @@ def inquire_here() -> None:
 
     def ask(function: str, *arguments: str, **_: object) -> Any:
         with tempfile.TemporaryDirectory() as folder:
-            subprocess_probe.answer(function, f"{folder}/out", *arguments)
-            return subprocess_probe.read(Path(folder) / "out")
+            subprocess_probe.write_reply(function, f"{folder}/out", *arguments)
+            return subprocess_probe.read_reply(Path(folder) / "out")
 
     examine.ask = ask
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from grpo_fn.doctor import __main__, checks, examine, probe_host, subprocess_probe, versions
 from grpo_fn.doctor.checks import Reply
 from grpo_fn.doctor.examine import Question
-from grpo_fn.doctor.report import Finding, State
+from grpo_fn.doctor.report import DoctorFinding, State
 from grpo_fn.doctor.subprocess_probe import ask
 from grpo_fn.shell.model.tiny_model import Shape, make_random
 
@@ -65,14 +65,14 @@ def told(*flags: str, **environment: str) -> tuple[int, dict[tuple[str, str], di
 def here(function: str, *arguments: str, **_: object) -> Reply:
     """What `ask` replies, without a process: most of the time of one goes into importing torch."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess_probe.answer(function, f"{folder}/out", *arguments)
-        return subprocess_probe.read(Path(folder) / "out")
+        subprocess_probe.write_reply(function, f"{folder}/out", *arguments)
+        return subprocess_probe.read_reply(Path(folder) / "out")
 
 
-def opened(folder: Path) -> Finding:
+def opened(folder: Path) -> DoctorFinding:
     """What is found of a folder in transformers."""
-    reply = here("grpo_fn.doctor.probe_transformers:in_transformers", str(folder))
-    return next(iter(checks.in_transformers(reply, gpus_without_bf16=False)))
+    reply = here("grpo_fn.doctor.probe_transformers:open_in_transformers", str(folder))
+    return next(iter(checks.check_transformers(reply, gpus_without_bf16=False)))
 
 
 # -- the whole
@@ -153,7 +153,7 @@ def test_a_vllm_that_never_ends_its_import_is_a_finding(modules: Path) -> None:
 )
 def test_a_vllm_that_does_not_import_is_a_finding(modules: Path, source: str, words: str) -> None:
     (modules / "vllm.py").write_text(source)
-    (finding,) = examine.engines({"vllm": ask("grpo_fn.doctor.probe_vllm:in_vllm", "", deadline=60)})
+    (finding,) = examine.engines({"vllm": ask("grpo_fn.doctor.probe_vllm:open_in_vllm", "", deadline=60)})
     assert (finding.topic, finding.state) == ("engines", State.BROKEN)
     assert words in finding.seen
 
@@ -166,7 +166,7 @@ def test_nothing_that_was_asked_lives_on(modules: Path, tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
         "time.sleep(600)\n"
     )
-    reply = ask("grpo_fn.doctor.subprocess_probe:imported", "stubborn", deadline=3)
+    reply = ask("grpo_fn.doctor.subprocess_probe:import_version", "stubborn", deadline=3)
     assert reply.facts is None
     child = int((tmp_path / "child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
@@ -174,7 +174,7 @@ def test_nothing_that_was_asked_lives_on(modules: Path, tmp_path: Path) -> None:
 
 def test_what_a_process_prints_is_not_taken_for_its_reply(modules: Path) -> None:
     (modules / "noisy.py").write_text("print('{\"version\": \"9\"}' * 10_000)\n__version__ = '1.2'")
-    assert ask("grpo_fn.doctor.subprocess_probe:imported", "noisy", deadline=60) == Reply({"version": "1.2"}, "")
+    assert ask("grpo_fn.doctor.subprocess_probe:import_version", "noisy", deadline=60) == Reply({"version": "1.2"}, "")
 
 
 def test_a_folder_of_the_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_a_folder_of_the_name_is_no_package(tmp_path: Path, monkeypatch: pytest.
     [("2.9.0", "outside", "pip install 'torch>=2.11,<2.14'"), ("2.12.0", "untested", "torch==2.13.0")],
 )
 def test_a_torch_of_another_version_is_named(version: str, state: str, todo: str) -> None:
-    here = examine.installed() | {"torch": version}
+    here = examine.installed_versions() | {"torch": version}
     (finding,) = (each for each in examine.packages(here, []) if each.subject == "torch")
     assert finding.state.label == state
     assert version in finding.seen
@@ -216,16 +216,16 @@ def test_vllm_is_absent_until_it_is_wanted(wanted: list[str], state: State) -> N
     assert finding.state is state
 
 
-def _vllm(here: dict[str, str], wanted: list[str]) -> list[Finding]:
+def _vllm(here: dict[str, str], wanted: list[str]) -> list[DoctorFinding]:
     (package,) = (each for each in versions.PACKAGES if each.name == "vllm")
     version = next((here[name] for name in (package.name, *package.builds) if name in here), None)
-    return [versions.judge(package, version, wanted=package.name in wanted)]
+    return [versions.check_version(package, version, wanted=package.name in wanted)]
 
 
 # -- what a configuration wants
 
 
-def wanted(*params: str, files: tuple[str, ...] = ("run/arithmetic.gin",)) -> tuple[dict, list[Finding]]:
+def wanted(*params: str, files: tuple[str, ...] = ("run/arithmetic.gin",)) -> tuple[dict, list[DoctorFinding]]:
     question = Question(model="", gin_files=files, gin_params=params, deadline=120)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(examine, "ask", here)
@@ -297,13 +297,13 @@ def test_a_config_of_nothing_known_is_broken(copy: Path) -> None:
 
 
 def test_a_sum_over_processes_is_right() -> None:
-    reply = ask("grpo_fn.doctor.probe_devices:reduced", "cpu", "2", "60", deadline=120)
+    reply = ask("grpo_fn.doctor.probe_devices:time_all_reduce", "cpu", "2", "60", deadline=120)
     assert reply.facts is not None, reply.trouble
     assert 0 < reply.facts["seconds"] < 60
 
 
 def test_facts_of_this_host_are_those_of_the_system(tmp_path: Path) -> None:
-    facts = probe_host.host(str(tmp_path / "not" / "there" / "yet"))
+    facts = probe_host.host_facts(str(tmp_path / "not" / "there" / "yet"))
     assert facts["memory"] == psutil.virtual_memory().total
     assert 0 < facts["memory_free"] <= facts["memory"]
     assert abs(facts["disk_free"] - shutil.disk_usage(tmp_path).free) < 5e9
@@ -315,13 +315,15 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "current").write_text("1000000000\n")
     monkeypatch.setattr(probe_host, "LIMITS", (tmp_path / "max",))
     monkeypatch.setattr(probe_host, "USED", (tmp_path / "current",))
-    assert probe_host.host(".")["memory_free"] == 2_000_000_000
+    assert probe_host.host_facts(".")["memory_free"] == 2_000_000_000
     (tmp_path / "max").write_text("max\n")
-    assert probe_host.host(".")["memory_free"] > 2_000_000_000
+    assert probe_host.host_facts(".")["memory_free"] > 2_000_000_000
 
 
 def test_a_reply_is_whole_or_not_there(tmp_path: Path) -> None:
-    subprocess_probe.answer("grpo_fn.doctor.subprocess_probe:imported", str(tmp_path / "out"), "json")
+    subprocess_probe.write_reply("grpo_fn.doctor.subprocess_probe:import_version", str(tmp_path / "out"), "json")
     assert json.loads((tmp_path / "out").read_text())["version"] == "2.0.9"
-    subprocess_probe.answer("grpo_fn.doctor.subprocess_probe:imported", str(tmp_path / "out"), "no_such_module")
+    subprocess_probe.write_reply(
+        "grpo_fn.doctor.subprocess_probe:import_version", str(tmp_path / "out"), "no_such_module"
+    )
     assert "no_such_module" in json.loads((tmp_path / "out").read_text())["error"]

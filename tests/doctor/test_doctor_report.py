@@ -8,27 +8,27 @@ from hypothesis import given
 
 from grpo_fn.doctor import checks, report, versions
 from grpo_fn.doctor.checks import Reply
-from grpo_fn.doctor.report import Finding, State
-from grpo_fn.doctor.versions import Package, Tested
+from grpo_fn.doctor.report import DoctorFinding, State
+from grpo_fn.doctor.versions import Package, TestedVersion
 
 texts = st.text(max_size=40)
-found = st.lists(st.builds(Finding, st.sampled_from(["a", "b"]), texts, st.sampled_from(State), texts, texts))
+found = st.lists(st.builds(DoctorFinding, st.sampled_from(["a", "b"]), texts, st.sampled_from(State), texts, texts))
 numbers = st.integers(0, 30)
 
 
 @given(found)
-def test_the_exit_code_is_that_of_the_worst(rows: list[Finding]) -> None:
+def test_the_exit_code_is_that_of_the_worst(rows: list[DoctorFinding]) -> None:
     weights = {"ok": 0, "absent": 0, "untested": 1, "warning": 1, "outside": 2, "missing": 2, "broken": 2}
-    assert report.exit_code(rows) == max([0, *(weights[row.state.label] for row in rows)])
-    assert ("all well" in report.summary(rows)) == (report.exit_code(rows) == 0)
+    assert report.findings_exit_code(rows) == max([0, *(weights[row.state.label] for row in rows)])
+    assert ("all well" in report.summary(rows)) == (report.findings_exit_code(rows) == 0)
 
 
 @given(found)
-def test_scripts_read_what_people_read(rows: list[Finding]) -> None:
-    told = json.loads(json.dumps(report.plain(rows)))
-    assert told["exit"] == report.exit_code(rows)
+def test_scripts_read_what_people_read(rows: list[DoctorFinding]) -> None:
+    told = json.loads(json.dumps(report.findings_as_json(rows)))
+    assert told["exit"] == report.findings_exit_code(rows)
     assert [row["seen"] for row in told["findings"]] == [row.seen for row in rows]
-    table = report.table(rows)
+    table = report.findings_table(rows)
     for row in rows:
         assert report.one_line(row.seen) in table
         assert report.one_line(row.todo) in table
@@ -37,8 +37,8 @@ def test_scripts_read_what_people_read(rows: list[Finding]) -> None:
 
 @given(numbers, numbers, numbers)
 def test_a_version_is_judged_by_its_place(major: int, minor: int, repair: int) -> None:
-    package = Package("thing", ">=3.2,<7", (Tested("3.4.1", "here"), Tested("5.0.0", "there")))
-    finding = versions.judge(package, f"{major}.{minor}.{repair}", wanted=True)
+    package = Package("thing", ">=3.2,<7", (TestedVersion("3.4.1", "here"), TestedVersion("5.0.0", "there")))
+    finding = versions.check_version(package, f"{major}.{minor}.{repair}", wanted=True)
     if not (3, 2) <= (major, minor) < (7, 0):
         wanted = State.OUTSIDE
     elif (major, minor) in {(3, 4), (5, 0)}:
@@ -62,18 +62,20 @@ def test_a_version_is_judged_by_its_place(major: int, minor: int, repair: int) -
     ],
 )
 def test_versions_of_odd_forms_are_judged(version: str, state: State) -> None:
-    package = Package("thing", ">=4,<7", (Tested("5.0.0", "here"),))
-    assert versions.judge(package, version, wanted=True).state is state
+    package = Package("thing", ">=4,<7", (TestedVersion("5.0.0", "here"),))
+    assert versions.check_version(package, version, wanted=True).state is state
 
 
 def test_what_is_outside_is_named_with_what_to_install() -> None:
-    finding = versions.judge(Package("thing", ">=4,<7", ()), "7.1", wanted=True)
-    assert finding == Finding("versions", "thing", State.OUTSIDE, "7.1, wanted >=4,<7", "pip install 'thing>=4,<7'")
+    finding = versions.check_version(Package("thing", ">=4,<7", ()), "7.1", wanted=True)
+    assert finding == DoctorFinding(
+        "versions", "thing", State.OUTSIDE, "7.1, wanted >=4,<7", "pip install 'thing>=4,<7'"
+    )
 
 
 @pytest.mark.parametrize(("wanted", "state"), [(True, State.MISSING), (False, State.ABSENT)])
 def test_what_is_not_there_is_missing_where_it_is_wanted(wanted: bool, state: State) -> None:
-    finding = versions.judge(Package("thing", ">=4", (), extra="some"), None, wanted=wanted)
+    finding = versions.check_version(Package("thing", ">=4", (), extra="some"), None, wanted=wanted)
     assert finding.state is state
     assert ("grpo-fn[some]" in finding.todo) == wanted
 
@@ -113,7 +115,7 @@ def states(rows: object) -> dict[str, State]:
 def judged_host(**changes: object) -> dict[str, State]:
     facts = HOST | {k: v for k, v in changes.items() if k in HOST}
     known = {"parameters": 0, "gpus": 0, "vllm": False} | {k: v for k, v in changes.items() if k not in HOST}
-    return states(checks.host(Reply(facts, ""), **known))
+    return states(checks.check_host(Reply(facts, ""), **known))
 
 
 def test_a_machine_with_gpus_is_untested_and_otherwise_well() -> None:
@@ -169,13 +171,13 @@ def test_what_is_enough_is_not(changes: dict) -> None:
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("changes", [{"head_dim": 16}, {"generates": False}, {"refused": "not supported"}])
 def test_what_vllm_cannot_do_is_broken_where_it_is_wanted(changes: dict, wanted: bool) -> None:
-    finding = checks.in_vllm(ENGINE | changes, wanted=wanted)
+    finding = checks.check_vllm(ENGINE | changes, wanted=wanted)
     assert finding.state is (State.BROKEN if wanted else State.WARNING)
     assert finding.todo
 
 
 def test_an_attention_without_a_list_of_heads_takes_any() -> None:
-    assert checks.in_vllm(ENGINE | {"head_dims": None, "head_dim": 16}, wanted=True).state is State.OK
+    assert checks.check_vllm(ENGINE | {"head_dims": None, "head_dim": 16}, wanted=True).state is State.OK
 
 
 @given(st.text(max_size=200), st.integers(1, 16))
@@ -183,9 +185,9 @@ def test_a_reply_without_facts_is_a_finding(trouble: str, count: int) -> None:
     reply = Reply(None, trouble)
     rows = [
         *checks.devices(reply),
-        *checks.host(reply, parameters=0, gpus=0, vllm=False),
-        *checks.in_transformers(reply, gpus_without_bf16=False),
-        *(checks.together(reply, count), checks.flash(reply), checks.vllm_alone(reply)),
+        *checks.check_host(reply, parameters=0, gpus=0, vllm=False),
+        *checks.check_transformers(reply, gpus_without_bf16=False),
+        *(checks.check_all_reduce(reply, count), checks.check_flash_attention(reply), checks.vllm_alone(reply)),
     ]
     assert len(rows) == 6
     for row in rows:

@@ -164,16 +164,16 @@ def scoring(calls: int, harm: Harm) -> None:
 
 def between_steps(step: int, harm: Harm) -> None:
     """The harm comes when everything about a step is done."""
-    from grpo_fn.trainer.loop import noting
+    from grpo_fn.trainer.loop import ErrorContext
 
-    leave = noting.__exit__
+    leave = ErrorContext.__exit__
 
-    def watched(inside: noting, *error: Any) -> None:
+    def watched(inside: ErrorContext, *error: Any) -> None:
         leave(inside, *error)
         if inside.step == step:
             harm()
 
-    noting.__exit__ = watched
+    ErrorContext.__exit__ = watched
 
 
 def sealing(calls: int, harm: Harm) -> None:

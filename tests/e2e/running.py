@@ -137,16 +137,16 @@ class AfterStep:
         self.step, self.number = step, number
 
     def __call__(self) -> None:
-        from grpo_fn.trainer.loop import noting
+        from grpo_fn.trainer.loop import ErrorContext
 
-        leave = noting.__exit__
+        leave = ErrorContext.__exit__
 
-        def watched(inside: noting, *error: Any) -> None:
+        def watched(inside: ErrorContext, *error: Any) -> None:
             leave(inside, *error)
             if inside.step == self.step:
                 os.kill(os.getpid(), self.number)
 
-        noting.__exit__ = watched
+        ErrorContext.__exit__ = watched
 
 
 class FullDisk:
@@ -190,7 +190,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     newest = max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
     return {
         "model": (run_dir / "model" / "model.safetensors").read_bytes(),
-        "tensors": {name: x.numpy().tobytes() for name, x in checkpoint.read(newest, "").items()},
+        "tensors": {name: x.numpy().tobytes() for name, x in checkpoint.read_tensors(newest, "").items()},
         "policy": (newest / "policy.pt").read_bytes(),
         "carried": (newest / "carried.pt").read_bytes(),
         "ahead": (newest / "ahead.pt").read_bytes(),

@@ -17,12 +17,12 @@ import pytest
 from e2e.running import TESTS, AtPhase, board, command, finish, metrics
 from published import published
 
-from grpo_fn.config import freeze, load
+from grpo_fn.config import freeze, load_config
 from grpo_fn.config.nodes import Node
 from grpo_fn.eval import __main__ as evaluation
 from grpo_fn.shell.logging import eval_store
 from grpo_fn.shell.model import hf, tiny_model
-from grpo_fn.tasks.task import Task, generated
+from grpo_fn.tasks.task import Task, generated_task
 from grpo_fn.trainer.model_source import locate
 
 PROJECT = TESTS.parent
@@ -33,7 +33,7 @@ JUDGES = {"sections__Evaluation__graders": "[@rewards.named, @rewards.digits]"}
 
 def nothing_held_out(*, max_value: int) -> Task:
     """For a gin file to name."""
-    return generated(lambda key, index: None, (), max_value)
+    return generated_task(lambda key, index: None, (), max_value)
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +376,7 @@ OVERLAYS = {"samples.gin": ["eval/gsm8k.gin"]}
 @pytest.mark.parametrize("path", EVALS, ids=[path.name for path in EVALS])
 def test_every_eval_file_is_whole_and_says_how_to_use_it(path: Path) -> None:
     files = [*OVERLAYS.get(path.name, []), str(path)]
-    config = load(files, ["DATA=some/data"], taker="grpo_fn.eval.measure.measure")
+    config = load_config(files, ["DATA=some/data"], taker="grpo_fn.eval.measure.measure")
     pickle.dumps(freeze(uncalled(config.root.knobs), {}))
     head = path.read_text().partition("from __gin__")[0]
     assert re.match(r"# .{20}", head)

@@ -19,7 +19,7 @@ from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.world import World
-from grpo_fn.trainer.model_source import check_fits, locate, take, weights_of
+from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate, weights_of
 
 LORA = ("--gin_file", "scale/lora.gin")
 PROMPT = "12 + 7 = "
@@ -63,7 +63,7 @@ def test_the_last_checkpoint_is_the_model_of_the_run(whole: Path, tmp_path: Path
 
 def test_an_earlier_checkpoint_is_another_model(whole: Path, tmp_path: Path) -> None:
     out = exported(whole / "checkpoints" / "step_4", tmp_path / "out")
-    found = store.read(whole / "checkpoints" / "step_4", "weights.")
+    found = store.read_tensors(whole / "checkpoints" / "step_4", "weights.")
     assert same(weights(out), {name: found[name] for name in weights(out)})
     assert not same(weights(out), weights(whole / "model"))
 
@@ -72,7 +72,8 @@ def save_again(world: World, path: Path, root: Path) -> None:
     """The same checkpoint as this many ranks would have written it, in rows."""
     line = init_device_mesh("cpu", (world.size,))
     tensors = {
-        name: distribute_tensor(x, line, [Shard(0)]) if x.ndim else x for name, x in store.read(path, "").items()
+        name: distribute_tensor(x, line, [Shard(0)]) if x.ndim else x
+        for name, x in store.read_tensors(path, "").items()
     }
     with AsyncSaver(root, world) as saver:
         saver.save(6, tensors=tensors, blobs=store.blobs(path), meta=store.meta(path))
@@ -103,7 +104,7 @@ def test_a_model_takes_what_is_exported(run: str, step: int, tmp_path: Path, req
     found = locate(str(saved), warn=pytest.fail)
     check_fits(saved, found.source.config())
     model = hf.load_model(found.source.folder(), dtype=torch.float32, device=torch.device("cpu"), attention="eager")
-    take(model, saved)
+    copy_checkpoint_weights(model, saved)
     ours, theirs = weights_of(model), weights(exported(saved, tmp_path / "out"))
     assert same({name: ours[name].detach() for name in theirs}, theirs)
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn import run
-from grpo_fn.config import freeze, load
+from grpo_fn.config import freeze, load_config
 from grpo_fn.shell.model import tiny_model
 from grpo_fn.trainer import validate
 
@@ -37,7 +37,7 @@ def given_params(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     tiny_model.make_random(shape, folder / "model", seed=0, chat=False)
     rows = [{"problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {"MODEL": folder / "model", "DATA": folder / "rows.jsonl", "rows.split.test_size": 2}
+    values = {"MODEL": folder / "model", "DATA": folder / "rows.jsonl", "rows.hold_out.test_size": 2}
     values |= {"sections.Evaluation.problems": 2}
     return [f"{name}={value}" for name, value in values.items()]
 
@@ -205,7 +205,7 @@ def test_a_configuration_of_known_keys_can_be_launched_or_says_why_not(nemo: boo
         path = Path(folder) / "made.gin"
         path.write_text(made.text("x"), encoding="utf-8")
         given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
-        config = load([str(path)], given)
+        config = load_config([str(path)], given)
     knobs = config.root.knobs["algorithm"].knobs
     objective, old_logp = (freeze(knobs[name], {}) for name in ("objective", "old_logp"))
     validate.check_correction(objective, old_logp)
@@ -288,7 +288,10 @@ OF_TRL = {  # a configuration: the engine file, and some of what is bound
     "colocated": (
         {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
         "engine/vllm_colocated.gin",
-        {"vllm_sampler.colocated.gpu_memory_utilization": 0.3, "vllm_sampler.colocated.tensor_parallel": 2},
+        {
+            "vllm_sampler.colocated_sampler.gpu_memory_utilization": 0.3,
+            "vllm_sampler.colocated_sampler.tensor_parallel": 2,
+        },
     ),
     "server": (
         {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "gpu-a", "vllm_server_port": 8001},
@@ -337,14 +340,17 @@ OF_NEMO = {
     "colocated": (
         {"policy.generation.vllm_cfg.enforce_eager": True} | VLLM,
         "engine/vllm_colocated.gin",
-        {"vllm_sampler.colocated.gpu_memory_utilization": 0.6, "vllm_sampler.colocated.enforce_eager": True},
+        {
+            "vllm_sampler.colocated_sampler.gpu_memory_utilization": 0.6,
+            "vllm_sampler.colocated_sampler.enforce_eager": True,
+        },
     ),
     "ahead": (
         {"grpo.async_grpo.max_trajectory_age_steps": 3, "grpo.async_grpo.in_flight_weight_updates": True} | AHEAD,
         "engine/async_one_step.gin",
         {
             "sections.Sampling.max_staleness": 3,
-            "vllm_servers.Dedicated.pause": "keep",
+            "vllm_servers.DedicatedEngine.pause": "keep",
             "importance.truncated_weight.cap": 1e15,
         },
     ),
@@ -379,7 +385,7 @@ def test_an_engine_and_a_correction_are_carried(nemo: bool, name: str, tmp_path:
     assert {knob: found.get(knob) for knob in bound} == bound
     (tmp_path / "made.gin").write_text(made.text("x"))
     given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
-    knobs = load([str(tmp_path / "made.gin")], given).root.knobs["algorithm"].knobs
+    knobs = load_config([str(tmp_path / "made.gin")], given).root.knobs["algorithm"].knobs
     validate.check_correction(*(freeze(knobs[knob], {}) for knob in ("objective", "old_logp")))
 
 

@@ -18,7 +18,7 @@ def test_every_preset_is_seen_in_a_stored_step(whole: Path, capsys: pytest.Captu
     assert tool.main([str(whole), "--step", "4", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     page = Reader(out.read_text())
-    for name in presets.names():
+    for name in presets.preset_names():
         assert name in said
         assert any(name in text for text in page.texts)
     assert "gdpo: left out, weights: got parts ['boxed', 'correct']" in said  # this run has others

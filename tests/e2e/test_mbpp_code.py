@@ -7,7 +7,7 @@ import pytest
 from e2e.running import AtPhase, finish, metrics, outcome
 from published import published
 
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.core.problem import Completion
 from grpo_fn.shell import sandbox
 from grpo_fn.shell.logging import eval_store
@@ -61,7 +61,7 @@ def test_a_run_on_programs_resumes_exactly_and_judges_every_time_alike(params: l
 
 
 def test_the_runs_own_reward_tells_reference_programs_from_others(params: list[str]) -> None:
-    kwargs = load(["run/mbpp_code.gin"], params).kwargs()
+    kwargs = load_config(["run/mbpp_code.gin"], params).kwargs()
     passed, share = kwargs["rewards"].reward.keywords["parts"]
     for problem in kwargs["data"].task().test[:3]:
         right = Completion(f"Here it is.\n```python\n{problem.answer}\n```\n", 40, False)

@@ -35,7 +35,7 @@ def rollouts(run: Path) -> dict[int, list[dict[str, Any]]]:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """All that the newest checkpoint holds: weights and moments."""
-    return store.read(run / "checkpoints" / f"step_{store.steps(run / 'checkpoints')[-1]}", "")
+    return store.read_tensors(run / "checkpoints" / f"step_{store.steps(run / 'checkpoints')[-1]}", "")
 
 
 def same_run(ours: Path, theirs: Path) -> None:

@@ -93,7 +93,9 @@ def qwen(request: pytest.FixtureRequest) -> Recipe:
 def code(request: pytest.FixtureRequest) -> Recipe:
     no_sandbox()
     says = ("64 prompts x 8 samples = 512", "replicate 2 x shard 1 x tensor 1", "problems     500", "epochs of 374")
-    return Recipe("code_slurm_v100", {"DATA": published("mbpp")}, {"sections.Policy.initial_scale": 1024.0}, says, 2)
+    return Recipe(
+        "code_slurm_v100", {"DATA": published("mbpp")}, {"sections.PolicyUpdate.initial_scale": 1024.0}, says, 2
+    )
 
 
 def k8s(request: pytest.FixtureRequest) -> Recipe:
@@ -362,9 +364,9 @@ def documented(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", [*RECIPE])
 def test_every_knob_that_its_table_names_is_one_of_the_recipe(name: str) -> None:
-    from grpo_fn.config import read
+    from grpo_fn.config import parse_gin
 
-    bound = read([f"experiments/{name}/run.gin"], [])
+    bound = parse_gin([f"experiments/{name}/run.gin"], [])
     known = {str(label) for label in knob_names(bound)}
     text = (RECIPES / name / "README.md").read_text()
     rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("|") and line.count("|") >= 4]

@@ -19,9 +19,9 @@ from e2e.running import TESTS, command, finish, metrics
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.core.batch import by_width, cut, minibatches
+from grpo_fn.core.batch import by_width, minibatches, trim_rows
 from grpo_fn.core.checksums import QUANTITIES
-from grpo_fn.core.packing import by_reading, together
+from grpo_fn.core.packing import by_reading, share_prompts
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.replay import __main__
 from grpo_fn.replay import replay_step as again
@@ -31,7 +31,7 @@ from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.policy.checksums import recorded
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
-READ = partial(by_reading, share=together)
+READ = partial(by_reading, share=share_prompts)
 LORA = ("--gin_file", "scale/lora.gin")
 ALL = ", ".join(QUANTITIES)
 Replayed = Callable[..., tuple[int, str]]
@@ -434,7 +434,7 @@ def test_signals_go_back_to_their_rows(
     split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)
     split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)
     minis = [mini for _ in range(epochs) for mini in minibatches(batch, parts)]
-    cuts = [cut(mini, rows) for mini in minis for rows in split(mini)]
+    cuts = [trim_rows(mini, rows) for mini in minis for rows in split(mini)]
     sent = [(micro, Scores(micro.logp_old, torch.where(micro.mask, 1.0, torch.nan))) for micro in cuts]
     rows = again.dealt(batch, split, epochs=epochs, parts=parts)
     logp, count = laid_out(batch, rows, sent)

@@ -10,7 +10,7 @@ from e2e.running import TESTS, board, command, finish, metrics, outcome
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_fn import run
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging import rollout_store
 
@@ -91,7 +91,7 @@ def test_the_phases_of_a_step_add_up_to_its_time(whole: Path) -> None:
 
 def test_the_exported_model_opens_and_is_the_final_one(whole: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(whole / "model")
-    final = store.read(whole / "checkpoints" / "step_6", "weights.")
+    final = store.read_tensors(whole / "checkpoints" / "step_6", "weights.")
     ours = dict(model.named_parameters())
     assert ours.keys() == final.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in final.items())
@@ -127,7 +127,7 @@ def test_the_console_holds_no_bar_of_a_library(whole: Path) -> None:
 
 def test_the_written_configuration_launches_the_same_run(whole: Path, tmp_path: Path) -> None:
     config = str(whole / "config.gin")
-    assert load([config], []).fingerprint == json.loads((whole / "run.json").read_text())["fingerprint"]
+    assert load_config([config], []).fingerprint == json.loads((whole / "run.json").read_text())["fingerprint"]
     code = finish(["--gin_file", config, "--run_dir", str(tmp_path / "again")], tmp_path / "out")
     assert code == 0, (tmp_path / "out").read_text()
     assert outcome(tmp_path / "again") == outcome(whole)

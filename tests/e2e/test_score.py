@@ -19,10 +19,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from published import published
 
-from grpo_fn.core.problem import Completion, Problem, word
-from grpo_fn.score.jsonl_stream import PIECE, Lines, asked, marked, verdict_names
-from grpo_fn.score.reward_spec import Named, reward_of
-from grpo_fn.score.scoring import EXIT_BROKEN_PIPE, MOST_BYTES, MOST_ROWS, scored
+from grpo_fn.core.problem import Completion, Problem, verdict_name
+from grpo_fn.score.jsonl_stream import PIECE, Lines, annotate_row, parse_row, verdict_names
+from grpo_fn.score.reward_spec import RewardSpec, reward_of
+from grpo_fn.score.scoring import EXIT_BROKEN_PIPE, MOST_BYTES, MOST_ROWS, score_lines
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.reward_workers.worker_handle import Outcome, ready_among
 
@@ -129,15 +129,15 @@ outcomes = st.builds(Outcome, st.none() | st.floats(-2, 2), st.text(max_size=9),
 @given(lines(st.text()), outcomes, st.sampled_from(["", "_b", "é\ud800"]))
 def test_a_row_is_carried_along_byte_for_byte(line: bytes, outcome: Outcome, suffix: str) -> None:
     row = json.loads(line)
-    problem, completion = asked("here", 7, line, needs=(), suffix=suffix)
+    problem, completion = parse_row("here", 7, line, needs=(), suffix=suffix)
     assert completion.text == row["completion"]
     assert problem.meta == {name: value for name, value in row.items() if name != "completion"}
-    out = marked(line, outcome, suffix=suffix)
+    out = annotate_row(line, outcome, suffix=suffix)
     assert out.startswith(line.strip(b" \t\r")[:-1].rstrip(b" \t\r"))
     assert out.endswith(b"}\n")
     assert out.count(b"\n") == 1
     after = json.loads(out)
-    wanted = [word(outcome.value), outcome.value, outcome.reason, round(outcome.seconds, 6)]
+    wanted = [verdict_name(outcome.value), outcome.value, outcome.reason, round(outcome.seconds, 6)]
     assert [after.pop(name) for name in verdict_names(suffix)] == wanted
     assert after == row
     assert list(after) == list(row)
@@ -175,14 +175,14 @@ def pool(folder: Path) -> RewardPool:
 
 def stream(pool: RewardPool, data: bytes) -> list[bytes]:
     """What comes out, until there is no more or a bad row."""
-    fn = reward_of(Named("mine.number", (), "", 5.0, ()), [])
+    fn = reward_of(RewardSpec("mine.number", (), "", 5.0, ()), [])
     out = []
     with tempfile.TemporaryFile(buffering=0) as file:
         file.write(data)
         file.seek(0)
         try:
-            for batch in scored(Lines(file, "rows"), pool, fn, needs=(), suffix=""):
-                out += [marked(line, outcome, suffix="") for line, outcome in batch]
+            for batch in score_lines(Lines(file, "rows"), pool, fn, needs=(), suffix=""):
+                out += [annotate_row(line, outcome, suffix="") for line, outcome in batch]
         except ValueError as error:
             out.append(str(error).encode())
     return out
@@ -199,7 +199,7 @@ def test_every_row_comes_back_in_order_with_its_own_verdict(pool: RewardPool, ro
         text = json.loads(line)["completion"]
         value = float(text) if text not in ("None", "no number") else None
         assert result.items() >= json.loads(line).items()
-        assert (result["verdict"], result["score"]) == (word(value), value)
+        assert (result["verdict"], result["score"]) == (verdict_name(value), value)
         assert (result["reason"] == "") == (value is not None)
 
 
@@ -243,7 +243,7 @@ def test_a_bad_row_is_named_after_all_before_it_are_scored(
 )
 def test_what_a_reward_needs_has_to_be_there(needs: str, field: str, fits: list, misfits: list) -> None:
     def ask(**fields: object) -> tuple[Problem, Completion]:
-        return asked("here", 1, json.dumps({"completion": "x", **fields}).encode(), needs=(needs,), suffix="")
+        return parse_row("here", 1, json.dumps({"completion": "x", **fields}).encode(), needs=(needs,), suffix="")
 
     for value in fits:
         ask(**{field: value})
@@ -268,7 +268,7 @@ def test_what_a_reward_needs_has_to_be_there(needs: str, field: str, fits: list,
 )
 def test_the_gold_is_the_answer_or_what_follows_its_last_hashes(answer: object, gold: str) -> None:
     line = json.dumps({"completion": "x", "answer": answer, "length": 3, "truncated": True}).encode()
-    problem, completion = asked("here", 5, line, needs=(), suffix="")
+    problem, completion = parse_row("here", 5, line, needs=(), suffix="")
     assert (problem.uid, problem.answer, problem.meta["answer"]) == (5, gold, answer)
     assert completion == Completion("x", 3, True)
 
@@ -284,7 +284,7 @@ def test_the_gold_is_the_answer_or_what_follows_its_last_hashes(answer: object, 
 )
 def test_published_and_plain_rows_of_programs_ask_the_same(row: dict, tests: list, setup: str, answer: str) -> None:
     line = json.dumps({"completion": "x", **row}).encode()
-    problem, _ = asked("here", 1, line, needs=("tests",), suffix="")
+    problem, _ = parse_row("here", 1, line, needs=("tests",), suffix="")
     assert (problem.meta["tests"], problem.meta["setup"], problem.answer) == (tests, setup, answer)
     assert problem.meta.items() >= row.items()
 

@@ -5,24 +5,24 @@ from functools import partial
 
 from torch import Tensor
 
-from grpo_fn.core.batch import by_width, cut
-from grpo_fn.core.packing import Share, by_reading, together
+from grpo_fn.core.batch import by_width, trim_rows
+from grpo_fn.core.packing import Share, by_reading, share_prompts
 from grpo_fn.core.types import Batch, Gains, Scores, Totals
-from grpo_fn.testing.strategies import GARBAGE, batches, padded, row_of, rows, spoiled
+from grpo_fn.testing.strategies import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
 
 __all__ = [
     "GARBAGE",
     "UNMOVED",
     "batches",
     "dealt",
+    "loss_rows",
+    "one_row",
     "packed_split",
-    "padded",
-    "row_of",
-    "rows",
     "scores",
     "split",
-    "spoiled",
     "totals",
+    "with_garbage",
+    "with_padding",
 ]
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)
@@ -45,9 +45,9 @@ def dealt(batch: Batch, micro_tokens: int, devices: int, parts: Callable = by_wi
 
 def split(batch: Batch, micro_tokens: int, devices: int, parts: Callable = by_width) -> list[Batch]:
     """Micro-batches, their rows found by `parts`."""
-    return [cut(batch, rows) for rows in dealt(batch, micro_tokens, devices, parts)]
+    return [trim_rows(batch, rows) for rows in dealt(batch, micro_tokens, devices, parts)]
 
 
-def packed_split(batch: Batch, micro_tokens: int, devices: int, *, share: Share = together) -> list[Batch]:
+def packed_split(batch: Batch, micro_tokens: int, devices: int, *, share: Share = share_prompts) -> list[Batch]:
     """Micro-batches by what is read."""
     return split(batch, micro_tokens, devices, partial(by_reading, share=share))

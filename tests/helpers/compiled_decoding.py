@@ -15,7 +15,7 @@ from test_local_sampler import KEY, completions, problems
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.blocks import recompilations
 from grpo_fn.shell.sampler.local.cuda_graphs import Eager
-from grpo_fn.shell.sampler.local.decode_step import compiled
+from grpo_fn.shell.sampler.local.decode_step import compile_decode_parts
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
 ASKED = ((TEXTS, 2), (TEXTS[:3], 3), (TEXTS[:1], 5))  # prompts, and completions of each
@@ -25,7 +25,9 @@ def main(name: str) -> dict[str, object]:
     """What one family of models gives."""
     s = family(name, max_rows=5)
     module = copy.deepcopy(s.model)
-    other = LocalSampler(**{**vars(s), "model": module, "held": held(module, Eager(), code=compiled(module))})
+    other = LocalSampler(
+        **{**vars(s), "model": module, "held": held(module, Eager(), code=compile_decode_parts(module))}
+    )
     found: dict[str, list] = {"same": [], "apart": [], "built": []}
     for texts, group_size in ASKED * 2:
         one, two = (x.sample(problems(texts), group_size, key=KEY) for x in (s, other))

@@ -61,7 +61,7 @@ SAFE_OPEN = load_weights.safe_open
 
 
 def divided(folder: Path, size: int, adapters: bool) -> Root:
-    model = load_weights.empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
+    model = load_weights.meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
     root = Root(lora.attach(model, HOW) if adapters else model)
     mesh = init_device_mesh("cpu", (size,))
     for block in blocks(root):
@@ -72,7 +72,7 @@ def divided(folder: Path, size: int, adapters: bool) -> Root:
 def filled(folder: Path, size: int) -> dict[str, object]:
     root = divided(folder, size, adapters=False)
     Counting.read, load_weights.safe_open = 0, Counting
-    load_weights.fill(root, folder, device=CPU, prefix="model.")
+    load_weights.load_shards(root, folder, device=CPU, prefix="model.")
     load_weights.safe_open = SAFE_OPEN
     held = sum(p.to_local().numel() for p in root.parameters())
     full = {name: p.full_tensor() for name, p in root.named_parameters()}
@@ -85,12 +85,14 @@ def with_adapters(folder: Path, size: int) -> dict[str, object]:
     """The adapters of a divided model, gathered, and those of a whole one."""
     key = prng.key(3, device=CPU)
     root = divided(folder, size, adapters=True)
-    load_weights.fill(root, folder, device=CPU, prefix="model.")
+    load_weights.load_shards(root, folder, device=CPU, prefix="model.")
     lora.reset(root, key=key, device=CPU)
     alone = Root(
-        lora.attach(load_weights.empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32), HOW)
+        lora.attach(
+            load_weights.meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32), HOW
+        )
     )
-    load_weights.fill(alone, folder, device=CPU, prefix="model.")
+    load_weights.load_shards(alone, folder, device=CPU, prefix="model.")
     lora.reset(alone, key=key, device=CPU)
     ids = torch.arange(14).reshape(2, 7)
     for one in (root, alone):  # the gradients, too: a frozen base and adapters in one group

@@ -84,7 +84,7 @@ def step(prompts: Sequence[str], texts: Sequence[Sequence[str]], seed: int = 0) 
     return Experience(Groups(problems, rollout, reward), adv, batch), scores
 
 
-def looked_at(experience: Experience, scores: Scores, rows: int = 1000) -> token_report.Shown:
+def looked_at(experience: Experience, scores: Scores, rows: int = 1000) -> token_report.TokenReport:
     """As the page gets it."""
     signal, seen = token_report.signal_of_step(experience.batch, scores, CLIPPED, UNMOVED, minibatches=1)
-    return token_report.shown(experience, signal, seen, decode, special(), rows=rows)
+    return token_report.token_report(experience, signal, seen, decode, special(), rows=rows)

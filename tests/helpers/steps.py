@@ -15,11 +15,11 @@ from torch import Tensor
 from grpo_fn.algo import controllers
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.group_sampling import GroupBatch
-from grpo_fn.config import freeze, load
+from grpo_fn.config import freeze, load_config
 from grpo_fn.core import prng
-from grpo_fn.core.groups import take
+from grpo_fn.core.groups import select_groups
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Carried, Groups, Pullback, Reward, Rollout, Scores
+from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Reward, Rollout, Scores
 
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")
@@ -40,7 +40,7 @@ class Preset(NamedTuple):
 @cache
 def preset(name: str) -> Preset:
     """As a run would get it from `--gin_file run/arithmetic.gin --gin_file algo/NAME.gin`."""
-    knobs = load(["run/arithmetic.gin", f"algo/{name}.gin"], []).root.knobs
+    knobs = load_config(["run/arithmetic.gin", f"algo/{name}.gin"], []).root.knobs
     chosen = {k: knobs["algorithm"].knobs[k] for k in CHOSEN}
     return Preset(**freeze(chosen, {}), max_new_tokens=knobs["sampling"].knobs["max_new_tokens"])
 
@@ -165,7 +165,7 @@ def learn(
     cut: Callable[..., list[Tensor]] = dealt,
 ) -> Learned:
     """What grpo_step makes of the step's groups, or of the groups `only` in that order."""
-    groups = step.groups if only is None else take(step.groups, only)
+    groups = step.groups if only is None else select_groups(step.groups, only)
     algo = algorithm.StepAlgorithm(
         group_sampling=partial(as_sampled, groups),
         reward=unasked,
@@ -190,7 +190,7 @@ def learn(
     return Learned(torch.stack(policy.signals), figures["loss/objective"])
 
 
-def as_sampled(groups: Groups, explore: Callable, carried: Carried) -> GroupBatch:
+def as_sampled(groups: Groups, explore: Callable, carried: Carry) -> GroupBatch:
     return GroupBatch(groups, groups, carried, {})
 
 

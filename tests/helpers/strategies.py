@@ -1,5 +1,5 @@
 """Small tensors, drawn: those of the published test kit, under the name that the tests know."""
 
-from grpo_fn.testing.strategies import finite, groups, masks, tensors
+from grpo_fn.testing.strategies import finite_floats, groups, masks, tensors
 
-__all__ = ["finite", "groups", "masks", "tensors"]
+__all__ = ["finite_floats", "groups", "masks", "tensors"]

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from safetensors.torch import load
 
-from grpo_fn.shell.sampler.fingerprint import NOTHING, fingerprint
+from grpo_fn.shell.sampler.fingerprint import NOTHING, weight_fingerprint
 
 WELL = {"backend": "grpo_file", "logprobs_mode": "processed_logprobs", "dtype": "float32"}
 
@@ -31,7 +31,7 @@ def checksum(tensors):
     """Of weights, as a worker sees them."""
     total = NOTHING
     for tensor in tensors:
-        total += fingerprint(tensor)
+        total += weight_fingerprint(tensor)
     return total
 
 

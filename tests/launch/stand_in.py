@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo_fn import run
 from grpo_fn.shell.atomic_io import write_json
 from grpo_fn.shell.process import EXIT_STOPPED, StopRequest
-from grpo_fn.shell.world import EXIT_LOST, LostRank, World, join
+from grpo_fn.shell.world import EXIT_LOST, LostRank, World, join_world
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
         return 2
     try:
         with StopRequest() as stop:
-            return work(join("cpu", deadline=float(knobs["DEADLINE"])), args.run_dir, knobs, stop)
+            return work(join_world("cpu", deadline=float(knobs["DEADLINE"])), args.run_dir, knobs, stop)
     except LostRank as lost:
         print(lost, file=sys.stderr, flush=True)
         os._exit(EXIT_LOST)  # the backend's threads abort an interpreter that ends while a connection is broken

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.algo.metrics import of_reward
+from grpo_fn.algo.metrics import reward_metrics
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import TAKEN, combine, part_names, score_serially
@@ -103,7 +103,7 @@ def test_a_part_never_takes_the_name_of_a_metric_of_the_whole_reward(name):
     assert part_names([part]) == [f"mine.{name}"]
     reward = combine(problems(1), rollout(["1", "2"]), parts=[part], weights=[1.0], score=score_serially)
     whole = {f"reward/{taken}" for taken in TAKEN}
-    assert set(of_reward(reward)) == whole | {f"reward/mine.{name}"}
+    assert set(reward_metrics(reward)) == whole | {f"reward/mine.{name}"}
 
 
 def wrapped(problem, completion, *, reward, seconds):

@@ -19,7 +19,7 @@ from experiments.custom_reward.test_idea import (
     test_steps_count_once_and_from_the_start as test_steps_count_once_and_from_the_start,
 )
 from grpo_fn import run, testing
-from grpo_fn.config import freeze, load
+from grpo_fn.config import freeze, load_config
 from grpo_fn.rewards.combine import part_names
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def test_gin_says_what_exists_and_uses_all_that_it_binds(place, names, tmp_path)
     """Laid over the embedded run; unknown and unused names are refused by load."""
     bindings = [line for line in blocks("gin")[place].splitlines() if not line.startswith("from ")]
     (tmp_path / "page.gin").write_text("\n".join([IMPORTS, *bindings, ""]), encoding="utf-8")
-    reward = freeze(load([str(tmp_path / "page.gin")], []).root.knobs["rewards"].knobs["reward"], {})
+    reward = freeze(load_config([str(tmp_path / "page.gin")], []).root.knobs["rewards"].knobs["reward"], {})
     assert len(reward.keywords["parts"]) == len(reward.keywords["weights"]) == names
     assert len(part_names(reward.keywords["parts"])) == names
 
@@ -95,7 +95,7 @@ def test_the_run_of_the_page_is_whole(line):
     args = run.flags().parse_args(shlex.split(line)[3:])
     (file,) = args.gin_file
     assert (PROJECT / file).is_file()
-    assert load([str(PROJECT / file)], []).root.knobs
+    assert load_config([str(PROJECT / file)], []).root.knobs
 
 
 def test_the_folder_that_the_page_gives_to_pytest_holds_the_tests_that_are_run_here():

@@ -186,7 +186,7 @@ def test_a_megabyte_is_wrong_and_disturbs_nobody(pool, fn):
 
 @pytest.mark.parametrize("bomb", KNOWN_BOMBS.values(), ids=KNOWN_BOMBS.keys())
 def test_known_bombs_are_wrong_at_once_and_never_reach_the_parser(monkeypatch, bomb):
-    golds = {gold: reward_math._read(reward_math.plain(gold)) for gold in GOLDS.values()}
+    golds = {gold: reward_math._read(reward_math.plain_answer(gold)) for gold in GOLDS.values()}
     monkeypatch.setattr(reward_math, "_read", lambda text: golds[text] if text in golds else pytest.fail(text))
     monkeypatch.setattr(reward_math, "plain", lambda text: text if text in golds else reward_plain(text))
     for gold in golds:
@@ -196,7 +196,7 @@ def test_known_bombs_are_wrong_at_once_and_never_reach_the_parser(monkeypatch, b
         assert time.process_time() - start < 0.1
 
 
-reward_plain = reward_math.plain
+reward_plain = reward_math.plain_answer
 
 
 def test_a_gold_may_use_what_would_be_a_bomb_elsewhere():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import part_names
 from grpo_fn.rewards.math import correct
@@ -73,6 +73,6 @@ judge/wrappers.with_timeout.seconds = 2.5
 
 def test_a_gin_file_can_put_it_around_any_reward(tmp_path):
     (tmp_path / "judge.gin").write_text(GIN)
-    knobs = load([str(tmp_path / "judge.gin")], [], root="grpo_fn.rewards.wrappers.with_timeout").kwargs()
+    knobs = load_config([str(tmp_path / "judge.gin")], [], root="grpo_fn.rewards.wrappers.with_timeout").kwargs()
     assert seconds_of(knobs["reward"]) == 2.5
     assert knobs["reward"].keywords["reward"] is correct

@@ -14,7 +14,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards import math as reward_math
 from grpo_fn.rewards.math import LONGEST_ANSWER, correct, lenient, marked_answer
 from grpo_fn.rewards.math.equivalence import equal
-from grpo_fn.rewards.math.extract import last_value, plain
+from grpo_fn.rewards.math.extract import last_value, plain_answer
 from grpo_fn.rewards.math.screen import costly, evasive, power
 
 
@@ -514,8 +514,8 @@ def test_tiny_decimals_are_equal_only_if_they_are(size, digit, other):
 @given(st.data(), wholes, st.sampled_from([-1, 0, 1]), st.booleans())
 def test_literals_are_read_as_the_parser_reads_them(data, value, gap, decimal):
     text = data.draw(written(value)) if not decimal else f"{value / 1000!r}"
-    assume(reward_math._LITERAL.fullmatch(plain(text)) and "e" not in text)
-    literal, parsed = reward_math._read(plain(text)), reward_math._parsed(plain(text))
+    assume(reward_math._LITERAL.fullmatch(plain_answer(text)) and "e" not in text)
+    literal, parsed = reward_math._read(plain_answer(text)), reward_math._parsed(plain_answer(text))
     assert equal(literal, parsed)
     assert equal(parsed, literal)
     assert equal(literal, reward_math._parsed(str(value + gap))) == (gap == 0 and not decimal) or decimal
@@ -598,10 +598,10 @@ def test_a_marked_answer_put_in_a_box_is_marked_as_it_is(text):
 
 @given(st.one_of(soup, prose, st.sampled_from([text for _, text in RIGHT])))
 def test_an_answer_in_plain_spelling_stays_as_it_is(text):
-    once = plain(text)
+    once = plain_answer(text)
     assume(len(once) <= LONGEST_ANSWER)
-    twice = plain(once)
-    assert plain(twice) == twice
+    twice = plain_answer(once)
+    assert plain_answer(twice) == twice
 
 
 @given(prose, prose, st.integers(0, 999), st.integers(0, 999))
@@ -670,7 +670,7 @@ def test_a_megabyte_is_searched_in_linear_time(before, unit):
 def test_the_longest_answer_is_put_in_plain_spelling_at_once(unit):
     text = (unit * LONGEST_ANSWER)[:LONGEST_ANSWER]
     for answer in (text, text[:-1] + "!", "1" + text[1:], text[:-10] + r"\text{ cm}x"):
-        assert min(seconds(plain, answer) for _ in range(3)) < 0.1
+        assert min(seconds(plain_answer, answer) for _ in range(3)) < 0.1
 
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS.keys())

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from grpo_fn.shell import world
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.policy.mesh import HOST, REST, Parallelism
-from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, alone, find_device, join
+from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, alone, find_device, join_world
 
 pytestmark = pytest.mark.xdist_group("world")
 EXAMPLES = settings.default.max_examples
@@ -277,7 +277,7 @@ def alone_in_a_world_of_two(world: World, port: int, rank: int) -> tuple[str, st
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    return told(world, partial(join, "cpu", deadline=1.0))
+    return told(world, partial(join_world, "cpu", deadline=1.0))
 
 
 def free_port() -> int:
@@ -302,7 +302,7 @@ def joined(world: World, port: int) -> tuple[int, int, bool, str, list[int]]:
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world.size)}
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank)}
-    mine = join("cpu", deadline=20.0)
+    mine = join_world("cpu", deadline=20.0)
     met = mine.exchange(mine.rank, what="who is there")
     mine.leave()
     return mine.rank, mine.size, mine.main, str(mine.device), met
@@ -319,7 +319,7 @@ def test_ranks_that_torchrun_describes_find_each_other_and_part_in_peace(size):
 def test_without_torchrun_one_is_alone(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert (join("cpu", deadline=1.0).size, join("auto", deadline=1.0).rank) == (1, 0)
+    assert (join_world("cpu", deadline=1.0).size, join_world("auto", deadline=1.0).rank) == (1, 0)
 
 
 @pytest.mark.parametrize("name", ["cuda:77", "abacus", ""])

@@ -14,7 +14,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.math import correct
 from grpo_fn.tasks import arithmetic, gsm8k
-from grpo_fn.tasks.task import TEST_UID, from_rows, held_out, keep, noted, train_problems
+from grpo_fn.tasks.task import TEST_UID, from_rows, held_out, keep, train_problems, with_notes
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -85,7 +85,7 @@ def test_kept_rows_are_asked_once_an_epoch_under_their_old_numbers(seed, stay, e
         with pytest.raises(ValueError, match=r"got \d+, of which none may stay"):
             keep(task, lambda problem: stay[problem.meta["row"]])
         return
-    left, count = keep(noted(task, "before"), lambda problem: stay[problem.meta["row"]])
+    left, count = keep(with_notes(task, "before"), lambda problem: stay[problem.meta["row"]])
     assert (left.size, count) == (sum(stay), len(stay) - sum(stay))
     assert (left.test, left.notes) == (task.test, ("before",))
     asked = train_problems(left, key(seed), epoch * left.size, left.size)
@@ -191,7 +191,7 @@ def test_no_training_draw_touches_a_held_out_content(seed, size, start):
 def test_held_out_and_training_contents_are_all_contents_and_a_larger_test_extends_a_smaller(size):
     shape, test_size = size
     every = arithmetic.contents(max_value=shape[0], operations=shape[1])
-    held_out, rest = arithmetic.split(max_value=shape[0], operations=shape[1], test_size=test_size)
+    held_out, rest = arithmetic.split_contents(max_value=shape[0], operations=shape[1], test_size=test_size)
     assert sorted((*held_out, *rest)) == sorted(every)
     whole = make(*shape, len(every) - 1).test
     assert make(*shape, test_size).test == whole[:test_size]
@@ -257,9 +257,9 @@ def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed, s
         assert prompt == problem.prompt
         assert correct(problem, completion) == boxed(problem, completion) == 1.0
         assert content(problem) not in held_out
-        assert written in (arithmetic.worked(problem), arithmetic.terse(problem))
+        assert written in (arithmetic.worked_solution(problem), arithmetic.terse(problem))
         assert share not in (0.0, 1.0) or ("=" in written) == bool(share)
-        *steps, _ = arithmetic.worked(problem).split(" ")
+        *steps, _ = arithmetic.worked_solution(problem).split(" ")
         for step in steps:
             left, right = step.split("=")
             assert eval(left) == eval(right)  # the working is sound

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from published import published
 
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.tasks import rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "gin" / "task"
@@ -28,7 +28,7 @@ TASKS = {
 def made(name, macros):
     """What a run file would receive as its task when this task file lies over it."""
     given = [f"{macro}={value}" for macro, value in {"MODEL": "some/model", **macros}.items()]
-    return load(["run/math.gin", f"task/{name}.gin"], given).kwargs()["data"].task
+    return load_config(["run/math.gin", f"task/{name}.gin"], given).kwargs()["data"].task
 
 
 def test_every_task_file_is_tried():
@@ -46,7 +46,7 @@ def test_a_task_file_makes_its_task(name):
 def test_the_hub_task_reads_the_published_fields_and_holds_out_math500(monkeypatch):
     found = made("openmath", {"DATA": published("math/math500.jsonl")}).keywords
     (train,), (test,) = found["train"], found["test"]
-    assert (test.func, len(test())) == (rows.problems, 500)
+    assert (test.func, len(test())) == (rows.read_problems, 500)
     assert test()[0].meta.keys() == {"row", "source", "level", "subject"}
     hub = {"name": "nvidia/OpenMathInstruct-2", "config": "", "split": "train_1M", "revision": ""}
     assert train.keywords["read"].keywords == hub

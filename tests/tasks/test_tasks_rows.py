@@ -22,7 +22,7 @@ FIELDS = {
     "prompt_field": "q",
     "answer_field": "a",
     "meta_fields": [],
-    "gold": rows.plain,
+    "gold": rows.field_text,
     "template": "{prompt}",
     "size": 0,
 }
@@ -38,7 +38,7 @@ def given_rows(*values):
 
 
 def source(*values, name="s", **changes):
-    return partial(rows.problems, **{"read": given_rows(*values), "source": name, **FIELDS, **changes})
+    return partial(rows.read_problems, **{"read": given_rows(*values), "source": name, **FIELDS, **changes})
 
 
 def numbers(first, last, **changes):
@@ -92,12 +92,12 @@ def test_one_field_may_be_prompt_answer_and_meta_at_once():
     ],
 )
 def test_plain_golds(value, want):
-    assert rows.plain(value) == want
+    assert rows.field_text(value) == want
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**30), 10**30))
 def test_a_number_is_written_as_one_that_reads_back_equal_and_whole_ones_without_a_point(value):
-    said = rows.plain(value)
+    said = rows.field_text(value)
     assert float(said) == float(value)
     if isinstance(value, int) or (value == int(value) and abs(value) < 2**53):
         assert int(said) == value
@@ -188,7 +188,7 @@ def test_a_task_without_training_sources_can_only_be_evaluated_on_or_be_a_part()
 @given(st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n - 1), st.integers(1, n - 1))))
 def test_split_holds_out_the_same_rows_always_and_more_of_them_extend_fewer(sizes):
     n, small, large = sizes[0], *sorted(sizes[1:])
-    few, many = (rows.split(rows=[numbers(0, n)], test_size=size) for size in (small, large))
+    few, many = (rows.hold_out(rows=[numbers(0, n)], test_size=size) for size in (small, large))
     assert [p.prompt for p in many.test][:small] == [p.prompt for p in few.test]
     assert sorted(p.prompt for p in (*few.rows, *few.test)) == sorted(f"q{i}" for i in range(n))
     assert (few.size, len(few.test), few.notes) == (n - small, small, ())
@@ -198,7 +198,7 @@ def test_split_holds_out_the_same_rows_always_and_more_of_them_extend_fewer(size
 def test_split_holds_out_only_rows_with_an_answer_and_shuffles():
     some = numbers(0, 40)
     bad = source({"q": "q1", "a": "1"}, {"q": "none", "a": None}, name="bad")
-    task = rows.split(rows=[some, bad], test_size=20)
+    task = rows.hold_out(rows=[some, bad], test_size=20)
     assert (task.size, len(task.test)) == (20, 20)
     assert [p.meta["row"] for p in task.test] != sorted(p.meta["row"] for p in task.test)
     assert task.notes == (
@@ -207,7 +207,7 @@ def test_split_holds_out_only_rows_with_an_answer_and_shuffles():
     )
     for size in (0, 40, -1):
         with pytest.raises(ValueError, match=r"test_size: got .*wanted 1 to 39 of the 40 rows"):
-            rows.split(rows=[some, bad], test_size=size)
+            rows.hold_out(rows=[some, bad], test_size=size)
 
 
 # Readers
@@ -362,7 +362,9 @@ def test_the_published_competitions_are_a_held_out_set_with_whole_number_golds()
     files = {"aime24": "aime/aime24.jsonl", "aime25": "aime/aime25.jsonl", "amc23": "amc/amc23.jsonl"}
     made = {"prompt_field": "problem", "answer_field": "answer"}
     sources = [
-        partial(rows.problems, read=partial(readers.file, path=str(published(path))), source=name, **{**FIELDS, **made})
+        partial(
+            rows.read_problems, read=partial(readers.file, path=str(published(path))), source=name, **{**FIELDS, **made}
+        )
         for name, path in files.items()
     ]
     task = rows.task(train=[], test=sources)

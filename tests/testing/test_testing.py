@@ -15,7 +15,7 @@ from profiles import profile, quarter
 
 from grpo_fn import testing
 from grpo_fn.algo import advantage, kl
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards import format, length
@@ -94,7 +94,7 @@ ADVANTAGE_FAULTS = [
     (plain_normalized, advantages.constant_group_is_exactly_zero),
     (counts_the_invalid, advantages.invalid_samples_move_nobody),
     (against_the_first, advantages.order_does_not_matter),
-    (others_std, advantages.bounded),
+    (others_std, advantages.advantages_are_bounded),
     (looks_at_the_data, advantages.groups_do_not_leak),
     (keeps_the_invalid, advantages.finite_and_zero_where_invalid),
     (in_float32, advantages.finite_and_zero_where_invalid),
@@ -106,7 +106,7 @@ ADVANTAGE_FAULTS = [
 @pytest.mark.parametrize(("faulty", "invariant"), ADVANTAGE_FAULTS)
 def test_a_faulty_advantage_is_caught_by_the_invariant_that_it_breaks(faulty, invariant):
     with pytest.raises((AssertionError, RuntimeError)):
-        invariant(faulty, testing.finite())
+        invariant(faulty, testing.finite_floats())
 
 
 @pytest.mark.usefixtures("fewer")
@@ -509,7 +509,7 @@ def test_a_reward_that_reads_meta_is_checked_on_problems_that_have_it():
 
 
 def test_the_defaults_are_the_deadline_and_the_memory_of_a_run():
-    pool = load(["run/arithmetic.gin"], []).root.knobs["rewards"].knobs["pool"].knobs
+    pool = load_config(["run/arithmetic.gin"], []).root.knobs["rewards"].knobs["pool"].knobs
     defaults = inspect.signature(testing.check_reward).parameters
     assert defaults["deadline"].default == pool["timeout_per_completion"]
     assert defaults["memory_mb"].default == pool["memory_mb"]
@@ -568,13 +568,13 @@ def drawn(strategy):
 
 
 def test_right_and_wrong_rows_are_drawn_and_golds_that_cannot_be_scored():
-    assert {correct(*row) for row in drawn(texts.rows(testing.problems(), testing.completions))} >= {1.0, 0.0}
-    assert "" in drawn(texts.answers())
+    assert {correct(*row) for row in drawn(texts.text_rows(testing.text_problems(), testing.completions))} >= {1.0, 0.0}
+    assert "" in drawn(texts.gold_answers())
 
 
 def test_what_is_drawn_holds_no_bomb_and_no_lone_surrogate():
     """String constants of loaded modules get into st.text, and the bombs are such constants."""
-    for problem, completion in drawn(texts.rows(testing.problems(), testing.completions)):
+    for problem, completion in drawn(texts.text_rows(testing.text_problems(), testing.completions)):
         for text in (completion.text, problem.prompt):
             assert not any(bomb in text for bomb in texts.BOMBS)
             text.encode()
@@ -626,7 +626,7 @@ def test_an_example_is_drawn_as_often_as_the_profile_says():
 
 def test_the_simplest_example_comes_first():
     assert harness.simplest(st.integers(3, 9)) == 3
-    assert harness.simplest(testing.problems()) == Problem(0, "", "0", {})
+    assert harness.simplest(testing.text_problems()) == Problem(0, "", "0", {})
 
 
 def test_a_slow_example_is_no_failure():
@@ -634,7 +634,7 @@ def test_a_slow_example_is_no_failure():
 
 
 def test_the_completions_of_a_row_are_shown_in_brief():
-    row = texts.Row(Problem(3, "?", "42", {}), Completion("x" * 10**6, 7, True))
+    row = texts.TextRow(Problem(3, "?", "42", {}), Completion("x" * 10**6, 7, True))
     assert len(repr(row)) < 300
     assert "uid=3" in repr(row)
     assert "length=7" in repr(row)

@@ -15,7 +15,7 @@ from profiles import quarter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_fn.analysis import health
-from grpo_fn.core.types import Carried, Gains, RunState
+from grpo_fn.core.types import Carry, Gains, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.checkpoint.manifest import seal
@@ -23,7 +23,7 @@ from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 from grpo_fn.shell.world import alone
 from grpo_fn.trainer import async_eval
 from grpo_fn.trainer.sections import Health
-from grpo_fn.trainer.state import BEST, Progress, figures_of, number
+from grpo_fn.trainer.state import BEST, Progress, figures_of, null_to_nan
 
 ALONE = alone(CPU)
 numbers = st.floats(width=32) | st.integers(-1000, 1000)
@@ -113,7 +113,7 @@ def test_a_step_without_a_line_is_refused_and_nothing_changes(tmp_path: Path) ->
 
 def low(history: health.History) -> str | None:
     """The newest evaluation is below a half."""
-    value = health.newest(history, BEST)
+    value = health.newest_value(history, BEST)
     return None if value is None or value >= 0.5 else f"low: {value}"
 
 
@@ -125,7 +125,7 @@ def evaluated_low(history: health.History) -> str | None:
 
 def high_loss(history: health.History) -> str | None:
     """A rule that does not look at evaluations."""
-    value = health.newest(history, "loss/kl")
+    value = health.newest_value(history, "loss/kl")
     return None if value is None or value <= 0.5 else f"loss {value}"
 
 
@@ -141,7 +141,7 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
 ) -> None:
     """At the step without its evaluation, and when that came: together what they say when it is there at once."""
     rules = Health(warn=RULES, stop=(high_loss,))
-    lines = [health.line(step, {"loss/kl": loss}) for step, loss in enumerate(losses)]
+    lines = [health.history_line(step, {"loss/kl": loss}) for step, loss in enumerate(losses)]
     whole = [{**line, **({BEST: scores[i]} if i in scores else {})} for i, line in enumerate(lines)]
     for step in range(len(lines)):
         before = [*whole[:step], lines[step]]
@@ -157,16 +157,16 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
 
 def test_a_late_evaluation_may_end_the_run() -> None:
     rules = Health(warn=(), stop=(low,))
-    before = [health.line(0, {"loss/kl": 0.0})]
+    before = [health.history_line(0, {"loss/kl": 0.0})]
     said, fatal = async_eval.late_findings(rules, before, async_eval.amend_history(before, 0, {BEST: 0.25}))
-    assert (said, fatal) == ([], [health.Finding("low", "low: 0.25")])
+    assert (said, fatal) == ([], [health.HealthFinding("low", "low: 0.25")])
 
 
 # -- for what is kept
 
 
 def progress(step: int, pending: Sequence[int]) -> Progress:
-    carried = Carried(0, None, Gains(1.0, 1.0))
+    carried = Carry(0, None, Gains(1.0, 1.0))
     return Progress(RunState(step, 0), carried, math.nan, math.nan, 0, 0.0, pending=[*pending])
 
 
@@ -176,7 +176,7 @@ def test_figures_count_for_their_own_step_and_the_newest_for_the_run() -> None:
     assert (run.accuracy_before, run.accuracy, run.evaluated, run.pending) == (0.25, 0.25, 0, [2, 4])
     async_eval.credit_score(run, 2, {BEST: 0.5})
     assert (run.accuracy_before, run.accuracy, run.evaluated, run.pending) == (0.25, 0.5, 2, [4])
-    async_eval.credit_score(run, 4, {BEST: number(None)})  # nothing could be scored
+    async_eval.credit_score(run, 4, {BEST: null_to_nan(None)})  # nothing could be scored
     assert math.isnan(run.accuracy)
     assert (run.evaluated, run.pending, run.scores) == (4, [], {0: 0.25, 2: 0.5})
 

@@ -62,8 +62,8 @@ def test_a_reference_is_needed_for_a_kl_in_the_reward(beta):
 
 OUTCOME = partial(credit.outcome, advantage=advantage.mean_centered)
 TO_GO = partial(credit.reward_to_go, beta=0.1)
-KL_COV = partial(masking.kl_cov, share=0.01)
-CLIP_COV = partial(masking.clip_cov, low=1.0, high=5.0, share=0.01)
+KL_COV = partial(masking.kl_cov_tokens, share=0.01)
+CLIP_COV = partial(masking.clip_cov_tokens, low=1.0, high=5.0, share=0.01)
 
 
 @pytest.mark.parametrize(

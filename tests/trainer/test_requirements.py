@@ -17,10 +17,10 @@ from grpo_fn.trainer.requirements import check_engines
 INSTALL = r"error: sampler: got no vllm \(.*\), wanted it installed: pip install 'grpo-fn\[vllm\]'"
 COLOCATED = ["--gin_file", "run/arithmetic_vllm.gin"]
 BESIDE = [*COLOCATED, "--gin_param", "sections.Sampling.sampler=@local_sampler.local"]
-BESIDE += ["--gin_param", "sections.Evaluation.async_sampler=@vllm_sampler.colocated"]
+BESIDE += ["--gin_param", "sections.Evaluation.async_sampler=@vllm_sampler.colocated_sampler"]
 SERVED = ["--gin_file", "run/arithmetic.gin", "--gin_file", "engine/vllm_dedicated.gin"]
 SERVED += ["--gin_param", "SERVERS=['http://127.0.0.1:9']", "--gin_param", "nccl_transfer.nccl.host='127.0.0.1'"]
-SERVED += ["--gin_param", "vllm_servers.Dedicated.transfer=@nccl_transfer.nccl"]
+SERVED += ["--gin_param", "vllm_servers.DedicatedEngine.transfer=@nccl_transfer.nccl"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,9 @@ def test_weights_do_not_go_by_nccl_without_a_gpu(tmp_path: Path, capsys: pytest.
 def test_nor_with_one_but_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match=r"transfer: got no vllm .* wanted it installed"):
-        check_engines([partial(vllm_sampler.dedicated, engine=partial(vllm_servers.Dedicated, transfer=by_nccl()))])
+        check_engines(
+            [partial(vllm_sampler.dedicated_sampler, engine=partial(vllm_servers.DedicatedEngine, transfer=by_nccl()))]
+        )
 
 
 @pytest.mark.parametrize("flags", [COLOCATED, BESIDE, SERVED])
@@ -70,8 +72,8 @@ def test_a_dry_run_may_be_about_another_machine(
 
 
 def test_engines_that_need_neither_are_let_pass() -> None:
-    files = partial(vllm_transfer.file, folder="/nowhere", chunk_bytes=1, keep=False)
-    served = partial(vllm_sampler.dedicated, engine=partial(vllm_servers.Dedicated, transfer=files))
+    files = partial(vllm_transfer.file_transfer, folder="/nowhere", chunk_bytes=1, keep=False)
+    served = partial(vllm_sampler.dedicated_sampler, engine=partial(vllm_servers.DedicatedEngine, transfer=files))
     check_engines([partial(local, max_rows=4), served, None])
 
 

@@ -27,7 +27,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.sampler.weight_export import FixedWeights
-from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated
+from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated_sampler
 from grpo_fn.shell.world import alone
 
 FAMILIES = {
@@ -120,7 +120,7 @@ def case(name: str, folder: Path, *, tied: bool, dtype: torch.dtype = torch.floa
     """The small model and a sampler of it, for a while."""
     model = small(name, tied=tied)
     seat = seat_of(model, folder, dtype=dtype)
-    with closing(colocated(seat, tokenizer(), **{**KNOBS, **knobs})) as sampler:
+    with closing(colocated_sampler(seat, tokenizer(), **{**KNOBS, **knobs})) as sampler:
         yield Case(model, seat, sampler)
 
 

@@ -21,8 +21,8 @@ from grpo_fn.core import prng
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.interface import SamplerContext, StaleEngine
 from grpo_fn.shell.sampler.weight_export import export_weights
-from grpo_fn.shell.vllm.vllm_sampler import colocated
-from grpo_fn.shell.world import World, join
+from grpo_fn.shell.vllm.vllm_sampler import colocated_sampler
+from grpo_fn.shell.world import World, join_world
 
 TEXTS = ["Tom has", "a", "7 + 7", "He buys 30 more. " * 20]
 
@@ -34,7 +34,7 @@ def told(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
     seat = SamplerContext(
         folder=folder, config=config, dtype=torch.float32, world=world, adapters=None, whole=lambda: model
     )
-    with closing(colocated(seat, tokenizer(), **{**KNOBS, "tensor_parallel": tensor_parallel})) as sampler:
+    with closing(colocated_sampler(seat, tokenizer(), **{**KNOBS, "tensor_parallel": tensor_parallel})) as sampler:
         case, spread, gaps = Case(model, seat, sampler), DataParallelSampler(sampler, world), []
         for seed in (1, 2):
             refill(model, seed)
@@ -75,7 +75,7 @@ def losing(real: Any, method: str, kwargs: dict[str, Any]) -> Any:
 
 if __name__ == "__main__":
     folder, ranks, out = sys.argv[1:]
-    world = join("cpu", deadline=120.0)
+    world = join_world("cpu", deadline=120.0)
     found = told(world, folder, int(ranks))
     Path(out, f"{world.rank}.json").write_text(json.dumps(found))
     world.leave()

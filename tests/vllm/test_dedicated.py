@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_fn.shell.sampler.interface import GenerationRequest, verified
+from grpo_fn.shell.sampler.interface import GenerationRequest, verify_receipt
 from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.client import FIELDS, Patience, Server, Unreachable
-from grpo_fn.shell.vllm.vllm_servers import Dedicated
+from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -140,11 +140,11 @@ def processes(tmp_path_factory):
 def engine(processes, folder, **knobs):
     """An engine of these."""
     quick = {"request_seconds": 120.0, "swap_seconds": 120.0, "check_seconds": 0.5, "server_timeout": START}
-    return Dedicated(
+    return DedicatedEngine(
         World(0, 1, torch.device("cpu"), deadline=600.0),
         torch.float32,
         servers=[one.url for one in processes],
-        transfer=partial(vllm_transfer.file, folder=str(folder), chunk_bytes=40_000, keep=True),
+        transfer=partial(vllm_transfer.file_transfer, folder=str(folder), chunk_bytes=40_000, keep=True),
         **{"pause": "wait", "max_requests": 16, **quick, **knobs},
     )
 
@@ -207,7 +207,7 @@ def servers(processes, tmp_path_factory):
 def test_tokens_and_log_probs_are_of_the_weights_pushed_last(servers):
     for version in (1, 2, 3):
         trained = model(version)
-        receipt = verified(servers.push(weights(trained), version=version))
+        receipt = verify_receipt(servers.push(weights(trained), version=version))
         assert receipt.held == receipt.sent
         answers = servers.generate(ASKS, how=HOW)
         assert gap(trained, ASKS, answers) < CLOSE
@@ -240,7 +240,7 @@ def test_an_update_that_broke_off_is_given_up_and_a_wrong_file_is_refused(proces
 
     async def half():
         server = Server(processes[0].url, patience=PATIENCE, connections=4, api_key=None)
-        transfer = vllm_transfer.file(folder=str(tmp_path), chunk_bytes=40_000, keep=True)
+        transfer = vllm_transfer.file_transfer(folder=str(tmp_path), chunk_bytes=40_000, keep=True)
         parts = list(vllm_transfer.chunks(weights(model(9)), transfer.chunk_bytes))
         info, _ = transfer.meeting(server.url, 1)
         await server.join(info)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from grpo_fn.doctor import checks
-from grpo_fn.doctor.probe_vllm import in_vllm
+from grpo_fn.doctor.probe_vllm import open_in_vllm
 from grpo_fn.doctor.report import State
 from grpo_fn.shell.model.tiny_model import Shape, make_random
 
@@ -38,7 +38,7 @@ def test_a_folder_opens_in_both_engines(tmp_path: Path) -> None:
 
 
 def test_a_head_that_the_attention_does_not_take_is_named(tmp_path: Path) -> None:
-    finding = checks.in_vllm(in_vllm(str(folder_with(16, tmp_path / "model"))), wanted=True)
+    finding = checks.check_vllm(open_in_vllm(str(folder_with(16, tmp_path / "model"))), wanted=True)
     assert finding.state is State.BROKEN
     assert "head_dim 16" in finding.seen
     assert "32, 64, 80" in finding.todo
@@ -48,7 +48,7 @@ def test_an_architecture_that_vllm_does_not_know_is_named(tmp_path: Path) -> Non
     folder = folder_with(32, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OfOurOwnForCausalLM"]}))
-    finding = checks.in_vllm(in_vllm(str(folder)), wanted=True)
+    finding = checks.check_vllm(open_in_vllm(str(folder)), wanted=True)
     assert finding.state is State.BROKEN
     assert "OfOurOwnForCausalLM" in finding.seen
     assert finding.todo

@@ -11,7 +11,7 @@ from engines import Case, asked, case, refill
 from torch import nn
 
 from grpo_fn.core import prng
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.sampler.weight_export import HEAD, export_weights
 from grpo_fn.shell.vllm.vllm_transfer import Chunk, chunks
 
@@ -49,7 +49,7 @@ def test_a_tied_model_takes_its_weights_and_holds_what_was_sent(name: str, tmp_p
         weights = [(name, x) for name, x in export_weights(made.policy(), made.seat)]
         assert HEAD in dict(weights)
         received, held = of(made)(list(chunks(iter(weights), CHUNK)))
-        assert received == held == sum((fingerprint(x) for _, x in weights), NOTHING)
+        assert received == held == sum((weight_fingerprint(x) for _, x in weights), NOTHING)
         made.sampler.engine.llm.reset_prefix_cache()
         assert made.gap(made.sampler.sample(asked(["Tom"]), 2, key=prng.key(5, device="cpu"))) < CLOSE
         with pytest.raises(ValueError, match="got none for 1 parameters"):

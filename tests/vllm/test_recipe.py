@@ -17,7 +17,7 @@ __all__ = ["instructions"]  # a fixture that k8s asks for
 pytestmark = pytest.mark.xdist_group("vllm")
 PROJECT = Path(__file__).resolve().parents[2]
 PATIENCE = 300.0  # seconds; a process that imports vLLM, and two steps
-SMALLER = {"vllm_sampler.colocated.enforce_eager": True, "vllm_sampler.colocated.kv_cache_bytes": 2**26}
+SMALLER = {"vllm_sampler.colocated_sampler.enforce_eager": True, "vllm_sampler.colocated_sampler.kv_cache_bytes": 2**26}
 # A problem of MATH in bytes; heads of 32, the narrowest of vLLM's.
 SHAPE = Shape(vocabulary=300, hidden=64, layers=2, heads=2, kv_heads=1, intermediate=96, positions=8192)
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch
-from grpo_fn.shell.world import World, join
+from grpo_fn.shell.world import World, join_world
 
 BAR = 0.15
 ATTENTION = ("attention", "bmm", "softmax")
@@ -89,7 +89,7 @@ def growth(args: argparse.Namespace) -> Iterator[str]:
 
 def measured(size: Size, points: Iterable[Point], *, slots: int, steps: int) -> dict[Point, Taken]:
     """Every point's median step."""
-    world = join("auto", deadline=600.0)
+    world = join_world("auto", deadline=600.0)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(size.config()).save_pretrained(folder)

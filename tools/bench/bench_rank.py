@@ -19,9 +19,9 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, Qwen2Config
 from grpo_fn.algo import aggregation, controllers, importance, kl, losses
 from grpo_fn.algo.objective import policy_objective
 from grpo_fn.algo.step import UNMOVED
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.core import prng, sampling
-from grpo_fn.core.batch import count, cut, make_batch
+from grpo_fn.core.batch import count, make_batch, trim_rows
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
@@ -34,7 +34,7 @@ from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
-from grpo_fn.shell.world import World, join
+from grpo_fn.shell.world import World, join_world
 from grpo_fn.trainer.sections import Compute
 
 EOS = 0
@@ -77,7 +77,7 @@ SIZES = {
 
 def as_rank(args: argparse.Namespace) -> int:
     """One of the ranks: measure; the main one writes the figures down."""
-    world = join("auto", deadline=600.0)
+    world = join_world("auto", deadline=600.0)
     found = RANK_WORK[args.what](world, args)
     if world.main:
         args.out.write_text(json.dumps(found))
@@ -100,7 +100,7 @@ class Bench(NamedTuple):
 
     def learn(self, batch: Batch) -> None:
         """One optimizer step on the batch."""
-        micros = [cut(batch, rows) for rows in self.policy.split(batch)]
+        micros = [trim_rows(batch, rows) for rows in self.policy.split(batch)]
         self.policy.expect(len(micros))
         for micro in micros:
             scores, pullback = self.policy.vjp(micro)
@@ -134,7 +134,7 @@ class Silent(PreTrainedTokenizerBase):
 
 def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
     """The model in that folder, in place as the file `scale` says."""
-    of_scale = scale_sections(**load(["base.gin", scale], [], taker="bench_rank.scale_sections").kwargs())
+    of_scale = scale_sections(**load_config(["base.gin", scale], [], taker="bench_rank.scale_sections").kwargs())
     placing = ModelSpec(
         folder=str(model),
         config=AutoConfig.from_pretrained(model),

@@ -155,11 +155,11 @@ train.train.model = "{model}"
 step.Algorithm.prompts = {prompts}
 step.Algorithm.group_size = {group_size}
 sections.Sampling.max_new_tokens = {new_tokens}
-sections.Policy.micro_tokens = {micro_tokens}
+sections.PolicyUpdate.micro_tokens = {micro_tokens}
 sections.Compute.logits_chunk_elements = {head_elements}
 sections.Evaluation.problems = 1
-rows.split.test_size = 1
-rows.problems.template = "{{prompt}}"
+rows.hold_out.test_size = 1
+rows.read_problems.template = "{{prompt}}"
 
 combine.combine.parts = [@bench_reward.ours]
 combine.combine.weights = [1.0]

@@ -19,7 +19,7 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import install
 from grpo_fn.shell.sampler.interface import SamplerContext
-from grpo_fn.shell.sampler.local.cuda_graphs import Captured, Eager
+from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache
 from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.shell.world import alone, find_device
@@ -102,7 +102,7 @@ def drawn(setting: Setting, model: str, dtype: torch.dtype, asking: Asking) -> D
     usual = local(whole, prompt_tokens=5, new_tokens=asking.new, max_rows=rows)
     rollout, again = draw(usual), draw(usual)
     require(usual.held.engine is not None, "got a sampler that decodes without slots")
-    captured = isinstance(usual.held.engine.run, Captured)
+    captured = isinstance(usual.held.engine.run, GraphCache)
     require(captured == (setting.device == "cuda"), "got a sampler that captures no graphs on CUDA")
     plain = uncached(usual.model, rollout)
     u = uniform(rollout, asking)
@@ -139,7 +139,7 @@ def without_graphs(sampler: LocalSampler) -> LocalSampler:
 def uncompiled(sampler: LocalSampler, model: nn.Module) -> LocalSampler:
     """The same with another copy of the model, in steps that are captured where the others are, and not compiled."""
     held, usual = SharedDecoder(), sampler.held.engine
-    run = Captured(usual.run.captures) if isinstance(usual.run, Captured) else Eager()
+    run = GraphCache(usual.run.captures) if isinstance(usual.run, GraphCache) else Eager()
     held.model, held.engine = model, DecodeEngine(model, sizes=usual.sizes, run=run, code=WRITTEN)
     install(model)
     return replace(sampler, model=model, held=held)

@@ -28,7 +28,7 @@ from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
 from grpo_fn.shell.model.packed_input import pack_rows, pack_shared_prompts, pad_rows
-from grpo_fn.shell.policy.fsdp import whole
+from grpo_fn.shell.policy.fsdp import full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 
 TEMPERATURE = 0.7
@@ -89,7 +89,7 @@ def climb(policy: Any, batch: Batch) -> Scores:
 
 def grads(bench: Bench) -> dict[str, Tensor]:
     """The accumulated gradients, whole, under the model's names."""
-    return {name: whole(p.grad).float().cpu() for name, p in bench.policy.named().items() if p.grad is not None}
+    return {name: full_tensor(p.grad).float().cpu() for name, p in bench.policy.named().items() if p.grad is not None}
 
 
 def gradients(setting: Setting) -> list[Figure]:
@@ -236,7 +236,7 @@ def offload(setting: Setting) -> list[Figure]:
 
 def weights(bench: Bench) -> dict[str, Tensor]:
     """What trains, whole, on the CPU."""
-    return {name: whole(x).float().cpu().clone() for name, x in bench.policy.named().items() if x.requires_grad}
+    return {name: full_tensor(x).float().cpu().clone() for name, x in bench.policy.named().items() if x.requires_grad}
 
 
 def compiled(setting: Setting) -> list[Figure]:

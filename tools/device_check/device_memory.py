@@ -14,7 +14,7 @@ from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.load_weights import is_adapter
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 
 CAP = 8 * GB
 ADAPTERS = LoRA(rank=16, alpha=32.0, dropout=0.05, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -62,5 +62,5 @@ def cap() -> None:
 
 def held(policy: FSDPPolicy, trained: bool) -> Fingerprint:
     """Of the adapters, or of what they stand beside."""
-    some = (fingerprint(x) for name, x in policy.named().items() if is_adapter(name) == trained)
+    some = (weight_fingerprint(x) for name, x in policy.named().items() if is_adapter(name) == trained)
     return sum(some, NOTHING)

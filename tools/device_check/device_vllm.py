@@ -79,7 +79,7 @@ def speed(setting: Setting) -> list[Figure]:
 
 def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows: int, cache: int) -> Any:
     """The sampler, as gin/engine/vllm_colocated.gin makes it; `cache` bytes of keys and values, on a CPU."""
-    return vllm_sampler.colocated(
+    return vllm_sampler.colocated_sampler(
         place,
         Numbers(),
         choose=partial(sampling.categorical, temperature=1.0),

@@ -209,7 +209,7 @@ def adamw(draft: Draft, name: str, **knobs: float) -> None:
     for beta in ("beta1", "beta2"):
         if knobs[beta] >= 1:
             raise ValueError(f"adam {beta}: got {knobs[beta]}, wanted less than 1")
-    draft.knobs["sections.Policy.optimizer"] = f"@optimizer.{name}"
+    draft.knobs["sections.PolicyUpdate.optimizer"] = f"@optimizer.{name}"
     draft.knobs |= {f"optimizer.{name}.{knob}": float(value) for knob, value in knobs.items()}
     if knobs["weight_decay"]:
         draft.note(DIFFERS, "weight_decay", "on matrices alone here, not on norms and biases")
@@ -217,7 +217,7 @@ def adamw(draft: Draft, name: str, **knobs: float) -> None:
 
 def schedule(draft: Draft, warmup: int, total: int, final: float | None) -> None:
     name = "constant" if final is None else "linear_decay"
-    draft.knobs["sections.Policy.schedule"] = f"@optimizer.{name}"
+    draft.knobs["sections.PolicyUpdate.schedule"] = f"@optimizer.{name}"
     draft.knobs[f"optimizer.{name}.warmup"] = warmup
     if final is not None:
         draft.knobs |= {"optimizer.linear_decay.total": total, "optimizer.linear_decay.final": final}
@@ -228,8 +228,8 @@ def colocated(draft: Draft, *, share: float, ranks: int, name: str) -> None:
     if share > 1:
         raise ValueError(f"{name}: got {share}, wanted at most 1")
     draft.includes.append("engine/vllm_colocated.gin")
-    draft.knobs["vllm_sampler.colocated.gpu_memory_utilization"] = share
-    draft.knobs["vllm_sampler.colocated.tensor_parallel"] = ranks
+    draft.knobs["vllm_sampler.colocated_sampler.gpu_memory_utilization"] = share
+    draft.knobs["vllm_sampler.colocated_sampler.tensor_parallel"] = ranks
 
 
 def corrected(draft: Draft, name: str, **knobs: Any) -> str:

@@ -55,7 +55,9 @@ NEMO_LEFT = {
         "rows always lie end to end without padding, a group's prompt once (packed_input.pack_shared_prompts): "
         "micro_tokens"
     ),
-    r"policy\.(logprob_(batch|chunk)_size|generation_batch_size|make_sequence_.*)": "sections.Policy.micro_tokens",
+    r"policy\.(logprob_(batch|chunk)_size|generation_batch_size|make_sequence_.*)": (
+        "sections.PolicyUpdate.micro_tokens"
+    ),
     r"policy\.(tokenizer|hf_config_overrides)\..*": "the model folder's own tokenizer, template and config",
     r"policy\.dtensor_cfg\.(_v2|custom_parallel_plan|sequence_parallel|context_parallel_size|clear_cache.*|env_vars)": (
         "the model's own plan of tensor parallelism; a row lies on one device"
@@ -154,7 +156,7 @@ def nemo_batches(key: Reader, draft: Draft) -> None:
         "step.Algorithm.minibatches": parts,
     }
     draft.knobs |= {"sections.Sampling.max_new_tokens": "%MAX_NEW_TOKENS"}
-    draft.knobs["sections.Policy.micro_tokens"] = micro * total
+    draft.knobs["sections.PolicyUpdate.micro_tokens"] = micro * total
     draft.note(
         DIFFERS,
         "policy.max_total_sequence_length",
@@ -299,7 +301,7 @@ def nemo_engine(key: Reader, draft: Draft) -> None:
         share, ranks = key.positive(name, 0.6, zero=False), key.count(f"{place}vllm_cfg.tensor_parallel_size", 1)
         colocated(draft, share=share, ranks=ranks, name=name)
         eager = key(f"{place}vllm_cfg.enforce_eager", bool, False)
-        draft.knobs["vllm_sampler.colocated.enforce_eager"] = eager
+        draft.knobs["vllm_sampler.colocated_sampler.enforce_eager"] = eager
     elif backend:
         draft.includes.append("engine/vllm_dedicated.gin")
         draft.note(
@@ -317,7 +319,7 @@ def nemo_ahead(key: Reader, draft: Draft) -> None:
     draft.includes.append("engine/async_one_step.gin")
     draft.knobs["sections.Sampling.max_staleness"] = key.count(f"{place}max_trajectory_age_steps", 1)
     if key(f"{place}in_flight_weight_updates", bool, False):
-        draft.knobs["vllm_servers.Dedicated.pause"] = "keep"
+        draft.knobs["vllm_servers.DedicatedEngine.pause"] = "keep"
     draft.note(
         DIFFERS, f"{place}max_trajectory_age_steps", "whole batches in their order here, not single trajectories"
     )
@@ -373,4 +375,4 @@ def nemo_optimizer(key: Reader, draft: Draft) -> None:
             DIFFERS, "policy.scheduler", f"from its start_factor there; from 1/{warm + 1} to 1 in {warm} updates here"
         )
     schedule(draft, warm, 0, None)
-    draft.knobs["sections.Policy.max_grad_norm"] = key.positive("policy.max_grad_norm", 1.0, zero=True) or 1e9
+    draft.knobs["sections.PolicyUpdate.max_grad_norm"] = key.positive("policy.max_grad_norm", 1.0, zero=True) or 1e9

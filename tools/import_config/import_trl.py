@@ -146,7 +146,10 @@ def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> int:
         "step.Algorithm.group_size": group,
         "step.Algorithm.epochs": epochs,
     }
-    draft.knobs |= {"step.Algorithm.minibatches": parts, "sections.Policy.micro_tokens": device * (asked + longest)}
+    draft.knobs |= {
+        "step.Algorithm.minibatches": parts,
+        "sections.PolicyUpdate.micro_tokens": device * (asked + longest),
+    }
     draft.knobs["sections.Sampling.max_new_tokens"] = "%MAX_NEW_TOKENS"
     draft.note(
         DIFFERS,
@@ -215,7 +218,7 @@ def trl_colocated(key: Reader, draft: Draft) -> None:
     name = "vllm_gpu_memory_utilization"
     share, ranks = key.positive(name, 0.3, zero=False), key.count("vllm_tensor_parallel_size", 1)
     colocated(draft, share=share, ranks=ranks, name=name)
-    draft.knobs["vllm_sampler.colocated.max_model_len"] = key.count("vllm_max_model_length", None)
+    draft.knobs["vllm_sampler.colocated_sampler.max_model_len"] = key.count("vllm_max_model_length", None)
 
 
 def trl_server(key: Reader, draft: Draft) -> None:
@@ -293,7 +296,7 @@ def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
     if kind == "cosine":
         draft.note(DIFFERS, "lr_scheduler_type", "there is no cosine: linear to 0 over the same steps")
     limit = key.positive("max_grad_norm", 1.0, zero=True)
-    draft.knobs["sections.Policy.max_grad_norm"] = limit or 1e9  # 0 is no clipping there
+    draft.knobs["sections.PolicyUpdate.max_grad_norm"] = limit or 1e9  # 0 is no clipping there
 
 
 def trl_device(key: Reader, draft: Draft) -> None:

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Start a vLLM server that runs draw completions from and give their weights to (vllm_sampler.dedicated):
+# Start a vLLM server that runs draw completions from and give their weights to (vllm_sampler.dedicated_sampler):
 #
 #   tools/launch/vllm_server.sh MODEL --dtype bfloat16 [further arguments of `vllm serve`]
 #
 # MODEL is the folder or hub name that the run trains, --dtype what the run computes in. Arguments given here come last,
 # so they win over this script's, and the run says so if it cannot work with them.
 # Environment: PYTHON (with vLLM; default .venv/bin/python, else python3), HOST (default 127.0.0.1), PORT (default 8000),
-# TRANSFER (nccl or file, default file: as vllm_servers.Dedicated.transfer of the run),
+# TRANSFER (nccl or file, default file: as vllm_servers.DedicatedEngine.transfer of the run),
 # KV_CACHE_BYTES (without a GPU only, default 1 GiB), VLLM_API_KEY (asked of clients on the routes that vLLM guards).
 #
 # Whoever reaches the port can replace the weights: the routes for that have no key. Keep it inside a network you trust.

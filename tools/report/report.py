@@ -187,7 +187,7 @@ def telling(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 def report(runs: Sequence[Run]) -> str:
     """The whole page."""
-    return page.document(
+    return page.html_page(
         "Report on " + ", ".join(run.name for run in runs),
         [STYLE, summary(runs), curves(runs), seconds(runs), differences(runs), warnings(runs), samples(runs)],
     )

@@ -104,11 +104,11 @@ def trial(values: dict[str, str]) -> Trial:
 
 def check_bindings(args: argparse.Namespace, trials: Sequence[Trial]) -> None:
     """Every name and value against the functions that they are for. Raises ValueError before anything starts."""
-    from grpo_fn.config import load
+    from grpo_fn.config import load_config
 
     for one in trials:
         try:
-            load(args.gin_file, params(args.gin_param, one))
+            load_config(args.gin_file, params(args.gin_param, one))
         except ValueError as error:
             raise ValueError(f"trial {one.name}: {error}") from error
 

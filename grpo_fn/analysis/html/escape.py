@@ -23,10 +23,10 @@ def visible(text: str) -> Markup:
 
     What has no shape is in the page as its name alone: raw, it could end the file or turn the writing direction.
     """
-    return Markup(UNSEEN.sub(lambda match: drawn(match[0]), text))
+    return Markup(UNSEEN.sub(lambda match: visible_character(match[0]), text))
 
 
-def drawn(part: str) -> str:
+def visible_character(part: str) -> str:
     """One character, or spaces in a row."""
     if part in DRAWN or part[0] == " ":
         return DRAWN.get(part, '<i class="s"> </i>' * len(part))

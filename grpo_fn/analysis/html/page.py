@@ -13,7 +13,7 @@ from grpo_fn.analysis.html.templates import source, template
 BLUE, ORANGE = (59, 110, 168), (214, 120, 70)
 
 
-def document(title: str, sections: Sequence[str]) -> str:
+def html_page(title: str, sections: Sequence[str]) -> str:
     """The whole page; the sections are HTML."""
     return template("document.html.j2").render(
         title=title, style=source("page.css"), sections=[Markup(part) for part in sections]
@@ -25,7 +25,7 @@ def section(title: str, said: str, *parts: str) -> str:
     return PIECES.section(title, said, [Markup(part) for part in parts])
 
 
-def mixed(x: float) -> tuple[int, int, int]:
+def diverging_color(x: float) -> tuple[int, int, int]:
     """Red, green and blue of a number: -1 orange, 0 white, 1 blue; beyond it stays."""
     share = min(1.0, abs(x))
     red, green, blue = (round(255 + share * (c - 255)) for c in (BLUE if x > 0 else ORANGE))
@@ -33,13 +33,13 @@ def mixed(x: float) -> tuple[int, int, int]:
 
 
 def colour(x: float) -> str:
-    """`mixed` for a style sheet."""
-    return "rgb({}, {}, {})".format(*mixed(x))
+    """`diverging_color` for a style sheet."""
+    return "rgb({}, {}, {})".format(*diverging_color(x))
 
 
 def heat(values: Float[Tensor, "H W"], *, cell: int) -> Float[Tensor, "3 h w"]:
     """The numbers as squares of `cell` pixels on their colours, for a picture; channels from 0 to 1."""
-    pixels = torch.tensor([[mixed(x) for x in row] for row in values.tolist()]) / 255
+    pixels = torch.tensor([[diverging_color(x) for x in row] for row in values.tolist()]) / 255
     return repeat(pixels, "h w c -> c (h i) (w j)", i=cell, j=cell)
 
 

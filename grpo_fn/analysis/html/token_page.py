@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from grpo_fn.analysis.html.escape import printable, visible
 from grpo_fn.analysis.html.templates import source, template
-from grpo_fn.analysis.token_report import Row, Shown, Sums, Token, size
+from grpo_fn.analysis.token_report import ReportRow, Sums, Token, TokenReport, size
 
 SCRIPT = source("token_page.js")
 NAMES = {"kl": "KL to the reference", "adv": "advantage", "logp": "log-prob", "entropy": "entropy"}
@@ -23,9 +23,9 @@ IN_NATS = ("kl", "logp", "entropy")
 CLIPS = {"clip_low": "at the lower bound", "clip_high": "at the upper bound"}
 
 
-def document(shown: Shown, *, title: str, said: str) -> str:
+def token_page(shown: TokenReport, *, title: str, said: str) -> str:
     """The page; `said` is where the figures come from. It can be encoded in UTF-8 whatever the texts hold."""
-    longest = max(map(finite, shown.rows), default=0.0)
+    longest = max(map(finite_influence, shown.rows), default=0.0)
     return template("token_page.html.j2").render(
         title=printable(title),
         said=printable(said),
@@ -36,7 +36,7 @@ def document(shown: Shown, *, title: str, said: str) -> str:
         largest=shown.sums.largest,
         rows=[article(row, shown.sums, longest) for row in shown.rows],
         figure=figure,
-        signed=signed,
+        signed=signed_number,
         visible=visible,
     )
 
@@ -50,7 +50,7 @@ def cards(sums: Sums, there: int) -> list[tuple[str, str, str]]:
         ("Σ|dlogp|", figure(sums.up + sums.down), f"largest {figure(sums.largest)}"),
         ("pushed up", figure(sums.up), "Σ of dlogp < 0"),
         ("pushed down", figure(sums.down), "Σ of dlogp > 0"),
-        ("clipped tokens", f"{sums.clipped:,}", f"{share(sums.clipped, sums.sampled)} of the sampled"),
+        ("clipped tokens", f"{sums.clipped:,}", f"{percentage(sums.clipped, sums.sampled)} of the sampled"),
         ("mean reward", figure(sums.reward), "of what could be scored"),
         ("mean KL", figure(kl), "to the reference, nats"),
         ("mean entropy", figure(entropy), "nats" if entropy is not None else "not among what is stored"),
@@ -58,7 +58,7 @@ def cards(sums: Sums, there: int) -> list[tuple[str, str, str]]:
     ]
 
 
-def article(row: Row, sums: Sums, longest: float) -> dict[str, Any]:
+def article(row: ReportRow, sums: Sums, longest: float) -> dict[str, Any]:
     """One sample, as the template shows it; `longest` is the largest sum of |dlogp| over a row that is shown."""
     signals = [token.signal for token in row.tokens if token.signal is not None]
     strongest = max((x for x in map(abs, signals) if math.isfinite(x)), default=0.0)
@@ -73,54 +73,54 @@ def article(row: Row, sums: Sums, longest: float) -> dict[str, Any]:
         "row": row,
         "louder": f"{sums.largest / strongest if strongest else 1.0:.4g}",
         "influence": f"{row.influence:.6g}".replace("inf", "Infinity"),  # as a script reads it
-        "reward": rewarded(row),
+        "reward": reward_cell(row),
         "up": up,
         "down": down,
         "widths": [f"{100 * x / longest if longest else 0.0:.1f}" for x in (up, down)],
-        "share": share(up + down, sums.up + sums.down),
+        "share": percentage(up + down, sums.up + sums.down),
         "moved": sum(x != 0 for x in signals),
         "low": sum(token.figures.get("clip_low", 0.0) > 0 for token in row.tokens),
         "high": sum(token.figures.get("clip_high", 0.0) > 0 for token in row.tokens),
         "means": ", ".join(means),
-        "columns": columns(row.tokens),
+        "columns": tooltip_columns(row.tokens),
         "tokens": [span(i, token, sums.largest, first=i == first) for i, token in enumerate(row.tokens)],
     }
 
 
-def rewarded(row: Row) -> str:
+def reward_cell(row: ReportRow) -> str:
     """The sample's reward and what it is made of."""
     parts = ", ".join(f"{name} {x:.2f}" for name, x in row.parts.items())
     value = f"{row.reward:.2f}" if row.valid else "none"
     return printable(f"{value} ({parts})" if parts else value)
 
 
-def finite(row: Row) -> float:
+def finite_influence(row: ReportRow) -> float:
     """The row's sum of |dlogp| over those that are finite."""
     return math.fsum(abs(x.signal) for x in row.tokens if x.signal is not None and math.isfinite(x.signal))
 
 
-def columns(tokens: Sequence[Token]) -> list[tuple[str, list[str]]]:
+def tooltip_columns(tokens: Sequence[Token]) -> list[tuple[str, list[str]]]:
     """The figures of every token that can be pointed at, column by column, for the tooltip."""
     there = [token for token in tokens if token.signal is not None]
     names = list(dict.fromkeys(name for token in there for name in token.figures if name not in CLIPS))
-    found = [("dlogp", [pushed(t.signal) for t in there]), ("clipped", [clipped(t) for t in there])]
-    found += [(titled(name), [figure(t.figures.get(name)) for t in there]) for name in names]
+    found = [("dlogp", [direction_label(t.signal) for t in there]), ("clipped", [clip_label(t) for t in there])]
+    found += [(diagnostic_title(name), [figure(t.figures.get(name)) for t in there]) for name in names]
     found += [("token id", [str(t.id) for t in there])]
     return found if there else []
 
 
-def titled(name: str) -> str:
+def diagnostic_title(name: str) -> str:
     """What a diagnostic is called, with its unit."""
     return f"{NAMES.get(name, name)}{', nats' if name in IN_NATS else ''}"
 
 
-def pushed(signal: float) -> str:
+def direction_label(signal: float) -> str:
     """The signal and its direction, without a space: no-break spaces stand in."""
     way = "up" if signal < 0 else "down" if signal > 0 else "nowhere" if signal == 0 else "nobody\u00a0knows\u00a0where"
-    return f"{signed(signal)},\u00a0pushed\u00a0{way}"
+    return f"{signed_number(signal)},\u00a0pushed\u00a0{way}"
 
 
-def clipped(token: Token) -> str:
+def clip_label(token: Token) -> str:
     """Whether the loss cut the token off, and on which side."""
     sides = [said for name, said in CLIPS.items() if token.figures.get(name, 0.0) > 0]
     return (" and ".join(sides) or "no").replace(" ", "\u00a0")
@@ -149,11 +149,11 @@ def figure(x: float | None) -> str:
     return "–" if x is None else f"{x:.3g}"
 
 
-def signed(x: float) -> str:
+def signed_number(x: float) -> str:
     """Three digits of a number with its sign; zero has none."""
     return "0" if x == 0 else f"{x:+.3g}"
 
 
-def share(part: float | int, whole: float | int) -> str:
+def percentage(part: float | int, whole: float | int) -> str:
     """As a percentage; of nothing it is 0."""
     return f"{100 * part / whole if whole else 0.0:.1f} %"

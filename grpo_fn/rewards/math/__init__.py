@@ -26,8 +26,8 @@ from math_verify import LatexExtractionConfig, grader, parse, parser
 from sympy import Basic, Float, Integer, MatrixBase
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards.math.equivalence import equal, is_plain, is_written_out, meant, sides, stated
-from grpo_fn.rewards.math.extract import LONGEST_ANSWER, last_value, marked_answer, plain
+from grpo_fn.rewards.math.equivalence import equal, is_plain, is_written_out, meant, sides, stated_value
+from grpo_fn.rewards.math.extract import LONGEST_ANSWER, last_value, marked_answer, plain_answer
 from grpo_fn.rewards.math.screen import costly, evasive, worked_out
 
 # math-verify warns once per process that its time-outs are off; they are meant to be.
@@ -70,7 +70,7 @@ def lenient(problem: Problem, completion: Completion) -> float | None:
 def _judge(gold: str, answer: str | None) -> _Verdict:
     if answer is None or len(answer) > LONGEST_ANSWER:
         answer = ""
-    return _verdict(plain(gold), plain(answer))
+    return _verdict(plain_answer(gold), plain_answer(answer))
 
 
 @lru_cache(maxsize=8192)
@@ -86,7 +86,7 @@ def _verdict(gold: str, answer: str) -> _Verdict:
     if said is None:
         return _WRONG
     try:
-        wanted = stated(wanted)
+        wanted = stated_value(wanted)
         said = meant(wanted, said)
         right = said is not None and equal(wanted, said)
     except MemoryError:

@@ -48,7 +48,7 @@ def sides(relation: Any) -> list[Any]:
     return [links[0].lhs, *(link.rhs for link in links)]
 
 
-def stated(gold: Any) -> Any:
+def stated_value(gold: Any) -> Any:
     """The gold, of "0.56 = 56%" its last side."""
     each = sides(gold)
     return each[-1] if each and all(map(_is_number, each)) else gold

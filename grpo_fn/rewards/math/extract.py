@@ -65,7 +65,7 @@ def last_value(text: str) -> str | None:
     return number.group()
 
 
-def plain(answer: str) -> str:
+def plain_answer(answer: str) -> str:
     """A short answer without dollar signs, emphasis, a final full stop, thin spaces in numbers and a unit in words.
 
     Mathematical signs beyond ASCII become LaTeX, 2 1/2 a mixed fraction, and "3 million dollars" 3000000.

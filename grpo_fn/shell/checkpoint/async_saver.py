@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from grpo_fn.shell.atomic_io import NoSpace, check_space, finite, free_bytes, is_full, no_space
+from grpo_fn.shell.atomic_io import NoSpace, check_space, finite_or_none, free_bytes, is_full, no_space
 from grpo_fn.shell.checkpoint import store, tensor_shards
-from grpo_fn.shell.checkpoint.manifest import Entry, entry, packed, seal
+from grpo_fn.shell.checkpoint.manifest import Entry, entry, pack_blobs, seal
 from grpo_fn.shell.process import helper
 from grpo_fn.shell.world import GRACE, Elsewhere, LostRank, World
 
@@ -114,8 +114,8 @@ class AsyncSaver(AbstractContextManager):
         self.wait()
         free = time.perf_counter()
         size = sum(t.numel() * t.element_size() + OVERHEAD for t in tensors.values())
-        folder = store.unfinished(self.root, "tmp", step, self._owner)
-        job = SaveJob(self.root / f"step_{step}", folder, step, size, finite(meta), keep)
+        folder = store.temporary_name(self.root, "tmp", step, self._owner)
+        job = SaveJob(self.root / f"step_{step}", folder, step, size, finite_or_none(meta), keep)
         try:
             self._prepare(job, tensors, blobs)
             self._stage(job, tensors)
@@ -168,9 +168,9 @@ class AsyncSaver(AbstractContextManager):
         """Check, make the folder, copy the blobs, and agree with the others on who writes which piece."""
 
         def ready() -> SavePlan | None:
-            offer = tensor_shards.offered(tensors)
+            offer = tensor_shards.local_save_plan(tensors)
             if self.world.main:
-                job.files.update(packed(blobs))
+                job.files.update(pack_blobs(blobs))
                 self.root.mkdir(parents=True, exist_ok=True)
                 store.tidy(self.root)
                 check_space(job.path, job.need())
@@ -205,7 +205,7 @@ class AsyncSaver(AbstractContextManager):
         rank = self.world.rank
         if not job.folder.is_dir():
             raise ValueError(f"got no folder {job.folder} here, wanted a run folder on a disk that all ranks share")
-        results = tensor_shards.write(job.folder, self._shares.plans[rank], self._buffers)
+        results = tensor_shards.write_shards(job.folder, self._shares.plans[rank], self._buffers)
         return results, {path.name: entry(path) for path in tensor_shards.files(job.folder, rank)}
 
     def _publish(self, job: SaveJob, written: list[Written]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fn.shell.atomic_io import finite, flush_file, to_json
+from grpo_fn.shell.atomic_io import finite_or_none, flush_file, to_json
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -32,7 +32,9 @@ def seal(folder: Path, step: int, meta: Mapping[str, Any], hashed: Mapping[str, 
     """
     rest = sorted(p.name for p in folder.iterdir() if p.name not in hashed)
     files = {**hashed, **{name: entry(folder / name) for name in rest}}
-    (folder / MANIFEST).write_text(_text({"format": FORMAT, "step": step, "meta": finite(meta), "files": files}))
+    (folder / MANIFEST).write_text(
+        _text({"format": FORMAT, "step": step, "meta": finite_or_none(meta), "files": files})
+    )
     for name in (*rest, MANIFEST):
         flush_file(folder / name)
     flush_file(folder)
@@ -87,7 +89,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def packed(blobs: Mapping[str, Any]) -> dict[str, bytes]:
+def pack_blobs(blobs: Mapping[str, Any]) -> dict[str, bytes]:
     """File name to bytes, for every blob. Raises ValueError for what would not come back as it is."""
     if odd := [name for name in blobs if not name.isidentifier()]:
         raise ValueError(f"got blob names {odd}, wanted identifiers: they become file names")
@@ -96,7 +98,7 @@ def packed(blobs: Mapping[str, Any]) -> dict[str, bytes]:
     return {f"{name}{SUFFIX}": _bytes(blob) for name, blob in blobs.items()}
 
 
-def unpacked(file: Path) -> Any:
+def unpack_blob(file: Path) -> Any:
     """What was packed, its tensors on the CPU."""
     return torch.load(file, map_location="cpu", weights_only=True)
 

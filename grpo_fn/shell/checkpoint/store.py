@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_fn.shell.atomic_io import flush_file
 from grpo_fn.shell.checkpoint import tensor_shards
-from grpo_fn.shell.checkpoint.manifest import SUFFIX, Broken, read_manifest, unpacked, verify
+from grpo_fn.shell.checkpoint.manifest import SUFFIX, Broken, read_manifest, unpack_blob, verify
 from grpo_fn.shell.world import World
 
 UNFINISHED = re.compile(r"\.(tmp|old|gone)-(step_\d+)-(\d+)(?:-[0-9a-f]+)?")
@@ -66,23 +66,23 @@ def load_into(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     world.together(partial(tensor_shards.read_into, path, tensors), what="reading the checkpoint")
 
 
-def read(path: Path, prefix: str) -> dict[str, Tensor]:
+def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with `prefix`, under the rest of their names, each whole and on the CPU."""
-    found = {name: spec for name, spec in tensor_shards.names(path).items() if name.startswith(prefix)}
+    found = {name: spec for name, spec in tensor_shards.folder_tensors(path).items() if name.startswith(prefix)}
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in found.items()}
     tensor_shards.read_into(path, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def names(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def checkpoint_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Every tensor in the checkpoint with its whole shape and its dtype."""
-    return tensor_shards.names(path)
+    return tensor_shards.folder_tensors(path)
 
 
 def blobs(path: Path) -> dict[str, Any]:
     """The blobs by name, their tensors on the CPU."""
     files = [path / name for name in read_manifest(path)["files"] if name.endswith(SUFFIX)]
-    return {file.stem: unpacked(file) for file in files}
+    return {file.stem: unpack_blob(file) for file in files}
 
 
 def meta(path: Path) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def tidy(root: Path) -> None:
                 _remove(path)
 
 
-def unfinished(root: Path, kind: str, step: int, owner: str) -> Path:
+def temporary_name(root: Path, kind: str, step: int, owner: str) -> Path:
     """The name of unfinished business; `owner` begins with the id of the process whose business it is."""
     return root / f".{kind}-step_{step}-{owner}"
 
@@ -155,7 +155,7 @@ def commit(building: Path, step: int) -> Path:
     """Rename into place. A folder cannot be renamed over a full one: the old one steps aside, and `tidy` brings it
     back if the process dies in between."""
     root, final = building.parent, building.parent / f"step_{step}"
-    retired = unfinished(root, "old", step, str(os.getpid()))
+    retired = temporary_name(root, "old", step, str(os.getpid()))
     if final.exists():
         os.rename(final, retired)
     os.rename(building, final)
@@ -165,7 +165,7 @@ def commit(building: Path, step: int) -> Path:
 
 
 def _check_fits(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    there = tensor_shards.names(path)
+    there = tensor_shards.folder_tensors(path)
     for name, tensor in tensors.items():
         wanted = (tuple(tensor.shape), tensor.dtype)
         if (got := there.get(name)) != wanted:
@@ -180,7 +180,7 @@ def _remove(path: Path) -> None:
     """
     match = UNFINISHED.fullmatch(path.name) or re.fullmatch(r"()(step_\d+)", path.name)
     assert match is not None
-    gone = unfinished(path.parent, "gone", int(match[2].removeprefix("step_")), str(os.getpid()))
+    gone = temporary_name(path.parent, "gone", int(match[2].removeprefix("step_")), str(os.getpid()))
     if path != gone:
         if gone.exists():
             shutil.rmtree(gone)

@@ -1,9 +1,9 @@
 """Tensors in pieces on many ranks, as the files of torch.distributed.checkpoint in one folder.
 
-Every rank offers the pieces it holds (`offered`); of all offers each piece is given to one rank (`shared_out`), which
-copies it to the CPU (`stage`) and writes it (`write`); one rank writes the index of all files (`write_index`). Reading
-takes what it needs from whichever files have it, so that any number of ranks, sharded in any way, reads what any other
-wrote. Nothing here talks to other ranks.
+Every rank offers the pieces it holds (`local_save_plan`); of all offers each piece is given to one rank
+(`shared_out`), which copies it to the CPU (`stage`) and writes it (`write_shards`); one rank writes the index of all
+files (`write_index`). Reading takes what it needs from whichever files have it, so that any number of ranks, sharded in
+any way, reads what any other wrote. Nothing here talks to other ranks.
 """
 
 import pickle
@@ -32,7 +32,7 @@ class ShardPlan(NamedTuple):
     index: Metadata
 
 
-def offered(tensors: Mapping[str, Tensor]) -> SavePlan:
+def local_save_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
     """The pieces that this rank holds. Raises ValueError for a DTensor that is not summed up yet."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
@@ -64,22 +64,22 @@ def stage(
     return staged
 
 
-def write(folder: Path, plan: SavePlan, staged: Mapping[MetadataIndex, Tensor]) -> list[WriteResult]:
+def write_shards(folder: Path, plan: SavePlan, staged: Mapping[MetadataIndex, Tensor]) -> list[WriteResult]:
     """Write the pieces of `plan` and wait until they are on the disk; where each one lies is for `write_index`."""
     return _Writer(folder).write_data(plan, _Staged(staged)).wait()
 
 
 def files(folder: Path, rank: int) -> list[Path]:
-    """The files that `write` made of the plan of that rank."""
+    """The files that `write_shards` made of the plan of that rank."""
     return sorted(folder.glob(f"__{rank}_*"))
 
 
 def write_index(folder: Path, index: Metadata, written: Sequence[list[WriteResult]]) -> None:
-    """Write which tensors there are and where their pieces lie, with what `write` returned on every rank."""
+    """Write which tensors there are and where their pieces lie, with what `write_shards` returned on every rank."""
     _Writer(folder).finish(replace(index), list(written))
 
 
-def names(folder: Path) -> dict[str, tuple[Shape, torch.dtype]]:
+def folder_tensors(folder: Path) -> dict[str, tuple[Shape, torch.dtype]]:
     """Every tensor in the folder with its whole shape and its dtype."""
     entries = _Reader(folder).read_metadata().state_dict_metadata
     return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}

@@ -16,7 +16,7 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float | int]) -> str:
     """One step at a glance; `step` counts from 1 here, and what a step did not measure shows as `-`."""
 
     def show(name: str, digits: int) -> str:
-        return number(metrics[name], digits) if name in metrics else "-"
+        return format_number(metrics[name], digits) if name in metrics else "-"
 
     def seconds(name: str) -> str:
         return f"{metrics[name]:.1f}s" if name in metrics else "-"
@@ -34,7 +34,7 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float | int]) -> str:
     return "  ".join(parts)
 
 
-def number(value: float | int, digits: int) -> str:
+def format_number(value: float | int, digits: int) -> str:
     """Fixed point, unless that would show a small number as zero or a large one as a row of digits."""
     if value != 0 and digits and (abs(value) < 0.5 * 10**-digits or abs(value) >= 1e6):
         return f"{value:.0e}"

@@ -22,7 +22,7 @@ from grpo_fn.shell.world import World
 QUICKLY = 3  # gzip's level: a trace shrinks to a twelfth or less at any
 
 
-def check(steps: Any, last: int) -> None:
+def check_profile_steps(steps: Any, last: int) -> None:
     """Raise ValueError unless `steps` lists steps that a run of `last` steps takes."""
     name, wanted = "sections.Logging.profile_steps", f"wanted whole numbers from 1 to {last}"
     if not isinstance(steps, list | tuple):
@@ -63,7 +63,7 @@ class Profiler:
             with span("profile"):
                 recorder.stop()
         with span("profile"):
-            write(recorder, self.folder / f"rank{self.world.rank}.{step}.pt.trace.json.gz")
+            write_trace(recorder, self.folder / f"rank{self.world.rank}.{step}.pt.trace.json.gz")
 
 
 def activities(world: World) -> set[ProfilerActivity]:
@@ -71,7 +71,7 @@ def activities(world: World) -> set[ProfilerActivity]:
     return {ProfilerActivity.CPU} if world.device.type == "cpu" else supported_activities()
 
 
-def write(recorder: profile, path: Path) -> None:
+def write_trace(recorder: profile, path: Path) -> None:
     """The trace, compressed; a reader finds the whole file or none."""
     beside = path.with_name(f".{path.name}.tmp")
     try:

@@ -55,7 +55,7 @@ class Stopwatch:
         return before
 
 
-class noting(AbstractContextManager):
+class ErrorContext(AbstractContextManager):
     """Adds the step, the phase and the rank to whatever is raised inside, and tells the world where it is."""
 
     def __init__(self, world: World, step: int, clock: Stopwatch) -> None:

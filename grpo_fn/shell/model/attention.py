@@ -127,16 +127,16 @@ def choose_kernel(query: Tensor, eager: bool, cap: float | None) -> Attend:
     """The fastest that computes it: kernels for unequal rows are for halves on CUDA, and written for some caps only."""
     if query.device.type == "cuda" and query.dtype in HALVES and not eager:
         if find_spec("flash_attn") is not None:
-            return flash
+            return flash_attention
         if cap is None:
             return varlen
-    return partial(bucketed, core=written_out if eager or cap is not None else fused)
+    return partial(bucketed_attention, core=written_out if eager or cap is not None else sdpa_attention)
 
 
 # -- rows of similar length side by side
 
 
-def bucketed(
+def bucketed_attention(
     query: Float[Tensor, "N H D"],
     key: Float[Tensor, "N K D"],
     value: Float[Tensor, "N K E"],
@@ -168,7 +168,7 @@ def gather_tokens(stream: Float[Tensor, "N ..."], index: Int[Tensor, "..."]) -> 
     return found.unflatten(0, index.shape)
 
 
-def fused(
+def sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float, cap: None
 ) -> Float[Tensor, "b H q E"]:
     """Torch's own kernels."""
@@ -192,7 +192,7 @@ def written_out(
 # -- kernels for rows of unequal length, CUDA only
 
 
-def flash(
+def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -26,7 +26,7 @@ class Bucket(NamedTuple):
     real: Bool[Tensor, "b q"]  # queries that are no padding
 
 
-class Ragged(NamedTuple):
+class RaggedLayout(NamedTuple):
     """All rows end to end, as kernels for rows of unequal length take them; the queries are the stream as it is."""
 
     key: Int[Tensor, "K"]  # into the stream
@@ -47,7 +47,7 @@ class Layout:
         self._buckets: list[Bucket] | None = None
         self._back: Tensor | None = None
         self._masks: dict[tuple[int, Window, torch.dtype], Tensor | None] = {}
-        self._ragged: Ragged | None = None
+        self._ragged: RaggedLayout | None = None
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -72,14 +72,14 @@ class Layout:
             one = self.buckets[number]
             plain = one.query.shape == one.key.shape and not bool(one.position[:, 0].any())
             short = window is None or window >= one.key.shape[1]
-            self._masks[asked] = None if plain and short else added(one, window, dtype)
+            self._masks[asked] = None if plain and short else additive_mask(one, window, dtype)
         return self._masks[asked]
 
     @property
-    def ragged(self) -> Ragged:
+    def ragged_layout(self) -> RaggedLayout:
         """The same for kernels that need no padding."""
         if self._ragged is None:
-            self._ragged = ragged(self.spans, self.at, self.device)
+            self._ragged = ragged_layout(self.spans, self.at, self.device)
         return self._ragged
 
 
@@ -111,17 +111,17 @@ def back(buckets: list[Bucket]) -> Int[Tensor, "N"]:
     return real.nonzero()[:, 0][query[real].argsort()]
 
 
-def added(one: Bucket, window: Window, dtype: torch.dtype) -> Float[Tensor, "b 1 q k"]:
+def additive_mask(one: Bucket, window: Window, dtype: torch.dtype) -> Float[Tensor, "b 1 q k"]:
     """Causal attention within a row, to the `window` last keys alone where there is one."""
     key, query = torch.arange(one.key.shape[1], device=one.key.device), one.position[:, None, :, None]
     unseen = (key > query) if window is None else (key > query) | (key <= query - window)
     return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -torch.inf)
 
 
-def ragged(spans: Spans, at: Int[Tensor, "B T"], device: torch.device) -> Ragged:
+def ragged_layout(spans: Spans, at: Int[Tensor, "B T"], device: torch.device) -> RaggedLayout:
     """Every row's keys, its prompt's included, one row after another."""
     rows = (spans.end > spans.start).nonzero()[:, 0]
     start, end = spans.start[rows], spans.end[rows]
     key = at[rows][torch.arange(at.shape[1]) < end[:, None]].to(device)
     queries, keys = (pad(n.cumsum(0), (1, 0)).int().to(device) for n in (end - start, end))
-    return Ragged(key, queries, keys, (int((end - start).max()), int(end.max())))
+    return RaggedLayout(key, queries, keys, (int((end - start).max()), int(end.max())))

@@ -118,16 +118,16 @@ def eager(block: nn.Module) -> None:
 
 def torch_compile(block: nn.Module) -> None:
     """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written."""
-    block.forward = Compiled(block.forward, _uncached, _built)
+    block.forward = CompiledForward(block.forward, _uncached, _built)
 
 
 def compile_for_decoding(block: nn.Module) -> None:
     """Compile what the sampler calls for every token, and nothing else. Once is enough."""
-    if not (isinstance(block.forward, Compiled) and block.forward.which is _decoding):
-        block.forward = Compiled(block.forward, _decoding, Tried)
+    if not (isinstance(block.forward, CompiledForward) and block.forward.which is _decoding):
+        block.forward = CompiledForward(block.forward, _decoding, CompiledPart)
 
 
-class Compiled:
+class CompiledForward:
     """A forward, compiled for the calls `which` is about when the first comes. A copy compiles anew, for its block."""
 
     def __init__(
@@ -139,15 +139,15 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self.fast if self.which(kwargs) else self.forward)(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
-        return Compiled(deepcopy(self.forward, memo), self.which, self.build)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
+        return CompiledForward(deepcopy(self.forward, memo), self.which, self.build)
 
 
 def _built(function: Forward) -> Forward:
     return torch.compile(function, dynamic=True)
 
 
-class Tried:
+class CompiledPart:
     """A part of a decoding step, compiled, sizes left open.
 
     Where that fails it runs as it is written from then on, and a warning says why: it was not asked for. Such a call

@@ -168,10 +168,10 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[int]:
 
 def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model that is whole as an ordinary Hugging Face folder."""
-    export_weights(model, model.state_dict(), tokenizer, folder)
+    export_model_folder(model, model.state_dict(), tokenizer, folder)
 
 
-def export_weights(
+def export_model_folder(
     model: nn.Module, weights: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
     """Write an ordinary Hugging Face folder that transformers and vLLM open; complete, or not there under its name.
@@ -200,7 +200,7 @@ def generation_config(folder: str, config: PretrainedConfig) -> GenerationConfig
         return GenerationConfig.from_model_config(config)
 
 
-def named(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer once (a tied one under its first name), under the model's own names."""
     first: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)

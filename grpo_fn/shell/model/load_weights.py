@@ -1,6 +1,7 @@
 """Weights from a Hugging Face folder into a module, shard by shard: no rank ever holds the whole model.
 
-`empty` builds the shape, `fully_shard` may divide it, `fill` gives every parameter storage and reads this rank's part.
+`meta_causal_lm` builds the shape, `fully_shard` may divide it, `load_shards` gives every parameter storage and reads
+this rank's part.
 """
 
 import json
@@ -42,7 +43,7 @@ def folder_of(name: str) -> Path:
 # -- the shape
 
 
-def empty(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> nn.Module:
+def meta_causal_lm(config: PretrainedConfig, *, attention: str, dtype: torch.dtype) -> nn.Module:
     """The causal language model in evaluation mode, parameters on the meta device, buffers real and right.
 
     Raises ValueError when there is a buffer that stands in no file and that the model does not compute by itself.
@@ -73,13 +74,13 @@ def _unset(like: Tensor) -> Tensor:
 # -- the weights
 
 
-def check(module: nn.Module, folder: Path, *, prefix: str) -> None:
-    """Raise ValueError as `fill` would, having read no more than what the files say of themselves."""
+def check_weight_files(module: nn.Module, folder: Path, *, prefix: str) -> None:
+    """Raise ValueError as `load_shards` would, having read no more than what the files say of themselves."""
     _check(module, _places(module, prefix), entries(folder), folder)
 
 
 @torch.no_grad()
-def fill(module: nn.Module, folder: Path, *, device: torch.device, prefix: str) -> None:
+def load_shards(module: nn.Module, folder: Path, *, device: torch.device, prefix: str) -> None:
     """Give every parameter storage on `device` and read this rank's part of it from the folder's safetensors.
 
     Parameters are plain tensors or DTensors (after `fully_shard`). Those on the meta device are replaced, so call this
@@ -150,7 +151,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def plain(name: str) -> str:
+def name_without_lora(name: str) -> str:
     """The name without the LoRA layer around it, as in a Hugging Face file."""
     return name.replace(".base_layer.", ".")
 
@@ -162,7 +163,7 @@ def _places(module: nn.Module, prefix: str) -> list[Place]:
             continue
         if not name.startswith(prefix):
             raise ValueError(f"got a module with {name}, wanted every name to begin with {prefix!r}")
-        places.setdefault(id(tensor), {})[name] = plain(name.removeprefix(prefix))
+        places.setdefault(id(tensor), {})[name] = name_without_lora(name.removeprefix(prefix))
     return list(places.values())
 
 

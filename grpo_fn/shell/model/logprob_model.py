@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grpo_fn.shell.model.attention import gather_tokens
 from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
-from grpo_fn.shell.model.packed_input import InputPacking, probe, undisturbed
+from grpo_fn.shell.model.packed_input import InputPacking, probe, without_dropout
 
 
 def predicting(
@@ -24,7 +24,7 @@ def predicting(
     return state[:, :-1][chosen], tokens[:, 1:][chosen]
 
 
-def placed(values: Float[Tensor, "N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def scatter_to_rows(values: Float[Tensor, "N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """Values of the masked tokens back at their `[b, t]`; zero elsewhere. The inverse of `predicting`'s selection."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
@@ -61,7 +61,7 @@ class LogprobModel(nn.Module):
         before, target = predicting(stream.at, tokens, mask)
         told = {"input_ids": stream.tokens, "use_cache": False, **stream.told}
         logp, entropy = (self._linear_scores if self._linear else self._dense_scores)(told, before, target)
-        return placed(logp, mask), placed(entropy, mask)
+        return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)
 
     @torch.no_grad()
     def parts(
@@ -110,7 +110,7 @@ def has_linear_head(model: nn.Module) -> bool:
         entered.append(args[0])
         return probe.expand_as(logits)
 
-    with undisturbed(model):  # some may be training: the dropout of adapters
+    with without_dropout(model):  # some may be training: the dropout of adapters
         hidden = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
         with head.register_forward_hook(instead, prepend=True):
             left = model(input_ids=ids, use_cache=False).logits

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model.blocks import blocks
-from grpo_fn.shell.model.load_weights import Part, give, is_adapter, plain
+from grpo_fn.shell.model.load_weights import Part, give, is_adapter, name_without_lora
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # the one adapter's name in the names of its parameters
@@ -132,7 +132,7 @@ def dropouts(model: nn.Module) -> list[nn.Dropout]:
     return [module for module in found if isinstance(module, nn.Dropout)]
 
 
-def merged(tensors: Mapping[str, Tensor], how: LoRA) -> Iterator[tuple[str, Tensor]]:
+def merge_adapters(tensors: Mapping[str, Tensor], how: LoRA) -> Iterator[tuple[str, Tensor]]:
     """(plain name, W + alpha/rank B A) of a model with adapters, one tensor at a time, in the mapping's order.
 
     `tensors` maps the model's names to whole tensors. Each is looked up when its turn comes, and A and B with their W,
@@ -149,9 +149,9 @@ def merged(tensors: Mapping[str, Tensor], how: LoRA) -> Iterator[tuple[str, Tens
             continue
         layer, is_base, _ = name.rpartition(".base_layer.weight")
         if is_base and layer + A in tensors:
-            yield plain(name), _sum(tensors[name], tensors[layer + A], tensors[layer + B], how, layer)
+            yield name_without_lora(name), _sum(tensors[name], tensors[layer + A], tensors[layer + B], how, layer)
         else:
-            yield plain(name), tensors[name]
+            yield name_without_lora(name), tensors[name]
 
 
 def _check_pair(name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -172,8 +172,8 @@ def _sum(weight: Tensor, a: Tensor, b: Tensor, how: LoRA, layer: str) -> Tensor:
 def adapter_folder(tensors: Mapping[str, Tensor], how: LoRA, base_name: str, folder: Path) -> None:
     """Write the adapters as a PEFT folder: adapter_model.safetensors and adapter_config.json.
 
-    `tensors` are as in `merged`; all but the adapters are left alone. `base_name` is the folder or hub name of the
-    model that the adapters belong to. Raises ValueError when there are no adapters.
+    `tensors` are as in `merge_adapters`; all but the adapters are left alone. `base_name` is the folder or hub name of
+    the model that the adapters belong to. Raises ValueError when there are no adapters.
     """
     names = [name for name in tensors if is_adapter(name)]
     if not names:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from grpo_fn.core.batch import by_width
-from grpo_fn.core.packing import Share, Spans, by_reading, each, places, read_lengths, together
+from grpo_fn.core.packing import Share, Spans, by_reading, each, read_lengths, share_prompts, visible_positions
 from grpo_fn.shell.model.attention import PackedAttention, install, unusable
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # as configurations name the kinds of layers
@@ -59,7 +59,7 @@ def pack_rows(model: nn.Module) -> InputPacking:
 
 def pack_shared_prompts(model: nn.Module) -> InputPacking:
     """No padding, and a prompt that several rows begin with is read once."""
-    return PackedInput(model, together)
+    return PackedInput(model, share_prompts)
 
 
 def as_they_are(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
@@ -71,7 +71,7 @@ def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: 
     """What is read of the rows, row after row."""
     device, (tokens, mask) = tokens.device, (tokens.cpu(), mask.cpu())
     spans = share(tokens, mask)
-    at = places(spans, tokens.shape[1])
+    at = visible_positions(spans, tokens.shape[1])
     column = torch.arange(tokens.shape[1]).expand(tokens.shape)
     taken = (column >= spans.start[:, None]) & (column < spans.end[:, None])
     if not taken.any():  # a rank without rows has to take part all the same: one token that is not looked at
@@ -112,7 +112,7 @@ class PackedInput:
     def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
         """The rows as the model can take them."""
         if self.fit is None:
-            reason = unsupported_reason(self.model, tokens.device)
+            reason = packing_unsupported_reason(self.model, tokens.device)
             self.fit = reason is None
             if reason is not None:
                 warnings.warn(
@@ -129,7 +129,7 @@ class PackedInput:
 
 
 @torch.no_grad()
-def unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
+def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
     """Why the model must not be shown rows end to end; None when it may. Found by asking it.
 
     Its layers have to attend to all of a row or to a window of it, to say which, and to pass on what they are told; and
@@ -141,7 +141,7 @@ def unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
         return f"it has layers of {', '.join(sorted(odd))}"
     tokens, mask = probe(config.vocab_size, device)
     wanted = states(model, as_they_are(tokens, mask))
-    stream = end_to_end(tokens, mask, share=together)
+    stream = end_to_end(tokens, mask, share=share_prompts)
     try:
         got = states(model, stream)
     except torch.OutOfMemoryError:
@@ -173,13 +173,13 @@ def probe(vocabulary: int, device: torch.device) -> tuple[Int[Tensor, "5 9"], Bo
 
 def states(model: nn.Module, stream: ModelInput) -> Float[Tensor, "N D"]:
     """The last hidden states of all that the model is shown, without dropout."""
-    with undisturbed(model):
+    with without_dropout(model):
         out = model.get_decoder()(input_ids=stream.tokens, use_cache=False, **stream.told)
     return out.last_hidden_state.flatten(0, 1)
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Without dropout; what was training is so again afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()

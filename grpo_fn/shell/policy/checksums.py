@@ -1,7 +1,7 @@
 """Digests of tensors that are spread over the ranks, and the lines of digests.jsonl.
 
 Every rank digests the pieces that lie with it (`shares`), all ranks' pieces together give the digest of the whole
-(`joined`), which does not depend on where they lie: a piece of which several ranks hold copies counts once.
+(`combine_ranks`), which does not depend on where they lie: a piece of which several ranks hold copies counts once.
 """
 
 import json
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_fn.core.checksums import chained, seed_of, share, total
+from grpo_fn.core.checksums import block_digest, combine_digests, seed_of, total
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.atomic_io import to_json
 
 FILE = "digests.jsonl"
 
 
-class Piece(NamedTuple):
+class TensorBlock(NamedTuple):
     """Where a part of a tensor lies in the whole, and what it adds to the digest. Copies of a part are equal."""
 
     offset: tuple[int, ...]
@@ -29,11 +29,11 @@ class Piece(NamedTuple):
     share: int
 
 
-Shares = dict[str, tuple[int, list[Piece]]]  # of every tensor by name: its seed, and the pieces that are here
+Shares = dict[str, tuple[int, list[TensorBlock]]]  # of every tensor by name: its seed, and the pieces that are here
 
 
 @dataclass
-class Noted:
+class StepChecksums:
     """What went through a policy: the learning signals, and of every update the gradients' shares."""
 
     signals: list[tuple[Batch, Scores]] = field(default_factory=list)
@@ -45,11 +45,14 @@ def shares(tensors: Mapping[str, Tensor]) -> Shares:
     found: Shares = {}
     for name, tensor in tensors.items():
         seed = seed_of(name, tensor.shape, tensor.dtype)
-        found[name] = seed, [Piece(*where, share(x, where[0], tensor.shape, seed)) for where, x in pieces(tensor)]
+        found[name] = (
+            seed,
+            [TensorBlock(*where, block_digest(x, where[0], tensor.shape, seed)) for where, x in local_blocks(tensor)],
+        )
     return found
 
 
-def pieces(tensor: Tensor) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], Tensor]]:
+def local_blocks(tensor: Tensor) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], Tensor]]:
     """What of the tensor lies here: ((offset, size), values)."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -58,13 +61,13 @@ def pieces(tensor: Tensor) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]]
     return [((tuple(chunk.offsets), tuple(chunk.sizes)), tensor.to_local()) for chunk in chunks if 0 not in chunk.sizes]
 
 
-def joined(ranks: Iterable[Shares]) -> int:
+def combine_ranks(ranks: Iterable[Shares]) -> int:
     """The digest of all tensors, from the shares of all ranks. Copies that are not equal all count."""
-    found: dict[str, tuple[int, set[Piece]]] = {}
+    found: dict[str, tuple[int, set[TensorBlock]]] = {}
     for here in ranks:
         for name, (seed, parts) in here.items():
             found.setdefault(name, (seed, set()))[1].update(parts)
-    return chained(total(seed, (part.share for part in parts)) for _, (seed, parts) in sorted(found.items()))
+    return combine_digests(total(seed, (part.share for part in parts)) for _, (seed, parts) in sorted(found.items()))
 
 
 def append(run_dir: Path, line: Mapping[str, Any]) -> None:

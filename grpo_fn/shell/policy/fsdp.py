@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from grpo_fn.core.batch import lengths
-from grpo_fn.core.checksums import chained, shown
+from grpo_fn.core.checksums import combine_digests, hex_digest
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.logprob_model import LogprobModel, check_rows
-from grpo_fn.shell.policy.checksums import Noted, joined, shares
-from grpo_fn.shell.policy.optimizer import plain, take
+from grpo_fn.shell.policy.checksums import StepChecksums, combine_ranks, shares
+from grpo_fn.shell.policy.optimizer import load_moment, moment_value
 from grpo_fn.shell.world import World
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -69,7 +69,7 @@ class FSDPPolicy:
         self.micro_tokens = micro_tokens
         self.updates = self.skipped = self.good_steps = self.passes = 0
         self.scale = initial_scale
-        self._noted: Noted | None = None
+        self._noted: StepChecksums | None = None
         self._expected = 0  # pullbacks before the next update
         self._owed = False  # gradients that copies of the model have not added up yet
         self._data = data
@@ -195,12 +195,12 @@ class FSDPPolicy:
         for name, tensor in self.named().items():
             if tensor.requires_grad or not trained:
                 with self.world.talking(f"gathering {name}"):
-                    gathered = whole(tensor)
+                    gathered = full_tensor(tensor)
                 yield name, gathered
 
-    def note(self) -> Noted:
+    def note(self) -> StepChecksums:
         """From here to `digests`, keep learning signals and digests of the gradients that the optimizer is given."""
-        self._noted = Noted()
+        self._noted = StepChecksums()
         return self._noted
 
     def digests(self) -> dict[str, str]:
@@ -208,15 +208,15 @@ class FSDPPolicy:
 
         The same however the model is spread over the ranks, all of which have to take part.
         """
-        noted, self._noted = self._noted or Noted(), None
+        noted, self._noted = self._noted or StepChecksums(), None
         mine = [*noted.gradients, shares({name: x for name, x in self.named().items() if x.requires_grad})]
-        *gradients, weights = map(joined, zip(*self.world.exchange(mine, what="digests"), strict=True))
-        return {"gradients": shown(chained(gradients)), "weights": shown(weights)}
+        *gradients, weights = map(combine_ranks, zip(*self.world.exchange(mine, what="digests"), strict=True))
+        return {"gradients": hex_digest(combine_digests(gradients)), "weights": hex_digest(weights)}
 
     def named(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once, as it lies on this rank, under the model's own names."""
         self._reshard()
-        return hf.named(self.model)
+        return hf.named_tensors(self.model)
 
     def _reshard(self) -> None:
         """Let go of weights that a pass without gradient has left gathered: they are copies, soon old ones."""
@@ -230,7 +230,7 @@ class FSDPPolicy:
         partial = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in named.values())
         kept = {name: x for name, x in named.items() if x.requires_grad or not partial}
         moments = {
-            f"{OPTIMIZER}{name}.{key}": plain(value)
+            f"{OPTIMIZER}{name}.{key}": moment_value(value)
             for name, x in kept.items()
             for key, value in self.optimizer.state.get(x, {}).items()
         }
@@ -255,7 +255,7 @@ class FSDPPolicy:
         load(kept)
         for name, x in self.named().items():
             for key, moment in self.optimizer.state.get(x, {}).items():
-                take(moment, kept[f"{OPTIMIZER}{name}.{key}"])
+                load_moment(moment, kept[f"{OPTIMIZER}{name}.{key}"])
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.scale, self.good_steps = counters["loss_scale"], counters["good_steps"]
 
@@ -313,7 +313,7 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     by_mesh: dict[object, list[Tensor]] = {}
     for grad in grads:
         by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
-    norms = [whole(nn.utils.get_total_norm(part)) for part in by_mesh.values()]
+    norms = [full_tensor(nn.utils.get_total_norm(part)) for part in by_mesh.values()]
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
@@ -324,7 +324,7 @@ def shrink_(params: list[nn.Parameter], factor: float) -> None:
             (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).mul_(factor)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The tensor itself, gathered from all ranks where it is spread over them; detached."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

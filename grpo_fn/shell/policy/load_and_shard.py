@@ -58,7 +58,7 @@ class ModelSpec:
 
     def spread(self, world: World, mesh: DeviceMesh, *, trained: bool) -> LogprobModel:
         """The model over the mesh: no rank ever holds all of it."""
-        model = load_weights.empty(self.config, dtype=self.kept_in(trained), attention=self.attention)
+        model = load_weights.meta_causal_lm(self.config, dtype=self.kept_in(trained), attention=self.attention)
         model.generation_config = hf.generation_config(self.folder, self.config)
         adapted = trained and self.adapters is not None
         if adapted:
@@ -72,7 +72,7 @@ class ModelSpec:
         how = how if trained else replace(how, offload=how.offload_reference)
         shard(scorer, model, mesh, self.dtype, how)
         device = torch.device("cpu") if how.offload else world.device
-        load_weights.fill(scorer, load_weights.folder_of(self.folder), device=device, prefix="model.")
+        load_weights.load_shards(scorer, load_weights.folder_of(self.folder), device=device, prefix="model.")
         if adapted:
             lora.reset(model, key=self.key, device=device)
         return scorer.eval()

@@ -101,7 +101,7 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
     )
     training = (
         Part("gradients", WIDE * trained, how.offload),
-        Part("gathered weights", how.gathers * how.width * gathered(weights, how)),
+        Part("gathered weights", how.gathers * how.width * peak_gathered(weights, how)),
         Part("gathered gradients", how.gathers * (how.width + WIDE) * _largest(weights, _trains)),
         Part("activations", passing.activations),
         Part("logits", passing.logits),
@@ -109,7 +109,7 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
     return Memory(standing, training, (Part("KV cache", passing.cache),))
 
 
-def gathered(weights: Sequence[Weight], how: Arrangement) -> int:
+def peak_gathered(weights: Sequence[Weight], how: Arrangement) -> int:
     """Numbers that lie gathered at once, at their most."""
     blocks = [_whole(weights, lambda w, i=i: w.block == i) for i in sorted({w.block for w in weights} - {None})]
     at_once = len(blocks) if not how.reshard_after_forward else 1 + how.prefetch

@@ -46,7 +46,7 @@ def on_device(
     """
     replicate, shard, tensor = mesh
     text = config.get_text_config()
-    parts = weights(empty(config, adapters, attention), shard, tensor)
+    parts = weights(meta_model(config, adapters, attention), shard, tensor)
     kept_wide = adapters is None and dtype is not torch.float32
     how = Arrangement(
         width=dtype.itemsize,
@@ -68,16 +68,16 @@ def on_device(
     return per_device([weight for weight, _ in parts], moment_bytes(optimizer, parts), passing, how)
 
 
-def empty(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) -> nn.Module:
+def meta_model(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) -> nn.Module:
     """The model's shape, adapters included, on the meta device. Attention is as it is written out, or else fused."""
     attention = "eager" if attention == "eager" else "sdpa"
-    model = load_weights.empty(config, dtype=torch.float32, attention=attention)
+    model = load_weights.meta_causal_lm(config, dtype=torch.float32, attention=attention)
     return model if adapters is None else lora.attach(model, adapters)
 
 
 def trained_parameters(config: PretrainedConfig, adapters: lora.LoRA | None) -> int:
     """Numbers that train: all of the model, or its adapters alone."""
-    return sum(p.numel() for p in empty(config, adapters, "eager").parameters() if p.requires_grad)
+    return sum(p.numel() for p in meta_model(config, adapters, "eager").parameters() if p.requires_grad)
 
 
 def weights(model: nn.Module, shard: int, tensor: int) -> list[tuple[Weight, bool]]:
@@ -178,7 +178,7 @@ def activation_bytes(
     """
     if attention != "eager":
         rows, width = -(-rows * width // SHORT), SHORT
-    model = empty(config, adapters, attention)
+    model = meta_model(config, adapters, attention)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _without_data(model, dtype)
         for block in blocks(model):

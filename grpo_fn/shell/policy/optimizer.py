@@ -108,7 +108,7 @@ def _between(step: Callable[[], Any], groups: list[dict[str, Any]]) -> Callable[
 # -- moments in a checkpoint
 
 
-def plain(moment: Tensor) -> Tensor:
+def moment_value(moment: Tensor) -> Tensor:
     """The moment as a checkpoint holds it: itself, or its values in float32 where it lies in 8 bits.
 
     Values, not codes: a block of codes belongs to one way of dividing a weight, values can be divided anew.
@@ -118,8 +118,8 @@ def plain(moment: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def take(moment: Tensor, value: Tensor) -> None:
-    """Write back what `plain` gave, loaded anew; nothing to do where that was the moment itself.
+def load_moment(moment: Tensor, value: Tensor) -> None:
+    """Write back what `moment_value` gave, loaded anew; nothing to do where that was the moment itself.
 
     Values that were the same blocks of codes before come back exactly; others (another world size cuts the weights
     elsewhere) go to the nearest code.

@@ -55,11 +55,11 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     replaced, by DTensors over `mesh`; those with storage have to hold the same values on every rank. An adapter is
     divided with its layer: B where the layer gives out features, A where it takes them in.
 
-    Raises ValueError, nothing changed, for a model that cannot be divided (see `check`).
+    Raises ValueError, nothing changed, for a model that cannot be divided (see `check_tp_plan`).
     """
     if mesh.size() == 1:
         return model
-    plan = check(model, mesh.size())
+    plan = check_tp_plan(model, mesh.size())
     logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_is_worth_saying)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parallelize_module(model, mesh, _styles(model, plan), src_data_rank=None)
@@ -68,7 +68,7 @@ def divide(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def check(model: nn.Module, ranks: int) -> Plan:
+def check_tp_plan(model: nn.Module, ranks: int) -> Plan:
     """What the model's own plan says of its blocks, once it is sure that `ranks` ranks can share them.
 
     Raises ValueError for a model without a plan, for styles that are not among `KNOWN`, for heads and features that

@@ -21,10 +21,10 @@ from grpo_fn.shell.reward_workers.worker_handle import (
     STARTUP_SECONDS,
     Descriptor,
     Loss,
-    Lost,
     Outcome,
     PoolRow,
     WorkerHandle,
+    WorkerLost,
     ready_among,
 )
 
@@ -226,8 +226,8 @@ class RewardPool:
                 if worker.stdout.fileno() in ready:
                     self._hear(worker, job)
                 elif time.monotonic() >= worker.due:
-                    raise Lost("timeouts")
-            except Lost as lost:
+                    raise WorkerLost("timeouts")
+            except WorkerLost as lost:
                 self._mourn(place, str(lost), job)
         job.left = time.monotonic()
         return any(stream.fileno() in ready for stream in watching)
@@ -244,9 +244,9 @@ class RewardPool:
                 case ["failed", str() as trace] if worker.loading:
                     raise RewardError(f"{_name(job.fn)} could not be loaded in a reward worker:\n{trace}")
                 case ["memory"]:
-                    raise Lost("deaths")
+                    raise WorkerLost("deaths")
                 case _:
-                    raise Lost("errors")
+                    raise WorkerLost("errors")
             worker.begin(job.deadline)
 
     def _mourn(self, place: int, cause: str, job: RewardJob) -> None:

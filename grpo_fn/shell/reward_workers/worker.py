@@ -29,7 +29,7 @@ LONGEST_REASON = 200  # characters
 LONGEST_TRACE = 8000
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+def serve_requests(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer requests until there are no more."""
     functions: dict[bytes, Any] = {}
     while (message := read_message(requests)) is not None:
@@ -38,14 +38,14 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             functions[payload] = pickle.loads(payload)
         write_message(replies, ["ready"])
         for index, row in enumerate(rows):
-            write_message(replies, answer(index, functions[payload], row))
+            write_message(replies, score_row(index, functions[payload], row))
 
 
-def answer(index: int, fn: Any, row: bytes) -> list[Any]:
+def score_row(index: int, fn: Any, row: bytes) -> list[Any]:
     """The reply to one row. Raises MemoryError, after which the process is not to be trusted."""
     start = time.perf_counter()
     try:
-        value = checked(settled(fn(*pickle.loads(row))))
+        value = check_reward_value(await_reward(fn(*pickle.loads(row))))
     except MemoryError:
         raise
     except Exception as error:
@@ -54,7 +54,7 @@ def answer(index: int, fn: Any, row: bytes) -> list[Any]:
     return ["value", index, value, time.perf_counter() - start]
 
 
-def settled(value: Any) -> Any:
+def await_reward(value: Any) -> Any:
     """What a reward returned, awaited when it is awaitable: each row in an event loop of its own."""
     if not isinstance(value, Awaitable):
         return value
@@ -69,7 +69,7 @@ def settled(value: Any) -> Any:
         raise RuntimeError("the reward was cancelled from inside") from error
 
 
-def checked(value: Any) -> float | None:
+def check_reward_value(value: Any) -> float | None:
     """The reward as a plain number. Raises ValueError for anything that is neither a finite number nor None."""
     if value is None:
         return None
@@ -127,4 +127,4 @@ def main(act: Callable[[BinaryIO, BinaryIO], None]) -> None:
 
 
 if __name__ == "__main__":
-    main(serve)
+    main(serve_requests)

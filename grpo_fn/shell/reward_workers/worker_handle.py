@@ -50,7 +50,7 @@ class PoolRow:
     outcome: Outcome | None = None
 
 
-class Lost(Exception):
+class WorkerLost(Exception):
     """A worker is of no use any more; says which counter it goes to."""
 
 
@@ -118,19 +118,19 @@ class WorkerHandle:
         """
         data = os.read(self.stdout.fileno(), 65536)
         if not data:
-            raise Lost("deaths")
+            raise WorkerLost("deaths")
         self.incoming += data
         while len(self.incoming) >= HEADER.size:
             (size,) = HEADER.unpack_from(self.incoming)
             if size > LONGEST_REPLY:
-                raise Lost("errors")
+                raise WorkerLost("errors")
             if len(self.incoming) < HEADER.size + size:
                 break
             body, self.incoming = self.incoming[HEADER.size : HEADER.size + size], self.incoming[HEADER.size + size :]
             try:
                 reply = json.loads(body)
             except ValueError as error:
-                raise Lost("errors") from error
+                raise WorkerLost("errors") from error
             yield reply
 
     def end(self, grace: float) -> None:

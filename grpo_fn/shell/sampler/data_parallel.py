@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from grpo_fn.core.groups import stacked
+from grpo_fn.core.groups import concat_rollouts
 from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer
 from grpo_fn.core.types import Policy, Rollout
 from grpo_fn.shell.world import World
@@ -15,21 +15,21 @@ from grpo_fn.shell.world import World
 T = TypeVar("T")
 
 
-def share(items: int, rank: int, size: int) -> slice:
+def rank_share(items: int, rank: int, size: int) -> slice:
     """The items of a rank: in order, and as evenly as can be."""
     return slice(items * rank // size, items * (rank + 1) // size)
 
 
 def mine(items: Sequence[T], sampler: Any, world: World) -> Sequence[T]:
     """The items that this rank's engine works on; `sampler.ranks` neighbours have one engine together."""
-    return items[share(len(items), world.rank // sampler.ranks, world.size // sampler.ranks)]
+    return items[rank_share(len(items), world.rank // sampler.ranks, world.size // sampler.ranks)]
 
 
-def gathered(found: Rollout | None, sampler: Any, world: World) -> Rollout:
+def gather_rollouts(found: Rollout | None, sampler: Any, world: World) -> Rollout:
     """The rollouts of all engines, one after another; every rank brings that of its own."""
     speaks = world.rank % sampler.ranks == 0
     parts = world.exchange(found if speaks else None, what="the others' completions")
-    return stacked([part for part in parts if part is not None])
+    return concat_rollouts([part for part in parts if part is not None])
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class DataParallelSampler:
         """As the sampler's own."""
         asked = mine(problems, self.sampler, self.world)
         found = self.sampler.sample(asked, group_size, key=key) if asked else None
-        return gathered(found, self.sampler, self.world)
+        return gather_rollouts(found, self.sampler, self.world)
 
     def load(self, policy: Policy) -> None:
         """As the sampler's own; every rank takes part."""
@@ -81,7 +81,7 @@ def spread_score(score: Scorer, world: World) -> Scorer:
     """The scorer, each rank scoring its share of the rows."""
 
     def spread(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
-        own = share(len(problems), world.rank, world.size)
+        own = rank_share(len(problems), world.rank, world.size)
         scores = score(fn, problems[own], completions[own]) if problems[own] else []
         return [x for part in world.exchange(scores, what="the others' rewards") for x in part]
 

@@ -34,7 +34,7 @@ NOTHING = Fingerprint(0, 0)
 
 
 @torch.no_grad()
-def fingerprint(tensor: Tensor) -> Fingerprint:
+def weight_fingerprint(tensor: Tensor) -> Fingerprint:
     """That of one tensor's elements, in whatever order. Zero counts for nothing, minus zero neither."""
     total = NOTHING
     for part in tensor.detach().reshape(-1).split(AT_ONCE):

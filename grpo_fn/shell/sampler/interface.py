@@ -66,7 +66,7 @@ class StaleEngine(RuntimeError):
     """An engine holds other weights than it was sent."""
 
 
-def verified(receipt: WeightReceipt) -> WeightReceipt:
+def verify_receipt(receipt: WeightReceipt) -> WeightReceipt:
     """The receipt itself. Raises StaleEngine when the engine holds something else than was sent."""
     if receipt.held is not None and receipt.held != receipt.sent:
         raise StaleEngine(
@@ -230,7 +230,7 @@ def check_lengths(
             )
 
 
-def ended(tokenizer: PreTrainedTokenizerBase, completion: list[int], *, stopped: bool) -> Completion:
+def completion_of_row(tokenizer: PreTrainedTokenizerBase, completion: list[int], *, stopped: bool) -> Completion:
     """A row as a reward sees it, before there is a rollout: what `assemble` makes of it says the same."""
     (text,) = tokenizer.batch_decode([completion], skip_special_tokens=True)
     return Completion(text, len(completion), not stopped)

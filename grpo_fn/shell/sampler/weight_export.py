@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from grpo_fn.shell.model import hf, lora
-from grpo_fn.shell.policy.fsdp import FSDPPolicy, whole
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, full_tensor
 from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.world import World
 
@@ -24,7 +24,7 @@ class PolicyWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor."""
         with self.world.talking(f"gathering {name}"):
-            return whole(self.named[name])
+            return full_tensor(self.named[name])
 
     def __iter__(self) -> Iterator[str]:
         """The names, in the model's order."""
@@ -43,7 +43,7 @@ class FixedWeights(NamedTuple):
 
     def named(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once, under the model's own names."""
-        return hf.named(self.model)
+        return hf.named_tensors(self.model)
 
 
 def export_weights(policy: FSDPPolicy | FixedWeights, seat: SamplerContext) -> Iterator[tuple[str, Tensor]]:
@@ -54,7 +54,7 @@ def export_weights(policy: FSDPPolicy | FixedWeights, seat: SamplerContext) -> I
     has to go through all of it.
     """
     tensors = PolicyWeights(policy.named(), policy.world)
-    for name, tensor in tensors.items() if seat.adapters is None else lora.merged(tensors, seat.adapters):
+    for name, tensor in tensors.items() if seat.adapters is None else lora.merge_adapters(tensors, seat.adapters):
         given = tensor.to(seat.dtype) if tensor.is_floating_point() else tensor
         yield name, given
         if is_tied_embedding(name, seat):

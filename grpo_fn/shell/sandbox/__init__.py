@@ -50,7 +50,7 @@ module.main(settings, take)
 MEANING = {"right": True, "wrong": False, "unscorable": None}
 
 
-def run(
+def run_program(
     program: Program,
     *,
     wall_seconds: float,
@@ -61,7 +61,7 @@ def run(
     output_kb: int,
     isolation: Isolation,
 ) -> Ran:
-    """Run a program against its tests, shut in by `isolation`: `strongest`, or one of `isolation`.
+    """Run a program against its tests, shut in by `isolation`: `strongest_isolation`, or one of `isolation`.
 
     `wall_seconds` are for program and tests together, without the start of Python; `cpu_seconds` and `memory_mb`
     (address space) are for each process of it; `processes` counts its processes and threads; `file_mb` is for one
@@ -83,13 +83,13 @@ def run(
     return _heard(said, complaint, secret, len(program.tests), time.monotonic() - start)
 
 
-def strongest(limits: Limits) -> AbstractContextManager[Cell]:
+def strongest_isolation(limits: Limits) -> AbstractContextManager[Cell]:
     """Bubblewrap, or else kernel namespaces; RuntimeError where neither works. Tried out once in a process."""
     return _strongest()(limits)
 
 
-def check(runner: Callable[[Program], Ran]) -> None:
-    """Does `runner`, which is `run` with its knobs, tell right from wrong on this machine? Costs what a program does.
+def check_runner(runner: Callable[[Program], Ran]) -> None:
+    """Check that `runner`, which is `run_program` with its knobs, tells right from wrong here. Costs one program's run.
 
     Raises ValueError or RuntimeError that says what is amiss.
     """
@@ -115,7 +115,7 @@ ROOMY = Limits(wall_seconds=30.0, cpu_seconds=10, memory_mb=256, processes=8, fi
 @lru_cache(maxsize=8)
 def _amiss(isolation: Isolation) -> str:
     try:
-        check(partial(run, **ROOMY._asdict(), isolation=isolation))
+        check_runner(partial(run_program, **ROOMY._asdict(), isolation=isolation))
     except (OSError, RuntimeError, ValueError) as error:
         return " ".join(f"{error}".split())
     return ""
@@ -129,7 +129,7 @@ def _strongest() -> Isolation:
     raise RuntimeError(
         f"sandbox: got bubblewrap {_amiss(bubblewrap)!r} and namespaces {_amiss(namespaces)!r}, wanted one of them to "
         "work: install bubblewrap, allow user namespaces, or accept what docs/sandbox.md says of rlimits alone with "
-        "sandbox.run.isolation = @isolation.rlimits_only"
+        "sandbox.run_program.isolation = @isolation.rlimits_only"
     )
 
 

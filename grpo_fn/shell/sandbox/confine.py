@@ -43,10 +43,10 @@ def enter_namespaces(settings):
     """
     user, group = os.geteuid(), os.getegid()
     spaces = NEW_MOUNTS | NEW_CGROUP | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NET
-    call("unshare", spaces | (NEW_USER if settings["user"] is None else 0))
+    libc_function("unshare", spaces | (NEW_USER if settings["user"] is None else 0))
     if settings["user"] is None:
         for name, line in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
-            write(f"/proc/self/{name}", line)
+            write_file(f"/proc/self/{name}", line)
     enter_session(settings)
     child = os.fork()
     if child:
@@ -62,7 +62,7 @@ def build_root(settings):
     mount(None, "/", None, RECURSIVE | PRIVATE, None)
     mount("tmpfs", "/tmp", "tmpfs", NOSUID, "mode=0755,size=1m")
     os.mkdir("/tmp/old")
-    call("pivot_root", b"/tmp", b"/tmp/old")
+    libc_function("pivot_root", b"/tmp", b"/tmp/old")
     os.chdir("/")
     for path in settings["folders"]:
         os.makedirs(path)
@@ -71,13 +71,13 @@ def build_root(settings):
         os.symlink(target, path)
     os.mkdir("/dev")
     for name in SYSTEM_DEVICES:
-        write(f"/dev/{name}", "")
+        write_file(f"/dev/{name}", "")
         mount(f"/old/dev/{name}", f"/dev/{name}", None, BIND, None)
     os.mkdir("/tmp")
-    call("umount2", b"/old", DETACH)
+    libc_function("umount2", b"/old", DETACH)
     os.rmdir("/old")
     attributes = READ_ONLY_NO_SETUID.to_bytes(8, "little") + bytes(24)
-    call("syscall", MOUNT_SETATTR, HERE, b"/", WHOLE_TREE, attributes, len(attributes))
+    libc_function("syscall", MOUNT_SETATTR, HERE, b"/", WHOLE_TREE, attributes, len(attributes))
     mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, f"mode=1777,size={settings['file_mb']}m,nr_inodes={INODES}")
 
 
@@ -112,7 +112,7 @@ def confine_judge(settings):
     limit(resource.RLIMIT_AS, settings["memory_mb"] * 2**20)
     limit(resource.RLIMIT_CORE, 0)
     if settings["filter"] is not None:
-        call("prctl", SET_DUMPABLE, 0, 0, 0, 0)
+        libc_function("prctl", SET_DUMPABLE, 0, 0, 0, 0)
         keep_power(0 if settings["user"] is None else KILL_OTHERS)  # the program is another user's then
 
 
@@ -137,13 +137,13 @@ def keep_in_reach():
 
 def die_with_parent():
     """Be killed when the parent ends. Becoming another user undoes it."""
-    call("prctl", SET_DEATH_SIGNAL, SIGKILL, 0, 0, 0)
+    libc_function("prctl", SET_DEATH_SIGNAL, SIGKILL, 0, 0, 0)
 
 
 def keep_power(power):
     """Keep of the capabilities at most these."""
     kept = power.to_bytes(4, "little") * 2 + bytes(16)  # effective, permitted, inheritable; and the upper halves
-    call("capset", CAPABILITY_VERSION.to_bytes(4, "little") + bytes(4), kept)
+    libc_function("capset", CAPABILITY_VERSION.to_bytes(4, "little") + bytes(4), kept)
 
 
 def filter_calls(program):
@@ -153,23 +153,23 @@ def filter_calls(program):
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
-    call("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    call("prctl", SET_SECCOMP, SECCOMP_FILTER, ctypes.byref(Program(len(program) // 8, program)), 0, 0)
+    libc_function("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    libc_function("prctl", SET_SECCOMP, SECCOMP_FILTER, ctypes.byref(Program(len(program) // 8, program)), 0, 0)
 
 
 def mount(source, target, kind, flags, options):
     """mount(2), of texts."""
     source, kind, options = (text if text is None else text.encode() for text in (source, kind, options))
-    call("mount", source, target.encode(), kind, flags, options)
+    libc_function("mount", source, target.encode(), kind, flags, options)
 
 
-def write(path, text):
+def write_file(path, text):
     """Put text into a file."""
     with open(path, "w") as file:
         file.write(text)
 
 
-def call(name, *args):
+def libc_function(name, *args):
     """A function of the C library's. Raises OSError that names it when it returns -1."""
     import ctypes  # here, as bubblewrap makes it unnecessary
 

@@ -11,8 +11,8 @@ import sys
 import time
 
 from grpo_fn.shell.sandbox import confine
-from grpo_fn.shell.sandbox.pipe import Channel, exactly, whole
-from grpo_fn.shell.sandbox.rpc import PROGRAM_OPS, Ended, Peer, Unsendable
+from grpo_fn.shell.sandbox.pipe import Channel, exactly, write_all
+from grpo_fn.shell.sandbox.rpc import PROGRAM_OPS, ChannelClosed, Peer, Unsendable
 
 READY = "ready"
 LONGEST_REASON = 400  # characters
@@ -35,8 +35,8 @@ def main(settings, take):
     channel.begin(settings["wall_seconds"], settings["output_kb"] * 1024)
     over = ""
     try:
-        judge(task, channel, report)
-    except Ended as ended:
+        run_tests(task, channel, report)
+    except ChannelClosed as ended:
         over = f"{ended}"
     left = finish(child, PATIENCE if channel.closed else 0.0)
     report.note((left or over) if channel.closed else (over or left))
@@ -61,31 +61,31 @@ class Report:
 
     def say(self, word, text=""):
         """Write one line."""
-        whole(self.fd, f"{self.secret} {word} {text.encode(errors='surrogatepass').hex()}\n".encode())
+        write_all(self.fd, f"{self.secret} {word} {text.encode(errors='surrogatepass').hex()}\n".encode())
 
     def note(self, reason):
         """Keep the first reason there is for what did not pass."""
         self.reason = self.reason or reason[:LONGEST_REASON]
 
 
-def judge(task, channel, report):
+def run_tests(task, channel, report):
     """Load the program, run the setup, then every test, and report each test's verdict as it comes."""
     peer = Peer(channel.read, channel.write, {"call": PROGRAM_OPS["call"]}, callable)
     space = {"__name__": "tests"}
-    ready = holds(lambda: prepare(task, peer, space), channel, report)
+    ready = holds(lambda: fill_namespace(task, peer, space), channel, report)
     for test in task["tests"]:
-        verdict = holds(lambda test=test: run(test, space), channel, report) if ready else ready
+        verdict = holds(lambda test=test: exec_code(test, space), channel, report) if ready else ready
         report.say("verdict", {True: "right", False: "wrong", None: "unscorable"}[verdict])
 
 
-def prepare(task, peer, space):
+def fill_namespace(task, peer, space):
     """Fill the tests' namespace: what they need of the program's, then what the setup makes of it."""
     found = peer.ask("load", task["sources"], task["names"])
     space.update((name, found[name]) for name in task["names"] if name in found)
-    run(task["setup"], space)
+    exec_code(task["setup"], space)
 
 
-def run(code, space):
+def exec_code(code, space):
     """Run a piece of the tests' code."""
     exec(compile(code, "tests.py", "exec"), space)
 
@@ -96,22 +96,22 @@ def holds(act, channel, report):
         act()
         channel.check()
         return True
-    except Ended:
+    except ChannelClosed:
         raise
     except Unsendable as error:
         report.note(f"the test cannot be put to a program: {error}")
         return None
     except BaseException as error:
         channel.check()
-        report.note(shown(error))
+        report.note(describe_error(error))
         return False
 
 
-def shown(error):
+def describe_error(error):
     """An exception in one line. It may hold an object of the program's, which says what it likes."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Ended:
+    except ChannelClosed:
         raise
     except BaseException:
         return type(error).__name__
@@ -136,16 +136,16 @@ def be_program(settings, requests, replies, printed):
         close_all_but({0, 1, 2, requests, replies})
         confine.confine_program(settings)
     except BaseException as error:
-        whole(replies, f"{shown(error)}\n".encode())
+        write_all(replies, f"{describe_error(error)}\n".encode())
         os._exit(1)
     try:
-        whole(replies, f"{READY}\n".encode())
-        serve(requests, replies)
+        write_all(replies, f"{READY}\n".encode())
+        serve_calls(requests, replies)
     finally:
         os._exit(0)
 
 
-def serve(requests, replies):
+def serve_calls(requests, replies):
     """Do what the judge asks, until it is gone."""
     os.environ.clear()
     sys.argv[:] = [""]
@@ -156,12 +156,12 @@ def serve(requests, replies):
                 stream.flush()
             except BaseException:
                 continue  # closed, or no stream at all: its own affair
-        whole(replies, data)
+        write_all(replies, data)
 
-    Peer(lambda size: exactly(requests, size), answer, {**PROGRAM_OPS, "load": load}, lambda value: True).serve()
+    Peer(lambda size: exactly(requests, size), answer, {**PROGRAM_OPS, "load": load_module}, lambda value: True).serve()
 
 
-def load(sources, names):
+def load_module(sources, names):
     """Run the sources in one module; those of the names that it has then."""
     module = type(sys)("solution")
     sys.modules["solution"] = module  # where dataclasses and pickle look for it

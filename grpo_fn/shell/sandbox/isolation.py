@@ -1,6 +1,7 @@
 """Ways to shut a program in, one signature: what is started, and what the harness inside is to do about it.
 
-An isolation is a context manager that gives a `Cell`. `sandbox.strongest` picks the first of the first two that works.
+An isolation is a context manager that gives a `Cell`. `sandbox.strongest_isolation` picks the first of the first two
+that works.
 """
 
 import os

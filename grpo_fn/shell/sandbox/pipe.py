@@ -4,7 +4,7 @@ import os
 import select
 import time
 
-from grpo_fn.shell.sandbox.rpc import Ended
+from grpo_fn.shell.sandbox.rpc import ChannelClosed
 
 CHUNK = 65536
 START_SECONDS = 30.0  # for the program's process to be shut in
@@ -32,7 +32,7 @@ class Channel:
         try:
             while b"\n" not in self.incoming:
                 self._wait()
-        except Ended as ended:
+        except ChannelClosed as ended:
             return f"the program's process: {ended}"
         line, _, self.incoming = self.incoming.partition(b"\n")
         return line.decode(errors="replace")
@@ -44,7 +44,7 @@ class Channel:
     def check(self):
         """Raises Ended if a wait did: a test may have caught it."""
         if self.over:
-            raise Ended(self.over)
+            raise ChannelClosed(self.over)
 
     def read(self, size):
         """So many bytes of the replies."""
@@ -103,7 +103,7 @@ class Channel:
 
     def _end(self, reason):
         self.over = reason
-        raise Ended(reason)
+        raise ChannelClosed(reason)
 
 
 def exactly(fd, size):
@@ -111,12 +111,12 @@ def exactly(fd, size):
     data = bytearray()
     while len(data) < size:
         if not (more := os.read(fd, size - len(data))):
-            raise Ended("the judge ended")
+            raise ChannelClosed("the judge ended")
         data += more
     return bytes(data)
 
 
-def whole(fd, data):
+def write_all(fd, data):
     """Write it all."""
     while data:
         data = data[os.write(fd, data) :]

@@ -11,7 +11,7 @@ import operator
 from grpo_fn.shell.sandbox.values import SIZE, Reader, encode, held_type
 
 
-class Ended(BaseException):
+class ChannelClosed(BaseException):
     """The conversation is over; says why."""
 
 
@@ -143,7 +143,7 @@ class Peer:
             result = self.ops[op](*args, **kwargs)
             changed = tuple(map(_changeable, (*args, *kwargs.values())))
             reply = encode(("value", result, changed), self._refer)
-        except Ended:
+        except ChannelClosed:
             raise
         except BaseException as error:
             reply = encode(("raised", *_described(error)), self._refer)

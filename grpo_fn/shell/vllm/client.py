@@ -1,7 +1,7 @@
 """One vLLM server over HTTP: completions of token ids, and the routes with which a trainer changes its weights.
 
 A call ends in an answer, in `Unreachable` (no server, the time is up, the server broke: others may be asked) or in
-`Refused` (the request is wrong, or the way the server was started: asking again would not help).
+`RequestRefused` (the request is wrong, or the way the server was started: asking again would not help).
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Unreachable(RuntimeError):
     """No answer, or one that says that the server cannot go on."""
 
 
-class Refused(RuntimeError):
+class RequestRefused(RuntimeError):
     """The server is well and will not do this."""
 
 
@@ -88,7 +88,7 @@ class Server:
             raise Unreachable(f"{self.url}: got a completion that ended with {choice['finish_reason']!r}")
         logp = [one["logprob"] for one in choice["logprobs"]["content"]]
         if len(logp) != len(choice["token_ids"]) or NO_LOGP in logp:
-            raise Refused(
+            raise RequestRefused(
                 f"{self.url}: got {len(logp)} log-probs for {len(choice['token_ids'])} tokens, {logp.count(NO_LOGP)} "
                 "of them missing or no number, wanted one for each: is there a NaN among the weights?"
             )
@@ -169,7 +169,9 @@ class Server:
         if answer.status_code >= 500:
             raise Unreachable(f"{self.url}{path}: got status {answer.status_code}: {text}")
         if answer.status_code >= 400:
-            raise Refused(f"{self.url}{path}: got status {answer.status_code}{_meaning(answer.status_code)}: {text}")
+            raise RequestRefused(
+                f"{self.url}{path}: got status {answer.status_code}{_meaning(answer.status_code)}: {text}"
+            )
         try:
             return answer.json() if answer.content else {}
         except ValueError as error:
@@ -184,7 +186,7 @@ def _meaning(status: int) -> str:
     return ""
 
 
-def check(how: Mapping[str, Any]) -> None:
+def check_sampling_fields(how: Mapping[str, Any]) -> None:
     """Raise ValueError for a field of SamplingParams that is none."""
     if unknown := sorted(set(how) - FIELDS):
         raise ValueError(

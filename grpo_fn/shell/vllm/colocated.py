@@ -20,20 +20,20 @@ from grpo_fn.shell.sampler.interface import (
     SamplerContext,
     WeightReceipt,
     unread,
-    verified,
+    verify_receipt,
 )
 from grpo_fn.shell.sampler.weight_export import HEAD
 from grpo_fn.shell.vllm.engine_weights import WeightShare, engine_weights, has_head
-from grpo_fn.shell.vllm.incoming_weights import IncomingWeights, in_folder
+from grpo_fn.shell.vllm.incoming_weights import IncomingWeights, folder_weights
 from grpo_fn.shell.vllm.options import arguments, check_deadline
-from grpo_fn.shell.vllm.process_guards import group_of_one, imported, same_randomness, same_threads
+from grpo_fn.shell.vllm.process_guards import group_of_one, import_vllm, same_randomness, same_threads
 from grpo_fn.shell.world import LostRank
 
 UNPUSHED = -1  # the version of the weights in the model folder
 TAGS = ("weights", "kv_cache")  # what vLLM puts to sleep, in the order in which it is woken
 
 
-class Colocated:
+class ColocatedEngine:
     """An engine in this process. With `tensor_parallel` n it is one of n ranks that are one engine together.
 
     The ranks of an engine have to be asked for the same, and all ranks have to `push` together. `deadline` is how many
@@ -78,7 +78,7 @@ class Colocated:
         self._verified = False
         self._told = dict.fromkeys(("requests", "tokens", "generate_seconds", "push_seconds"), 0.0)
         with self._apart():
-            self.vllm = imported()
+            self.vllm = import_vllm()
             group_of_one(seat.world.device)
             try:
                 with self._together("starting vLLM"):
@@ -135,7 +135,7 @@ class Colocated:
                 if (waited := time.monotonic() - started) > self.deadline:
                     raise TimeoutError(
                         f"generate: got {len(rows) - len(done)} of {len(rows)} requests unfinished after {waited:.0f} "
-                        f"s, wanted all within {self.deadline:g} (vllm_sampler.colocated.generate_timeout)"
+                        f"s, wanted all within {self.deadline:g} (vllm_sampler.colocated_sampler.generate_timeout)"
                     )
                 for out in engine.step():
                     if out.finished:
@@ -182,7 +182,7 @@ class Colocated:
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("push: got an engine that keeps cached prefixes of the old weights")
             receipt = self._receipt(version, coming.sent)
-        verified(receipt)
+        verify_receipt(receipt)
         self.version, self.ready, self._verified = version, True, receipt.held is not None
         self._told["push_seconds"] += time.monotonic() - started
         return receipt
@@ -210,7 +210,9 @@ class Colocated:
 
     def _in_folder(self) -> Fingerprint | None:
         """Of what the engine was opened with, read again."""
-        return in_folder(self.folder, self.shapes.keys(), tied=self.tied, dtype=self.dtype, device=self.world.device)
+        return folder_weights(
+            self.folder, self.shapes.keys(), tied=self.tied, dtype=self.dtype, device=self.world.device
+        )
 
     def _held(self) -> Fingerprint:
         """Of all ranks of this engine together."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 
 COLUMNS = 1024  # of a packed matrix that are asked for at once
 
@@ -40,8 +40,8 @@ def engine_weights(model: nn.Module, *, dtype: torch.dtype, tied: bool, share: W
     for module, multiplies in modules:
         for name, parameter in module.named_parameters(recurse=False):
             packed = multiplies and name == "weight" and hasattr(module, "cpu_linear")
-            for part in unpacked(module, dtype) if packed else (parameter,):
-                total += fingerprint(answered_for(module, name, part, share).to(dtype))
+            for part in unpack_columns(module, dtype) if packed else (parameter,):
+                total += weight_fingerprint(answered_for(module, name, part, share).to(dtype))
     return total
 
 
@@ -52,7 +52,7 @@ def has_head(model: nn.Module) -> bool:
     return any(isinstance(module, ParallelLMHead) for module in model.modules())
 
 
-def unpacked(module: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
+def unpack_columns(module: nn.Module, dtype: torch.dtype) -> Iterator[Tensor]:
     """The matrix that the module multiplies with, a few columns at a time."""
     width = getattr(module, "input_size_per_partition", None) or module.embedding_dim
     for start in range(0, width, COLUMNS):

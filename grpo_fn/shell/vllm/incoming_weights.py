@@ -7,7 +7,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from grpo_fn.shell.model import load_weights
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.sampler.weight_export import HEAD
 
 
@@ -35,7 +35,7 @@ class IncomingWeights:
                 self.wrong = f"got {name} of shape {tuple(tensor.shape)}, wanted {wanted or 'no more of that name'}"
                 return
             given = tensor.detach().to(self.dtype) if tensor.is_floating_point() else tensor
-            self.sent += fingerprint(given)
+            self.sent += weight_fingerprint(given)
             if name not in self.unwanted:
                 yield name, given
 
@@ -48,7 +48,7 @@ class IncomingWeights:
             raise ValueError(f"push: got no {few} ({len(self.missing)} missing), wanted every weight of the model")
 
 
-def in_folder(
+def folder_weights(
     folder: str, names: Set[str], *, tied: bool, dtype: torch.dtype, device: torch.device
 ) -> Fingerprint | None:
     """Of the weights of these names in a model folder, as an engine opens them; None where they cannot be read."""
@@ -63,5 +63,5 @@ def in_folder(
         if name not in stored:
             return None
         with safe_open(stored[name].file, framework="pt", device="cpu") as opened:
-            total += fingerprint(opened.get_tensor(name).to(device, dtype))
+            total += weight_fingerprint(opened.get_tensor(name).to(device, dtype))
     return total

@@ -17,7 +17,7 @@ POLL = 0.01  # seconds
 def check_here() -> None:
     """Raise ValueError where a GPU or vLLM is missing, before anything is made."""
     if not torch.cuda.is_available():
-        raise ValueError("transfer: got nccl_transfer.nccl without a GPU here, wanted vllm_transfer.file")
+        raise ValueError("transfer: got nccl_transfer.nccl without a GPU here, wanted vllm_transfer.file_transfer")
     check_installed("transfer")
 
 

@@ -81,7 +81,7 @@ def is_neutral(name: str, value: Any) -> bool:
     return name in NEUTRAL and (value == NEUTRAL[name] or (not value and not NEUTRAL[name]))
 
 
-def merged(drawn: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def merge_options(drawn: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Both together. Raises ValueError where they disagree."""
     if twice := sorted(name for name in drawn.keys() & extra.keys() if drawn[name] != extra[name]):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Sampling with vLLM: prompts become requests with seeds of their own, completions become rows of a rollout.
 
-The engine may be in this process (`colocated`) or elsewhere. A row is a function of (weights, prompt, key, uid, g) as
-far as the engine's arithmetic is one: every row has its own seed, but vLLM decides by itself what it computes together,
-and where the rounding of a sum depends on that, a draw may fall the other way. What was drawn is stored.
+The engine may be in this process (`colocated_sampler`) or elsewhere. A row is a function of (weights, prompt, key, uid,
+g) as far as the engine's arithmetic is one: every row has its own seed, but vLLM decides by itself what it computes
+together, and where the rounding of a sum depends on that, a draw may fall the other way. What was drawn is stored.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import Encode
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
-from grpo_fn.shell.sampler.data_parallel import share
+from grpo_fn.shell.sampler.data_parallel import rank_share
 from grpo_fn.shell.sampler.interface import (
     EngineCompletion,
     Finished,
@@ -30,18 +30,18 @@ from grpo_fn.shell.sampler.interface import (
     assemble,
     check_lengths,
     check_limits,
-    ended,
+    completion_of_row,
     positions,
     unread,
 )
 from grpo_fn.shell.sampler.local.local_sampler import Choose
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
-from grpo_fn.shell.vllm.colocated import Colocated
-from grpo_fn.shell.vllm.options import check_extra, merged, params, row_seeds
+from grpo_fn.shell.vllm.colocated import ColocatedEngine
+from grpo_fn.shell.vllm.options import check_extra, merge_options, params, row_seeds
 from grpo_fn.shell.world import World
 
 
-def colocated(
+def colocated_sampler(
     seat: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -71,7 +71,7 @@ def colocated(
     """
     asked = (choose, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
     check_asked(*asked, allow_biased=allow_biased)
-    engine = Colocated(
+    engine = ColocatedEngine(
         seat,
         tensor_parallel=tensor_parallel,
         max_model_len=max_model_len,
@@ -85,7 +85,7 @@ def colocated(
     return VllmSampler(engine, seat, tokenizer, ends_of(seat, tokenizer), *asked, seat.finished)
 
 
-def dedicated(
+def dedicated_sampler(
     seat: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -99,9 +99,9 @@ def dedicated(
     allow_biased: bool,
     engine: Callable[[World, torch.dtype], InferenceEngine],
 ) -> "VllmSampler":
-    """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.Dedicated, its knobs bound).
+    """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.DedicatedEngine).
 
-    The other knobs and errors are those of `colocated`.
+    The other knobs and errors are those of `colocated_sampler`.
     """
     asked = (choose, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
     check_asked(*asked, allow_biased=allow_biased)
@@ -123,7 +123,7 @@ def check_asked(
     """Raise ValueError, before there is an engine, for what a sampler cannot ask one for, or training should not."""
     check_limits(stop, max_new_tokens=max_new_tokens, max_rows=max_rows)
     check_extra(extra, allow_biased=allow_biased)
-    merged(params(choose), extra)
+    merge_options(params(choose), extra)
 
 
 def ends_of(seat: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -155,7 +155,7 @@ class VllmSampler:
     def __post_init__(self) -> None:
         """Raise ValueError for limits below 1, stop strings that stop at once, and what vLLM does not draw."""
         check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
-        merged(params(self.choose), self.extra)
+        merge_options(params(self.choose), self.extra)
 
     @property
     def ranks(self) -> int:
@@ -222,9 +222,9 @@ class VllmSampler:
     def _heard(self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: EngineCompletion) -> None:
         """Tell of a row, on the one of the engine's ranks that has it among the rows that it will score."""
         rows = len(problems) * group_size
-        own = range(rows)[share(rows, self.seat.world.rank % self.ranks, self.ranks)]
+        own = range(rows)[rank_share(rows, self.seat.world.rank % self.ranks, self.ranks)]
         if p * group_size + g in own:
-            self.finished(problems[p], ended(self.tokenizer, answer.tokens, stopped=answer.stopped))
+            self.finished(problems[p], completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped))
 
     def _limit(self) -> int | None:
         return min(filter(None, (positions(self.seat.config), self.max_model_len)), default=None)
@@ -233,5 +233,5 @@ class VllmSampler:
         """Fields of SamplingParams. The ends are ours alone; a stop string is part of the completion, as any end is."""
         stops = {"stop": [*self.stop], "include_stop_str_in_output": True} if self.stop else {}
         ends = {"ignore_eos": True, "stop_token_ids": [*self.ends]}
-        drawn = merged(params(self.choose), self.extra)
+        drawn = merge_options(params(self.choose), self.extra)
         return {**drawn, **stops, **ends, "max_tokens": self.max_new_tokens}

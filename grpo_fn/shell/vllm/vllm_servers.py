@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_fn.shell.sampler.fingerprint import NOTHING, fingerprint
+from grpo_fn.shell.sampler.fingerprint import NOTHING, weight_fingerprint
 from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, Heard, WeightReceipt, unread
-from grpo_fn.shell.vllm.client import Patience, Server, check
+from grpo_fn.shell.vllm.client import Patience, Server, check_sampling_fields
 from grpo_fn.shell.vllm.router import NewestWeights, Router, ServerState
 from grpo_fn.shell.vllm.vllm_transfer import Info, Transfer, chunks
 from grpo_fn.shell.vllm.weight_update import WeightUpdater
@@ -36,7 +36,7 @@ class UpdatedServer(NamedTuple):
     urls: list[str]
 
 
-class Dedicated:
+class DedicatedEngine:
     """An engine of vLLM servers at `servers`, each started with tools/launch/vllm_server.sh. Every rank has one.
 
     `transfer` carries the weights. A server draws nothing while it takes them in; `pause` says what becomes of requests
@@ -115,7 +115,7 @@ class Dedicated:
         Raises ValueError for fields of `how` that vLLM does not know, and RuntimeError before the first push and when
         no server answers in time.
         """
-        check(how)
+        check_sampling_fields(how)
         if self._fleet.newest is None:
             raise RuntimeError("vLLM servers: got asked for completions before the first push, wanted weights first")
         return self._do(self._fleet.generate(asks, how, heard))
@@ -195,7 +195,7 @@ class Dedicated:
         taking = self._do(swapper.swap(taking, swapper.open))
         for chunk in chunks(weights, self._transfer.chunk_bytes):
             for _, tensor in chunk:
-                sent += fingerprint(tensor)
+                sent += weight_fingerprint(tensor)
             told = self._transfer.offer(chunk)
             under_way = self._start(swapper.swap(taking, partial(_take, told)))
             failed = self._transfer.carry(chunk, [member.server.url for member in taking])

@@ -82,7 +82,7 @@ class Transfer(Protocol):
         ...
 
 
-def file(*, folder: str, chunk_bytes: int, keep: bool) -> "File":
+def file_transfer(*, folder: str, chunk_bytes: int, keep: bool) -> "File":
     """Through safetensors files in a folder that trainer and servers share, under one user.
 
     With `keep` the newest weights stay there until the next ones are sent, and a server that comes back in between is
@@ -93,7 +93,7 @@ def file(*, folder: str, chunk_bytes: int, keep: bool) -> "File":
 
 @dataclass
 class File:
-    """See `file`."""
+    """See `file_transfer`."""
 
     folder: str
     chunk_bytes: int

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint
 from grpo_fn.shell.sampler.interface import StaleEngine
-from grpo_fn.shell.vllm.client import Refused, Unreachable
+from grpo_fn.shell.vllm.client import RequestRefused, Unreachable
 from grpo_fn.shell.vllm.router import NewestWeights, Router, ServerState
 from grpo_fn.shell.vllm.vllm_transfer import Info, Transfer
 
@@ -58,7 +58,7 @@ class WeightUpdater:
             if odd := {
                 name: described.get(name) for name, want in self.expected.items() if described.get(name) != want
             }:
-                raise Refused(
+                raise RequestRefused(
                     f"{member.server.url}: got {odd}, wanted {dict(self.expected)}; start it with "
                     "tools/launch/vllm_server.sh"
                 )
@@ -124,7 +124,7 @@ class WeightUpdater:
         ended = await asyncio.gather(*(do(member) for member in members), return_exceptions=True)
         done = []
         for member, end in zip(members, ended, strict=True):
-            if isinstance(end, Unreachable) or (isinstance(end, Refused) and not strict):
+            if isinstance(end, Unreachable) or (isinstance(end, RequestRefused) and not strict):
                 self.fleet.lose(member, end)
             elif isinstance(end, BaseException):
                 raise end
@@ -177,7 +177,7 @@ class WeightUpdater:
         """It may hold half of an update: nothing it draws counts, and it may begin anew."""
         self.fleet.lose(member, member.trouble or "a push of weights broke off")
         server = member.server
-        with suppress(Unreachable, Refused):
+        with suppress(Unreachable, RequestRefused):
             await server.abort()
             await server.relabel(TORN)
             await server.ask_workers("grpo_abandoned")

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.vllm.engine_weights import WeightShare, engine_weights, has_head
 
 HEAD = "lm_head.weight"
@@ -61,7 +61,7 @@ class Receiving:
     def hand_over(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """To the model, which knows where they belong."""
         for _, tensor in weights:
-            self.received += fingerprint(tensor)
+            self.received += weight_fingerprint(tensor)
         known = [(name, tensor) for name, tensor in weights if not (self.headless and name == HEAD)]
         self.loaded |= self.model.load_weights(known) or set()
 
@@ -188,7 +188,7 @@ class Extension:
     def grpo_opened(self) -> dict[str, Any]:
         """The same of what it held at first, and of the model folder: where these differ, its layout hides weights."""
         return {
-            "received": list(in_folder(self.vllm_config, self.model_runner.get_model())),
+            "received": list(reread_weights(self.vllm_config, self.model_runner.get_model())),
             "held": list(self.weight_transfer_engine.opened),
             "replica": self.parallel_config.data_parallel_index,
         }
@@ -199,12 +199,12 @@ def is_open(model: nn.Module) -> bool:
     return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
-def in_folder(vllm_config: Any, model: nn.Module) -> Fingerprint:
+def reread_weights(vllm_config: Any, model: nn.Module) -> Fingerprint:
     """Of the weights that the server was started with, read again."""
     config = vllm_config.model_config
     total, names, tied = NOTHING, set[str](), NOTHING
     for name, tensor in get_model_loader(vllm_config.load_config).get_all_weights(config, model):
-        one = fingerprint(tensor.to(config.dtype))
+        one = weight_fingerprint(tensor.to(config.dtype))
         total, names = total + one, names | {name}
         if name.endswith("embed_tokens.weight"):
             tied = one

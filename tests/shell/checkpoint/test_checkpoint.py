@@ -107,7 +107,7 @@ def save(root: Path, step: int, **what: Any) -> Path:
 def load(path: Path) -> Contents:
     """All of a checkpoint that verifies."""
     manifest.verify(path)
-    return Contents(store.read(path, ""), store.blobs(path), store.meta(path))
+    return Contents(store.read_tensors(path, ""), store.blobs(path), store.meta(path))
 
 
 def state(n: float) -> dict:
@@ -142,7 +142,7 @@ def test_what_is_loaded_is_bitwise_what_was_saved(tensors, listed, extra, step):
         assert {k: bits(v) for k, v in contents.tensors.items()} == {k: bits(v) for k, v in tensors.items()}
         assert [bits(t) for t in contents.blobs["blob"]["ts"]] == [bits(t) for t in listed]
         assert contents.blobs["blob"][3] == (extra,)
-        assert contents.meta == found.meta == atomic_io.finite(meta)
+        assert contents.meta == found.meta == atomic_io.finite_or_none(meta)
 
 
 def test_a_real_optimizer_comes_back_through_weights_only_loading(root):
@@ -172,8 +172,10 @@ def test_the_tensors_under_a_prefix_are_read_without_it_and_nothing_else(tensors
     with fresh() as folder:
         both = {f"w.{k}": v for k, v in tensors.items()} | {f"optimizer.{k}": v for k, v in others.items()}
         path = save(Path(folder), 0, tensors=both, blobs={}, meta={})
-        assert {k: bits(v) for k, v in store.read(path, "w.").items()} == {k: bits(v) for k, v in tensors.items()}
-        assert store.names(path) == {k: (tuple(v.shape), v.dtype) for k, v in both.items()}
+        assert {k: bits(v) for k, v in store.read_tensors(path, "w.").items()} == {
+            k: bits(v) for k, v in tensors.items()
+        }
+        assert store.checkpoint_tensors(path) == {k: (tuple(v.shape), v.dtype) for k, v in both.items()}
 
 
 @given(st.dictionaries(names, tensor(), min_size=1, max_size=4), st.data())
@@ -211,13 +213,13 @@ def test_an_index_that_would_run_something_is_refused(root):
     for value in (Evil(), Dotted(), torch.nn.Linear):
         (path / tensor_shards.INDEX).write_bytes(pickle.dumps(value))
         with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
-            store.names(path)
+            store.checkpoint_tensors(path)
     dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.system\x93."
     (path / tensor_shards.INDEX).write_bytes(
         dotted.replace(b"\x27", bytes([len("torch.distributed.checkpoint.filesystem")]))
     )
     with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
-        store.names(path)
+        store.checkpoint_tensors(path)
     assert not (root / "broken_into").exists()
 
 
@@ -226,13 +228,13 @@ def test_an_index_that_would_run_something_is_refused(root):
 
 def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     """Each release lets one save be written."""
-    go, real = threading.Semaphore(0), tensor_shards.write
+    go, real = threading.Semaphore(0), tensor_shards.write_shards
 
     def late(*args: Any) -> Any:
         assert go.acquire(timeout=60)
         return real(*args)
 
-    monkeypatch.setattr(tensor_shards, "write", late)
+    monkeypatch.setattr(tensor_shards, "write_shards", late)
     return go
 
 
@@ -269,7 +271,7 @@ def test_what_goes_wrong_beside_is_raised_by_the_next_call_and_once(root, monkey
         raise OSError(errno.EIO, "Input/output error")
 
     with AsyncSaver(root, ALONE) as writer:
-        monkeypatch.setattr(tensor_shards, "write", broken)
+        monkeypatch.setattr(tensor_shards, "write_shards", broken)
         writer.save(1, **state(1.0))
         with pytest.raises(OSError, match="Input/output error"):
             writer.save(2, **state(2.0))
@@ -289,7 +291,7 @@ def test_an_error_in_the_training_is_not_hidden_by_one_beside_it(root, monkeypat
     def broken(*args: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(tensor_shards, "write", broken)
+    monkeypatch.setattr(tensor_shards, "write_shards", broken)
     with pytest.raises(KeyError) as caught:
         fail_after_save(root)
     assert "Input/output error" in caught.value.__notes__[0]
@@ -315,7 +317,7 @@ def test_those_not_kept_go_once_the_new_one_is_there(root, monkeypatch):
 
 def test_no_two_savers_ever_write_into_one_folder(root):
     owners = [AsyncSaver(root, ALONE)._owner for _ in range(3)]
-    assert len({store.unfinished(root, "tmp", 1, owner) for owner in owners}) == 3
+    assert len({store.temporary_name(root, "tmp", 1, owner) for owner in owners}) == 3
     assert all(owner.startswith(f"{os.getpid()}-") for owner in owners)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from grpo_fn.shell import atomic_io
 from grpo_fn.shell.checkpoint import async_saver, store, tensor_shards
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
-from grpo_fn.shell.checkpoint.store import latest, load_into, names, read
+from grpo_fn.shell.checkpoint.store import checkpoint_tensors, latest, load_into, read_tensors
 from grpo_fn.shell.world import World, alone
 
 CPU = torch.device("cpu")
@@ -110,9 +110,9 @@ def test_any_ranks_in_any_layout_read_the_bits_that_any_ranks_wrote(tmp_path: Pa
     assert saved is not None
     assert saved.meta == {"size": size}
     assert store.blobs(saved.path) == {"who": [0]}
-    whole = read(saved.path, "")
+    whole = read_tensors(saved.path, "")
     assert list(whole) == sorted(found, key=list(whole).index)
-    for name, (shape, dtype) in names(saved.path).items():
+    for name, (shape, dtype) in checkpoint_tensors(saved.path).items():
         right = truth(SHAPES[int(name.split(".")[1])], DTYPES[int(name.split(".")[2])])
         assert (shape, dtype) == (tuple(right.shape), right.dtype)
         assert bits(whole[name]) == bits(right), name
@@ -138,7 +138,7 @@ def test_fully_sharded_tensor_parallel_weights_come_back_whole(tmp_path: Path) -
     crew(4).run(write_mixed, tmp_path / "checkpoints")
     torch.manual_seed(0)
     right = nn.Sequential(nn.Linear(5, 8)).state_dict()
-    found = read(tmp_path / "checkpoints" / "step_1", "")
+    found = read_tensors(tmp_path / "checkpoints" / "step_1", "")
     assert {name: bits(t) for name, t in found.items()} == {name: bits(t) for name, t in right.items()}
 
 
@@ -189,21 +189,21 @@ def state(world: World, n: int) -> dict[str, Tensor]:
 
 
 def assert_state(path: Path, n: int) -> None:
-    found = read(path, "")
+    found = read_tensors(path, "")
     assert torch.equal(found["sharded"], torch.full((6, 3), float(n)))
     assert torch.equal(found["plain"], torch.full((4,), float(n)))
 
 
 def train_on(world: World, root: Path) -> bool:
     """Every tensor changes while nothing is written yet, and nothing is written until the change is made."""
-    changed, real, tensors = Event(), tensor_shards.write, state(world, 1)
+    changed, real, tensors = Event(), tensor_shards.write_shards, state(world, 1)
 
     def late(*args: Any) -> Any:
         assert changed.wait(PATIENCE)
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch, AsyncSaver(root, world) as writer:
-        patch.setattr(tensor_shards, "write", late)
+        patch.setattr(tensor_shards, "write_shards", late)
         writer.save(1, tensors=tensors, blobs={"b": [tensors["plain"]]}, meta={})
         for tensor in tensors.values():
             tensor.zero_()
@@ -236,7 +236,7 @@ def test_one_after_another_each_is_its_own_and_those_not_kept_go(tmp_path: Path)
     assert sorted(p.name for p in root.iterdir()) == ["step_3", "step_4", "step_5"]
     assert_state(root / "step_3", 3)
     assert_state(root / "step_4", 4)
-    assert read(root / "step_5", "")["only"].tolist() == [1.0, 1.0]
+    assert read_tensors(root / "step_5", "")["only"].tolist() == [1.0, 1.0]
 
 
 # -- ranks that die, hang or fail

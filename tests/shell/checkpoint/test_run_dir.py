@@ -146,7 +146,7 @@ def test_json_is_strict_and_comes_back_with_null_for_what_json_cannot_say(value)
     text = atomic_io.to_json(value)
     assert text.isascii()
     assert "\n" not in text
-    assert json.loads(text, parse_constant=pytest.fail) == atomic_io.finite(value)
+    assert json.loads(text, parse_constant=pytest.fail) == atomic_io.finite_or_none(value)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.shell.logging.console import Console, number, step_line
+from grpo_fn.shell.logging.console import Console, format_number, step_line
 from grpo_fn.shell.process import EXIT_STOPPED, StopRequest
 
 METRICS = {
@@ -50,7 +50,7 @@ def test_what_was_not_measured_shows_as_a_dash():
 
 @given(st.floats(-1e300, 1e300) | st.sampled_from([float("nan"), float("inf"), -float("inf")]), st.integers(1, 4))
 def test_a_number_is_short_and_never_shows_something_as_nothing(value, digits):
-    shown = number(value, digits)
+    shown = format_number(value, digits)
     assert len(shown) <= 13
     if value == value and abs(value) != float("inf"):
         assert abs(float(shown) - value) <= max(0.51 * 10**-digits, 0.51 * abs(value))

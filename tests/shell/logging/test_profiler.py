@@ -11,9 +11,9 @@ import pytest
 import torch
 from crew import CPU
 
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.shell.logging import profiler as profiling
-from grpo_fn.shell.logging.profiler import Profiler, check
+from grpo_fn.shell.logging.profiler import Profiler, check_profile_steps
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.world import World, alone
 
@@ -98,7 +98,7 @@ def test_without_steps_the_profiler_of_torch_is_not_touched(tmp_path: Path, monk
 
 @pytest.mark.parametrize("steps", [(), [], (1,), [3, 1], (6, 6)])
 def test_steps_of_the_run_are_welcome(steps: Any) -> None:
-    check(steps, 6)
+    check_profile_steps(steps, 6)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_others_are_refused_by_name(steps: Any, got: str) -> None:
     with pytest.raises(
         ValueError, match=re.escape(f"sections.Logging.profile_steps: {got}wanted whole numbers from 1 to 6")
     ):
-        check(steps, 6)
+        check_profile_steps(steps, 6)
 
 
 def test_a_run_may_go_on_with_other_steps_to_trace() -> None:
     with_steps, without = (
-        load(["run/arithmetic.gin"], [f"sections.Logging.profile_steps = {steps}"]).fingerprint
+        load_config(["run/arithmetic.gin"], [f"sections.Logging.profile_steps = {steps}"]).fingerprint
         for steps in ("(2, 3)", "()")
     )
     assert with_steps == without

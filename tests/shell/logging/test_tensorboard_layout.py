@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 
-from grpo_fn.config import load
+from grpo_fn.config import load_config
 from grpo_fn.config.dump import literal
 from grpo_fn.shell.logging import tensorboard_layout
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
@@ -119,11 +119,11 @@ def test_a_macro_without_a_value_is_refused() -> None:
 
 
 def test_every_knob_of_a_real_configuration_is_there() -> None:
-    found = tensorboard_layout.hparams(load(["run/arithmetic.gin"], ["STEPS=3"]).text)
+    found = tensorboard_layout.hparams(load_config(["run/arithmetic.gin"], ["STEPS=3"]).text)
     assert found["train.train.steps"] == 3
     assert found["mesh.Parallelism.reshard_after_forward"] == "True"
-    assert found["train.train.policy"] == "@sections.Policy()"
-    assert found["sections.Policy.optimizer"] == "@optimizer.adamw"
+    assert found["train.train.policy"] == "@sections.PolicyUpdate()"
+    assert found["sections.PolicyUpdate.optimizer"] == "@optimizer.adamw"
     assert not any("%" in str(value) for value in found.values())
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_fn.shell.model import lora
 from grpo_fn.shell.model.blocks import (
     Change,
-    Compiled,
+    CompiledForward,
     blocks,
     eager,
     full_checkpointing,
@@ -136,7 +136,7 @@ def test_no_name_changes_and_a_copy_is_a_model_of_its_own(change: Change) -> Non
 def bound(f: Callable) -> Callable:
     """The block's own method, under what was put around it."""
     while not hasattr(f, "__self__"):
-        f = f.forward if isinstance(f, Compiled) else f.args[0]
+        f = f.forward if isinstance(f, CompiledForward) else f.args[0]
     return f
 
 
@@ -223,7 +223,7 @@ def test_recomputing_goes_around_the_compiled_forward() -> None:
     plain, before = family("qwen2_tied"), recompilations().built
     for change in (full_checkpointing, selective_checkpointing):
         model = changed(copy.deepcopy(plain), torch_compile, change)
-        assert all(isinstance(block.forward.args[0], Compiled) for block in blocks(model))
+        assert all(isinstance(block.forward.args[0], CompiledForward) for block in blocks(model))
         assert_equal_runs(trained(model), trained(plain), 1e-6)
     assert recompilations().built > before  # once: both run the same code inside
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fn.shell.model import load_weights, lora
-from grpo_fn.shell.model.load_weights import empty, entries, fill, folder_of
+from grpo_fn.shell.model.load_weights import entries, folder_of, load_shards, meta_causal_lm
 
 CPU = torch.device("cpu")
 TIED = [name for name in FAMILIES if family(name).config.get_text_config().tie_word_embeddings]
@@ -36,8 +36,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def filled(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    model = empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=dtype)
-    fill(model, folder, device=CPU, prefix="")
+    model = meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=dtype)
+    load_shards(model, folder, device=CPU, prefix="")
     return model
 
 
@@ -81,7 +81,7 @@ def test_so_it_is_in_another_dtype_than_the_files(name: str, folders: Callable) 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_empty_model_holds_nothing_but_right_buffers(name: str, folders: Callable) -> None:
     folder = folders(name)
-    model = empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
+    model = meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
     assert all(p.is_meta for p in model.parameters())
     wanted = dict(pretrained(folder).named_buffers())
     assert wanted
@@ -90,7 +90,11 @@ def test_an_empty_model_holds_nothing_but_right_buffers(name: str, folders: Call
 
 def test_the_frequencies_of_a_scaled_rope_are_not_the_defaults(folders: Callable) -> None:
     scaled, default = (
-        dict(empty(AutoConfig.from_pretrained(folders(name)), attention="eager", dtype=torch.float32).named_buffers())
+        dict(
+            meta_causal_lm(
+                AutoConfig.from_pretrained(folders(name)), attention="eager", dtype=torch.float32
+            ).named_buffers()
+        )
         for name in ("llama_scaled", "mistral")
     )
     name = "model.rotary_emb.inv_freq"
@@ -156,15 +160,15 @@ def test_a_prefix_is_taken_off_and_persistent_buffers_are_read(folders: Callable
         held["model.norm.seen"] = torch.tensor(7)
 
     folder = rewritten(folders("qwen3_untied"), tmp_path / "more", add)
-    model = empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
+    model = meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.float32)
     model.model.norm.register_buffer("seen", torch.tensor(0))
-    fill(Wrapped(model), folder, device=CPU, prefix="model.")
+    load_shards(Wrapped(model), folder, device=CPU, prefix="model.")
     assert model.model.norm.seen == 7
     assert torch.equal(logits(model), logits(pretrained(folders("qwen3_untied"))))
     with pytest.raises(
         ValueError, match=r"got a module with model\.model\.\S+, wanted every name to begin with 'scorer"
     ):
-        fill(Wrapped(model), folder, device=CPU, prefix="scorer.")
+        load_shards(Wrapped(model), folder, device=CPU, prefix="scorer.")
 
 
 def test_parameters_that_have_storage_keep_it(folders: Callable) -> None:
@@ -174,7 +178,7 @@ def test_parameters_that_have_storage_keep_it(folders: Callable) -> None:
     with torch.no_grad():
         for parameter in before.values():
             parameter.zero_()
-    fill(model, folder, device=CPU, prefix="")
+    load_shards(model, folder, device=CPU, prefix="")
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
     assert_equal_models(model, pretrained(folder))
 
@@ -183,8 +187,10 @@ def test_parameters_that_have_storage_keep_it(folders: Callable) -> None:
 def test_under_adapters_the_plain_weights_are_read_and_the_adapters_left(name: str, folders: Callable) -> None:
     folder = folders(name)
     how = lora.LoRA(rank=2, alpha=4.0, dropout=0.0, targets="all-linear")
-    model = lora.attach(empty(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.bfloat16), how)
-    fill(model, folder, device=CPU, prefix="")
+    model = lora.attach(
+        meta_causal_lm(AutoConfig.from_pretrained(folder), attention="eager", dtype=torch.bfloat16), how
+    )
+    load_shards(model, folder, device=CPU, prefix="")
     assert {p.is_meta for name, p in model.named_parameters() if load_weights.is_adapter(name)} == {True}
     with lora.switched_off(model):
         assert torch.equal(logits(model), logits(pretrained(folder, torch.bfloat16)))
@@ -267,10 +273,10 @@ def test_a_bad_folder_says_what_was_got_and_wanted_before_anything_is_allocated(
     folders: Callable, tmp_path: Path, spoil: Callable, message: str
 ) -> None:
     bad = rewritten(folders("qwen3_untied"), tmp_path / "bad", lambda held: None)
-    model = empty(AutoConfig.from_pretrained(bad), attention="eager", dtype=torch.float32)
+    model = meta_causal_lm(AutoConfig.from_pretrained(bad), attention="eager", dtype=torch.float32)
     spoil(bad)
     with pytest.raises(ValueError, match=message):
-        fill(model, bad, device=CPU, prefix="")
+        load_shards(model, bad, device=CPU, prefix="")
     assert all(p.is_meta for p in model.parameters())
 
 

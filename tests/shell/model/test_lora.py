@@ -23,8 +23,8 @@ from grpo_fn.shell.model.lora import (
     attach,
     dropouts,
     is_adapter,
-    merged,
-    plain,
+    merge_adapters,
+    name_without_lora,
     reset,
     switched_off,
 )
@@ -87,7 +87,7 @@ def test_every_linear_layer_of_the_blocks_and_no_other_is_adapted(name: str, dty
     assert {p.dtype for name, p in after.items() if is_adapter(name)} == {torch.float32}
     assert {p.device.type for p in after.values()} == {device}
     assert len(layers) * 2 == sum(map(is_adapter, after))
-    kept = {plain(name): p for name, p in after.items() if not is_adapter(name)}
+    kept = {name_without_lora(name): p for name, p in after.items() if not is_adapter(name)}
     assert all(kept[name] is p and p.dtype == dtype for name, p in before.items())
     assert kept.keys() == before.keys()
 
@@ -270,7 +270,7 @@ def test_a_plain_model_with_the_merged_weights_computes_the_same(case: tuple[str
     model, fresh = stirred(attach(family(name), how)), FAMILIES[name](model_vocabulary())
     for p in fresh.parameters():
         p.data.zero_()
-    tensors = dict(merged(model.state_dict(), how))
+    tensors = dict(merge_adapters(model.state_dict(), how))
     assert tensors.keys() == fresh.state_dict().keys()
     fresh.load_state_dict(tensors)
     torch.testing.assert_close(logits(fresh), logits(model), rtol=1e-5, atol=1e-5)
@@ -286,7 +286,7 @@ def test_merging_happens_in_float32_and_keeps_the_bases_dtype() -> None:
     name = "model.layers.0.mlp.up_proj"
     a, b = (state[f"{name}.lora_{x}.default.weight"] for x in "AB")
     wanted = (state[f"{name}.base_layer.weight"].float() + 2.0 * b @ a).bfloat16()
-    got = dict(merged(state, ALL))
+    got = dict(merge_adapters(state, ALL))
     assert torch.equal(got[f"{name}.weight"], wanted)
     assert {x.dtype for x in got.values()} == {torch.bfloat16}
 
@@ -306,8 +306,12 @@ class Lazy(dict):
 def test_merging_asks_for_one_layer_at_a_time() -> None:
     lazy = Lazy(attach(family("llama_scaled"), ALL).state_dict())
     first = next(iter(lazy))  # what the type checker of the tests looks at
-    for name, _ in merged(lazy, ALL):
-        layers = {plain(asked).partition(".lora_")[0].removesuffix(".weight") for asked in lazy.asked if asked != first}
+    for name, _ in merge_adapters(lazy, ALL):
+        layers = {
+            name_without_lora(asked).partition(".lora_")[0].removesuffix(".weight")
+            for asked in lazy.asked
+            if asked != first
+        }
         assert layers == ({name.removesuffix(".weight")} if name != first else set())
         lazy.asked.clear()
 
@@ -333,13 +337,13 @@ def test_half_an_adapter_is_an_error(gone: str, message: str) -> None:
     state = attach(family("mistral"), ALL).state_dict()
     del state[f"model.layers.1.self_attn.q_proj.{gone}"]
     with pytest.raises(ValueError, match=message):
-        list(merged(state, ALL))
+        list(merge_adapters(state, ALL))
 
 
 def test_adapters_of_another_rank_are_an_error() -> None:
     state = attach(family("mistral"), ALL).state_dict()
     with pytest.raises(ValueError, match=r"q_proj: got A and B of shapes \(\(2, 16\), \(16, 2\)\), wanted \(\(3, 16\)"):
-        list(merged(state, LoRA(rank=3, alpha=1.0, dropout=0.0, targets="all-linear")))
+        list(merge_adapters(state, LoRA(rank=3, alpha=1.0, dropout=0.0, targets="all-linear")))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "one"])
@@ -393,7 +397,7 @@ def test_a_copied_model_has_adapters_of_its_own() -> None:
 def test_the_merged_weights_are_a_hugging_face_folder(name: str, tmp_path: Path) -> None:
     model = stirred(attach(family(name), ALL))
     plain_model = family(name)
-    plain_model.load_state_dict(dict(merged(model.state_dict(), ALL)))
+    plain_model.load_state_dict(dict(merge_adapters(model.state_dict(), ALL)))
     plain_model.save_pretrained(tmp_path / "merged")
     opened = hf.load_model(
         str(tmp_path / "merged"), dtype=torch.float32, device=CPU, attention=model.config._attn_implementation

@@ -106,7 +106,7 @@ def test_no_held_out_content_is_in_the_tokenizers_texts_or_the_warm_start(tmp_pa
     warm_start = WarmStart(steps=3, rows=4, lr=1e-3, worked_share=1.0)  # so that every text holds its equation
     recipe(tmp_path, warm_start=warm_start).folder()
     seen = set(map(content_of, texts))
-    held_out, rest = arithmetic.split(max_value=4, operations=2, test_size=20)
+    held_out, rest = arithmetic.split_contents(max_value=4, operations=2, test_size=20)
     assert len(texts) >= 3000 + 1000
     assert seen == set(rest)  # all of the training side
     assert not seen & set(held_out)

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from grpo_fn.algo import controllers
-from grpo_fn.config import freeze, load
+from grpo_fn.config import freeze, load_config
 from grpo_fn.core import prng
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
@@ -44,7 +44,7 @@ from grpo_fn.shell.model import blocks, hf, lora
 from grpo_fn.shell.model.load_weights import give, part
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.packed_input import pack_shared_prompts
-from grpo_fn.shell.policy.fsdp import WEIGHTS, FSDPPolicy, whole
+from grpo_fn.shell.policy.fsdp import WEIGHTS, FSDPPolicy, full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
@@ -82,7 +82,7 @@ class Meshed(Parallelism):
 @cache
 def in_file(name: str) -> dict[str, Any]:
     """What gin/scale/NAME.gin makes of the knobs of Parallelism."""
-    knobs = load(["run/arithmetic.gin", f"scale/{name}.gin"], []).root.knobs["parallelism"].knobs
+    knobs = load_config(["run/arithmetic.gin", f"scale/{name}.gin"], []).root.knobs["parallelism"].knobs
     return freeze(knobs, {})
 
 
@@ -219,7 +219,7 @@ def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
 
 def gathered_grads(policy: FSDPPolicy) -> dict[str, Tensor]:
     # A gradient that is whole on this rank is no copy yet.
-    return {name: whole(x.grad).clone() for name, x in policy.named().items() if x.grad is not None}
+    return {name: full_tensor(x.grad).clone() for name, x in policy.named().items() if x.grad is not None}
 
 
 def weights_of(policy: FSDPPolicy) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, 
     strategy, adapters, dtype = way
     _, shard, _ = rank.scale(strategy).shape(size, size)
     parts = memory_estimate.weights(
-        memory_estimate.empty(AutoConfig.from_pretrained(folder), adapters, "sdpa"), shard, 1
+        memory_estimate.meta_model(AutoConfig.from_pretrained(folder), adapters, "sdpa"), shard, 1
     )
     moments = memory_estimate.moment_bytes(rank.ADAMW, parts)
     how = Arrangement(dtype.itemsize, size > 1, True, 1, False, False, False)
@@ -124,7 +124,7 @@ def test_nothing_of_the_models_size_is_allocated():
     config = Qwen2Config(
         hidden_size=8192, intermediate_size=29568, num_hidden_layers=4, num_attention_heads=64, num_key_value_heads=8
     )
-    parts = memory_estimate.weights(memory_estimate.empty(config, rank.HOW, "sdpa"), 16, 1)
+    parts = memory_estimate.weights(memory_estimate.meta_model(config, rank.HOW, "sdpa"), 16, 1)
     assert sum(w.whole for w, _ in parts) > 4e9
     assert memory_estimate.moment_bytes(rank.ADAMW, parts) < 8.1 * sum(w.part for w, _ in parts if w.trained)
 
@@ -165,7 +165,7 @@ def test_what_is_frozen_has_no_moments():
 @pytest.mark.parametrize("adapters", [None, rank.HOW])
 def test_tensor_parallel_divides_the_blocks_products_alone(adapters: lora.LoRA | None):
     config = Qwen2Config(**SHAPE, num_hidden_layers=3)
-    model = memory_estimate.empty(config, adapters, "sdpa")
+    model = memory_estimate.meta_model(config, adapters, "sdpa")
     whole, halves = memory_estimate.weights(model, 1, 1), memory_estimate.weights(model, 1, 2)
     for (name, p), (one, matrix), (half, _) in zip(model.named_parameters(), whole, halves, strict=True):
         layer = "_proj" in name
@@ -208,5 +208,5 @@ def test_gathered_are_the_root_and_the_largest_blocks(weights, prefetch):
     sizes = [sum(w.whole for w in weights if w.block == i) for i in range(3)]
     root = sum(w.whole for w in weights if w.block is None)
     how = Arrangement(2, True, True, prefetch, False, False, False)
-    assert memory.gathered(weights, how) == root + sum(sorted(sizes)[::-1][: 1 + prefetch])
-    assert memory.gathered(weights, how._replace(reshard_after_forward=False)) == root + sum(sizes)
+    assert memory.peak_gathered(weights, how) == root + sum(sorted(sizes)[::-1][: 1 + prefetch])
+    assert memory.peak_gathered(weights, how._replace(reshard_after_forward=False)) == root + sum(sizes)

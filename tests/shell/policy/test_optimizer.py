@@ -96,7 +96,7 @@ def test_the_first_step_in_8_bits_is_adamw_and_its_moments_are_within_half_a_cod
         # Ends of the map: 64 fractions from 0.1 to 1 with a sign, 128 without; half a gap of the block's largest. At
         # the negative end a whole one, since the map has no -1.
         for moment, exact, gap in ((state["exp_avg"], m, 0.9 / 64), (state["exp_avg_sq"], v, 0.9 / 128)):
-            off = (optimizer.plain(moment).double() - exact).abs().amax()
+            off = (optimizer.moment_value(moment).double() - exact).abs().amax()
             assert off <= (gap / 2 + 1e-4) * exact.abs().amax()
             assert (off > 1e-5 * exact.abs().amax()) == hasattr(moment, "codes")
             assert hasattr(moment, "codes") == (p.numel() >= 4096)
@@ -132,8 +132,8 @@ def test_a_sharded_step_is_the_whole_one(make):
     for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
         assert torch.equal(p, q.full_tensor())
         for key, value in one.state[p].items():
-            theirs = optimizer.plain(other.state[q][key])
-            assert torch.equal(optimizer.plain(value), getattr(theirs, "full_tensor", lambda t=theirs: t)())
+            theirs = optimizer.moment_value(other.state[q][key])
+            assert torch.equal(optimizer.moment_value(value), getattr(theirs, "full_tensor", lambda t=theirs: t)())
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -154,11 +154,13 @@ def test_what_a_checkpoint_holds_brings_it_back_bit_for_bit(make, spread):
         with torch.no_grad():
             q.copy_(p)
         for key, value in fresh.state[q].items():
-            held = optimizer.plain(value)
+            held = optimizer.moment_value(value)
             assert not hasattr(getattr(held, "_local_tensor", held), "codes")
-            held.copy_(optimizer.plain(made.state[p][key]))
-            optimizer.take(value, held)
-            assert torch.equal(_all(optimizer.plain(value)), _all(optimizer.plain(made.state[p][key]))), key
+            held.copy_(optimizer.moment_value(made.state[p][key]))
+            optimizer.load_moment(value, held)
+            assert torch.equal(_all(optimizer.moment_value(value)), _all(optimizer.moment_value(made.state[p][key]))), (
+                key
+            )
     for _ in range(2):
         grads = wild()
         step(made, list(model.parameters()), grads)
@@ -183,8 +185,8 @@ def test_values_of_whole_blocks_come_back_exactly(seed, power, spread, signed):
     values[0] = 0.0
     values[1] = -values[1].abs()
     state.copy_(values if signed else values.abs())
-    optimizer.take(again, optimizer.plain(state))
-    assert torch.equal(optimizer.plain(again), optimizer.plain(state))
+    optimizer.load_moment(again, optimizer.moment_value(state))
+    assert torch.equal(optimizer.moment_value(again), optimizer.moment_value(state))
 
 
 @needs_torchao
@@ -193,10 +195,10 @@ def test_values_that_are_no_codes_go_to_the_nearest():
 
     state, own = (OptimState8bit.zeros((20, 256), signed=True) for _ in range(2))
     values = torch.randn(20, 256, generator=torch.Generator().manual_seed(0))
-    optimizer.take(state, values)
+    optimizer.load_moment(state, values)
     own.copy_(values)
-    assert torch.equal(optimizer.plain(state), optimizer.plain(own))
-    assert (optimizer.plain(state) - values).abs().max() <= 0.0075 * values.abs().max()
+    assert torch.equal(optimizer.moment_value(state), optimizer.moment_value(own))
+    assert (optimizer.moment_value(state) - values).abs().max() <= 0.0075 * values.abs().max()
 
 
 @pytest.mark.parametrize("make", ALL)

@@ -16,9 +16,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from grpo_fn.core import checksums
-from grpo_fn.core.checksums import BITS, GAMMA, QUANTITIES, chained, digest, mix, seed_of, share, signed, total
+from grpo_fn.core.checksums import (
+    BITS,
+    GAMMA,
+    QUANTITIES,
+    block_digest,
+    combine_digests,
+    digest,
+    mix,
+    seed_of,
+    to_int64,
+    total,
+)
 from grpo_fn.core.types import Batch, Reward, Rollout, Scores
-from grpo_fn.shell.policy.checksums import Piece, append, joined, pieces, recorded, shares
+from grpo_fn.shell.policy.checksums import TensorBlock, append, combine_ranks, local_blocks, recorded, shares
 
 pytestmark = pytest.mark.xdist_group("digest")
 DTYPES = [
@@ -110,7 +121,7 @@ def test_complex_numbers_are_refused() -> None:
 
 def test_the_mixing_function_is_splitmix64s() -> None:
     """The first outputs of the generator with the seed 1234567, as its author's program prints them."""
-    state = torch.tensor([signed(1234567 + i * GAMMA) for i in range(1, 6)])
+    state = torch.tensor([to_int64(1234567 + i * GAMMA) for i in range(1, 6)])
     assert [int(z) % 2**64 for z in mix(state)] == [
         *(6457827717110365317, 3203168211198807973, 9817491932198370423),
         *(4593380528125082431, 16408922859458223821),
@@ -119,7 +130,7 @@ def test_the_mixing_function_is_splitmix64s() -> None:
 
 @given(st.lists(st.integers(0, 2**64 - 1), unique=True, max_size=50))
 def test_mixing_loses_nothing(words: list[int]) -> None:
-    assert len({int(z) for z in mix(torch.tensor([signed(word) for word in words], dtype=torch.int64))}) == len(words)
+    assert len({int(z) for z in mix(torch.tensor([to_int64(word) for word in words], dtype=torch.int64))}) == len(words)
 
 
 def test_multiples_of_the_golden_step_keep_their_distance() -> None:
@@ -135,7 +146,7 @@ def test_multiples_of_the_golden_step_keep_their_distance() -> None:
             multiple = q * GAMMA % 2**64
             least = min(least, multiple, 2**64 - multiple)
     assert least >= 2**32
-    sample = (torch.arange(1, 2**16) * signed(GAMMA)).abs()
+    sample = (torch.arange(1, 2**16) * to_int64(GAMMA)).abs()
     assert int(sample.min()) >= least
 
 
@@ -151,8 +162,8 @@ def test_any_cut_into_blocks_adds_up(x: Tensor, data: st.DataObject) -> None:
             for start, part in ((0, block.narrow(axis, 0, cut)), (cut, block.narrow(axis, cut, x.shape[axis] - cut)))
         ]
     blocks = data.draw(st.permutations(blocks))
-    whole = total(seed, [share(x, [0] * x.ndim, x.shape, seed)])
-    assert total(seed, [share(part, offset, x.shape, seed) for offset, part in blocks]) == whole
+    whole = total(seed, [block_digest(x, [0] * x.ndim, x.shape, seed)])
+    assert total(seed, [block_digest(part, offset, x.shape, seed) for offset, part in blocks]) == whole
 
 
 def test_a_large_tensor_in_chunks_is_the_same_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,21 +179,21 @@ def test_a_large_tensor_in_chunks_is_the_same_as_at_once(monkeypatch: pytest.Mon
 
 @given(tensors(), st.integers(1, 4))
 def test_copies_count_once_and_other_copies_do_not(x: Tensor, ranks: int) -> None:
-    alone = joined([shares({"w": x})])
-    assert joined([shares({"w": x}) for _ in range(ranks)]) == alone
+    alone = combine_ranks([shares({"w": x})])
+    assert combine_ranks([shares({"w": x}) for _ in range(ranks)]) == alone
     odd = shares({"w": x})
     seed, (piece,) = odd["w"]
     odd["w"] = seed, [piece._replace(share=piece.share ^ 1)]
-    assert joined([*(shares({"w": x}) for _ in range(ranks)), odd]) != alone
+    assert combine_ranks([*(shares({"w": x}) for _ in range(ranks)), odd]) != alone
 
 
 @given(st.lists(tensors(), min_size=2, max_size=2))
 def test_names_enter_and_their_order_does_not(pair: list[Tensor]) -> None:
     x, y = pair
-    one = joined([shares({"a": x, "b": y})])
-    assert joined([shares({"b": y, "a": x})]) == one
-    assert joined([shares({"a": x}), shares({"b": y})]) == one, "every rank may hold tensors of its own"
-    assert joined([shares({"a": x, "c": y})]) != one
+    one = combine_ranks([shares({"a": x, "b": y})])
+    assert combine_ranks([shares({"b": y, "a": x})]) == one
+    assert combine_ranks([shares({"a": x}), shares({"b": y})]) == one, "every rank may hold tensors of its own"
+    assert combine_ranks([shares({"a": x, "c": y})]) != one
 
 
 PLACEMENTS = {
@@ -213,14 +224,14 @@ def test_a_tensor_over_ranks_has_the_digest_of_the_whole(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     whole = [torch.randn(size, generator=generator) for size in SHAPES]
     whole += [torch.randn(SHAPES[0], generator=generator).bfloat16()]
-    wanted = joined([shares({str(i): x for i, x in enumerate(whole)})])
+    wanted = combine_ranks([shares({str(i): x for i, x in enumerate(whole)})])
     ranks = 1
     for n in shape:
         ranks *= n
     for brought in crew(ranks).run(spread, shape, placements, whole):
-        assert joined(brought) == wanted
+        assert combine_ranks(brought) == wanted
     whole[0][3, 2] += 1e-6
-    assert joined([shares({str(i): x for i, x in enumerate(whole)})]) != wanted
+    assert combine_ranks([shares({str(i): x for i, x in enumerate(whole)})]) != wanted
 
 
 def unsummed(world) -> str:
@@ -241,8 +252,8 @@ def test_a_sum_in_parts_is_refused() -> None:
 
 def test_a_piece_is_where_it_lies() -> None:
     x = torch.zeros(2, 3)
-    assert [where for where, _ in pieces(x)] == [((0, 0), (2, 3))]
-    assert Piece((0,), (2,), 1) != Piece((1,), (2,), 1)
+    assert [where for where, _ in local_blocks(x)] == [((0, 0), (2, 3))]
+    assert TensorBlock((0,), (2,), 1) != TensorBlock((1,), (2,), 1)
 
 
 # -- of a step
@@ -322,24 +333,26 @@ def test_what_is_sent_to_the_entropy_is_a_part_of_the_signal(seed: int) -> None:
 @given(st.integers(0, 2**32))
 def test_the_rest_of_a_rollout_and_of_a_reward_enters(seed: int) -> None:
     rollout, reward, _, _ = step(seed)
-    tokens = checksums.of_rollout(rollout)
-    assert checksums.of_rollout(rollout._replace(truncated=~rollout.truncated)) != tokens
+    tokens = checksums.rollout_checksums(rollout)
+    assert checksums.rollout_checksums(rollout._replace(truncated=~rollout.truncated)) != tokens
     first = int(rollout.mask[0].int().argmax())
-    assert checksums.of_rollout(rollout._replace(tokens=bumped(rollout.tokens, (0, first - 1)))) != tokens, "the prompt"
+    assert checksums.rollout_checksums(rollout._replace(tokens=bumped(rollout.tokens, (0, first - 1)))) != tokens, (
+        "the prompt"
+    )
     unsampled = rollout.mask.clone()
     unsampled[0, 1] = True
-    assert checksums.of_rollout(rollout._replace(mask=unsampled)) != tokens
-    rewards = checksums.of_reward(reward)
-    assert checksums.of_reward(reward._replace(valid=~reward.valid)) != rewards
+    assert checksums.rollout_checksums(rollout._replace(mask=unsampled)) != tokens
+    rewards = checksums.reward_checksums(reward)
+    assert checksums.reward_checksums(reward._replace(valid=~reward.valid)) != rewards
     parts = reward.parts
-    assert checksums.of_reward(reward._replace(parts={"b": parts["b"], "a": parts["a"]})) == rewards
-    assert checksums.of_reward(reward._replace(parts={"a": parts["b"], "b": parts["a"]})) != rewards
-    assert checksums.of_reward(reward._replace(parts={"a": parts["a"], "c": parts["b"]})) != rewards
+    assert checksums.reward_checksums(reward._replace(parts={"b": parts["b"], "a": parts["a"]})) == rewards
+    assert checksums.reward_checksums(reward._replace(parts={"a": parts["b"], "b": parts["a"]})) != rewards
+    assert checksums.reward_checksums(reward._replace(parts={"a": parts["a"], "c": parts["b"]})) != rewards
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=5), st.lists(st.integers(0, 2**64 - 1), max_size=5))
 def test_a_chain_is_one_of_its_links_in_their_order(one: list[int], other: list[int]) -> None:
-    assert (chained(one) == chained(other)) == (one == other)
+    assert (combine_digests(one) == combine_digests(other)) == (one == other)
 
 
 # -- the file

@@ -25,7 +25,7 @@ from grpo_fn.shell.reward_workers import streaming
 from grpo_fn.shell.reward_workers.reward_pool import Interrupted, RewardError, RewardPool
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, share
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, rank_share
 from grpo_fn.shell.world import World, alone
 
 EXAMPLES = settings.default.max_examples
@@ -335,7 +335,7 @@ def test_rows_of_the_probe_are_nobodys_business() -> None:
 
 def shared(world: World, prompts: int, group: int) -> tuple[list[Any], Counter[Any], int]:
     """Three rounds, each rank telling of the problems that it samples: what it found, scored and foresaw."""
-    pool, own = Fake(), share(prompts, world.rank, world.size)
+    pool, own = Fake(), rank_share(prompts, world.rank, world.size)
     with opened(pool) as one:
         for i in range(3):
             asked = rows(range(i * prompts, (i + 1) * prompts), ["x" * g for g in range(group)])

@@ -38,7 +38,7 @@ from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grpo_step
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Carried, Groups, Reward, Rollout
+from grpo_fn.core.types import Carry, Groups, Reward, Rollout
 from grpo_fn.shell.checkpoint import manifest
 from grpo_fn.shell.sampler import async_sampler
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler, check_staleness
@@ -232,7 +232,7 @@ START = State(0, 0, [])
 
 def kept(drained: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As a checkpoint gives it back."""
-    return torch.load(io.BytesIO(manifest.packed({"ahead": drained})["ahead.pt"]), weights_only=True)
+    return torch.load(io.BytesIO(manifest.pack_blobs({"ahead": drained})["ahead.pt"]), weights_only=True)
 
 
 def same_rollout(got: Rollout, right: Rollout) -> None:
@@ -382,7 +382,7 @@ class Trained(NamedTuple):
     """What there is after some steps, and what was seen on the way."""
 
     table: torch.Tensor
-    carried: Carried
+    carried: Carry
     drained: list[dict[str, Any]]
     figures: list[dict[str, float]]
     learned: list[Groups]

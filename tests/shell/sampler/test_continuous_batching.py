@@ -22,8 +22,14 @@ from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForC
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
-from grpo_fn.shell.sampler.local.cuda_graphs import Captured, Eager, Sizes, as_many, few
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, Code, DecodeEngine, compiled, unsupported_reason
+from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache, Sizes, as_many, few
+from grpo_fn.shell.sampler.local.decode_step import (
+    WRITTEN,
+    Code,
+    DecodeEngine,
+    compile_decode_parts,
+    decoding_unsupported_reason,
+)
 from grpo_fn.shell.sampler.local.kv_cache import row_slots
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 
@@ -34,10 +40,10 @@ CPU = torch.device("cpu")
 SMALL = Sizes(partial(few, least=1), partial(few, least=4), 3)  # as on CUDA: few shapes, several steps between looks
 
 
-def held(module: nn.Module, run: Eager | Captured, sizes: Sizes = SMALL, code: Code = WRITTEN) -> SharedDecoder:
+def held(module: nn.Module, run: Eager | GraphCache, sizes: Sizes = SMALL, code: Code = WRITTEN) -> SharedDecoder:
     """Decodes in a way that is not this machine's own."""
     made = SharedDecoder()
-    assert unsupported_reason(module, CPU) is None
+    assert decoding_unsupported_reason(module, CPU) is None
     made.model, made.engine = module, DecodeEngine(module, sizes=sizes, run=run, code=code)
     return made
 
@@ -81,7 +87,7 @@ def test_looking_seldom_and_few_shapes_change_nothing(texts, group_size, max_row
     knobs = {"max_rows": max_rows, "max_new_tokens": new, "stop": ("a", "é")}
     wanted = sampler(**knobs).sample(problems(texts), group_size, key=KEY)
     s = sampler(**knobs)
-    run = Captured(lambda: lambda step: (step(), step(), step)[2])  # warms up as a real one does
+    run = GraphCache(lambda: lambda step: (step(), step(), step)[2])  # warms up as a real one does
     got = LocalSampler(**{**vars(s), "held": held(s.model, run)}).sample(problems(texts), group_size, key=KEY)
     assert completions(got) == completions(wanted)
     assert torch.equal(got.truncated, wanted.truncated)
@@ -109,7 +115,7 @@ class Counting:
 
 def test_a_shape_is_captured_once_and_again_when_weights_have_moved() -> None:
     module, counting = ending("qwen3_untied"), Counting()
-    run = Captured(lambda: counting)
+    run = GraphCache(lambda: counting)
     s = LocalSampler(**{**vars(sampler()), "model": module, "held": held(module, run)})
     first = s.sample(problems(TEXTS), 2, key=KEY)
     shapes, steps = counting.captured, counting.replayed
@@ -128,7 +134,7 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
 
     s = sampler()
     wanted = s.sample(problems(TEXTS), 2, key=KEY)
-    other = LocalSampler(**{**vars(s), "held": held(s.model, Captured(lambda: never))})
+    other = LocalSampler(**{**vars(s), "held": held(s.model, GraphCache(lambda: never))})
     with pytest.warns(RuntimeWarning, match="not as a CUDA graph: operation not permitted when stream is capturing$"):
         assert torch.equal(other.sample(problems(TEXTS), 2, key=KEY).tokens, wanted.tokens)
 
@@ -166,7 +172,7 @@ def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch: 
     s, module = sampler(), qwen2_tied(VOCABULARY)
     module.load_state_dict(s.model.state_dict())
     module.generation_config = s.model.generation_config
-    made = compiled(module)
+    made = compile_decode_parts(module)
     other = LocalSampler(**{**vars(s), "model": module, "held": held(module, Eager(), code=made)})
     with pytest.warns(RuntimeWarning, match="runs as written, not compiled: NoCompiler, no compiler found$"):
         got = other.sample(problems(TEXTS), 2, key=KEY)
@@ -307,7 +313,7 @@ def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
         problems(TEXTS), 2, key=KEY
     )
     for block in blocks.blocks(module):
-        changed = object.__new__(blocks.Compiled)
+        changed = object.__new__(blocks.CompiledForward)
         changed.forward, changed.fast = block.forward, None  # calling that fails
         changed.which = blocks._uncached
         block.forward = changed

@@ -34,7 +34,7 @@ from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.policy.optimizer import adamw
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, share, spread_score
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, rank_share, spread_score
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World, alone
 
@@ -238,7 +238,7 @@ def test_the_same_seed_makes_the_same_run_on_any_number_of_ranks(folder, name, t
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_shares_are_all_items_in_order_and_as_even_as_can_be(items, size):
-    shares = [range(items)[share(items, rank, size)] for rank in range(size)]
+    shares = [range(items)[rank_share(items, rank, size)] for rank in range(size)]
     assert [i for part in shares for i in part] == list(range(items))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

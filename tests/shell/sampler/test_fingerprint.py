@@ -7,7 +7,7 @@ from hypothesis import given
 from torch import Tensor
 
 from grpo_fn.shell.sampler import fingerprint as room
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -21,12 +21,12 @@ def weights(draw) -> Tensor:
 
 @given(x=weights(), cut=st.integers(0, 6), padding=st.integers(0, 5), seed=st.integers(0, 99))
 def test_layout_does_not_matter(x, cut, padding, seed):
-    whole = fingerprint(x)
-    assert fingerprint(x[:cut]) + fingerprint(x[cut:]) == whole
-    assert fingerprint(x.T) == fingerprint(x.reshape(-1)) == whole
-    assert fingerprint(torch.cat([x, x.new_zeros(padding, x.shape[1])])) == whole
+    whole = weight_fingerprint(x)
+    assert weight_fingerprint(x[:cut]) + weight_fingerprint(x[cut:]) == whole
+    assert weight_fingerprint(x.T) == weight_fingerprint(x.reshape(-1)) == whole
+    assert weight_fingerprint(torch.cat([x, x.new_zeros(padding, x.shape[1])])) == whole
     order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(seed))
-    assert fingerprint(x.reshape(-1)[order]) == whole
+    assert weight_fingerprint(x.reshape(-1)[order]) == whole
 
 
 @given(x=weights(), place=st.integers(0, 35))
@@ -34,7 +34,7 @@ def test_one_bit_of_one_element_matters(x, place):
     other = x.clone().reshape(-1)
     bits = other.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     bits[place % x.numel()] ^= 1
-    assert fingerprint(other) != fingerprint(x)
+    assert weight_fingerprint(other) != weight_fingerprint(x)
 
 
 @given(x=weights(), step=st.floats(1e-3, 1.0))
@@ -47,17 +47,17 @@ def test_what_is_taken_from_one_and_given_to_another_matters(x, step):
     if x.numel() > 1 and int(first.view(ints)) - int(second.view(ints)) not in (-1, 1):
         bits[0] += 1
         bits[-1] -= 1
-        assert fingerprint(moved).first == fingerprint(x).first
+        assert weight_fingerprint(moved).first == weight_fingerprint(x).first
         if int(first.view(ints)) + 1 != int(second.view(ints)):
-            assert fingerprint(moved) != fingerprint(x)
+            assert weight_fingerprint(moved) != weight_fingerprint(x)
 
 
 @given(x=weights(), at_once=st.integers(1, 7))
 def test_a_large_tensor_is_read_in_pieces(x, at_once):
-    whole = fingerprint(x)
+    whole = weight_fingerprint(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "AT_ONCE", at_once)
-        assert fingerprint(x) == whole
+        assert weight_fingerprint(x) == whole
 
 
 @given(a=st.integers(-(2**63), 2**63 - 1), b=st.integers(-(2**63), 2**63 - 1))
@@ -72,18 +72,20 @@ def test_sums_wrap_around_and_nothing_adds_nothing(a, b):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
 def test_zero_counts_for_nothing_whatever_its_sign(dtype):
-    assert fingerprint(torch.zeros(3, 4, dtype=dtype)) == fingerprint(torch.zeros(0, dtype=dtype)) == NOTHING
-    assert fingerprint((-torch.zeros(3, 4)).to(dtype)) == NOTHING
+    assert (
+        weight_fingerprint(torch.zeros(3, 4, dtype=dtype)) == weight_fingerprint(torch.zeros(0, dtype=dtype)) == NOTHING
+    )
+    assert weight_fingerprint((-torch.zeros(3, 4)).to(dtype)) == NOTHING
 
 
 def test_of_integers_the_smallest_counts():
-    assert fingerprint(torch.tensor([-128, 0], dtype=torch.int8)) == Fingerprint(-128, 2**14)
+    assert weight_fingerprint(torch.tensor([-128, 0], dtype=torch.int8)) == Fingerprint(-128, 2**14)
 
 
 @given(x=weights())
 def test_weights_are_left_as_they_are(x):
     x.reshape(-1)[0] = -0.0
     before = x.clone()
-    fingerprint(x)
+    weight_fingerprint(x)
     assert torch.equal(x, before)
     assert x.reshape(-1)[0].signbit()

@@ -57,7 +57,7 @@ def test_a_tied_head_is_sent_under_its_own_name_too_and_nothing_else_twice(name)
     assert len(sent) == len(dict(sent))
     tied = model.config.tie_word_embeddings
     assert HEAD in dict(sent)
-    assert len(sent) == len(hf.named(model)) + tied
+    assert len(sent) == len(hf.named_tensors(model)) + tied
     if tied:
         assert torch.equal(dict(sent)[HEAD], dict(sent)["model.embed_tokens.weight"])
 

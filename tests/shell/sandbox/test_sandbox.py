@@ -55,7 +55,7 @@ def walls(request):
 
 def run(isolation, source, *, tests=TESTS, setup="", names=("f",), **knobs):
     program = Program(sources=("", source), setup=setup, tests=tests, names=names)
-    return sandbox.run(program, **{**KNOBS, **knobs}, isolation=isolation)
+    return sandbox.run_program(program, **{**KNOBS, **knobs}, isolation=isolation)
 
 
 def printed(isolation, source, **knobs):
@@ -67,7 +67,7 @@ def printed(isolation, source, **knobs):
 
 def reward(isolation, source):
     problem = Problem(0, "?", RIGHT["plain"], {"tests": TESTS, "setup": ""})
-    runner = partial(sandbox.run, **KNOBS, isolation=isolation)
+    runner = partial(sandbox.run_program, **KNOBS, isolation=isolation)
     completion = Completion(f"So:\n```python\n{source}\n```\n", 1, False)
     return code.all_tests_pass(problem, completion, run=runner)
 
@@ -401,7 +401,7 @@ def test_everything_dies_with_it_at_any_moment(isolation, delay, traces):
 
 
 def test_a_reward_worker_that_is_late_takes_its_program_with_it():
-    runner = partial(sandbox.run, **{**KNOBS, "wall_seconds": 60.0}, isolation=most())
+    runner = partial(sandbox.run_program, **{**KNOBS, "wall_seconds": 60.0}, isolation=most())
     scorer = pickle.loads(pickle.dumps(partial(code.all_tests_pass, run=runner)))
     problem = Problem(0, "?", "", {"tests": TESTS, "setup": ""})
     texts = [RIGHT["plain"], BOMBS["sleeps"], WRONG["exits"], RIGHT["a callable"]]
@@ -466,11 +466,11 @@ def test_a_harness_that_does_not_start_says_nothing_about_the_program(isolation,
 
 
 def test_a_check_before_expensive_work_says_whether_it_would(isolation):
-    sandbox.check(partial(sandbox.run, **KNOBS, isolation=isolation))
+    sandbox.check_runner(partial(sandbox.run_program, **KNOBS, isolation=isolation))
     with pytest.raises(RuntimeError, match=r"wanted (the harness to start|a right and a wrong answer)"):
-        sandbox.check(partial(sandbox.run, **{**KNOBS, "memory_mb": 1}, isolation=isolation))
+        sandbox.check_runner(partial(sandbox.run_program, **{**KNOBS, "memory_mb": 1}, isolation=isolation))
     with pytest.raises(RuntimeError, match="told apart"):
-        sandbox.check(partial(run_nothing, **KNOBS))
+        sandbox.check_runner(partial(run_nothing, **KNOBS))
 
 
 def run_nothing(program, **knobs):
@@ -493,13 +493,13 @@ def test_without_bubblewrap_it_is_namespaces_and_without_both_it_is_refused(monk
     monkeypatch.setenv("PATH", "/nowhere")
     assert "apt-get install bubblewrap" in sandbox.available()["bubblewrap"]
     assert sandbox._strongest() is sandbox.namespaces
-    assert run(sandbox.strongest, RIGHT["plain"]).proven
+    assert run(sandbox.strongest_isolation, RIGHT["plain"]).proven
 
     sandbox._amiss.cache_clear()
     sandbox._strongest.cache_clear()
     monkeypatch.setattr(sandbox_isolation, "SYSTEM_FOLDERS", ("/proc/self",))  # in which no Python starts
     with pytest.raises(RuntimeError, match=r"(?s)bubblewrap .*namespaces .*wanted one of them.*rlimits_only"):
-        run(sandbox.strongest, RIGHT["plain"])
+        run(sandbox.strongest_isolation, RIGHT["plain"])
 
 
 ALWAYS = ["plain", "mounts", "makes a namespace", "allocates where nobody counts", "kills", "leaves a daemon", "sends"]
@@ -511,7 +511,7 @@ from hostile_programs import RIGHT, TESTS, WRONG
 from grpo_fn.core.problem import Program
 from grpo_fn.shell import sandbox
 def passes(isolation, source):
-    ran = sandbox.run(Program((source,), "", TESTS, ("f",)), **{knobs!r}, isolation=isolation)
+    ran = sandbox.run_program(Program((source,), "", TESTS, ("f",)), **{knobs!r}, isolation=isolation)
     return ran.proven and all(ran.verdicts)
 for name, amiss in sandbox.available().items():
     if amiss:

@@ -28,7 +28,7 @@ def references(problem):
 
 def scores(reward, asked):
     """Of every problem's own reference."""
-    scorer = partial(reward, run=partial(sandbox.run, **KNOBS, isolation=most()))
+    scorer = partial(reward, run=partial(sandbox.run_program, **KNOBS, isolation=most()))
     return {problem.uid: scorer(problem, references(problem)) for problem in asked}
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from grpo_fn.core import prng
 from grpo_fn.core.sampling import categorical, greedy, nucleus
-from grpo_fn.shell.vllm.options import NEUTRAL, OURS, SEEDS, check_extra, merged, params, row_seeds
+from grpo_fn.shell.vllm.options import NEUTRAL, OURS, SEEDS, check_extra, merge_options, params, row_seeds
 
 temperatures = st.floats(0.01, 2.0)
 uids = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
@@ -73,9 +73,9 @@ def test_what_the_sampler_sets_itself_is_not_for_others(name: str, allow_biased:
 
 def test_function_and_extra_fields_do_not_disagree() -> None:
     drawn = params(partial(nucleus, temperature=1.0, top_k=0, top_p=0.9))
-    assert merged(drawn, {"min_p": 0.1, "top_p": 0.9}) == {**drawn, "min_p": 0.1}
+    assert merge_options(drawn, {"min_p": 0.1, "top_p": 0.9}) == {**drawn, "min_p": 0.1}
     with pytest.raises(ValueError, match=r"extra: got top_p = 0.5, wanted as `choose` has it, top_p = 0.9"):
-        merged(drawn, {"top_p": 0.5})
+        merge_options(drawn, {"top_p": 0.5})
 
 
 @given(seed=st.integers(0, 2**64 - 1), uids=uids, group_size=st.integers(1, 5))

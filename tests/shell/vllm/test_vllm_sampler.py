@@ -25,8 +25,8 @@ from grpo_fn.core.sampling import categorical, greedy
 from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.sampler.data_parallel import share
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, fingerprint
+from grpo_fn.shell.sampler.data_parallel import rank_share
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.sampler.interface import (
     EngineCompletion,
     GenerationRequest,
@@ -34,15 +34,15 @@ from grpo_fn.shell.sampler.interface import (
     SamplerContext,
     StaleEngine,
     WeightReceipt,
-    verified,
+    verify_receipt,
 )
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.sampler.weight_export import HEAD, FixedWeights
 from grpo_fn.shell.vllm import colocated as vllm_engine
 from grpo_fn.shell.vllm import options
-from grpo_fn.shell.vllm.colocated import TAGS, Colocated
+from grpo_fn.shell.vllm.colocated import TAGS, ColocatedEngine
 from grpo_fn.shell.vllm.options import BATCHED, arguments, row_seeds
-from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated, ends_of
+from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated_sampler, ends_of
 from grpo_fn.shell.world import World, alone
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def test_the_ranks_of_an_engine_tell_of_every_row_once_as_the_rollout_has_it(tex
     rows = [problem for problem in asked for _ in range(group_size)]
     right = [*zip(rows, completions_of(rollout), strict=True)]
     for rank in range(ranks):
-        assert sorted(told[rank], key=repr) == sorted(right[share(len(right), rank, ranks)], key=repr)
+        assert sorted(told[rank], key=repr) == sorted(right[rank_share(len(right), rank, ranks)], key=repr)
 
 
 @settings(max_examples=max(5, EXAMPLES // 5))
@@ -211,12 +211,12 @@ def test_bad_knobs_are_refused(knobs: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         sampler(**knobs)
     with pytest.raises(ValueError, match=said):  # and before an engine is started
-        colocated(seat(), tokenizer(), **{**KNOBS, **knobs})
+        colocated_sampler(seat(), tokenizer(), **{**KNOBS, **knobs})
 
 
 def test_bias_is_refused_before_an_engine_is_started() -> None:
     with pytest.raises(ValueError, match=r"repetition_penalty = 1\.2"):
-        colocated(seat(), tokenizer(), **{**KNOBS, "extra": {"repetition_penalty": 1.2}})
+        colocated_sampler(seat(), tokenizer(), **{**KNOBS, "extra": {"repetition_penalty": 1.2}})
 
 
 # -- weights
@@ -248,12 +248,12 @@ def test_what_concerns_the_engine_goes_to_it() -> None:
 @given(first=st.integers(-9, 9), second=st.integers(-9, 9))
 def test_a_receipt_is_in_order_when_both_sides_agree_or_one_is_not_known(first: int, second: int) -> None:
     sent, held = Fingerprint(first, 0), Fingerprint(second, 0)
-    assert verified(WeightReceipt(3, sent, None)).version == 3
+    assert verify_receipt(WeightReceipt(3, sent, None)).version == 3
     if first == second:
-        assert verified(WeightReceipt(3, sent, held)).held == held
+        assert verify_receipt(WeightReceipt(3, sent, held)).held == held
     else:
         with pytest.raises(StaleEngine, match=f"weights of version 3: got {held} in the engine after {sent} was sent"):
-            verified(WeightReceipt(3, sent, held))
+            verify_receipt(WeightReceipt(3, sent, held))
 
 
 # -- the engine in the process, without vLLM
@@ -264,7 +264,7 @@ class LLM:
 
     def __init__(self, **made_with: Any) -> None:
         self.made_with, self.calls, self.loses = made_with, [], set()
-        self.held = sum(map(fingerprint, MODEL.state_dict().values()), NOTHING)
+        self.held = sum(map(weight_fingerprint, MODEL.state_dict().values()), NOTHING)
         done = SimpleNamespace(shutdown=partial(self.calls.append, "shutdown"))
         core = SimpleNamespace(model_executor=done, scheduler=done)
         client = SimpleNamespace(engine_core=core, _finalizer=SimpleNamespace(detach=lambda: None))
@@ -276,7 +276,7 @@ class LLM:
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         self.calls.append(method)
         given = [(name, x) for name, x in kwargs["weights_iterator"] if name not in self.loses]
-        self.held = sum((fingerprint(x) for _, x in given), NOTHING)
+        self.held = sum((weight_fingerprint(x) for _, x in given), NOTHING)
 
     def wake_up(self, tags: list[str]) -> None:
         self.calls.append(f"wake {' '.join(tags)}")
@@ -290,7 +290,7 @@ class LLM:
 
 
 @pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Colocated:
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ColocatedEngine:
     """An engine that believes to be on a GPU."""
     for name in ("group_of_one", "same_randomness"):
         monkeypatch.setattr(vllm_engine, name, lambda _: nullcontext())
@@ -299,7 +299,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Colocated:
     names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
     knobs = {name: KNOBS[name] for name in (*names, "enforce_eager")}
     made = seat(world=alone(torch.device("cuda")))
-    return Colocated(made, **knobs, deadline=KNOBS["generate_timeout"], detokenize=False)
+    return ColocatedEngine(made, **knobs, deadline=KNOBS["generate_timeout"], detokenize=False)
 
 
 def weights() -> Iterator[tuple[str, Tensor]]:
@@ -327,10 +327,12 @@ class Stepping:
         return SimpleNamespace(request_id=name, outputs=[done], finished=True)
 
 
-def test_an_answer_is_told_of_in_the_step_that_ends_it(on_cuda: Colocated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_told_of_in_the_step_that_ends_it(
+    on_cuda: ColocatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, heard = Stepping(), []
     on_cuda.llm.llm_engine = engine
-    monkeypatch.setattr(Colocated, "_params", lambda self, how, seed: SimpleNamespace(seed=seed))
+    monkeypatch.setattr(ColocatedEngine, "_params", lambda self, how, seed: SimpleNamespace(seed=seed))
     asks = [GenerationRequest((1,), (5, 2)), GenerationRequest((1, 2), (2, 1))]
     answers = on_cuda.generate(asks, how={}, heard=lambda *told: heard.append((engine.steps, *told)))
     places = [(1, 1, 1), (2, 0, 1), (2, 1, 0), (5, 0, 0)]
@@ -338,7 +340,7 @@ def test_an_answer_is_told_of_in_the_step_that_ends_it(on_cuda: Colocated, monke
     assert all(len(answers[i][j].tokens) == step for step, i, j in places)
 
 
-def test_a_gpu_engine_sleeps_and_is_woken_around_its_weights(on_cuda: Colocated) -> None:
+def test_a_gpu_engine_sleeps_and_is_woken_around_its_weights(on_cuda: ColocatedEngine) -> None:
     on_cuda.push(weights(), version=0)
     assert on_cuda.llm.calls == ["reload_weights", "reset"]
     on_cuda.llm.calls.clear()
@@ -354,7 +356,7 @@ def test_a_gpu_engine_sleeps_and_is_woken_around_its_weights(on_cuda: Colocated)
     assert on_cuda.llm is None
 
 
-def test_after_a_push_that_failed_only_what_still_sleeps_is_woken(on_cuda: Colocated) -> None:
+def test_after_a_push_that_failed_only_what_still_sleeps_is_woken(on_cuda: ColocatedEngine) -> None:
     on_cuda.rest()
     with pytest.raises(ValueError, match=r"push: got no .* \(\d+ missing\), wanted every weight"):
         on_cuda.push(iter([]), version=0)
@@ -365,7 +367,7 @@ def test_after_a_push_that_failed_only_what_still_sleeps_is_woken(on_cuda: Coloc
     assert on_cuda.ready
 
 
-def test_stale_weights_are_told_by_version_and_numbers(on_cuda: Colocated) -> None:
+def test_stale_weights_are_told_by_version_and_numbers(on_cuda: ColocatedEngine) -> None:
     on_cuda._in_folder = lambda: on_cuda._opened
     on_cuda.llm.loses = {"model.norm.weight"}
     with pytest.raises(StaleEngine, match="weights of version 4: got"):
@@ -376,7 +378,7 @@ def test_stale_weights_are_told_by_version_and_numbers(on_cuda: Colocated) -> No
     assert on_cuda.figures()["engine/verified"] == 1.0
 
 
-def test_a_layout_that_cannot_be_recognised_is_left_to_the_probe(on_cuda: Colocated) -> None:
+def test_a_layout_that_cannot_be_recognised_is_left_to_the_probe(on_cuda: ColocatedEngine) -> None:
     """An engine that held something else than its folder from the first is not called stale for it."""
     on_cuda._in_folder = lambda: NOTHING
     on_cuda.llm.loses = {"model.norm.weight"}
@@ -430,4 +432,4 @@ def test_a_deadline_is_shorter_than_other_ranks_wait() -> None:
 def test_without_vllm_it_is_said_what_to_install(found: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", found)
     with pytest.raises(ValueError, match=r"got no vllm .* pip install 'grpo-fn\[vllm\]'"):
-        colocated(seat(), tokenizer(), **KNOBS)
+        colocated_sampler(seat(), tokenizer(), **KNOBS)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_stub import Stub, checksum, drawn
 
-from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verified
+from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verify_receipt
 from grpo_fn.shell.vllm import vllm_transfer
-from grpo_fn.shell.vllm.vllm_servers import Dedicated
+from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
 
 HOW = {"temperature": 0.7, "max_tokens": 5}
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 def engine(stubs, folder, **knobs):
     """An engine that is quick to give up."""
-    transfer = partial(vllm_transfer.file, folder=str(folder), chunk_bytes=100, keep=knobs.pop("keep", True))
+    transfer = partial(vllm_transfer.file_transfer, folder=str(folder), chunk_bytes=100, keep=knobs.pop("keep", True))
     quick = {
         "request_seconds": 0.4,
         "swap_seconds": 0.4,
@@ -64,7 +64,7 @@ def engine(stubs, folder, **knobs):
         "server_timeout": 5.0,
         "max_requests": 3,
     }
-    return Dedicated(
+    return DedicatedEngine(
         knobs.pop("world", World(0, 1, torch.device("cpu"), deadline=30.0)),
         torch.float32,
         servers=[stub.url for stub in stubs],
@@ -95,7 +95,7 @@ def until(true, seconds=5.0):
 def test_answers_are_in_order_and_drawn_from_the_weights_last_pushed(two, folder):
     one, other, servers = two
     for version in (0, 1, 7):
-        receipt = verified(servers.push(weights(version), version=version))
+        receipt = verify_receipt(servers.push(weights(version), version=version))
         assert receipt.version == version
         assert receipt.held == receipt.sent == checksum(tensor for _, tensor in weights(version))
         assert seen(servers.generate(ASKS, how=HOW)) == expected(version)

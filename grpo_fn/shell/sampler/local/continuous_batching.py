@@ -11,9 +11,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_fn.shell.sampler.local.decode_step import Choose, DecodeEngine, DecodeShape, Live, Marks, Need, draw, read
+from grpo_fn.shell.sampler.local.decode_step import (
+    Choose,
+    DecodeEngine,
+    DecodeShape,
+    Live,
+    Marks,
+    Need,
+    draw,
+    prefill_prompts,
+)
 from grpo_fn.shell.sampler.local.kv_cache import row_slots
-from grpo_fn.shell.sampler.local.stop_strings import Stops, marked
+from grpo_fn.shell.sampler.local.stop_strings import Stops, token_table
 
 PREFILL = 8192  # prompt tokens that go through the model at once, if there is more than one prompt
 REFILL = 4  # one slot in so many is free before others are filled: a prompt alone is read at the price of several
@@ -85,7 +94,7 @@ class ContinuousBatching:
         self.shelf: Shelf | None = None
         self.most = min(slots, len(u))  # rows at once
         size = len(ends.stops.suspect)
-        marks = Marks(marked(ends.ids, size, u.device), ends.stops.suspect.to(u.device))
+        marks = Marks(token_table(ends.ids, size, u.device), ends.stops.suspect.to(u.device))
         engine.ready(Need(self.most, u.shape[1], min(len(prompts), self.most + 1), max(map(len, prompts))), marks)
         # What the host knows: of every slot, whether a row is in it and which, its prompt's slot, tokens drawn when it
         # was last looked at, lengths; of every prompt's slot, how many rows have not ended.
@@ -131,7 +140,7 @@ class ContinuousBatching:
             if taken and tokens > PREFILL:
                 break
             taken.append(prompt)
-        told, logits = read(self.engine.model, taken, self.u.device)
+        told, logits = prefill_prompts(self.engine.model, taken, self.u.device)
         slot = (self.owed == 0).nonzero()[: len(taken), 0]
         self.owed[slot] = self.group
         told.copy(self.engine.prompts, slot.to(self.u.device))

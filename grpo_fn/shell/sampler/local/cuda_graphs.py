@@ -51,7 +51,7 @@ class Eager:
         """There is nothing to drop."""
 
 
-class Captured:
+class GraphCache:
     """Steps by their shape, each captured once. `captures` makes what captures those that are kept together."""
 
     def __init__(self, captures: Callable[[], Capture]) -> None:

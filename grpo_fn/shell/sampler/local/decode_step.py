@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from grpo_fn.shell.model import packed_input
 from grpo_fn.shell.model.attention import install, unusable
-from grpo_fn.shell.model.blocks import Tried, blocks, compile_for_decoding
+from grpo_fn.shell.model.blocks import CompiledPart, blocks, compile_for_decoding
 from grpo_fn.shell.sampler.local.cuda_graphs import (
-    Captured,
     CudaGraph,
     Eager,
+    GraphCache,
     Sizes,
     addresses,
     as_many,
@@ -53,7 +53,7 @@ class Live(NamedTuple):
     logp: Float[Tensor, "S N+1"]
 
 
-def empty(count: int, new: int, device: torch.device) -> Live:
+def empty_slots(count: int, new: int, device: torch.device) -> Live:
     """Slots without a row."""
     number = partial(torch.zeros, dtype=torch.long, device=device)
     flag = partial(torch.zeros, count, dtype=torch.bool, device=device)
@@ -83,7 +83,7 @@ def draw(live: Live, logits: Float[Tensor, "S V"], choose: Choose, marks: Marks)
     live.ended.logical_or_(live.stopped | (live.drawn >= limit))
 
 
-def call(
+def forward_step(
     model: nn.Module, ids: Tensor, position: Tensor, layout: PrefillAttention | DecodeAttention, keep: Tensor | int
 ) -> Tensor:
     """Logits of the tokens that `keep` names, `[B K V]`."""
@@ -91,7 +91,7 @@ def call(
     return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **told).logits
 
 
-def read(
+def prefill_prompts(
     model: nn.Module, prompts: Sequence[list[int]], device: torch.device
 ) -> tuple[PrefillAttention, Float[Tensor, "P V"]]:
     """Every prompt once, end to end: keys and values, and the logits behind each one's last token."""
@@ -100,7 +100,7 @@ def read(
     ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     position = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(device)
     last = (lengths.cumsum(0) - 1).to(device)
-    return told, call(model, ids[None], position[None], told, last)[0]
+    return told, forward_step(model, ids[None], position[None], told, last)[0]
 
 
 class Code(NamedTuple):
@@ -135,7 +135,7 @@ class Need(NamedTuple):
 class DecodeEngine:
     """A model, and the buffers that it decodes with. They are as large as the largest call so far needed, no larger."""
 
-    def __init__(self, model: nn.Module, *, sizes: Sizes, run: Eager | Captured, code: Code) -> None:
+    def __init__(self, model: nn.Module, *, sizes: Sizes, run: Eager | GraphCache, code: Code) -> None:
         self.model, self.sizes, self.run, self.code = model, sizes, run, code
         self.drawn: KVCache | None = None
         self.prompts: KVCache | None = None
@@ -160,7 +160,7 @@ class DecodeEngine:
                 prompts, longest = max(prompts, self.prompts.count), max(longest, self.prompts.columns)
             self.drop()
             self.drawn, self.prompts = KVCache(rows, need.new), KVCache(prompts, longest)
-            self.live = empty(rows, need.new, marks.ends.device)
+            self.live = empty_slots(rows, need.new, marks.ends.device)
             self.marks = Marks(*(x.clone() for x in marks))
         if (now := addresses(self.model)) != self.at:
             self.run.drop()
@@ -190,7 +190,7 @@ class DecodeEngine:
             table = self.tables[shape]
             seen = (self.prompts, self.drawn, table, live.start, live.length)
             told = DecodeAttention(*seen, reach=reach, columns=columns, attended=self.code.attended)
-            logits = call(self.model, live.token[:, None], live.length[:, None], told, 1)[:, -1]
+            logits = forward_step(self.model, live.token[:, None], live.length[:, None], told, 1)[:, -1]
             live.length.add_(~live.ended)
             draw(live, logits, self.code.choose(choose), self.marks)
 
@@ -201,7 +201,7 @@ class DecodeEngine:
         if self.drawn is None:
             return
         device = self.marks.ends.device
-        small = device.type == "cuda" and self.drawn.bytes + self.prompts.bytes <= KEEP * allowed(device)
+        small = device.type == "cuda" and self.drawn.bytes + self.prompts.bytes <= KEEP * memory_budget(device)
         if not small:
             self.drop()
 
@@ -212,7 +212,7 @@ class DecodeEngine:
         self.drawn = self.prompts = self.live = self.marks = None
 
 
-def allowed(device: torch.device) -> float:
+def memory_budget(device: torch.device) -> float:
     """Bytes of the device that this process may take."""
     share = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)
     return share(device) * torch.cuda.get_device_properties(device).total_memory
@@ -225,27 +225,27 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     return DecodeEngine(
         model,
         sizes=Sizes(partial(few, least=1), partial(few, least=64), LOOK),
-        run=Captured(CudaGraph),
-        code=compiled(model),
+        run=GraphCache(CudaGraph),
+        code=compile_decode_parts(model),
     )
 
 
-def compiled(model: nn.Module) -> Code:
+def compile_decode_parts(model: nn.Module) -> Code:
     """Everything in a step that is made of small operations, each part compiled once for all layers."""
     for block in blocks(model):
         compile_for_decoding(block)
-    return Code(Tried(attend), cache(Tried))
+    return Code(CompiledPart(attend), cache(CompiledPart))
 
 
 # -- is a model fit for it
 
 
 @torch.no_grad()
-def unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
+def decoding_unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
     """Why the model must not be decoded this way; None when it may. Found by asking it."""
     try:
         install(model)
-        return packed_input.unsupported_reason(model, device) or differs(model, device)
+        return packed_input.packing_unsupported_reason(model, device) or differs(model, device)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -262,17 +262,17 @@ def differs(model: nn.Module, device: torch.device) -> str | None:
     prompts, drawn = KVCache(2, len(starts[0])), KVCache(3, 2)
     sitting = row_slots(home, home >= 0, 2, 2)
     sitting = RowSlots(*(x.to(device) for x in sitting[:2]), sitting.wide)
-    with packed_input.undisturbed(model):
+    with packed_input.without_dropout(model):
         whole = [torch.tensor([text], device=device) for text in texts]
         wanted = [model(input_ids=ids, use_cache=False).logits[0, -3:] for ids in whole]
-        told, logits = read(model, starts, device)
+        told, logits = prefill_prompts(model, starts, device)
         told.copy(prompts, torch.arange(2, device=device))
         got = [logits[home.to(device)]]
         for t in (0, 1):
             token = torch.tensor([[text[t - 2]] for text in texts], device=device)
             seen = (prompts, drawn, sitting, start, start + t)
             told = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, attended=attend)
-            got.append(call(model, token, (start + t)[:, None], told, 1)[:, -1])
+            got.append(forward_step(model, token, (start + t)[:, None], told, 1)[:, -1])
     wanted = torch.stack(wanted)
     apart = float((torch.stack(got, 1) - wanted).abs().max() / wanted.abs().max())
     # Not the other way round: NaN is not close.

@@ -66,7 +66,7 @@ def batch(
     for t in range(new):
         token, logp = choose(logits, u[row, t])
         out.tokens[row, t], out.logp[row, t], out.length[row] = token, logp, t + 1
-        out.stopped[row] = torch.isin(token, stop) | completed(out.tokens[row, : t + 1], ends)
+        out.stopped[row] = torch.isin(token, stop) | ends_with_stop(out.tokens[row, : t + 1], ends)
         live = (~out.stopped[row]).nonzero()[:, 0]
         if not len(live) or t + 1 == new:
             break
@@ -85,7 +85,7 @@ def forward(model: nn.Module, ids: Tensor, attend: Tensor, position: Tensor, cac
     return model(input_ids=ids, **told, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
-def completed(tokens: Tensor, ends: Ends) -> Tensor:
+def ends_with_stop(tokens: Tensor, ends: Ends) -> Tensor:
     """Rows whose last token completes a stop string."""
     found = ends.stops.first(tokens.tolist(), [1] * len(tokens)) if ends.stops.stop else [0] * len(tokens)
     return torch.tensor(found, device=tokens.device) > 0

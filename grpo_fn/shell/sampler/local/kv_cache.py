@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from grpo_fn.core.packing import Spans, places
+from grpo_fn.core.packing import Spans, visible_positions
 from grpo_fn.shell.model.attention import HALVES, AttentionSpec, PackedAttention, Phase
 from grpo_fn.shell.model.attention_layout import Window
 
@@ -52,7 +52,7 @@ class PrefillAttention(PackedAttention):
     def __init__(self, lengths: Int[Tensor, "P"], *, device: torch.device) -> None:
         number = torch.arange(len(lengths))
         spans = Spans(torch.zeros_like(lengths), lengths, number)
-        super().__init__(spans, places(spans, int(lengths.max())), device=device)
+        super().__init__(spans, visible_positions(spans, int(lengths.max())), device=device)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec) -> Tensor:

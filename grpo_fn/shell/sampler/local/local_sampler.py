@@ -21,12 +21,12 @@ from grpo_fn.shell.sampler.interface import (
     assemble,
     check_lengths,
     check_limits,
-    ended,
+    completion_of_row,
     positions,
 )
 from grpo_fn.shell.sampler.local import hf_cache_decode
 from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, Ended, Ends
-from grpo_fn.shell.sampler.local.decode_step import Choose, DecodeEngine, build_engine, unsupported_reason
+from grpo_fn.shell.sampler.local.decode_step import Choose, DecodeEngine, build_engine, decoding_unsupported_reason
 from grpo_fn.shell.sampler.local.stop_strings import Stops
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 
@@ -48,7 +48,7 @@ class SharedDecoder:
     def decoder(self, model: nn.Module, device: torch.device) -> DecodeEngine | None:
         """The model's engine; None, and once a warning, where it has to be decoded in another way."""
         if self.model is not model:
-            reason = unsupported_reason(model, device)
+            reason = decoding_unsupported_reason(model, device)
             self.model, self.engine = model, build_engine(model) if reason is None else None
             if reason is not None:
                 warnings.warn(
@@ -171,6 +171,6 @@ class LocalSampler:
             return None
 
         def tell(row: int, tokens: list[int], stopped: bool) -> None:
-            self.finished(problems[row // group_size], ended(self.tokenizer, tokens, stopped=stopped))
+            self.finished(problems[row // group_size], completion_of_row(self.tokenizer, tokens, stopped=stopped))
 
         return tell

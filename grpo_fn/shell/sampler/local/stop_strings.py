@@ -54,7 +54,7 @@ def suspects(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int)
     return found
 
 
-def marked(ids: Sequence[int], size: int, device: torch.device) -> Bool[Tensor, "V"]:
+def token_table(ids: Sequence[int], size: int, device: torch.device) -> Bool[Tensor, "V"]:
     """A table of all tokens in which these are marked; those beyond the vocabulary cannot be drawn."""
     table = torch.zeros(size, dtype=torch.bool)
     table[[i for i in ids if 0 <= i < size]] = True
