@@ -263,8 +263,8 @@ LOSSES: dict[str, Callable] = {
     "`gmpo` 0.4, 0.4": partial(losses.gmpo, log_low=0.4, log_high=0.4),
     "`dppo_tv` 0.2, no penalty": partial(losses.dppo_tv, delta=0.2, kappa=0.0),
     "`dppo_tv` 0.2, 1e-3": partial(losses.dppo_tv, delta=0.2, kappa=1e-3),
-    "`clip_cov` 0.2, 0.2, nothing marked": partial(losses.clip_cov, clip_low=0.2, clip_high=0.2),
-    "`kl_cov` nothing marked": partial(losses.kl_cov, coef=1.0),
+    "`clip_cov` 0.2, 0.2, nothing selected": partial(losses.clip_cov, clip_low=0.2, clip_high=0.2),
+    "`kl_cov` nothing selected": partial(losses.kl_cov, coef=1.0),
 }
 
 

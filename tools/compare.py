@@ -40,15 +40,17 @@ def flags() -> argparse.ArgumentParser:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="two or more; the first is the baseline")
-    parser.add_argument("--judge", metavar="NAME", help="whose score of 1 means right (default: the deciding judge)")
+    parser.add_argument("--grader", metavar="NAME", help="whose score of 1 means right (default: the deciding grader)")
     parser.add_argument(
         "--match",
         choices=("prompt", "uid"),
         default="prompt",
         help="what makes two problems the same, besides the answer (default prompt)",
     )
-    parser.add_argument("--common", action="store_true", help="compare on the problems that all runs have")
-    parser.add_argument("--show", type=int, default=20, metavar="N", help="flipped problems listed a run (default 20)")
+    parser.add_argument("--intersection", action="store_true", help="compare on the problems that all runs have")
+    parser.add_argument(
+        "--max_rows", type=int, default=20, metavar="N", help="flipped problems listed a run (default 20)"
+    )
     return parser
 
 
@@ -67,11 +69,11 @@ def compared(args: argparse.Namespace) -> list[str]:
     """The whole comparison as lines of markdown."""
     if len(args.runs) < 2:
         raise ValueError(f"got {len(args.runs)} run, wanted two or more")
-    if args.show < 0:
-        raise ValueError(f"--show: got {args.show}, wanted at least 0")
+    if args.max_rows < 0:
+        raise ValueError(f"--max_rows: got {args.max_rows}, wanted at least 0")
     runs = [read(path, args.match) for path in args.runs]
-    keys = common(runs, args.common)
-    verdicts = [{key: verdict(run, key, args.judge) for key in keys} for run in runs]
+    keys = common(runs, args.intersection)
+    verdicts = [{key: verdict(run, key, args.grader) for key in keys} for run in runs]
     scored = [key for key in keys if all(column[key] is not None for column in verdicts)]
     if not scored:
         raise ValueError(
@@ -90,7 +92,7 @@ def compared(args: argparse.Namespace) -> list[str]:
     ]
     lines += overview(runs, [base, *others], changes)
     for run, result in zip(runs[1:], changes, strict=True):
-        lines += flipped(runs[0], run, result, args.show)
+        lines += flipped(runs[0], run, result, args.max_rows)
     return lines
 
 
@@ -136,7 +138,7 @@ def common(runs: Sequence[Run], some: bool) -> list[Key]:
         have = ", ".join(f"{size} in {run.name}" for size, run in zip(sizes, runs, strict=True))
         raise ValueError(
             f"got different problems: {have}, of which {len(keys)} are in all of them; wanted the same ones"
-            + (", or --common to compare on those" if keys else ": is the prompt another one? (--match uid)")
+            + (", or --intersection to compare on those" if keys else ": is the prompt another one? (--match uid)")
         )
     return keys
 
@@ -145,7 +147,7 @@ def verdict(run: Run, key: Key, judge: str | None) -> bool | None:
     """Right, wrong, or None where it could not be scored. Raises ValueError for a judge that was not asked."""
     scores = run.rows[key]["scores"]
     if judge is not None and judge not in scores:
-        raise ValueError(f"--judge: got {judge}, wanted one that {run.name} has: {', '.join(scores)}")
+        raise ValueError(f"--grader: got {judge}, wanted one that {run.name} has: {', '.join(scores)}")
     value = scores[judge] if judge is not None else next(iter(scores.values()))
     return None if value is None else value >= 1.0
 
@@ -193,7 +195,7 @@ def flipped(base: Run, other: Run, result: Change, show: int) -> list[str]:
         cells = [before["prompt"], before["answer"], said(before), said(after)]
         lines.append(f"| {what} | {before['uid']} | {' | '.join(map(code, cells))} |")
     if len(flips) > show:
-        lines += ["", f"and {len(flips) - show} more (--show {len(flips)})"]
+        lines += ["", f"and {len(flips) - show} more (--max_rows {len(flips)})"]
     return lines
 
 

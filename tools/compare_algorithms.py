@@ -5,7 +5,7 @@ python tools/compare_algorithms.py RUN --step 20 --policy FOLDER  with others: a
 python tools/compare_algorithms.py RUN --step 20 --on_policy      as the policy that sampled it saw it: every ratio 1
 
 Prints the figures and writes one HTML file (default RUN/lens/step_N.html) that opens without a network. With
---signal FILE.html also every token of the run's own view: signal, ratio, clip, KL, entropy (docs/signal.md).
+--token_report FILE.html also every token of the run's own view: signal, ratio, clip, KL, entropy (docs/signal.md).
 """
 
 import argparse
@@ -53,8 +53,10 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--on_policy", action="store_true", help="look with the stored log-probs; no row gradients")
     parser.add_argument("--reference", metavar="NAME", help="reference model (default: none, every KL is to logp_old)")
     parser.add_argument("--parameters", metavar="REGEX", help="of the row gradients (default: the last layer's)")
-    parser.add_argument("--show", type=int, default=6, metavar="K", help="rollouts shown token by token (default 6)")
-    parser.add_argument("--signal", type=Path, metavar="FILE", help="the run's own signal, token by token")
+    parser.add_argument(
+        "--max_rows", type=int, default=6, metavar="K", help="rollouts shown token by token (default 6)"
+    )
+    parser.add_argument("--token_report", type=Path, metavar="FILE", help="the run's own signal, token by token")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default RUN/lens/step_N.html")
     return parser
 
@@ -71,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(*lines(seen), sep="\n")
     out = args.out or args.run / "lens" / f"step_{args.step}.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(out, document(seen, f"Step {args.step} of {args.run}", args.show).encode())
+    write_bytes(out, document(seen, f"Step {args.step} of {args.run}", args.max_rows).encode())
     print(f"written to {out}")
-    if args.signal is not None:
-        args.signal.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(args.signal, signal_document(seen, f"Step {args.step} of {args.run}", args).encode())
-        print(f"written to {args.signal}")
+    if args.token_report is not None:
+        args.token_report.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(args.token_report, signal_document(seen, f"Step {args.step} of {args.run}", args).encode())
+        print(f"written to {args.token_report}")
     return 0
 
 

@@ -158,19 +158,19 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
 
 
 def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
-    """`clipped_ratio`, 0 where the token is marked; masking.clip_cov_tokens chooses.
+    """`clipped_ratio`, 0 where the token is selected; masking.clip_cov_tokens chooses.
 
-    Clip-Cov (arXiv:2505.22617, eq. 12). A marked token is not counted by the clip diagnostics.
+    Clip-Cov (arXiv:2505.22617, eq. 12). A selected token is not counted by the clip diagnostics.
 
     Use it when: entropy collapses; with `masking.clip_cov_tokens`.
     Peers: verl `clip_cov`: an unkeyed permutation of each rank's minibatch.
     """
     r = ratio(logp, row.logp_old, row.mask)
-    return _clipped(r, row._replace(adv=torch.where(row.marked, 0.0, row.adv)), clip_low, clip_high)
+    return _clipped(r, row._replace(adv=torch.where(row.selected, 0.0, row.adv)), clip_low, clip_high)
 
 
 def kl_cov(logp: Float[Tensor, "T"], row: Batch, *, coef: float) -> Loss:
-    """-r A, plus coef |log r| where the token is marked; masking.kl_cov_tokens chooses.
+    """-r A, plus coef |log r| where the token is selected; masking.kl_cov_tokens chooses.
 
     KL-Cov (arXiv:2505.22617, eq. 14). Nothing is clipped: the penalty alone holds back the tokens that cost the most
     entropy.
@@ -180,7 +180,7 @@ def kl_cov(logp: Float[Tensor, "T"], row: Batch, *, coef: float) -> Loss:
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
     r = capped_exp(log_r).exp()
-    return -r * _adv(row) + torch.where(row.marked, coef * log_r.abs(), 0.0), _seen(r, False, False)
+    return -r * _adv(row) + torch.where(row.selected, coef * log_r.abs(), 0.0), _seen(r, False, False)
 
 
 def _clipped(r: Float[Tensor, "T"], row: Batch, clip_low: float, clip_high: float) -> Loss:

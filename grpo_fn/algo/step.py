@@ -195,8 +195,8 @@ def compute_advantages(
     adv = stages.credit(reward, gains.kl * drift, mask)
     keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
     batch = make_batch(rollout, keep, adv, logp_old, logp_ref)
-    marked = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
-    return adv, batch._replace(marked=marked)
+    selected = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
+    return adv, batch._replace(selected=selected)
 
 
 def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tensor, "P G"]:
@@ -226,7 +226,7 @@ def update_policy(
     """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
     objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
     parts = algo.split(batch)
-    policy.expect(len(parts))
+    policy.set_accumulation_steps(len(parts))
     for rows in parts:
         micro = trim_rows(batch, rows)
         scores, pullback = policy.vjp(micro)  # log pi_theta

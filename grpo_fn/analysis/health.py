@@ -108,7 +108,7 @@ def grad_norm_high(history: History, *, limit: float) -> str | None:
     )
 
 
-def logp_gap_high(history: History, *, limit: float) -> str | None:
+def logprob_diff_high(history: History, *, limit: float) -> str | None:
     """loss/logprob_diff_mean > limit nats: trainer and sampler disagree about the tokens that were sampled."""
     check_above_zero(limit=limit)
     value = newest_value(history, "loss/logprob_diff_mean")
@@ -152,7 +152,7 @@ def not_finite(history: History, *, groups: Sequence[str]) -> str | None:
 # Several steps in a row -----------------------------------------------------------------------------------------------
 
 
-def no_signal(history: History, *, share: float, steps: int) -> str | None:
+def few_groups_with_signal(history: History, *, share: float, steps: int) -> str | None:
     """advantage/zero_variance_groups >= share in each of the last `steps` steps."""
     check_share(share=share)
     values = last(history, "advantage/zero_variance_groups", steps)

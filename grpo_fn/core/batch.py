@@ -48,7 +48,7 @@ def make_batch(
     logp_old: Float[Tensor, "B T"],
     logp_ref: Float[Tensor, "B T"],
 ) -> Batch:
-    """Rows b = p * G + g with adv `[P, G, T]`, nothing marked.
+    """Rows b = p * G + g with adv `[P, G, T]`, nothing selected.
 
     Rows not to `keep` are masked out whole: they neither learn nor count.
     """
@@ -68,7 +68,7 @@ def make_batch(
         logp_old=logp_old,
         logp_ref=logp_ref,
         adv=adv,
-        marked=torch.zeros_like(mask),
+        selected=torch.zeros_like(mask),
     )
 
 

@@ -50,7 +50,7 @@ class Batch(NamedTuple):
     logp_old: Float[Tensor, "*B T"]
     logp_ref: Float[Tensor, "*B T"]
     adv: Float[Tensor, "*B T"]  # of each token; anything where ~mask
-    marked: Bool[Tensor, "*B T"]  # tokens that the loss is to treat apart, if it does (see `algo.masking`)
+    selected: Bool[Tensor, "*B T"]  # tokens that the loss is to treat apart, if it does (see `algo.masking`)
 
 
 class Totals(NamedTuple):
@@ -100,7 +100,7 @@ class Policy(Protocol):
         """Scores of the batch's tokens, and the map from their cotangent to accumulated parameter gradients."""
         ...
 
-    def expect(self, parts: int) -> None:
+    def set_accumulation_steps(self, parts: int) -> None:
         """Set the number of micro-batches before the next update; gradient all-reduce may wait for the last of them."""
         ...
 

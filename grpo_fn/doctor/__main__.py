@@ -32,7 +32,7 @@ def flags() -> argparse.ArgumentParser:
         "repeatable",
     )
     parser.add_argument(
-        "--deadline",
+        "--timeout",
         type=float,
         default=180.0,
         metavar="S",
@@ -45,14 +45,14 @@ def flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine, print the findings, and return the exit code."""
     args = flags().parse_args(argv)
-    if not args.deadline > 0:
-        flags().error(f"--deadline {args.deadline:g}: wanted a number of seconds above 0")
+    if not args.timeout > 0:
+        flags().error(f"--timeout {args.timeout:g}: wanted a number of seconds above 0")
     if args.gin_param and not args.gin_file:
         flags().error("--gin_param: wanted --gin_file with it")
     from grpo_fn.doctor import examine
 
     question = examine.Question(
-        model=args.model, gin_files=args.gin_file, gin_params=args.gin_param, deadline=args.deadline
+        model=args.model, gin_files=args.gin_file, gin_params=args.gin_param, deadline=args.timeout
     )
     try:
         return examine.print_findings(examine.examine(question), as_json=args.json)

@@ -83,28 +83,20 @@ def measure(
     check_space(request.out, len(problems) * (1 + evaluation.samples) * sampling.max_new_tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
     write_bytes(request.out / "config.gin", request.config_text.encode())
-    world = alone(place)
-    whole = cache(
-        partial(
-            load_located_model,
-            found,
-            partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention),
-        )
-    )
-    seat = SamplerContext(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
+    load = partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
+    full_model = cache(partial(load_located_model, found, load))
+    context = SamplerContext(folder, config, precision, alone(place), adapters=None, full_model=full_model)
     with clock.span("load"):
         knobs = {"max_rows": sampling.max_rows, "sampling": sampling, "data": data}
-        greedy = start_sampler(sampling.sampler, seat, tokenizer, token_samplers.greedy, **knobs)
+        greedy = start_sampler(sampling.sampler, context, tokenizer, token_samplers.greedy, **knobs)
         if found.checkpoint is not None:
-            greedy.load(FixedWeights(whole(), world))
+            greedy.load(FixedWeights(full_model(), context.world))
     with note_on_error(f"evaluating {found.path}"), closing(greedy), rewards.pool() as pool, clock.span("evaluate"):
         judged = graded_answers(greedy, problems, seed=seed, how=evaluation, score=timed_scorer(pool.score, clock))
     eval_store.write(request.out / SAMPLES, [one.row() for one in judged])
     figures = {**summarise(judged, ks=evaluation.ks, by=evaluation.by), **clock.lap()}
-    parts = {
-        key: {value: count_graded(rows) for value, rows in problems_by_meta(judged, key).items()}
-        for key in evaluation.by
-    }
+    grouped = {key: problems_by_meta(judged, key) for key in evaluation.by}
+    parts = {key: {value: count_graded(rows) for value, rows in of.items()} for key, of in grouped.items()}
     results = {
         "model": request.model,
         "weights": found.path,

@@ -28,10 +28,15 @@ def flags() -> argparse.ArgumentParser:
         "repeatable",
     )
     parser.add_argument(
-        "--stored", action="store_true", help="learn from the tokens in RUN/rollouts instead of sampling them again"
+        "--use_stored_rollout",
+        action="store_true",
+        help="learn from the tokens in RUN/rollouts instead of sampling them again",
     )
     parser.add_argument(
-        "--show", type=Path, metavar="FILE.html", help="write the step's learning signal, token by token, as a page"
+        "--token_report",
+        type=Path,
+        metavar="FILE.html",
+        help="write the step's learning signal, token by token, as a page",
     )
     return parser
 
@@ -43,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     return exit_code(
         lambda: replay_step.launch_replay(
-            run_dir=args.run, step=args.step, overrides=args.override, stored=args.stored, show=args.show
+            run_dir=args.run,
+            step=args.step,
+            overrides=args.override,
+            stored=args.use_stored_rollout,
+            show=args.token_report,
         ),
         interrupted="interrupted; nothing was changed",
     )

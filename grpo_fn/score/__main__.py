@@ -26,10 +26,10 @@ def flags() -> argparse.ArgumentParser:
         "--reward",
         required=True,
         metavar="NAME",
-        help="math, lenient, code, share_passed, or a function of yours: module.function",
+        help="math, lenient, code, share_of_tests, or a function of yours: module.function",
     )
     parser.add_argument(
-        "--set",
+        "--reward_param",
         action="append",
         default=[],
         dest="knobs",
@@ -39,7 +39,10 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--input", type=Path, metavar="FILE", help="rows to score (default: standard input)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a new file (default: standard output)")
     parser.add_argument(
-        "--suffix", default="", metavar="TEXT", help="put after the four names, for a second verdict beside the first"
+        "--field_suffix",
+        default="",
+        metavar="TEXT",
+        help="put after the four names, for a second verdict beside the first",
     )
     parser.add_argument(
         "--workers",
@@ -48,7 +51,7 @@ def flags() -> argparse.ArgumentParser:
         metavar="N",
         help="processes that score (default: %(default)s)",
     )
-    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="for one row (default: 5, code 30)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for one row (default: 5, code 30)")
     parser.add_argument(
         "--memory_mb", type=int, default=1024, metavar="MB", help="for one worker (default: %(default)s)"
     )

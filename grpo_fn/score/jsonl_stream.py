@@ -72,7 +72,9 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
     seen = _renamed(row)
     for name in verdict_names(suffix):
         if name in row:
-            raise ValueError(f"{where}: got a row with {name!r} already, wanted none, or --suffix for a second verdict")
+            raise ValueError(
+                f"{where}: got a row with {name!r} already, wanted none, or --field_suffix for a second verdict"
+            )
     for name in ("completion", *needs):
         fits, wanted = FIELDS[name]
         if not fits(seen.get(name)):

@@ -21,7 +21,7 @@ class RewardSpec(NamedTuple):
     needs: tuple[str, ...]  # fields of a row that it cannot do without
     none: str  # what it means when it returns None
     deadline: float  # seconds for a row, unless told otherwise
-    knobs: tuple[str, ...]  # as for --set, which comes on top
+    knobs: tuple[str, ...]  # as for --reward_param, which comes on top
 
 
 GOLD = "the gold answer cannot be parsed"
@@ -40,7 +40,7 @@ NAMES = {
     "math": RewardSpec("grpo_fn.rewards.math.correct", ("answer",), GOLD, 5.0, ()),
     "lenient": RewardSpec("grpo_fn.rewards.math.lenient", ("answer",), GOLD, 5.0, ()),
     "code": RewardSpec("grpo_fn.rewards.code.all_tests_pass", ("tests",), TESTS, 30.0, SANDBOX),
-    "share_passed": RewardSpec("grpo_fn.rewards.code.share_of_tests", ("tests",), TESTS, 30.0, SANDBOX),
+    "share_of_tests": RewardSpec("grpo_fn.rewards.code.share_of_tests", ("tests",), TESTS, 30.0, SANDBOX),
 }
 
 
@@ -79,19 +79,21 @@ def _knob(text: str) -> tuple[str, Any]:
         return name, literal_eval(value)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         wanted = "KNOB=VALUE, the value as in Python, text in quotes, or @module.function"
-        raise ValueError(f"--set: got {text!r}, wanted {wanted}") from error
+        raise ValueError(f"--reward_param: got {text!r}, wanted {wanted}") from error
 
 
 def _bound(name: str, knobs: Mapping[str, Any], path: str) -> Callable[..., Any]:
     """`name` with its knobs; those of its functions are still beside them, as `knob.its_knob`. `path` leads here."""
     fn = _function(name)
-    label = f"--set {path.rstrip('.')}" if path else name
+    label = f"--reward_param {path.rstrip('.')}" if path else name
     of_functions = {knob: value for knob, value in knobs.items() if "." in knob}
     own = {knob: value for knob, value in knobs.items() if "." not in knob}
     complain(list(bad_names(label, fn, own)))
     for knob in of_functions:
         if not isinstance(own.get(knob.partition(".")[0]), _At):
-            raise ValueError(f"--set {path}{knob}: got a knob of no function, wanted {knob.partition('.')[0]}=@... too")
+            raise ValueError(
+                f"--reward_param {path}{knob}: got a knob of no function, wanted {knob.partition('.')[0]}=@... too"
+            )
     for knob, value in own.items():
         if isinstance(value, _At):
             inner = {k.removeprefix(f"{knob}."): v for k, v in of_functions.items() if k.startswith(f"{knob}.")}
@@ -100,7 +102,9 @@ def _bound(name: str, knobs: Mapping[str, Any], path: str) -> Callable[..., Any]
     complain([text for knob, value in own.items() for text in type_problem(label, parameters.get(knob), value)])
     unbound = [knob for knob, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if missing := [knob for knob in unbound if knob not in own]:
-        raise ValueError(f"{name}: got no value for {comma_list(missing)}, wanted --set {path}{missing[0]}=VALUE")
+        raise ValueError(
+            f"{name}: got no value for {comma_list(missing)}, wanted --reward_param {path}{missing[0]}=VALUE"
+        )
     return partial(fn, **own) if own else fn
 
 

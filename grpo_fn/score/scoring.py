@@ -131,7 +131,7 @@ def _telling(pool: RewardPool, tally: Counter[str], source: BinaryIO) -> Iterato
 
 def _tell(pool: RewardPool, tally: Counter[str], seconds: float) -> None:
     rows = tally.total()
-    lost = "".join(f", {count} {cause}" for cause, count in pool.counts.items() if count)
+    lost = "".join(f", {count} {cause.replace('_', ' ')}" for cause, count in pool.counts.items() if count)
     print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second): {_counts(tally)}{lost}", file=sys.stderr)
     for text in pool.complaints:
         print(CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text), file=sys.stderr)

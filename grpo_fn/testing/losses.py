@@ -110,9 +110,9 @@ def policies_worlds_apart_stay_finite(f: TokenLoss) -> None:
         zero = torch.zeros(2, dtype=dtype)
         for gap in (-1e3, 1e3):
             there = torch.tensor([0.0, gap], dtype=dtype)
-            for adv, marked in ((a, m) for a in (-1.0, 0.0, 1.0) for m in (False, True)):
+            for adv, selected in ((a, m) for a in (-1.0, 0.0, 1.0) for m in (False, True)):
                 mask = torch.ones(2, dtype=torch.bool)
-                row = Batch(zero.long(), mask, there, there, zero, zero + adv, mask & marked)
+                row = Batch(zero.long(), mask, there, there, zero, zero + adv, mask & selected)
                 for logp in (zero, there):
                     loss, gradient = f(logp, row)[0], slope(f, logp, row)
                     both = torch.stack([loss, gradient])

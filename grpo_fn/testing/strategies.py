@@ -90,8 +90,8 @@ def batches(draw: Draw, rows: int | None = None, drift: float = 1.0) -> tuple[Te
     near = [logp + draw(tensors((b, t), between(-drift, drift))) if drift else logp.clone() for _ in range(3)]
     adv = draw(advantages(b, t))
     mask = draw(masks((b, t)))
-    marked = mask & draw(masks((b, t)))
-    return logp, Batch(torch.zeros(b, t, dtype=torch.long), mask, *near, adv, marked)
+    selected = mask & draw(masks((b, t)))
+    return logp, Batch(torch.zeros(b, t, dtype=torch.long), mask, *near, adv, selected)
 
 
 def each_token(t: int, adv: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def with_padding(logp: Tensor, batch: Batch, extra: int) -> tuple[Tensor, Batch]
     """The same with columns of padding on the right, garbage in them."""
     wide = {name: pad(getattr(batch, name), extra, torch.nan) for name in MASKED_FIELDS}
     wide |= {"tokens": pad(batch.tokens, extra, 0)}
-    wide |= {name: pad(getattr(batch, name), extra, False) for name in ("mask", "marked")}
+    wide |= {name: pad(getattr(batch, name), extra, False) for name in ("mask", "selected")}
     return pad(logp, extra, torch.nan), batch._replace(**wide)
 
 

@@ -19,7 +19,7 @@ from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.interface import EngineSampler
-from grpo_fn.shell.sampler.local.local_sampler import Choose
+from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.loggers import RunLoggers
 from grpo_fn.trainer.recording import record_evaluation, report_findings
@@ -32,12 +32,16 @@ ROUND = 0.5  # seconds between two looks at whether to stop, while one waits
 
 @contextmanager
 def open_evaluator(
-    make: Callable[[], EngineSampler], choose: Choose, pool: Callable[[], RewardPool], key: Tensor, world: World
+    make: Callable[[], EngineSampler],
+    token_sampler: TokenSampler,
+    pool: Callable[[], RewardPool],
+    key: Tensor,
+    world: World,
 ) -> Iterator[AsyncEvaluator]:
     """The evaluator while the run goes on. `make` starts the engine: a sampler of greedy answers, as a dataclass."""
     greedy = world.together(make, what="starting the evaluator")
     with closing(greedy):
-        yield AsyncEvaluator(greedy, greedy.for_evaluation(choose), pool, key)
+        yield AsyncEvaluator(greedy, greedy.for_evaluation(token_sampler), pool, key)
 
 
 class EvaluationResult(NamedTuple):

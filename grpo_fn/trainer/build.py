@@ -26,7 +26,7 @@ from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, spread_score
 from grpo_fn.shell.sampler.interface import EngineSampler, Finished, SamplerContext, positions
-from grpo_fn.shell.sampler.local.local_sampler import Choose
+from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
@@ -108,11 +108,11 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
         dtype=checked.dtype,
         attention=compute.attention,
         adapters=settings.lora,
-        scorer=partial(
+        logprob_model=partial(
             compute.logprob_model,
             temperature=settings.sampling.temperature,
-            head_elements=compute.logits_chunk_elements,
-            rows=compute.input_packing,
+            logits_chunk_elements=compute.logits_chunk_elements,
+            input_packing=compute.input_packing,
         ),
         parallelism=settings.parallelism,
         key=key,
@@ -158,11 +158,11 @@ def build_policy(settings: Settings, loaded: LoadedModel, world: World) -> FSDPP
     """The policy with its optimizer."""
     how = settings.policy
     return FSDPPolicy(
-        loaded.scorer,
+        loaded.logprob_model,
         world=world,
         data=loaded.data,
-        frozen=loaded.frozen,
-        noisy=loaded.noisy,
+        reference_model=loaded.reference_model,
+        dropout_modules=loaded.dropout_modules,
         seed=settings.seed,
         micro_tokens=how.micro_tokens,
         optimizer=how.optimizer,
@@ -174,7 +174,7 @@ def build_policy(settings: Settings, loaded: LoadedModel, world: World) -> FSDPP
 
 
 def sampler_context(
-    spec: ModelSpec, world: World, whole: Callable[[], torch.nn.Module], finished: Finished | None
+    spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module], finished: Finished | None
 ) -> SamplerContext:
     """What a sampler factory is given."""
     return SamplerContext(
@@ -183,7 +183,7 @@ def sampler_context(
         dtype=spec.dtype,
         world=world,
         adapters=spec.adapters,
-        whole=whole,
+        full_model=full_model,
         finished=finished,
     )
 
@@ -192,7 +192,7 @@ def start_sampler(
     factory: Callable[..., EngineSampler],
     context: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
-    choose: Choose,
+    token_sampler: TokenSampler,
     *,
     max_rows: int,
     sampling: Sampling,
@@ -202,7 +202,7 @@ def start_sampler(
     return factory(
         context,
         tokenizer,
-        choose=choose,
+        token_sampler=token_sampler,
         encode=data.encode_prompt,
         max_new_tokens=sampling.max_new_tokens,
         max_rows=max_rows,
@@ -213,9 +213,9 @@ def start_sampler(
 def build_sampler(settings: Settings, context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> EngineSampler:
     """The sampler of the training."""
     how = settings.sampling
-    choose = partial(how.token_sampler, temperature=how.temperature)
+    token_sampler = partial(how.token_sampler, temperature=how.temperature)
     knobs = {"max_rows": how.max_rows, "sampling": how, "data": settings.data}
-    return start_sampler(how.sampler, context, tokenizer, choose, **knobs)
+    return start_sampler(how.sampler, context, tokenizer, token_sampler, **knobs)
 
 
 def build_evaluator(
@@ -229,7 +229,7 @@ def build_evaluator(
         start_sampler,
         how.async_sampler,
         # A module of its own, whatever trains.
-        sampler_context(spec, world, partial(spec.whole, world.device, spec.dtype), None),
+        sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None),
         copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
         token_samplers.greedy,
         max_rows=how.max_rows,

@@ -25,12 +25,12 @@ from grpo_fn.shell.policy.fsdp import LossScale, Optimizer, Schedule
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.interface import EngineSampler
-from grpo_fn.shell.sampler.local.local_sampler import Choose
+from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.tasks.task import Task
 
 # What the program passes to a sampler factory besides the context and the tokenizer.
-TO_SAMPLER = ("choose", "encode", "max_new_tokens", "max_rows", "stop")
+TO_SAMPLER = ("token_sampler", "encode", "max_new_tokens", "max_rows", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Compute:
     logprob_model: Callable[..., LogprobModel]
     logits_chunk_elements: int  # logits that live at once in the head
     input_packing: Callable[[nn.Module], InputPacking]  # padded rows, rows end to end, with prompts shared
-    SUPPLIED: ClassVar = {"logprob_model": ("temperature", "head_elements", "rows")}
+    SUPPLIED: ClassVar = {"logprob_model": ("temperature", "logits_chunk_elements", "input_packing")}
 
     def __post_init__(self) -> None:
         """Raise ValueError for no logits at all."""
@@ -63,9 +63,11 @@ class Compute:
 class Sampling:
     """How completions are drawn for training."""
 
-    sampler: Callable[..., EngineSampler]  # (context, tokenizer, *, choose, encode, max_new_tokens, max_rows, stop)
+    sampler: Callable[
+        ..., EngineSampler
+    ]  # (context, tokenizer, *, token_sampler, encode, max_new_tokens, max_rows, stop)
     max_rows: int  # sequences decoded at once by one engine
-    token_sampler: Choose  # (logits, u, *, temperature) -> (token, log-prob)
+    token_sampler: TokenSampler  # (logits, u, *, temperature) -> (token, log-prob)
     temperature: float  # of the sampler and of the trainer's log-probs
     max_new_tokens: int
     stop: Sequence[str]
@@ -114,7 +116,7 @@ class Evaluation:
     graders: Sequence[RewardFn]  # the first one says what is right
     samples: int  # drawn for each problem, besides the greedy answer
     ks: Sequence[int]  # of pass@k and maj@k
-    token_sampler: Choose  # of the samples
+    token_sampler: TokenSampler  # of the samples
     extract_answer: AnswerExtractor | None  # completion -> answer, for maj@k and the tables
     by: Sequence[str]  # problem fields to report separately
     # An engine of its own, which answers while training goes on. None: the training's, which waits for it.

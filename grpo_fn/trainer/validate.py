@@ -30,7 +30,7 @@ from grpo_fn.trainer.sections import Settings, model_source
 
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 OldLogp = Callable[[Policy, Rollout], Tensor]
-Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 TokenMask = Callable[[Batch, Tensor], Tensor]
 
 
@@ -119,7 +119,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         reference=checked.reference,
         micro_tokens=settings.policy.micro_tokens,
         width=settings.sampling.max_new_tokens,
-        head_elements=settings.compute.logits_chunk_elements,
+        logits_chunk_elements=settings.compute.logits_chunk_elements,
         cache=plan.kv_bytes(),
     )
     shape = "replicate {} x shard {} x tensor {}".format(*mesh)
@@ -200,8 +200,8 @@ def marking_batch(scale: float) -> tuple[Batch, Tensor]:
     return Batch(mask.long(), mask, logp, logp, logp, adv, ~mask & mask), torch.arange(8).view(4, 2)
 
 
-def check_full_support(choose: Choose, temperature: float, allow_biased: bool) -> None:
-    """Raise ValueError unless `choose`, its knobs bound, draws from softmax(logits / temperature), the trainer's.
+def check_full_support(token_sampler: TokenSampler, temperature: float, allow_biased: bool) -> None:
+    """Raise ValueError unless `token_sampler`, its knobs bound, draws from softmax(logits / temperature).
 
     The policy gradient and every importance ratio are about that distribution. A sampler that cuts its tail (top-p,
     top-k, min-p), draws at another temperature or always takes the likeliest token samples from a policy other than
@@ -209,7 +209,9 @@ def check_full_support(choose: Choose, temperature: float, allow_biased: bool) -
     """
     if allow_biased:
         return
-    wrong = next(filter(None, (odd_draws(choose, logits, count, temperature) for logits, count in KNOWN)), None)
+    wrong = next(
+        filter(None, (draws_differ(token_sampler, logits, count, temperature) for logits, count in KNOWN)), None
+    )
     if wrong is not None:
         raise ValueError(
             f"token_sampler: {wrong}, wanted draws from softmax(logits / {temperature:g}) while training, or the "
@@ -225,10 +227,10 @@ KNOWN = ((torch.linspace(-1, 1, 8), 4096), (torch.linspace(-20, 0, 64), 64), (to
 EIGHTS = 8  # of each vocabulary, to count draws in
 
 
-def odd_draws(choose: Choose, logits: Tensor, count: int, temperature: float) -> str | None:
+def draws_differ(token_sampler: TokenSampler, logits: Tensor, count: int, temperature: float) -> str | None:
     """What is wrong with `count` draws at evenly spaced u, if they are not from softmax(logits / temperature)."""
     u = (torch.arange(count) + 0.5) / count
-    token, logp = choose(logits.expand(count, -1), u)
+    token, logp = token_sampler(logits.expand(count, -1), u)
     true = torch.log_softmax(logits.double() / temperature, dim=-1)
     off = float((logp - true[token]).abs().nan_to_num(torch.inf).max())
     if off > 1e-4 + 1e-6 * float(logits.abs().max()) / temperature:  # float32 rounds logits / temperature
@@ -297,7 +299,7 @@ class StubPolicy(NamedTuple):
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         raise NotImplementedError
 
-    def expect(self, parts: int) -> None:
+    def set_accumulation_steps(self, parts: int) -> None:
         raise NotImplementedError
 
     def update(self) -> dict[str, float]:

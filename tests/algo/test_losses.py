@@ -37,16 +37,16 @@ def one_advantage(row: Batch, adv: float) -> Batch:
     return row._replace(adv=torch.full_like(row.adv, adv))
 
 
-def example(log_r, adv, mask=None, logp=-2.0, marked=None) -> tuple[torch.Tensor, Batch]:
+def example(log_r, adv, mask=None, logp=-2.0, selected=None) -> tuple[torch.Tensor, Batch]:
     """A row at logp = `logp` whose old policy and sampler are `log_r` behind."""
     log_r = torch.tensor(log_r, dtype=torch.float64)
     here = torch.full_like(log_r, logp)
     old = here - log_r
     everything = torch.ones(len(log_r), dtype=torch.bool)
     mask = everything if mask is None else torch.tensor(mask)
-    marked = ~everything if marked is None else torch.tensor(marked)
+    selected = ~everything if selected is None else torch.tensor(selected)
     adv = torch.tensor(adv, dtype=torch.float64).expand(len(log_r))
-    return here, Batch(torch.zeros(len(log_r)).long(), mask, old, old, old, adv, marked)
+    return here, Batch(torch.zeros(len(log_r)).long(), mask, old, old, old, adv, selected)
 
 
 # -- what holds for each of them
@@ -151,7 +151,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce_for_one_advantage_a_row(f, 
 @COSTLY
 @given(loss_rows(drift=0.0))
 def test_on_policy_the_gradient_is_that_of_reinforce_where_not_marked(f, row):
-    exactly(slope(f, *row), -row[1].adv * (row[1].mask & ~row[1].marked))
+    exactly(slope(f, *row), -row[1].adv * (row[1].mask & ~row[1].selected))
 
 
 @each({name: f for name, f in ALL.items() if f.func not in (losses.clip_cov, losses.kl_cov)})
@@ -160,7 +160,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce_where_not_marked(f, row):
 def test_only_the_cov_losses_look_at_the_marks(f, row, data):
     other = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(row[0]), max_size=len(row[0]))))
     logp, row = row
-    assert torch.equal(f(logp, row)[0], f(logp, row._replace(marked=other))[0])
+    assert torch.equal(f(logp, row)[0], f(logp, row._replace(selected=other))[0])
 
 
 # -- formulas
@@ -307,14 +307,14 @@ def test_dppo_looks_at_the_sampler_and_not_at_the_old_policy(row):
 def test_clip_cov_is_clipped_ratio_without_the_marked_tokens(row):
     logp, row = row
     plain, cov = (partial(f, clip_low=0.2, clip_high=0.28) for f in (losses.clipped_ratio, losses.clip_cov))
-    exactly(cov(logp, row)[0], torch.where(row.marked, 0.0, plain(logp, row)[0]))
-    exactly(slope(cov, logp, row), torch.where(row.marked, 0.0, slope(plain, logp, row)))
-    none = row._replace(marked=torch.zeros_like(row.marked))
+    exactly(cov(logp, row)[0], torch.where(row.selected, 0.0, plain(logp, row)[0]))
+    exactly(slope(cov, logp, row), torch.where(row.selected, 0.0, slope(plain, logp, row)))
+    none = row._replace(selected=torch.zeros_like(row.selected))
     exactly(cov(logp, none)[0], plain(logp, row)[0])
 
 
 def test_golden_kl_cov():
-    logp, row = example([0.5, 0.5, -0.5], 2.0, marked=[True, False, True])
+    logp, row = example([0.5, 0.5, -0.5], 2.0, selected=[True, False, True])
     f = partial(losses.kl_cov, coef=3.0)
     up, down = math.exp(0.5), math.exp(-0.5)
     exactly(f(logp, row)[0].tolist(), [-2 * up + 1.5, -2 * up, -2 * down + 1.5])

@@ -49,11 +49,11 @@ def wide(rows: int, width: int, seed: int) -> Batch:
 @given(steps(), st.sampled_from(GARBAGE))
 def test_only_sampled_tokens_are_marked_and_only_they_have_a_say(f, step, garbage):
     batch, key = step
-    marked = f(batch, key)
-    assert marked.shape == batch.mask.shape
-    assert marked.dtype == torch.bool
-    assert not (marked & ~batch.mask).any()
-    assert torch.equal(f(with_garbage(batch.logp_old, batch, garbage)[1], key), marked)
+    selected = f(batch, key)
+    assert selected.shape == batch.mask.shape
+    assert selected.dtype == torch.bool
+    assert not (selected & ~batch.mask).any()
+    assert torch.equal(f(with_garbage(batch.logp_old, batch, garbage)[1], key), selected)
 
 
 @each(ALL)
@@ -61,8 +61,8 @@ def test_only_sampled_tokens_are_marked_and_only_they_have_a_say(f, step, garbag
 @given(steps(), st.integers(1, 3))
 def test_padding_columns_change_nothing(f, step, extra):
     batch, key = step
-    marked = f(with_padding(batch.logp_old, batch, extra)[1], key)
-    assert torch.equal(marked[:, :-extra], f(batch, key))
+    selected = f(with_padding(batch.logp_old, batch, extra)[1], key)
+    assert torch.equal(selected[:, :-extra], f(batch, key))
 
 
 @each(ALL)
@@ -91,8 +91,8 @@ def test_as_many_are_marked_as_asked_for(share, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_kl_cov_marks_the_highest_covariances(seed):
     batch = wide(8, 25, seed)
-    marked, cov = masking.kl_cov_tokens(batch, keys(8), share=0.1), covariances(batch)
-    assert cov[marked].min() > cov[~marked].max()
+    selected, cov = masking.kl_cov_tokens(batch, keys(8), share=0.1), covariances(batch)
+    assert cov[selected].min() > cov[~selected].max()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -114,7 +114,7 @@ def test_clip_cov_draws_evenly_and_by_the_key_alone():
 
 
 def test_equal_covariances_are_decided_by_the_key():
-    """All tokens alike: which of them are marked is a draw, not the order of the rows."""
+    """All tokens alike: which of them are selected is a draw, not the order of the rows."""
     batch = wide(4, 10, 0)._replace(adv=torch.zeros(4, 10, dtype=torch.float64))
     one, other = (masking.kl_cov_tokens(batch, keys(4, seed), share=0.25) for seed in (1, 2))
     assert int(one.sum()) == int(other.sum()) == 10

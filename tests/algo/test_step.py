@@ -414,13 +414,13 @@ def test_marks_reach_the_loss_and_their_keys_are_the_rows_own():
         keys.append(key)
         return batch.mask & (prng.uniform(key, batch.mask.shape[1], dtype=torch.float32, low=0.0, high=1.0) < 0.5)
 
-    marked = []
+    selected = []
     for n in (2, 3):
         policy, sampler = pair()
         step(policy, sampler, algo(n=n, token_mask=first_words, micro_tokens=10**6))
         (micro,) = policy.seen
-        marked.append(int(micro.marked.sum()))
-        assert 0 < marked[-1] < int(micro.mask.sum())
+        selected.append(int(micro.selected.sum()))
+        assert 0 < selected[-1] < int(micro.mask.sum())
     assert torch.equal(keys[0], keys[1][:8])
     assert len(keys[1].unique(dim=0)) == 12
 

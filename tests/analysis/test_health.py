@@ -19,9 +19,9 @@ from grpo_fn.analysis import health
 KNOBS = {
     "kl_high": {"limit": 0.5},
     "grad_norm_high": {"limit": 10.0},
-    "logp_gap_high": {"limit": 0.1},
+    "logprob_diff_high": {"limit": 0.1},
     "not_finite": {"groups": ("reward", "advantage", "loss")},
-    "no_signal": {"share": 0.9, "steps": 3},
+    "few_groups_with_signal": {"share": 0.9, "steps": 3},
     "truncated_high": {"share": 0.5, "steps": 3},
     "overflowing": {"steps": 3},
     "entropy_collapsed": {"share": 0.25, "window": 3},
@@ -119,8 +119,11 @@ def test_null_and_nan_and_infinity_are_alike_so_that_a_resumed_run_judges_as_one
 # What each rule is about ----------------------------------------------------------------------------------------------
 
 ABOVE = [("kl_high", "loss/kl", 0.5), ("grad_norm_high", "loss/grad_norm", 10.0)]
-ABOVE += [("logp_gap_high", "loss/logprob_diff_mean", 0.1)]
-SHARES = [("no_signal", "advantage/zero_variance_groups", 0.9), ("truncated_high", "generation/truncated", 0.5)]
+ABOVE += [("logprob_diff_high", "loss/logprob_diff_mean", 0.1)]
+SHARES = [
+    ("few_groups_with_signal", "advantage/zero_variance_groups", 0.9),
+    ("truncated_high", "generation/truncated", 0.5),
+]
 
 
 @pytest.mark.parametrize(("name", "metric", "limit"), ABOVE)
@@ -153,7 +156,7 @@ def test_a_share_has_to_be_reached_in_every_one_of_the_last_steps(name, metric, 
 @given(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
 def test_no_signal_says_on_which_side_the_problems_are_wrong(rate) -> None:
     history = [{**one, "reward/correct_rate": rate} for one in column("advantage/zero_variance_groups", [1.0] * 3)]
-    assert ("too easy" if rate > 0.5 else "too hard") in RULES["no_signal"](history)
+    assert ("too easy" if rate > 0.5 else "too hard") in RULES["few_groups_with_signal"](history)
 
 
 @given(st.lists(st.integers(0, 2), max_size=8))
@@ -261,9 +264,9 @@ PACKAGE = Path(grpo_fn.__file__).parent
 SPEAKING = {
     "kl_high": column("loss/kl", [2.0]),
     "grad_norm_high": column("loss/grad_norm", [99.0]),
-    "logp_gap_high": column("loss/logprob_diff_mean", [0.5]),
+    "logprob_diff_high": column("loss/logprob_diff_mean", [0.5]),
     "not_finite": column("loss/objective", [math.nan]),
-    "no_signal": column("advantage/zero_variance_groups", [1.0] * 3),
+    "few_groups_with_signal": column("advantage/zero_variance_groups", [1.0] * 3),
     "truncated_high": column("generation/truncated", [0.8] * 3),
     "overflowing": column("optimizer/overflows", [1.0, 2.0, 3.0, 4.0]),
     "entropy_collapsed": column("loss/entropy", [1.0] * 3 + [0.01] * 3),
@@ -289,11 +292,11 @@ def test_every_knob_that_a_rule_advises_exists(name) -> None:
     [
         ("kl_high", {"limit": 0.0}, "limit: got 0.0, wanted a number above 0"),
         ("grad_norm_high", {"limit": math.nan}, "limit: got nan"),
-        ("logp_gap_high", {"limit": -1.0}, "limit: got -1.0"),
+        ("logprob_diff_high", {"limit": -1.0}, "limit: got -1.0"),
         ("not_finite", {"groups": ()}, r"groups: got \(\), wanted a list"),
         ("not_finite", {"groups": "loss"}, "groups: got 'loss'"),
-        ("no_signal", {"share": 1.5}, "share: got 1.5, wanted more than 0 and at most 1"),
-        ("no_signal", {"steps": 0}, "steps: got 0, wanted 1 to"),
+        ("few_groups_with_signal", {"share": 1.5}, "share: got 1.5, wanted more than 0 and at most 1"),
+        ("few_groups_with_signal", {"steps": 0}, "steps: got 0, wanted 1 to"),
         ("truncated_high", {"share": 0.0}, "share: got 0.0"),
         ("overflowing", {"steps": 0}, "steps: got 0"),
         ("entropy_collapsed", {"window": 1000}, "window: got 1000, wanted 1 to 64"),

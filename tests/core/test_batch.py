@@ -189,7 +189,7 @@ def test_row_b_is_sample_g_of_prompt_p():
     seen = rollout()
     batch = make_batch(seen, EVERYONE, adv(), old, ref)
     assert batch.adv.tolist() == [adv()[p, g].tolist() for p in range(P) for g in range(G)]
-    assert not batch.marked.any()
+    assert not batch.selected.any()
     assert batch.adv.dtype == seen.logp_sampled.dtype
     assert batch.tokens is seen.tokens
     assert (batch.logp_sampled, batch.logp_old, batch.logp_ref) == (seen.logp_sampled, old, ref)

@@ -110,9 +110,7 @@ def test_the_doctor_itself_does_without_torch() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    "flags", [["--deadline", "0"], ["--deadline", "nan"], ["--gin_param", "A=1"], ["--modle", "x"]]
-)
+@pytest.mark.parametrize("flags", [["--timeout", "0"], ["--timeout", "nan"], ["--gin_param", "A=1"], ["--modle", "x"]])
 def test_bad_flags_are_named(flags: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as left:
         __main__.main(flags)
@@ -135,7 +133,7 @@ def test_a_torch_that_does_not_import_is_a_finding(modules: Path) -> None:
 def test_a_vllm_that_never_ends_its_import_is_a_finding(modules: Path) -> None:
     (modules / "vllm.py").write_text("import time; time.sleep(600)")
     (modules / "torch.py").write_text("raise ImportError('not needed here')")
-    code, found = told("--deadline", "10")
+    code, found = told("--timeout", "10")
     assert code == 2
     assert found["engines", "vLLM"]["state"] == "broken"
     assert "no answer within 10 s" in found["engines", "vLLM"]["seen"]

@@ -14,10 +14,10 @@ class Apart(LocalSampler):
     overlaps: ClassVar[bool] = True
 
 
-def apart(seat: SamplerContext, tokenizer: Any, **knobs: Any) -> Apart:
+def apart(context: SamplerContext, tokenizer: Any, **knobs: Any) -> Apart:
     """As local_sampler.local, whose knobs it takes."""
     from grpo_fn.shell.model import hf
 
-    module = hf.load_model(seat.folder, dtype=seat.dtype, device=seat.world.device, attention="sdpa")
-    one = local(replace(seat, whole=lambda: module), tokenizer, **knobs)
+    module = hf.load_model(context.folder, dtype=context.dtype, device=context.world.device, attention="sdpa")
+    one = local(replace(context, full_model=lambda: module), tokenizer, **knobs)
     return Apart(**vars(one))

@@ -82,7 +82,7 @@ def generating(calls: int, harm: Harm) -> None:
     from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
     def decode(real: Callable, sampler: LocalSampler, *args: Any) -> Any:
-        object.__setattr__(sampler, "choose", Interrupted(sampler.choose, 3, harm))
+        object.__setattr__(sampler, "token_sampler", Interrupted(sampler.token_sampler, 3, harm))
         return real(sampler, *args)
 
     after(calls, LocalSampler, "_decode", decode)

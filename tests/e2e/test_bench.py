@@ -145,7 +145,7 @@ def test_our_side_runs_and_the_table_is_made(tmp_path: Path, printed: CELLS, mon
     monkeypatch.setattr(bench_sides, "trl", told)
     out = tmp_path / "trl.md"
     tiny = ("--scale", "tiny", "--steps", "1", "--warm_up", "1", "--rounds", "1", "--trl_python", sys.executable)
-    rows = {row[0]: row[1:] for row in printed("trl", *tiny, "--deadline", "120", "--out", str(out))}
+    rows = {row[0]: row[1:] for row in printed("trl", *tiny, "--timeout", "120", "--out", str(out))}
     ours, theirs, ratio, bar = rows["completions per second, median step"]
     assert theirs == "8.0"
     assert float(ours) > 0

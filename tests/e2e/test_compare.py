@@ -92,9 +92,9 @@ def test_the_table_and_the_flips(tmp_path: Path, capsys: pytest.CaptureFixture[s
     flips = [cells(line.replace("\\|", "/")) for line in lines[11:]]
     assert [line[:2] for line in flips] == [["gained", "1"], ["gained", "2"], ["gained", "3"], ["lost", "5"]]
     assert flips[0][2:] == ["`question 1`", "`1`", "`so 7`", "`7/8`"]
-    shortened = said(capsys, one, two, "--show", 1).splitlines()
-    assert shortened[-1] == "and 3 more (--show 4)"
-    assert "question" not in said(capsys, one, two, "--show", 0)
+    shortened = said(capsys, one, two, "--max_rows", 1).splitlines()
+    assert shortened[-1] == "and 3 more (--max_rows 4)"
+    assert "question" not in said(capsys, one, two, "--max_rows", 0)
 
 
 def test_several_runs_are_each_compared_with_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,9 +107,9 @@ def test_several_runs_are_each_compared_with_the_first(tmp_path: Path, capsys: p
 
 def test_another_judge_may_say_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = evaluated(tmp_path / "one", [1.0, 0.0]), evaluated(tmp_path / "two", [0.0, None])
-    lines = said(capsys, one, two, "--judge", "boxed").splitlines()
+    lines = said(capsys, one, two, "--grader", "boxed").splitlines()
     assert [cells(line)[1] for line in lines[4:6]] == ["1.000", "1.000"]
-    assert "wanted one that" in said(capsys, one, two, "--judge", "lenient", code=2)
+    assert "wanted one that" in said(capsys, one, two, "--grader", "lenient", code=2)
 
 
 # -- which problems are the same
@@ -119,15 +119,15 @@ def test_other_problems_are_refused_with_how_many_match(tmp_path: Path, capsys: 
     one, two = evaluated(tmp_path / "one", [1.0, 0.0, 0.0]), evaluated(tmp_path / "two", [0.0, 0.0])
     error = said(capsys, one, two, code=2)
     assert f"got different problems: 3 in {one}, 2 in {two}, of which 2 are in all of them" in error
-    assert "--common" in error
-    assert said(capsys, one, two, "--common").startswith("2 problems\n")
+    assert "--intersection" in error
+    assert said(capsys, one, two, "--intersection").startswith("2 problems\n")
 
 
 def test_another_prompt_is_another_problem_unless_the_uid_is_to_tell(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = evaluated(tmp_path / "one", [1.0, 0.0]), evaluated(tmp_path / "two", [0.0, 1.0], prompt="Q:")
-    assert "of which 0 are in all of them" in said(capsys, one, two, "--common", code=2)
+    assert "of which 0 are in all of them" in said(capsys, one, two, "--intersection", code=2)
     assert said(capsys, one, two, "--match", "uid").startswith("2 problems\n")
     other = evaluated(tmp_path / "other", [0.0, 1.0], answer="9")
     assert "of which 0" in said(capsys, one, other, "--match", "uid", code=2)  # the same number of another problem

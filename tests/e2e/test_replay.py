@@ -126,7 +126,7 @@ def test_any_step_is_what_it_was(whole: Path, replayed: Replayed, step: int, beg
     ]
 
 
-@pytest.mark.parametrize("flags", [[], ["--stored"]])
+@pytest.mark.parametrize("flags", [[], ["--use_stored_rollout"]])
 @pytest.mark.parametrize("step", [2, 6])
 def test_steps_of_many_updates_and_waiting_groups(busy: Path, replayed: Replayed, step: int, flags: list[str]) -> None:
     assert any(row["generation/carried_over_groups"] for row in metrics(busy)[1:])
@@ -151,12 +151,12 @@ def must_not_sample(*args: object, **knobs: object) -> None:
 
 def test_without_sampling_again(whole: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalSampler, "sample", must_not_sample)
-    code, said = replayed(whole, 6, "--stored")
+    code, said = replayed(whole, 6, "--use_stored_rollout")
     assert code == 0, said
 
 
 def test_the_learning_signal_is_shown_as_a_page(whole: Path, tmp_path: Path, replayed: Replayed) -> None:
-    code, said, *_ = replayed(whole, 3, "--show", str(tmp_path / "step.html"))
+    code, said, *_ = replayed(whole, 3, "--token_report", str(tmp_path / "step.html"))
     assert code == 0
     assert f"the learning signal of step 3 is in {tmp_path / 'step.html'}" in said
     page = (tmp_path / "step.html").read_text()
@@ -248,7 +248,7 @@ def test_other_tokens_are_named_with_both(copied: Path, whole: Path, replayed: R
     assert f"step 5: {ALL} as recorded" in said
     assert "first difference: step 5, tokens: the rollout in" in said
     assert re.search(rf"row 6 \(problem 17, sample 2\), sampled token 1: 300 '.*' recorded, {was} '.*' now", said), said
-    code, said = replayed(copied, 5, "--stored")
+    code, said = replayed(copied, 5, "--use_stored_rollout")
     assert code == 1
     assert "step 5: tokens, logp_old, signal" not in said.partition("logp_old")[0], "the old log-probs are stored too"
     assert "step 5: tokens, " in said
@@ -264,7 +264,7 @@ def test_another_reward_is_named_with_both(copied: Path, replayed: Replayed) -> 
     assert "first difference: step 6, rewards: the rollout in" in said
     now = rollout_store.load(copied / "rollouts" / "step_000006.jsonl.gz")[9]["reward"]
     assert f"row 9 (problem 22, sample 1), reward: {now:g} recorded, {now - 2:g} now" in said
-    code, said = replayed(copied, 6, "--stored")
+    code, said = replayed(copied, 6, "--use_stored_rollout")
     assert code == 1
     assert f"step 6: {ALL} as recorded" in said, "stored completions are rewarded anew"
 
@@ -292,7 +292,7 @@ def test_rounding_is_called_by_its_name(copied: Path, replayed: Replayed, monkey
     def nudged(self: FSDPPolicy, *args: Any) -> None:
         restore(self, *args)
         with torch.no_grad():
-            for p in self.scorer.parameters():
+            for p in self.logprob_model.parameters():
                 p.mul_(1 + 2e-7)
 
     monkeypatch.setattr(FSDPPolicy, "restore", nudged)
@@ -349,7 +349,7 @@ def test_other_tokens_have_no_cosine(whole: Path, replayed: Replayed) -> None:
     code, said = replayed(whole, 2, "--override", "sections.Sampling.temperature=0.7")
     assert code == 0, said
     assert "learning signals: of other tokens, so there is no cosine" in said
-    code, said = replayed(whole, 2, "--override", "sections.Sampling.temperature=0.7", "--stored")
+    code, said = replayed(whole, 2, "--override", "sections.Sampling.temperature=0.7", "--use_stored_rollout")
     assert code == 0, said
     assert "the same bits: tokens, rewards, advantages" in said
 
@@ -389,7 +389,7 @@ def test_bad_input_is_one_line(whole: Path, copied: Path, tmp_path: Path, replay
         assert code == 2
         assert f"--step: got {step}" in said
     (copied / "rollouts" / "step_000005.jsonl.gz").unlink()
-    code, said = replayed(copied, 6, "--stored")
+    code, said = replayed(copied, 6, "--use_stored_rollout")
     assert code == 2
     assert "got no rollout of step 5" in said
     assert replayed(copied, 6)[0] == 0
@@ -476,7 +476,7 @@ def test_two_ranks_repeat_what_two_ranks_did_and_one_rank_says_what_differs(
     assert contents(run) == before
     assert again.stdout.count(f"step 6: {ALL} as recorded") == 1, "the main rank alone speaks"
     assert "others: weights" in again.stdout
-    stored = torchrun("grpo_fn.replay", str(run), "--step", "6", "--stored")
+    stored = torchrun("grpo_fn.replay", str(run), "--step", "6", "--use_stored_rollout")
     assert stored.returncode == 0, stored.stdout + stored.stderr
     code, said = replayed(run, 5)
     if code == 0:  # the sums came out alike

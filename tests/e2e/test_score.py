@@ -302,7 +302,7 @@ def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, pool:
 
 def test_whatever_a_row_does_costs_that_row_only_and_says_why(folder: Path) -> None:
     texts = ["a", "exit", "wrong", "kill", "sleep 60", "allocate", "raise", "none", "nan", "print", "torch", "z"]
-    code, rows, said = score(folder, rows_of(*texts), "--deadline", "1.5", workers=2)
+    code, rows, said = score(folder, rows_of(*texts), "--timeout", "1.5", workers=2)
     assert code == 0
     got = {row["completion"]: (row["verdict"], row["score"], row["reason"]) for row in rows}
     died = ("unscorable", None, "worker died (memory limit or crash)")
@@ -325,7 +325,7 @@ def test_whatever_a_row_does_costs_that_row_only_and_says_why(folder: Path) -> N
     printed, summary, *complaints = said.splitlines()
     assert printed == "{}"
     assert summary.startswith("12 rows in")
-    assert summary.endswith("3 right, 2 wrong, 7 unscorable, 1 timeouts, 3 deaths, 2 raised")
+    assert summary.endswith("3 right, 2 wrong, 7 unscorable, 1 timeouts, 3 worker crashes, 2 exceptions")
     assert any("mine.obeys lost problem 7, completion 'raise': KeyError: 'boom'" in line for line in complaints)
 
 
@@ -352,7 +352,7 @@ def test_published_answers_are_right_and_others_wrong_through_pipes_and_files(tm
     assert [row["verdict"] for row in rows] == wanted
     assert [(row["question"], row["answer"]) for row in rows] == [(row["question"], row["answer"]) for row in source]
     first = b"".join((tmp_path / "scored.jsonl").read_bytes().splitlines(keepends=True)[:100])
-    code, twice, _ = score(tmp_path, first, "--suffix", "_lenient", reward="lenient")
+    code, twice, _ = score(tmp_path, first, "--field_suffix", "_lenient", reward="lenient")
     assert code == 0
     assert [row["verdict"] for row in twice] == wanted[:100]
     for row in twice:
@@ -373,23 +373,30 @@ def test_published_programs_pass_their_tests_and_those_that_leave_early_do_not(t
     texts += ["I would rather not.", "```python\nwhile True:\n    pass\n```"]
     rows = [{**row, "completion": text} for row, text in zip(source * 2, texts, strict=False)]
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    code, out, said = score(tmp_path, data, "--set", "run.wall_seconds=5.0", reward="code", workers=2)
+    code, out, said = score(tmp_path, data, "--reward_param", "run.wall_seconds=5.0", reward="code", workers=2)
     assert code == 0, said
     assert [row["verdict"] for row in out] == ["right"] * len(source) + ["wrong"] * 4
     assert all(row.items() >= before.items() for row, before in zip(out, rows, strict=True))
     half = {"completion": "def f():\n    return 1", "tests": ["assert f() == 1", "assert f() == 2"]}
-    code, (row,), _ = score(tmp_path, json.dumps(half).encode(), reward="share_passed")
+    code, (row,), _ = score(tmp_path, json.dumps(half).encode(), reward="share_of_tests")
     assert (code, row["verdict"], row["score"]) == (0, "wrong", 0.5)
 
 
 def test_a_reward_of_ones_own_has_knobs_and_sees_the_whole_row(folder: Path) -> None:
     data = rows_of("3 km", wanted="3 ") + rows_of("3 m", wanted="3 ")
-    code, rows, _ = score(folder, data, "--set", "unit='km'", reward="mine.later")
+    code, rows, _ = score(folder, data, "--reward_param", "unit='km'", reward="mine.later")
     assert code == 0
     assert [row["score"] for row in rows] == [1.0, 0.0]
     _, rows, _ = score(folder, rows_of("6*7=42", prompt="6*7=", answer=42), reward="mine.of_prompt")
     assert rows[0]["score"] == 1.0
-    flags = ["--set", "seconds=0.5", "--set", "reward=@mine.obeys", "--set", "reward.bonus=2.0"]
+    flags = [
+        "--reward_param",
+        "seconds=0.5",
+        "--reward_param",
+        "reward=@mine.obeys",
+        "--reward_param",
+        "reward.bonus=2.0",
+    ]
     _, rows, _ = score(folder, rows_of("a", "sleep 9"), *flags, reward="grpo_fn.rewards.wrappers.with_timeout")
     assert [(row["score"], row["reason"]) for row in rows] == [(3.0, ""), (None, "late: no answer within 0.5 s")]
 
@@ -401,21 +408,24 @@ REFUSED = {
     "no name": (["mine..obeys"], "got 'mine..obeys', wanted"),
     "another signature": (["json.loads"], "wanted f(problem, completion)"),
     "no knob": (
-        ["mine.obeys", "--set", "bonsu=1"],
+        ["mine.obeys", "--reward_param", "bonsu=1"],
         "got a binding for bonsu, wanted one of bonus; did you mean bonus?",
     ),
-    "a knob missing": (["mine.later"], "mine.later: got no value for unit, wanted --set unit=VALUE"),
-    "no literal": (["mine.later", "--set", "unit=km"], "--set: got 'unit=km', wanted KNOB=VALUE"),
-    "a knob of no function": (["mine.obeys", "--set", "bonus.x=1"], "--set bonus.x: got a knob of no function"),
+    "a knob missing": (["mine.later"], "mine.later: got no value for unit, wanted --reward_param unit=VALUE"),
+    "no literal": (["mine.later", "--reward_param", "unit=km"], "--reward_param: got 'unit=km', wanted KNOB=VALUE"),
+    "a knob of no function": (
+        ["mine.obeys", "--reward_param", "bonus.x=1"],
+        "--reward_param bonus.x: got a knob of no function",
+    ),
     "no workers": (["mine.obeys", "--workers", "0"], "workers: got 0, wanted more than 0"),
-    "no time": (["mine.obeys", "--deadline", "nan"], "timeout_per_completion: got nan, wanted more than 0"),
+    "no time": (["mine.obeys", "--timeout", "nan"], "timeout_per_completion: got nan, wanted more than 0"),
     "no memory": (["mine.obeys", "--memory_mb", "16"], "16 MB"),
     "no input": (["mine.obeys", "--input", "nosuch.jsonl"], "nosuch.jsonl"),
     "a folder": (["mine.obeys", "--input", "."], "'.'"),
     "output that is there": (["mine.obeys", "--output", "mine.py"], "--output: got mine.py, which holds something"),
     "itself": (["mine.obeys", "--input", "mine.py", "--output", "mine.py"], "--output: got mine.py"),
     "no tests": (["code"], "standard input:1: got the fields 'completion', wanted a list of asserts in 'tests' or"),
-    "no sandbox": (["code", "--set", "run.isolation=@mine.nowhere"], "error: no room here"),
+    "no sandbox": (["code", "--reward_param", "run.isolation=@mine.nowhere"], "error: no room here"),
     "a needed field": (["math"], "standard input:1: got the fields 'completion', wanted text or a number in 'answer'"),
 }
 
@@ -485,7 +495,7 @@ def test_an_interrupt_leaves_whole_rows_and_no_process(folder: Path) -> None:
 def test_rows_in_flight_are_bounded_while_one_takes_its_time(folder: Path, size: int) -> None:
     row = rows_of("a", filling="x" * size)
     bound, pipe, taken = min(MOST_BYTES, MOST_ROWS * len(row)), 2**16, 0
-    with subprocess.Popen(command("--deadline", "60"), stdin=-1, stdout=-1, cwd=folder, bufsize=0) as process:
+    with subprocess.Popen(command("--timeout", "60"), stdin=-1, stdout=-1, cwd=folder, bufsize=0) as process:
         process.stdin.write(rows_of("sleep 60"))
         os.set_blocking(process.stdin.fileno(), False)
         while taken < 2 * bound and ready_among(reading=[], writing=[process.stdin], seconds=2.0):
@@ -526,7 +536,7 @@ def test_it_starts_without_torch(folder: Path) -> None:
 def test_help_imports_nothing_of_ours(folder: Path) -> None:
     flags = ["-X", "importtime", "-m", "grpo_fn.score", "--help"]
     done = subprocess.run([sys.executable, *flags], capture_output=True, cwd=folder)
-    assert b"--suffix" in done.stdout
+    assert b"--field_suffix" in done.stdout
     assert b"grpo_fn.score.scoring" not in done.stderr
 
 

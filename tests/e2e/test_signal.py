@@ -29,7 +29,7 @@ def test_a_run_shows_its_signal_and_learns_the_same(cache: Path, whole: Path, tm
 
 def test_the_lens_shows_the_signal_with_other_weights(whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "signal.html"
-    argv = [str(whole), "--step", "4", "--out", str(tmp_path / "lens.html"), "--signal", str(out)]
+    argv = [str(whole), "--step", "4", "--out", str(tmp_path / "lens.html"), "--token_report", str(out)]
     assert tool.main(argv) == 0
     page = Reader(out.read_text())
     rows = rollout_store.load(whole / "rollouts" / "step_000004.jsonl.gz")

@@ -58,7 +58,9 @@ def placing(folder: Path, strategy: str, adapters: lora.LoRA | None, dtype: torc
         dtype=dtype,
         attention="sdpa",
         adapters=adapters,
-        scorer=partial(LogprobModel, temperature=1.0, head_elements=2**20, rows=pack_shared_prompts),
+        logprob_model=partial(
+            LogprobModel, temperature=1.0, logits_chunk_elements=2**20, input_packing=pack_shared_prompts
+        ),
         parallelism=scale(strategy),
         key=prng.key(0, device="cpu"),
     )
@@ -71,15 +73,15 @@ def storages(tensors: list[torch.Tensor]) -> int:
 
 
 def allocated(world: World, how: ModelSpec) -> Allocated:
-    scorer = load_and_shard(world, how, reference=False).scorer
-    made = ADAMW(p for p in scorer.parameters() if p.requires_grad)
+    logprob_model = load_and_shard(world, how, reference=False).logprob_model
+    made = ADAMW(p for p in logprob_model.parameters() if p.requires_grad)
     tokens, mask = torch.arange(24).reshape(2, 12), torch.arange(12).expand(2, 12) > 4
-    logp, entropy = scorer(tokens, mask)
+    logp, entropy = logprob_model(tokens, mask)
     (logp.sum() + entropy.sum()).backward()
-    for module in scorer.modules():
+    for module in logprob_model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # what is gathered for the computation is another line of the estimate
-    params = list(scorer.parameters())
+    params = list(logprob_model.parameters())
     weights, gradients = storages(params), storages([p.grad for p in params if p.grad is not None])
     made.step()
     return Allocated(weights, gradients, sum(stored_bytes(state.values()) for state in made.state.values()))

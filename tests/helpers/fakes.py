@@ -103,7 +103,7 @@ class TablePolicy:
         self.signals: list[Scores] = []
         self.steps: list[Tensor] = []
 
-    def expect(self, parts: int) -> None: ...
+    def set_accumulation_steps(self, parts: int) -> None: ...
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         self.log.append("vjp")

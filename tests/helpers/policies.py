@@ -25,7 +25,7 @@ def local(
     model: nn.Module,
     *,
     temperature: float = 0.7,
-    head_elements: int = 36,
+    logits_chunk_elements: int = 36,
     reference: bool = False,
     rows: Callable[[nn.Module], InputPacking] = pad_rows,
     **knobs,
@@ -34,12 +34,16 @@ def local(
 
     Rows are padded, as the oracle's are: gradients agree to the last digits, in whatever dtype a model has its norms.
     """
-    scorer = partial(LogprobModel, temperature=temperature, head_elements=head_elements, rows=rows)
+    logprob_model = partial(
+        LogprobModel, temperature=temperature, logits_chunk_elements=logits_chunk_elements, input_packing=rows
+    )
     chosen = {
         "world": alone(CPU),
         "data": None,
-        "frozen": partial(nullcontext, scorer(deepcopy(model).requires_grad_(False))) if reference else None,
-        "noisy": [],
+        "reference_model": partial(nullcontext, logprob_model(deepcopy(model).requires_grad_(False)))
+        if reference
+        else None,
+        "dropout_modules": [],
         "seed": 0,
         "micro_tokens": 30,
         "optimizer": partial(adamw, **DEFAULTS),
@@ -48,7 +52,7 @@ def local(
         "initial_scale": 1.0,
         "max_grad_norm": 1e9,
     }
-    return FSDPPolicy(scorer(model), **{**chosen, **knobs})
+    return FSDPPolicy(logprob_model(model), **{**chosen, **knobs})
 
 
 def constantly(step: int) -> float:

@@ -111,7 +111,7 @@ class TokenPolicy:
         self.grad = torch.zeros_like(step.logp)
         self.signals: list[Tensor] = []
 
-    def expect(self, parts: int) -> None: ...
+    def set_accumulation_steps(self, parts: int) -> None: ...
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         where = batch.tokens[:, :1], torch.arange(batch.tokens.shape[1])

@@ -611,7 +611,7 @@ def test_the_corners_of_a_batch_are_drawn():
     assert any(batch.mask.shape[0] == batch.mask.shape[1] > 1 for batch in batches)
     assert any(not batch.mask.any() for batch in batches)
     assert any(batch.mask.any() and not batch.mask.any(-1).all() for batch in batches)
-    assert any(batch.marked.any() for batch in batches)
+    assert any(batch.selected.any() for batch in batches)
     assert any((batch.adv != batch.adv[:, :1]).any() for batch in batches)
 
 

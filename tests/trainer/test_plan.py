@@ -123,12 +123,12 @@ def test_draws_from_the_full_support_are_taken(f, temperature):
     ],
 )
 def test_a_sampler_that_cuts_its_tail_is_refused_unless_the_bias_is_accepted(cut, temperature):
-    choose = partial(cut, temperature=temperature)
+    token_sampler = partial(cut, temperature=temperature)
     with pytest.raises(
         ValueError, match=rf"^token_sampler: got .* wanted draws from softmax\(logits / {temperature:g}\)"
     ):
-        validate.check_full_support(choose, temperature, False)
-    validate.check_full_support(choose, temperature, True)
+        validate.check_full_support(token_sampler, temperature, False)
+    validate.check_full_support(token_sampler, temperature, True)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
@@ -143,10 +143,10 @@ def test_greedy_is_for_evaluation(temperature):
 
 @given(st.floats(0.3, 3), st.floats(0.3, 3))
 def test_a_sampler_at_another_temperature_than_the_trainers_is_refused(mine, trainers):
-    choose = partial(sampling.categorical, temperature=mine)
+    token_sampler = partial(sampling.categorical, temperature=mine)
     if abs(mine / trainers - 1) > 0.01:
         with pytest.raises(ValueError, match="got log-probabilities up to"):
-            validate.check_full_support(choose, trainers, False)
+            validate.check_full_support(token_sampler, trainers, False)
 
 
 def test_a_sampler_of_nan_is_refused():

@@ -39,7 +39,7 @@ POSITIONS = 512
 ENDS = [VOCABULARY - 1, 7, 40]  # tokens that end a completion
 SPREAD = 0.3
 KNOBS = {
-    "choose": partial(categorical, temperature=1.0),
+    "token_sampler": partial(categorical, temperature=1.0),
     "encode": encode_prompt,
     "max_new_tokens": 8,
     "stop": (),
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     """A model as the trainer has it, and a sampler that was made from its folder."""
 
     model: nn.Module
-    seat: SamplerContext
+    context: SamplerContext
     sampler: VllmSampler
 
     def renewed(self, seed: int) -> None:
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
     def policy(self) -> FixedWeights:
         """The model as it stands, to be sent."""
-        return FixedWeights(self.model, self.seat.world)
+        return FixedWeights(self.model, self.context.world)
 
     def gap(self, rollout: Rollout, temperature: float = 1.0) -> float:
         """The largest difference between what the sampler and transformers say of a sampled token, in nats."""
@@ -106,12 +106,12 @@ def refill(model: nn.Module, seed: int) -> None:
 
 
 def seat_of(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> SamplerContext:
-    """The seat of a model that is written to the folder."""
+    """The sampler context of a model that is written to the folder."""
     model.generation_config.eos_token_id = ENDS
     hf.export(model, tokenizer(), folder)
     config = AutoConfig.from_pretrained(folder)
     return SamplerContext(
-        folder=str(folder), config=config, dtype=dtype, world=alone(CPU), adapters=None, whole=lambda: model
+        folder=str(folder), config=config, dtype=dtype, world=alone(CPU), adapters=None, full_model=lambda: model
     )
 
 
@@ -119,9 +119,9 @@ def seat_of(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> SamplerCon
 def case(name: str, folder: Path, *, tied: bool, dtype: torch.dtype = torch.float32, **knobs: Any) -> Iterator[Case]:
     """The small model and a sampler of it, for a while."""
     model = small(name, tied=tied)
-    seat = seat_of(model, folder, dtype=dtype)
-    with closing(colocated_sampler(seat, tokenizer(), **{**KNOBS, **knobs})) as sampler:
-        yield Case(model, seat, sampler)
+    context = seat_of(model, folder, dtype=dtype)
+    with closing(colocated_sampler(context, tokenizer(), **{**KNOBS, **knobs})) as sampler:
+        yield Case(model, context, sampler)
 
 
 def asked(texts: Sequence[str], first: int = 100) -> list[Problem]:

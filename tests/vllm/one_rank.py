@@ -31,14 +31,14 @@ def told(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
     """What this rank found."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     config = AutoConfig.from_pretrained(folder)
-    seat = SamplerContext(
-        folder=folder, config=config, dtype=torch.float32, world=world, adapters=None, whole=lambda: model
+    context = SamplerContext(
+        folder=folder, config=config, dtype=torch.float32, world=world, adapters=None, full_model=lambda: model
     )
-    with closing(colocated_sampler(seat, tokenizer(), **{**KNOBS, "tensor_parallel": tensor_parallel})) as sampler:
-        case, spread, gaps = Case(model, seat, sampler), DataParallelSampler(sampler, world), []
+    with closing(colocated_sampler(context, tokenizer(), **{**KNOBS, "tensor_parallel": tensor_parallel})) as sampler:
+        case, spread, gaps = Case(model, context, sampler), DataParallelSampler(sampler, world), []
         for seed in (1, 2):
             refill(model, seed)
-            receipt = sampler.engine.push(export_weights(case.policy(), seat), version=seed)
+            receipt = sampler.engine.push(export_weights(case.policy(), context), version=seed)
             rollout = spread.sample(asked(TEXTS), 3, key=prng.key(5, device="cpu"))
             gaps.append(case.gap(rollout))
         found = {

@@ -60,8 +60,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
 @given(texts=prompts, seed=st.integers(1, 99))
 def test_logp_sampled_is_the_policys(one: Case, temperature: float, texts: list[str], seed: int) -> None:
     one.renewed(seed)
-    choose = partial(categorical, temperature=temperature)
-    rollout = replace(one.sampler, choose=choose).sample(asked(texts), 3, key=KEY)
+    token_sampler = partial(categorical, temperature=temperature)
+    rollout = replace(one.sampler, token_sampler=token_sampler).sample(asked(texts), 3, key=KEY)
     check_rollout(rollout)
     assert one.gap(rollout, temperature) < CLOSE
 
@@ -85,7 +85,7 @@ def test_that_prompt_would_notice_a_cache_that_is_kept(one: Case, monkeypatch: p
 
 
 def test_greedy_follows_the_weights_and_is_that_of_transformers(one: Case) -> None:
-    likeliest, seen = replace(one.sampler, choose=greedy), []
+    likeliest, seen = replace(one.sampler, token_sampler=greedy), []
     for seed in (3, 4):
         one.renewed(seed)
         rollout = likeliest.sample(asked(["Tom has", LONG]), 1, key=KEY)
@@ -103,14 +103,14 @@ def test_greedy_follows_the_weights_and_is_that_of_transformers(one: Case) -> No
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.6), (20, 0.8)])
 def test_a_cut_distribution_is_the_local_samplers(plain: Case, top_k: int, top_p: float) -> None:
     plain.renewed(5)
-    choose = partial(nucleus, temperature=0.8, top_k=top_k, top_p=top_p)
-    rollout = replace(plain.sampler, choose=choose).sample(asked(["Tom", "7 + 7"]), 8, key=KEY)
+    token_sampler = partial(nucleus, temperature=0.8, top_k=top_k, top_p=top_p)
+    rollout = replace(plain.sampler, token_sampler=token_sampler).sample(asked(["Tom", "7 + 7"]), 8, key=KEY)
     with torch.no_grad():
         logits = plain.model(rollout.tokens).logits
     # The probability of a token is the measure of the u that lead to it: found by drawing at very many.
     u = (torch.arange(4096) + 0.5) / 4096
     for row, column in rollout.mask.nonzero()[::5].tolist():
-        drawn, logp = choose(logits[row, column - 1].expand(len(u), -1), u)
+        drawn, logp = token_sampler(logits[row, column - 1].expand(len(u), -1), u)
         hit = (drawn == rollout.tokens[row, column]).nonzero()
         assert len(hit), "a token that the cut leaves out"
         assert abs(float(logp[hit[0, 0]] - rollout.logp_sampled[row, column])) < CLOSE
@@ -217,7 +217,7 @@ def test_a_row_may_be_as_long_as_the_model_allows(plain: Case) -> None:
 
 def test_what_is_held_is_what_was_sent(one: Case) -> None:
     refill(one.model, 8)
-    receipt = one.sampler.engine.push(export_weights(one.policy(), one.seat), version=77)
+    receipt = one.sampler.engine.push(export_weights(one.policy(), one.context), version=77)
     assert receipt.version == 77
     assert receipt.held == receipt.sent
 
@@ -254,7 +254,7 @@ def test_a_tensor_that_is_lost_on_the_way_is_noticed(one: Case, end: str, monkey
 @pytest.mark.parametrize("fault", ["unknown", "missing", "twice", "shape"])
 def test_pushes_of_wrong_names_or_shapes_are_refused(plain: Case, fault: str) -> None:
     refill(plain.model, 9)
-    weights = dict(export_weights(plain.policy(), plain.seat))
+    weights = dict(export_weights(plain.policy(), plain.context))
     some = "model.layers.1.mlp.up_proj.weight"
     odd = {
         "unknown": [*weights.items(), ("model.layers.9.mlp.up_proj.weight", weights[some])],
@@ -287,7 +287,7 @@ def test_minus_zero_is_as_good_as_zero(plain: Case) -> None:
     refill(plain.model, 11)
     with torch.no_grad():
         plain.model.model.layers[0].mlp.up_proj.weight[:7] = -0.0
-    receipt = plain.sampler.engine.push(export_weights(plain.policy(), plain.seat), version=3)
+    receipt = plain.sampler.engine.push(export_weights(plain.policy(), plain.context), version=3)
     assert receipt.held == receipt.sent
 
 
@@ -314,9 +314,9 @@ def test_nothing_else_of_the_process_is_disturbed(plain: Case, tmp_path: Path) -
         return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
 
     model = small("llama", tied=True)
-    seat = seat_of(model, tmp_path / "model", dtype=torch.float32)
+    context = seat_of(model, tmp_path / "model", dtype=torch.float32)
     before, threads, group = state(), torch.get_num_threads(), dist.group.WORLD
-    with closing(colocated_sampler(seat, tokenizer(), **KNOBS)) as other:
+    with closing(colocated_sampler(context, tokenizer(), **KNOBS)) as other:
         other.load(plain._replace(model=model).policy())
         other.sample(asked(["Tom"]), 2, key=KEY)
         other.rest()
@@ -371,16 +371,16 @@ def test_before_any_push_it_holds_the_folders_weights(tmp_path: Path) -> None:
 def test_half_precision_is_held_bit_for_bit(tmp_path: Path) -> None:
     with case("qwen2", tmp_path / "model", tied=False, dtype=torch.bfloat16) as made:
         refill(made.model, 1)
-        receipt = made.sampler.engine.push(export_weights(made.policy(), made.seat), version=0)
+        receipt = made.sampler.engine.push(export_weights(made.policy(), made.context), version=0)
         assert receipt.held == receipt.sent
         assert made.gap(made.sampler.sample(asked(["Tom"]), 2, key=KEY)) < 0.5
 
 
 def test_a_model_that_vllm_does_not_open_is_refused(tmp_path: Path) -> None:
     model = small("qwen2", tied=True, num_attention_heads=4)  # heads 16 wide, which its CPU attention does not have
-    seat = seat_of(model, tmp_path / "model", dtype=torch.float32)
+    context = seat_of(model, tmp_path / "model", dtype=torch.float32)
     with pytest.raises(ValueError, match=r"heads 16 wide, wanted one that vLLM opens on CPU: 32, 64"):
-        colocated_sampler(seat, tokenizer(), **KNOBS)
+        colocated_sampler(context, tokenizer(), **KNOBS)
 
 
 def test_fields_that_vllm_does_not_know_are_refused(plain: Case) -> None:

@@ -21,7 +21,7 @@ def folder_with(head_dim: int, path: Path) -> Path:
 
 def examined(folder: Path) -> tuple[int, dict[str, dict]]:
     """The exit code, and what was found of the model, by engine."""
-    flags = ["--json", "--model", str(folder), "--deadline", str(DEADLINE)]
+    flags = ["--json", "--model", str(folder), "--timeout", str(DEADLINE)]
     done = subprocess.run(
         [sys.executable, "-m", "grpo_fn.doctor", *flags], capture_output=True, text=True, timeout=2 * DEADLINE
     )

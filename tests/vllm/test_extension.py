@@ -46,7 +46,7 @@ def of(made: Case) -> Callable[[list[Chunk]], tuple[Fingerprint, Fingerprint]]:
 def test_a_tied_model_takes_its_weights_and_holds_what_was_sent(name: str, tmp_path: Path) -> None:
     with case(name, tmp_path / "model", tied=True) as made:
         refill(made.model, 3)
-        weights = [(name, x) for name, x in export_weights(made.policy(), made.seat)]
+        weights = [(name, x) for name, x in export_weights(made.policy(), made.context)]
         assert HEAD in dict(weights)
         received, held = of(made)(list(chunks(iter(weights), CHUNK)))
         assert received == held == sum((weight_fingerprint(x) for _, x in weights), NOTHING)

@@ -101,7 +101,7 @@ class Bench(NamedTuple):
     def learn(self, batch: Batch) -> None:
         """One optimizer step on the batch."""
         micros = [trim_rows(batch, rows) for rows in self.policy.split(batch)]
-        self.policy.expect(len(micros))
+        self.policy.set_accumulation_steps(len(micros))
         for micro in micros:
             scores, pullback = self.policy.vjp(micro)
             loss = partial(OBJECTIVE, batch=micro, totals=count(batch), gains=UNMOVED)
@@ -141,17 +141,19 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
         dtype=getattr(torch, of_scale.compute.dtype),
         attention="sdpa",
         adapters=of_scale.lora,
-        scorer=partial(LogprobModel, temperature=1.0, head_elements=2**24, rows=pack_shared_prompts),
+        logprob_model=partial(
+            LogprobModel, temperature=1.0, logits_chunk_elements=2**24, input_packing=pack_shared_prompts
+        ),
         parallelism=of_scale.parallelism,
         key=prng.key(0, device="cpu"),
     )
     placed = load_and_shard(world, placing, reference=False)
     policy = FSDPPolicy(
-        placed.scorer,
+        placed.logprob_model,
         world=world,
         data=placed.data,
-        frozen=None,
-        noisy=placed.noisy,
+        reference_model=None,
+        dropout_modules=placed.dropout_modules,
         seed=0,
         micro_tokens=size.micro_tokens,
         optimizer=partial(optimizer.adamw, lr=1e-6, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),
@@ -163,7 +165,7 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
     sampler = LocalSampler(
         placed.decoding(),
         Silent(),
-        choose=partial(sampling.categorical, temperature=1.0),
+        token_sampler=partial(sampling.categorical, temperature=1.0),
         encode=partial(random_prompt, size),
         max_new_tokens=size.new_tokens,
         stop=(),

@@ -42,7 +42,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trl_python", type=Path, metavar="PATH", help=f"with TRL in it (default: {HOME.name}, made)")
     parser.add_argument("--trl_generation", choices=["regular", "continuous"], default="regular")
     parser.add_argument("--trl_rows", type=int, default=0, metavar="N", help="a micro-batch of TRL's (default: all)")
-    parser.add_argument("--deadline", type=float, default=3600.0, help="seconds for one start (default 3600)")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one start (default 3600)")
 
 
 def trl(args: argparse.Namespace) -> Iterable[str]:
@@ -77,7 +77,7 @@ def fought(
     steps = args.warm_up + ceil(args.steps / args.rounds)
     told = bench_work.make(work, steps, folder)
     told |= {"trl_generation": args.trl_generation, "trl_rows": args.trl_rows}
-    same = {"warm_up": args.warm_up, "threads": args.threads, "deadline": args.deadline}
+    same = {"warm_up": args.warm_up, "threads": args.threads, "deadline": args.timeout}
     sides = {
         "ours": partial(bench_sides.ours, told, **same),
         "trl": partial(bench_sides.trl, told, python=python, **same),
@@ -106,7 +106,7 @@ def chapter(
         f"{told['new_tokens']} tokens after prompts of {told['prompt_tokens']:.1f}; {len(ours.seconds)} steps of each "
         f"side; starts of each, in turn: {args.rounds}, each with {args.warm_up} to warm up; threads: {args.threads}; "
         f"tokens of a micro-batch of ours: {told['micro_tokens']:,}, logits of a chunk of its head: "
-        f"{told['head_elements']:,}."
+        f"{told['logits_chunk_elements']:,}."
     )
     yield ""
     yield from against(BARS[name], ours, theirs)

@@ -25,7 +25,7 @@ class Work(NamedTuple):
     prompt_tokens: int  # of every prompt; 0: word problems, as long as they come
     new_tokens: int
     micro_tokens: int  # of ours, in one forward and backward pass
-    head_elements: int  # of ours, logits in one chunk of the head
+    logits_chunk_elements: int  # of ours, logits in one chunk of the head
 
 
 def shape(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int) -> tiny_model.Shape:
@@ -67,7 +67,7 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
         "group_size": work.group_size,
         "new_tokens": work.new_tokens,
         "micro_tokens": work.micro_tokens,
-        "head_elements": work.head_elements,
+        "logits_chunk_elements": work.logits_chunk_elements,
         "steps": steps,
         "lr": LR,
         "beta2": BETA2,
@@ -156,7 +156,7 @@ step.Algorithm.prompts = {prompts}
 step.Algorithm.group_size = {group_size}
 sections.Sampling.max_new_tokens = {new_tokens}
 sections.PolicyUpdate.micro_tokens = {micro_tokens}
-sections.Compute.logits_chunk_elements = {head_elements}
+sections.Compute.logits_chunk_elements = {logits_chunk_elements}
 sections.Evaluation.problems = 1
 rows.hold_out.test_size = 1
 rows.read_problems.template = "{{prompt}}"

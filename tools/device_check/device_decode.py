@@ -29,7 +29,7 @@ SPREAD = 0.05
 WORK = (16, 16, 128, 256)  # prompts, completions of each, tokens of a prompt and of a completion
 
 
-def seat(setting: Setting, model: str, dtype: torch.dtype) -> SamplerContext:
+def context(setting: Setting, model: str, dtype: torch.dtype) -> SamplerContext:
     """A whole model to sample from, of its own."""
     device = find_device(setting.device, 0)
     return SamplerContext(
@@ -38,7 +38,7 @@ def seat(setting: Setting, model: str, dtype: torch.dtype) -> SamplerContext:
         dtype=dtype,
         world=alone(device),
         adapters=None,
-        whole=partial(hf.load_model, model, dtype=dtype, device=device, attention="sdpa"),
+        full_model=partial(hf.load_model, model, dtype=dtype, device=device, attention="sdpa"),
     )
 
 
@@ -97,7 +97,7 @@ class Drawn(NamedTuple):
 
 def drawn(setting: Setting, model: str, dtype: torch.dtype, asking: Asking) -> Drawn:
     """The same rows with all slots, again, without graphs, with a quarter of the slots, and by the uncached."""
-    whole, rows = seat(setting, model, dtype), asking.prompts * asking.size
+    whole, rows = context(setting, model, dtype), asking.prompts * asking.size
     draw = partial(sample, asking=asking)
     usual = local(whole, prompt_tokens=5, new_tokens=asking.new, max_rows=rows)
     rollout, again = draw(usual), draw(usual)
@@ -202,7 +202,7 @@ def speed(setting: Setting, shape: Shape) -> list[Figure]:
     """
     prompts, size, prompt, new = (2, 3, 5, 6) if setting.tiny else WORK
     rows, asked = prompts * size, problems(0, prompts)
-    whole = seat(setting, folder(setting, shape), torch.bfloat16)
+    whole = context(setting, folder(setting, shape), torch.bfloat16)
     sampler = local(whole, prompt_tokens=prompt, new_tokens=new, max_rows=rows)
     forget(setting.device)
     tokens, took = timed(setting, sampler, asked, size)
@@ -262,7 +262,7 @@ def generate(setting: Setting, model: nn.Module, asked: list[Any], size: int, pr
 def continuous(setting: Setting) -> list[Figure]:
     """Transformers' continuous batching on the prompts of `speed_half`; what it cannot do is its own affair."""
     prompts, size, prompt, new = WORK
-    whole = seat(setting, folder(setting, sized(setting, QWEN_HALF)), torch.bfloat16)
+    whole = context(setting, folder(setting, sized(setting, QWEN_HALF)), torch.bfloat16)
     model = whole.whole()
     ids = [random_prompt(model.config.vocab_size, prompt, None, problem.prompt) for problem in problems(0, prompts)]
     how = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=EOS)

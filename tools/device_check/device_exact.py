@@ -127,7 +127,9 @@ def rows(setting: Setting) -> list[Figure]:
             for make in (pack_rows, pack_shared_prompts):
                 bench = built(setting, model, dtype, rows=make, temperature=TEMPERATURE)
                 apart = furthest(seen(bench, batch, signal), wanted)
-                require(bench.policy.scorer.rows.fit is True, f"{make.__name__}: got padded rows after all")
+                require(
+                    bench.policy.logprob_model.input_packing.fit is True, f"{make.__name__}: got padded rows after all"
+                )
                 what = f"{make.__name__} rows, {str(dtype).removeprefix('torch.')}, {name}"
                 require(apart <= most, f"{what}: got {apart:.2g} of the norm apart, wanted at most {most:g}")
                 found.append(Figure(f"{what}, of the norm", apart, at_most=goal))

@@ -32,7 +32,7 @@ def capped(setting: Setting) -> list[Figure]:
         torch.bfloat16,
         adapters=ADAPTERS,
         micro_tokens=2048,
-        head_elements=2**22,
+        logits_chunk_elements=2**22,
         lr=5e-5,
         activation_checkpointing=blocks.full_checkpointing,
     )

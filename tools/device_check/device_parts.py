@@ -94,7 +94,7 @@ class Bench(NamedTuple):
     placing: ModelSpec
     world: World
 
-    def seat(self) -> SamplerContext:
+    def context(self) -> SamplerContext:
         """What a sampler is made from."""
         return SamplerContext(
             folder=self.placing.folder,
@@ -102,14 +102,14 @@ class Bench(NamedTuple):
             dtype=self.placing.dtype,
             world=self.world,
             adapters=self.placing.adapters,
-            whole=self.placed.decoding,
+            full_model=self.placed.decoding,
         )
 
     def sampler(self, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> DataParallelSampler:
         """The local sampler, as a run has it."""
-        seat = self.seat()
+        context = self.context()
         return DataParallelSampler(
-            local(seat, prompt_tokens=prompt_tokens, new_tokens=new_tokens, max_rows=max_rows), self.world
+            local(context, prompt_tokens=prompt_tokens, new_tokens=new_tokens, max_rows=max_rows), self.world
         )
 
     def algo(self, prompts: int, group_size: int) -> StepAlgorithm:
@@ -141,7 +141,7 @@ def built(
     rows: Any = pack_shared_prompts,
     adapters: LoRA | None = None,
     micro_tokens: int = 16_384,
-    head_elements: int = 2**27,
+    logits_chunk_elements: int = 2**27,
     temperature: float = 1.0,
     lr: float = 1e-6,
     scaling: Any = loss_scale.constant_loss_scale,
@@ -156,17 +156,19 @@ def built(
         dtype=dtype,
         attention="sdpa",
         adapters=adapters,
-        scorer=partial(LogprobModel, temperature=temperature, head_elements=head_elements, rows=rows),
+        logprob_model=partial(
+            LogprobModel, temperature=temperature, logits_chunk_elements=logits_chunk_elements, input_packing=rows
+        ),
         parallelism=scale(**changed),
         key=prng.key(KEY, device="cpu"),
     )
     placed = load_and_shard(world, placing, reference=False)
     policy = FSDPPolicy(
-        placed.scorer,
+        placed.logprob_model,
         world=world,
         data=placed.data,
-        frozen=None,
-        noisy=placed.noisy,
+        reference_model=None,
+        dropout_modules=placed.dropout_modules,
         seed=0,
         micro_tokens=micro_tokens,
         optimizer=partial(optimizer.adamw, lr=lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),
@@ -178,13 +180,13 @@ def built(
     return Bench(policy, placed, placing, world)
 
 
-def local(seat: SamplerContext, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Any:
-    """The local sampler in that seat."""
+def local(context: SamplerContext, *, prompt_tokens: int, new_tokens: int, max_rows: int) -> Any:
+    """The local sampler in that context."""
     return local_sampler.local(
-        seat,
+        context,
         Numbers(),
-        choose=partial(sampling.categorical, temperature=1.0),
-        encode=partial(random_prompt, seat.config.vocab_size, prompt_tokens),
+        token_sampler=partial(sampling.categorical, temperature=1.0),
+        encode=partial(random_prompt, context.config.vocab_size, prompt_tokens),
         max_new_tokens=new_tokens,
         stop=(),
         max_rows=max_rows,

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from device_decode import WORK, seat, timed
+from device_decode import WORK, context, timed
 from device_parts import GB, KEY, Numbers, built, problems, random_prompt, require
 from device_runner import Figure, LeftOut, Setting
 from device_shapes import QWEN_HALF, folder, sized
@@ -28,7 +28,7 @@ def colocated(setting: Setting) -> list[Figure]:
         raise LeftOut("vllm is not here")
     shape = sized(setting, QWEN_HALF)
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
-    sampler = engine_in(bench.seat(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
+    sampler = engine_in(bench.context(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
     spread = DataParallelSampler(sampler, bench.world)
     probe = Probe(prompt_tokens=PROMPT, new_tokens=NEW, max_gap=0.1)
     key = prng.key(KEY, device="cpu")
@@ -67,7 +67,7 @@ def speed(setting: Setting) -> list[Figure]:
         raise LeftOut("vllm is not here")
     prompts, size, prompt, new = WORK
     shape = sized(setting, QWEN_HALF)
-    place = seat(setting, folder(setting, shape), torch.bfloat16)
+    place = context(setting, folder(setting, shape), torch.bfloat16)
     room = 2 * prompts * size * (prompt + new) * shape.kv_bytes(2)
     sampler = engine_in(place, prompt=prompt, new=new, tokens=prompt + new, rows=prompts * size, cache=room)
     try:
@@ -82,7 +82,7 @@ def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows
     return vllm_sampler.colocated_sampler(
         place,
         Numbers(),
-        choose=partial(sampling.categorical, temperature=1.0),
+        token_sampler=partial(sampling.categorical, temperature=1.0),
         encode=partial(random_prompt, place.config.vocab_size, prompt),
         max_new_tokens=new,
         stop=(),

@@ -43,9 +43,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--trials", type=int, metavar="N", help="draws of the random values (default 8)")
     parser.add_argument("--draw_seed", type=int, default=0, metavar="S", help="of the draws; draw i stays what it is")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time; they share the cores")
-    parser.add_argument(
-        "--deadline", type=float, default=86400.0, metavar="SECONDS", help="for a trial (default a day)"
-    )
+    parser.add_argument("--timeout", type=float, default=86400.0, metavar="SECONDS", help="for a trial (default a day)")
     parser.add_argument("--metric", default="eval/accuracy", help="whose last value counts (default eval/accuracy)")
     parser.add_argument("--lowest", action="store_true", help="the lowest value is the best")
     parser.add_argument("--dry_run", action="store_true", help="print the trials, check their bindings, start nothing")

@@ -59,7 +59,7 @@ class Runner:
 
     def _over(self, one: Running) -> bool:
         """Whether a trial has ended; says how. One past its deadline is told to stop, and killed when it does not."""
-        code, late = one.process.poll(), time.monotonic() - min(self.told, one.since + self.args.deadline)
+        code, late = one.process.poll(), time.monotonic() - min(self.told, one.since + self.args.timeout)
         if code is not None:
             exit_file(self.args.out, one.trial).write_text(f"{code}\n")
             say(f"{one.trial.name}: {ending(self.args.out, one.trial, code)}")

@@ -23,10 +23,8 @@ def wanted(args: argparse.Namespace) -> list[Trial]:
     """The trials that the command line asks for. Raises ValueError for what asks for none, or twice for one name."""
     if not args.gin_file:
         raise ValueError("--gin_file: got none, wanted the file of the run")
-    if args.jobs < 1 or args.deadline <= 0 or (args.trials is not None and args.trials < 1):
-        raise ValueError(
-            f"--jobs, --deadline, --trials: got {args.jobs}, {args.deadline}, {args.trials}, wanted above 0"
-        )
+    if args.jobs < 1 or args.timeout <= 0 or (args.trials is not None and args.trials < 1):
+        raise ValueError(f"--jobs, --timeout, --trials: got {args.jobs}, {args.timeout}, {args.trials}, wanted above 0")
     if args.trials is not None and not args.random:
         raise ValueError("--trials: got it without --random, wanted both: a grid says itself how many trials it has")
     grid = {name: split(text) for name, text in map(named, args.grid)}

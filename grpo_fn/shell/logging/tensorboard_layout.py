@@ -30,7 +30,7 @@ def margin(tag: str) -> Chart:
     return "Margin", [tag, f"{tag}_low", f"{tag}_high"]
 
 
-OF_REWARD = "mean|std|min|max|correct_rate|invalid|timeouts|deaths|errors|raised"
+OF_REWARD = "mean|std|min|max|correct_rate|invalid|timeouts|worker_crashes|protocol_errors|exceptions"
 OF_EVAL = (
     r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|lag_steps|seconds|(pass|maj)@\d+"
 )
@@ -48,7 +48,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "share of tokens clipped": lines("loss/clip_(low|high)"),
         "groups without signal, steps refused": lines("(advantage/zero_variance_groups|train/skipped_step)"),
         "share without a score": lines("reward/invalid"),
-        "rows lost by rewards": lines("reward/(timeouts|deaths|errors|raised)"),
+        "rows lost by rewards": lines("reward/(timeouts|worker_crashes|protocol_errors|exceptions)"),
         "float16: updates skipped": lines("optimizer/overflows"),
         "float16: loss scale": lines("optimizer/loss_scale"),
         "memory and devices": lines("system/(memory_gb|gpu.*)"),

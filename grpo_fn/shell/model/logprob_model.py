@@ -39,25 +39,30 @@ class LogprobModel(nn.Module):
     """A causal language model that is asked for scores, not for logits.
 
     It is the root of whatever shards the model: embedding, last norm and head belong to it, and are whole while its
-    forward runs. About `head_elements` logits live at once. `rows` is how the model is shown the rows: padded, or end
-    to end.
+    forward runs. About `logits_chunk_elements` logits live at once. `input_packing` is how the model is shown the
+    rows: padded, or end to end.
     """
 
     def __init__(
-        self, model: nn.Module, *, temperature: float, head_elements: int, rows: Callable[[nn.Module], InputPacking]
+        self,
+        model: nn.Module,
+        *,
+        temperature: float,
+        logits_chunk_elements: int,
+        input_packing: Callable[[nn.Module], InputPacking],
     ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
-        self.head_elements = head_elements
-        self.rows = rows(model)
+        self.logits_chunk_elements = logits_chunk_elements
+        self.input_packing = input_packing(model)
         self._linear: bool | None = None  # asked in the first forward: only there is a sharded head whole
 
     def forward(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy in nats, `[B T]` each; zero where ~mask."""
         if self._linear is None:
             self._linear = has_linear_head(self.model)
-        stream = self.rows(tokens, mask)
+        stream = self.input_packing(tokens, mask)
         before, target = predicting(stream.at, tokens, mask)
         told = {"input_ids": stream.tokens, "use_cache": False, **stream.told}
         logp, entropy = (self._linear_scores if self._linear else self._dense_scores)(told, before, target)
@@ -71,15 +76,19 @@ class LogprobModel(nn.Module):
 
         -1 is a row without a sampled token. How this model takes rows may have to be asked first, on all ranks.
         """
-        if self.rows.fit is None:
+        if self.input_packing.fit is None:
             self(*probe(self.model.config.get_text_config().vocab_size, tokens.device))
-        return self.rows.parts(tokens, mask, micro_tokens, devices)
+        return self.input_packing.parts(tokens, mask, micro_tokens, devices)
 
     def _linear_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         hidden = decoder(self.model)(**told).last_hidden_state.flatten(0, 1)
         weight = self.model.get_output_embeddings().weight
         return linear_scores(
-            gather_tokens(hidden, before), weight, target, temperature=self.temperature, elements=self.head_elements
+            gather_tokens(hidden, before),
+            weight,
+            target,
+            temperature=self.temperature,
+            elements=self.logits_chunk_elements,
         )
 
     def _dense_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from grpo_fn.shell.world import World
 Optimizer = Callable[..., torch.optim.Optimizer]
 Schedule = Callable[[int], float]
 LossScale = Callable[[float, int, bool], tuple[float, int]]
-Frozen = Callable[[], AbstractContextManager[LogprobModel]]  # the reference policy, while entered
+ReferenceModel = Callable[[], AbstractContextManager[LogprobModel]]  # the reference policy, while entered
 
 WEIGHTS, OPTIMIZER = "weights.", "optimizer."
 
@@ -37,17 +37,20 @@ class FSDPPolicy:
     difference. Gradients of any objective of the scores reach the parameters through `vjp`'s pullback, micro-batch by
     micro-batch, summed over ranks; `update` clips their global norm and steps.
 
-    What trains is what `requires_grad` says, plain parameters or DTensors. `frozen` is the reference, None without one.
+    What trains is what `requires_grad` says, plain parameters or DTensors. `reference_model` gives the reference;
+    None without one.
     """
 
     def __init__(
         self,
-        scorer: LogprobModel,
+        logprob_model: LogprobModel,
         *,
         world: World,
         data: dist.ProcessGroup | None,  # ranks that have rows of their own; None: this one has all
-        frozen: Frozen | None,
-        noisy: list[nn.Module],  # dropout of adapters: on while training, off whenever log-probs are asked for
+        reference_model: ReferenceModel | None,
+        dropout_modules: list[
+            nn.Module
+        ],  # dropout of adapters: on while training, off whenever log-probs are asked for
         seed: int,
         micro_tokens: int,
         optimizer: Optimizer,
@@ -56,12 +59,12 @@ class FSDPPolicy:
         initial_scale: float,
         max_grad_norm: float,
     ) -> None:
-        self.scorer = scorer
+        self.logprob_model = logprob_model
         self.world = world
-        self.frozen = frozen
-        self.noisy = [module for module in noisy if getattr(module, "p", 0.0) > 0]
+        self.reference_model = frozen
+        self.dropout_modules = [module for module in dropout_modules if getattr(module, "p", 0.0) > 0]
         self.seed = seed
-        self.optimizer = optimizer(p for p in scorer.parameters() if p.requires_grad)
+        self.optimizer = optimizer(p for p in logprob_model.parameters() if p.requires_grad)
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = schedule
         self.loss_scale = loss_scale
@@ -78,14 +81,14 @@ class FSDPPolicy:
     @property
     def model(self) -> nn.Module:
         """The Hugging Face model inside."""
-        return self.scorer.model
+        return self.logprob_model.model
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         """Scores of the batch's sampled tokens and the map `dscores -> theta.grad += J^T dscores`."""
         check_rows(batch.mask)
         tokens, mask = self._dealt(batch.tokens), self._dealt(batch.mask)
         with self.world.talking("forward"), self._noise():
-            mine = self.scorer(tokens, mask)
+            mine = self.logprob_model(tokens, mask)
             scores = Scores(*(self._gathered(x.detach(), len(batch.mask)) for x in mine))
 
         def pullback(dscores: Scores) -> None:
@@ -106,47 +109,47 @@ class FSDPPolicy:
 
     def split(self, batch: Batch) -> list[Int[Tensor, "b"]]:
         """The rows of micro-batches of `micro_tokens` tokens a device, counted as the model reads them."""
-        return self._parts(self.scorer, batch.tokens, batch.mask)
+        return self._parts(self.logprob_model, batch.tokens, batch.mask)
 
-    def expect(self, parts: int) -> None:
+    def set_accumulation_steps(self, parts: int) -> None:
         """So many pullbacks come before the next update: copies of the model add their gradients up in the last."""
         self._expected = parts
 
     def _counted(self) -> bool:
-        """Whether this pullback is the last before the update, as far as `expect` was told; FSDP2 is told so, too."""
+        """Whether this pullback is the last before the update, by `set_accumulation_steps`; sets FSDP2 accordingly."""
         self._expected -= 1
         last = self._expected <= 0
-        if isinstance(self.scorer, FSDPModule):
-            self.scorer.set_requires_all_reduce(last)
+        if isinstance(self.logprob_model, FSDPModule):
+            self.logprob_model.set_requires_all_reduce(last)
         return last
 
     def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:
         """log pi_theta of the rollout's tokens under the weights as they stand."""
-        return self._logp(self.scorer, rollout)
+        return self._logp(self.logprob_model, rollout)
 
     def reference(self, rollout: Rollout) -> Float[Tensor, "B T"] | None:
         """log pi_ref of the rollout's tokens; None when no reference is kept."""
-        if self.frozen is None:
+        if self.reference_model is None:
             return None
-        with self.frozen() as scorer:
-            return self._logp(scorer, rollout)
+        with self.reference_model() as logprob_model:
+            return self._logp(logprob_model, rollout)
 
     @torch.no_grad()
-    def _logp(self, scorer: LogprobModel, rollout: Rollout) -> Float[Tensor, "B T"]:
+    def _logp(self, logprob_model: LogprobModel, rollout: Rollout) -> Float[Tensor, "B T"]:
         check_rows(rollout.mask)
         out = torch.zeros_like(rollout.logp_sampled)
-        for rows in self._parts(scorer, rollout.tokens, rollout.mask):
+        for rows in self._parts(logprob_model, rollout.tokens, rollout.mask):
             some = rows.clamp(min=0)
             mask = rollout.mask[some] & (rows >= 0)[:, None]
             width = int(lengths(mask).max())
             with self.world.talking("log-probs"):
-                logp, _ = scorer(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
+                logp, _ = logprob_model(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
                 out[:, :width].index_add_(0, some, self._gathered(logp, len(rows)))
         return out
 
-    def _parts(self, scorer: LogprobModel, tokens: Tensor, mask: Tensor) -> list[Int[Tensor, "b"]]:
+    def _parts(self, logprob_model: LogprobModel, tokens: Tensor, mask: Tensor) -> list[Int[Tensor, "b"]]:
         with self.world.talking("asking how the model reads rows"):
-            return scorer.parts(tokens, mask, self.micro_tokens, self.devices)
+            return logprob_model.parts(tokens, mask, self.micro_tokens, self.devices)
 
     def update(self) -> dict[str, float]:
         """Clip the global gradient norm, step, clear; without any gradient, weights and moments stay as they are.
@@ -220,7 +223,7 @@ class FSDPPolicy:
 
     def _reshard(self) -> None:
         """Let go of weights that a pass without gradient has left gathered: they are copies, soon old ones."""
-        for module in self.scorer.modules():
+        for module in self.logprob_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -285,7 +288,7 @@ class FSDPPolicy:
     def _noise(self) -> Iterator[None]:
         """Adapter dropout on, drawn from (seed, pass, rank) and from nothing else, so that a resumed run repeats it."""
         self.passes += 1
-        if not self.noisy:
+        if not self.dropout_modules:
             yield
             return
         devices = [self.world.device] if self.world.device.type == "cuda" else []
@@ -297,12 +300,12 @@ class FSDPPolicy:
     @contextmanager
     def _dropping(self) -> Iterator[None]:
         """Adapter dropout on. In the backward pass, too: a block that is computed again there draws what it drew."""
-        for module in self.noisy:
+        for module in self.dropout_modules:
             module.train()
         try:
             yield
         finally:
-            for module in self.noisy:
+            for module in self.dropout_modules:
                 module.eval()
 
 

@@ -16,7 +16,7 @@ from grpo_fn.shell.model import hf, load_weights, lora
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.policy import tensor_parallel
-from grpo_fn.shell.policy.fsdp import Frozen
+from grpo_fn.shell.policy.fsdp import ReferenceModel
 from grpo_fn.shell.policy.mesh import DATA, Parallelism, check_precision, shard
 from grpo_fn.shell.world import World
 
@@ -25,10 +25,10 @@ from grpo_fn.shell.world import World
 class LoadedModel:
     """A model in place. What trains is kept in float32, what is frozen in the dtype that all is computed in."""
 
-    scorer: LogprobModel
+    logprob_model: LogprobModel
     data: dist.ProcessGroup | None  # the ranks that have rows of their own
-    frozen: Frozen | None  # the reference policy
-    noisy: list[nn.Module]
+    reference_model: ReferenceModel | None  # the reference policy
+    dropout_modules: list[nn.Module]
     decoding: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
 
 
@@ -41,7 +41,7 @@ class ModelSpec:
     dtype: torch.dtype  # of the computation
     attention: str
     adapters: lora.LoRA | None
-    scorer: Callable[[nn.Module], LogprobModel]
+    logprob_model: Callable[[nn.Module], LogprobModel]
     parallelism: Parallelism
     key: Tensor  # of the adapters' first values
 
@@ -49,7 +49,7 @@ class ModelSpec:
         """The dtype of the weights that come from the folder."""
         return torch.float32 if trained and self.adapters is None else self.dtype
 
-    def whole(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    def full_model(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The model with its adapters, all of it on one device."""
         model = hf.load_model(self.folder, dtype=dtype, device=device, attention=self.attention)
         if self.adapters is not None:
@@ -67,15 +67,15 @@ class ModelSpec:
             model.requires_grad_(False)
         tensor_parallel.divide(model, mesh["tensor"])
         self.prepare(model)
-        scorer = self.scorer(model)
+        logprob_model = self.logprob_model(model)
         how = self.parallelism
         how = how if trained else replace(how, offload=how.offload_reference)
-        shard(scorer, model, mesh, self.dtype, how)
+        shard(logprob_model, model, mesh, self.dtype, how)
         device = torch.device("cpu") if how.offload else world.device
-        load_weights.load_shards(scorer, load_weights.folder_of(self.folder), device=device, prefix="model.")
+        load_weights.load_shards(logprob_model, load_weights.folder_of(self.folder), device=device, prefix="model.")
         if adapted:
             lora.reset(model, key=self.key, device=device)
-        return scorer.eval()
+        return logprob_model.eval()
 
     def prepare(self, model: nn.Module) -> None:
         """What becomes of every block before it is sharded."""
@@ -94,32 +94,36 @@ def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> Load
     parallelism, adapters = placing.parallelism, placing.adapters
     plain = world.size == 1 and not parallelism.offload and placing.kept_in(True) == placing.dtype
     if plain:
-        model = placing.whole(world.device, placing.dtype)
+        model = placing.full_model(world.device, placing.dtype)
         placing.prepare(model)
-        scorer, data = placing.scorer(model), None
-        beside = placing.scorer(copy.deepcopy(model).requires_grad_(False)) if reference and adapters is None else None
+        logprob_model, data = placing.logprob_model(model), None
+        beside = (
+            placing.logprob_model(copy.deepcopy(model).requires_grad_(False))
+            if reference and adapters is None
+            else None
+        )
     else:
         mesh = parallelism.mesh(world)
-        scorer = placing.spread(world, mesh, trained=True)
+        logprob_model = placing.spread(world, mesh, trained=True)
         data = mesh[DATA]._flatten("data").get_group() if world.size > 1 else None
         beside = placing.spread(world, mesh, trained=False) if reference and adapters is None else None
     return LoadedModel(
-        scorer=scorer,
+        logprob_model=logprob_model,
         data=data,
-        frozen=without(scorer, beside) if reference else None,
-        noisy=[] if adapters is None else lora.dropouts(scorer.model),
-        decoding=(lambda: scorer.model) if plain else partial(placing.whole, world.device, placing.dtype),
+        reference_model=without(logprob_model, beside) if reference else None,
+        dropout_modules=[] if adapters is None else lora.dropouts(logprob_model.model),
+        decoding=(lambda: logprob_model.model) if plain else partial(placing.full_model, world.device, placing.dtype),
     )
 
 
-def without(scorer: LogprobModel, beside: LogprobModel | None) -> Frozen:
+def without(logprob_model: LogprobModel, beside: LogprobModel | None) -> ReferenceModel:
     """The reference policy: the copy that stands beside, or the model itself without its adapters."""
     if beside is not None:
         return partial(nullcontext, beside)
 
     @contextmanager
     def bare():
-        with lora.switched_off(scorer.model):
-            yield scorer
+        with lora.switched_off(logprob_model.model):
+            yield logprob_model
 
     return bare

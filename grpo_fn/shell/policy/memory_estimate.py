@@ -37,7 +37,7 @@ def on_device(
     reference: bool,
     micro_tokens: int,
     width: int,
-    head_elements: int,
+    logits_chunk_elements: int,
     cache: int,
 ) -> Memory:
     """What one device of the `mesh` (replicate, shard, tensor) holds, rows being about `width` tokens wide.
@@ -62,7 +62,7 @@ def on_device(
         activation_bytes(
             config, adapters, scale.activation_checkpointing, dtype=dtype, attention=attention, rows=rows, width=width
         ),
-        logit_bytes(head_elements, text.vocab_size, text.hidden_size, rows * width, dtype.itemsize),
+        logit_bytes(logits_chunk_elements, text.vocab_size, text.hidden_size, rows * width, dtype.itemsize),
         cache,
     )
     return per_device([weight for weight, _ in parts], moment_bytes(optimizer, parts), passing, how)

@@ -87,9 +87,9 @@ class RewardPool:
     scored once. `wrappers.with_timeout` gives a reward a deadline of its own. An exception in a reward stops
     everything, or with `stop_on_error` False makes its row None.
 
-    `counts` says how many rows were lost so far, and to what: `timeouts`, `deaths` (a crash, or the memory limit),
-    `errors` (an answer that makes no sense) and `raised`. `complaints` holds a text for people on the first row lost
-    to each of these, at most COMPLAINTS different ones; clear it when they are told.
+    `counts` says how many rows were lost so far, and to what: `timeouts`, `worker_crashes` (the memory limit included),
+    `protocol_errors` (a malformed reply) and `exceptions` of the reward. `complaints` holds a text on the first row
+    lost to each of these, at most COMPLAINTS different ones; whoever shows them clears it.
     """
 
     def __init__(self, *, workers: int, timeout_per_completion: float, memory_mb: int, stop_on_error: bool) -> None:
@@ -106,7 +106,7 @@ class RewardPool:
             workers,
             stop_on_error,
         )
-        self.counts = {"timeouts": 0, "deaths": 0, "errors": 0, "raised": 0}
+        self.counts = {"timeouts": 0, "worker_crashes": 0, "protocol_errors": 0, "exceptions": 0}
         self.complaints: list[str] = []
         self._workers: list[WorkerHandle] = []
         self._stillborn = 0
@@ -152,7 +152,7 @@ class RewardPool:
 
     def report(self, loss: Loss) -> None:
         """Count a row that was lost, and complain of it. Raises RewardError for one that is to stop everything."""
-        if loss.cause == "raised" and self.stop_on_error:
+        if loss.cause == "exceptions" and self.stop_on_error:
             raise RewardError(loss.text)
         self.counts[loss.cause] += 1
         if len(self.complaints) < COMPLAINTS and not any(loss.reason in text for text in self.complaints):
@@ -240,13 +240,13 @@ class RewardPool:
                 case ["value", place, None | float() as value, float() as seconds] if _is_next(worker, place):
                     worker.settle(Outcome(value, RETURNED_NONE if value is None else "", seconds))
                 case ["raised", place, str() as reason, str() as trace, float() as seconds] if _is_next(worker, place):
-                    self._lose(worker, job, "raised", reason, seconds, trace)
+                    self._lose(worker, job, "exceptions", reason, seconds, trace)
                 case ["failed", str() as trace] if worker.loading:
                     raise RewardError(f"{_name(job.fn)} could not be loaded in a reward worker:\n{trace}")
                 case ["memory"]:
-                    raise WorkerLost("deaths")
+                    raise WorkerLost("worker_crashes")
                 case _:
-                    raise WorkerLost("errors")
+                    raise WorkerLost("protocol_errors")
             worker.begin(job.deadline)
 
     def _mourn(self, place: int, cause: str, job: RewardJob) -> None:
@@ -255,8 +255,8 @@ class RewardPool:
         if not worker.loading:
             reasons = {
                 "timeouts": f"late: no answer within {job.deadline:g} s",
-                "deaths": "worker died (memory limit or crash)",
-                "errors": "worker talked nonsense",
+                "worker_crashes": "worker died (memory limit or crash)",
+                "protocol_errors": "worker sent a malformed reply",
             }
             self._lose(worker, job, cause, reasons[cause], time.monotonic() - worker.began, "")
         elif not worker.proven:
@@ -272,7 +272,7 @@ class RewardPool:
     def _lose(self, worker: WorkerHandle, job: RewardJob, cause: str, reason: str, seconds: float, trace: str) -> None:
         """The row that the worker is at becomes None."""
         said, row = _name(job.fn), _shown(worker.rows[0])
-        stops = cause == "raised" and self.stop_on_error
+        stops = cause == "exceptions" and self.stop_on_error
         text = f"{said} raised on {row}:\n{trace}" if stops else f"{said} lost {row}: {reason}\n{trace}".rstrip()
         loss = Loss(cause, reason, text)
         job.report(loss)

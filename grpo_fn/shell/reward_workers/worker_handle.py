@@ -26,7 +26,7 @@ RETURNED_NONE = "the reward returned None"
 class Loss(NamedTuple):
     """What a row was lost to."""
 
-    cause: str  # timeouts, deaths, errors or raised
+    cause: str  # timeouts, worker_crashes, protocol_errors or exceptions
     reason: str
     text: str  # for people
 
@@ -112,25 +112,25 @@ class WorkerHandle:
             self.outgoing = b""  # its end of standard output tells the rest
 
     def replies(self) -> Iterator[list[Any]]:
-        """The complete replies that have come in, one by one: those before some nonsense still count.
+        """The complete replies that have come in, one by one: those before a malformed one still count.
 
-        Raises Lost at the end of the stream or on nonsense.
+        Raises WorkerLost at the end of the stream or for a malformed reply.
         """
         data = os.read(self.stdout.fileno(), 65536)
         if not data:
-            raise WorkerLost("deaths")
+            raise WorkerLost("worker_crashes")
         self.incoming += data
         while len(self.incoming) >= HEADER.size:
             (size,) = HEADER.unpack_from(self.incoming)
             if size > LONGEST_REPLY:
-                raise WorkerLost("errors")
+                raise WorkerLost("protocol_errors")
             if len(self.incoming) < HEADER.size + size:
                 break
             body, self.incoming = self.incoming[HEADER.size : HEADER.size + size], self.incoming[HEADER.size + size :]
             try:
                 reply = json.loads(body)
             except ValueError as error:
-                raise WorkerLost("errors") from error
+                raise WorkerLost("protocol_errors") from error
             yield reply
 
     def end(self, grace: float) -> None:

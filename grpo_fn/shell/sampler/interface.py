@@ -26,7 +26,7 @@ class SamplerContext:
     dtype: torch.dtype  # of the computation
     world: World
     adapters: LoRA | None
-    whole: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
+    full_model: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
     # Told of every completion as soon as it has ended, in whatever thread that is: the one that its rollout will have.
     finished: Finished | None = None
 
@@ -122,8 +122,8 @@ class EngineSampler(Protocol):
         """Metrics since the last call."""
         ...
 
-    def for_evaluation(self, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> "EngineSampler":
-        """The same engine, drawing with `choose`; its completions are not scored as they end."""
+    def for_evaluation(self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> "EngineSampler":
+        """The same engine, drawing with `token_sampler`; its completions are not scored as they end."""
         ...
 
     def close(self) -> None:

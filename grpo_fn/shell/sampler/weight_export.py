@@ -46,7 +46,7 @@ class FixedWeights(NamedTuple):
         return hf.named_tensors(self.model)
 
 
-def export_weights(policy: FSDPPolicy | FixedWeights, seat: SamplerContext) -> Iterator[tuple[str, Tensor]]:
+def export_weights(policy: FSDPPolicy | FixedWeights, context: SamplerContext) -> Iterator[tuple[str, Tensor]]:
     """(name, weight) of the whole model, in the dtype it is computed in; adapters are merged into their layers.
 
     Never more than one weight (with adapters: one and its A and B) is gathered at a time. A tied embedding comes a
@@ -54,14 +54,14 @@ def export_weights(policy: FSDPPolicy | FixedWeights, seat: SamplerContext) -> I
     has to go through all of it.
     """
     tensors = PolicyWeights(policy.named(), policy.world)
-    for name, tensor in tensors.items() if seat.adapters is None else lora.merge_adapters(tensors, seat.adapters):
-        given = tensor.to(seat.dtype) if tensor.is_floating_point() else tensor
+    for name, tensor in tensors.items() if context.adapters is None else lora.merge_adapters(tensors, context.adapters):
+        given = tensor.to(context.dtype) if tensor.is_floating_point() else tensor
         yield name, given
-        if is_tied_embedding(name, seat):
+        if is_tied_embedding(name, context):
             yield HEAD, given
 
 
-def is_tied_embedding(name: str, seat: SamplerContext) -> bool:
+def is_tied_embedding(name: str, context: SamplerContext) -> bool:
     """Whether this weight is the head's, too."""
-    tied = seat.config.get_text_config().tie_word_embeddings
+    tied = context.config.get_text_config().tie_word_embeddings
     return tied and name != HEAD and name.endswith("embed_tokens.weight")

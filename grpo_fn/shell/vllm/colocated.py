@@ -45,7 +45,7 @@ class ColocatedEngine:
 
     def __init__(
         self,
-        seat: SamplerContext,
+        context: SamplerContext,
         *,
         tensor_parallel: int,
         max_model_len: int | None,
@@ -57,7 +57,7 @@ class ColocatedEngine:
         deadline: float,
     ) -> None:
         how = arguments(
-            seat,
+            context,
             tensor_parallel=tensor_parallel,
             max_model_len=max_model_len,
             max_rows=max_rows,
@@ -66,11 +66,11 @@ class ColocatedEngine:
             enforce_eager=enforce_eager,
             detokenize=detokenize,
         )
-        check_deadline(deadline, seat)
-        self.world, self.dtype, self.folder = seat.world, seat.dtype, seat.folder
+        check_deadline(deadline, context)
+        self.world, self.dtype, self.folder = context.world, context.dtype, context.folder
         self.ranks, self.deadline, self.eager, self.detokenize = tensor_parallel, deadline, enforce_eager, detokenize
-        self.shapes = {name: tuple(x.shape) for name, x in hf.empty_model(seat.config).state_dict().items()}
-        self.tied = bool(seat.config.get_text_config().tie_word_embeddings)
+        self.shapes = {name: tuple(x.shape) for name, x in hf.empty_model(context.config).state_dict().items()}
+        self.tied = bool(context.config.get_text_config().tie_word_embeddings)
         self.version = UNPUSHED
         self.ready = True  # not at rest, and no push has failed half-way
         self.asleep: list[str] = []  # of TAGS
@@ -79,14 +79,14 @@ class ColocatedEngine:
         self._told = dict.fromkeys(("requests", "tokens", "generate_seconds", "push_seconds"), 0.0)
         with self._apart():
             self.vllm = import_vllm()
-            group_of_one(seat.world.device)
+            group_of_one(context.world.device)
             try:
                 with self._together("starting vLLM"):
                     self.llm = self.vllm.LLM(**how)
             except LostRank:
                 raise
             except (ValueError, RuntimeError, NotImplementedError) as error:
-                raise ValueError(f"got model {seat.folder}, wanted one that vLLM opens: {error}") from error
+                raise ValueError(f"got model {context.folder}, wanted one that vLLM opens: {error}") from error
             # It would take down the default process group, the trainer's, when it is collected, or at the end.
             self.llm.llm_engine.engine_core._finalizer.detach()
             self._check_heads()

@@ -20,7 +20,7 @@ SEEDS = 2**31  # vLLM takes them as signed numbers of 32 bits
 BATCHED = 4096  # tokens computed at once on a CPU
 COOLEST, HOTTEST = 0.01, 2.0  # what vLLM (0.32) takes: it raises a lower temperature to 0.01, and refuses higher ones
 
-# What the sampler says itself: prompts, seeds, ends, lengths and log-probs are not for anybody else to choose.
+# What the sampler says itself: prompts, seeds, ends, lengths and log-probs are not a user's to set.
 OURS = {
     *("n", "seed", "temperature", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
     *("logprobs", "prompt_logprobs", "logprob_token_ids", "flat_logprobs", "detokenize", "output_kind"),
@@ -35,19 +35,21 @@ NEUTRAL: dict[str, Any] = {
 KEEPS_ALL = (0, -1)  # of top_k
 
 
-def params(choose: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """The fields that make vLLM draw as `choose` does, with the knobs that are bound to it.
+def params(token_sampler: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """The fields that make vLLM draw as `token_sampler` does, with the knobs that are bound to it.
 
     Raises ValueError for other functions than greedy, categorical and nucleus, and for temperatures that vLLM changes
     or refuses.
     """
-    function, knobs = (choose.func, choose.keywords) if isinstance(choose, partial) else (choose, {})
+    function, knobs = (
+        (token_sampler.func, token_sampler.keywords) if isinstance(token_sampler, partial) else (token_sampler, {})
+    )
     if function is greedy:
         return {"temperature": 0.0}
     if function not in (categorical, nucleus):
         name = getattr(function, "__qualname__", repr(function))
         raise ValueError(
-            f"choose: got {name}, wanted sampling.greedy, sampling.categorical or sampling.nucleus: vLLM draws by "
+            f"token_sampler: got {name}, wanted sampling.greedy, sampling.categorical or sampling.nucleus: vLLM draws "
             "itself and calls no function of ours (with the local sampler any function goes)"
         )
     if not COOLEST <= knobs["temperature"] <= HOTTEST:
@@ -85,7 +87,7 @@ def merge_options(drawn: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[st
     """Both together. Raises ValueError where they disagree."""
     if twice := sorted(name for name in drawn.keys() & extra.keys() if drawn[name] != extra[name]):
         raise ValueError(
-            f"extra: got {', '.join(f'{name} = {extra[name]!r}' for name in twice)}, wanted as `choose` has it, "
+            f"extra: got {', '.join(f'{name} = {extra[name]!r}' for name in twice)}, wanted as `token_sampler` has it, "
             f"{', '.join(f'{name} = {drawn[name]!r}' for name in twice)}"
         )
     return {**drawn, **extra}
@@ -102,7 +104,7 @@ def row_seeds(key: Int[Tensor, "2"], uids: Sequence[int], group_size: int) -> li
 
 
 def arguments(
-    seat: SamplerContext,
+    context: SamplerContext,
     *,
     tensor_parallel: int,
     max_model_len: int | None,
@@ -117,7 +119,7 @@ def arguments(
     With processed_logprobs it gives the log-probabilities under the distribution it draws from, temperature and all.
     Raises ValueError for ranks and devices that it cannot be spread over.
     """
-    world = seat.world
+    world = context.world
     if tensor_parallel < 1 or world.size % tensor_parallel:
         raise ValueError(f"tensor_parallel: got {tensor_parallel} for {world.size} ranks, wanted a divisor of them")
     on_cuda = world.device.type == "cuda"
@@ -127,13 +129,13 @@ def arguments(
         )
     of_cuda = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
     # A prompt that is read in two parts takes back a draw of its generator, which those of the CPU cannot (0.32).
-    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": at_once(seat, max_model_len)}
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": at_once(context, max_model_len)}
     return {
         **(of_cuda if on_cuda else {"kv_cache_memory_bytes": kv_cache_bytes, **whole}),
         # Every rank has an engine in it, and those of a group work in step; torchrun has started them all.
         **({"distributed_executor_backend": "external_launcher"} if world.size > 1 else {}),
-        "model": seat.folder,
-        "dtype": str(seat.dtype).removeprefix("torch."),
+        "model": context.folder,
+        "dtype": str(context.dtype).removeprefix("torch."),
         "tensor_parallel_size": tensor_parallel,
         "max_model_len": max_model_len,
         "max_num_seqs": max_rows,
@@ -146,17 +148,17 @@ def arguments(
     }
 
 
-def at_once(seat: SamplerContext, max_model_len: int | None) -> int:
+def at_once(context: SamplerContext, max_model_len: int | None) -> int:
     """Tokens that are computed at once where every prompt is read whole: the longest that there may be, at least."""
-    return max(BATCHED, max_model_len or positions(seat.config) or 0)
+    return max(BATCHED, max_model_len or positions(context.config) or 0)
 
 
-def check_deadline(deadline: float, seat: SamplerContext) -> None:
+def check_deadline(deadline: float, context: SamplerContext) -> None:
     """Raise ValueError unless it is positive, and shorter than other ranks wait for this one."""
     if not deadline > 0:
         raise ValueError(f"generate_timeout: got {deadline} s, wanted more than 0")
-    if seat.world.size > 1 and deadline >= seat.world.deadline:
+    if context.world.size > 1 and deadline >= context.world.deadline:
         raise ValueError(
-            f"generate_timeout: got {deadline:g} s to generate, wanted less than the {seat.world.deadline:g} s that "
+            f"generate_timeout: got {deadline:g} s to generate, wanted less than the {context.world.deadline:g} s that "
             "ranks wait for one another (mesh.Parallelism.collective_timeout)"
         )

@@ -34,7 +34,7 @@ from grpo_fn.shell.sampler.interface import (
     positions,
     unread,
 )
-from grpo_fn.shell.sampler.local.local_sampler import Choose
+from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
 from grpo_fn.shell.vllm.colocated import ColocatedEngine
 from grpo_fn.shell.vllm.options import check_extra, merge_options, params, row_seeds
@@ -42,10 +42,10 @@ from grpo_fn.shell.world import World
 
 
 def colocated_sampler(
-    seat: SamplerContext,
+    context: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    choose: Choose,
+    token_sampler: TokenSampler,
     encode: Encode,
     max_new_tokens: int,
     stop: Sequence[str],
@@ -69,10 +69,10 @@ def colocated_sampler(
 
     Raises ValueError, before the engine is started, for what vLLM does not draw.
     """
-    asked = (choose, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
+    asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
     check_asked(*asked, allow_biased=allow_biased)
     engine = ColocatedEngine(
-        seat,
+        context,
         tensor_parallel=tensor_parallel,
         max_model_len=max_model_len,
         max_rows=max_rows,
@@ -82,14 +82,14 @@ def colocated_sampler(
         detokenize=bool(stop),
         deadline=generate_timeout,
     )
-    return VllmSampler(engine, seat, tokenizer, ends_of(seat, tokenizer), *asked, seat.finished)
+    return VllmSampler(engine, context, tokenizer, ends_of(context, tokenizer), *asked, context.finished)
 
 
 def dedicated_sampler(
-    seat: SamplerContext,
+    context: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    choose: Choose,
+    token_sampler: TokenSampler,
     encode: Encode,
     max_new_tokens: int,
     stop: Sequence[str],
@@ -103,14 +103,14 @@ def dedicated_sampler(
 
     The other knobs and errors are those of `colocated_sampler`.
     """
-    asked = (choose, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
+    asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
     check_asked(*asked, allow_biased=allow_biased)
-    made = engine(seat.world, seat.dtype)
-    return VllmSampler(made, seat, tokenizer, ends_of(seat, tokenizer), *asked, seat.finished)
+    made = engine(context.world, context.dtype)
+    return VllmSampler(made, context, tokenizer, ends_of(context, tokenizer), *asked, context.finished)
 
 
 def check_asked(
-    choose: Choose,
+    token_sampler: TokenSampler,
     encode: Encode,
     max_new_tokens: int,
     stop: Sequence[str],
@@ -123,13 +123,13 @@ def check_asked(
     """Raise ValueError, before there is an engine, for what a sampler cannot ask one for, or training should not."""
     check_limits(stop, max_new_tokens=max_new_tokens, max_rows=max_rows)
     check_extra(extra, allow_biased=allow_biased)
-    merge_options(params(choose), extra)
+    merge_options(params(token_sampler), extra)
 
 
-def ends_of(seat: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def ends_of(context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every token that ends a completion, as the local sampler has it."""
-    bare = hf.empty_model(seat.config)
-    bare.generation_config = hf.generation_config(seat.folder, seat.config)
+    bare = hf.empty_model(context.config)
+    bare.generation_config = hf.generation_config(context.folder, context.config)
     return hf.stop_ids(tokenizer, bare)
 
 
@@ -138,10 +138,10 @@ class VllmSampler:
     """Samples from an engine; `dataclasses.replace` gives another way to ask the same one."""
 
     engine: InferenceEngine
-    seat: SamplerContext
+    context: SamplerContext
     tokenizer: PreTrainedTokenizerBase
     ends: Sequence[int]  # tokens that end a completion
-    choose: Choose
+    token_sampler: TokenSampler
     encode: Encode
     max_new_tokens: int
     stop: Sequence[str]
@@ -155,7 +155,7 @@ class VllmSampler:
     def __post_init__(self) -> None:
         """Raise ValueError for limits below 1, stop strings that stop at once, and what vLLM does not draw."""
         check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
-        merge_options(params(self.choose), self.extra)
+        merge_options(params(self.token_sampler), self.extra)
 
     @property
     def ranks(self) -> int:
@@ -184,7 +184,7 @@ class VllmSampler:
 
     def load(self, policy: FSDPPolicy | FixedWeights) -> None:
         """Give the engine the policy's weights. Raises StaleEngine when it does not take them."""
-        self.engine.push(export_weights(policy, self.seat), version=next(self.versions))
+        self.engine.push(export_weights(policy, self.context), version=next(self.versions))
 
     def rest(self) -> None:
         """The engine makes way for the training, until the next `load`."""
@@ -198,9 +198,9 @@ class VllmSampler:
         """The engine is not needed any more."""
         self.engine.close()
 
-    def for_evaluation(self, choose: Choose) -> "VllmSampler":
-        """The same engine, drawing with `choose`; its completions are not scored as they end."""
-        return replace(self, choose=choose, finished=None)
+    def for_evaluation(self, token_sampler: TokenSampler) -> "VllmSampler":
+        """The same engine, drawing with `token_sampler`; its completions are not scored as they end."""
+        return replace(self, token_sampler=token_sampler, finished=None)
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""
@@ -210,7 +210,7 @@ class VllmSampler:
         asks = [GenerationRequest(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
         heard = unread if self.finished is None else partial(self._heard, problems, group_size)
         answers = [answer for group in self.engine.generate(asks, how=self._how(), heard=heard) for answer in group]
-        device = self.seat.world.device
+        device = self.context.world.device
         return assemble(
             self.tokenizer,
             prompts,
@@ -222,16 +222,16 @@ class VllmSampler:
     def _heard(self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: EngineCompletion) -> None:
         """Tell of a row, on the one of the engine's ranks that has it among the rows that it will score."""
         rows = len(problems) * group_size
-        own = range(rows)[rank_share(rows, self.seat.world.rank % self.ranks, self.ranks)]
+        own = range(rows)[rank_share(rows, self.context.world.rank % self.ranks, self.ranks)]
         if p * group_size + g in own:
             self.finished(problems[p], completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped))
 
     def _limit(self) -> int | None:
-        return min(filter(None, (positions(self.seat.config), self.max_model_len)), default=None)
+        return min(filter(None, (positions(self.context.config), self.max_model_len)), default=None)
 
     def _how(self) -> dict[str, Any]:
         """Fields of SamplingParams. The ends are ours alone; a stop string is part of the completion, as any end is."""
         stops = {"stop": [*self.stop], "include_stop_str_in_output": True} if self.stop else {}
         ends = {"ignore_eos": True, "stop_token_ids": [*self.ends]}
-        drawn = merge_options(params(self.choose), self.extra)
+        drawn = merge_options(params(self.token_sampler), self.extra)
         return {**drawn, **stops, **ends, "max_tokens": self.max_new_tokens}

@@ -213,7 +213,8 @@ def bytes_at_most(head, signals, folder) -> int:
     """What a forward and backward pass has allocated at its most, kernels' own buffers included, as torch counts it.
 
     The gradients are in it, hidden states and weight are not. There are 256 tokens, three chunks of at most the 110
-    that base.gin's head_elements allows here, a sixty-fourth of its micro-batch: more make the dense head only worse.
+    that base.gin's logits_chunk_elements allows here, a sixty-fourth of its micro-batch: more make the dense head only
+    worse.
     """
     hidden, weight, target, *_ = inputs(256, 151_936, 16, torch.float32)
     leaves = hidden.requires_grad_(), weight.requires_grad_()

@@ -74,8 +74,8 @@ GROUPS = made([0, 0, 1, 0, 2, 2, 1], [5, 1, 3], [4, 9, 3, 6, 1, 8, 2], 16, seed=
 # -- what a scorer makes of them
 
 
-def scorer(model: nn.Module, way: Callable, temperature: float = 0.7) -> LogprobModel:
-    return LogprobModel(model, temperature=temperature, head_elements=5 * V, rows=way)
+def logprob_model(model: nn.Module, way: Callable, temperature: float = 0.7) -> LogprobModel:
+    return LogprobModel(model, temperature=temperature, logits_chunk_elements=5 * V, input_packing=way)
 
 
 class Found(NamedTuple):
@@ -98,7 +98,7 @@ def found(scoring: LogprobModel, tokens: Tensor, mask: Tensor, seed: int = 0) ->
 @lru_cache(maxsize=64)
 def family(name: str, way: str, dtype: torch.dtype) -> LogprobModel:
     model = FAMILIES[name](V).to(dtype)
-    return scorer(model, {"padded": packed_input.pad_rows, **WAYS}[way])
+    return logprob_model(model, {"padded": packed_input.pad_rows, **WAYS}[way])
 
 
 def assert_alike(got: Found, wanted: Found, tolerance: float) -> None:
@@ -159,7 +159,7 @@ def precise(model: nn.Module) -> nn.Module:
 
 @lru_cache(maxsize=64)
 def precise_family(name: str, way: str) -> LogprobModel:
-    return scorer(precise(FAMILIES[name](V)), {"padded": packed_input.pad_rows, **WAYS}[way])
+    return logprob_model(precise(FAMILIES[name](V)), {"padded": packed_input.pad_rows, **WAYS}[way])
 
 
 # Gemma's softmax and soft cap are computed in float32 by its own eager attention.
@@ -200,9 +200,9 @@ def test_a_broken_prompt_breaks_its_own_rows_alone(way, some, data):
     with torch.no_grad():
         broken.get_input_embeddings().weight[0] = torch.nan
     with torch.no_grad():
-        scoring = scorer(broken, WAYS[way])
+        scoring = logprob_model(broken, WAYS[way])
         scoring.rows.fit = True  # asked of a broken model, it would be found unfit
-        got, wanted = scoring(tokens, mask)[0], scorer(sound, WAYS[way])(tokens, mask)[0]
+        got, wanted = scoring(tokens, mask)[0], logprob_model(sound, WAYS[way])(tokens, mask)[0]
     assert got[mine & mask.any(-1)][mask[mine & mask.any(-1)]].isnan().all()
     torch.testing.assert_close(got[~mine], wanted[~mine], rtol=0, atol=1e-5)
 
@@ -274,12 +274,12 @@ def test_recomputed_blocks_and_adapters_make_no_difference(change, name, adapted
                 if n.endswith(lora.B):  # zero in the beginning: no gradient would reach A
                     p.copy_(0.03 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))))
     wanted, plain = (
-        found(scorer(deepcopy(model), way), *GROUPS[:2])
+        found(logprob_model(deepcopy(model), way), *GROUPS[:2])
         for way in (packed_input.pad_rows, packed_input.pack_shared_prompts)
     )
     for block in blocks.blocks(model):
         change(block)
-    tried = scorer(model, packed_input.pack_shared_prompts)
+    tried = logprob_model(model, packed_input.pack_shared_prompts)
     got = found(tried, *GROUPS[:2])
     assert tried.rows.fit
     assert_alike(got, wanted, 2e-6)
@@ -293,7 +293,7 @@ def test_compiled_blocks_compute_the_same_and_rows_of_other_lengths_are_not_comp
     plain, model = family("qwen2_tied", "padded", torch.float32), FAMILIES["qwen2_tied"](V)
     for block, change in product(blocks.blocks(model), changes):
         change(block)
-    tried, built = scorer(model, packed_input.pack_shared_prompts), []
+    tried, built = logprob_model(model, packed_input.pack_shared_prompts), []
     for seed in range(5):
         some = made(
             [0, 0, 1, 1][: 3 + seed % 2], [3 + seed, 4], [5, 6 + seed, 7, 2][: 3 + seed % 2], 16, seed=seed, holes=False
@@ -323,14 +323,18 @@ def test_a_model_that_has_adopted_it_computes_what_it_did_without_a_layout(name)
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_policy_scores_what_the_sampler_drew_with_the_same_module_as_the_sampler_did(name):
-    drawing = sampler(name=name, choose=partial(categorical, temperature=0.8))
+    drawing = sampler(name=name, token_sampler=partial(categorical, temperature=0.8))
     policy = local(
-        drawing.model, temperature=0.8, micro_tokens=10**4, head_elements=10**4, rows=packed_input.pack_shared_prompts
+        drawing.model,
+        temperature=0.8,
+        micro_tokens=10**4,
+        logits_chunk_elements=10**4,
+        input_packing=packed_input.pack_shared_prompts,
     )
     for _ in range(2):
         rollout = drawing.sample(problems(["Tom has", "Tom has 12", "a"]), 4, key=KEY)
         gap = policy.logp(rollout) - rollout.logp_sampled
-        assert policy.scorer.rows.fit
+        assert policy.logprob_model.input_packing.fit
         assert float(gap[rollout.mask].abs().max()) < 1e-4
 
 
@@ -394,7 +398,7 @@ def biased() -> nn.Module:
     ],
 )
 def test_a_model_that_is_not_fit_is_said_to_be_so_and_shown_padded_rows(make, why):
-    tried, plain = scorer(make(), packed_input.pack_shared_prompts), scorer(make(), packed_input.pad_rows)
+    tried, plain = logprob_model(make(), packed_input.pack_shared_prompts), logprob_model(make(), packed_input.pad_rows)
     plain.load_state_dict(tried.state_dict())
     with pytest.warns(RuntimeWarning, match=f"padded rows, not on packed ones: .*{why}"):
         got = found(tried, *GROUPS[:2])
@@ -406,8 +410,8 @@ def test_an_attention_that_is_known_by_its_name_alone_is_refused():
     model = FAMILIES["qwen2_tied"](V)
     model.config._attn_implementation = "somebody_elses"
     with pytest.raises(ValueError, match="got 'somebody_elses', wanted eager or one of"):
-        scorer(model, packed_input.pack_shared_prompts)
-    scorer(model, packed_input.pad_rows)
+        logprob_model(model, packed_input.pack_shared_prompts)
+    logprob_model(model, packed_input.pad_rows)
 
 
 # -- kernels for rows of unequal length, which are for CUDA: here, what they are documented to compute stands in

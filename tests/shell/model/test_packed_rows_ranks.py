@@ -13,7 +13,7 @@ from families import FAMILIES
 from hypothesis import given, settings
 from test_fsdp import assert_same, plain
 from test_fsdp_ranks import ACTIVATIONS, UNSHRUNK, Case, alike, built, gathered_grads, oracle
-from test_packed_rows import GROUPS, Found, V, assert_alike, drawn, found, scorer
+from test_packed_rows import GROUPS, Found, V, assert_alike, drawn, found, logprob_model
 from torch import Tensor
 
 from grpo_fn.core.types import Batch, Scores
@@ -41,13 +41,13 @@ def signals(mask: Tensor) -> Scores:
 def pulled(world: World, folder: str, case: Case, micros: list[tuple[Batch, Scores]]) -> tuple[Any, ...]:
     """Scores of each micro-batch, the gradient of all, and whether rows were end to end."""
     policy = built(world, folder, case)
-    policy.expect(len(micros))
+    policy.set_accumulation_steps(len(micros))
     scores = []
     for micro, signal in micros:
         seen, pullback = policy.vjp(micro)
         pullback(signal)
         scores.append(seen)
-    return scores, gathered_grads(policy), policy.scorer.rows.fit
+    return scores, gathered_grads(policy), policy.logprob_model.input_packing.fit
 
 
 def on_one(folders: Path, case: Case, batch: Batch, signal: Scores) -> tuple[Scores, dict[str, Tensor]]:
@@ -102,7 +102,7 @@ def unfit_on_two(world: World, tokens: Tensor, mask: Tensor) -> Found:
     model = FAMILIES["qwen3_untied"](V)
     for layer in model.model.layers:
         layer.forward = partial(without_layout, layer.forward)
-    scoring, how = scorer(model, packed_input.pack_shared_prompts), scale_of(Case("qwen3_untied", "full_shard"))
+    scoring, how = logprob_model(model, packed_input.pack_shared_prompts), scale_of(Case("qwen3_untied", "full_shard"))
     shard(scoring, model, how.mesh(world), torch.float32, how)
     with pytest.warns(RuntimeWarning, match="padded rows, not on packed ones"):
         scoring(tokens, mask)
@@ -116,6 +116,6 @@ def without_layout(forward: Any, *args: Any, layout: Any = None, **told: Any) ->
 
 
 def test_ranks_agree_that_a_model_is_not_fit_and_go_on():
-    wanted = found(scorer(FAMILIES["qwen3_untied"](V), packed_input.pad_rows), *GROUPS[:2])
+    wanted = found(logprob_model(FAMILIES["qwen3_untied"](V), packed_input.pad_rows), *GROUPS[:2])
     for got in crew(2).run(unfit_on_two, *GROUPS[:2]):  # both have the same rows: gradients add up to twice as much
         assert_alike(got._replace(grads={n: x / 2 for n, x in got.grads.items()}), wanted, 2e-6)

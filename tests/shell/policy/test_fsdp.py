@@ -64,8 +64,8 @@ def batch_for(name: str, seed: int, rows: int = 6) -> Batch:
         torch.where(mask, logp + 0.3 * torch.randn(mask.shape, generator=g), torch.nan) for _ in range(3)
     )
     adv = torch.randn(rows, 1, generator=g).expand(mask.shape)
-    marked = mask & (torch.rand(mask.shape, generator=g) < 0.3)
-    return Batch(tokens, mask, sampled, old, ref, adv, marked)
+    selected = mask & (torch.rand(mask.shape, generator=g) < 0.3)
+    return Batch(tokens, mask, sampled, old, ref, adv, selected)
 
 
 def doubled(batch: Batch) -> Batch:
@@ -86,7 +86,7 @@ def rollout(tokens: Tensor, mask: Tensor) -> Rollout:
 def climb(policy, micros: list[Batch], f, totals) -> None:
     """Accumulate the gradient of objective `f` over micro-batches."""
     if isinstance(policy, FSDPPolicy):
-        policy.expect(len(micros))
+        policy.set_accumulation_steps(len(micros))
     for micro in micros:
         scores, pullback = policy.vjp(micro)
         pullback(grad_and_value(partial(f, batch=micro, totals=totals, gains=UNMOVED), has_aux=True)(scores)[0])
@@ -338,7 +338,7 @@ def test_the_reference_stays_where_the_policy_began():
     step_once(policy)
     assert torch.equal(policy.reference(seen), began)
     assert not torch.equal(policy.logp(seen), began)
-    with policy.frozen() as beside:
+    with policy.reference_model() as beside:
         assert all(not p.requires_grad for p in beside.parameters())
 
 

@@ -203,18 +203,25 @@ def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
         dtype=dtype,
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=ADAPTERS if case.adapted else None,
-        scorer=partial(LogprobModel, temperature=TEMPERATURE, head_elements=3 * V, rows=pack_shared_prompts),
+        logprob_model=partial(
+            LogprobModel, temperature=TEMPERATURE, logits_chunk_elements=3 * V, input_packing=pack_shared_prompts
+        ),
         parallelism=scale_of(case),
         key=KEY,
     )
     placed: LoadedModel = load_and_shard(world, placing, reference=reference)
-    enlivened(placed.scorer.model)
+    enlivened(placed.logprob_model.model)
     chosen = {
         **{"micro_tokens": 30, "max_grad_norm": 1e9, "schedule": unmoved, "seed": 0, "initial_scale": 1.0},
         **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": controllers.constant_loss_scale},
     }
-    own = {"world": world, "data": placed.data, "frozen": placed.frozen, "noisy": placed.noisy}
-    return FSDPPolicy(placed.scorer, **own, **{**chosen, **knobs})
+    own = {
+        "world": world,
+        "data": placed.data,
+        "reference_model": placed.reference_model,
+        "dropout_modules": placed.dropout_modules,
+    }
+    return FSDPPolicy(placed.logprob_model, **own, **{**chosen, **knobs})
 
 
 def gathered_grads(policy: FSDPPolicy) -> dict[str, Tensor]:

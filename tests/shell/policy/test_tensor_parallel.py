@@ -220,18 +220,20 @@ def built(world: World, folder: str, case: Case, *, reference: bool = False, lim
         dtype=torch.float32,
         attention=ATTENTION.get(case.model, "sdpa"),
         adapters=replace(ADAPTERS, dropout=case.dropout) if case.adapted else None,
-        scorer=partial(LogprobModel, temperature=TEMPERATURE, head_elements=3 * V, rows=pack_shared_prompts),
+        logprob_model=partial(
+            LogprobModel, temperature=TEMPERATURE, logits_chunk_elements=3 * V, input_packing=pack_shared_prompts
+        ),
         parallelism=scale_of(case),
         key=KEY,
     )
     placed = load_and_shard(world, placing, reference=reference)
-    enlivened(placed.scorer.model)
+    enlivened(placed.logprob_model.model)
     return FSDPPolicy(
-        placed.scorer,
+        placed.logprob_model,
         world=world,
         data=placed.data,
-        frozen=placed.frozen,
-        noisy=placed.noisy,
+        reference_model=placed.reference_model,
+        dropout_modules=placed.dropout_modules,
         seed=0,
         micro_tokens=30,
         optimizer=partial(adamw, **STEP, eps=eps),
@@ -347,8 +349,8 @@ def references(world: World, folder: str, case: Case, batch: Batch) -> tuple[Ten
     before = policy.reference(seen)
     climb(policy, [batch], next(iter(PRODUCT.values())), count(batch))
     policy.update()
-    with policy.frozen() as scorer:
-        assert case.adapted or not any(p.requires_grad for p in scorer.parameters())
+    with policy.reference_model() as logprob_model:
+        assert case.adapted or not any(p.requires_grad for p in logprob_model.parameters())
     return before, policy.reference(seen)
 
 

@@ -75,11 +75,11 @@ def test_equal_rows_are_scored_once():
     [
         ("sleep", "timeouts"),
         ("child", "timeouts"),
-        ("exit", "deaths"),
-        ("leave", "deaths"),
-        ("segfault", "deaths"),
-        ("allocate", "deaths"),
-        ("shout", "errors"),
+        ("exit", "worker_crashes"),
+        ("leave", "worker_crashes"),
+        ("segfault", "worker_crashes"),
+        ("allocate", "worker_crashes"),
+        ("shout", "protocol_errors"),
     ],
 )
 def test_a_lost_worker_costs_its_own_row_only(pool, text, reason):
@@ -120,7 +120,7 @@ LOSSES = {
     "sleep": "late: no answer within 2 s",
     "exit": "worker died (memory limit or crash)",
     "allocate": "worker died (memory limit or crash)",
-    "shout": "worker talked nonsense",
+    "shout": "worker sent a malformed reply",
 }
 
 
@@ -156,7 +156,7 @@ def test_an_exception_costs_its_row_and_no_process_where_it_is_not_to_stop_every
     before = {worker.pid for worker in psutil.Process().children()}
     texts = ["good", "bad"] * 20
     scores, moved = lost(patient, own_process, *asked(*texts))
-    assert moved == {"raised": 20}
+    assert moved == {"exceptions": 20}
     assert scores[1::2] == [None] * 20
     assert set(scores[::2]) <= {float(pid) for pid in before}
 

@@ -62,7 +62,7 @@ class Fake:
             value = fn(problem, completion)
             return Outcome(None if value is None else float(value), "", self.seconds)
         except KeyError:
-            return Outcome(None, "lost", self.seconds, Loss("raised", "lost", f"raised on problem {problem.uid}"))
+            return Outcome(None, "lost", self.seconds, Loss("exceptions", "lost", f"raised on problem {problem.uid}"))
 
     def report(self, loss: Loss) -> None:
         if self.stops:
@@ -260,7 +260,7 @@ def test_a_loss_that_was_foreseen_counts_and_raises_when_it_is_reported(pool: Re
         (outcome,) = pool.foresee(not_a_number, *columns(rows([0], ["a"])), watching=())
         assert not any(pool.counts.values())
         pool.report(outcome.loss)
-        assert pool.counts == {"timeouts": 0, "deaths": 0, "errors": 0, "raised": 1}
+        assert pool.counts == {"timeouts": 0, "worker_crashes": 0, "protocol_errors": 0, "exceptions": 1}
         assert "not_a_number lost problem 0" in pool.complaints[0]
     finally:
         pool.stop_on_error = True

@@ -202,8 +202,8 @@ def test_every_row_has_a_seat_of_its_own_at_its_prompt(homes: list[int]) -> None
     found = row_slots(home.clamp(min=0), there, 5, wide)
     assert len(found.row) == 5 * wide
     for row in there.nonzero()[:, 0].tolist():
-        assert int(found.row[found.seat[row]]) == row
-        assert int(found.seat[row]) // wide == homes[row]
+        assert int(found.row[found.context[row]]) == row
+        assert int(found.context[row]) // wide == homes[row]
 
 
 # -- memory
@@ -293,7 +293,7 @@ def test_a_model_that_attends_in_its_own_way_is_decoded_with_its_own_cache(made:
 
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_the_cache_that_grows_and_the_slots_draw_the_same(name: str) -> None:
-    s = sampler(choose=CHOICES[name], max_rows=5, stop=("a", "7"))
+    s = sampler(token_sampler=CHOICES[name], max_rows=5, stop=("a", "7"))
     other = LocalSampler(**{**vars(s), "held": SharedDecoder()})
     other.held.model = s.model
     got, wanted = (x.sample(problems(TEXTS), 3, key=KEY) for x in (s, other))

@@ -126,17 +126,19 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         dtype=torch.float32,
         attention="sdpa",
         adapters=ADAPTERS if plan.adapted else None,
-        scorer=partial(LogprobModel, temperature=1.0, head_elements=2**20, rows=pack_shared_prompts),
+        logprob_model=partial(
+            LogprobModel, temperature=1.0, logits_chunk_elements=2**20, input_packing=pack_shared_prompts
+        ),
         parallelism=scale_of(Case("", strategy)),
         key=KEY,
     )
     placed = load_and_shard(world, placing, reference=True)
     policy = FSDPPolicy(
-        placed.scorer,
+        placed.logprob_model,
         world=world,
         data=placed.data,
-        frozen=placed.frozen,
-        noisy=placed.noisy,
+        reference_model=placed.reference_model,
+        dropout_modules=placed.dropout_modules,
         seed=0,
         micro_tokens=plan.micro_tokens,
         # Not as small an eps as usual: Adam would turn the rounding of tiny gradients into steps as long as others.
@@ -146,8 +148,8 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         initial_scale=1.0,
         max_grad_norm=1.0,
     )
-    choose = partial(sampling.categorical, temperature=1.0)
-    own = LocalSampler(placed.decoding(), tokenizer(), choose, encode_prompt, NEW_TOKENS, (), 64)
+    token_sampler = partial(sampling.categorical, temperature=1.0)
+    own = LocalSampler(placed.decoding(), tokenizer(), token_sampler, encode_prompt, NEW_TOKENS, (), 64)
     sampler, score = DataParallelSampler(own, world), spread_score(score_serially, world)
     gather = partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else group_sampling.keep_all
     algo = StepAlgorithm(
@@ -172,7 +174,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
     for _ in range(plan.steps):
         seen, carried, figures = grpo_step(policy, sampler, asked, carried, key=KEY, algo=algo, span=silent)
         steps.append(Step(*seen, figures))
-    greedy = DataParallelSampler(replace(own, choose=sampling.greedy), world)
+    greedy = DataParallelSampler(replace(own, token_sampler=sampling.greedy), world)
     judged = evaluate(greedy, sampler, HELD_OUT, key=KEY, judges=[short, letters], samples=2, answer=None, score=score)
     return Run(steps, judged, summarise(judged, ks=(1, 2), by=()))
 

@@ -19,13 +19,13 @@ from grpo_fn.core.types import Batch, Rollout, Sampler, Scores
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
-from grpo_fn.shell.sampler.local.local_sampler import Choose, LocalSampler
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, TokenSampler
 
 EOS = VOCABULARY - 1
 KEY = prng.key(5, device="cpu")
 EXAMPLES = settings.default.max_examples
 COSTLY = settings(max_examples=max(5, EXAMPLES // 5))
-CHOICES: dict[str, Choose] = {
+CHOICES: dict[str, TokenSampler] = {
     "greedy": greedy,
     "categorical": partial(categorical, temperature=0.4),
     "nucleus": partial(nucleus, temperature=0.8, top_k=20, top_p=0.9),
@@ -43,7 +43,7 @@ def model(name: str, ends: int) -> nn.Module:
 
 def sampler(ends: int = 40, name: str = "qwen2_tied", **knobs) -> LocalSampler:
     chosen = {
-        "choose": CHOICES["categorical"],
+        "token_sampler": CHOICES["categorical"],
         "encode": encode_prompt,
         "max_new_tokens": 7,
         "stop": (),
@@ -68,7 +68,7 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
     for t in range(s.max_new_tokens):
         with torch.no_grad():
             logits = s.model(input_ids=torch.tensor([ids + tokens])).logits[:, -1]
-        token, logp = s.choose(logits, u[t : t + 1])
+        token, logp = s.token_sampler(logits, u[t : t + 1])
         tokens.append(int(token))
         logps.append(float(logp))
         if tokens[-1] in ends:
@@ -76,12 +76,12 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
     return tokens, logps, True
 
 
-@pytest.mark.parametrize("choose", list(CHOICES))
+@pytest.mark.parametrize("token_sampler", list(CHOICES))
 @pytest.mark.parametrize("name", list(MODELS))
 @settings(max_examples=max(3, EXAMPLES // 20))
 @given(prompts, st.integers(1, 3), st.integers(1, 12))
-def test_every_row_is_the_plain_loops(name, choose, texts, group_size, max_rows):
-    s = sampler(name=name, choose=CHOICES[choose], max_rows=max_rows)
+def test_every_row_is_the_plain_loops(name, token_sampler, texts, group_size, max_rows):
+    s = sampler(name=name, token_sampler=CHOICES[token_sampler], max_rows=max_rows)
     asked = problems(texts)
     rollout = s.sample(asked, group_size, key=KEY)
     for b, tokens in enumerate(completions(rollout)):
@@ -98,7 +98,7 @@ def test_every_row_is_the_plain_loops(name, choose, texts, group_size, max_rows)
 @COSTLY
 @given(texts=prompts, group_size=st.integers(1, 3))
 def test_logp_sampled_is_the_policys_logp(name, temperature, texts, group_size):
-    s = sampler(name=name, choose=partial(categorical, temperature=temperature))
+    s = sampler(name=name, token_sampler=partial(categorical, temperature=temperature))
     rollout = s.sample(problems(texts), group_size, key=KEY)
     assert rollout.logp_sampled.dtype == torch.float32
     gap = policy(s.model, temperature).logp(rollout) - rollout.logp_sampled
@@ -107,7 +107,7 @@ def test_logp_sampled_is_the_policys_logp(name, temperature, texts, group_size):
 
 def policy(module: nn.Module, temperature: float, lr: float = 0.1) -> FSDPPolicy:
     optimizer = partial(adamw, lr=lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
-    knobs = {"micro_tokens": 60, "max_grad_norm": 1.0, "head_elements": 10**4}
+    knobs = {"micro_tokens": 60, "max_grad_norm": 1.0, "logits_chunk_elements": 10**4}
     return local(module, temperature=temperature, optimizer=optimizer, **knobs)
 
 
@@ -203,7 +203,7 @@ class Script:
 
 
 def scripted(tokens: list[int], **knobs) -> Rollout:
-    s = sampler(ends=0, choose=Script(tokens), **{"max_new_tokens": len(tokens), **knobs})
+    s = sampler(ends=0, token_sampler=Script(tokens), **{"max_new_tokens": len(tokens), **knobs})
     return s.sample(problems(["Tom has"]), 1, key=KEY)
 
 
@@ -221,7 +221,7 @@ def test_an_eos_on_the_last_token_counts_as_an_end(limit, truncated):
 
 @pytest.mark.parametrize("last", [EOS, 3, 8])
 def test_every_end_of_the_generation_config_ends_a_row(last):
-    s = sampler(ends=0, choose=Script([65, last, 66]), max_new_tokens=3)
+    s = sampler(ends=0, token_sampler=Script([65, last, 66]), max_new_tokens=3)
     module = qwen2_tied(VOCABULARY)
     module.generation_config.eos_token_id = [3, 8]
     rollout = replace(s, model=module).sample(problems(["a"]), 1, key=KEY)
@@ -232,7 +232,7 @@ def test_every_end_of_the_generation_config_ends_a_row(last):
 def test_the_tokenizers_eos_ends_a_row_whatever_the_generation_config_names(named):
     module = qwen2_tied(VOCABULARY)
     module.generation_config.eos_token_id = named
-    s = replace(sampler(choose=Script([65, EOS, 66]), max_new_tokens=3), model=module)
+    s = replace(sampler(token_sampler=Script([65, EOS, 66]), max_new_tokens=3), model=module)
     assert completions(s.sample(problems(["a"]), 1, key=KEY)) == [[65, EOS]]
 
 
@@ -312,7 +312,7 @@ def watched(s: LocalSampler, asked: list, group_size: int) -> tuple[Rollout, lis
 def test_two_threads_may_ask_at_once():
     """An evaluation does, while the next batch is sampled beside the training."""
     drawing, asked = sampler(max_new_tokens=20), problems(["a 7", "T", "7 7 a"])
-    kinds = [drawing, replace(drawing, choose=greedy)]
+    kinds = [drawing, replace(drawing, token_sampler=greedy)]
     wanted = [s.sample(asked, 4, key=KEY) for s in kinds]
     with ThreadPoolExecutor(2) as pool:
         for _ in range(5):
@@ -344,8 +344,8 @@ def test_an_update_of_the_policy_changes_the_samples_without_a_load():
 
 def test_top_k_of_one_is_greedy_and_sure():
     texts = problems(["Tom has", "7"])
-    one = sampler(choose=partial(nucleus, temperature=1.0, top_k=1, top_p=1.0)).sample(texts, 2, key=KEY)
-    best = sampler(choose=greedy).sample(texts, 2, key=KEY)
+    one = sampler(token_sampler=partial(nucleus, temperature=1.0, top_k=1, top_p=1.0)).sample(texts, 2, key=KEY)
+    best = sampler(token_sampler=greedy).sample(texts, 2, key=KEY)
     assert torch.equal(one.tokens, best.tokens)
     assert (one.logp_sampled == 0).all()
     assert (best.logp_sampled[best.mask] < -1e-3).all()  # greedy reports the plain softmax

@@ -24,8 +24,8 @@ PROBE = Probe(prompt_tokens=20, new_tokens=8, max_gap=1e-3)
 
 
 def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
-    choose = partial(sampling.categorical, temperature=temperature)
-    return LocalSampler(model, tokenizer(), choose, bare_prompt, 16, (), 8)
+    token_sampler = partial(sampling.categorical, temperature=temperature)
+    return LocalSampler(model, tokenizer(), token_sampler, bare_prompt, 16, (), 8)
 
 
 def asked(

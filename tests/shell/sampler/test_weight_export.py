@@ -22,9 +22,9 @@ HOW = LoRA(rank=2, alpha=6.0, dropout=0.0, targets="all-linear")
 KEY = prng.key(5, device="cpu")
 
 
-def seat(model: nn.Module, **knobs) -> SamplerContext:
+def context(model: nn.Module, **knobs) -> SamplerContext:
     chosen = {"folder": "", "config": model.config, "dtype": torch.float32, "world": alone(CPU), "adapters": None}
-    return SamplerContext(**{**chosen, **knobs}, whole=partial(hf.empty_model, model.config))
+    return SamplerContext(**{**chosen, **knobs}, full_model=partial(hf.empty_model, model.config))
 
 
 def adapted(name: str, seed: int) -> nn.Module:
@@ -43,7 +43,7 @@ def adapted(name: str, seed: int) -> nn.Module:
 def test_a_fresh_model_that_takes_them_computes_the_same(name):
     model = MODELS[name](VOCABULARY)
     other = hf.empty_model(model.config).to_empty(device="cpu")
-    sent = dict(export_weights(local(model), seat(model)))
+    sent = dict(export_weights(local(model), context(model)))
     other.load_state_dict({k: v for k, v in sent.items() if k in other.state_dict()})
     assert set(other.state_dict()) <= sent.keys()
     for key, weight in model.state_dict().items():
@@ -53,7 +53,7 @@ def test_a_fresh_model_that_takes_them_computes_the_same(name):
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_tied_head_is_sent_under_its_own_name_too_and_nothing_else_twice(name):
     model = MODELS[name](VOCABULARY)
-    sent = list(export_weights(local(model), seat(model)))
+    sent = list(export_weights(local(model), context(model)))
     assert len(sent) == len(dict(sent))
     tied = model.config.tie_word_embeddings
     assert HEAD in dict(sent)
@@ -68,7 +68,7 @@ def test_a_tied_head_is_sent_under_its_own_name_too_and_nothing_else_twice(name)
 def test_adapters_are_merged_under_plain_names(name, seed):
     model = adapted(name, seed)
     plain = MODELS[name](VOCABULARY)
-    sent = dict(export_weights(local(model), seat(model, adapters=HOW)))
+    sent = dict(export_weights(local(model), context(model, adapters=HOW)))
     assert sent.keys() >= plain.state_dict().keys()
     assert not [key for key in sent if "lora" in key or "base_layer" in key]
     plain.load_state_dict({k: v for k, v in sent.items() if k in plain.state_dict()})
@@ -79,7 +79,7 @@ def test_adapters_are_merged_under_plain_names(name, seed):
 @given(dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), name=st.sampled_from(list(MODELS)))
 def test_they_come_in_the_dtype_that_is_computed_in(dtype, name):
     model = MODELS[name](VOCABULARY)
-    its = replace(seat(model), dtype=dtype)
+    its = replace(context(model), dtype=dtype)
     for key, x in export_weights(local(model), its):
         assert x.dtype == dtype, key
 
@@ -87,7 +87,7 @@ def test_they_come_in_the_dtype_that_is_computed_in(dtype, name):
 def test_a_model_that_does_not_train_is_sent_alike():
     model = MODELS["qwen2_tied"](VOCABULARY)
     of_policy, of_model = (
-        dict(export_weights(x, seat(model))) for x in (local(model), FixedWeights(model, alone(CPU)))
+        dict(export_weights(x, context(model))) for x in (local(model), FixedWeights(model, alone(CPU)))
     )
     assert of_policy.keys() == of_model.keys()
     assert all(torch.equal(of_policy[key], of_model[key]) for key in of_model)
@@ -97,7 +97,7 @@ def test_a_weight_is_gathered_when_its_turn_comes():
     """And let go before the next: the whole model is never there twice."""
     model = MODELS["qwen3_untied"](VOCABULARY)
     policy = local(model)
-    going = export_weights(policy, seat(model))
+    going = export_weights(policy, context(model))
     next(going)
     with torch.no_grad():
         for x in model.parameters():

@@ -33,7 +33,9 @@ def test_greedy_is_temperature_zero() -> None:
 
 
 def test_other_functions_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"choose: got fork_rng, wanted sampling.greedy, .* vLLM draws by itself"):
+    with pytest.raises(
+        ValueError, match=r"token_sampler: got fork_rng, wanted sampling.greedy, .* vLLM draws by itself"
+    ):
         params(partial(torch.random.fork_rng, enabled=True))
 
 
@@ -74,7 +76,7 @@ def test_what_the_sampler_sets_itself_is_not_for_others(name: str, allow_biased:
 def test_function_and_extra_fields_do_not_disagree() -> None:
     drawn = params(partial(nucleus, temperature=1.0, top_k=0, top_p=0.9))
     assert merge_options(drawn, {"min_p": 0.1, "top_p": 0.9}) == {**drawn, "min_p": 0.1}
-    with pytest.raises(ValueError, match=r"extra: got top_p = 0.5, wanted as `choose` has it, top_p = 0.9"):
+    with pytest.raises(ValueError, match=r"extra: got top_p = 0.5, wanted as `token_sampler` has it, top_p = 0.9"):
         merge_options(drawn, {"top_p": 0.5})
 
 

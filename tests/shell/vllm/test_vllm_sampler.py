@@ -51,7 +51,12 @@ MODEL = MODELS["qwen2_tied"](VOCABULARY)
 POSITIONS = MODEL.config.max_position_embeddings
 EXAMPLES = settings.default.max_examples
 KNOBS = {
-    **{"choose": partial(categorical, temperature=1.0), "encode": encode_prompt, "max_new_tokens": 6, "stop": ()},
+    **{
+        "token_sampler": partial(categorical, temperature=1.0),
+        "encode": encode_prompt,
+        "max_new_tokens": 6,
+        "stop": (),
+    },
     **{"max_rows": 8, "max_model_len": None, "extra": {}, "allow_biased": False, "tensor_parallel": 1},
     **{"gpu_memory_utilization": 0.3, "kv_cache_bytes": 2**26, "enforce_eager": True, "generate_timeout": 60.0},
 }
@@ -98,14 +103,14 @@ class Engine:
         self.calls.append("close")
 
 
-def seat(**changes: Any) -> SamplerContext:
+def context(**changes: Any) -> SamplerContext:
     given = {"folder": "/nowhere", "config": MODEL.config, "dtype": torch.float32, "world": alone(CPU)}
-    return SamplerContext(**{**given, "adapters": None, "whole": lambda: MODEL, **changes})
+    return SamplerContext(**{**given, "adapters": None, "full_model": lambda: MODEL, **changes})
 
 
 def sampler(engine: Any = None, **changes: Any) -> VllmSampler:
-    fields = ("choose", "encode", "max_new_tokens", "stop", "max_rows", "max_model_len", "extra")
-    given = {"seat": seat(), "tokenizer": tokenizer(), "ends": [VOCABULARY - 1], **{k: KNOBS[k] for k in fields}}
+    fields = ("token_sampler", "encode", "max_new_tokens", "stop", "max_rows", "max_model_len", "extra")
+    given = {"context": context(), "tokenizer": tokenizer(), "ends": [VOCABULARY - 1], **{k: KNOBS[k] for k in fields}}
     return VllmSampler(engine or Engine(), **{**given, **changes})
 
 
@@ -143,7 +148,7 @@ def test_the_ranks_of_an_engine_tell_of_every_row_once_as_the_rollout_has_it(tex
         told.append([])
         place = alone(CPU)
         place.rank = rank
-        one = sampler(seat=seat(world=place), finished=lambda *row: told[-1].append(row))
+        one = sampler(context=context(world=place), finished=lambda *row: told[-1].append(row))
         one.engine.ranks = ranks
         rollout = one.sample(asked, group_size, key=KEY)
     rows = [problem for problem in asked for _ in range(group_size)]
@@ -156,7 +161,7 @@ def test_the_ranks_of_an_engine_tell_of_every_row_once_as_the_rollout_has_it(tex
 @given(texts=prompts, group_size=st.integers(1, 3))
 def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: list[str], group_size: int) -> None:
     """Whatever the engine, a rollout has one form: here it answers what the local sampler drew."""
-    local = LocalSampler(MODEL, tokenizer(), KNOBS["choose"], encode_prompt, 6, (), 64)
+    local = LocalSampler(MODEL, tokenizer(), KNOBS["token_sampler"], encode_prompt, 6, (), 64)
     wanted = local.sample(problems(texts), group_size, key=KEY)
     rows = zip(wanted.tokens, wanted.logp_sampled, wanted.mask, wanted.truncated, strict=True)
     drawn = iter([EngineCompletion(t[m].tolist(), x[m].tolist(), not bool(cut), 0) for t, x, m, cut in rows])
@@ -174,7 +179,7 @@ def test_the_engine_is_told_ends_limits_and_how_to_draw() -> None:
     asking = sampler(engine, ends=[3, 9])
     asking.sample(problems(["a"]), 1, key=KEY)
     assert engine.asked[-1][1] == told
-    replace(asking, choose=greedy, extra={"min_p": 0.1}, stop=("\n",)).sample(problems(["a"]), 1, key=KEY)
+    replace(asking, token_sampler=greedy, extra={"min_p": 0.1}, stop=("\n",)).sample(problems(["a"]), 1, key=KEY)
     stops = {"stop": ["\n"], "include_stop_str_in_output": True}
     assert engine.asked[-1][1] == {**told, **stops, "temperature": 0.0, "min_p": 0.1}
 
@@ -183,7 +188,7 @@ def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
     model = MODELS["qwen2_tied"](VOCABULARY)
     model.generation_config.eos_token_id = [11, 5]
     hf.export(model, tokenizer(), tmp_path / "model")
-    assert ends_of(seat(folder=str(tmp_path / "model")), tokenizer()) == [5, 11, VOCABULARY - 1]
+    assert ends_of(context(folder=str(tmp_path / "model")), tokenizer()) == [5, 11, VOCABULARY - 1]
 
 
 def test_prompts_without_tokens_or_room_are_refused_by_number() -> None:
@@ -203,7 +208,7 @@ def test_prompts_without_tokens_or_room_are_refused_by_number() -> None:
         ({"max_rows": 0}, "max_rows: got 0"),
         ({"stop": "word"}, "stop: got 'word'"),
         ({"stop": ("",)}, "wanted a tuple of strings that are not empty"),
-        ({"choose": partial(categorical, temperature=3.0)}, "temperature: got 3.0"),
+        ({"token_sampler": partial(categorical, temperature=3.0)}, "temperature: got 3.0"),
         ({"extra": {"temperature": 0.5}}, "temperature"),
     ],
 )
@@ -211,12 +216,12 @@ def test_bad_knobs_are_refused(knobs: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         sampler(**knobs)
     with pytest.raises(ValueError, match=said):  # and before an engine is started
-        colocated_sampler(seat(), tokenizer(), **{**KNOBS, **knobs})
+        colocated_sampler(context(), tokenizer(), **{**KNOBS, **knobs})
 
 
 def test_bias_is_refused_before_an_engine_is_started() -> None:
     with pytest.raises(ValueError, match=r"repetition_penalty = 1\.2"):
-        colocated_sampler(seat(), tokenizer(), **{**KNOBS, "extra": {"repetition_penalty": 1.2}})
+        colocated_sampler(context(), tokenizer(), **{**KNOBS, "extra": {"repetition_penalty": 1.2}})
 
 
 # -- weights
@@ -225,7 +230,7 @@ def test_bias_is_refused_before_an_engine_is_started() -> None:
 def test_every_load_is_a_version_whoever_asks() -> None:
     engine = Engine()
     asking = sampler(engine)
-    likeliest = replace(asking, choose=greedy)
+    likeliest = replace(asking, token_sampler=greedy)
     for each in (asking, likeliest, asking):
         each.load(FixedWeights(MODEL, alone(CPU)))
     assert [version for version, _ in engine.pushed] == [0, 1, 2]
@@ -298,7 +303,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ColocatedEngine:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
     knobs = {name: KNOBS[name] for name in (*names, "enforce_eager")}
-    made = seat(world=alone(torch.device("cuda")))
+    made = context(world=alone(torch.device("cuda")))
     return ColocatedEngine(made, **knobs, deadline=KNOBS["generate_timeout"], detokenize=False)
 
 
@@ -390,17 +395,17 @@ def test_a_layout_that_cannot_be_recognised_is_left_to_the_probe(on_cuda: Coloca
 def test_one_path_for_both_devices() -> None:
     names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
     make = partial(arguments, **{name: KNOBS[name] for name in (*names, "enforce_eager")}, detokenize=False)
-    on_cpu, on_gpu = make(seat()), make(seat(world=alone(torch.device("cuda:0"))))
+    on_cpu, on_gpu = make(context()), make(context(world=alone(torch.device("cuda:0"))))
     whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": BATCHED}
     assert {k: v for k, v in on_cpu.items() if k not in on_gpu} == {"kv_cache_memory_bytes": 2**26, **whole}
-    assert make(seat(), max_model_len=BATCHED + 7)["max_num_batched_tokens"] == BATCHED + 7
+    assert make(context(), max_model_len=BATCHED + 7)["max_num_batched_tokens"] == BATCHED + 7
     only = {k: v for k, v in on_gpu.items() if k not in on_cpu}
     assert only == {"gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
     assert on_cpu["logprobs_mode"] == "processed_logprobs"
     with pytest.raises(ValueError, match="got cuda:1, wanted cuda:0"):
-        make(seat(world=alone(torch.device("cuda:1"))))
+        make(context(world=alone(torch.device("cuda:1"))))
     with pytest.raises(ValueError, match="tensor_parallel: got 2 for 1 ranks, wanted a divisor"):
-        make(seat(), tensor_parallel=2)
+        make(context(), tensor_parallel=2)
 
 
 def test_generators_and_threads_are_left_as_they_were() -> None:
@@ -417,19 +422,19 @@ def test_generators_and_threads_are_left_as_they_were() -> None:
 @pytest.mark.parametrize("deadline", [0.0, -1.0])
 def test_a_deadline_is_positive(deadline: float) -> None:
     with pytest.raises(ValueError, match=r"generate_timeout: got .* wanted more than 0"):
-        options.check_deadline(deadline, seat())
+        options.check_deadline(deadline, context())
 
 
 def test_a_deadline_is_shorter_than_other_ranks_wait() -> None:
     world = World.__new__(World)  # of two ranks that were never brought together
     world.rank, world.size, world.device, world.deadline = 0, 2, CPU, 600.0
-    options.check_deadline(599.0, seat(world=world))
+    options.check_deadline(599.0, context(world=world))
     with pytest.raises(ValueError, match=r"generate_timeout: got 600 s .* wanted less than the 600 s"):
-        options.check_deadline(600.0, seat(world=world))
+        options.check_deadline(600.0, context(world=world))
 
 
 @pytest.mark.parametrize("found", [None, ModuleType("vllm")], ids=["nothing", "a folder of that name"])
 def test_without_vllm_it_is_said_what_to_install(found: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", found)
     with pytest.raises(ValueError, match=r"got no vllm .* pip install 'grpo-fn\[vllm\]'"):
-        colocated_sampler(seat(), tokenizer(), **KNOBS)
+        colocated_sampler(context(), tokenizer(), **KNOBS)

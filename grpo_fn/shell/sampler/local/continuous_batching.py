@@ -12,12 +12,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_fn.shell.sampler.local.decode_step import (
-    Choose,
     DecodeEngine,
     DecodeShape,
     Live,
     Marks,
     Need,
+    TokenSampler,
     draw,
     prefill_prompts,
 )
@@ -81,14 +81,14 @@ class ContinuousBatching:
         prompts: Sequence[list[int]],
         u: Float[Tensor, "R N"],
         *,
-        choose: Choose,
+        token_sampler: TokenSampler,
         ends: Ends,
         slots: int,
         pad: int,
         ended: Ended | None,
     ) -> None:
         self.engine, self.prompts, self.u = engine, prompts, u
-        self.choose, self.stops, self.ended = choose, ends.stops, ended
+        self.token_sampler, self.stops, self.ended = token_sampler, ends.stops, ended
         self.group = len(u) // len(prompts)
         self.out, self.waiting = blank(u, pad), 0  # rows before `waiting` have had a slot
         self.shelf: Shelf | None = None
@@ -167,7 +167,7 @@ class ContinuousBatching:
         none, no = torch.zeros_like(length), torch.zeros(len(slot), dtype=torch.bool, device=slot.device)
         tokens, logp = (x[slot] for x in (self.engine.live.tokens, self.engine.live.logp))
         new = Live(none, length, length.clone(), none.clone(), no, no.clone(), no.clone(), u, tokens, logp)
-        draw(new, logits, self.choose, self.engine.marks)
+        draw(new, logits, self.token_sampler, self.engine.marks)
         for x, given in zip(self.engine.live, new, strict=True):
             x[slot] = given
 
@@ -182,9 +182,9 @@ class ContinuousBatching:
         # The last token that is drawn is never read.
         columns = min(int((self.length - self.start)[self.busy].max()) + steps, limit - 1)
         shape = self.shape._replace(columns=columns if sizes.steps == 1 else min(sizes.columns(columns), limit))
-        self.engine.seat(shape, self.sitting)
+        self.engine.set_row_slots(shape, self.lanes)
         for _ in range(steps):
-            self.engine.step(shape, self.choose)
+            self.engine.step(shape, self.token_sampler)
 
     def arrange(self) -> DecodeShape:
         """Rows and prompts in the first slots, and rows of one prompt side by side."""
@@ -196,7 +196,7 @@ class ContinuousBatching:
         together = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else min(self.group, self.most)
         wide = sizes.rows(together)
         reach = min(sizes.columns(int(self.start[self.busy].max())), prompts.columns)
-        self.sitting = row_slots(home, there, many, wide)
+        self.lanes = row_slots(home, there, many, wide)
         return DecodeShape(rows, 0, many, reach, wide)
 
     def gather_rows(self, rows: int) -> int:

@@ -32,7 +32,7 @@ from grpo_fn.shell.sampler.local.kv_cache import (
 )
 
 # (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
-Choose = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 LOOK = 16  # steps between two looks at what has ended, where looking means waiting for the device
 KEEP = 1 / 8  # of a device's memory: what captured steps may hold while the device is somebody else's
@@ -68,10 +68,10 @@ class Marks(NamedTuple):
     suspect: Bool[Tensor, "V"]
 
 
-def draw(live: Live, logits: Float[Tensor, "S V"], choose: Choose, marks: Marks) -> None:
+def draw(live: Live, logits: Float[Tensor, "S V"], token_sampler: TokenSampler, marks: Marks) -> None:
     """The next token of every row, from its own u; in place."""
     limit = live.u.shape[1]
-    token, logp = choose(logits, live.u.gather(1, live.drawn[:, None].clamp(max=limit - 1))[:, 0])
+    token, logp = token_sampler(logits, live.u.gather(1, live.drawn[:, None].clamp(max=limit - 1))[:, 0])
     going = ~live.ended
     at = torch.where(going, live.drawn, limit)[:, None]
     live.tokens.scatter_(1, at, token[:, None])
@@ -107,14 +107,14 @@ class Code(NamedTuple):
     """What runs in a step besides the model, as it is written or compiled."""
 
     attended: Attended
-    choose: Callable[[Choose], Choose]  # what is run for it
+    wrap_token_sampler: Callable[[TokenSampler], TokenSampler]  # what is run for it
 
 
-WRITTEN = Code(attend, lambda choose: choose)
+WRITTEN = Code(attend, lambda token_sampler: token_sampler)
 
 
 class DecodeShape(NamedTuple):
-    """What a step looks at: so many slots and columns of what was drawn, so many of prompts, and seats for each."""
+    """What a step looks at: so many slots and columns of what was drawn, so many of prompts, and lanes for each."""
 
     rows: int
     columns: int
@@ -175,14 +175,14 @@ class DecodeEngine:
             return False
         return self.drawn.count >= rows and self.prompts.count >= prompts and self.prompts.columns >= longest
 
-    def seat(self, shape: DecodeShape, found: RowSlots) -> None:
+    def set_row_slots(self, shape: DecodeShape, found: RowSlots) -> None:
         """Where rows sit in steps of that shape from now on."""
         if shape not in self.tables:
             self.tables[shape] = RowSlots(*(x.to(self.live.length.device, copy=True) for x in found[:2]), found.wide)
         for x, given in zip(self.tables[shape][:2], found[:2], strict=True):
             x.copy_(given)
 
-    def step(self, shape: DecodeShape, choose: Choose) -> None:
+    def step(self, shape: DecodeShape, token_sampler: TokenSampler) -> None:
         """One token for every row in the first `shape.rows` slots."""
 
         def step() -> None:
@@ -192,9 +192,9 @@ class DecodeEngine:
             told = DecodeAttention(*seen, reach=reach, columns=columns, attended=self.code.attended)
             logits = forward_step(self.model, live.token[:, None], live.length[:, None], told, 1)[:, -1]
             live.length.add_(~live.ended)
-            draw(live, logits, self.code.choose(choose), self.marks)
+            draw(live, logits, self.code.wrap_token_sampler(token_sampler), self.marks)
 
-        self.run((shape, choose), step, self.live)
+        self.run((shape, token_sampler), step, self.live)
 
     def rest(self) -> None:
         """Free the buffers, unless steps were captured with them and they are a small part of the device."""
@@ -260,8 +260,8 @@ def differs(model: nn.Module, device: torch.device) -> str | None:
     starts, home = [text[:-2] for text in texts[:2]], torch.tensor([0, 1, 0])
     start = torch.tensor([len(text) - 2 for text in texts], device=device)
     prompts, drawn = KVCache(2, len(starts[0])), KVCache(3, 2)
-    sitting = row_slots(home, home >= 0, 2, 2)
-    sitting = RowSlots(*(x.to(device) for x in sitting[:2]), sitting.wide)
+    lanes = row_slots(home, home >= 0, 2, 2)
+    lanes = RowSlots(*(x.to(device) for x in lanes[:2]), lanes.wide)
     with packed_input.without_dropout(model):
         whole = [torch.tensor([text], device=device) for text in texts]
         wanted = [model(input_ids=ids, use_cache=False).logits[0, -3:] for ids in whole]
@@ -270,7 +270,7 @@ def differs(model: nn.Module, device: torch.device) -> str | None:
         got = [logits[home.to(device)]]
         for t in (0, 1):
             token = torch.tensor([[text[t - 2]] for text in texts], device=device)
-            seen = (prompts, drawn, sitting, start, start + t)
+            seen = (prompts, drawn, lanes, start, start + t)
             told = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, attended=attend)
             got.append(forward_step(model, token, (start + t)[:, None], told, 1)[:, -1])
     wanted = torch.stack(wanted)

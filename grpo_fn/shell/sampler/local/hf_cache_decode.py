@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from grpo_fn.shell.model.hf import as_tokens
 from grpo_fn.shell.sampler.local.continuous_batching import DecodedRows, Ended, Ends, blank
-from grpo_fn.shell.sampler.local.decode_step import Choose
+from grpo_fn.shell.sampler.local.decode_step import TokenSampler
 
 
 def decode(
@@ -21,7 +21,7 @@ def decode(
     prompts: Sequence[list[int]],
     u: Float[Tensor, "R N"],
     *,
-    choose: Choose,
+    token_sampler: TokenSampler,
     ends: Ends,
     slots: int,
     pad: int,
@@ -35,7 +35,9 @@ def decode(
     for i in range(0, len(prompts), at_once):
         for j in range(0, group, width):
             taken = by_group[i : i + at_once, j : j + width]
-            parts.append(batch(model, list(prompts[i : i + at_once]), taken, choose=choose, ends=ends, pad=pad))
+            parts.append(
+                batch(model, list(prompts[i : i + at_once]), taken, token_sampler=token_sampler, ends=ends, pad=pad)
+            )
             if ended is not None:
                 tell(parts[-1], i * group + j, ended)
     return DecodedRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
@@ -49,7 +51,13 @@ def tell(part: DecodedRows, first: int, ended: Ended) -> None:
 
 
 def batch(
-    model: nn.Module, prompts: list[list[int]], u: Float[Tensor, "P G N"], *, choose: Choose, ends: Ends, pad: int
+    model: nn.Module,
+    prompts: list[list[int]],
+    u: Float[Tensor, "P G N"],
+    *,
+    token_sampler: TokenSampler,
+    ends: Ends,
+    pad: int,
 ) -> DecodedRows:
     """Rows that begin together, padded on the left."""
     device, (group, new) = u.device, u.shape[1:]
@@ -64,7 +72,7 @@ def batch(
     logits, attend, position = (x.repeat_interleave(group, 0) for x in (logits, attend, lengths))
     out, row = blank(u, pad), torch.arange(len(u), device=device)  # which output row each live row writes to
     for t in range(new):
-        token, logp = choose(logits, u[row, t])
+        token, logp = token_sampler(logits, u[row, t])
         out.tokens[row, t], out.logp[row, t], out.length[row] = token, logp, t + 1
         out.stopped[row] = torch.isin(token, stop) | ends_with_stop(out.tokens[row, : t + 1], ends)
         live = (~out.stopped[row]).nonzero()[:, 0]

@@ -70,34 +70,34 @@ class PrefillAttention(PackedAttention):
 
 
 class RowSlots(NamedTuple):
-    """Rows by the prompt that they read: `wide` seats for each of the first prompts, not all of them taken."""
+    """Rows by the prompt that they read: `wide` lanes for each of the first prompts, not all of them taken."""
 
-    row: Int[Tensor, "_"]  # in each seat; any row in one that is free
-    seat: Int[Tensor, "n"]  # of each row; any seat for a slot without a row
+    row: Int[Tensor, "_"]  # in each lane; any row in one that is free
+    lane: Int[Tensor, "n"]  # of each row; any lane for a slot without a row
     wide: int
 
 
 def row_slots(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wide: int) -> RowSlots:
-    """A seat for all rows that are `there`, of which no more than `wide` have the same `home`."""
+    """A lane for all rows that are `there`, of which no more than `wide` have the same `home`."""
     rows = there.nonzero()[:, 0]
     rows = rows[home[rows].argsort(stable=True)]
     count = torch.bincount(home[rows], minlength=prompts)
     number = torch.arange(len(rows)) - (count.cumsum(0) - count)[home[rows]]
-    row, seat = torch.zeros(prompts * wide, dtype=torch.long), torch.zeros_like(home)
-    seat[rows] = home[rows] * wide + number
-    row[seat[rows]] = rows
-    return RowSlots(row, seat, wide)
+    row, lane = torch.zeros(prompts * wide, dtype=torch.long), torch.zeros_like(home)
+    lane[rows] = home[rows] * wide + number
+    row[lane[rows]] = rows
+    return RowSlots(row, lane, wide)
 
 
 class KVView(NamedTuple):
-    """What one head of one row sees, for all `n H` of them, and who sits where."""
+    """What one head of one row sees, for all `n H` of them, and which lane each is in."""
 
     prompt_key: Float[Tensor, "P*H L D"]
     prompt_value: Float[Tensor, "P*H L E"]
     key: Float[Tensor, "n*H C D"]  # of what was drawn
     value: Float[Tensor, "n*H C E"]
-    sitting: Int[Tensor, "P*H*wide"]  # the head of a row in each seat
-    back: Int[Tensor, "n*H"]  # the seat of each
+    in_lane: Int[Tensor, "P*H*wide"]  # the head of a row in each lane
+    back: Int[Tensor, "n*H"]  # the lane of each
     mask: Float[Tensor, "n 1 L+C"]
 
 
@@ -106,14 +106,14 @@ def attend(
 ) -> Float[Tensor, "rows r E"]:
     """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better.
 
-    A prompt's keys and values are read once for all rows that sit together; `r` query heads that share a head of keys
-    are side by side as if they were queries: nothing is repeated.
+    A prompt's keys and values are read once for all of its rows; `r` query heads that share a head of keys are side by
+    side as if they were queries: nothing is repeated.
     """
 
     def with_prompts(x: Tensor, other: Tensor) -> Tensor:
         """The product of each row's `[r X]` with its prompt's."""
-        together = x.index_select(0, seen.sitting).view(len(other), -1, x.shape[2])
-        return product(together, other).view(len(seen.sitting), x.shape[1], -1).index_select(0, seen.back)
+        together = x.index_select(0, seen.in_lane).view(len(other), -1, x.shape[2])
+        return product(together, other).view(len(seen.in_lane), x.shape[1], -1).index_select(0, seen.back)
 
     scores = torch.cat(
         [with_prompts(query, seen.prompt_key.transpose(1, 2)), product(query, seen.key.transpose(1, 2))], -1
@@ -143,7 +143,7 @@ class DecodeAttention:
         self,
         prompts: KVCache,
         drawn: KVCache,
-        seats: RowSlots,
+        lanes: RowSlots,
         start: Int[Tensor, "n"],
         length: Int[Tensor, "n"],
         *,
@@ -152,7 +152,7 @@ class DecodeAttention:
         attended: Attended,
     ) -> None:
         self.attended = attended
-        self.prompts, self.drawn, self.seats = prompts, drawn, seats
+        self.prompts, self.drawn, self.lanes = prompts, drawn, lanes
         self.start, self.length, self.reach, self.columns = start, length, reach, columns
         self.masks: dict[tuple[Window, torch.dtype], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -166,28 +166,28 @@ class DecodeAttention:
         Code that is compiled stops here: which buffers these are differs from layer to layer.
         """
         (n, heads), dim = key.shape[:2], query.shape[3]
-        place, sitting, back = self.index(heads)
+        place, in_lane, back = self.index(heads)
         drawn = self.drawn.of(module.layer_idx, key, value)
         for buffer, new in zip(drawn, (key, value), strict=True):
             buffer.view(-1, new.shape[3]).index_copy_(0, place, new.reshape(-1, new.shape[3]))
         k, v = (x[:n, :, : self.columns].flatten(0, 1) for x in drawn)
-        many = len(self.seats.row) // self.seats.wide
+        many = len(self.lanes.row) // self.lanes.wide
         pk, pv = (x[:many, :, : self.reach].flatten(0, 1) for x in self.prompts.of(module.layer_idx, key, value))
         dtype = torch.float32 if wide(key) else key.dtype
-        seen = KVView(pk, pv, k, v, sitting, back, self.mask(how.window, dtype))
+        seen = KVView(pk, pv, k, v, in_lane, back, self.mask(how.window, dtype))
         return self.attended(query.reshape(n * heads, -1, dim), seen, how.scale, how.cap).view(n, 1, -1, v.shape[2])
 
     def index(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """With slots and heads as one dimension: where the new entries go; who sits in each prompt's seats, head by
-        head; and the way back from there."""
+        """With slots and heads as one dimension: where the new entries go; which row is in each lane of a prompt,
+        head by head; and the way back from there."""
         if heads not in self.indices:
             head = torch.arange(heads, device=self.length.device)
-            row, seat, wide = self.seats
-            own = (torch.arange(len(seat), device=head.device)[:, None] * heads + head) * self.drawn.columns
-            sitting = row.view(-1, 1, wide) * heads + head[:, None]
-            back = ((seat // wide)[:, None] * heads + head) * wide + (seat % wide)[:, None]
+            row, lane, wide = self.lanes
+            own = (torch.arange(len(lane), device=head.device)[:, None] * heads + head) * self.drawn.columns
+            in_lane = row.view(-1, 1, wide) * heads + head[:, None]
+            back = ((lane // wide)[:, None] * heads + head) * wide + (lane % wide)[:, None]
             place = own + (self.length - self.start)[:, None]
-            self.indices[heads] = place.flatten(), sitting.flatten(), back.flatten()
+            self.indices[heads] = place.flatten(), in_lane.flatten(), back.flatten()
         return self.indices[heads]
 
     def mask(self, window: Window, dtype: torch.dtype) -> Float[Tensor, "n 1 _"]:

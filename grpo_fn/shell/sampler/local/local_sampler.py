@@ -26,15 +26,20 @@ from grpo_fn.shell.sampler.interface import (
 )
 from grpo_fn.shell.sampler.local import hf_cache_decode
 from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, Ended, Ends
-from grpo_fn.shell.sampler.local.decode_step import Choose, DecodeEngine, build_engine, decoding_unsupported_reason
+from grpo_fn.shell.sampler.local.decode_step import (
+    DecodeEngine,
+    TokenSampler,
+    build_engine,
+    decoding_unsupported_reason,
+)
 from grpo_fn.shell.sampler.local.stop_strings import Stops
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 
-__all__ = ["Choose", "LocalSampler", "local"]
+__all__ = ["LocalSampler", "TokenSampler", "local"]
 
 
 class SharedDecoder:
-    """What a sampler, and those that differ from it in how they choose, have together from call to call.
+    """What a sampler, and those that differ from it in how they choose tokens, have together from call to call.
 
     One of them decodes at a time: an evaluation may ask while the next batch is being sampled in another thread.
     """
@@ -67,17 +72,19 @@ class SharedDecoder:
 
 
 def local(
-    seat: SamplerContext,
+    context: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    choose: Choose,
+    token_sampler: TokenSampler,
     encode: Encode,
     max_new_tokens: int,
     stop: Sequence[str],
     max_rows: int,
 ) -> "LocalSampler":
     """A sampler from a module in this process: no engine besides torch and transformers."""
-    return LocalSampler(seat.whole(), tokenizer, choose, encode, max_new_tokens, stop, max_rows, seat.finished)
+    return LocalSampler(
+        context.full_model(), tokenizer, token_sampler, encode, max_new_tokens, stop, max_rows, context.finished
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ class LocalSampler:
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
-    choose: Choose
+    token_sampler: TokenSampler
     encode: Encode
     max_new_tokens: int
     stop: Sequence[str]
@@ -128,9 +135,9 @@ class LocalSampler:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def for_evaluation(self, choose: Choose) -> "LocalSampler":
-        """The same engine, drawing with `choose`; its completions are not scored as they end."""
-        return replace(self, choose=choose, finished=None)
+    def for_evaluation(self, token_sampler: TokenSampler) -> "LocalSampler":
+        """The same engine, drawing with `token_sampler`; its completions are not scored as they end."""
+        return replace(self, token_sampler=token_sampler, finished=None)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
@@ -154,7 +161,7 @@ class LocalSampler:
         size = self.model.config.get_text_config().vocab_size
         stops = self.held.watched(self.tokenizer, self.stop, size)
         how = {
-            "choose": self.choose,
+            "token_sampler": self.token_sampler,
             "ends": Ends(stop_ids(self.tokenizer, self.model), stops),
             "slots": self.max_rows,
             "pad": self.tokenizer.eos_token_id,
