@@ -18,9 +18,10 @@ from torch import Tensor
 from grpo_fn.config import Config, load
 from grpo_fn.core.batch import minibatches
 from grpo_fn.core.checksums import QUANTITIES, differing
+from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.core.types import Batch, Carried, Scores
 from grpo_fn.replay.diff import Recorded, Stored, Taken, beside, circumstances, explained, rounding, tampered
-from grpo_fn.replay.restore import Before, NoSampler, before, from_store, held, kept_of, metrics, put_back, restored
+from grpo_fn.replay.restore import Before, NoSampler, before, from_store, held, kept_of, put_back, restored
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.logging.stopwatch import Stopwatch, noting
@@ -160,7 +161,7 @@ def repeat(run: TrainingRun, *, asked: Asked, lines: Mapping[int, Mapping[str, A
     wanted, here = lines.get(start, {}).get("weights"), run.policy.digests()["weights"]
     if wanted not in (None, here):
         story.first = [f"step {start}, weights: {wanted} recorded, {here} in the checkpoint"]
-    figures = metrics(asked.run_dir)
+    figures = metrics_by_step(asked.run_dir, torn_end=True)
     for step in range(start + 1, asked.step + 1):
         if step == asked.step and asked.overrides:
             story.before = before(run.policy, run.sampler, carried)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
+from grpo_fn.core.json_lines import json_object
 from grpo_fn.core.problem import Completion, Problem, word
 from grpo_fn.shell.reward_workers.worker_handle import Outcome
 
@@ -68,7 +69,7 @@ def asked(where: str, number: int, line: bytes, *, needs: Sequence[str], suffix:
     cannot do without. Raises ValueError that says where, for a line that is not such a row and for a row that has one
     of the names that `marked` adds with this suffix.
     """
-    row = _object(where, line)
+    row = json_object(where, line, wanted="an object with 'completion'")
     seen = _renamed(row)
     for name in verdict_names(suffix):
         if name in row:
@@ -94,16 +95,6 @@ def marked(line: bytes, outcome: Outcome, *, suffix: str) -> bytes:
 def verdict_names(suffix: str) -> list[str]:
     """The fields that a verdict adds to a row."""
     return [name + suffix for name in ("verdict", "score", "reason", "seconds")]
-
-
-def _object(where: str, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: got {line[:80]!r}, wanted a JSON object in UTF-8: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: got a JSON {type(row).__name__}, wanted an object with 'completion'")
-    return row
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def test_bad_input_is_one_line(
 def test_a_broken_line_inside_is_refused_and_a_torn_last_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0, "a": null}\n{"st')
-    assert [row["step"] for row in tool.metrics(path)] == [0.0]
+    assert [row["step"] for row in tool.metrics(tmp_path)] == [0.0]
     path.write_bytes(b'{"step": 0}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 .*, wanted a JSON object with a step"):
-        tool.metrics(path)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, wanted a JSON object with a step"):
+        tool.metrics(tmp_path)
