@@ -125,6 +125,7 @@ def built(
     request = Request(
         config_text=config.text,
         fingerprint=config.fingerprint,
+        hparams=config.hparams,
         run_dir=asked.run_dir,
         dry_run=False,
         ranks=1,

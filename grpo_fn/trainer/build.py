@@ -141,6 +141,7 @@ def open_and_prepare(
         request.run_dir,
         config_text=request.config_text,
         fingerprint=request.fingerprint,
+        hparams=request.hparams,
         force=request.force or not has_progress(request.run_dir),  # a start that failed has left nothing to lose
         need_bytes=checked.plan.need_bytes(),
     )

@@ -69,9 +69,9 @@ def other(whole: Path, tmp_path: Path) -> Path:
     shutil.copytree(whole, path, ignore=shutil.ignore_patterns("checkpoints", "model", "summary.json"))
     lines = (whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (path / "metrics.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:40])
-    text = (path / "config.gin").read_text()
-    assert "optimizer.adamw.lr = 0.001" in text
-    (path / "config.gin").write_text(text.replace("optimizer.adamw.lr = 0.001", "optimizer.adamw.lr = 0.002"))
+    text = (path / "run.json").read_text()
+    assert '"optimizer.adamw.lr": 0.001' in text
+    (path / "run.json").write_text(text.replace('"optimizer.adamw.lr": 0.001', '"optimizer.adamw.lr": 0.002'))
     with open(path / "log.txt", "a") as log:
         log.write("2026-01-31 12:00:00 health, kl_high: loss/kl is 0.7 at step 4, above 0.5: <b>look</b>\n")
     return path
@@ -156,7 +156,7 @@ def test_samples_are_those_with_the_largest_and_smallest_advantages(whole: Path,
 
 def test_a_run_that_has_only_begun_has_a_page(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    shutil.copy(whole / "config.gin", tmp_path / "new")
+    shutil.copy(whole / "run.json", tmp_path / "new")
     page = made([tmp_path / "new"], tmp_path)
     assert page.under("run")[0]["steps"] == "0 of 6"
     assert page.text.count("not measured") == len(tool.CURVES)
@@ -186,7 +186,7 @@ def _hold(lock: Path, ready, done) -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["nowhere"], "got nowhere without config.gin, wanted a run folder"),
+        (["nowhere"], "got nowhere without run.json, wanted a run folder"),
         (["RUN", "RUN"], "got 2 runs of which some are the same, wanted each once"),
         (["RUN", "--samples", "-1"], "--samples: got -1, wanted at least 0"),
     ],

@@ -22,7 +22,7 @@ from grpo_fn.analysis import health
 from grpo_fn.analysis.html import page
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.shell.atomic_io import write_bytes
-from grpo_fn.shell.checkpoint.run_dir import LOCK
+from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.metrics_writer import cell
 from grpo_fn.shell.logging.tensorboard_layout import hparams
@@ -111,15 +111,15 @@ def named(paths: Sequence[Path]) -> list[str]:
 
 def read(path: Path, name: str, samples: int) -> Run:
     """All there is in the folder. Raises ValueError for one that is no run's."""
-    config, summary = path / "config.gin", path / "summary.json"
-    if not config.is_file():
-        raise ValueError(f"got {path} without config.gin, wanted a run folder")
+    summary = path / "summary.json"
+    if not (path / MARKER).is_file():
+        raise ValueError(f"got {path} without {MARKER}, wanted a run folder")
     step, rows = newest(path / "rollouts")
     return Run(
         name=name,
         path=path,
         rows=metrics(path),
-        knobs=hparams(config.read_text(encoding="utf-8")),
+        knobs=hparams(path),
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
         working=held(path / LOCK),
         warnings=warned(path / "log.txt"),
