@@ -238,7 +238,7 @@ def build_evaluator(
         data=settings.data,
     )
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
-    return partial(open_evaluator, start, how.token_sampler, settings.rewards.pool, key, world)
+    return partial(open_evaluator, start, settings.rewards.pool, key, world)
 
 
 def step_algorithm(

@@ -37,10 +37,9 @@ class Request:
 
 @dataclass(frozen=True)
 class AsyncEvaluator:
-    """Two samplers on one engine, which the training does not need, and workers of its own for the graders."""
+    """A sampler whose engine the training does not need, and workers of its own for the graders."""
 
-    greedy: EngineSampler
-    sampled: EngineSampler
+    sampler: EngineSampler
     pool: Callable[[], RewardPool]
     key: Tensor
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "grpo_fn"
 
 PURE = {"core", "algo", "rewards", "tasks", "analysis"}
 SCIENCE = {"core", "rewards", "tasks"}  # what the shell may know
-BASE = {"shell.world", "shell.process", "shell.atomic_io", "shell.background"}
+BASE = {"shell.world", "shell.process", "shell.atomic_io", "shell.background_worker"}
 MAY_IMPORT = {
     "core": set(),
     "algo": {"core"},
