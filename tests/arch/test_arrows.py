@@ -71,6 +71,7 @@ READS_FILES = {"tasks", "rewards", "core.json_lines"}  # these may use pathlib a
 NO_TORCH = {
     "core.problem",
     "core.json_lines",
+    "core.partials",
     "command_line",
     "run",
     "score",

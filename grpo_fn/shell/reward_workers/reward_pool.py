@@ -9,12 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from threading import Lock
 from typing import Any
 
+from grpo_fn.core.partials import unwrapped
 from grpo_fn.core.problem import Completion, Problem, RewardFn
-from grpo_fn.rewards.wrappers import seconds_of, with_timeout
+from grpo_fn.rewards.wrappers import seconds_of
 from grpo_fn.shell.reward_workers.worker_handle import (
     RETURNED_NONE,
     STARTUP_SECONDS,
@@ -293,6 +293,5 @@ def by_name(fn: RewardFn) -> bytes:
 
 
 def _name(fn: Any) -> str:
-    while isinstance(fn, partial):
-        fn = fn.keywords["reward"] if fn.func is with_timeout else fn.func
+    fn = unwrapped(fn)
     return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"
