@@ -73,6 +73,7 @@ def launch_training(args: argparse.Namespace) -> int:
         kwargs,
         config_text=config.text,
         fingerprint=config.fingerprint,
+        hparams=config.hparams,
         run_dir=args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch),
         dry_run=args.dry_run,
         ranks=args.ranks,

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_fn.core.json_lines import metrics_by_step
+
 ALGOS = Path(__file__).resolve().parents[1] / "gin" / "algo"
 DEADLINE = 3600.0  # seconds for one run
 
@@ -104,8 +106,7 @@ def result(where: Path, preset: str, seed: int) -> Run | None:
     if not (where / "summary.json").exists():
         return None
     summary = json.loads((where / "summary.json").read_text())
-    rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
-    steps = rows[1:]
+    _, *steps = metrics_by_step(where, torn_end=False).values()
     return Run(
         preset,
         seed,

@@ -10,12 +10,12 @@ macro is a substitution, resolved where it is used, and `@f()` is called once fo
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_fn.config.dump import dump
-from grpo_fn.config.freeze import freeze, value_fingerprint
+from grpo_fn.config.dump import dump, hparams
+from grpo_fn.config.freeze import fingerprint, freeze
 from grpo_fn.config.nodes import Node
 from grpo_fn.config.parse import parse_gin
 from grpo_fn.config.resolve import knobs_of, resolve
@@ -34,6 +34,7 @@ class Config:
     # Of what the root receives: blind to macro names, import styles, bindings nothing uses, and to what may change
     # while a run is interrupted.
     fingerprint: str
+    hparams: Mapping[str, int | float | str]  # the knobs that are bound, each as a number or as text
 
     def kwargs(self) -> dict[str, Any]:
         """The root's keyword arguments, frozen. Calls every `@f()`, so it raises whatever those raise."""
@@ -58,7 +59,7 @@ def load_config(
     assert set(wanted) <= set(knobs_of(target)), f"{taker} takes {wanted}, some of which {root} does not have"
     node = resolve(bindings, target, getattr(room, "SUPPLIED", {}), wanted)
     counted = {knob: value for knob, value in node.knobs.items() if knob not in getattr(room, "CHANGEABLE", ())}
-    return Config(node, dump(bindings), value_fingerprint(replace(node, knobs=counted)))
+    return Config(node, dump(bindings), fingerprint(replace(node, knobs=counted)), hparams(bindings))
 
 
 def import_function(name: str) -> tuple[Any, Callable[..., Any]]:

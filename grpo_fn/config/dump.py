@@ -1,8 +1,9 @@
-"""Bindings to one gin file that needs no include and launches the same run again.
+"""Bindings to one gin file that needs no include and launches the same run again; and to a table of numbers and text.
 
 Not `gin.config_str`: that one sorts dictionaries (the order of rewards has a meaning) and silently drops infinities.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,18 +17,49 @@ def dump(bindings: Bindings) -> str:
     """The bindings as gin text, sorted. Macros without a use are left out: launching would refuse them."""
     imports, names = import_lines(functions(bindings))
     macros = [(name, bindings.macros[name]) for name in used_macros(bindings) & bindings.macros.keys()]
+    blocks = [
+        ["# The resolved configuration of a run: --gin_file with this file repeats it."],
+        ["from __gin__ import dynamic_registration", *imports],
+        [f"{name} = {literal(value, names)}" for name, value in sorted(macros, key=lambda pair: pair[0])],
+        [f"{name} = {literal(value, names)}" for name, value in named_knobs(bindings, names)],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def hparams(bindings: Bindings) -> dict[str, int | float | str]:
+    """Every bound knob under the name that `dump` gives it, macros being what they stand for.
+
+    What is neither a finite number nor a string is the text that gin reads: `True`, `@losses.cispo`, `[1.0, 0.1]`.
+    """
+    _, names = import_lines(functions(bindings))
+
+    def shown(value: Any) -> int | float | str:
+        plain = type(value) in (int, str) or (type(value) is float and math.isfinite(value))
+        return value if plain else literal(value, names)
+
+    return {name: shown(expanded(value, bindings.macros)) for name, value in named_knobs(bindings, names)}
+
+
+def expanded(value: Any, macros: Mapping[str, Any]) -> Any:
+    """The value with each macro in it replaced; one without a value, or inside itself, stays: no root reaches it."""
+    match value:
+        case Macro(name) if name in macros:
+            return expanded(macros[name], {other: macros[other] for other in macros if other != name})
+        case dict():
+            return {expanded(key, macros): expanded(item, macros) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(expanded(item, macros) for item in value)
+    return value
+
+
+def named_knobs(bindings: Bindings, names: Names) -> list[tuple[str, Any]]:
+    """Every bound knob as `scope/module.function.knob`, in the order of these names."""
     knobs = [
         ("/".join(filter(None, [scope, f"{names[target]}.{knob}"])), value)
         for (scope, target), bound in bindings.knobs.items()
         for knob, value in bound.items()
     ]
-    blocks = [
-        ["# The resolved configuration of a run: --gin_file with this file repeats it."],
-        ["from __gin__ import dynamic_registration", *imports],
-        [f"{name} = {literal(value, names)}" for name, value in sorted(macros, key=lambda pair: pair[0])],
-        [f"{name} = {literal(value, names)}" for name, value in sorted(knobs, key=lambda pair: pair[0])],
-    ]
-    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return sorted(knobs, key=lambda pair: pair[0])
 
 
 def import_lines(targets: Iterable[Callable[..., Any]]) -> tuple[list[str], Names]:

@@ -18,18 +18,10 @@ from torch import Tensor
 from grpo_fn.config import Config, load_config
 from grpo_fn.core.batch import minibatches
 from grpo_fn.core.checksums import QUANTITIES, differing
-from grpo_fn.core.types import Batch, Carry, Scores
-from grpo_fn.replay.diff import (
-    RecordedStep,
-    ReplayedStep,
-    StoredRollout,
-    beside,
-    circumstances,
-    explain_difference,
-    rounding,
-    tampered_fields,
-)
-from grpo_fn.replay.restore import Before, NoSampler, before, from_store, held, kept_of, metrics, put_back, restored
+from grpo_fn.core.json_lines import metrics_by_step
+from grpo_fn.core.types import Batch, Carried, Scores
+from grpo_fn.replay.diff import Recorded, Stored, Taken, beside, circumstances, explained, rounding, tampered
+from grpo_fn.replay.restore import Before, NoSampler, before, from_store, held, kept_of, put_back, restored
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
@@ -133,6 +125,7 @@ def build_replay(
     request = RunRequest(
         config_text=config.text,
         fingerprint=config.fingerprint,
+        hparams=config.hparams,
         run_dir=asked.run_dir,
         dry_run=False,
         ranks=1,
@@ -171,7 +164,7 @@ def repeat(
     wanted, here = lines.get(start, {}).get("weights"), run.policy.digests()["weights"]
     if wanted not in (None, here):
         story.first = [f"step {start}, weights: {wanted} recorded, {here} in the checkpoint"]
-    figures = metrics(asked.run_dir)
+    figures = metrics_by_step(asked.run_dir, torn_end=True)
     for step in range(start + 1, asked.step + 1):
         if step == asked.step and asked.overrides:
             story.before = before(run.policy, run.sampler, carried)

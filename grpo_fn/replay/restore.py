@@ -1,6 +1,5 @@
 """What a run recorded of its steps, and the state before one of them, brought back into memory."""
 
-import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,19 +26,7 @@ from grpo_fn.trainer.run import TrainingRun
 from grpo_fn.trainer.state import unpack_carried
 
 
-def metrics(run_dir: Path) -> dict[int, dict[str, float | None]]:
-    """The figures of every step that metrics.jsonl holds; what cannot be read is not there."""
-    path, found = run_dir / "metrics.jsonl", {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:  # the run is writing it
-            continue
-        found[row.pop("step")] = row
-    return found
-
-
-def kept_of(run_dir: Path, step: int, width: int) -> StoredRollout | None:
+def kept_of(run_dir: Path, step: int, width: int) -> Stored | None:
     """The stored rollout of a step, padded to the width that it had; None when there is none.
 
     Raises ValueError for one that cannot be read.

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from einops import rearrange
 
+from grpo_fn.core.partials import unwrapped
 from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Rollout
 
@@ -67,20 +67,13 @@ TAKEN = {"mean", "std", "min", "max", "correct_rate", "invalid"}
 def part_names(parts: Sequence[RewardFn]) -> list[str]:
     """The functions' names, `module.name` where two share one or the name is taken; an object has its class's name.
 
-    A wrapper goes by the name of what it wraps: a partial is one when its only function among the knobs is `reward`.
+    A wrapper goes by the name of what it wraps, as `unwrapped` has it.
     Raises ValueError when two parts are one function.
     """
-    bare = [_unwrapped(fn) for fn in parts]
+    bare = [unwrapped(fn) for fn in parts]
     short = [getattr(fn, "__name__", type(fn).__name__) for fn in bare]
     clash = TAKEN | {name for name, times in Counter(short).items() if times > 1}
     names = [f"{fn.__module__}.{name}" if name in clash else name for fn, name in zip(bare, short, strict=True)]
     if len(set(names)) != len(names):
         raise ValueError(f"reward parts: got {names}, wanted different functions")
     return names
-
-
-def _unwrapped(fn: Any) -> Any:
-    while isinstance(fn, partial):
-        functions = [knob for knob, value in fn.keywords.items() if callable(value)]
-        fn = fn.keywords["reward"] if functions == ["reward"] else fn.func
-    return fn

@@ -1,9 +1,9 @@
 """Rewards around rewards: a timeout for one of them, one reward for each task of a mixture."""
 
 from collections.abc import Awaitable, Mapping
-from functools import partial
 from typing import Any
 
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 
 
@@ -26,10 +26,10 @@ def seconds_of(fn: Any) -> float | None:
     that are not more than 0.
     """
     found = []
-    while isinstance(fn, partial):
-        if fn.func is with_timeout:
-            found.append(fn.keywords["seconds"])
-        fn = fn.keywords.get("reward")
+    while fn is not None:
+        function, knobs = function_and_knobs(fn)
+        found += [knobs["seconds"]] if function is with_timeout else []
+        fn = knobs.get("reward")
     for seconds in found:
         if not seconds > 0:
             raise ValueError(f"wrappers.with_timeout seconds: got {seconds}, wanted more than 0")

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
-from grpo_fn.core.problem import Completion, Problem, verdict_name
+from grpo_fn.core.json_lines import json_object
+from grpo_fn.core.problem import Completion, Problem, word
 from grpo_fn.shell.reward_workers.worker_handle import Outcome
 
 PIECE = 2**16  # bytes read at once
@@ -68,7 +69,7 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
     cannot do without. Raises ValueError that says where, for a line that is not such a row and for a row that has one
     of the names that `annotate_row` adds with this suffix.
     """
-    row = _object(where, line)
+    row = json_object(where, line, wanted="an object with 'completion'")
     seen = _renamed(row)
     for name in verdict_names(suffix):
         if name in row:
@@ -96,16 +97,6 @@ def annotate_row(line: bytes, outcome: Outcome, *, suffix: str) -> bytes:
 def verdict_names(suffix: str) -> list[str]:
     """The fields that a verdict adds to a row."""
     return [name + suffix for name in ("verdict", "score", "reason", "seconds")]
-
-
-def _object(where: str, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: got {line[:80]!r}, wanted a JSON object in UTF-8: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: got a JSON {type(row).__name__}, wanted an object with 'completion'")
-    return row
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,19 +1,14 @@
-"""This process: stop requests by signal, helper threads, and the C library's memory."""
+"""This process: stop requests by signal, and the C library's memory."""
 
 import ctypes
 import os
 import signal
-from collections.abc import Callable
-from threading import Event, Thread
 from types import FrameType
-
-import torch
 
 # EX_TEMPFAIL of sysexits.h: everything is saved, the same command goes on from here.
 EXIT_STOPPED = 75
 # A rule of sections.Health.stop fired: everything is saved, and a person should look before the same command goes on.
 EXIT_UNHEALTHY = 76
-SETTLED = 10.0  # seconds; a thread that has begun needs microseconds
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of the GNU C library's malloc.h
 
 
@@ -48,26 +43,6 @@ class StopRequest:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
-
-
-def helper(work: Callable[[], object], *, name: str) -> Thread:
-    """A started thread that does `work`, in which torch computes without a team; it does not keep the process alive.
-
-    Threads that come later get as many threads of torch's as they would have got.
-    """
-    threads, alone = torch.get_num_threads(), Event()
-
-    def begin() -> None:
-        torch.get_num_threads()  # the first call of a thread sets its number to that of all
-        torch.set_num_threads(1)  # here, and for threads yet to come
-        alone.set()
-        work()
-
-    thread = Thread(target=begin, name=name, daemon=True)
-    thread.start()
-    alone.wait(SETTLED)
-    torch.set_num_threads(threads)
-    return thread
 
 
 def keep_freed_memory() -> None:

@@ -1,19 +1,12 @@
 """Readers of rows: JSON lines, parquet and hub data sets, with errors that name file and line."""
 
 import importlib
-import json
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
 
-
-class Row(NamedTuple):
-    """One object of the file and where it stands, as `file:line`."""
-
-    where: str
-    value: dict[str, Any]
+from grpo_fn.core.json_lines import Row, json_rows
 
 
 def jsonl_rows(folder: Path, name: str, *, fields: Sequence[str]) -> list[Row]:
@@ -38,18 +31,13 @@ def jsonl_rows(folder: Path, name: str, *, fields: Sequence[str]) -> list[Row]:
 
 def json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
     """The objects of a file, one a line, as they are read; `fields` is what an error says they should hold."""
-    empty = True
+    row = None
     try:
-        # newline: without it a line would also end at separators that JSON allows inside a string. A byte-order mark,
-        # which some editors put in front, is no part of the first line.
-        with path.open(encoding="utf-8-sig", newline="\n") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    empty = False
-                    yield _row(f"{path}:{number}", line.strip(), fields)
+        for row in json_rows(path, wanted=f"an object with {', '.join(fields)}"):
+            yield row
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: got a file that cannot be read, wanted UTF-8 text: {error}") from error
-    if empty:
+    if row is None:
         raise ValueError(f"{path}: got an empty file, wanted one JSON object a line")
 
 
@@ -72,16 +60,6 @@ def listing(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     shown = ", ".join(names[:10]) or "nothing"
     return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
-
-
-def _row(where: str, line: str, fields: Sequence[str]) -> Row:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: got {line[:80]!r}, wanted JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}: got a JSON {type(value).__name__}, wanted an object with {', '.join(fields)}")
-    return Row(where, value)
 
 
 def file(fields: Sequence[str], *, path: str) -> Iterator[Row]:

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
+from grpo_fn.core import sampling
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.shell.checkpoint import store
-from grpo_fn.shell.logging.stopwatch import ErrorContext
-from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.shell.logging.stopwatch import noting
+from grpo_fn.shell.reward_workers.reward_pool import Interrupted, RewardPool
 from grpo_fn.shell.sampler.interface import EngineSampler
-from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.world import World
+from grpo_fn.trainer.background import ShouldStop
 from grpo_fn.trainer.loggers import RunLoggers
 from grpo_fn.trainer.recording import record_evaluation, report_findings
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
@@ -32,16 +34,12 @@ ROUND = 0.5  # seconds between two looks at whether to stop, while one waits
 
 @contextmanager
 def open_evaluator(
-    make: Callable[[], EngineSampler],
-    token_sampler: TokenSampler,
-    pool: Callable[[], RewardPool],
-    key: Tensor,
-    world: World,
+    make: Callable[[], EngineSampler], pool: Callable[[], RewardPool], key: Tensor, world: World
 ) -> Iterator[AsyncEvaluator]:
-    """The evaluator while the run goes on. `make` starts the engine: a sampler of greedy answers, as a dataclass."""
-    greedy = world.together(make, what="starting the evaluator")
-    with closing(greedy):
-        yield AsyncEvaluator(greedy, greedy.for_evaluation(token_sampler), pool, key)
+    """The evaluator while the run goes on. `make` starts the engine."""
+    sampler = world.together(make, what="starting the evaluator")
+    with closing(sampler):
+        yield AsyncEvaluator(sampler, pool, key)
 
 
 class EvaluationResult(NamedTuple):
@@ -51,19 +49,27 @@ class EvaluationResult(NamedTuple):
     complaints: list[str]  # of judges, on rows that were lost
 
 
-def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator) -> EvaluationResult:
-    """The evaluation itself, on the main rank alone. Its workers begin and end with it: they live in its thread."""
+def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator, should_stop: ShouldStop) -> EvaluationResult:
+    """The evaluation itself, on the main rank alone. Its workers begin and end with it: they live in its thread.
+
+    Raises Interrupted once `should_stop` says so: it is asked after every completion and every few rows of a grader.
+    """
     how = run.settings.evaluation
+
+    def check(problem: Problem, completion: Completion) -> None:
+        if should_stop():
+            raise Interrupted(f"evaluation: got a request to stop at problem {problem.uid}")
+
     with evaluator.pool() as pool:
         judged = evaluate(
-            evaluator.greedy,
-            evaluator.sampled,
+            evaluator.sampler.for_evaluation(sampling.greedy, finished=check),
+            evaluator.sampler.for_evaluation(how.token_sampler, finished=check),
             run.held_out,
             key=evaluator.key,
-            judges=run.settings.evaluation.graders,
+            judges=how.graders,
             samples=how.samples,
             answer=how.extract_answer,
-            score=pool.score,
+            score=partial(pool.score, should_stop=should_stop),
         )
         return EvaluationResult(judged, [*pool.complaints])
 
@@ -109,8 +115,8 @@ def finish_evaluations(run: TrainingRun, progress: Progress, loggers: RunLoggers
 
 def begin_evaluation(run: TrainingRun, step: int, loggers: RunLoggers) -> None:
     """Push the policy's weights, which are those of `step`, and have the questions asked; every rank takes part."""
-    loggers.evaluator.greedy.load(run.policy)
-    loggers.background.begin(f"evaluation of step {step}", partial(run_evaluation, run, loggers.evaluator))
+    loggers.evaluator.sampler.load(run.policy)
+    loggers.background.start_task(f"evaluation of step {step}", partial(run_evaluation, run, loggers.evaluator))
 
 
 def record_if_done(
@@ -120,7 +126,7 @@ def record_if_done(
     if loggers.background.name is None:
         return []
     step, now = progress.pending[0], progress.state.step
-    figures = loggers.background.taken(partial(write_evaluation, run, step, now, loggers), patience=patience)
+    figures = loggers.background.poll_result(partial(write_evaluation, run, step, now, loggers), patience=patience)
     if figures is None:
         return []
     credit_score(progress, step, figures)

@@ -141,6 +141,7 @@ def open_and_prepare(
         request.run_dir,
         config_text=request.config_text,
         fingerprint=request.fingerprint,
+        hparams=request.hparams,
         force=request.force or not has_progress(request.run_dir),  # a start that failed has left nothing to lose
         need_bytes=checked.plan.need_bytes(),
     )
@@ -237,7 +238,7 @@ def build_evaluator(
         data=settings.data,
     )
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
-    return partial(open_evaluator, start, how.token_sampler, settings.rewards.pool, key, world)
+    return partial(open_evaluator, start, settings.rewards.pool, key, world)
 
 
 def step_algorithm(

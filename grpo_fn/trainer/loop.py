@@ -64,8 +64,8 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     """Log the plan and measure the policy before training; a checkpoint where that measurement is pending."""
     for line in run.plan:
         loggers.console.line(line)
-    tensorboard_layout.begin(loggers.writer, run.run_dir / "config.gin")
-    progress = evaluate_at_start(run, loggers)
+    tensorboard_layout.begin(loggers.writer, run.run_dir)
+    progress = begin(run, loggers)
     if progress.pending:
         with loggers.clock.span("checkpoint"):
             save_checkpoint(run, progress, loggers)

@@ -1,6 +1,6 @@
 """TrainingRun: the pieces of a run, put together by `build`, used by the loop and by replay."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ class RunRequest:
 
     config_text: str
     fingerprint: str
+    hparams: Mapping[str, int | float | str]  # the knobs, for people to compare runs by
     run_dir: Path
     dry_run: bool
     ranks: int  # that a dry run is asked about, evenly on so many hosts
@@ -36,10 +37,9 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class AsyncEvaluator:
-    """Two samplers on one engine, which the training does not need, and workers of its own for the graders."""
+    """A sampler whose engine the training does not need, and workers of its own for the graders."""
 
-    greedy: EngineSampler
-    sampled: EngineSampler
+    sampler: EngineSampler
     pool: Callable[[], RewardPool]
     key: Tensor
 

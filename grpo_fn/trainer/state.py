@@ -1,6 +1,5 @@
 """What a run keeps besides its policy, and how it comes back after it stopped or died."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fn.analysis import health
+from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Gains, Groups, Reward, Rollout, RunState
 from grpo_fn.shell.checkpoint import store
@@ -35,14 +35,14 @@ class Progress:
 
 def read_history(run_dir: Path) -> list[health.Line]:
     """What the rules of health remember of a run, from its metrics.jsonl."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
-    return health.trim_history([health.history_line(row.pop("step"), row) for row in rows])
+    rows = metrics_by_step(run_dir, torn_end=False)
+    return health.kept([health.line(step, row) for step, row in rows.items()])
 
 
 def figures_of(run_dir: Path, step: int) -> dict[str, float]:
     """The figures of a step in metrics.jsonl; none where it has no line."""
-    rows = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines())
-    return next((health.history_line(step, row) for row in rows if row.pop("step") == step), {})
+    row = metrics_by_step(run_dir, torn_end=False).get(step)
+    return {} if row is None else health.line(step, row)
 
 
 def has_progress(run_dir: Path) -> bool:

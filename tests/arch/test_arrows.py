@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "grpo_fn"
 
 PURE = {"core", "algo", "rewards", "tasks", "analysis"}
 SCIENCE = {"core", "rewards", "tasks"}  # what the shell may know
-BASE = {"shell.world", "shell.process", "shell.atomic_io", "shell.background"}
+BASE = {"shell.world", "shell.process", "shell.atomic_io", "shell.background_worker"}
 MAY_IMPORT = {
     "core": set(),
     "algo": {"core"},
@@ -66,9 +66,19 @@ IMPURE = set(  # noqa: C405
         "psutil",
     ]
 )
-READS_FILES = {"tasks", "rewards"}  # these may use pathlib and json
+READS_FILES = {"tasks", "rewards", "core.json_lines"}  # these may use pathlib and json
 # Reward workers and --help start without torch, and so does what looks at machines on which it may be broken.
-NO_TORCH = {"core.problem", "command_line", "run", "score", "eval.__main__", "replay.__main__", "doctor"}
+NO_TORCH = {
+    "core.problem",
+    "core.json_lines",
+    "core.partials",
+    "command_line",
+    "run",
+    "score",
+    "eval.__main__",
+    "replay.__main__",
+    "doctor",
+}
 TORCH_IN_DOCTOR = {"doctor.probe_devices", "doctor.probe_transformers", "doctor.probe_vllm"}  # a process of their own
 GIN = {"config.parse"}  # the only module that imports gin
 
@@ -121,7 +131,7 @@ def wrong_arrows(name: str, source: str) -> list[str]:
         where = f"{name}:{line}: "
         if target.startswith("grpo_fn.") and not allowed(package, target.removeprefix("grpo_fn.")):
             wrong.append(f"{where}{package} imports {target}")
-        files = {"pathlib", "json"} if package in READS_FILES else set()
+        files = {"pathlib", "json"} if under(name, READS_FILES) else set()
         if package in PURE and under(target, IMPURE - files):
             wrong.append(f"{where}{package} is pure and imports {target}")
         if under(name, NO_TORCH) and name not in TORCH_IN_DOCTOR and under(target, {"torch"}):
@@ -183,6 +193,7 @@ def test_the_package_itself_imports_nothing() -> None:
         ("algo.step", "import torch.distributed as d", "algo.step:1: algo is pure and imports torch.distributed"),
         ("analysis.health", "import tensorboard", "analysis.health:1: analysis is pure and imports tensorboard"),
         ("rewards.math", "import transformers", "rewards.math:1: rewards is pure and imports transformers"),
+        ("core.json_lines", "import os", "core.json_lines:1: core is pure and imports os"),
         ("core.problem", "import torch", "core.problem:1: it has to start without torch and imports torch"),
         ("doctor.checks", "import torch.nn", "doctor.checks:1: it has to start without torch and imports torch.nn"),
         ("train", "import gin", "train:1: imports gin, which only config.parse may"),
@@ -207,6 +218,7 @@ def test_a_wrong_arrow_is_seen(name: str, source: str, complaint: str) -> None:
         ("algo.step", "from grpo_fn.algo import metrics\nfrom grpo_fn.core.types import Batch\nimport functools"),
         ("tasks.gsm8k", "import json\nfrom pathlib import Path\nfrom grpo_fn.tasks.task import Task"),
         ("train", "import os\nfrom grpo_fn.shell.policy import fsdp\nfrom grpo_fn.algo.step import Algorithm"),
+        ("core.json_lines", "import json\nfrom pathlib import Path"),
         ("config.parse", "import gin\nfrom gin import config_parser"),
         ("algo.metrics", "import originals_of_os\nfrom torch import nn"),
         ("testing.texts", "import hypothesis.strategies as st\nfrom grpo_fn.shell.reward_workers import reward_pool"),

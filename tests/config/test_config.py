@@ -468,6 +468,54 @@ def test_the_dump_needs_no_include_and_keeps_macros() -> None:
     assert load_text(config.text).text == config.text
 
 
+def test_macros_in_the_table_of_knobs_are_what_they_stand_for_and_strings_are_left_alone() -> None:
+    text = f"""{RUN}
+LR = 1e-05
+INNER = %LR
+fm.root.extra = {{"z": [%INNER, '%LR', @a/fm.shift, None], 1: (%STEPS,)}}
+a/fm.shift.by = 'a %STEPS = "b"'
+fm.shift.by = 1e999
+fm.anything.value = %NOWHERE
+b/fm.anything.value = [%CIRCLE]
+CIRCLE = [%CIRCLE]
+"""
+    found = load_text(text).hparams
+    assert found == {
+        "a/fixture_module.shift.by": 'a %STEPS = "b"',
+        "b/fixture_module.anything.value": "[[%CIRCLE]]",
+        "fixture_module.anything.value": "%NOWHERE",
+        "fixture_module.objective.beta": 0.5,
+        "fixture_module.objective.token_loss": "@fixture_module.scale",
+        "fixture_module.root.advantage": "@fixture_module.plain",
+        "fixture_module.root.extra": "{'z': [1e-05, '%LR', @a/fixture_module.shift, None], 1: (10, )}",
+        "fixture_module.root.objective": "@fixture_module.objective",
+        "fixture_module.root.rate": 1e-6,
+        "fixture_module.root.steps": 10,
+        "fixture_module.root.task": "@fixture_module.task()",
+        "fixture_module.scale.factor": 2,
+        "fixture_module.scale.offset": 3,
+        "fixture_module.shift.by": "1e999",
+        "fixture_module.task.size": 3,
+    }
+    assert list(found) == sorted(found)
+
+
+@given(st.text(st.characters(codec="utf-8")) | st.integers() | st.floats(allow_nan=False, allow_infinity=False))
+def test_every_number_and_string_is_itself_in_the_table_of_knobs(value: str | float) -> None:
+    text = f"{HEADER}X = {source_text(value)}\nfm.anything.value = %X\n"
+    (found,) = load_text(text, root="fixture_module.anything").hparams.values()
+    assert (type(found), found) == (type(value), value)
+
+
+def test_every_knob_of_a_real_configuration_is_in_the_table() -> None:
+    found = load(["run/arithmetic.gin"], ["STEPS=3"]).hparams
+    assert found["train.train.steps"] == 3
+    assert found["mesh.Parallelism.reshard_after_forward"] == "True"
+    assert found["train.train.policy"] == "@sections.Policy()"
+    assert found["sections.Policy.optimizer"] == "@optimizer.adamw"
+    assert not any("%" in str(value) for value in found.values())
+
+
 def test_modules_that_share_a_last_name_keep_apart_in_the_dump() -> None:
     text = (
         f"{HEADER}from json import decoder\nfrom xml.dom import minidom as decoder2\nimport json.encoder\n"
@@ -569,6 +617,7 @@ def test_launch_receives_the_frozen_configuration(monkeypatch: pytest.MonkeyPatc
     assert got == {
         "config_text": config.text,
         "fingerprint": config.fingerprint,
+        "hparams": config.hparams,
         "run_dir": Path("d"),
         "ranks": 1,
         "hosts": 1,

@@ -114,12 +114,12 @@ def test_a_step_whose_length_trl_did_not_log_is_refused() -> None:
 @given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=6), st.integers(0, 1))
 def test_the_evaluation_that_ends_a_run_of_ours_is_in_no_step(seconds: list[float], warm_up: int) -> None:
     lines = [
-        {"step": n, "time/total": s, "time/train": s / 2, "generation/rows": 8.0, "generation/tokens": 16.0}
-        for n, s in enumerate([1.0, *seconds])
+        {"time/total": s, "time/train": s / 2, "generation/rows": 8.0, "generation/tokens": 16.0}
+        for s in [1.0, *seconds]
     ]
-    plain = bench_sides.of_ours("\n".join(map(json.dumps, lines)), warm_up, USED)
+    plain = bench_sides.of_ours(dict(enumerate(lines)), warm_up, USED)
     lines[-1] |= {"time/total": seconds[-1] + 7.0, "time/evaluate": 7.0}
-    judged = bench_sides.of_ours("\n".join(map(json.dumps, lines)), warm_up, USED)
+    judged = bench_sides.of_ours(dict(enumerate(lines)), warm_up, USED)
     assert plain.seconds == seconds[warm_up:]
     assert judged.seconds == pytest.approx(plain.seconds)
     assert judged.phases == {"time/train": [s / 2 for s in seconds[warm_up:]]}

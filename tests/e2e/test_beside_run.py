@@ -77,7 +77,7 @@ class Coming:
         def asked(*args: Any) -> Any:
             left[0] = self.looks
             free.clear()
-            while self.looks and not free.wait(0.01):  # in pieces: a thread that waits cannot be given up
+            while self.looks and not free.wait(0.01) and not args[-1]():  # until it is to stop
                 pass
             return ask(*args)
 
@@ -105,7 +105,7 @@ class Never:
 
         def asked(*args: Any) -> Any:
             self.left -= 1
-            while self.left < 0:
+            while self.left < 0 and not args[-1]():  # until it is to stop
                 time.sleep(0.01)
             return ask(*args)
 

@@ -121,7 +121,7 @@ def test_the_tab_hparams_has_the_run_its_knobs_and_its_end(rich: Path) -> None:
     content = pages(rich).PluginTagToContent("hparams")
     started = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     knobs = {name: value.string_value or value.number_value for name, value in started.hparams.items()}
-    assert knobs == {name: value or 0.0 for name, value in hparams((rich / "config.gin").read_text()).items()}
+    assert knobs == {name: value or 0.0 for name, value in hparams(rich).items()}
     assert knobs["train.train.steps"] == 6
     assert metadata.SESSION_END_INFO_TAG in content
     assert {*MEASURES} <= {*board(rich).Tags()["scalars"]}

@@ -159,7 +159,7 @@ def test_a_run_folder_stands_for_its_newest_evaluation(tmp_path: Path, capsys: p
     ("text", "error"),
     [
         ("", "got no rows"),
-        ("{oops\n", "bad.jsonl:1: got '{oops', wanted JSON"),
+        ("{oops\n", "bad.jsonl:1: got '{oops', wanted a JSON object"),
         ("[1]\n", "bad.jsonl:1: got a JSON list, wanted an object"),
         ('{"uid": 1}\n', "got row 1 without prompt, answer, scores, text"),
     ],

@@ -69,9 +69,9 @@ def other(whole: Path, tmp_path: Path) -> Path:
     shutil.copytree(whole, path, ignore=shutil.ignore_patterns("checkpoints", "model", "summary.json"))
     lines = (whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (path / "metrics.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:40])
-    text = (path / "config.gin").read_text()
-    assert "optimizer.adamw.lr = 0.001" in text
-    (path / "config.gin").write_text(text.replace("optimizer.adamw.lr = 0.001", "optimizer.adamw.lr = 0.002"))
+    text = (path / "run.json").read_text()
+    assert '"optimizer.adamw.lr": 0.001' in text
+    (path / "run.json").write_text(text.replace('"optimizer.adamw.lr": 0.001', '"optimizer.adamw.lr": 0.002'))
     with open(path / "log.txt", "a") as log:
         log.write("2026-01-31 12:00:00 health, kl_high: loss/kl is 0.7 at step 4, above 0.5: <b>look</b>\n")
     return path
@@ -156,7 +156,7 @@ def test_samples_are_those_with_the_largest_and_smallest_advantages(whole: Path,
 
 def test_a_run_that_has_only_begun_has_a_page(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    shutil.copy(whole / "config.gin", tmp_path / "new")
+    shutil.copy(whole / "run.json", tmp_path / "new")
     page = made([tmp_path / "new"], tmp_path)
     assert page.under("run")[0]["steps"] == "0 of 6"
     assert page.text.count("not measured") == len(tool.CURVES)
@@ -186,7 +186,7 @@ def _hold(lock: Path, ready, done) -> None:
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (["nowhere"], "got nowhere without config.gin, wanted a run folder"),
+        (["nowhere"], "got nowhere without run.json, wanted a run folder"),
         (["RUN", "RUN"], "got 2 runs of which some are the same, wanted each once"),
         (["RUN", "--samples", "-1"], "--samples: got -1, wanted at least 0"),
     ],
@@ -203,7 +203,7 @@ def test_bad_input_is_one_line(
 def test_a_broken_line_inside_is_refused_and_a_torn_last_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0, "a": null}\n{"st')
-    assert [row["step"] for row in tool.metrics(path)] == [0.0]
+    assert [row["step"] for row in tool.metrics(tmp_path)] == [0.0]
     path.write_bytes(b'{"step": 0}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 .*, wanted a JSON object with a step"):
-        tool.metrics(path)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, wanted a JSON object with a step"):
+        tool.metrics(tmp_path)

@@ -320,8 +320,8 @@ def test_a_line_separator_inside_a_question_does_not_cut_the_line(tmp_path):
     [
         ([], r"train\.jsonl: got an empty file"),
         (["", " "], r"train\.jsonl: got an empty file"),
-        ([*GOOD, "{oops"], r"train\.jsonl:4: got '\{oops', wanted JSON"),
-        (["[" * 100_000], r"train\.jsonl:1: got .*wanted JSON"),
+        ([*GOOD, "{oops"], r"train\.jsonl:4: got '\{oops', wanted a JSON object"),
+        (["[" * 100_000], r"train\.jsonl:1: got .*wanted a JSON object"),
         ([GOOD[0], "", "[1]"], r"train\.jsonl:3: got a JSON list, wanted an object with question, answer"),
         ([{"question": "?"}], r"train\.jsonl:1: got the fields question, wanted text in 'answer'"),
         ([{"question": 3, "answer": "#### 1"}], r"train\.jsonl:1: got the fields question, answer, wanted text in 'qu"),

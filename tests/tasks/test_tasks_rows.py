@@ -269,7 +269,7 @@ def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_rows(tmp_pat
         ("a.csv", b"q,a", r"path: got .*a\.csv, wanted a file that ends in \.jsonl, \.json, \.parquet"),
         ("a.jsonl", b"", r"a\.jsonl: got an empty file"),
         ("a.jsonl", b"\xff", r"a\.jsonl: got a file that cannot be read, wanted UTF-8"),
-        ("a.jsonl", b'{"q": 1}\n[', r"a\.jsonl:2: got '\[', wanted JSON"),
+        ("a.jsonl", b'{"q": 1}\n[', r"a\.jsonl:2: got '\[', wanted a JSON object"),
         ("a.json", b'[{"q": 1}]', r"a\.json:1: got a JSON list, wanted an object with q"),
         ("b.jsonl", b"{}", r"path: got .*a\.jsonl, which is no file, wanted one; .* has: b\.jsonl"),
     ],

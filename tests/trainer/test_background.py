@@ -15,7 +15,7 @@ from crew import CPU, crew
 from hypothesis import given
 
 from grpo_fn.shell.world import Elsewhere, World, alone
-from grpo_fn.trainer.background import Background
+from grpo_fn.trainer.background import Background, ShouldStop
 
 ALONE = alone(CPU)
 FOREVER = 60.0
@@ -31,8 +31,8 @@ def first(value: Any, seconds: float) -> tuple[Any]:
 
 
 def waited(background: Background, take: Callable[[Any, float], Any] = first) -> Any:
-    """What `taken` returns in the end."""
-    while (made := background.taken(take, patience=0.05)) is None:
+    """What `poll_result` returns in the end."""
+    while (made := background.poll_result(take, patience=0.05)) is None:
         pass
     return made
 
@@ -40,28 +40,28 @@ def waited(background: Background, take: Callable[[Any, float], Any] = first) ->
 @given(st.lists(values, max_size=4))
 def test_every_work_comes_back_once_and_in_its_turn(brought: list[Any]) -> None:
     with Background(ALONE, deadline=FOREVER) as background:
-        assert background.taken(first, patience=0.0) is None
+        assert background.poll_result(first, patience=0.0) is None
         for value in brought:
-            background.begin(f"work on {value!r}", partial(lambda value: value, value))
+            background.start_task(f"work on {value!r}", partial(lambda value, should_stop: value, value))
             assert waited(background) == (value,)
             assert background.name is None
-            assert background.taken(first, patience=0.0) is None
+            assert background.poll_result(first, patience=0.0) is None
 
 
 def test_it_goes_on_beside_and_says_how_long_it_took() -> None:
     gate, at = threading.Event(), []
 
-    def work() -> str:
+    def work(should_stop: ShouldStop) -> str:
         at.append(threading.current_thread())
         gate.wait(FOREVER)
         return "done"
 
     with Background(ALONE, deadline=FOREVER) as background:
-        background.begin("the work", work)
+        background.start_task("the work", work)
         began = time.monotonic()
-        assert background.taken(first, patience=0.2) is None
+        assert background.poll_result(first, patience=0.2) is None
         assert 0.2 <= time.monotonic() - began < 5.0  # waited, and not for all of it
-        assert background.taken(first, patience=0.0) is None
+        assert background.poll_result(first, patience=0.0) is None
         assert background.name == "the work"
         gate.set()
         taken = []
@@ -74,31 +74,31 @@ def test_it_goes_on_beside_and_says_how_long_it_took() -> None:
 def test_there_are_never_two_at_once() -> None:
     gate = threading.Event()
     with Background(ALONE, deadline=FOREVER) as background:
-        background.begin("the first", lambda: gate.wait(FOREVER))
+        background.start_task("the first", lambda should_stop: gate.wait(FOREVER))
         with pytest.raises(RuntimeError, match="got the second to begin beside the first, wanted one at a time"):
-            background.begin("the second", int)
+            background.start_task("the second", bool)
         gate.set()
         assert waited(background) == (True,)  # the first has not been touched
 
 
 @pytest.mark.parametrize("raised", [ValueError("bad row"), TimeoutError("a socket's own")])
 def test_what_it_raises_comes_out_with_its_name(raised: Exception) -> None:
-    def work() -> None:
+    def work(should_stop: ShouldStop) -> None:
         raise raised
 
     with Background(ALONE, deadline=FOREVER) as background:
-        background.begin("evaluation of step 7", work)
+        background.start_task("evaluation of step 7", work)
         with pytest.raises(type(raised), match=str(raised)) as caught:
             waited(background)
         assert caught.value is raised
         assert caught.value.__notes__[-1] == "in the evaluation of step 7, beside the training"
-        background.begin("evaluation of step 8", lambda: 8)
+        background.start_task("evaluation of step 8", lambda should_stop: 8)
         assert waited(background) == (8,)
 
 
 def test_an_exit_in_it_ends_nothing_but_the_work() -> None:
     with Background(ALONE, deadline=FOREVER) as background:
-        background.begin("evaluation of step 7", lambda: sys.exit("no engine"))
+        background.start_task("evaluation of step 7", lambda should_stop: sys.exit("no engine"))
         with pytest.raises(RuntimeError, match="the evaluation of step 7 ended by SystemExit: no engine"):
             waited(background)
 
@@ -108,7 +108,7 @@ def test_what_is_raised_as_it_is_taken_comes_out_too() -> None:
         raise OSError(f"no space for {value}")
 
     with Background(ALONE, deadline=FOREVER) as background:
-        background.begin("evaluation of step 7", lambda: 3)
+        background.start_task("evaluation of step 7", lambda should_stop: 3)
         with pytest.raises(OSError, match="no space for 3"):
             waited(background, take)
         assert background.name is None
@@ -118,35 +118,33 @@ def test_a_hang_meets_the_deadline_and_is_named() -> None:
     hung = threading.Event()
     with Background(ALONE, deadline=0.3) as background:
         began = time.monotonic()
-        background.begin("evaluation of step 7", partial(stuck, hung))
+        background.start_task("evaluation of step 7", partial(stuck, hung))
         with pytest.raises(TimeoutError, match=r"got no result of the evaluation of step 7 within 0.3 s, wanted one"):
             waited(background)
         assert 0.3 <= time.monotonic() - began < 5.0
     assert hung.wait(5.0), "the thread is still there"
 
 
-def stuck(ended: threading.Event) -> None:
-    """Work without an end; says when it was ended all the same."""
-    try:
-        while True:
-            time.sleep(0.01)
-    finally:
-        ended.set()
+def stuck(ended: threading.Event, should_stop: ShouldStop) -> None:
+    """Work without an end but when it is to stop; says when that was."""
+    while not should_stop():
+        time.sleep(0.01)
+    ended.set()
 
 
 def test_the_deadline_is_looked_at_however_short_the_patience() -> None:
     with Background(ALONE, deadline=0.2) as background:
-        background.begin("the work", partial(stuck, threading.Event()))
+        background.start_task("the work", partial(stuck, threading.Event()))
         time.sleep(0.3)
         with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
-            background.taken(first, patience=0.0)
+            background.poll_result(first, patience=0.0)
 
 
 def test_what_was_over_in_time_is_taken_however_late_one_asks() -> None:
     with Background(ALONE, deadline=0.2) as background:
-        background.begin("the work", lambda: 5)
+        background.start_task("the work", lambda should_stop: 5)
         time.sleep(0.3)
-        assert background.taken(first, patience=0.0) == (5,)
+        assert background.poll_result(first, patience=0.0) == (5,)
 
 
 def test_an_interrupt_while_waiting_is_an_interrupt() -> None:
@@ -158,20 +156,21 @@ def test_an_interrupt_while_waiting_is_an_interrupt() -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with Background(ALONE, deadline=FOREVER) as background:
-            background.begin("the work", partial(stuck, ended))
+            background.start_task("the work", partial(stuck, ended))
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(KeyboardInterrupt):
-                background.taken(first, patience=10.0)
+                background.poll_result(first, patience=10.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
     assert ended.wait(5.0)
 
 
-def test_left_it_gives_up_what_is_at_work_and_soon() -> None:
-    ended, began = threading.Event(), time.monotonic()
+def test_left_it_stops_what_is_at_work_and_soon() -> None:
+    begun, ended, began = threading.Event(), threading.Event(), time.monotonic()
     with Background(ALONE, deadline=FOREVER) as background:
-        background.begin("the work", partial(stuck, ended))
+        background.start_task("the work", lambda should_stop: begun.set() or stuck(ended, should_stop))
+        assert begun.wait(FOREVER)
     assert ended.is_set()
     assert time.monotonic() - began < 5.0
 
@@ -185,14 +184,14 @@ from grpo_fn.shell.world import alone
 torch.set_num_threads(1)
 begun = threading.Event()
 
-def work():
+def work(should_stop):
     x, layer = torch.randn(64, 64), torch.nn.Linear(64, 64)
-    while True:
+    while not should_stop():
         layer(x)[torch.tensor([1, 2, 3])].tolist()
         begun.set()
 
 with Background(alone(torch.device("cpu")), deadline=60.0) as background:
-    background.begin("the work", work)
+    background.start_task("the work", work)
     begun.wait(60.0)
     time.sleep({seconds})
 sys.exit(75)
@@ -205,6 +204,27 @@ def test_the_exit_code_is_the_process_s_own_whatever_torch_is_at(seconds: float)
         [sys.executable, "-c", BUSY.format(seconds=seconds)], capture_output=True, text=True, timeout=100
     )
     assert (ended.returncode, ended.stderr) == (75, "")
+
+
+LOOKS_AT_NOTHING = """
+import sys, threading
+from grpo_fn.shell import background_worker
+from grpo_fn.shell.world import alone
+from grpo_fn.trainer.background import Background
+import torch
+
+background_worker.CLOSE_TIMEOUT = 0.2
+with Background(alone(torch.device("cpu")), deadline=60.0) as background:
+    background.start_task("the work", lambda should_stop: threading.Event().wait())
+sys.exit(75)
+"""
+
+
+def test_work_that_does_not_look_whether_to_stop_is_abandoned() -> None:
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", LOOKS_AT_NOTHING], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (75, "")
+    assert time.monotonic() - began < FOREVER
 
 
 @pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan")])
@@ -220,15 +240,15 @@ def heard(world: World, value: str, seconds: float) -> tuple[list[Any], int]:
     """What each look found until it was over, on this rank, and how often this rank worked."""
     ran, found = [], []
 
-    def work() -> str:
+    def work(should_stop: ShouldStop) -> str:
         ran.append(world.rank)
         time.sleep(seconds)
         return value
 
     with Background(world, deadline=FOREVER) as background:
-        background.begin("the work", work)
+        background.start_task("the work", work)
         while not found or found[-1] is None:
-            found.append(background.taken(first, patience=0.05))
+            found.append(background.poll_result(first, patience=0.05))
         return found, len(ran)
 
 
@@ -243,17 +263,17 @@ def test_every_rank_hears_the_same_and_the_main_one_alone_works() -> None:
 def failing(world: World, hang: bool) -> tuple[str, str, Any]:
     """The error on this rank, its text, and what the next work came to."""
 
-    def work() -> None:
+    def work(should_stop: ShouldStop) -> None:
         if hang:
-            stuck(threading.Event())
+            stuck(threading.Event(), should_stop)
         raise ValueError("bad row")
 
     with Background(world, deadline=0.3) as background:
-        background.begin("evaluation of step 7", work)
+        background.start_task("evaluation of step 7", work)
         try:
             waited(background)
         except Exception as error:
-            background.begin("evaluation of step 8", lambda: 8)
+            background.start_task("evaluation of step 8", lambda should_stop: 8)
             return type(error).__name__, str(error), waited(background)
     return "", "", None
 

@@ -7,16 +7,17 @@ answer in its place, and without an answer. Prints a markdown table; all figures
 """
 
 import argparse
-import json
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from math_verify import parse, verify
 
+from grpo_fn.core.json_lines import json_rows
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards import math
 from grpo_fn.rewards.format import last_box
@@ -65,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def gsm8k_rows(data: Path, count: int) -> list[Row]:
     """GSM8K's test set: the solution ends in `#### n`."""
     found = []
-    for number, line in enumerate((data / "gsm8k" / "test.jsonl").read_text().splitlines()[:count]):
-        row = json.loads(line)
+    for number, (_, row) in enumerate(islice(json_rows(data / "gsm8k" / "test.jsonl", wanted="a problem"), count)):
         gold, text = gsm8k.gold(row["answer"]), row["answer"]
         found += three(number, gold, text, text.replace("#### ", "#### 1"), text.partition("####")[0])
     return found
@@ -75,8 +75,7 @@ def gsm8k_rows(data: Path, count: int) -> list[Row]:
 def math_rows(data: Path, count: int) -> list[Row]:
     """MATH's test set: the solution holds a box."""
     found = []
-    for number, line in enumerate((data / "math" / "test.jsonl").read_text().splitlines()[:count]):
-        row = json.loads(line)
+    for number, (_, row) in enumerate(islice(json_rows(data / "math" / "test.jsonl", wanted="a problem"), count)):
         text, gold = row["solution"], row["answer"]
         box = last_box(text) or gold
         other = text.replace(f"{{{box}}}", f"{{{box}+1}}")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ import bench_work
 import psutil
 import torch
 import transformers
+
+from grpo_fn.core.json_lines import metrics_by_step
 
 TOOLS = Path(__file__).resolve().parent
 EVALUATION = "time/evaluate"
@@ -69,15 +72,15 @@ def ours(told: dict[str, Any], folder: Path, *, warm_up: int, threads: int, dead
     run = folder / "run"
     command = [sys.executable, "-m", "grpo_fn.run", "--gin_file", str(folder / "bench.gin"), "--run_dir", str(run)]
     used = watched(command, folder, run / "metrics.jsonl", threads=threads, deadline=deadline)
-    return of_ours((run / "metrics.jsonl").read_text(), warm_up, used)
+    return of_ours(metrics_by_step(run, torn_end=False), warm_up, used)
 
 
-def of_ours(metrics: str, warm_up: int, used: Used) -> Measured:
+def of_ours(metrics: Mapping[int, dict[str, float | None]], warm_up: int, used: Used) -> Measured:
     """What metrics.jsonl tells. time/total is from the end of one step's record to the end of the next one's.
 
     The evaluation that ends every run of ours is no part of a step: the other side has none.
     """
-    every = [line for line in map(json.loads, metrics.splitlines()) if line["step"] > 0]
+    every = [line for step, line in metrics.items() if step > 0]
     steps = every[warm_up:]
     phases = sorted({name for line in steps for name in line if name.startswith("time/")} - {"time/total", EVALUATION})
     return Measured(

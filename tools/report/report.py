@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import plots
 
+from grpo_fn.analysis import health
 from grpo_fn.analysis.html import page
+from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.shell.atomic_io import write_bytes
-from grpo_fn.shell.checkpoint.run_dir import LOCK
+from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.metrics_writer import cell
 from grpo_fn.shell.logging.tensorboard_layout import hparams
@@ -109,15 +111,15 @@ def named(paths: Sequence[Path]) -> list[str]:
 
 def read(path: Path, name: str, samples: int) -> Run:
     """All there is in the folder. Raises ValueError for one that is no run's."""
-    config, summary = path / "config.gin", path / "summary.json"
-    if not config.is_file():
-        raise ValueError(f"got {path} without config.gin, wanted a run folder")
+    summary = path / "summary.json"
+    if not (path / MARKER).is_file():
+        raise ValueError(f"got {path} without {MARKER}, wanted a run folder")
     step, rows = newest(path / "rollouts")
     return Run(
         name=name,
         path=path,
-        rows=metrics(path / "metrics.jsonl"),
-        knobs=hparams(config.read_text(encoding="utf-8")),
+        rows=metrics(path),
+        knobs=hparams(path),
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
         working=held(path / LOCK),
         warnings=warned(path / "log.txt"),
@@ -126,20 +128,9 @@ def read(path: Path, name: str, samples: int) -> Run:
     )
 
 
-def metrics(path: Path) -> list[dict[str, float]]:
+def metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl. A last line that is not whole is being written; another one raises ValueError."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            found.append({key: math.nan if value is None else float(value) for key, value in row.items()})
-            found[-1]["step"] = float(row["step"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if number == len(lines):
-                return found[: number - 1]
-            raise ValueError(f"got {path}:{number} {line[:80]!r}, wanted a JSON object with a step") from error
-    return found
+    return [health.line(step, row) for step, row in metrics_by_step(run_dir, torn_end=True).items()]
 
 
 def held(lock: Path) -> bool:

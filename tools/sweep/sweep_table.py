@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from sweep_runner import INTERRUPTED, STOPPED, UNHEALTHY, exit_file, folder, output
 from sweep_spec import Trial
 
+from grpo_fn.core.json_lines import metrics_by_step
+
 SEEDS = ("SEED", "train.train.seed")  # what a setting is repeated over
 
 
@@ -46,7 +48,7 @@ def outcome(out: Path, one: Trial, metric: str) -> Outcome:
         return Outcome(
             one, {UNHEALTHY: "unhealthy"}.get(ended, "unfinished" if ended in INTERRUPTED else "failed"), math.nan
         )
-    rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_by_step(where, torn_end=False).values()
     values = [row[metric] for row in rows if row.get(metric) is not None]
     return Outcome(one, "done", float(values[-1]) if values else math.nan)
 

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from grpo_fn.shell.atomic_io import NoSpace, check_space, finite_or_none, free_bytes, is_full, no_space
+from grpo_fn.shell.atomic_io import NoSpace, check_space, finite, free_bytes, is_full, no_space
+from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.checkpoint import store, tensor_shards
-from grpo_fn.shell.checkpoint.manifest import Entry, entry, pack_blobs, seal
-from grpo_fn.shell.process import helper
+from grpo_fn.shell.checkpoint.manifest import Entry, entry, packed, seal
 from grpo_fn.shell.world import GRACE, Elsewhere, LostRank, World
 
 T = TypeVar("T")
@@ -91,6 +91,7 @@ class AsyncSaver(AbstractContextManager):
         self._shares: tensor_shards.ShardPlan | None = None
         self._buffers: dict[MetadataIndex, Tensor] = {}
         self._step = 0  # of the one that is being written
+        self._worker = BackgroundWorker("checkpoint", timeout=None, torch_threads=1)
         self._writing: Future[None] | None = None
 
     def save(
@@ -122,8 +123,8 @@ class AsyncSaver(AbstractContextManager):
         except BaseException:
             self._discard()
             raise
-        self._writing, self._step = Future(), step
-        helper(partial(_finish, self._writing, partial(self._write, job)), name="checkpoint")
+        self._step = step
+        self._writing = self._worker.submit(self._write, job, what=f"the checkpoint of step {step}")
         return SaveTiming(waited=free - begun, staged=time.perf_counter() - free)
 
     @property
@@ -137,24 +138,16 @@ class AsyncSaver(AbstractContextManager):
 
         NoSpace when a disk is full, LostRank when a rank is gone or it takes longer than the world's deadline.
         """
-        if self._writing is None:
-            return
         try:
-            self._writing.result(self.world.deadline + GRACE if isfinite(self.world.deadline) else None)
+            self._worker.wait(timeout=self.world.deadline + GRACE if isfinite(self.world.deadline) else None)
         except TimeoutError as error:
-            if self._writing.done():
-                raise
             raise LostRank(
                 f"rank {self.world.rank} of {self.world.size} waited for the checkpoint of step {self._step} to be "
                 f"written, wanted at most {self.world.deadline:g} s"
             ) from error
-        finally:
-            if self._writing.done():
-                self._writing = None
-
-    def close(self) -> None:
-        """Wait for the last one."""
-        self.wait()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
@@ -163,6 +156,8 @@ class AsyncSaver(AbstractContextManager):
             if error is None:
                 raise
             error.add_note(f"and the checkpoint that was being written failed: {also}")
+        finally:
+            self._worker.shutdown(wait=False)  # a rank that lost another one does not wait for it again
 
     def _prepare(self, job: SaveJob, tensors: Mapping[str, Tensor], blobs: Mapping[str, Any]) -> None:
         """Check, make the folder, copy the blobs, and agree with the others on who writes which piece."""
@@ -259,13 +254,6 @@ class AsyncSaver(AbstractContextManager):
         if troubles:
             raise Elsewhere("; ".join(f"rank {rank}: {trouble.text}" for rank, trouble in troubles.items()))
         return [value for value, _ in brought]
-
-
-def _finish(future: Future[None], work: Callable[[], None]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _trouble(error: Exception, job: SaveJob) -> Trouble:

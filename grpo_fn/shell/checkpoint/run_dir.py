@@ -1,13 +1,14 @@
 """The run folder: whose it is, who is in it, and what configuration made it.
 
-config.gin, run.json (what the folder answers to), run.lock, metrics.jsonl, log.txt, summary.json, and the folders
-tensorboard, rollouts, checkpoints, model.
+config.gin, run.json (what the folder answers to, and the knobs as a table), run.lock, metrics.jsonl, log.txt,
+summary.json, and the folders tensorboard, rollouts, checkpoints, model.
 """
 
 import difflib
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_fn.shell.atomic_io import check_space, write_bytes, write_json
@@ -22,7 +23,15 @@ SHOWN = 10
 _held: dict[Path, int] = {}
 
 
-def open_run(run_dir: Path, *, config_text: str, fingerprint: str, force: bool, need_bytes: int) -> bool:
+def open_run(
+    run_dir: Path,
+    *,
+    config_text: str,
+    fingerprint: str,
+    hparams: Mapping[str, int | float | str],
+    force: bool,
+    need_bytes: int,
+) -> bool:
     """Make or enter a run folder and hold it until the process ends; True when it was a run folder before.
 
     Raises ValueError, and leaves what is there as it is, when the path is a file or a folder of something else, another
@@ -38,7 +47,7 @@ def open_run(run_dir: Path, *, config_text: str, fingerprint: str, force: bool, 
     for name in FOLDERS:
         (run_dir / name).mkdir(exist_ok=True)
     write_bytes(run_dir / "config.gin", config_text.encode())
-    write_json(run_dir / MARKER, {"fingerprint": fingerprint})
+    write_json(run_dir / MARKER, {"fingerprint": fingerprint, "hparams": hparams})
     return resumed
 
 

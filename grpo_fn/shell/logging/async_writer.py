@@ -4,20 +4,17 @@ What a call is given is kept until it is made: do not change it afterwards. Tens
 so that the thread never talks to a device that the training is busy with.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from threading import Condition
 from typing import Any
 
 from torch import Tensor
 
+from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
-from grpo_fn.shell.process import helper
 
-MOST = 24  # calls that may be waiting, those of a few steps; the training waits when there are more
-LEAVE = 10.0  # seconds that the thread may take to come out of the call that it is in
+MAX_PENDING = 24  # calls not yet made, those of a few steps; the training waits when there are more
 
 
 class AsyncWriter(AbstractContextManager):
@@ -28,12 +25,9 @@ class AsyncWriter(AbstractContextManager):
     """
 
     def __init__(self, writer: MetricsWriter, *, deadline: float) -> None:
-        self._writer, self._deadline = writer, deadline
-        self._asked: deque[tuple[str, Callable[[], object]]] = deque()  # the first one is being done
-        self._news = Condition()
-        self._over = False
-        self._error: BaseException | None = None
-        self._thread = helper(self._work, name="log")
+        self._writer = writer
+        self._error: Exception | None = None  # the first one
+        self._worker = BackgroundWorker("log", timeout=deadline, torch_threads=1, max_pending=MAX_PENDING)
 
     @property
     def failed(self) -> bool:
@@ -42,21 +36,17 @@ class AsyncWriter(AbstractContextManager):
 
     def do(self, what: str, work: Callable[[], object]) -> None:
         """Have `work` done, which writes `what`, after all that was asked for before."""
-        with self._news:
-            self._until(lambda: len(self._asked) < MOST)
-            if not self.failed:
-                self._asked.append((what, work))
-                self._news.notify_all()
+        if not self.failed:
+            self._worker.submit(self._write, what, work, what=f"writing {what}")
 
     def wait(self) -> None:
         """Until everything that was asked for is on the disk.
 
         Raises what went wrong there, and TimeoutError when it takes longer than the deadline.
         """
-        with self._news:
-            self._until(lambda: not self._asked)
-            if self._error is not None:
-                raise self._error
+        self._worker.wait()
+        if self._error is not None:
+            raise self._error
 
     def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
         """As `MetricsWriter.scalars`."""
@@ -99,32 +89,14 @@ class AsyncWriter(AbstractContextManager):
                 raise
             error.add_note(f"and the log could not be written: {also}")
         finally:
-            with self._news:
-                self._over = True
-                self._news.notify_all()
-            self._thread.join(LEAVE)
+            self._worker.shutdown(cancel_futures=True)
             self._writer.close()
 
-    def _until(self, ready: Callable[[], bool]) -> None:
-        if not self._news.wait_for(lambda: self.failed or ready(), self._deadline):
-            raise TimeoutError(f"got {self._asked[0][0]} not written within {self._deadline:g} s, wanted it by then")
-
-    def _work(self) -> None:
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._asked or self._over)
-                if self._over or not self._asked:
-                    return
-                what, work = self._asked[0]
+    def _write(self, what: str, work: Callable[[], object]) -> None:
+        """In the thread: `work`, unless something went wrong before."""
+        if self._error is None:
             try:
                 work()
-            except BaseException as error:
+            except Exception as error:
                 error.add_note(f"while writing {what}")
-                with self._news:
-                    self._error = error
-                    self._asked.clear()
-                    self._news.notify_all()
-                return
-            with self._news:
-                self._asked.popleft()
-                self._news.notify_all()
+                self._error = error

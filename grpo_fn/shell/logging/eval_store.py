@@ -1,11 +1,11 @@
 """What was asked at an evaluation, and what came back: one object a problem, in files that people and tools read."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_fn.core.json_lines import json_rows
 from grpo_fn.shell.atomic_io import to_json, write_bytes
 
 Rows = Sequence[Mapping[str, Any]]
@@ -30,17 +30,7 @@ def write(path: Path, rows: Rows) -> None:
 
 def load(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, in order. Raises ValueError, naming the line, for what is not an object."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: got {line[:80]!r}, wanted JSON: {error}") from error
-        if row is not None:
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: got a JSON {type(row).__name__}, wanted an object")
-            rows.append(row)
-    return rows
+    return [row.value for row in json_rows(path, wanted="an object")]
 
 
 def stored(root: Path) -> list[int]:

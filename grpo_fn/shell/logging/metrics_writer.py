@@ -1,7 +1,5 @@
 """MetricsWriter: metrics.jsonl and TensorBoard under the same names, rewound exactly on resume; and its null object."""
 
-import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +10,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from grpo_fn.core.json_lines import step_lines
 from grpo_fn.shell.atomic_io import to_json, write_bytes
 
 # Everything markdown or HTML could act on: ASCII punctuation. Letters, digits and other scripts are left readable.
@@ -52,16 +51,15 @@ class MetricsWriter:
         Raises ValueError for a step without a line.
         """
         path = Path(self._lines.name)
-        lines = path.read_bytes().splitlines(keepends=True)
-        place = next((i for i in reversed(range(len(lines))) if json.loads(lines[i])["step"] == step), None)
-        if place is None:
+        lines = {line.step: line for line in step_lines(path, torn_end=False)}
+        if step not in lines:
             raise ValueError(f"got figures for step {step}, wanted a step with a line in {path}")
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
         self._board.flush()
-        lines[place] = (to_json({**json.loads(lines[place]), **values}) + "\n").encode("ascii")
+        amended = (to_json({**lines[step].row, **values}) + "\n").encode("ascii")
         self._lines.close()
-        write_bytes(path, b"".join(lines))
+        write_bytes(path, b"".join(amended if line.step == step else line.line for line in lines.values()))
         self._lines = open(path, "a", encoding="ascii")  # noqa: SIM115 - closed by close()
 
     def text(self, step: int, tag: str, text: str) -> None:
@@ -111,12 +109,9 @@ def rewind(path: Path, start_step: int) -> None:
 
     Raises ValueError for a line before the last that is not an object with a step: that is no crash of ours.
     """
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for i, line in enumerate(lines) if _step(path, i, line, last=i == len(lines) - 1) < start_step]
-    if kept != lines:
-        write_bytes(path, b"".join(kept))
+    kept = b"".join(line.line for line in step_lines(path, torn_end=True) if line.step < start_step)
+    if path.exists() and path.stat().st_size != len(kept):
+        write_bytes(path, kept)
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
@@ -134,18 +129,6 @@ def cell(text: str) -> str:
     """
     lines = (UNPRINTABLE.sub("\ufffd", line) for line in BREAKS.split(text))
     return "<br>".join(ACTIVE.sub(lambda match: f"&#{ord(match[0])};", line) for line in lines)
-
-
-def _step(path: Path, i: int, line: bytes, *, last: bool) -> float:
-    """The line's step; infinity for a torn last line."""
-    if last and not line.endswith(b"\n"):
-        return math.inf
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError) as error:
-        if last:  # a lost page of the disk reads as zeros and may well end in a newline
-            return math.inf
-        raise ValueError(f"got {path}:{i + 1} {line[:80]!r}, wanted a JSON object with a step") from error
 
 
 class NullLogger:

@@ -1,7 +1,6 @@
 """What was sampled, and what was thought of it: one compressed file a step, from which the step can be replayed."""
 
 import gzip
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_fn.core.json_lines import json_rows
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Groups, Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json, write_bytes
@@ -49,8 +49,7 @@ def store(
 
 def load(path: Path) -> list[dict[str, Any]]:
     """The rows of one step, in order."""
-    with gzip.open(path, "rt", encoding="ascii", newline="\n") as file:
-        return [json.loads(line) for line in file]
+    return [row.value for row in json_rows(path, wanted="an object")]
 
 
 def as_groups(rows: Sequence[Mapping[str, Any]]) -> Groups:

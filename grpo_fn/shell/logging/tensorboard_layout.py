@@ -4,18 +4,11 @@ The charts are the tab "Custom Scalars", for reading from top to bottom: is the 
 write, where does the time go. Every metric of the README's table is in one of them.
 """
 
-import ast
-import re
-from collections.abc import Mapping
+import json
 from pathlib import Path
 
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter, NullLogger
-
-# A value in config.gin: a string, which is left alone, or a macro.
-STRING_OR_MACRO = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|%([\w./]+)""")
-BOUND = re.compile(r"^([\w./]+) = (.+)$")
-MACRO_DEPTH = 9  # macros that stand for macros; more than that is a circle
 
 Chart = tuple[str, list[str]]
 
@@ -94,44 +87,13 @@ LAYOUT: dict[str, dict[str, Chart]] = {
 MEASURES = ["eval/accuracy", "reward/mean", "reward/correct_rate", "loss/kl", "loss/entropy", "generation/length_mean"]
 
 
-def begin(writer: MetricsWriter | AsyncWriter | NullLogger, config: Path) -> None:
+def begin(writer: MetricsWriter | AsyncWriter | NullLogger, run_dir: Path) -> None:
     """What the events of a run open with: the charts, the knobs for the tab "HParams", the configuration as text."""
-    text = config.read_text(encoding="utf-8")
     writer.layout(LAYOUT)
-    writer.hparams(hparams(text), MEASURES)
-    writer.text(0, "config", f"```\n{text}\n```")
+    writer.hparams(hparams(run_dir), MEASURES)
+    writer.text(0, "config", f"```\n{(run_dir / 'config.gin').read_text(encoding='utf-8')}\n```")
 
 
-def hparams(config: str) -> dict[str, int | float | str]:
-    """The knobs of a resolved configuration as numbers and strings, by name; macros are what they stand for.
-
-    `config` is the text of a run's config.gin, which has a binding a line. What is neither a number nor a string is the
-    text that gin reads: `True`, `@losses.cispo`, `[1.0, 0.1]`. Raises ValueError for a macro without a value.
-    """
-    bound = dict(match.groups() for line in config.splitlines() if (match := BOUND.match(line)))
-    macros = {name: value for name, value in bound.items() if "." not in name}
-    return {name: plain(expanded(value, macros)) for name, value in bound.items() if "." in name}
-
-
-def expanded(text: str, macros: Mapping[str, str]) -> str:
-    """The text with every macro outside a string replaced."""
-
-    def value(match: re.Match) -> str:
-        if match[1] is not None:
-            return match[1]
-        if match[2] not in macros:
-            raise ValueError(f"got %{match[2]} in a configuration without it, wanted one of {sorted(macros)}")
-        return macros[match[2]]
-
-    for _ in range(MACRO_DEPTH):
-        text = STRING_OR_MACRO.sub(value, text)
-    return text
-
-
-def plain(text: str) -> int | float | str:
-    """A number or a string where the text is one, else the text itself."""
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else text
+def hparams(run_dir: Path) -> dict[str, int | float | str]:
+    """The knobs of a run's resolved configuration, numbers and strings by name; none of a run older than this table."""
+    return json.loads((run_dir / "run.json").read_bytes()).get("hparams", {})

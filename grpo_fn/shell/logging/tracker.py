@@ -54,7 +54,7 @@ def _mirrored(run_dir: Path, *, project: str, mode: str) -> Iterator[None]:
             resume="allow",
             name=run_dir.resolve().name,
             dir=str(run_dir),
-            config=hparams((run_dir / "config.gin").read_text(encoding="utf-8")),
+            config=hparams(run_dir),
             sync_tensorboard=True,
             settings=package.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )

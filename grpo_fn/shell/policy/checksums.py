@@ -4,7 +4,6 @@ Every rank digests the pieces that lie with it (`shares`), all ranks' pieces tog
 (`combine_ranks`), which does not depend on where they lie: a piece of which several ranks hold copies counts once.
 """
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_fn.core.checksums import block_digest, combine_digests, seed_of, total
+from grpo_fn.core.checksums import chained, seed_of, share, total
+from grpo_fn.core.json_lines import step_lines
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.atomic_io import to_json
 
@@ -83,15 +83,4 @@ def recorded(run_dir: Path) -> dict[int, dict[str, Any]]:
 
     Raises ValueError for a line before the last that is no object with a step.
     """
-    path = run_dir / FILE
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    found: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(lines, 1):
-        if number == len(lines) and not line.endswith(b"\n"):
-            break
-        try:
-            row = json.loads(line)
-            found[int(row["step"])] = row
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"got {path}:{number} {line[:80]!r}, wanted a JSON object with a step") from error
-    return found
+    return {line.step: line.row for line in step_lines(run_dir / FILE, torn_end=True)}

@@ -4,18 +4,17 @@ The parent alone keeps the time. A worker answers row by row; one that is late, 
 replaced, and only the row it was working on becomes None.
 """
 
-import math
 import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from threading import Lock
 from typing import Any
 
+from grpo_fn.core.partials import unwrapped
 from grpo_fn.core.problem import Completion, Problem, RewardFn
-from grpo_fn.rewards.wrappers import seconds_of, with_timeout
+from grpo_fn.rewards.wrappers import seconds_of
 from grpo_fn.shell.reward_workers.worker_handle import (
     RETURNED_NONE,
     STARTUP_SECONDS,
@@ -31,6 +30,7 @@ from grpo_fn.shell.reward_workers.worker_handle import (
 STILLBORN = 3  # fresh workers lost one after the other before their first row: starting more would not help
 CHUNK = 16  # rows sent at once, so that a worker does not wait for the parent after each
 COMPLAINTS = 8  # kept until somebody takes them
+POLL = 0.2  # seconds between two looks at whether rows are still wanted
 
 
 class RewardError(RuntimeError):
@@ -43,6 +43,11 @@ class Interrupted(RuntimeError):
 
 def unreported(loss: Loss) -> None:
     """Nobody wants to know of a loss yet."""
+
+
+def never() -> bool:
+    """The default of `should_stop`."""
+    return False
 
 
 class RewardJob:
@@ -123,32 +128,39 @@ class RewardPool:
         for worker in workers:
             worker.end(1.0)
 
-    def score(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
-        """`fn` of every row, in order; None where it says so and where its worker was lost. Raises as `judge` does."""
-        return [outcome.value for outcome in self.judge(fn, problems, completions)]
+    def score(
+        self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion], **how: Any
+    ) -> list[float | None]:
+        """`fn` of every row, in order; None where it says so and where its worker was lost. `judge` with its knobs."""
+        return [outcome.value for outcome in self.judge(fn, problems, completions, **how)]
 
-    def judge(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Outcome]:
-        """`fn` of every row, in order, with the reason where there is no value and the seconds it took.
-
-        Raises RewardError when a fresh worker cannot load `fn`, as under too small a memory limit, and under
-        `stop_on_error`, naming the row, when `fn` itself raises; ValueError when `fn` cannot be found by its name in
-        another process.
-        """
-        return self._all(fn, problems, completions, report=self.report, watching=())
-
-    def foresee(
+    def judge(
         self,
         fn: RewardFn,
         problems: Sequence[Problem],
         completions: Sequence[Completion],
         *,
-        watching: Sequence[Descriptor],
+        report: Callable[[Loss], None] | None = None,
+        should_stop: Callable[[], bool] = never,
     ) -> list[Outcome]:
-        """As `judge`, of rows that may be asked for later: a loss counts when it is `report`ed, and raises then.
+        """`fn` of every row, in order, with the reason where there is no value and the seconds it took.
 
-        Raises Interrupted once one of `watching` can be read, and as `judge` does where the workers cannot load `fn`.
+        `report` is told of every loss; None for the pool's own, which counts it, complains of it and raises it.
+
+        Raises RewardError when a fresh worker cannot load `fn`, as under too small a memory limit, and under
+        `stop_on_error`, naming the row, when `fn` itself raises; ValueError when `fn` cannot be found by its name in
+        another process; Interrupted once `should_stop` says so.
         """
-        return self._all(fn, problems, completions, report=unreported, watching=watching)
+        with self._mine(), self.job(fn, report) as job:
+            for problem, completion in zip(problems, completions, strict=True):
+                job.add(problem, completion)
+            outcomes: list[Outcome] = []
+            while job:
+                if should_stop():
+                    raise Interrupted(f"{_name(fn)}: {len(job)} rows were given up")
+                self.turn(job, watching=())
+                outcomes += job.take()
+            return outcomes
 
     def report(self, loss: Loss) -> None:
         """Count a row that was lost, and complain of it. Raises RewardError for one that is to stop everything."""
@@ -157,25 +169,6 @@ class RewardPool:
         self.counts[loss.cause] += 1
         if len(self.complaints) < COMPLAINTS and not any(loss.reason in text for text in self.complaints):
             self.complaints.append(loss.text)
-
-    def _all(
-        self,
-        fn: RewardFn,
-        problems: Sequence[Problem],
-        completions: Sequence[Completion],
-        *,
-        report: Callable[[Loss], None],
-        watching: Sequence[Descriptor],
-    ) -> list[Outcome]:
-        with self._mine(), self.job(fn, report) as job:
-            for problem, completion in zip(problems, completions, strict=True):
-                job.add(problem, completion)
-            outcomes: list[Outcome] = []
-            while job:
-                if self.turn(job, watching=watching):
-                    raise Interrupted(f"{_name(fn)}: {len(job)} rows were given up")
-                outcomes += job.take()
-            return outcomes
 
     @contextmanager
     def _mine(self) -> Iterator[None]:
@@ -202,7 +195,7 @@ class RewardPool:
                     self._replace(place)
 
     def turn(self, job: RewardJob, *, watching: Sequence[Descriptor]) -> bool:
-        """Hand out work, wait for the first thing to happen, and take in all that has happened.
+        """Hand out work, wait for the first thing to happen, up to POLL seconds, and take in all that has happened.
 
         That one of `watching` can be read ends the wait too; returns whether one can. Time that the caller spends
         between two turns is no worker's: it moves their deadlines.
@@ -217,7 +210,7 @@ class RewardPool:
         ready = ready_among(
             reading=[*(worker.stdout for _, worker in busy), *watching],
             writing=[worker.stdin for _, worker in busy if worker.outgoing],
-            seconds=min((worker.due for _, worker in busy), default=math.inf) - time.monotonic(),
+            seconds=min([POLL, *(worker.due - time.monotonic() for _, worker in busy)]),
         )
         for place, worker in busy:
             try:
@@ -300,6 +293,5 @@ def by_name(fn: RewardFn) -> bytes:
 
 
 def _name(fn: Any) -> str:
-    while isinstance(fn, partial):
-        fn = fn.keywords["reward"] if fn.func is with_timeout else fn.func
+    fn = unwrapped(fn)
     return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"

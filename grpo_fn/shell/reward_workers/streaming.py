@@ -10,36 +10,32 @@ their time. So nothing is done ahead for the first two steps, for a reward that 
 is another function every time; and an instantaneous one does not get in the way of the decoding.
 """
 
-import os
 import pickle
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from threading import Condition, RLock
+from threading import Condition
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Reward, Rollout
-from grpo_fn.shell.process import helper
-from grpo_fn.shell.reward_workers.reward_pool import by_name
+from grpo_fn.shell.background_worker import BackgroundWorker
+from grpo_fn.shell.reward_workers.reward_pool import by_name, unreported
 from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
 from grpo_fn.shell.sampler.data_parallel import spread_score
 from grpo_fn.shell.world import World
 
 WORTH = 1e-3  # seconds of a row in a worker: below, handing rows over piecemeal costs what it saves
-MOST = 128  # rows of one call to the pool: another caller of the pool waits for no more
-LOOK = 1.0  # seconds between two looks at whether the thread is alive
-LEAVE = 10.0  # seconds that it may take to hear that it is to end
+MAX_BATCH = 128  # rows of one call to the pool: another caller of the pool waits for no more
+LOOK = 1.0  # seconds between two looks at whether the thread is there
 
 
 @runtime_checkable
 class Pool(Protocol):
     """What scores: a `reward_pool.RewardPool`."""
 
-    def judge(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Outcome]: ...
-
-    def foresee(
-        self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion], *, watching: Sequence[Any]
+    def judge(
+        self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion], **how: Callable
     ) -> list[Outcome]: ...
 
     def report(self, loss: Loss) -> None: ...
@@ -70,37 +66,30 @@ class StreamingRewards:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        lock = RLock()  # of all that follows
-        self._news, self._scored = Condition(lock), Condition(lock)
+        self._scored = Condition()  # and the lock of all that follows
         self._asked: set[bytes] = set()  # rewards that the last round asked about every row, as workers find them
         self._rewards: dict[bytes, RewardFn] = {}  # those to begin with
-        self._told: deque[tuple[Problem, Completion]] = deque()  # and not looked at yet
+        self._ended: deque[tuple[Problem, Completion]] = deque()  # not looked at yet; while it has any, a job is due
         self._found: dict[bytes, dict[StreamedRow, Outcome | None]] = {}  # by reward; None: being scored
         self._over = -1  # the last uid that a round was about
-        self._open = False
+        self._worker: BackgroundWorker | None = None
 
     def __enter__(self) -> "StreamingRewards":
-        self._bell, self._rope = (os.fdopen(fd, mode, 0) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
-        self._open = True
-        self._thread = helper(self._work, name="early rewards")
+        self._worker = BackgroundWorker("early rewards", timeout=None, torch_threads=1)
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._news:
-            self._open = False
-            self._news.notify_all()
-        self._rope.write(b"x")  # ends a call to the pool
-        self._thread.join(LEAVE)
-        if not self._thread.is_alive():
-            self._bell.close()
-            self._rope.close()
+        with self._scored:
+            worker, self._worker = self._worker, None
+        worker.shutdown(cancel_futures=True)
 
     def finished(self, problem: Problem, completion: Completion) -> None:
         """This completion has ended. Returns at once."""
-        with self._news:
-            if self._open and self._rewards:
-                self._told.append((problem, completion))
-                self._news.notify_all()
+        with self._scored:
+            if self._worker is not None and self._rewards:
+                self._ended.append((problem, completion))
+                if len(self._ended) == 1:
+                    self._worker.submit(self._score_ended, self._worker.stopping.is_set, what="early rewards")
 
     def round(
         self, problems: Sequence[Problem], rollout: Rollout, *, reward: Callable[..., Reward], world: World
@@ -119,9 +108,9 @@ class StreamingRewards:
                 asked[payload] = self._rewards.get(payload) or pickle.loads(payload)  # a copy: it may change
             return spread(fn, rows, completions)
 
-        with self._news:  # what has not been begun by now is done in one go
+        with self._scored:  # what has not been begun by now is done in one go
             self._over = last
-            self._told = deque(told for told in self._told if told[0].uid > last)
+            self._ended = deque(row for row in self._ended if row[0].uid > last)
         try:
             return reward(problems, rollout, score=score)
         finally:
@@ -155,7 +144,7 @@ class StreamingRewards:
 
     def _claimed(self, payload: bytes, rows: Rows) -> Rows:
         """Claim the rows that no thread has scored or is scoring, and return them."""
-        with self._news:
+        with self._scored:
             found = self._found.setdefault(payload, {})
             left = {row: problem for row, problem in rows.items() if row not in found}
             found.update(dict.fromkeys(left))
@@ -167,7 +156,7 @@ class StreamingRewards:
         try:
             known.update(zip(rows, judge([*rows.values()], [row.completion for row in rows]), strict=True))
         finally:
-            with self._news:
+            with self._scored:
                 found = self._found.get(payload, {})
                 for row in rows.keys() & found.keys():  # without those that were forgotten meanwhile
                     if row in known:
@@ -178,17 +167,17 @@ class StreamingRewards:
 
     def _there(self, payload: bytes, rows: Rows) -> bool:
         """Wait until none of these is being scored, which is as long as the pool gives them; whether all are known."""
-        with self._news:
+        with self._scored:
             found = self._found[payload]
             while any(found.get(row, row) is None for row in rows):
                 self._scored.wait(LOOK)
-                if not self._thread.is_alive():
+                if self._worker is None:
                     raise RuntimeError("early rewards: got a thread that has ended, wanted the rewards of its rows")
             return all(row in found for row in rows)
 
     def _forget(self, last: int, rewards: dict[bytes, RewardFn]) -> None:
         """All of the problems up to this one; those of the rewards that are worth it are begun with from now on."""
-        with self._news:
+        with self._scored:
             again = {payload: fn for payload, fn in rewards.items() if payload in self._asked}
             self._rewards = {payload: fn for payload, fn in again.items() if self._seconds(payload, last) >= WORTH}
             self._asked = {*rewards}
@@ -197,7 +186,7 @@ class StreamingRewards:
                 for payload in self._rewards
             }
             if not self._rewards:
-                self._told.clear()
+                self._ended.clear()
 
     def _seconds(self, payload: bytes, last: int) -> float:
         """The mean of what a row took, of the problems up to this one."""
@@ -207,30 +196,29 @@ class StreamingRewards:
 
     # -- the thread
 
-    def _work(self) -> None:
-        while batch := self._batch():
+    def _score_ended(self, should_stop: Callable[[], bool]) -> None:
+        """The rows that have ended, as long as there are any, by each reward."""
+        while (batch := self._batch()) and not should_stop():
             for payload, fn in [*self._rewards.items()]:
                 if rows := self._early(payload, batch):
-                    foresee = partial(self.pool.foresee, fn, watching=[self._bell])
+                    judge = partial(self.pool.judge, fn, report=unreported, should_stop=should_stop)
                     try:
-                        self._settle(payload, rows, foresee)
+                        self._settle(payload, rows, judge)
                     except Exception:  # who asks for these rows finds out what is wrong with the reward
                         self._drop(payload)
 
     def _early(self, payload: bytes, batch: Rows) -> Rows:
         """Claim the rows of the batch, without those that `round` has asked for or given up meanwhile."""
-        with self._news:
+        with self._scored:
             batch = {row: problem for row, problem in batch.items() if row.uid > self._over}
             return self._claimed(payload, batch) if payload in self._rewards else {}
 
     def _drop(self, payload: bytes) -> None:
-        with self._news:
+        with self._scored:
             self._rewards.pop(payload, None)
 
     def _batch(self) -> Rows:
-        """What waits, as soon as something does; nothing at the end."""
-        with self._news:
-            while self._open and not self._told:
-                self._news.wait()
-            told = [self._told.popleft() for _ in range(min(MOST, len(self._told)))] if self._open else []
-        return {row_of(problem, completion): problem for problem, completion in told}
+        """The next rows that have ended, at most MAX_BATCH."""
+        with self._scored:
+            rows = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
+        return {row_of(problem, completion): problem for problem, completion in rows}

@@ -19,7 +19,7 @@ a checkpoint, but not be repeated.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from statistics import fmean
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy, Rollout
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gather_rollouts, mine
-from grpo_fn.shell.sampler.pending import PendingBatch, begin, order, packed, unpacked, whereabouts
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gathered, mine
+from grpo_fn.shell.sampler.pending import PendingBatch, order, packed, start_sampling, unpacked
 from grpo_fn.shell.world import World
 
 COMPLAINTS = 8  # kept until somebody takes them
@@ -111,7 +111,8 @@ class AsyncSampler:
     def load(self, policy: Policy) -> None:
         """As the sampler's own: a new version. Unless the engine mixes versions, once all that was begun is done."""
         if self.max_staleness and not self._mixes:
-            self.world.together(self._settle, what="completions that are under way before new weights come")
+            begun = partial(self._wait_for, self._queue)
+            self.world.together(begun, what="completions that are under way before new weights come")
         self.spread.load(policy)
         self.version += 1
 
@@ -184,16 +185,16 @@ class AsyncSampler:
             self._complain(f"dropped {len(self._queue)} batches sampled ahead: got {asked}{how}, wanted {head}")
             self._queue.clear()
         if not self._queue:
-            self._queue.append(self._begin(problems, group_size, key))
+            self._queue.append(self._start(problems, group_size, key))
         while len(self._queue) <= self.max_staleness:
             last, _ = self._queue[-1].order.asked[-1]
-            self._queue.append(self._begin(self.stream(last + 1, len(problems)), group_size, key))
+            self._queue.append(self._start(self.stream(last + 1, len(problems)), group_size, key))
 
-    def _begin(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:
+    def _start(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:
         """Sample this rank's share in a thread."""
         share = mine(problems, self.sampler, self.world)
         draw = partial(self.sampler.sample, share, group_size, key=key) if share else _nothing
-        return begin(order(problems, group_size, key), self.version, draw, self.world.device)
+        return start_sampling(order(problems, group_size, key), self.version, draw, self.world.device)
 
     def _age(self, begun: PendingBatch) -> int:
         age = self.version - begun.version
@@ -213,29 +214,21 @@ class AsyncSampler:
 
     def _part(self, begun: PendingBatch) -> Rollout | None:
         """This rank's rows of it."""
-        if wait([begun.part], timeout=self.deadline).not_done:
-            raise self._late(begun)
+        self._wait_for([begun])
         try:
             return begun.part.result()
         except Exception as error:
             error.add_note(f"while sampling {begun.order}, begun {self.version - begun.version} versions ago")
             raise
 
-    def _settle(self) -> None:
-        """Wait until nothing is under way, whatever came of it."""
-        late = wait([begun.part for begun in self._queue], timeout=self.deadline).not_done
-        for begun in self._queue:
+    def _wait_for(self, batches: Iterable[PendingBatch]) -> None:
+        """Until they are sampled, or could not be. Raises TimeoutError, naming the first that is late."""
+        late = wait([begun.part for begun in batches], timeout=self.deadline).not_done
+        for begun in batches:
             if begun.part in late:
-                raise self._late(begun)
-
-    def _late(self, begun: PendingBatch) -> TimeoutError:
-        error = TimeoutError(
-            f"at {self.world.where()}: got nothing after {self.deadline:g} s of waiting for {begun.order}, begun "
-            f"{self.version - begun.version} versions of the weights ago, wanted completions: is the engine alive?"
-        )
-        if there := whereabouts(begun):
-            error.add_note(f"its thread is at\n{there}")
-        return error
+                error = begun.worker.overdue(self.deadline)
+                error.add_note(f"begun {self.version - begun.version} versions ago: is the engine alive?")
+                raise error
 
     def _complain(self, text: str) -> None:
         if len(self.complaints) < COMPLAINTS:

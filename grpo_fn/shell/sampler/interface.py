@@ -122,8 +122,10 @@ class EngineSampler(Protocol):
         """Metrics since the last call."""
         ...
 
-    def for_evaluation(self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> "EngineSampler":
-        """The same engine, drawing with `token_sampler`; its completions are not scored as they end."""
+    def for_evaluation(
+        self, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], finished: Finished | None = None
+    ) -> "EngineSampler":
+        """The same engine, drawing with `choose`; `finished` is called with its completions as they end."""
         ...
 
     def close(self) -> None:

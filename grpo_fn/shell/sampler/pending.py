@@ -1,11 +1,8 @@
 """A batch of completions that was asked for and is drawn in a thread, while something else goes on."""
 
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
-
-FRAMES = 4  # of a thread that hangs, innermost last, which are shown
+from grpo_fn.shell.background_worker import BackgroundWorker
 
 Draw = Callable[[], Rollout | None]
 
@@ -38,7 +34,7 @@ class PendingBatch:
     order: RequestKey
     version: int  # of the weights when it was begun
     part: Future[Rollout | None]  # this rank's rows; None where it has no share
-    thread: Thread | None  # None where all was here from the start
+    worker: BackgroundWorker | None  # that samples it; None where all was here from the start
     whole: Rollout | None  # all ranks' rows, once they have exchanged
 
 
@@ -47,18 +43,12 @@ def order(problems: Sequence[Problem], group_size: int, key: Tensor) -> RequestK
     return RequestKey(tuple((p.uid, p.prompt) for p in problems), group_size, tuple(key.tolist()))
 
 
-def begin(asked: RequestKey, version: int, draw: Draw, device: torch.device) -> PendingBatch:
-    """Call `draw` in a thread, which does not keep the process alive; what it raises is kept in `part`."""
-    part: Future[Rollout | None] = Future()
-    thread = Thread(target=_fulfil, args=(part, draw, device), daemon=True, name="ahead")
-    thread.start()
-    return PendingBatch(asked, version, part, thread, None)
-
-
-def whereabouts(begun: PendingBatch) -> str:
-    """The innermost calls of its thread at this moment; empty when that is over."""
-    frame = sys._current_frames().get(begun.thread.ident) if begun.thread else None
-    return "" if frame is None else "".join(traceback.format_stack(frame)[-FRAMES:]).rstrip()
+def start_sampling(asked: RequestKey, version: int, draw: Draw, device: torch.device) -> PendingBatch:
+    """Call `draw` in a thread of its own, which ends with it; what it raises is kept in `part`."""
+    worker = BackgroundWorker("ahead", timeout=None)
+    part = worker.submit(_draw_on, device, draw, what=f"sampling {asked}")
+    worker.shutdown(wait=False)
+    return PendingBatch(asked, version, part, worker, None)
 
 
 def packed(asked: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
@@ -81,10 +71,7 @@ def unpacked(batch: Mapping[str, Any], version: int, device: torch.device) -> Pe
     return PendingBatch(asked, version - batch["age"], part, None, Rollout(*fields[:4], tuple(fields[4])))
 
 
-def _fulfil(part: Future[Rollout | None], draw: Draw, device: torch.device) -> None:
-    try:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # every thread has a current one of its own
-        part.set_result(draw())
-    except BaseException as error:
-        part.set_exception(error if isinstance(error, Exception) else RuntimeError(f"its thread ended: {error!r}"))
+def _draw_on(device: torch.device, draw: Draw) -> Rollout | None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # every thread has a current one of its own
+    return draw()

@@ -5,7 +5,6 @@ not, for vLLM makes its own random numbers from a seed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from grpo_fn.core import prng
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.sampling import categorical, greedy, nucleus
 from grpo_fn.shell.sampler.interface import SamplerContext, positions
 
@@ -41,9 +41,7 @@ def params(token_sampler: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Any
     Raises ValueError for other functions than greedy, categorical and nucleus, and for temperatures that vLLM changes
     or refuses.
     """
-    function, knobs = (
-        (token_sampler.func, token_sampler.keywords) if isinstance(token_sampler, partial) else (token_sampler, {})
-    )
+    function, knobs = function_and_knobs(choose)
     if function is greedy:
         return {"temperature": 0.0}
     if function not in (categorical, nucleus):

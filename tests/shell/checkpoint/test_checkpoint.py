@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from grpo_fn.shell import atomic_io
+from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.checkpoint import async_saver, manifest, store, tensor_shards
 from grpo_fn.shell.checkpoint import manifest as small
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
@@ -446,12 +448,19 @@ def on_each_line(action: Callable[[], object], tick: Callable[[], None]) -> None
 
     before = sys.gettrace()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_saver, "helper", lambda work, name: work())
+        patch.setattr(async_saver.BackgroundWorker, "submit", at_once)
         sys.settrace(trace)
         try:
             action()
         finally:
             sys.settrace(before)
+
+
+def at_once(worker: BackgroundWorker, fn: Callable[..., object], *args: object, what: str) -> Future:
+    """`submit` without a thread."""
+    future = Future()
+    future.set_result(fn(*args))
+    return future
 
 
 def places(action: Callable[[], object]) -> list[int]:

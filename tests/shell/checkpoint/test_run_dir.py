@@ -20,7 +20,8 @@ CONFIG = "".join(f"train.knob_{i} = {i}\n" for i in range(30))
 
 
 def enter(path: Path, *, config: str = CONFIG, fingerprint: str = "f1", force: bool = False, need: int = 0) -> bool:
-    return open_run(path, config_text=config, fingerprint=fingerprint, force=force, need_bytes=need)
+    knobs = {"optimizer.adamw.lr": 1e-5}
+    return open_run(path, config_text=config, fingerprint=fingerprint, hparams=knobs, force=force, need_bytes=need)
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_two_processes_never_share_a_folder_and_a_killed_one_lets_go(folder):
         holder.join()
         os.kill(orphan, signal.SIGKILL)
     code = "import sys; from pathlib import Path; from grpo_fn.shell.checkpoint.run_dir import open_run\n"
-    code += "open_run(Path(sys.argv[1]), config_text='', fingerprint='', force=True, need_bytes=0)"
+    code += "open_run(Path(sys.argv[1]), config_text='', fingerprint='', hparams={}, force=True, need_bytes=0)"
     refused = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
     assert refused.returncode == 1
     assert f"which process {os.getpid()} is working in" in refused.stderr  # entering it twice did not lose the lock

@@ -94,7 +94,7 @@ def test_after_what_could_not_be_written_nothing_is_and_the_next_step_hears_of_i
             end()
         assert caught.value.__notes__ == ["while writing the rollout of step 1"]
         assert writer.failed
-        for step in range(2, 2 + 2 * async_writer.MOST):  # it does not wait for a thread that is no more
+        for step in range(2, 2 + 2 * async_writer.MAX_PENDING):  # it does not wait
             writer.scalars(step, {})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
@@ -124,7 +124,7 @@ def test_the_training_waits_when_too_much_is_waiting(tmp_path: Path) -> None:
     gate, asked = threading.Event(), []
 
     def ask(writer: AsyncWriter) -> None:
-        for i in range(async_writer.MOST + 1):
+        for i in range(async_writer.MAX_PENDING + 1):
             writer.do(f"work {i}", partial(gate.wait, SOON))
             asked.append(i)
 
@@ -132,17 +132,17 @@ def test_the_training_waits_when_too_much_is_waiting(tmp_path: Path) -> None:
         thread = threading.Thread(target=ask, args=(writer,))
         thread.start()
         thread.join(0.2)
-        assert len(asked) == async_writer.MOST
+        assert len(asked) == async_writer.MAX_PENDING
         gate.set()
         thread.join(SOON)
-        assert len(asked) == async_writer.MOST + 1
+        assert len(asked) == async_writer.MAX_PENDING + 1
 
 
 def test_a_disk_that_hangs_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
     gate = threading.Event()
     with opened(tmp_path, deadline=0.05) as writer:
         writer.do("the rollout of step 3", partial(gate.wait, SOON))
-        with pytest.raises(TimeoutError, match=r"got the rollout of step 3 not written within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"got no result of writing the rollout of step 3 within 0\.05 s"):
             writer.wait()
         gate.set()
 
@@ -160,6 +160,6 @@ def test_a_run_that_is_alone_has_a_deadline_for_its_log(tmp_path: Path, monkeypa
     gate = threading.Event()
     with loggers.open_writer(tmp_path, alone(torch.device("cpu")), start_step=0) as writer:
         writer.do("the rollout of step 3", partial(gate.wait, SOON))
-        with pytest.raises(TimeoutError, match=r"got the rollout of step 3 not written within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"got no result of writing the rollout of step 3 within 0\.05 s"):
             writer.wait()
         gate.set()

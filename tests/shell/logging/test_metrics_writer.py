@@ -125,7 +125,7 @@ def test_a_last_line_of_zeros_is_torn_and_a_broken_line_inside_is_not_ours(tmp_p
     assert path.read_bytes() == b'{"step": 0}\n'
     for bad in (b"nonsense", b"[1]", b'{"loss": 1}', b'{"step": null}'):
         path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
-        with pytest.raises(ValueError, match=r"metrics\.jsonl:2 .* wanted a JSON object with a step"):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, wanted a JSON object with a step"):
             rewind(path, 5)
 
 

@@ -1,49 +1,29 @@
 """The charts are those that TensorBoard's own plugin draws; all knobs are there, as numbers or strings."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 
-from grpo_fn.config import load_config
-from grpo_fn.config.dump import literal
 from grpo_fn.shell.logging import tensorboard_layout
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
 
-CONFIG = """# The resolved configuration of a run: --gin_file with this file repeats it.
-
-from __gin__ import dynamic_registration
-
-from grpo_fn.trainer import loop
-from grpo_fn.shell.policy import optimizer
-
-INNER = 7
-LR = 1e-05
-STEPS = %INNER
-
-eval/sampling.categorical.temperature = 0.5
-train.train.steps = %STEPS
-optimizer.adamw.lr = %LR
-some.f.text = 'a %STEPS = "b"'
-some.f.many = [%LR, '%LR', @losses.cispo, None]
-some.f.yes = True
-some.f.endless = 1e999
-"""
+HPARAMS = {"train.train.steps": 7, "optimizer.adamw.lr": 1e-5, "some.f.yes": "True", "some.f.text": 'a %STEPS = "b"'}
 
 
 def seen(run_dir: Path) -> EventAccumulator:
     return EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
 
 
-def begun(run_dir: Path, text: str = CONFIG, *, start_step: int = 0) -> EventAccumulator:
-    (run_dir / "config.gin").write_text(text)
-    with MetricsWriter(run_dir, start_step=start_step) as writer:
-        tensorboard_layout.begin(writer, run_dir / "config.gin")
+def begun(run_dir: Path) -> EventAccumulator:
+    (run_dir / "config.gin").write_text("train.train.steps = 7\n")
+    (run_dir / "run.json").write_text(json.dumps({"hparams": HPARAMS}))
+    with MetricsWriter(run_dir, start_step=0) as writer:
+        tensorboard_layout.begin(writer, run_dir)
         writer.finished()
     return seen(run_dir)
 
@@ -96,35 +76,9 @@ def test_a_tag_is_drawn_where_it_belongs_and_nowhere_else(tag: str, titles: list
     assert drawn == titles
 
 
-def test_macros_are_what_they_stand_for_and_strings_are_left_alone() -> None:
-    assert tensorboard_layout.hparams(CONFIG) == {
-        "eval/sampling.categorical.temperature": 0.5,
-        "train.train.steps": 7,
-        "optimizer.adamw.lr": 1e-5,
-        "some.f.text": 'a %STEPS = "b"',
-        "some.f.many": "[1e-05, '%LR', @losses.cispo, None]",
-        "some.f.yes": "True",
-        "some.f.endless": float("inf"),
-    }
-
-
-@given(st.text() | st.integers() | st.floats(allow_nan=False))
-def test_every_number_and_string_comes_back(value: str | float) -> None:
-    assert tensorboard_layout.hparams(f"a.b = {literal(value, {})}\n") == {"a.b": value}
-
-
-def test_a_macro_without_a_value_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got %STEPS in a configuration without it, wanted one of \['LR'\]"):
-        tensorboard_layout.hparams("LR = 1.0\nloop.Cadence.steps = %STEPS\n")
-
-
-def test_every_knob_of_a_real_configuration_is_there() -> None:
-    found = tensorboard_layout.hparams(load_config(["run/arithmetic.gin"], ["STEPS=3"]).text)
-    assert found["train.train.steps"] == 3
-    assert found["mesh.Parallelism.reshard_after_forward"] == "True"
-    assert found["train.train.policy"] == "@sections.PolicyUpdate()"
-    assert found["sections.PolicyUpdate.optimizer"] == "@optimizer.adamw"
-    assert not any("%" in str(value) for value in found.values())
+def test_a_run_from_before_has_no_table_of_knobs(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"fingerprint": "f"}')
+    assert tensorboard_layout.hparams(tmp_path) == {}
 
 
 def test_the_tab_hparams_has_the_knobs_the_measures_and_the_end(tmp_path: Path) -> None:
@@ -134,6 +88,6 @@ def test_the_tab_hparams_has_the_knobs_the_measures_and_the_end(tmp_path: Path) 
     assert started.hparams["some.f.yes"].string_value == "True"
     experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
     assert [info.name.tag for info in experiment.metric_infos] == tensorboard_layout.MEASURES
-    assert {info.name for info in experiment.hparam_infos} == tensorboard_layout.hparams(CONFIG).keys()
+    assert {info.name for info in experiment.hparam_infos} == HPARAMS.keys()
     ended = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
     assert ended.status == 1  # STATUS_SUCCESS

@@ -65,7 +65,7 @@ def exits(found: list[Any]) -> list[int]:
 def mirrored(run_dir: Path, start: int, stop: int) -> None:
     with tracker.wandb(project="tests", mode="offline")(run_dir), MetricsWriter(run_dir, start_step=start) as writer:
         if start == 0:
-            tensorboard_layout.begin(writer, run_dir / "config.gin")
+            tensorboard_layout.begin(writer, run_dir)
         for step in range(start, stop):
             writer.scalars(step, {"loss/kl": step / 4, "eval/accuracy": 0.5})
 
@@ -74,6 +74,7 @@ def test_offline_files_hold_every_scalar_and_resuming_goes_on_as_the_same_run(pa
     run_dir = tmp_path / "first"
     run_dir.mkdir()
     (run_dir / "config.gin").write_text("optimizer.adamw.lr = 1e-05\n")
+    (run_dir / "run.json").write_text('{"hparams": {"optimizer.adamw.lr": 1e-05}}')
     mirrored(run_dir, 0, 3)
     time.sleep(1.1)  # their folders are named by the second
     mirrored(run_dir, 3, 5)
@@ -96,7 +97,7 @@ def test_a_run_that_fails_is_failed_there_and_the_writers_are_as_before(package:
     import torch.utils.tensorboard.writer as theirs
 
     before = theirs.EventFileWriter
-    (tmp_path / "config.gin").write_text("")
+    (tmp_path / "run.json").write_text("{}")
     opened = tracker.wandb(project="tests", mode="offline")(tmp_path)
     opened.__enter__()
     assert theirs.EventFileWriter is not before

@@ -375,5 +375,5 @@ def test_a_line_that_is_none_is_told(tmp_path: Path, line: str) -> None:
     with open(tmp_path / "digests.jsonl", "a") as file:
         file.write(line + "\n")
     append(tmp_path, {"step": 3})
-    with pytest.raises(ValueError, match=r"digests.jsonl:2 .*wanted a JSON object with a step"):
+    with pytest.raises(ValueError, match=r"digests.jsonl:2: got .*, wanted a JSON object with a step"):
         recorded(tmp_path)

@@ -22,7 +22,7 @@ from test_probe import asked as probed
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.reward_workers import streaming
-from grpo_fn.shell.reward_workers.reward_pool import Interrupted, RewardError, RewardPool
+from grpo_fn.shell.reward_workers.reward_pool import Interrupted, RewardError, RewardPool, unreported
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, rank_share
@@ -43,14 +43,24 @@ class Fake:
         self.ahead: Counter[Any] = Counter()  # of these, before anybody asked
         self.counts: Counter[str] = Counter()
 
-    def judge(self, fn: Any, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Outcome]:
+    def judge(
+        self,
+        fn: Any,
+        problems: Sequence[Problem],
+        completions: Sequence[Completion],
+        *,
+        report: Any = None,
+        should_stop: Any = None,
+    ) -> list[Outcome]:
+        if report is unreported:
+            return self.foresee(fn, problems, completions)
         found = [*map(partial(self.one, fn), problems, completions)]
         for outcome in dict.fromkeys(zip(problems_of(problems), completions, found, strict=True)):
             if outcome[-1].loss is not None:
                 self.report(outcome[-1].loss)
         return found
 
-    def foresee(self, fn: Any, problems: Sequence[Problem], completions: Sequence[Completion], *, watching: Any) -> Any:
+    def foresee(self, fn: Any, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Outcome]:
         time.sleep(self.pause)
         for problem, completion in zip(problems, completions, strict=True):
             self.ahead[str(fn), problem.uid, completion] += 1
@@ -184,7 +194,7 @@ def test_a_reward_that_is_not_worth_it_is_left_alone(why: str) -> None:
             reward = asking([fn], part, found)
             one.round([p for p, _ in asked], rollout([c for _, c in asked]), reward=reward, world=ALONE)
             assert found == plainly([fn], part, Fake())
-            assert not one._told
+            assert not one._ended
     assert not pool.ahead
 
 
@@ -247,7 +257,7 @@ def columns(asked: Sequence[tuple[Problem, Completion]]) -> list[Any]:
 
 def test_a_loss_that_was_foreseen_counts_and_raises_when_it_is_reported(pool: RewardPool) -> None:
     asked = columns(rows([0], ["good", "bad", "fine"]))
-    found = pool.foresee(raises, *asked, watching=())
+    found = pool.judge(raises, *asked, report=unreported)
     assert [outcome.value for outcome in found] == [1.0, None, 1.0]
     with pytest.raises(RewardError) as early_one:
         pool.report(found[1].loss)
@@ -257,7 +267,7 @@ def test_a_loss_that_was_foreseen_counts_and_raises_when_it_is_reported(pool: Re
     assert not any(pool.counts.values())
     pool.stop_on_error = False
     try:
-        (outcome,) = pool.foresee(not_a_number, *columns(rows([0], ["a"])), watching=())
+        (outcome,) = pool.judge(not_a_number, *columns(rows([0], ["a"])), report=unreported)
         assert not any(pool.counts.values())
         pool.report(outcome.loss)
         assert pool.counts == {"timeouts": 0, "worker_crashes": 0, "protocol_errors": 0, "exceptions": 1}
@@ -310,12 +320,7 @@ def test_the_end_does_not_wait_for_rows_that_nobody_wants(pool: RewardPool) -> N
     assert time.monotonic() - began < 5.0
     assert pool.score(obeys, *columns(rows([0], ["fine"]))) == [1.0]
     with pytest.raises(Interrupted):
-        pool.foresee(obeys, *columns(rows([0], ["sleep"])), watching=[ready()])
-
-
-def ready() -> Any:
-    """Something that can be read."""
-    return open("/dev/zero", "rb", buffering=0)
+        pool.score(obeys, *columns(rows([0], ["sleep"])), should_stop=lambda: time.monotonic() > began + 0.1)
 
 
 # -- who is not told

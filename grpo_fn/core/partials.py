@@ -1,0 +1,26 @@
+"""What a function with knobs is made of: the one place that looks into a `functools.partial`, without torch."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+
+def function_and_knobs(fn: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The function below all partials, and the knobs bound to it: none where `fn` is no partial."""
+    return (fn.func, fn.keywords) if isinstance(fn, partial) else (fn, {})
+
+
+def uses_of(function: Callable[..., Any], value: Any) -> Iterator[Callable[..., Any]]:
+    """Every use of a function among what a value is bound to, at any depth, with its knobs."""
+    found, knobs = function_and_knobs(value)
+    if found is function:
+        yield value
+    for item in value if isinstance(value, list | tuple) else (value if isinstance(value, dict) else knobs).values():
+        yield from uses_of(function, item)
+
+
+def unwrapped(fn: Any) -> Any:
+    """The function itself; of a wrapper, a partial with `reward` for its only function among the knobs, what it wraps."""
+    function, knobs = function_and_knobs(fn)
+    functions = [knob for knob, value in knobs.items() if callable(value)]
+    return unwrapped(knobs["reward"]) if functions == ["reward"] else function

@@ -1,0 +1,53 @@
+"""What a partial holds is found by the one module that looks into it."""
+
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn.core.partials import function_and_knobs, unwrapped, uses_of
+
+
+def plain(x, *, by):
+    return x + by
+
+
+def outer(x, *, inner, by=0):
+    return inner(x) + by
+
+
+def around(x, *, reward, seconds):
+    return reward(x)
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers()), st.integers())
+def test_knobs_of_partials_of_partials_add_up(knobs, by):
+    assert function_and_knobs(partial(partial(plain, **knobs), by=by)) == (plain, {**knobs, "by": by})
+    assert function_and_knobs(plain) == (plain, {})
+
+
+@given(st.data())
+def test_every_use_is_found_however_deep_and_no_other(data):
+    use = partial(plain, by=1)
+    holds = {
+        "nothing": lambda value: value,
+        "a list": lambda value: [3, value],
+        "a tuple": lambda value: (value, len),
+        "a table": lambda value: {"x": None, "y": value},
+        "a knob": lambda value: partial(outer, inner=value),
+    }
+    value = use
+    for name in data.draw(st.lists(st.sampled_from(sorted(holds)), max_size=5)):
+        value = holds[name](value)
+    assert list(uses_of(plain, value)) == [use]
+    assert list(uses_of(plain, [value, value])) == [use, use]
+    assert list(uses_of(around, value)) == []
+
+
+@pytest.mark.parametrize("bare", [plain, partial(plain, by=1)])
+def test_a_wrapper_is_looked_through_and_what_shapes_is_not(bare):
+    assert unwrapped(bare) is plain
+    assert unwrapped(partial(around, reward=partial(around, reward=bare, seconds=1.0), seconds=2.0)) is plain
+    assert unwrapped(partial(outer, inner=bare)) is outer
+    assert unwrapped(partial(outer, reward=bare, inner=bare)) is outer

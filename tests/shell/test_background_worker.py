@@ -1,0 +1,165 @@
+"""Calls in a thread beside the training: in their order, each with its result, none waited for without end."""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import CancelledError, Future
+from contextlib import nullcontext
+from threading import Event, Thread, current_thread
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from grpo_fn.shell import background_worker
+from grpo_fn.shell.background_worker import BackgroundWorker
+
+SOON = 20.0  # seconds
+
+# A product is a piece of work for a team of threads. Nobody has any before the first.
+TEAMS = """
+import threading, torch
+from grpo_fn.shell.background_worker import BackgroundWorker
+
+def threads():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Threads:"))
+
+def work():
+    torch.rand(1 << 20).exp().sum().item()
+    (torch.rand(256, 256) @ torch.rand(256, 256)).sum()
+
+torch.set_num_threads(4)
+work()
+before, done, go = threads(), threading.Event(), threading.Event()
+def beside():
+    work()
+    done.set()
+    go.wait(60)
+START
+assert done.wait(60)
+print(threads() - before)
+go.set()
+"""
+
+
+def grown(start: str) -> int:
+    """By how many threads of the operating system a process grows when another thread computes."""
+    code = TEAMS.replace("START", start)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    return int(ran.stdout)
+
+
+def test_with_one_thread_torch_has_no_team_there() -> None:
+    """Unlike in a thread as it comes."""
+    assert grown("BackgroundWorker('log', timeout=None, torch_threads=1).submit(beside)") == 1
+    assert grown("BackgroundWorker('ahead', timeout=None).submit(beside)") > 1
+    assert grown("threading.Thread(target=beside, daemon=True).start()") > 1
+
+
+def test_torch_keeps_its_threads_everywhere_else() -> None:
+    """In the thread that computes, and in those that come after the worker's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with BackgroundWorker("log", timeout=SOON, torch_threads=1) as worker:
+            assert worker.submit(torch.get_num_threads).result(60) == 1
+        assert torch.get_num_threads() == 3
+        later = Future()
+        Thread(target=lambda: later.set_result(torch.get_num_threads()), daemon=True).start()
+        assert later.result(60) == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def worker() -> BackgroundWorker:
+    with BackgroundWorker("the worker", timeout=SOON) as made:
+        yield made
+
+
+@given(st.lists(st.integers() | st.just(ValueError("bad")), max_size=9))
+def test_calls_are_made_in_their_order_and_each_has_what_came_of_it(brought: list) -> None:
+    def made(value: object) -> object:
+        at.append((current_thread().name, value))
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    at: list[tuple[str, object]] = []
+    with BackgroundWorker("the worker", timeout=SOON) as worker:
+        futures = [worker.submit(made, value, what=f"{value}") for value in brought]
+        worker.wait()  # which is nobody's error
+        assert all(future.done() for future in futures)
+        assert at == [("the worker", value) for value in brought]
+        for future, value in zip(futures, brought, strict=True):
+            assert (future.exception() or future.result()) == value
+
+
+def test_an_exit_ends_the_call_and_not_the_thread(worker: BackgroundWorker) -> None:
+    with pytest.raises(RuntimeError, match="the call ended by SystemExit: no engine"):
+        worker.submit(sys.exit, "no engine", what="the call").result(SOON)
+    assert worker.submit(int, "3", base=8).result(SOON) == 3
+
+
+def test_what_is_late_is_named_and_where_it_is(worker: BackgroundWorker) -> None:
+    gate = Event()
+    worker.submit(gate.wait, SOON, what="the gate")
+    worker.submit(int, what="the next one")
+    with pytest.raises(TimeoutError, match=r"^got no result of the gate within 0\.05 s, wanted one by then") as caught:
+        worker.wait(timeout=0.05)
+    assert "waiter.acquire" in caught.value.__notes__[0]  # where its thread is
+    gate.set()
+    worker.wait()
+
+
+def test_submit_waits_where_too_many_calls_are_not_done() -> None:
+    gate = Event()
+    with BackgroundWorker("the worker", timeout=0.05, max_pending=2) as worker:
+        for name in ("the first", "the second"):
+            worker.submit(gate.wait, SOON, what=name)
+        with pytest.raises(TimeoutError, match="of the first within"):
+            worker.submit(int)
+        gate.set()
+        assert worker.submit(int).result(SOON) == 0
+
+
+def test_shutdown_makes_what_is_left_or_cancels_it_and_takes_nothing_more() -> None:
+    for cancel in (False, True):
+        gate, begun, worker = Event(), Event(), BackgroundWorker("the worker", timeout=SOON)
+        first, second = worker.submit(lambda: begun.set() or gate.wait(SOON)), worker.submit(int)  # noqa: B023
+        assert begun.wait(SOON)
+        worker.shutdown(wait=False, cancel_futures=cancel)
+        assert worker.stopping.is_set() == cancel
+        with pytest.raises(RuntimeError, match="the worker: got a third after the shutdown"):
+            worker.submit(int, what="a third")
+        gate.set()
+        worker.shutdown()
+        assert first.result(0) is True
+        with pytest.raises(CancelledError) if cancel else nullcontext():
+            assert second.result(0) == 0
+        assert not worker._thread.is_alive()
+
+
+def test_a_call_that_looks_at_nothing_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_worker, "CLOSE_TIMEOUT", 0.05)
+    gate, worker, start = Event(), BackgroundWorker("the worker", timeout=SOON), time.monotonic()
+    worker.submit(gate.wait, SOON)
+    worker.shutdown(cancel_futures=True)
+    assert time.monotonic() - start < 5.0
+    gate.set()
+
+
+HANGING = """
+import sys, threading
+from grpo_fn.shell.background_worker import BackgroundWorker
+BackgroundWorker("hanging", timeout=None).submit(threading.Event().wait)
+sys.exit(75)
+"""
+
+
+def test_a_call_that_hangs_does_not_keep_the_process() -> None:
+    ran = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (75, "")
