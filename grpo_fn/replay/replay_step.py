@@ -19,8 +19,17 @@ from grpo_fn.config import Config, load_config
 from grpo_fn.core.batch import minibatches
 from grpo_fn.core.checksums import QUANTITIES, differing
 from grpo_fn.core.json_lines import metrics_by_step
-from grpo_fn.core.types import Batch, Carried, Scores
-from grpo_fn.replay.diff import Recorded, Stored, Taken, beside, circumstances, explained, rounding, tampered
+from grpo_fn.core.types import Batch, Carry, Scores
+from grpo_fn.replay.diff import (
+    RecordedStep,
+    ReplayedStep,
+    StoredRollout,
+    beside,
+    circumstances,
+    explain_difference,
+    rounding,
+    tampered_fields,
+)
 from grpo_fn.replay.restore import Before, NoSampler, before, from_store, held, kept_of, put_back, restored
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import MARKER

@@ -26,7 +26,7 @@ from grpo_fn.trainer.run import TrainingRun
 from grpo_fn.trainer.state import unpack_carried
 
 
-def kept_of(run_dir: Path, step: int, width: int) -> Stored | None:
+def kept_of(run_dir: Path, step: int, width: int) -> StoredRollout | None:
     """The stored rollout of a step, padded to the width that it had; None when there is none.
 
     Raises ValueError for one that cannot be read.

@@ -40,6 +40,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="a new file (default: standard output)")
     parser.add_argument(
         "--field_suffix",
+        dest="suffix",
         default="",
         metavar="TEXT",
         help="put after the four names, for a second verdict beside the first",
@@ -51,7 +52,9 @@ def flags() -> argparse.ArgumentParser:
         metavar="N",
         help="processes that score (default: %(default)s)",
     )
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for one row (default: 5, code 30)")
+    parser.add_argument(
+        "--timeout", dest="deadline", type=float, metavar="SECONDS", help="for one row (default: 5, code 30)"
+    )
     parser.add_argument(
         "--memory_mb", type=int, default=1024, metavar="MB", help="for one worker (default: %(default)s)"
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from grpo_fn.core.json_lines import json_object
-from grpo_fn.core.problem import Completion, Problem, word
+from grpo_fn.core.problem import Completion, Problem, verdict_name
 from grpo_fn.shell.reward_workers.worker_handle import Outcome
 
 PIECE = 2**16  # bytes read at once

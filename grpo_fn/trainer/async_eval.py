@@ -18,7 +18,7 @@ from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import sampling
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.shell.checkpoint import store
-from grpo_fn.shell.logging.stopwatch import noting
+from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.reward_workers.reward_pool import Interrupted, RewardPool
 from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.world import World

@@ -65,7 +65,7 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     for line in run.plan:
         loggers.console.line(line)
     tensorboard_layout.begin(loggers.writer, run.run_dir)
-    progress = begin(run, loggers)
+    progress = evaluate_at_start(run, loggers)
     if progress.pending:
         with loggers.clock.span("checkpoint"):
             save_checkpoint(run, progress, loggers)

@@ -9,7 +9,7 @@ from grpo_fn.shell import sandbox
 
 def check_sandboxes(rewards: Iterable[Any]) -> None:
     """Try every sandbox that the rewards run programs in. Raises ValueError where one cannot be had here."""
-    for runner in uses_of(sandbox.run, [*rewards]):
+    for runner in uses_of(sandbox.run_program, [*rewards]):
         try:
             sandbox.check_runner(runner)
         except RuntimeError as error:
@@ -21,7 +21,7 @@ def check_engines(samplers: Iterable[Any]) -> None:
     from grpo_fn.shell.vllm import nccl_transfer, process_guards, vllm_sampler
 
     samplers = [*samplers]
-    if any(uses_of(vllm_sampler.colocated, samplers)):
+    if any(uses_of(vllm_sampler.colocated_sampler, samplers)):
         process_guards.check_installed("sampler")
     if any(uses_of(nccl_transfer.nccl, samplers)):
         nccl_transfer.check_here()

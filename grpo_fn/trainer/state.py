@@ -36,13 +36,13 @@ class Progress:
 def read_history(run_dir: Path) -> list[health.Line]:
     """What the rules of health remember of a run, from its metrics.jsonl."""
     rows = metrics_by_step(run_dir, torn_end=False)
-    return health.kept([health.line(step, row) for step, row in rows.items()])
+    return health.trim_history([health.history_line(step, row) for step, row in rows.items()])
 
 
 def figures_of(run_dir: Path, step: int) -> dict[str, float]:
     """The figures of a step in metrics.jsonl; none where it has no line."""
     row = metrics_by_step(run_dir, torn_end=False).get(step)
-    return {} if row is None else health.line(step, row)
+    return {} if row is None else health.history_line(step, row)
 
 
 def has_progress(run_dir: Path) -> bool:

@@ -17,7 +17,7 @@ from grpo_fn.algo import credit, importance
 
 # What a module defines besides functions of a kind, for others to use.
 HELPERS = {
-    credit: {"over_tokens", "first_token", "kept", "moments", "standardise"},
+    credit: {"over_tokens", "first_token", "zero_outside_mask", "moments", "standardise"},
     importance: {"log_ratio", "capped_exp", "ratio"},
 }
 MODULES = list({kind[0]: None for kind in KINDS})

@@ -508,11 +508,11 @@ def test_every_number_and_string_is_itself_in_the_table_of_knobs(value: str | fl
 
 
 def test_every_knob_of_a_real_configuration_is_in_the_table() -> None:
-    found = load(["run/arithmetic.gin"], ["STEPS=3"]).hparams
+    found = load_config(["run/arithmetic.gin"], ["STEPS=3"]).hparams
     assert found["train.train.steps"] == 3
     assert found["mesh.Parallelism.reshard_after_forward"] == "True"
-    assert found["train.train.policy"] == "@sections.Policy()"
-    assert found["sections.Policy.optimizer"] == "@optimizer.adamw"
+    assert found["train.train.policy"] == "@sections.PolicyUpdate()"
+    assert found["sections.PolicyUpdate.optimizer"] == "@optimizer.adamw"
     assert not any("%" in str(value) for value in found.values())
 
 

@@ -130,7 +130,7 @@ def read(path: Path, name: str, samples: int) -> Run:
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl. A last line that is not whole is being written; another one raises ValueError."""
-    return [health.line(step, row) for step, row in metrics_by_step(run_dir, torn_end=True).items()]
+    return [health.history_line(step, row) for step, row in metrics_by_step(run_dir, torn_end=True).items()]
 
 
 def held(lock: Path) -> bool:

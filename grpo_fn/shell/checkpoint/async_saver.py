@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from grpo_fn.shell.atomic_io import NoSpace, check_space, finite, free_bytes, is_full, no_space
+from grpo_fn.shell.atomic_io import NoSpace, check_space, finite_or_none, free_bytes, is_full, no_space
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.checkpoint import store, tensor_shards
-from grpo_fn.shell.checkpoint.manifest import Entry, entry, packed, seal
+from grpo_fn.shell.checkpoint.manifest import Entry, entry, pack_blobs, seal
 from grpo_fn.shell.world import GRACE, Elsewhere, LostRank, World
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_fn.core.checksums import chained, seed_of, share, total
+from grpo_fn.core.checksums import block_digest, combine_digests, seed_of, total
 from grpo_fn.core.json_lines import step_lines
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.atomic_io import to_json

@@ -61,7 +61,7 @@ class FSDPPolicy:
     ) -> None:
         self.logprob_model = logprob_model
         self.world = world
-        self.reference_model = frozen
+        self.reference_model = reference_model
         self.dropout_modules = [module for module in dropout_modules if getattr(module, "p", 0.0) > 0]
         self.seed = seed
         self.optimizer = optimizer(p for p in logprob_model.parameters() if p.requires_grad)

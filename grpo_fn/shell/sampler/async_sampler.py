@@ -30,7 +30,7 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy, Rollout
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gathered, mine
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gather_rollouts, mine
 from grpo_fn.shell.sampler.pending import PendingBatch, order, packed, start_sampling, unpacked
 from grpo_fn.shell.world import World
 

@@ -123,9 +123,9 @@ class EngineSampler(Protocol):
         ...
 
     def for_evaluation(
-        self, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], finished: Finished | None = None
+        self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], finished: Finished | None = None
     ) -> "EngineSampler":
-        """The same engine, drawing with `choose`; `finished` is called with its completions as they end."""
+        """The same engine, drawing with `token_sampler`; `finished` is called with its completions as they end."""
         ...
 
     def close(self) -> None:

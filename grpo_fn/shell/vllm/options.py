@@ -41,7 +41,7 @@ def params(token_sampler: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Any
     Raises ValueError for other functions than greedy, categorical and nucleus, and for temperatures that vLLM changes
     or refuses.
     """
-    function, knobs = function_and_knobs(choose)
+    function, knobs = function_and_knobs(token_sampler)
     if function is greedy:
         return {"temperature": 0.0}
     if function not in (categorical, nucleus):

@@ -198,9 +198,9 @@ class VllmSampler:
         """The engine is not needed any more."""
         self.engine.close()
 
-    def for_evaluation(self, choose: Choose, finished: Finished | None = None) -> "VllmSampler":
-        """The same engine, drawing with `choose`; `finished` is called with its completions as they end."""
-        return replace(self, choose=choose, finished=finished)
+    def for_evaluation(self, token_sampler: TokenSampler, finished: Finished | None = None) -> "VllmSampler":
+        """The same engine, drawing with `token_sampler`; `finished` is called with its completions as they end."""
+        return replace(self, token_sampler=token_sampler, finished=finished)
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""

@@ -135,9 +135,9 @@ class LocalSampler:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def for_evaluation(self, choose: Choose, finished: Finished | None = None) -> "LocalSampler":
-        """The same engine, drawing with `choose`; `finished` is called with its completions as they end."""
-        return replace(self, choose=choose, finished=finished)
+    def for_evaluation(self, token_sampler: TokenSampler, finished: Finished | None = None) -> "LocalSampler":
+        """The same engine, drawing with `token_sampler`; `finished` is called with its completions as they end."""
+        return replace(self, token_sampler=token_sampler, finished=finished)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
