@@ -71,9 +71,7 @@ def launch_training(args: argparse.Namespace) -> int:
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
     return train.launch(
         kwargs,
-        config_text=config.text,
-        fingerprint=config.fingerprint,
-        hparams=config.hparams,
+        config=config,
         run_dir=args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch),
         dry_run=args.dry_run,
         ranks=args.ranks,

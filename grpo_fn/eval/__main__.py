@@ -64,13 +64,8 @@ def launch_evaluation(args: argparse.Namespace) -> int:
     kwargs = config.kwargs()
     from grpo_fn.eval import measure
 
-    return measure.launch_measure(
-        kwargs,
-        config_text=config.text,
-        fingerprint=config.fingerprint,
-        model=args.model,
-        out=args.out or default_out(args.model, datetime.now()),
-    )
+    out = args.out or default_out(args.model, datetime.now())
+    return measure.launch(kwargs, config=config, model=args.model, out=out)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, problems_by_meta, summarise, tally
 from grpo_fn.analysis.statistics import wilson
+from grpo_fn.config import Config
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.problem import Problem, Scorer
@@ -44,8 +45,7 @@ BYTES_A_TOKEN = 16  # of samples.jsonl, generously: four of English, six a chara
 class EvalRequest:
     """What the command line asks for."""
 
-    config_text: str
-    fingerprint: str
+    config: Config
     model: str
     out: Path
 
@@ -82,10 +82,14 @@ def measure(
     folder, tokenizer, problems = problems_for(found.source, config, data, sampling, evaluation.problems)
     check_space(request.out, len(problems) * (1 + evaluation.samples) * sampling.max_new_tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
-    write_bytes(request.out / "config.gin", request.config_text.encode())
-    load = partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
-    full_model = cache(partial(load_located_model, found, load))
-    context = SamplerContext(folder, config, precision, alone(place), adapters=None, full_model=full_model)
+    write_bytes(request.out / "config.gin", request.config.text.encode())
+    world = alone(place)
+    whole = cache(
+        partial(
+            loaded, found, partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
+        )
+    )
+    seat = SamplerContext(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
     with clock.span("load"):
         knobs = {"max_rows": sampling.max_rows, "sampling": sampling, "data": data}
         greedy = start_sampler(sampling.sampler, context, tokenizer, token_samplers.greedy, **knobs)
@@ -104,7 +108,7 @@ def measure(
         "dtype": compute.dtype,
         "device": str(place),
         "seed": seed,
-        "fingerprint": request.fingerprint,
+        "fingerprint": request.config.fingerprint,
         "figures": figures,
         "parts": {key: values for key, values in parts.items() if values},
     }

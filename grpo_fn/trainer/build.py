@@ -56,7 +56,7 @@ def build(
     disable_progress_bar()  # transformers' bars, one a file: they would bury the lines of the run
     if world.device.type == "cpu":
         keep_freed_memory()
-    text = sha256(request.config_text.encode()).hexdigest()  # the fingerprint is blind to changeable sections
+    text = sha256(request.config.text.encode()).hexdigest()  # the fingerprint is blind to changeable sections
     world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
     check_shared(s.algorithm.prompts, world.size)
     s.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))  # before anything is made
@@ -139,9 +139,9 @@ def open_and_prepare(
     enter_folder = partial(
         enter,
         request.run_dir,
-        config_text=request.config_text,
-        fingerprint=request.fingerprint,
-        hparams=request.hparams,
+        config_text=request.config.text,
+        fingerprint=request.config.fingerprint,
+        hparams=request.config.hparams,
         force=request.force or not has_progress(request.run_dir),  # a start that failed has left nothing to lose
         need_bytes=checked.plan.need_bytes(),
     )

@@ -67,22 +67,11 @@ def compare_presets(config: Path, mine: Stages, seen: Experience, gains: Gains, 
         for name, stages in {"this run": mine, **fitting}.items()
     }
     signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
-    cosine, share = (
-        compare_algorithms.cosines(signal),
-        compare_algorithms.nonzero_share(signal, seen.groups.rollout.mask),
-    )
-    return PresetComparison([*comparison_rows(list(views), cosine[0], share), *refused_rows(refused)], cosine)
-
-
-def comparison_rows(names: Sequence[str], alike: Float[Tensor, "K"], share: Float[Tensor, "K"]) -> list[Row]:
-    """A line for each view."""
-    figures = zip(names, alike.tolist(), share.tolist(), strict=True)
-    return [{"preset": n, "cosine with this run": f"{a:.3f}", "tokens moved": f"{s:.3f}"} for n, a, s in figures]
-
-
-def refused_rows(refused: dict[str, str]) -> list[Row]:
-    """A line for each preset that does not fit the run."""
-    return [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
+    cosine, share = compare_algorithms.cosines(signal), compare_algorithms.moved(signal, seen.groups.rollout.mask)
+    figures = zip(views, cosine[0].tolist(), share.tolist(), strict=True)
+    rows = [{"preset": n, "cosine with this run": f"{a:.3f}", "tokens moved": f"{s:.3f}"} for n, a, s in figures]
+    rows += [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
+    return Compared(rows, cosine)
 
 
 def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter) -> None:

@@ -1,6 +1,6 @@
 """TrainingRun: the pieces of a run, put together by `build`, used by the loop and by replay."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.algo.step import StepAlgorithm
+from grpo_fn.config import Config
 from grpo_fn.core.problem import Problem, Scorer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
@@ -25,9 +26,7 @@ DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING = range(5)  # streams of the run's
 class RunRequest:
     """What the command line asks for."""
 
-    config_text: str
-    fingerprint: str
-    hparams: Mapping[str, int | float | str]  # the knobs, for people to compare runs by
+    config: Config
     run_dir: Path
     dry_run: bool
     ranks: int  # that a dry run is asked about, evenly on so many hosts

@@ -615,9 +615,7 @@ def test_launch_receives_the_frozen_configuration(monkeypatch: pytest.MonkeyPatc
     config = load_text(RUN, "STEPS=4")
     assert repr(got.pop("kwargs")) == repr(config.kwargs())
     assert got == {
-        "config_text": config.text,
-        "fingerprint": config.fingerprint,
-        "hparams": config.hparams,
+        "config": config,
         "run_dir": Path("d"),
         "ranks": 1,
         "hosts": 1,

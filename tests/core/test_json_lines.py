@@ -16,9 +16,7 @@ VALUES = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | 
 def test_rows_come_back_with_their_lines_whatever_is_between(tmp_path_factory, rows, packed, ascii_only) -> None:
     path = tmp_path_factory.mktemp("rows") / ("rows.jsonl.gz" if packed else "rows.jsonl")
     text = "\ufeff" + "".join(json.dumps(row, ensure_ascii=ascii_only) + "\r\n \n" for row in rows)
-    data = text.encode("utf-8", "surrogatepass")
-    if not ascii_only and any("\ud800" <= c <= "\udfff" for c in text):
-        return  # half a character, which UTF-8 cannot spell
+    data = text.encode("utf-8")
     path.write_bytes(gzip.compress(data) if packed else data)
     found = list(json_rows(path, wanted="an object"))
     assert [row.value for row in found] == rows

@@ -129,10 +129,15 @@ class RewardPool:
             worker.end(1.0)
 
     def score(
-        self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion], **how: Any
+        self,
+        fn: RewardFn,
+        problems: Sequence[Problem],
+        completions: Sequence[Completion],
+        *,
+        should_stop: Callable[[], bool] = never,
     ) -> list[float | None]:
-        """`fn` of every row, in order; None where it says so and where its worker was lost. `judge` with its knobs."""
-        return [outcome.value for outcome in self.judge(fn, problems, completions, **how)]
+        """`fn` of every row, in order; None where it says so and where its worker was lost. Raises as `judge` does."""
+        return [outcome.value for outcome in self.judge(fn, problems, completions, should_stop=should_stop)]
 
     def judge(
         self,

@@ -126,19 +126,14 @@ class StreamingRewards:
                 self._settle(payload, left, partial(self._judged, fn))
             whole = self._there(payload, rows)
         for row in rows:
-            self._report(payload, row)
+            if (loss := self._found[payload][row].loss) is not None:  # it counts now, and only once
+                self._found[payload][row] = self._found[payload][row]._replace(loss=None)
+                self.pool.report(loss)
         return [self._found[payload][row].value for row in asked]
 
     def _judged(self, fn: RewardFn, *columns: Any) -> list[Outcome]:
         """The pool tells of losses by itself."""
         return [outcome._replace(loss=None) for outcome in self.pool.judge(fn, *columns)]
-
-    def _report(self, payload: bytes, row: StreamedRow) -> None:
-        """What a row was lost to counts now, and only once."""
-        outcome = self._found[payload][row]
-        if outcome.loss is not None:
-            self._found[payload][row] = outcome._replace(loss=None)
-            self.pool.report(outcome.loss)
 
     # -- who is at which row
 
@@ -205,17 +200,14 @@ class StreamingRewards:
                     try:
                         self._settle(payload, rows, judge)
                     except Exception:  # who asks for these rows finds out what is wrong with the reward
-                        self._drop(payload)
+                        with self._scored:
+                            self._rewards.pop(payload, None)
 
     def _early(self, payload: bytes, batch: Rows) -> Rows:
         """Claim the rows of the batch, without those that `round` has asked for or given up meanwhile."""
         with self._scored:
             batch = {row: problem for row, problem in batch.items() if row.uid > self._over}
             return self._claimed(payload, batch) if payload in self._rewards else {}
-
-    def _drop(self, payload: bytes) -> None:
-        with self._scored:
-            self._rewards.pop(payload, None)
 
     def _batch(self) -> Rows:
         """The next rows that have ended, at most MAX_BATCH."""

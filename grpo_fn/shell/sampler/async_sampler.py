@@ -30,8 +30,8 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy, Rollout
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gather_rollouts, mine
-from grpo_fn.shell.sampler.pending import PendingBatch, order, packed, start_sampling, unpacked
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gathered, mine
+from grpo_fn.shell.sampler.pending import PendingBatch, pack_batch, request_key, start_sampling, unpack_batch
 from grpo_fn.shell.world import World
 
 COMPLAINTS = 8  # kept until somebody takes them
@@ -127,7 +127,7 @@ class AsyncSampler:
         Whole batches, so that another number of ranks can go on with them. Every rank has to take part; raises as
         `sample` does.
         """
-        return [packed(begun.order, self.version - begun.version, self._whole(begun)) for begun in self._queue]
+        return [pack_batch(begun.request, self.version - begun.version, self._whole(begun)) for begun in self._queue]
 
     def refill(self, drained: Sequence[Mapping[str, Any]]) -> None:
         """Take back what was drained, after the `load` of the weights that were current then.
@@ -147,7 +147,7 @@ class AsyncSampler:
                 f"first, wanted none that gets over max_staleness {self.max_staleness}"
             )
             return
-        self._queue.extend(unpacked(batch, self.version, self.world.device) for batch in drained)
+        self._queue.extend(unpack_batch(batch, self.version, self.world.device) for batch in drained)
 
     def figures(self) -> dict[str, float]:
         """What there is to tell since it was last asked, the sampler's own included.
@@ -179,28 +179,28 @@ class AsyncSampler:
 
     def _line_up(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> None:
         """See to it that this batch stands first in the queue, and the next ones of the stream behind it."""
-        asked = order(problems, group_size, key)
-        if self._queue and (head := self._queue[0].order) != asked:
+        asked = request_key(problems, group_size, key)
+        if self._queue and (head := self._queue[0].request) != asked:
             how = ", with other prompts or another key" if str(head) == str(asked) else ""
             self._complain(f"dropped {len(self._queue)} batches sampled ahead: got {asked}{how}, wanted {head}")
             self._queue.clear()
         if not self._queue:
             self._queue.append(self._start(problems, group_size, key))
         while len(self._queue) <= self.max_staleness:
-            last, _ = self._queue[-1].order.asked[-1]
+            last, _ = self._queue[-1].request.asked[-1]
             self._queue.append(self._start(self.stream(last + 1, len(problems)), group_size, key))
 
     def _start(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:
         """Sample this rank's share in a thread."""
         share = mine(problems, self.sampler, self.world)
         draw = partial(self.sampler.sample, share, group_size, key=key) if share else _nothing
-        return start_sampling(order(problems, group_size, key), self.version, draw, self.world.device)
+        return start_sampling(request_key(problems, group_size, key), self.version, draw, self.world.device)
 
     def _age(self, begun: PendingBatch) -> int:
         age = self.version - begun.version
         if age > self.max_staleness:
             raise RuntimeError(
-                f"got {begun.order} sampled {age} versions of the weights ago, wanted at most max_staleness "
+                f"got {begun.request} sampled {age} versions of the weights ago, wanted at most max_staleness "
                 f"{self.max_staleness}: weights were loaded between which nothing was sampled"
             )
         return age
@@ -208,8 +208,8 @@ class AsyncSampler:
     def _whole(self, begun: PendingBatch) -> Rollout:
         """All ranks' rows of it."""
         if begun.whole is None:
-            part = self.world.together(partial(self._part, begun), what=f"completions of {begun.order}")
-            begun.whole = gather_rollouts(part, self.sampler, self.world)
+            part = self.world.together(partial(self._part, begun), what=f"completions of {begun.request}")
+            begun.whole = gathered(part, self.sampler, self.world)
         return begun.whole
 
     def _part(self, begun: PendingBatch) -> Rollout | None:
@@ -218,12 +218,12 @@ class AsyncSampler:
         try:
             return begun.part.result()
         except Exception as error:
-            error.add_note(f"while sampling {begun.order}, begun {self.version - begun.version} versions ago")
+            error.add_note(f"while sampling {begun.request}, begun {self.version - begun.version} versions ago")
             raise
 
     def _wait_for(self, batches: Iterable[PendingBatch]) -> None:
         """Until they are sampled, or could not be. Raises TimeoutError, naming the first that is late."""
-        late = wait([begun.part for begun in batches], timeout=self.deadline).not_done
+        late = wait([begun.part for begun in batches if begun.part], timeout=self.deadline).not_done
         for begun in batches:
             if begun.part in late:
                 error = begun.worker.overdue(self.deadline)

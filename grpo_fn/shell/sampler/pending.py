@@ -17,7 +17,7 @@ Draw = Callable[[], Rollout | None]
 
 
 class RequestKey(NamedTuple):
-    """What was asked for. Equal orders under equal weights bring equal completions."""
+    """What was asked for. Equal requests under equal weights bring equal completions."""
 
     asked: tuple[tuple[int, str], ...]  # uid and prompt of every problem
     group_size: int
@@ -29,16 +29,16 @@ class RequestKey(NamedTuple):
 
 @dataclass
 class PendingBatch:
-    """An order whose completions are on their way, or here."""
+    """A request whose completions are on their way, or here."""
 
-    order: RequestKey
+    request: RequestKey
     version: int  # of the weights when it was begun
-    part: Future[Rollout | None]  # this rank's rows; None where it has no share
-    worker: BackgroundWorker | None  # that samples it; None where all was here from the start
+    part: Future[Rollout | None] | None  # this rank's rows, if it has a share; None where all was here from the start
+    worker: BackgroundWorker | None  # that samples it; None likewise
     whole: Rollout | None  # all ranks' rows, once they have exchanged
 
 
-def order(problems: Sequence[Problem], group_size: int, key: Tensor) -> RequestKey:
+def request_key(problems: Sequence[Problem], group_size: int, key: Tensor) -> RequestKey:
     """What is asked for."""
     return RequestKey(tuple((p.uid, p.prompt) for p in problems), group_size, tuple(key.tolist()))
 
@@ -51,7 +51,7 @@ def start_sampling(asked: RequestKey, version: int, draw: Draw, device: torch.de
     return PendingBatch(asked, version, part, worker, None)
 
 
-def packed(asked: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
+def pack_batch(asked: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
     """A whole batch, `age` versions after it was begun, as containers of numbers, strings and tensors."""
     return {
         "asked": [[uid, prompt] for uid, prompt in asked.asked],
@@ -62,13 +62,11 @@ def packed(asked: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def unpacked(batch: Mapping[str, Any], version: int, device: torch.device) -> PendingBatch:
-    """The inverse of `packed`, under weights that count as `version`."""
-    part: Future[Rollout | None] = Future()
-    part.set_result(None)
+def unpack_batch(batch: Mapping[str, Any], version: int, device: torch.device) -> PendingBatch:
+    """The inverse of `pack_batch`, under weights that count as `version`."""
     asked = RequestKey(tuple((uid, prompt) for uid, prompt in batch["asked"]), batch["group_size"], tuple(batch["key"]))
     fields = tree_map_only(Tensor, lambda x: x.to(device), batch["rollout"])
-    return PendingBatch(asked, version - batch["age"], part, None, Rollout(*fields[:4], tuple(fields[4])))
+    return PendingBatch(asked, version - batch["age"], None, None, Rollout(*fields[:4], tuple(fields[4])))
 
 
 def _draw_on(device: torch.device, draw: Draw) -> Rollout | None:

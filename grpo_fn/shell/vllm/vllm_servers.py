@@ -3,9 +3,9 @@
 import asyncio
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_fn.shell.sampler.fingerprint import NOTHING, weight_fingerprint
+from grpo_fn.shell.background_worker import BackgroundWorker
+from grpo_fn.shell.sampler.fingerprint import NOTHING, fingerprint
 from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, Heard, WeightReceipt, unread
 from grpo_fn.shell.vllm.client import Patience, Server, check_sampling_fields
 from grpo_fn.shell.vllm.router import NewestWeights, Router, ServerState
-from grpo_fn.shell.vllm.vllm_transfer import Info, Transfer, chunks
+from grpo_fn.shell.vllm.vllm_transfer import Transfer, chunks
 from grpo_fn.shell.vllm.weight_update import WeightUpdater
 from grpo_fn.shell.world import World
 
@@ -86,8 +87,8 @@ class DedicatedEngine:
         }
         self._swapper = WeightUpdater(self._fleet, self._transfer, expected, pause, check_seconds, world.main)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm servers")
-        self._thread.start()
+        self._worker = BackgroundWorker("vllm servers", timeout=None)
+        self._worker.submit(self._loop.run_forever, what="the event loop of the vLLM servers")
         self._start(self._swapper.look_after())
 
     @property
@@ -127,7 +128,7 @@ class DedicatedEngine:
         """
         began = time.monotonic()
         if not self._world.main:
-            _exhaust(weights)
+            deque(weights, maxlen=0)  # goes through all of them
         fed = self._world.agree(partial(self._send, weights, version), what="handing weights to the vLLM servers")
         self._do(_called(self._fleet.heard, fed.newest, fed.urls))
         if not fed.urls:
@@ -158,7 +159,7 @@ class DedicatedEngine:
         self._closed = True
         self._do(self._hang_up())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._worker.shutdown()
         self._loop.close()
         self._transfer.close()
 
@@ -187,7 +188,7 @@ class DedicatedEngine:
             self._do(self._swapper.each(taking, self._swapper.tear))
             raise
         finally:
-            _exhaust(weights)
+            deque(weights, maxlen=0)  # goes through all of them
             self._do(_called(self._swapper.swapping.release))
 
     def _feed(self, taking: list[ServerState], weights: Iterator[tuple[str, Tensor]], version: int) -> UpdatedServer:
@@ -197,7 +198,7 @@ class DedicatedEngine:
             for _, tensor in chunk:
                 sent += weight_fingerprint(tensor)
             told = self._transfer.offer(chunk)
-            under_way = self._start(swapper.swap(taking, partial(_take, told)))
+            under_way = self._start(swapper.swap(taking, lambda member, told=told: member.server.take(told)))
             failed = self._transfer.carry(chunk, [member.server.url for member in taking])
             taking = self._do(swapper.without(_result(under_way), failed))
             self._transfer.taken()
@@ -230,15 +231,6 @@ def _result(under_way: Future[T]) -> T:
 async def _called(f: Callable[..., T], *args: Any) -> T:
     """For a plain function that has to run in the event loop."""
     return f(*args)
-
-
-async def _take(told: Info, member: ServerState) -> None:
-    await member.server.take(told)
-
-
-def _exhaust(weights: Iterable[Any]) -> None:
-    for _ in weights:
-        pass
 
 
 def _check_knobs(servers: Sequence[str], pause: str, max_requests: int, seconds: Sequence[float]) -> None:

@@ -22,14 +22,9 @@ from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForC
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache, Sizes, as_many, few
-from grpo_fn.shell.sampler.local.decode_step import (
-    WRITTEN,
-    Code,
-    DecodeEngine,
-    compile_decode_parts,
-    decoding_unsupported_reason,
-)
+from grpo_fn.shell.reward_workers.reward_pool import Interrupted
+from grpo_fn.shell.sampler.local.cuda_graphs import Captured, Eager, Sizes, as_many, few
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, Code, DecodeEngine, compiled, unsupported_reason
 from grpo_fn.shell.sampler.local.kv_cache import row_slots
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 
@@ -261,6 +256,28 @@ def test_a_row_is_told_of_before_the_last_one_is_drawn() -> None:
     ):
         s.sample(problems(TEXTS), 3, key=KEY)
     assert steps[0] < steps[-1] == len(shapes)
+
+
+@pytest.mark.parametrize("fit", [True, False])
+def test_whoever_is_told_may_end_it_and_the_next_call_is_as_ever(fit: bool) -> None:
+    steps: list[None] = []
+
+    def finished(problem: Problem, completion: Completion) -> None:
+        raise Interrupted("asked to stop")
+
+    s = sampler(max_rows=3)
+    if not fit:
+        s.held.model = s.model  # as if it had been asked, and were not
+    right = s.sample(problems(TEXTS), 3, key=KEY)
+    with s.model.register_forward_pre_hook(lambda *_: steps.append(None)):
+        s.sample(problems(TEXTS), 3, key=KEY)
+        whole = len(steps)
+        with pytest.raises(Interrupted, match="asked to stop"):
+            s.for_evaluation(s.choose, finished).sample(problems(TEXTS), 3, key=KEY)
+    assert len(steps) < 2 * whole
+    again = s.sample(problems(TEXTS), 3, key=KEY)
+    assert again.text == right.text
+    assert torch.equal(again.logp_sampled, right.logp_sampled)
 
 
 # -- models that are not fit

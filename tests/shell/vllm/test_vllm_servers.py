@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_stub import Stub, checksum, drawn
 
-from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verify_receipt
+from grpo_fn.shell.reward_workers.reward_pool import Interrupted
+from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verified
 from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
@@ -187,6 +188,18 @@ def test_an_answer_is_told_of_once_and_when_it_comes(two, fault):
     answers = servers.generate(ASKS, how=HOW, heard=hear)
     open_.set()
     assert heard == {(i, j): answer for i, row in enumerate(answers) for j, answer in enumerate(row)}
+
+
+def test_where_an_answer_is_not_wanted_the_others_are_called_off(two):
+    _, _, servers = two
+    servers.push(weights(0), version=0)
+
+    def hear(i, j, answer):
+        raise Interrupted("asked to stop")
+
+    with pytest.raises(Interrupted, match="asked to stop"):
+        servers.generate(ASKS, how=HOW, heard=hear)
+    assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
 
 
 def test_a_server_that_was_started_again_gets_the_weights_before_it_draws(two):
