@@ -83,13 +83,16 @@ def measure(
     check_space(request.out, len(problems) * (1 + evaluation.samples) * sampling.max_new_tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
     write_bytes(request.out / "config.gin", request.config.text.encode())
-    world = alone(place)
-    whole = cache(
-        partial(
-            loaded, found, partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
-        )
+    load = partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
+    full_model = cache(partial(load_located_model, found, load))
+    context = SamplerContext(
+        folder=folder,
+        config=config,
+        dtype=precision,
+        world=alone(place),
+        adapters=None,
+        full_model=full_model,
     )
-    seat = SamplerContext(folder=folder, config=config, dtype=precision, world=world, adapters=None, whole=whole)
     with clock.span("load"):
         knobs = {"max_rows": sampling.max_rows, "sampling": sampling, "data": data}
         greedy = start_sampler(sampling.sampler, context, tokenizer, token_samplers.greedy, **knobs)

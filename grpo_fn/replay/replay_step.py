@@ -131,7 +131,7 @@ def build_replay(
     asked: ReplayRequest, config: Config, settings: Settings, checked: ValidatedPlan, world: World
 ) -> AbstractContextManager[TrainingRun]:
     """The pieces of the run, which leave the run folder alone."""
-    request = Request(config, asked.run_dir, dry_run=False, ranks=1, hosts=1, force=False)
+    request = RunRequest(config, asked.run_dir, dry_run=False, ranks=1, hosts=1, force=False)
     check_this_machine(settings)
     return build(settings, checked, request, world, enter=left_alone, started=time.perf_counter())
 

@@ -67,11 +67,14 @@ def compare_presets(config: Path, mine: Stages, seen: Experience, gains: Gains, 
         for name, stages in {"this run": mine, **fitting}.items()
     }
     signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
-    cosine, share = compare_algorithms.cosines(signal), compare_algorithms.moved(signal, seen.groups.rollout.mask)
+    cosine, share = (
+        compare_algorithms.cosines(signal),
+        compare_algorithms.nonzero_share(signal, seen.groups.rollout.mask),
+    )
     figures = zip(views, cosine[0].tolist(), share.tolist(), strict=True)
     rows = [{"preset": n, "cosine with this run": f"{a:.3f}", "tokens moved": f"{s:.3f}"} for n, a, s in figures]
     rows += [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
-    return Compared(rows, cosine)
+    return PresetComparison(rows, cosine)
 
 
 def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy, Rollout
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gathered, mine
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gather_rollouts, mine
 from grpo_fn.shell.sampler.pending import PendingBatch, pack_batch, request_key, start_sampling, unpack_batch
 from grpo_fn.shell.world import World
 
@@ -209,7 +209,7 @@ class AsyncSampler:
         """All ranks' rows of it."""
         if begun.whole is None:
             part = self.world.together(partial(self._part, begun), what=f"completions of {begun.request}")
-            begun.whole = gathered(part, self.sampler, self.world)
+            begun.whole = gather_rollouts(part, self.sampler, self.world)
         return begun.whole
 
     def _part(self, begun: PendingBatch) -> Rollout | None:

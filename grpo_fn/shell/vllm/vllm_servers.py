@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_fn.shell.background_worker import BackgroundWorker
-from grpo_fn.shell.sampler.fingerprint import NOTHING, fingerprint
+from grpo_fn.shell.sampler.fingerprint import NOTHING, weight_fingerprint
 from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, Heard, WeightReceipt, unread
 from grpo_fn.shell.vllm.client import Patience, Server, check_sampling_fields
 from grpo_fn.shell.vllm.router import NewestWeights, Router, ServerState

@@ -23,8 +23,14 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.reward_workers.reward_pool import Interrupted
-from grpo_fn.shell.sampler.local.cuda_graphs import Captured, Eager, Sizes, as_many, few
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, Code, DecodeEngine, compiled, unsupported_reason
+from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache, Sizes, as_many, few
+from grpo_fn.shell.sampler.local.decode_step import (
+    WRITTEN,
+    Code,
+    DecodeEngine,
+    compile_decode_parts,
+    decoding_unsupported_reason,
+)
 from grpo_fn.shell.sampler.local.kv_cache import row_slots
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 

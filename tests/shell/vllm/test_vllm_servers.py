@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_stub import Stub, checksum, drawn
 
 from grpo_fn.shell.reward_workers.reward_pool import Interrupted
-from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verified
+from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verify_receipt
 from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
