@@ -16,7 +16,6 @@ from torch import Tensor
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import sampling
-from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.reward_workers.reward_pool import Interrupted, RewardPool
@@ -52,18 +51,19 @@ class EvaluationResult(NamedTuple):
 def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator, should_stop: ShouldStop) -> EvaluationResult:
     """The evaluation itself, on the main rank alone. Its workers begin and end with it: they live in its thread.
 
-    Raises Interrupted once `should_stop` says so: it is asked after every completion and every few rows of a grader.
+    Raises Interrupted once `should_stop` says so: it is asked every few decode steps, or
+    after every completion of a server, and after every few rows of a grader.
     """
     how = run.settings.evaluation
 
-    def check(problem: Problem, completion: Completion) -> None:
+    def check() -> None:
         if should_stop():
-            raise Interrupted(f"evaluation: got a request to stop at problem {problem.uid}")
+            raise Interrupted("evaluation: got a request to stop")
 
     with evaluator.pool() as pool:
         judged = evaluate(
-            evaluator.sampler.for_evaluation(sampling.greedy, finished=check),
-            evaluator.sampler.for_evaluation(how.token_sampler, finished=check),
+            evaluator.sampler.for_evaluation(sampling.greedy, check),
+            evaluator.sampler.for_evaluation(how.token_sampler, check),
             run.held_out,
             key=evaluator.key,
             judges=how.graders,

@@ -1,4 +1,4 @@
-"""One piece of work at a time beside the training, in a thread of the main rank; every rank hears how it stands."""
+"""One piece of work at a time beside the training, in a thread of the main rank; every rank polls its result."""
 
 import time
 from collections.abc import Callable

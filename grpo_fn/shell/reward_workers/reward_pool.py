@@ -42,7 +42,7 @@ class Interrupted(RuntimeError):
 
 
 def unreported(loss: Loss) -> None:
-    """Nobody wants to know of a loss yet."""
+    """Does nothing: losses are reported later, if at all."""
 
 
 def never() -> bool:
@@ -53,7 +53,7 @@ def never() -> bool:
 class RewardJob:
     """Rows that go through a pool. Their outcomes come out in the order in which the rows went in.
 
-    Equal rows are scored once, as long as the first of them is still in here. `report` is told of every loss.
+    Equal rows are scored once, as long as the first of them is still in here. `report` is called with every loss.
     """
 
     def __init__(self, fn: RewardFn, deadline: float, report: Callable[[Loss], None] = unreported) -> None:
@@ -150,7 +150,7 @@ class RewardPool:
     ) -> list[Outcome]:
         """`fn` of every row, in order, with the reason where there is no value and the seconds it took.
 
-        `report` is told of every loss; None for the pool's own, which counts it, complains of it and raises it.
+        `report` is called with every loss; None for the pool's own, which counts it, complains of it and raises it.
 
         Raises RewardError when a fresh worker cannot load `fn`, as under too small a memory limit, and under
         `stop_on_error`, naming the row, when `fn` itself raises; ValueError when `fn` cannot be found by its name in

@@ -1,7 +1,7 @@
 """Rewards of rows that have ended while others are still being decoded.
 
-The sampler tells of every completion as soon as there is no more of it, and a thread has the reward pool score what it
-is told of. When the rewards are asked for, most of them are there. They are the ones that would have been found then: a
+The sampler calls `finished` with every completion as soon as there is no more of it, and a thread has the reward pool
+score it. When the rewards are asked for, most of them are there. They are the ones that would have been found then: a
 reward is a pure function of problem and completion, every row goes to it once, and what a row was lost to is counted,
 complained of and raised when that row is asked for, and never when it is not asked for.
 

@@ -54,7 +54,7 @@ class AsyncSampler:
     """A `DataParallelSampler` that works ahead by `max_staleness` batches of the stream; every rank has one.
 
     `deadline` is how many seconds a step may wait for a batch. A request that is not the predicted one (another group
-    size, key or prompt) drops what was sampled ahead; `complaints` tells it, to be cleared when people are told. What
+    size, key or prompt) drops what was sampled ahead; `complaints` says so, to be cleared once it is logged. What
     goes wrong in a thread is raised when its batch is wanted, on all ranks.
     """
 
@@ -162,10 +162,10 @@ class AsyncSampler:
 
     def messages(self) -> list[str]:
         """What there is to say to people since it was last asked, the sampler's own included."""
-        told = [*self.complaints, *self.sampler.complaints]
+        messages = [*self.complaints, *self.sampler.complaints]
         self.complaints.clear()
         self.sampler.complaints.clear()
-        return told
+        return messages
 
     def close(self) -> None:
         """Abandon what is under way; its threads end with the sampler's requests, or with the process."""

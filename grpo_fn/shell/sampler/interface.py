@@ -54,6 +54,10 @@ def unread(ask: int, seed: int, answer: EngineCompletion) -> None:
     """Nobody wants to have an answer before the others are there."""
 
 
+def unchecked() -> None:
+    """Sampling always goes on."""
+
+
 class WeightReceipt(NamedTuple):
     """What was sent with a push, and what the engine holds after it; None where its layout hides that."""
 
@@ -123,9 +127,9 @@ class EngineSampler(Protocol):
         ...
 
     def for_evaluation(
-        self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], finished: Finished | None = None
+        self, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], check: Callable[[], None] = unchecked
     ) -> "EngineSampler":
-        """The same engine, drawing with `token_sampler`; `finished` is called with its completions as they end."""
+        """The same engine, drawing with `choose`; `check` is called often, and may raise to end a call of `sample`."""
         ...
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from grpo_fn.shell.sampler.interface import (
     check_limits,
     completion_of_row,
     positions,
+    unchecked,
     unread,
 )
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
@@ -198,9 +199,9 @@ class VllmSampler:
         """The engine is not needed any more."""
         self.engine.close()
 
-    def for_evaluation(self, token_sampler: TokenSampler, finished: Finished | None = None) -> "VllmSampler":
-        """The same engine, drawing with `token_sampler`; `finished` is called with its completions as they end."""
-        return replace(self, token_sampler=token_sampler, finished=finished)
+    def for_evaluation(self, choose: Choose, check: Callable[[], None] = unchecked) -> "VllmSampler":
+        """The same engine, drawing with `choose`; `check` is called with every completion that ends."""
+        return replace(self, choose=choose, finished=None if check is unchecked else lambda *_: check())
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""

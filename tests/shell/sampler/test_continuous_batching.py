@@ -265,11 +265,12 @@ def test_a_row_is_told_of_before_the_last_one_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("fit", [True, False])
-def test_whoever_is_told_may_end_it_and_the_next_call_is_as_ever(fit: bool) -> None:
+def test_a_check_that_raises_ends_it_and_the_next_call_is_as_ever(fit: bool) -> None:
     steps: list[None] = []
 
-    def finished(problem: Problem, completion: Completion) -> None:
-        raise Interrupted("asked to stop")
+    def check() -> None:
+        if len(steps) > whole + 2:
+            raise Interrupted("asked to stop")
 
     s = sampler(max_rows=3)
     if not fit:
@@ -279,8 +280,8 @@ def test_whoever_is_told_may_end_it_and_the_next_call_is_as_ever(fit: bool) -> N
         s.sample(problems(TEXTS), 3, key=KEY)
         whole = len(steps)
         with pytest.raises(Interrupted, match="asked to stop"):
-            s.for_evaluation(s.choose, finished).sample(problems(TEXTS), 3, key=KEY)
-    assert len(steps) < 2 * whole
+            s.for_evaluation(s.choose, check).sample(problems(TEXTS), 3, key=KEY)
+    assert len(steps) == whole + 3 < 2 * whole
     again = s.sample(problems(TEXTS), 3, key=KEY)
     assert again.text == right.text
     assert torch.equal(again.logp_sampled, right.logp_sampled)

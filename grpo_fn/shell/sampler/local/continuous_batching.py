@@ -86,9 +86,10 @@ class ContinuousBatching:
         slots: int,
         pad: int,
         ended: Ended | None,
+        check: Callable[[], None],
     ) -> None:
         self.engine, self.prompts, self.u = engine, prompts, u
-        self.token_sampler, self.stops, self.ended = token_sampler, ends.stops, ended
+        self.choose, self.stops, self.ended, self.check = choose, ends.stops, ended, check
         self.group = len(u) // len(prompts)
         self.out, self.waiting = blank(u, pad), 0  # rows before `waiting` have had a slot
         self.shelf: Shelf | None = None
@@ -229,6 +230,7 @@ class ContinuousBatching:
 
     def look(self) -> None:
         """What the device has drawn since: rows that have ended leave."""
+        self.check()
         live = self.engine.live
         flags = (x.long() for x in (live.ended, live.stopped, live.suspect))
         self.length, drawn, ended, stopped, suspect = torch.stack([live.length, live.drawn, *flags]).cpu()

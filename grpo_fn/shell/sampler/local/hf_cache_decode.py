@@ -3,7 +3,7 @@
 It grows with every token, and rows that have ended leave it; rows that wait come when all have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from einops import rearrange
@@ -26,6 +26,7 @@ def decode(
     slots: int,
     pad: int,
     ended: Ended | None,
+    check: Callable[[], None],
 ) -> DecodedRows:
     """Completions of every prompt. Whole groups share one prefill; a group that does not fit alone comes in pieces."""
     by_group = rearrange(u, "(p g) n -> p g n", p=len(prompts))
@@ -35,9 +36,8 @@ def decode(
     for i in range(0, len(prompts), at_once):
         for j in range(0, group, width):
             taken = by_group[i : i + at_once, j : j + width]
-            parts.append(
-                batch(model, list(prompts[i : i + at_once]), taken, token_sampler=token_sampler, ends=ends, pad=pad)
-            )
+            some = list(prompts[i : i + at_once])
+            parts.append(batch(model, some, taken, choose=choose, ends=ends, pad=pad, check=check))
             if ended is not None:
                 tell(parts[-1], i * group + j, ended)
     return DecodedRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
@@ -55,9 +55,10 @@ def batch(
     prompts: list[list[int]],
     u: Float[Tensor, "P G N"],
     *,
-    token_sampler: TokenSampler,
+    choose: Choose,
     ends: Ends,
     pad: int,
+    check: Callable[[], None],
 ) -> DecodedRows:
     """Rows that begin together, padded on the left."""
     device, (group, new) = u.device, u.shape[1:]
@@ -72,7 +73,8 @@ def batch(
     logits, attend, position = (x.repeat_interleave(group, 0) for x in (logits, attend, lengths))
     out, row = blank(u, pad), torch.arange(len(u), device=device)  # which output row each live row writes to
     for t in range(new):
-        token, logp = token_sampler(logits, u[row, t])
+        check()
+        token, logp = choose(logits, u[row, t])
         out.tokens[row, t], out.logp[row, t], out.length[row] = token, logp, t + 1
         out.stopped[row] = torch.isin(token, stop) | ends_with_stop(out.tokens[row, : t + 1], ends)
         live = (~out.stopped[row]).nonzero()[:, 0]

@@ -1,7 +1,7 @@
 """Sampling from the policy's own module: every prompt read once, rows decoded in slots that are filled again."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import ClassVar
@@ -23,6 +23,7 @@ from grpo_fn.shell.sampler.interface import (
     check_limits,
     completion_of_row,
     positions,
+    unchecked,
 )
 from grpo_fn.shell.sampler.local import hf_cache_decode
 from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, Ended, Ends
@@ -99,6 +100,7 @@ class LocalSampler:
     stop: Sequence[str]
     max_rows: int  # rows decoded at once; bounds the KV cache
     finished: Finished | None = None  # told of every row as soon as it has ended
+    check: Callable[[], None] = unchecked  # called every few decode steps; what it raises ends them
     held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
     overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
@@ -135,9 +137,9 @@ class LocalSampler:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def for_evaluation(self, token_sampler: TokenSampler, finished: Finished | None = None) -> "LocalSampler":
-        """The same engine, drawing with `token_sampler`; `finished` is called with its completions as they end."""
-        return replace(self, token_sampler=token_sampler, finished=finished)
+    def for_evaluation(self, choose: Choose, check: Callable[[], None] = unchecked) -> "LocalSampler":
+        """The same engine, drawing with `choose`; `check` is called every few decode steps."""
+        return replace(self, choose=choose, finished=None, check=check)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
@@ -166,6 +168,7 @@ class LocalSampler:
             "slots": self.max_rows,
             "pad": self.tokenizer.eos_token_id,
             "ended": ended,
+            "check": self.check,
         }
         made = self.held.decoder(self.model, u.device)
         if made is None:
