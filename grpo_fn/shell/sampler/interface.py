@@ -127,9 +127,9 @@ class EngineSampler(Protocol):
         ...
 
     def for_evaluation(
-        self, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], check: Callable[[], None] = unchecked
+        self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], check: Callable[[], None] = unchecked
     ) -> "EngineSampler":
-        """The same engine, drawing with `choose`; `check` is called often, and may raise to end a call of `sample`."""
+        """The same engine, drawing with `token_sampler`; `check` is called often, and may raise to end a call of `sample`."""
         ...
 
     def close(self) -> None:

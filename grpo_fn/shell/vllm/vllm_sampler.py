@@ -199,9 +199,9 @@ class VllmSampler:
         """The engine is not needed any more."""
         self.engine.close()
 
-    def for_evaluation(self, choose: Choose, check: Callable[[], None] = unchecked) -> "VllmSampler":
-        """The same engine, drawing with `choose`; `check` is called with every completion that ends."""
-        return replace(self, choose=choose, finished=None if check is unchecked else lambda *_: check())
+    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = unchecked) -> "VllmSampler":
+        """The same engine, drawing with `token_sampler`; `check` is called with every completion that ends."""
+        return replace(self, token_sampler=token_sampler, finished=None if check is unchecked else lambda *_: check())
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""

@@ -89,7 +89,7 @@ class ContinuousBatching:
         check: Callable[[], None],
     ) -> None:
         self.engine, self.prompts, self.u = engine, prompts, u
-        self.choose, self.stops, self.ended, self.check = choose, ends.stops, ended, check
+        self.token_sampler, self.stops, self.ended, self.check = token_sampler, ends.stops, ended, check
         self.group = len(u) // len(prompts)
         self.out, self.waiting = blank(u, pad), 0  # rows before `waiting` have had a slot
         self.shelf: Shelf | None = None

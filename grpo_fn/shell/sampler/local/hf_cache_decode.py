@@ -37,7 +37,7 @@ def decode(
         for j in range(0, group, width):
             taken = by_group[i : i + at_once, j : j + width]
             some = list(prompts[i : i + at_once])
-            parts.append(batch(model, some, taken, choose=choose, ends=ends, pad=pad, check=check))
+            parts.append(batch(model, some, taken, token_sampler=token_sampler, ends=ends, pad=pad, check=check))
             if ended is not None:
                 tell(parts[-1], i * group + j, ended)
     return DecodedRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
@@ -55,7 +55,7 @@ def batch(
     prompts: list[list[int]],
     u: Float[Tensor, "P G N"],
     *,
-    choose: Choose,
+    token_sampler: TokenSampler,
     ends: Ends,
     pad: int,
     check: Callable[[], None],
@@ -74,7 +74,7 @@ def batch(
     out, row = blank(u, pad), torch.arange(len(u), device=device)  # which output row each live row writes to
     for t in range(new):
         check()
-        token, logp = choose(logits, u[row, t])
+        token, logp = token_sampler(logits, u[row, t])
         out.tokens[row, t], out.logp[row, t], out.length[row] = token, logp, t + 1
         out.stopped[row] = torch.isin(token, stop) | ends_with_stop(out.tokens[row, : t + 1], ends)
         live = (~out.stopped[row]).nonzero()[:, 0]

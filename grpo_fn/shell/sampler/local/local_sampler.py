@@ -137,9 +137,9 @@ class LocalSampler:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def for_evaluation(self, choose: Choose, check: Callable[[], None] = unchecked) -> "LocalSampler":
-        """The same engine, drawing with `choose`; `check` is called every few decode steps."""
-        return replace(self, choose=choose, finished=None, check=check)
+    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = unchecked) -> "LocalSampler":
+        """The same engine, drawing with `token_sampler`; `check` is called every few decode steps."""
+        return replace(self, token_sampler=token_sampler, finished=None, check=check)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
