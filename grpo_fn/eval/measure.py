@@ -85,14 +85,8 @@ def measure(
     write_bytes(request.out / "config.gin", request.config.text.encode())
     load = partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
     full_model = cache(partial(load_located_model, found, load))
-    context = SamplerContext(
-        folder=folder,
-        config=config,
-        dtype=precision,
-        world=alone(place),
-        adapters=None,
-        full_model=full_model,
-    )
+    where = {"folder": folder, "config": config, "dtype": precision, "world": alone(place), "adapters": None}
+    context = SamplerContext(**where, full_model=full_model)
     with clock.span("load"):
         knobs = {"max_rows": sampling.max_rows, "sampling": sampling, "data": data}
         greedy = start_sampler(sampling.sampler, context, tokenizer, token_samplers.greedy, **knobs)

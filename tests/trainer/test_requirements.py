@@ -51,7 +51,7 @@ def test_so_does_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_weights_do_not_go_by_nccl_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([*SERVED, "--run_dir", str(tmp_path / "run")])
-    said = r"error: transfer: got nccl_transfer\.nccl without a GPU here, wanted vllm_transfer\.file"
+    said = r"error: transfer: got nccl_transfer\.nccl without a GPU here, wanted vllm_transfer\.file_transfer"
     refused(code, capsys.readouterr().err, tmp_path / "run", said)
 
 

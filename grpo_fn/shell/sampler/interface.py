@@ -129,7 +129,7 @@ class EngineSampler(Protocol):
     def for_evaluation(
         self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], check: Callable[[], None] = unchecked
     ) -> "EngineSampler":
-        """The same engine, drawing with `token_sampler`; `check` is called often, and may raise to end a call of `sample`."""
+        """The same engine, drawing with `token_sampler`; `check` is called often, and may raise to end `sample`."""
         ...
 
     def close(self) -> None:

@@ -192,19 +192,19 @@ def test_there_are_few_sizes() -> None:
     assert sorted({few(n, least=64) for n in range(1, 500)}) == [64, 96, 128, 192, 256, 384, 512]
 
 
-# -- seats
+# -- lanes
 
 
 @given(st.lists(st.integers(-1, 4), min_size=1, max_size=20))
-def test_every_row_has_a_seat_of_its_own_at_its_prompt(homes: list[int]) -> None:
+def test_every_row_has_a_lane_of_its_own_at_its_prompt(homes: list[int]) -> None:
     home = torch.tensor(homes)
     there = home >= 0
     wide = max(1, int(torch.bincount(home[there], minlength=5).max()))
     found = row_slots(home.clamp(min=0), there, 5, wide)
     assert len(found.row) == 5 * wide
     for row in there.nonzero()[:, 0].tolist():
-        assert int(found.row[found.context[row]]) == row
-        assert int(found.context[row]) // wide == homes[row]
+        assert int(found.row[found.lane[row]]) == row
+        assert int(found.lane[row]) // wide == homes[row]
 
 
 # -- memory
@@ -280,7 +280,7 @@ def test_a_check_that_raises_ends_it_and_the_next_call_is_as_ever(fit: bool) -> 
         s.sample(problems(TEXTS), 3, key=KEY)
         whole = len(steps)
         with pytest.raises(Interrupted, match="asked to stop"):
-            s.for_evaluation(s.choose, check).sample(problems(TEXTS), 3, key=KEY)
+            s.for_evaluation(s.token_sampler, check).sample(problems(TEXTS), 3, key=KEY)
     assert len(steps) == whole + 3 < 2 * whole
     again = s.sample(problems(TEXTS), 3, key=KEY)
     assert again.text == right.text

@@ -299,7 +299,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ColocatedEngine:
     """An engine that believes to be on a GPU."""
     for name in ("group_of_one", "same_randomness"):
         monkeypatch.setattr(vllm_engine, name, lambda _: nullcontext())
-    monkeypatch.setattr(vllm_engine, "imported", lambda: SimpleNamespace(LLM=LLM))
+    monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
     knobs = {name: KNOBS[name] for name in (*names, "enforce_eager")}
