@@ -103,7 +103,7 @@ def read(path: Path, match: str) -> Run:
     file = file_of(path)
     seen: Counter[tuple[str, str]] = Counter()
     rows: dict[Key, dict[str, Any]] = {}
-    for number, row in enumerate(eval_store.load(file), start=1):
+    for number, row in enumerate(eval_store.load_evaluation(file), start=1):
         if absent := [name for name in ("uid", "prompt", "answer", "scores", "text") if name not in row]:
             raise ValueError(f"{file}: got row {number} without {', '.join(absent)}, wanted rows of an evaluation")
         alike = (str(row["uid"]) if match == "uid" else row["prompt"], row["answer"])
@@ -122,7 +122,7 @@ def file_of(path: Path) -> Path:
         return path
     if (path / "samples.jsonl").is_file():
         return path / "samples.jsonl"
-    steps = eval_store.stored(path / "eval") if (path / "eval").is_dir() else []
+    steps = eval_store.evaluation_steps(path / "eval") if (path / "eval").is_dir() else []
     if not steps:
         raise ValueError(
             f"got {path}, wanted a folder with samples.jsonl, a run folder with evaluations, or a .jsonl file"

@@ -130,10 +130,10 @@ def stored(run: Path, step: int) -> tuple[str, Groups]:
     config, root = run / "config.gin", run / "rollouts"
     if not config.is_file():
         raise ValueError(f"got {run} without config.gin, wanted a run folder")
-    there = rollout_store.stored(root) if root.is_dir() else []
+    there = rollout_store.rollout_steps(root) if root.is_dir() else []
     if step not in there:
         raise ValueError(f"got --step {step}, wanted one whose rollout is stored: {there or 'none is'}")
-    return str(config), rollout_store.as_groups(rollout_store.load(root / f"step_{step:06d}.jsonl.gz"))
+    return str(config), rollout_store.groups_from_rows(rollout_store.load_rollouts(root / f"step_{step:06d}.jsonl.gz"))
 
 
 def opened(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -238,13 +238,13 @@ def document(seen: Seen, title: str, show: int) -> str:
     mask, names = seen.groups.rollout.mask, seen.names
     apart = compare_algorithms.disagreement(seen.signal).masked_fill(~mask, 0.0)
     sections = [
-        page.section(
+        page.html_section(
             "Do they point the same way?",
             "Cosine similarity of the learning signals, d objective / d log-prob of every token, over the whole step. "
             "0 where a signal is all zero.",
             page.matrix(names, compare_algorithms.cosines(seen.signal).tolist()),
         ),
-        page.section(
+        page.html_section(
             "How much do they move?",
             "The share of the sampled tokens whose signal is not zero: what clips, filters and groups without signal "
             "take away." + "".join(f" {name} is left out: {why}." for name, why in seen.refused.items()),
@@ -280,7 +280,7 @@ def influence_sections(seen: Seen, show: int) -> list[str]:
     noise = seen.rows.noise
     names = [f"row {b}, prompt {b // size(seen)}, reward {reward(seen, b):.2f}" for b in ends]
     return [
-        page.section(
+        page.html_section(
             "Which rollouts moved the weights?",
             f"Each row's share of the gradient of {MINE} along its own direction, on {seen.rows.parameters:,} "
             "parameters; all rows add up to 1, negative ones were outvoted. The first and the last "
@@ -306,7 +306,7 @@ def disagreement_sections(seen: Seen, apart: Tensor, show: int) -> list[str]:
             f"Reward {reward(seen, b):.2f}. Blue: the token is made less likely, orange: more likely, as the signal is "
             "that of a loss; each preset's signal is scaled to norm 1 over the step."
         )
-        sections.append(page.section(f"Where they disagree: row {b}", said, *parts))
+        sections.append(page.html_section(f"Where they disagree: row {b}", said, *parts))
     return sections
 
 
@@ -316,7 +316,7 @@ def token_view(seen: Seen, b: int, values: Tensor, unit: float) -> str:
     end = int(mask.nonzero().max()) + 1
     texts = [seen.tokenizer.decode([token]) for token in tokens[:end].tolist()]
     shown = [float(x) if sampled else None for x, sampled in zip(values[:end], mask[:end], strict=True)]
-    return page.tokens(texts, shown, unit=unit)
+    return page.colored_tokens(texts, shown, unit=unit)
 
 
 def size(seen: Seen) -> int:

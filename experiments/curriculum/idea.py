@@ -7,8 +7,8 @@ from torch import Tensor
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks.mixture import turn
-from grpo_fn.tasks.task import FrozenKey, Predicate, Task, frozen_key, keep, thawed_key, with_notes
+from grpo_fn.tasks.mixture import part_at
+from grpo_fn.tasks.task import FrozenKey, Predicate, Task, filter_rows, frozen_key, thawed_key, with_notes
 
 Stages = Sequence[Mapping[int, int]]
 
@@ -49,7 +49,7 @@ def _over(base: Task, stages: Stages, stage_draws: int) -> Task:
 
 def _of_level(base: Task, level: int) -> Task:
     try:
-        return keep(base, lambda row: row.meta["level"] == level)[0]
+        return filter_rows(base, lambda row: row.meta["level"] == level)[0]
     except ValueError as error:
         raise ValueError(f"level {level}: {error}") from error
 
@@ -59,7 +59,7 @@ def _train(parts: Sequence[Task], counts: Sequence[tuple[int, ...]], stage_draws
         raise ValueError(f"training index: got {i}, wanted an integer >= 0")
     stage = min(i // stage_draws, len(counts) - 1)
     orders, streams = _keys(frozen_key(key), len(counts), len(parts))
-    part, before = turn(orders[stage], i - stage * stage_draws, counts[stage])
+    part, before = part_at(orders[stage], i - stage * stage_draws, counts[stage])
     before += sum(stage_draws // sum(past) * past[part] for past in counts[:stage])
     return parts[part].train(streams[part], before)._replace(uid=i)
 
@@ -72,5 +72,5 @@ def _keys(frozen: FrozenKey, stages: int, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def _narrow(base: Task, stages: Stages, stage_draws: int, task: Task, predicate: Predicate) -> Task:
-    left = _over(keep(base, predicate)[0], stages, stage_draws)
+    left = _over(filter_rows(base, predicate)[0], stages, stage_draws)
     return left._replace(test=task.test, notes=task.notes)

@@ -21,4 +21,4 @@ def test_steps_count_once_and_from_the_start(problem, first, last):
     assert right_steps(problem, Completion(" ".join(steps), 9, False)) == 1
     assert right_steps(problem, Completion(" ".join(steps[:last]), 9, False)) == last / 3
     assert right_steps(problem, Completion(" ".join(steps[first:] + steps), 9, False)) <= 3 / (6 - first) or first == 0
-    assert right_steps(problem, Completion(arithmetic.terse(problem), 9, False)) == 0
+    assert right_steps(problem, Completion(arithmetic.answer_only(problem), 9, False)) == 0

@@ -177,8 +177,8 @@ def standardise(
     """(x - mean) / (std + eps) in the dtype of x; 0 where x is as near to the mean as rounding can bring it.
 
     So it stays exactly 0 what the groups of a step leave at 0 when they cancel out: their mean is then 0 but for
-    rounding. A std of 0 gives 0 everywhere, nan gives nan.
+    rounding, which among subnormal numbers is absolute. A std of 0 gives 0 everywhere, nan gives nan.
     """
-    far = x.double() - mean
-    near = far.abs() <= 64 * torch.finfo(x.dtype).eps * std
+    far, limits = x.double() - mean, torch.finfo(x.dtype)
+    near = far.abs() <= (64 * limits.eps * std).clamp(min=limits.tiny)
     return torch.where(near, 0.0, far / (std + eps)).to(x.dtype)

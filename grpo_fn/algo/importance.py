@@ -105,7 +105,9 @@ def off_policy_sequence_mask(logp: Float[Tensor, "T"], row: Batch, *, delta: flo
     return torch.where(row.mask & (row.adv < 0) & (behind > delta), 0.0, torch.ones_like(logp)).detach()
 
 
-def both(logp: Float[Tensor, "T"], row: Batch, *, weight: Correction, mask: Correction) -> Float[Tensor, "T"]:
+def weight_and_mask(
+    logp: Float[Tensor, "T"], row: Batch, *, weight: Correction, mask: Correction
+) -> Float[Tensor, "T"]:
     """`weight` where `mask` is not 0, else 0.
 
     Not their product: a mask that keeps w would square it. Truncated weights of DeepSeek's rows are

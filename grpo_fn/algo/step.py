@@ -15,7 +15,15 @@ from grpo_fn.algo import metrics
 from grpo_fn.algo.credit import first_token
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
 from grpo_fn.core import prng
-from grpo_fn.core.batch import check_reward_shapes, check_rollout, count, laid_back, make_batch, minibatches, trim_rows
+from grpo_fn.core.batch import (
+    check_reward_shapes,
+    check_rollout,
+    count,
+    make_batch,
+    minibatches,
+    scatter_rows,
+    trim_rows,
+)
 from grpo_fn.core.checks import check_divides, check_positive, check_signal
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import Problem
@@ -238,7 +246,9 @@ def update_policy(
         stats.append(metrics.diagnose(micro, tokens))
         apart.append(metrics.mismatch(scores.logp - micro.logp_sampled, micro.mask))
         ratio.append(tokens["ratio"].detach()[micro.mask].to(batch.adv.dtype))
-        old, ref = (partial(laid_back, rows=rows, mask=micro.mask, values=x) for x in (micro.logp_old, micro.logp_ref))
+        old, ref = (
+            partial(scatter_rows, rows=rows, mask=micro.mask, values=x) for x in (micro.logp_old, micro.logp_ref)
+        )
         batch = batch._replace(logp_old=old(batch.logp_old), logp_ref=ref(batch.logp_ref))
     merged = (metrics.merge_all(stats), metrics.merge_all(apart))
     return metrics.UpdateResult(objective, *merged, torch.cat(ratio), policy.update(), batch)

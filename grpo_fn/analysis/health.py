@@ -50,7 +50,7 @@ def trim_history(history: History) -> list[Line]:
     return list(history) if len(history) <= FIRST + LAST else [*history[:FIRST], *history[-LAST:]]
 
 
-def news(rules: Sequence[Rule], history: History) -> list[HealthFinding]:
+def new_findings(rules: Sequence[Rule], history: History) -> list[HealthFinding]:
     """What the rules find now and found at none of the last CALM lines before: no finding is repeated while it lasts.
 
     A function of the history alone: a run that resumes finds what it would have found.
@@ -131,7 +131,7 @@ def not_finite(history: History, *, groups: Sequence[str]) -> str | None:
         raise ValueError(f"groups: got {groups!r}, wanted a list such as ['loss', 'reward']")
     if not history:
         return None
-    skipped = rises(history[-2:], "optimizer/overflows")
+    skipped = metric_rises(history[-2:], "optimizer/overflows")
     bad = sorted(
         name
         for name, value in history[-1].items()
@@ -183,7 +183,7 @@ def truncated_high(history: History, *, share: float, steps: int) -> str | None:
 def overflowing(history: History, *, steps: int) -> str | None:
     """optimizer/overflows rose in each of the last `steps` steps (float16): the weights hardly move."""
     check_window(steps=steps)
-    values = series(history[-LAST:], "optimizer/overflows")[-steps - 1 :]
+    values = finite_series(history[-LAST:], "optimizer/overflows")[-steps - 1 :]
     if len(values) <= steps or any(after <= before for before, after in pairwise(values)):
         return None
     return (
@@ -200,7 +200,7 @@ def overflowing(history: History, *, steps: int) -> str | None:
 def entropy_collapsed(history: History, *, share: float, window: int) -> str | None:
     """The mean loss/entropy of the last `window` steps < share * that of the first `window`."""
     check_share(share=share)
-    ends = both_ends(history, "loss/entropy", window)
+    ends = means_at_ends(history, "loss/entropy", window)
     if ends is None or ends[1] >= share * ends[0]:
         return None
     return (
@@ -213,7 +213,7 @@ def entropy_collapsed(history: History, *, share: float, window: int) -> str | N
 def length_exploded(history: History, *, times: float, window: int) -> str | None:
     """The mean generation/length_mean of the last `window` steps > times * that of the first `window`."""
     check_above_zero(times=times)
-    ends = both_ends(history, "generation/length_mean", window)
+    ends = means_at_ends(history, "generation/length_mean", window)
     if ends is None or ends[1] <= times * ends[0]:
         return None
     return (
@@ -239,7 +239,7 @@ def reward_without_accuracy(history: History, *, evaluations: int, rise: float, 
         return None
     best = max(judged, key=lambda i: (history[i]["eval/accuracy"], i))
     high, now = history[best]["eval/accuracy"], history[judged[-1]]["eval/accuracy"]
-    rewards = series(history[best + 1 : judged[-1] + 1], "reward/mean")
+    rewards = finite_series(history[best + 1 : judged[-1] + 1], "reward/mean")
     half = len(rewards) // 2
     if not half or high - now <= fall or stable_mean(rewards[-half:]) - stable_mean(rewards[:half]) <= rise:
         return None
@@ -260,7 +260,7 @@ def is_finite_number(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def series(history: History, name: str) -> list[float]:
+def finite_series(history: History, name: str) -> list[float]:
     """The finite values of a metric, oldest first."""
     return [one[name] for one in history if is_finite_number(one.get(name))]
 
@@ -274,18 +274,18 @@ def newest_value(history: History, name: str) -> float | None:
 def last(history: History, name: str, count: int) -> list[float]:
     """The last `count` values; none when there are fewer. Raises ValueError unless 1 <= count <= FIRST."""
     check_window(steps=count)
-    values = series(history[-LAST:], name)[-count:]
+    values = finite_series(history[-LAST:], name)[-count:]
     return values if len(values) == count else []
 
 
-def both_ends(history: History, name: str, window: int) -> tuple[float, float] | None:
+def means_at_ends(history: History, name: str, window: int) -> tuple[float, float] | None:
     """Means of the first and the last `window` values; None while they would overlap."""
     check_window(window=window)
-    values = series(history, name)
+    values = finite_series(history, name)
     return (stable_mean(values[:window]), stable_mean(values[-window:])) if len(values) >= 2 * window else None
 
 
-def rises(history: History, name: str) -> bool:
+def metric_rises(history: History, name: str) -> bool:
     """Whether the metric is larger in the newest line than in the one before, where it starts from 0."""
     before = newest_value(history[:-1], name) or 0.0
     now = newest_value(history, name)

@@ -228,7 +228,7 @@ def strongest_tokens(shown: TokenReport, *, count: int) -> list[dict[str, str]]:
     found = [
         (row, i, token) for row in shown.rows for i, token in enumerate(row.tokens) if token.signal not in (None, 0.0)
     ]
-    found.sort(key=lambda each: -size(each[2].signal))
+    found.sort(key=lambda each: -signal_size(each[2].signal))
     return [
         {
             "token": f"[{token.text}]",
@@ -243,12 +243,12 @@ def strongest_tokens(shown: TokenReport, *, count: int) -> list[dict[str, str]]:
     ]
 
 
-def size(signal: float) -> float:
+def signal_size(signal: float) -> float:
     """|signal|, infinite where it is no number."""
     return math.inf if math.isnan(signal) else abs(signal)
 
 
-def strip(shown: TokenReport, *, columns: int, cell: int) -> Float[Tensor, "3 h w"]:
+def signal_strip(shown: TokenReport, *, columns: int, cell: int) -> Float[Tensor, "3 h w"]:
     """The signal as a picture: a line for each row shown, a square for each of its first `columns` tokens.
 
     Blue is pushed up, orange down, white neither; the strongest token of the step has the full colour.
@@ -258,4 +258,4 @@ def strip(shown: TokenReport, *, columns: int, cell: int) -> Float[Tensor, "3 h 
     unit = shown.sums.largest or 1.0
     for value, line in zip(values, lines, strict=True):
         value[: len(line)] = torch.tensor([-(token.signal or 0.0) / unit for token in line]).nan_to_num(nan=0.0)
-    return page.heat(values, cell=cell)
+    return page.heat_map(values, cell=cell)

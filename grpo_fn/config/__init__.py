@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_fn.config.dump import dump, hparams
+from grpo_fn.config.dump import collect_hparams, dump
 from grpo_fn.config.freeze import freeze, value_fingerprint
 from grpo_fn.config.nodes import Node
 from grpo_fn.config.parse import parse_gin
@@ -59,7 +59,7 @@ def load_config(
     assert set(wanted) <= set(knobs_of(target)), f"{taker} takes {wanted}, some of which {root} does not have"
     node = resolve(bindings, target, getattr(room, "SUPPLIED", {}), wanted)
     counted = {knob: value for knob, value in node.knobs.items() if knob not in getattr(room, "CHANGEABLE", ())}
-    return Config(node, dump(bindings), value_fingerprint(replace(node, knobs=counted)), hparams(bindings))
+    return Config(node, dump(bindings), value_fingerprint(replace(node, knobs=counted)), collect_hparams(bindings))
 
 
 def import_function(name: str) -> tuple[Any, Callable[..., Any]]:

@@ -20,13 +20,13 @@ def dump(bindings: Bindings) -> str:
     blocks = [
         ["# The resolved configuration of a run: --gin_file with this file repeats it."],
         ["from __gin__ import dynamic_registration", *imports],
-        [f"{name} = {literal(value, names)}" for name, value in sorted(macros, key=lambda pair: pair[0])],
-        [f"{name} = {literal(value, names)}" for name, value in named_knobs(bindings, names)],
+        [f"{name} = {gin_literal(value, names)}" for name, value in sorted(macros, key=lambda pair: pair[0])],
+        [f"{name} = {gin_literal(value, names)}" for name, value in named_knobs(bindings, names)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def hparams(bindings: Bindings) -> dict[str, int | float | str]:
+def collect_hparams(bindings: Bindings) -> dict[str, int | float | str]:
     """Every bound knob under the name that `dump` gives it, macros being what they stand for.
 
     What is neither a finite number nor a string is the text that gin reads: `True`, `@losses.cispo`, `[1.0, 0.1]`.
@@ -35,20 +35,20 @@ def hparams(bindings: Bindings) -> dict[str, int | float | str]:
 
     def shown(value: Any) -> int | float | str:
         plain = type(value) in (int, str) or (type(value) is float and math.isfinite(value))
-        return value if plain else literal(value, names)
+        return value if plain else gin_literal(value, names)
 
-    return {name: shown(expanded(value, bindings.macros)) for name, value in named_knobs(bindings, names)}
+    return {name: shown(expand_macros(value, bindings.macros)) for name, value in named_knobs(bindings, names)}
 
 
-def expanded(value: Any, macros: Mapping[str, Any]) -> Any:
+def expand_macros(value: Any, macros: Mapping[str, Any]) -> Any:
     """The value with each macro in it replaced; one without a value, or inside itself, stays: no root reaches it."""
     match value:
         case Macro(name) if name in macros:
-            return expanded(macros[name], {other: macros[other] for other in macros if other != name})
+            return expand_macros(macros[name], {other: macros[other] for other in macros if other != name})
         case dict():
-            return {expanded(key, macros): expanded(item, macros) for key, item in value.items()}
+            return {expand_macros(key, macros): expand_macros(item, macros) for key, item in value.items()}
         case list() | tuple():
-            return type(value)(expanded(item, macros) for item in value)
+            return type(value)(expand_macros(item, macros) for item in value)
     return value
 
 
@@ -76,7 +76,7 @@ def import_lines(targets: Iterable[Callable[..., Any]]) -> tuple[list[str], Name
     return lines, {target: f"{short[target.__module__]}.{target.__qualname__}" for target in targets}
 
 
-def literal(value: Any, names: Names) -> str:
+def gin_literal(value: Any, names: Names) -> str:
     """A value in gin's grammar."""
     match value:
         case Macro():
@@ -84,11 +84,11 @@ def literal(value: Any, names: Names) -> str:
         case Reference():
             return "@" + "/".join([*value.scope, names[value.target]]) + "()" * value.call
         case dict():
-            return "{" + ", ".join(f"{literal(k, names)}: {literal(v, names)}" for k, v in value.items()) + "}"
+            return "{" + ", ".join(f"{gin_literal(k, names)}: {gin_literal(v, names)}" for k, v in value.items()) + "}"
         case list():
-            return "[" + ", ".join(literal(item, names) for item in value) + "]"
+            return "[" + ", ".join(gin_literal(item, names) for item in value) + "]"
         case tuple():
-            return "(" + "".join(f"{literal(item, names)}, " for item in value) + ")"
+            return "(" + "".join(f"{gin_literal(item, names)}, " for item in value) + ")"
         case float():
             return repr(value).replace("inf", "1e999")  # gin has no name for infinity, but reads the overflow
     return repr(value)

@@ -19,7 +19,7 @@ def freeze(value: Any, made: dict[str, Any]) -> Any:
             function = partial(value.target, **knobs) if knobs else value.target
             if not value.call:
                 return function
-            key = canonical(value)
+            key = canonical_text(value)
             if key not in made:
                 made[key] = function()
             return made[key]
@@ -30,18 +30,18 @@ def freeze(value: Any, made: dict[str, Any]) -> Any:
     return value
 
 
-def canonical(value: Any) -> str:
+def canonical_text(value: Any) -> str:
     """A resolved value as text: two are equal exactly when the values are. Dictionaries keep their order."""
     match value:
         case Node():
-            return f"@{full_name(value.target)}{canonical(value.knobs)}{'()' * value.call}"
+            return f"@{full_name(value.target)}{canonical_text(value.knobs)}{'()' * value.call}"
         case dict():
-            return "{" + ", ".join(f"{key!r}: {canonical(item)}" for key, item in value.items()) + "}"
+            return "{" + ", ".join(f"{key!r}: {canonical_text(item)}" for key, item in value.items()) + "}"
         case list() | tuple():
-            return f"{type(value).__name__}({', '.join(map(canonical, value))})"
+            return f"{type(value).__name__}({', '.join(map(canonical_text, value))})"
     return repr(value)
 
 
 def value_fingerprint(value: Any) -> str:
     """SHA-256 of a resolved value."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()
+    return hashlib.sha256(canonical_text(value).encode()).hexdigest()

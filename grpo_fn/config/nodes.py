@@ -42,21 +42,21 @@ class Bindings:
     from_params: set[str] = field(default_factory=set)  # macros that the command line binds
 
 
-def inside(value: Any) -> Iterator[Reference | Macro]:
+def nested_references(value: Any) -> Iterator[Reference | Macro]:
     """Every reference and macro inside a value."""
     match value:
         case Reference() | Macro():
             yield value
         case dict():
-            yield from inside([*value.keys(), *value.values()])
+            yield from nested_references([*value.keys(), *value.values()])
         case list() | tuple():
             for item in value:
-                yield from inside(item)
+                yield from nested_references(item)
 
 
 def functions(bindings: Bindings) -> list[Callable[..., Any]]:
     """Every function that is bound or referenced, each once."""
-    named = inside([*bindings.knobs.values(), bindings.macros])
+    named = nested_references([*bindings.knobs.values(), bindings.macros])
     referenced = [item.target for item in named if isinstance(item, Reference)]
     return list(dict.fromkeys([*(target for _, target in bindings.knobs), *referenced]))
 
@@ -65,7 +65,7 @@ def used_macros(bindings: Bindings) -> set[str]:
     """Macros that some knob uses, directly or through other macros."""
     todo, used = list(bindings.knobs.values()), set()
     while todo:
-        new = {item.name for item in inside(todo) if isinstance(item, Macro)} - used
+        new = {item.name for item in nested_references(todo) if isinstance(item, Macro)} - used
         used |= new
         todo = [bindings.macros[name] for name in new if name in bindings.macros]
     return used

@@ -39,13 +39,13 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     """
     bindings, imports = Bindings(), []
     for file in gin_files:
-        scan(file, (), bindings, imports)
+        scan_imports(file, (), bindings, imports)
     gin.clear_config()
     try:
         for file in gin_files:
             parse(gin.parse_config_file, file, "")
         for param in gin_params:
-            parse(gin.parse_config, statement(param, bindings, imports), f"--gin_param {param!r}: ")
+            parse(gin.parse_config, param_statement(param, bindings, imports), f"--gin_param {param!r}: ")
         for (scope, selector), knobs in gin.config._CONFIG.items():
             target = gin.config._REGISTRY[selector].wrapped
             values = {knob: plain_value(value) for knob, value in knobs.items()}
@@ -55,7 +55,7 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
                 bindings.knobs[scope, target] = values
     finally:
         gin.clear_config()
-    complain([problem for target in functions(bindings) for problem in unfindable(target)])
+    complain([problem for target in functions(bindings) for problem in lookup_problem(target)])
     labels = {key: "/".join(filter(None, [key[0], full_name(key[1])])) for key in bindings.knobs}
     complain([p for key, knobs in bindings.knobs.items() for p in bad_names(labels[key], key[1], knobs)])
     return bindings
@@ -77,7 +77,7 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def unfindable(target: Any) -> Iterator[str]:
+def lookup_problem(target: Any) -> Iterator[str]:
     """Worker processes and the dumped text look a function up by its own name, so it has to be there."""
     try:
         found = reduce(getattr, target.__qualname__.split("."), sys.modules[target.__module__])
@@ -101,7 +101,7 @@ class Listener(config_parser.ParserDelegate):
         self.macros.append(name)
 
 
-def scan(file: str, chain: tuple[Path, ...], bindings: Bindings, imports: list[ImportStatement]) -> None:
+def scan_imports(file: str, chain: tuple[Path, ...], bindings: Bindings, imports: list[ImportStatement]) -> None:
     """Note imports and macros of a file and its includes; syntax errors show before any module is imported."""
     path = find(file, chain)
     if path in chain:
@@ -115,7 +115,7 @@ def scan(file: str, chain: tuple[Path, ...], bindings: Bindings, imports: list[I
                 listener.macros.clear()
                 match said:
                     case IncludeStatement():
-                        scan(said.filename, (*chain, path), bindings, imports)
+                        scan_imports(said.filename, (*chain, path), bindings, imports)
                     case ImportStatement():
                         dynamic |= said.module == DYNAMIC
                         imports.append(said)
@@ -150,7 +150,7 @@ def find(file: str, chain: tuple[Path, ...]) -> Path:
     )
 
 
-def statement(param: str, bindings: Bindings, imports: list[ImportStatement]) -> str:
+def param_statement(param: str, bindings: Bindings, imports: list[ImportStatement]) -> str:
     """`NAME=VALUE` as gin text, together with those imports of the files that its names need.
 
     Shells eat quotes: for a macro, a value that is no gin literal is a string (`MODEL=/data/model`).

@@ -127,7 +127,7 @@ def trim_rows(batch: Batch, rows: Int[Tensor, "b"]) -> Batch:
     return taken if bool(real.all()) else taken._replace(mask=taken.mask & real[:, None])
 
 
-def laid_back(
+def scatter_rows(
     into: Float[Tensor, "B T"], rows: Int[Tensor, "b"], mask: Bool[Tensor, "b W"], values: Float[Tensor, "b W"]
 ) -> Float[Tensor, "B T"]:
     """`into` with the values of those rows' masked tokens in their places: the way back from `trim_rows`."""

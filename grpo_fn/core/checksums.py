@@ -30,7 +30,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest(tensor: Tensor) -> int:
     """The digest of a tensor that is all here: an integer in [0, 2^64). NaNs are distinguished, and so are 0 and -0."""
     seed = seed_of("", tensor.shape, tensor.dtype)
-    return total(seed, [block_digest(tensor, [0] * tensor.ndim, tensor.shape, seed)])
+    return total_digest(seed, [block_digest(tensor, [0] * tensor.ndim, tensor.shape, seed)])
 
 
 def seed_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -67,7 +67,7 @@ def element_positions(size: Sequence[int], offset: Sequence[int], shape: Sequenc
     return place
 
 
-def total(seed: int, shares: Iterable[int]) -> int:
+def total_digest(seed: int, shares: Iterable[int]) -> int:
     """The digest of a tensor from those of its parts."""
     return (int(mix(torch.tensor(to_int64(seed)))) + sum(shares)) % 2**64
 
@@ -151,6 +151,6 @@ def of_step(
     return {name: hex_digest(number) for name, number in numbers.items()}
 
 
-def differing(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def differing_quantities(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """The quantities that differ, in the order in which a step makes them; one that was not recorded does not."""
     return [name for name in QUANTITIES if recorded.get(name) not in (None, found.get(name))]

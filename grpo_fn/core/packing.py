@@ -34,7 +34,7 @@ def read_lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
     return (column * mask).amax(-1) if mask.shape[1] else mask.new_zeros(len(mask), dtype=torch.long)
 
 
-def first_alike(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
+def first_with_same_prompt(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
     """The first row with the same prompt, to the last token; a row without a prompt has none like it."""
     length, seen = prompt_lengths(mask).tolist(), {}
     prompts = [tuple(row[:n]) or b for b, (row, n) in enumerate(zip(tokens.tolist(), length, strict=True))]
@@ -46,12 +46,12 @@ def share_prompts(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Span
 
     (Liu et al. 2025, "Prefix Grouper", arXiv:2506.05433: gradients are those of reading it in every row.)
     """
-    first = first_alike(tokens, mask)
+    first = first_with_same_prompt(tokens, mask)
     row = torch.arange(len(tokens), device=tokens.device)
     return Spans(torch.where(first == row, 0, prompt_lengths(mask)), read_lengths(mask), first)
 
 
-def each(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
+def each_reads_its_prompt(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
     """Every row reads its own prompt."""
     row = torch.arange(len(tokens), device=tokens.device)
     return Spans(torch.zeros_like(row), read_lengths(mask), row)
@@ -98,7 +98,7 @@ def by_reading(
         raise ValueError(f"devices: got {devices}, wanted at least 1")
     spans = share(tokens, mask)
     limit = min(micro_tokens, -(-int((spans.end - spans.start).sum()) // devices))
-    loads = level(prompt_pieces(mask, spans, limit), micro_tokens, devices)
+    loads = balance_pieces(prompt_pieces(mask, spans, limit), micro_tokens, devices)
     turns = [zip_longest(*loads[i : i + devices], fillvalue=-1) for i in range(0, len(loads), devices)]
     return [torch.tensor([row for turn in part for row in turn], device=mask.device) for part in turns]
 
@@ -116,7 +116,7 @@ def prompt_pieces(mask: Bool[Tensor, "B T"], spans: Spans, limit: int) -> list[P
     return sorted((piece for parts in made.values() for piece in parts), key=lambda piece: (-piece.tokens, piece.rows))
 
 
-def level(found: list[PromptPiece], room: int, devices: int) -> list[Load]:
+def balance_pieces(found: list[PromptPiece], room: int, devices: int) -> list[Load]:
     """The pieces in as many loads as first fit makes of them, and a few empty ones to give every device as many.
 
     Spread evenly over them where that leaves every load within the `room`; most tokens first.

@@ -19,8 +19,8 @@ def uses_of(function: Callable[..., Any], value: Any) -> Iterator[Callable[..., 
         yield from uses_of(function, item)
 
 
-def unwrapped(fn: Any) -> Any:
+def unwrap_reward(fn: Any) -> Any:
     """The function itself; of a wrapper, a partial whose only function among the knobs is `reward`, what it wraps."""
     function, knobs = function_and_knobs(fn)
     functions = [knob for knob, value in knobs.items() if callable(value)]
-    return unwrapped(knobs["reward"]) if functions == ["reward"] else function
+    return unwrap_reward(knobs["reward"]) if functions == ["reward"] else function

@@ -28,7 +28,7 @@ class Reply(NamedTuple):
 
 
 def devices(reply: Reply) -> Iterator[DoctorFinding]:
-    """torch's build, its devices and their links, of `probe_devices.look`."""
+    """torch's build, its devices and their links, of `probe_devices.device_facts`."""
     if reply.facts is None:
         todo = "install torch again for this machine's driver (docs/install.md), or see what nvidia-smi says"
         yield DoctorFinding("devices", "torch", State.BROKEN, reply.trouble, todo)

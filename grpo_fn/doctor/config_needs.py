@@ -14,7 +14,7 @@ NEEDS = {
 }
 
 
-def wants(*arguments: str) -> dict[str, Any]:
+def config_needs(*arguments: str) -> dict[str, Any]:
     """`packages`, sorted, and `model`: a name or folder, empty where the run makes its own.
 
     `arguments` are gin files and, after "--", gin parameters. Raises ValueError, as training would.

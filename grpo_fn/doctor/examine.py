@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from grpo_fn.doctor import checks, report, versions
 from grpo_fn.doctor.checks import Reply
 from grpo_fn.doctor.report import DoctorFinding, State
-from grpo_fn.doctor.subprocess_probe import ask
+from grpo_fn.doctor.subprocess_probe import call_in_subprocess
 
 # Quiet, offline, nothing compiled: what is asked of an engine is whether it takes the folder.
 CALM = {
@@ -71,7 +71,7 @@ def configuration(question: Question) -> tuple[Mapping, list[DoctorFinding]]:
     if not question.gin_files:
         return nothing, []
     arguments = (*question.gin_files, "--", *question.gin_params)
-    reply = ask("grpo_fn.doctor.config_needs:wants", *arguments, deadline=question.deadline)
+    reply = call_in_subprocess("grpo_fn.doctor.config_needs:config_needs", *arguments, deadline=question.deadline)
     if reply.facts is None:
         todo = "as the message says; python -m grpo_fn.run --dry_run shows the same, and more"
         return nothing, [DoctorFinding("configuration", "gin", State.BROKEN, reply.trouble, todo)]
@@ -96,23 +96,24 @@ def folder_trouble(model: str) -> DoctorFinding | None:
 def probe_replies(folder: str, deadline: int | float) -> dict[str, Reply]:
     """The replies of the processes that look, side by side. Engines are asked that are there to be asked."""
     questions = {
-        "devices": ("grpo_fn.doctor.probe_devices:look",),
+        "devices": ("grpo_fn.doctor.probe_devices:device_facts",),
         "host": ("grpo_fn.doctor.probe_host:host_facts", "."),
     }
     if folder:
         questions["transformers"] = ("grpo_fn.doctor.probe_transformers:open_in_transformers", folder)
-    if there("vllm"):
+    if is_installed("vllm"):
         questions["vllm"] = ("grpo_fn.doctor.probe_vllm:open_in_vllm", folder)
-    if there("flash_attn"):
+    if is_installed("flash_attn"):
         questions["flash-attn"] = ("grpo_fn.doctor.subprocess_probe:import_version", "flash_attn")
     with ThreadPoolExecutor(len(questions)) as pool:
         waiting = {
-            name: pool.submit(ask, *what, deadline=deadline, environment=CALM) for name, what in questions.items()
+            name: pool.submit(call_in_subprocess, *what, deadline=deadline, environment=CALM)
+            for name, what in questions.items()
         }
         return {name: future.result() for name, future in waiting.items()}
 
 
-def there(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Whether a module is installed. A folder of its name on the path, a package without a file, is none."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
@@ -120,7 +121,9 @@ def there(name: str) -> bool:
 
 def all_reduce_seconds(count: int, deadline: int | float) -> Reply:
     """A sum over all GPUs."""
-    return ask("grpo_fn.doctor.probe_devices:time_all_reduce", "cuda", str(count), str(deadline), deadline=deadline)
+    return call_in_subprocess(
+        "grpo_fn.doctor.probe_devices:time_all_reduce", "cuda", str(count), str(deadline), deadline=deadline
+    )
 
 
 # -- packages
@@ -140,7 +143,7 @@ def packages(here: Mapping[str, str], wanted: Collection[str]) -> Iterator[Docto
         yield versions.check_version(package, version, wanted=package.extra is None or package.name in wanted)
     names = [name for package in known for name in (package.name, *package.builds) if name in here]
     requires = {name: metadata.requires(name) or [] for name in names if name != "python"}
-    yield from versions.clashes(requires, {name: here[name] for name in names})
+    yield from versions.requirement_conflicts(requires, {name: here[name] for name in names})
 
 
 # -- engines

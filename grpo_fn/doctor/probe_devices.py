@@ -14,7 +14,7 @@ from torch import multiprocessing
 ELEMENTS = 1 << 20  # of the tensor that is summed
 
 
-def look() -> dict[str, Any]:
+def device_facts() -> dict[str, Any]:
     """Versions as built, and every device with its memory in bytes. `trouble` is why there is no CUDA device."""
     there = torch.cuda.is_available()
     devices = [_device(i) for i in range(torch.cuda.device_count())] if there else []

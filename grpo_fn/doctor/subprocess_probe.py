@@ -20,7 +20,9 @@ from grpo_fn.doctor.checks import Reply
 SHOWN = 400  # characters of the end of a process's stderr
 
 
-def ask(function: str, *arguments: str, deadline: int | float, environment: Mapping[str, str] | None = None) -> Reply:
+def call_in_subprocess(
+    function: str, *arguments: str, deadline: int | float, environment: Mapping[str, str] | None = None
+) -> Reply:
     """What `module:function` returns for these arguments, a JSON object, when it is called in a new process.
 
     The process and all that it has started are killed when `deadline` seconds have passed.

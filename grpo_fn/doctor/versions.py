@@ -93,7 +93,9 @@ def check_version(package: Package, version: str | None, *, wanted: bool) -> Doc
     return DoctorFinding(TOPIC, package.name, State.OK, version)
 
 
-def clashes(requires: Mapping[str, Sequence[str]], installed: Mapping[str, str]) -> Iterator[DoctorFinding]:
+def requirement_conflicts(
+    requires: Mapping[str, Sequence[str]], installed: Mapping[str, str]
+) -> Iterator[DoctorFinding]:
     """What packages ask of one another and do not get. `requires`: from a distribution to its Requires-Dist lines.
 
     Only what is installed is compared: what is not, and is needed, fails by itself.

@@ -30,7 +30,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.sampler.interface import EngineSampler, SamplerContext
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device
-from grpo_fn.tasks.task import held_out
+from grpo_fn.tasks.task import held_out_only
 from grpo_fn.trainer.build import prepare_data, start_sampler
 from grpo_fn.trainer.model_source import LocatedModel, check_fits, copy_checkpoint_weights, locate
 from grpo_fn.trainer.requirements import check_engines, check_sandboxes
@@ -94,7 +94,7 @@ def measure(
             greedy.load(FixedWeights(full_model(), context.world))
     with note_on_error(f"evaluating {found.path}"), closing(greedy), rewards.pool() as pool, clock.span("evaluate"):
         judged = graded_answers(greedy, problems, seed=seed, how=evaluation, score=timed_scorer(pool.score, clock))
-    eval_store.write(request.out / SAMPLES, [one.row() for one in judged])
+    eval_store.write_evaluation_rows(request.out / SAMPLES, [one.row() for one in judged])
     figures = {**summarise(judged, ks=evaluation.ks, by=evaluation.by), **clock.lap()}
     grouped = {key: problems_by_meta(judged, key) for key in evaluation.by}
     parts = {key: {value: count_graded(rows) for value, rows in of.items()} for key, of in grouped.items()}
@@ -118,7 +118,7 @@ def problems_for(
     source: hf.ModelSource, config: PretrainedConfig, data: Data, sampling: Sampling, count: int
 ) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
     """The model's folder, its tokenizer, and those of the first `count` held-out problems that leave room to answer."""
-    asked = held_out(data.task().test[:count])
+    asked = held_out_only(data.task().test[:count])
     if not asked.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
     disable_progress_bar()

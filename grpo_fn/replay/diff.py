@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from grpo_fn.algo.step import Experience, sample_advantages
 from grpo_fn.analysis import compare_algorithms
 from grpo_fn.core import checksums
-from grpo_fn.core.checksums import QUANTITIES, differing
+from grpo_fn.core.checksums import QUANTITIES, differing_quantities
 from grpo_fn.core.types import Groups, Reward, Rollout, Scores
 
 Decode = Callable[[list[int]], str]
@@ -67,7 +67,7 @@ def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: 
         told.append("the rollout of this step is not stored, so it is not known where")
     elif name in PLACES and (place := PLACES[name](was, now, decode)):
         told.append(place)
-    found = other_figures(was.figures, now.figures)
+    found = differing_figures(was.figures, now.figures)
     listed = [f"{key} {of:.9g} recorded, {here:.9g} now" for key, (of, here) in found.items()]
     return [*told, *listed[:5], *([f"and {len(listed) - 5} more figures"] if len(listed) > 5 else [])]
 
@@ -78,7 +78,7 @@ def circumstances(was: RecordedStep, now: ReplayedStep) -> list[str]:
     return [f"{name}: {of} recorded, {here} now" for name, (of, here) in pairs.items() if of not in (None, here)]
 
 
-def rounding(was: RecordedStep, now: ReplayedStep, eps: float) -> str:
+def rounding_difference(was: RecordedStep, now: ReplayedStep, eps: float) -> str:
     """The largest relative difference of what both have in numbers, if it is no more than rounding can be.
 
     With other tokens, and without any numbers, it is not known: the answer is empty.
@@ -89,10 +89,12 @@ def rounding(was: RecordedStep, now: ReplayedStep, eps: float) -> str:
     if was.stored is not None and recorded_logp(was):
         rollout = was.stored.groups.rollout
         old = now.seen.batch.logp_old[now.seen.groups.rollout.mask].cpu()
-        found["old log-probs"] = relative_to(rollout.logp_sampled[rollout.mask], old)
+        found["old log-probs"] = relative_difference(rollout.logp_sampled[rollout.mask], old)
     norm = was.figures.get("loss/grad_norm")
     if norm is not None and "loss/grad_norm" in now.figures:
-        found["gradient norm"] = relative_to(torch.tensor([norm]), torch.tensor([now.figures["loss/grad_norm"]]))
+        found["gradient norm"] = relative_difference(
+            torch.tensor([norm]), torch.tensor([now.figures["loss/grad_norm"]])
+        )
     if not found or not 0 < max(found.values()) <= min(256 * eps, MOST_ROUNDING):
         return ""
     return "differs by rounding: max relative difference " + ", ".join(
@@ -100,13 +102,13 @@ def rounding(was: RecordedStep, now: ReplayedStep, eps: float) -> str:
     )
 
 
-def relative_to(was: Float[Tensor, "N"], now: Float[Tensor, "N"]) -> float:
+def relative_difference(was: Float[Tensor, "N"], now: Float[Tensor, "N"]) -> float:
     """max |now - was| / max |was|; 0 of equal ones."""
     apart, largest = (float(x.abs().max()) if len(x) else 0.0 for x in (now.double() - was.double(), was.double()))
     return apart / largest if largest else float("inf" if apart else 0.0)
 
 
-def other_figures(was: Mapping[str, float | None], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+def differing_figures(was: Mapping[str, float | None], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """The figures that both have and that differ; what the machine did is not among them."""
     both = {name: (of, now[name]) for name, of in was.items() if name in now and not name.startswith(MACHINE)}
     return {name: (of, here) for name, (of, here) in both.items() if of is not None and of != here}
@@ -214,7 +216,7 @@ PLACES = {"tokens": other_token, "rewards": other_reward, "advantages": other_ad
 # -- beside other knobs
 
 
-def beside(plain: ReplayedStep, other: ReplayedStep) -> list[str]:
+def side_by_side(plain: ReplayedStep, other: ReplayedStep) -> list[str]:
     """Both steps figure by figure, the digests that differ, and how alike the learning signals are."""
     names = [name for name in {**plain.figures, **other.figures} if not name.startswith(MACHINE)]
     width = max(map(len, names))
@@ -222,7 +224,7 @@ def beside(plain: ReplayedStep, other: ReplayedStep) -> list[str]:
     for name in names:
         one, two = plain.figures.get(name), other.figures.get(name)
         lines.append(f"{name:{width}}  {figure_text(one):>14}  {figure_text(two):>14}{'' if one == two else '  *'}")
-    odd = differing(plain.line, other.line)
+    odd = differing_quantities(plain.line, other.line)
     alike = [name for name in QUANTITIES if name not in odd]
     lines.append(f"the same bits: {', '.join(alike) or 'none'}; others: {', '.join(odd) or 'none'}")
     return [*lines, direction(plain, other)]

@@ -17,20 +17,29 @@ from torch import Tensor
 
 from grpo_fn.config import Config, load_config
 from grpo_fn.core.batch import minibatches
-from grpo_fn.core.checksums import QUANTITIES, differing
+from grpo_fn.core.checksums import QUANTITIES, differing_quantities
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.core.types import Batch, Carry, Scores
 from grpo_fn.replay.diff import (
     RecordedStep,
     ReplayedStep,
     StoredRollout,
-    beside,
     circumstances,
     explain_difference,
-    rounding,
+    rounding_difference,
+    side_by_side,
     tampered_fields,
 )
-from grpo_fn.replay.restore import Before, NoSampler, before, from_store, held, kept_of, put_back, restored
+from grpo_fn.replay.restore import (
+    Before,
+    NoSampler,
+    before,
+    copy_state_into,
+    from_store,
+    load_stored_rollout,
+    require_stored,
+    restore_nearest,
+)
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
@@ -87,7 +96,7 @@ def replay(asked: ReplayRequest) -> int:
     if asked.step < 1:
         raise ValueError(f"--step: got {asked.step}, wanted 1 or later")
     own, other = replay_config(asked.run_dir, []), replay_config(asked.run_dir, asked.overrides)
-    lines = checksums.recorded(asked.run_dir)
+    lines = checksums.read_checksums(asked.run_dir)
     if asked.step not in lines and not asked.overrides:
         raise ValueError(
             f"--step: got {asked.step}, which is not in {asked.run_dir / checksums.FILE}, "
@@ -104,7 +113,7 @@ def replay(asked: ReplayRequest) -> int:
     code = world.agree(partial(conclude, asked, story), what="the result")
     if instead_of is not None:
         with build_replay(asked, other, *instead_of, world) as run:
-            instead(run, asked=asked, story=story)
+            step_with_override(run, asked=asked, story=story)
     world.leave()
     return code
 
@@ -133,10 +142,10 @@ def build_replay(
     """The pieces of the run, which leave the run folder alone."""
     request = RunRequest(config, asked.run_dir, dry_run=False, ranks=1, hosts=1, force=False)
     check_this_machine(settings)
-    return build(settings, checked, request, world, enter=left_alone, started=time.perf_counter())
+    return build(settings, checked, request, world, enter=read_only_run, started=time.perf_counter())
 
 
-def left_alone(run_dir: Path, **_: Any) -> bool:
+def read_only_run(run_dir: Path, **_: Any) -> bool:
     """Entering a run folder to read in it."""
     return True
 
@@ -158,7 +167,7 @@ def repeat(
     stored = asked.stored or unrepeatable(run, say)
     if stored:
         run = replace(run, sampler=NoSampler())
-    start, carried, said = restored(run, asked.step - 1)
+    start, carried, said = restore_nearest(run, asked.step - 1)
     for line in said:
         say(line)
     wanted, here = lines.get(start, {}).get("weights"), run.policy.digests()["weights"]
@@ -169,9 +178,11 @@ def repeat(
         if step == asked.step and asked.overrides:
             story.before = before(run.policy, run.sampler, carried)
         line = lines.get(step, {})
-        kept = run.world.agree(partial(kept_of, asked.run_dir, step, line.get("width", 0)), what="the stored rollout")
+        kept = run.world.agree(
+            partial(load_stored_rollout, asked.run_dir, step, line.get("width", 0)), what="the stored rollout"
+        )
         was = RecordedStep(line, figures.get(step, {}), kept)
-        story.stored = held(was.stored, run.run_dir, step) if stored else None
+        story.stored = require_stored(was.stored, run.run_dir, step) if stored else None
         gains = carried.gains
         story.taken, carried = replay_one_step(run, carried, step, story.stored)
         if step == asked.step and asked.show is not None and run.world.main:
@@ -201,11 +212,11 @@ def replay_one_step(
         seen, carried, figures = take_step(run, carried, clock.span)
         line = step_checksums(run, step, seen, noted)
     algo = run.algo
-    parts = dealt(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
-    return ReplayedStep(seen, figures, line, laid_out(seen.batch, parts, noted.signals)), carried
+    parts = micro_batch_rows(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
+    return ReplayedStep(seen, figures, line, signal_by_row(seen.batch, parts, noted.signals)), carried
 
 
-def dealt(batch: Batch, split: Callable[[Batch], list[Tensor]], *, epochs: int, parts: int) -> list[Tensor]:
+def micro_batch_rows(batch: Batch, split: Callable[[Batch], list[Tensor]], *, epochs: int, parts: int) -> list[Tensor]:
     """The rows of a step's micro-batches, in the order in which they go to the policy; of `parts` minibatches."""
     size = len(batch.mask) // parts
     return [
@@ -216,7 +227,7 @@ def dealt(batch: Batch, split: Callable[[Batch], list[Tensor]], *, epochs: int, 
     ]
 
 
-def laid_out(batch: Batch, parts: Sequence[Tensor], sent: Sequence[tuple[Batch, Scores]]) -> Scores:
+def signal_by_row(batch: Batch, parts: Sequence[Tensor], sent: Sequence[tuple[Batch, Scores]]) -> Scores:
     """The learning signal of every row `[B, T]`, summed over the epochs; `sent` is what the policy got of each part.
 
     That is nothing when the step was refused.
@@ -233,14 +244,14 @@ def compare_step(
 ) -> None:
     """Say which quantities of the step differ; about the first difference of all, everything that is known."""
     now, told = story.taken, []
-    names = differing(was.line, now.line)
+    names = differing_quantities(was.line, now.line)
     if names:
         told.append(f"step {step}, {names[0]}: {was.line[names[0]]} recorded, {now.line[names[0]]} now")
     if odd := tampered_fields(was):
         told.append(f"step {step}, {odd[0]}: the rollout in {run.run_dir / 'rollouts'} is not the recorded one")
     if told:
         told += explain_difference(names[0] if names else odd[0], was, now, run.tokenizer.decode)
-        told += [*circumstances(was, now), *filter(None, [rounding(was, now, eps)])]
+        told += [*circumstances(was, now), *filter(None, [rounding_difference(was, now, eps)])]
     story.first, story.recorded = story.first or told, bool(was.line)
     alike = f"{', '.join(QUANTITIES)} as recorded" if was.line else "not recorded"
     say(f"step {step}: " + (f"{', '.join(names)} differ" if names else alike))
@@ -258,23 +269,23 @@ def conclude(asked: ReplayRequest, story: Story) -> int:
 
 def speaker(world: World) -> Callable[..., None]:
     """`print` on the main rank; the others are silent."""
-    return partial(print, flush=True) if world.main else silent
+    return partial(print, flush=True) if world.main else print_nothing
 
 
-def silent(*_: Any, **__: Any) -> None:
+def print_nothing(*_: Any, **__: Any) -> None:
     """What the other ranks say."""
 
 
 # -- under other knobs
 
 
-def instead(run: TrainingRun, *, asked: ReplayRequest, story: Story) -> None:
+def step_with_override(run: TrainingRun, *, asked: ReplayRequest, story: Story) -> None:
     """The step from the same state, under these knobs, beside the run's own."""
     say, step = speaker(run.world), asked.step
-    run.policy.restore(partial(put_back, story.before.tensors), story.before.counters)
+    run.policy.restore(partial(copy_state_into, story.before.tensors), story.before.counters)
     if story.stored is not None:
         run = replace(run, sampler=NoSampler())
     run.sampler.load(run.policy)
     run.sampler.refill(story.before.ahead)
     other, _ = replay_one_step(run, story.before.carried, step, story.stored)
-    say(f"step {step} with {', '.join(asked.overrides)}:", *beside(story.taken, other), sep="\n")
+    say(f"step {step} with {', '.join(asked.overrides)}:", *side_by_side(story.taken, other), sep="\n")

@@ -26,15 +26,15 @@ from grpo_fn.trainer.run import TrainingRun
 from grpo_fn.trainer.state import unpack_carried
 
 
-def kept_of(run_dir: Path, step: int, width: int) -> StoredRollout | None:
+def load_stored_rollout(run_dir: Path, step: int, width: int) -> StoredRollout | None:
     """The stored rollout of a step, padded to the width that it had; None when there is none.
 
     Raises ValueError for one that cannot be read.
     """
     path = run_dir / "rollouts" / f"step_{step:06d}.jsonl.gz"
     try:
-        rows = rollout_store.load(path)
-        groups = rollout_store.as_groups(rows)
+        rows = rollout_store.load_rollouts(path)
+        groups = rollout_store.groups_from_rows(rows)
         rollout = pad_rollout(groups.rollout, max(width, groups.rollout.tokens.shape[1]))
         return StoredRollout(groups._replace(rollout=rollout), [row["advantage"] for row in rows])
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def kept_of(run_dir: Path, step: int, width: int) -> StoredRollout | None:
         raise ValueError(f"got {path}, which is broken ({error}), wanted what the run stored") from error
 
 
-def held(stored: StoredRollout | None, run_dir: Path, step: int) -> StoredRollout:
+def require_stored(stored: StoredRollout | None, run_dir: Path, step: int) -> StoredRollout:
     """What is stored. Raises ValueError when nothing is."""
     if stored is None:
         raise ValueError(
@@ -106,7 +106,7 @@ class NoSampler:
         return []
 
 
-class Restored(NamedTuple):
+class RestoredState(NamedTuple):
     """The state that a policy was brought to."""
 
     step: int  # after which it was saved; 0 for the model that the run began with
@@ -114,10 +114,10 @@ class Restored(NamedTuple):
     said: list[str]  # where it came from, for people
 
 
-def restored(run: TrainingRun, last: int) -> Restored:
+def restore_nearest(run: TrainingRun, last: int) -> RestoredState:
     """Bring policy and sampler to the newest state that is kept of step `last` or before."""
     said, root = [], run.run_dir / "checkpoints"
-    found = run.world.agree(partial(nearest, root, last, said), what="the checkpoint before the step")
+    found = run.world.agree(partial(nearest_checkpoint, root, last, said), what="the checkpoint before the step")
     if found is None:
         said.append("no checkpoint is kept before this step: from the model that the run began with")
         step, carried, ahead = 0, AT_THE_START, []
@@ -128,10 +128,10 @@ def restored(run: TrainingRun, last: int) -> Restored:
         carried, ahead = unpack_carried(blobs["carried"], training_problem(run)), blobs.get("ahead", [])
     run.sampler.load(run.policy)
     run.sampler.refill(ahead)
-    return Restored(step, carried, said)
+    return RestoredState(step, carried, said)
 
 
-def nearest(root: Path, last: int, said: list[str]) -> tuple[int, Path, dict[str, Any]] | None:
+def nearest_checkpoint(root: Path, last: int, said: list[str]) -> tuple[int, Path, dict[str, Any]] | None:
     """The newest whole checkpoint of step `last` or before; None when there is none."""
     for step in reversed([step for step in store.steps(root) if step <= last]):
         try:
@@ -153,11 +153,11 @@ class Before(NamedTuple):
 
 def before(policy: FSDPPolicy, sampler: Any, carried: Carry) -> Before:
     """A copy of all that the step begins with."""
-    tensors = {name: local(x).detach().cpu().clone() for name, x in policy.tensors().items()}
+    tensors = {name: local_part(x).detach().cpu().clone() for name, x in policy.tensors().items()}
     return Before(tensors, policy.counters(), carried, sampler.drain())
 
 
-def put_back(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+def copy_state_into(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     """Copy the state into tensors that are to be the same ones. Raises ValueError where they are others."""
     shapes = [{name: (tuple(x.shape), x.dtype) for name, x in some} for some in (held.items(), locally(into).items())]
     odd = sorted(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
@@ -173,9 +173,9 @@ def put_back(held: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
 
 def locally(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's parts."""
-    return {name: local(x) for name, x in tensors.items()}
+    return {name: local_part(x) for name, x in tensors.items()}
 
 
-def local(x: Tensor) -> Tensor:
+def local_part(x: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from grpo_fn.core.partials import unwrapped
+from grpo_fn.core.partials import unwrap_reward
 from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Rollout
 
@@ -70,7 +70,7 @@ def part_names(parts: Sequence[RewardFn]) -> list[str]:
     A wrapper goes by the name of what it wraps, as `unwrapped` has it.
     Raises ValueError when two parts are one function.
     """
-    bare = [unwrapped(fn) for fn in parts]
+    bare = [unwrap_reward(fn) for fn in parts]
     short = [getattr(fn, "__name__", type(fn).__name__) for fn in bare]
     clash = TAKEN | {name for name, times in Counter(short).items() if times > 1}
     names = [f"{fn.__module__}.{name}" if name in clash else name for fn, name in zip(bare, short, strict=True)]

@@ -177,7 +177,7 @@ def join_world(name: str, *, deadline: float) -> World:
     try:
         dist.init_process_group(
             backend,
-            store=meeting_place(timeout),
+            store=rendezvous_store(timeout),
             rank=rank,
             world_size=size,
             timeout=timeout,
@@ -188,7 +188,7 @@ def join_world(name: str, *, deadline: float) -> World:
     return World(rank, size, device, deadline=deadline)
 
 
-def meeting_place(timeout: timedelta) -> dist.Store:
+def rendezvous_store(timeout: timedelta) -> dist.Store:
     """The store in which the ranks find one another's addresses.
 
     torchrun keeps one for all attempts of a job, with the addresses of the dead in it (pytorch#135712), so every

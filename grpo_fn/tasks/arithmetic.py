@@ -77,7 +77,7 @@ def task(*, max_value: int, operations: int, test_size: int) -> Task:
     """
     if max_value < 2 or operations < 1:
         raise ValueError(f"got max_value {max_value} and operations {operations}, wanted at least 2 and at least 1")
-    total = len(contents(max_value=max_value, operations=operations))
+    total = len(expression_contents(max_value=max_value, operations=operations))
     if not 0 < test_size < total:
         raise ValueError(f"test_size: got {test_size}, wanted 1 to {total - 1} of the {total} contents")
     held_out, rest = split_contents(max_value=max_value, operations=operations, test_size=test_size)
@@ -87,7 +87,7 @@ def task(*, max_value: int, operations: int, test_size: int) -> Task:
 
 
 @lru_cache(maxsize=4)
-def contents(*, max_value: int, operations: int) -> tuple[Content, ...]:
+def expression_contents(*, max_value: int, operations: int) -> tuple[Content, ...]:
     """Every content with operands in 1..max_value that never goes below zero."""
     operands = range(1, max_value + 1)
     changes = product("+-", operands)
@@ -100,7 +100,7 @@ def split_contents(
     *, max_value: int, operations: int, test_size: int
 ) -> tuple[tuple[Content, ...], tuple[Content, ...]]:
     """(held out, trained on): the contents in a fixed shuffled order, cut at `test_size`."""
-    every = contents(max_value=max_value, operations=operations)
+    every = expression_contents(max_value=max_value, operations=operations)
     shuffled = [every[i] for i in prng.permutation(_split_key(0), len(every)).tolist()]
     return tuple(shuffled[:test_size]), tuple(shuffled[test_size:])
 
@@ -109,10 +109,10 @@ def worked_solution(problem: Problem) -> str:
     r"""A solution that shows its working: `7+5=12 12-3=9 \boxed{9}`."""
     changes, values = problem.meta["changes"], problem.meta["values"]
     steps = (f"{x}{op}{b}={y}" for x, (op, b), y in zip(values[:-1], changes, values[1:], strict=True))
-    return f"{' '.join(steps)} {terse(problem)}"
+    return f"{' '.join(steps)} {answer_only(problem)}"
 
 
-def terse(problem: Problem) -> str:
+def answer_only(problem: Problem) -> str:
     r"""A solution that states the answer alone: `\boxed{9}`."""
     return rf"\boxed{{{problem.answer}}}"
 
@@ -126,14 +126,14 @@ def demonstrations(task: Task, key: Tensor, *, worked_share: float) -> Iterator[
     style = frozen_key(prng.fold_in(key, _STYLE))
     for index in count_from():
         problem = task.train(key, index)
-        solution = worked_solution if _draw(style, 0, index)[0] < worked_share else terse
+        solution = worked_solution if _draw(style, 0, index)[0] < worked_share else answer_only
         yield problem.prompt, solution(problem)
 
 
 def corpus(task: Task, key: Tensor, count: int) -> list[str]:
     """`count` training prompts with both of their solutions, as text to train a tokenizer on."""
     problems = (task.train(key, index) for index in range(count))
-    return [f"{problem.prompt} {worked_solution(problem)} {terse(problem)}" for problem in problems]
+    return [f"{problem.prompt} {worked_solution(problem)} {answer_only(problem)}" for problem in problems]
 
 
 def _train(rest: tuple[Content, ...], operations: int, key: Tensor, index: int) -> Problem:

@@ -22,7 +22,7 @@ def task(*, data: str, template: str, test_size: int) -> Task:
     return first(from_rows(train, test), test_size)
 
 
-def gold(answer: str) -> str | None:
+def gsm8k_answer(answer: str) -> str | None:
     """What follows the last `####` of a published answer, without thousands commas; None where nothing does."""
     return answer.rpartition("####")[2].replace(",", "").strip() or None if "####" in answer else None
 
@@ -32,7 +32,7 @@ def _rows(data: str, name: str) -> list[Row]:
 
 
 def _problem(row: Row, template: str) -> Problem:
-    answer = gold(row.value["answer"])
+    answer = gsm8k_answer(row.value["answer"])
     if answer is None:
         raise ValueError(f"{row.where}: got answer {row.value['answer'][-80:]!r}, wanted it to end in '#### n'")
     return Problem(0, templates.fill_template(template, {"question": row.value["question"]}), answer, {})

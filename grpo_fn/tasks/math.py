@@ -12,8 +12,8 @@ from typing import Any
 from grpo_fn.core.problem import Problem
 from grpo_fn.rewards.format import last_box
 from grpo_fn.tasks import task as templates
-from grpo_fn.tasks.readers import Row, jsonl_rows, text
-from grpo_fn.tasks.task import Task, all_answered, drop_unanswered, first, from_rows, keep, with_notes
+from grpo_fn.tasks.readers import Row, jsonl_rows, text_field
+from grpo_fn.tasks.task import Task, all_answered, drop_unanswered, filter_rows, first, from_rows, with_notes
 
 
 def task(
@@ -43,7 +43,7 @@ def task(
     _check_there(levels, {problem.meta["level"] for problem in rows}, "levels")
     _check_there(subjects, {problem.meta["subject"] for problem in rows}, "subjects")
     every = drop_unanswered(from_rows(rows, held_out))
-    chosen, left_out = keep(every, lambda row: row.meta["level"] in levels and row.meta["subject"] in subjects)
+    chosen, left_out = filter_rows(every, lambda row: row.meta["level"] in levels and row.meta["subject"] in subjects)
     if left_out:
         chosen = with_notes(chosen, f"asks {chosen.size} of {every.size} training rows, by level and subject")
     return first(chosen, test_size)
@@ -54,8 +54,8 @@ def _rows(data: str, name: str) -> list[Row]:
 
 
 def _problem(row: Row, template: str) -> Problem:
-    answer = text(row, "answer") if "answer" in row.value else last_box(text(row, "solution"))
-    subject = text(row, "subject" if "subject" in row.value else "type")
+    answer = text_field(row, "answer") if "answer" in row.value else last_box(text_field(row, "solution"))
+    subject = text_field(row, "subject" if "subject" in row.value else "type")
     prompt = templates.fill_template(template, {"problem": row.value["problem"]})
     return Problem(0, prompt, (answer or "").strip(), {"level": _level(row), "subject": subject})
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import task as templates
-from grpo_fn.tasks.readers import Row, jsonl_rows, text
+from grpo_fn.tasks.readers import Row, jsonl_rows, text_field
 from grpo_fn.tasks.task import Task, first, from_rows
 
 # The published split, by task_id.
@@ -77,8 +77,8 @@ def _problem(row: Row, template: str, shown_tests: int) -> Problem:
     if not tests:
         raise ValueError(f"{row.where}: got no test in test_list, wanted at least one assert")
     imports = "test_imports" in row.value
-    setup = "\n".join(_lines(row, "test_imports")) if imports else _unix(text(row, "test_setup_code"))
-    asked = text(row, "text" if "text" in row.value else "prompt")
+    setup = "\n".join(_lines(row, "test_imports")) if imports else _unix(text_field(row, "test_setup_code"))
+    asked = text_field(row, "text" if "text" in row.value else "prompt")
     prompt = templates.fill_template(template, {"text": asked, "tests": "\n".join(tests[:shown_tests])})
     return Problem(0, prompt, _unix(row.value["code"]), {"tests": tests, "setup": setup})
 

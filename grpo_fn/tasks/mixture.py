@@ -21,12 +21,12 @@ from grpo_fn.tasks.task import (
     FrozenKey,
     Predicate,
     Task,
+    filter_rows,
     frozen_key,
-    keep,
     list_places,
     normalize_prompt,
     number_tests,
-    place,
+    place_of,
     thawed_key,
     with_notes,
 )
@@ -85,7 +85,7 @@ def whole_counts(weights: Sequence[int | float]) -> tuple[int, ...]:
     return counts
 
 
-def turn(key: Tensor, index: int, counts: tuple[int, ...]) -> tuple[int, int]:
+def part_at(key: Tensor, index: int, counts: tuple[int, ...]) -> tuple[int, int]:
     """Whose turn it is at `index` of the stream under `key`, and how many turns that part had before."""
     block, there = divmod(index, sum(counts))
     at_once = -(-_AT_ONCE // sum(counts))
@@ -116,7 +116,7 @@ def _train(parts: Parts, counts: tuple[int, ...], key: Tensor, index: int) -> Pr
     if index < 0:
         raise ValueError(f"training index: got {index}, wanted an integer >= 0")
     order, *keys = _keys(frozen_key(key), len(parts))
-    part, before = turn(order, index, counts)
+    part, before = part_at(order, index, counts)
     name, drawn = parts[part]
     return _named(name, drawn.train(keys[part], before))._replace(uid=index)
 
@@ -136,7 +136,7 @@ def _narrow(parts: Parts, counts: tuple[int, ...], task: Task, predicate: Predic
 
 
 def _kept(name: str, part: Task, predicate: Predicate) -> Task:
-    return _of(name, lambda: keep(part, lambda row: predicate(_named(name, row)))[0])
+    return _of(name, lambda: filter_rows(part, lambda row: predicate(_named(name, row)))[0])
 
 
 def _of(name: str, make: Callable[[], Task]) -> Task:
@@ -150,7 +150,7 @@ def _of(name: str, make: Callable[[], Task]) -> Task:
 def _apart(name: str, part: Task, test: Sequence[Problem]) -> Task:
     """The part without the rows that are held out anywhere in the mixture."""
     held_out = {normalize_prompt(problem.prompt) for problem in test}
-    shared = [place(row) for row in part.rows if normalize_prompt(row.prompt) in held_out]
+    shared = [place_of(row) for row in part.rows if normalize_prompt(row.prompt) in held_out]
     if not shared:
         return part
     left = _kept(name, part, lambda row: normalize_prompt(row.prompt) not in held_out)

@@ -8,7 +8,7 @@ the key looks at its draws.
 from collections.abc import Callable, Sequence
 
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks.task import Task, keep, list_places, place, with_notes
+from grpo_fn.tasks.task import Task, filter_rows, list_places, place_of, with_notes
 
 Length = Callable[[str], int]
 
@@ -47,10 +47,10 @@ def drop_both(task: Task, length: Length, limit: int) -> tuple[Task, int]:
 
 
 def _without_long_rows(task: Task, length: Length, limit: int) -> tuple[Task, int]:
-    left, count = keep(task, lambda problem: length(problem.prompt) <= limit)
+    left, count = filter_rows(task, lambda problem: length(problem.prompt) <= limit)
     if not count:
         return left, 0
-    over = [place(problem) for problem in task.rows if length(problem.prompt) > limit]
+    over = [place_of(problem) for problem in task.rows if length(problem.prompt) > limit]
     return with_notes(
         left, f"left out {count} training rows with prompts of more than {limit} tokens: {list_places(over)}"
     ), count

@@ -16,16 +16,16 @@ def jsonl_rows(folder: Path, name: str, *, fields: Sequence[str]) -> list[Row]:
     folder or a file that is missing, unreadable or empty.
     """
     if not folder.is_dir():
-        beside = listing(folder.parent) if folder.parent.is_dir() else "no such folder either"
+        beside = folder_listing(folder.parent) if folder.parent.is_dir() else "no such folder either"
         raise ValueError(
             f"data: got {folder}, which is no folder, wanted one with {name}; {folder.parent} has: {beside}"
         )
     if not (folder / name).is_file():
-        raise ValueError(f"data: got {folder} without {name}, wanted that file; there are: {listing(folder)}")
+        raise ValueError(f"data: got {folder} without {name}, wanted that file; there are: {folder_listing(folder)}")
     rows = list(json_lines(folder / name, fields))
     for row in rows:
         for field in fields:
-            text(row, field)
+            text_field(row, field)
     return rows
 
 
@@ -41,7 +41,7 @@ def json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
         raise ValueError(f"{path}: got an empty file, wanted one JSON object a line")
 
 
-def text(row: Row, field: str) -> str:
+def text_field(row: Row, field: str) -> str:
     """The text in a field. Raises ValueError with the fields that there are when it holds none, or half a character."""
     value = row.value.get(field)
     if not isinstance(value, str):
@@ -55,7 +55,7 @@ def text(row: Row, field: str) -> str:
     return value
 
 
-def listing(folder: Path) -> str:
+def folder_listing(folder: Path) -> str:
     """The names in a folder, the first ten of them."""
     names = sorted(path.name for path in folder.iterdir())
     shown = ", ".join(names[:10]) or "nothing"
@@ -96,7 +96,7 @@ def hub(fields: Sequence[str], *, name: str, config: str, split: str, revision: 
 def _files(path: Path) -> list[Path]:
     found = sorted(path.parent.glob(path.name)) if {"*", "?"} & {*path.name} else [path] if path.is_file() else []
     if not found:
-        there = listing(path.parent) if path.parent.is_dir() else "no such folder"
+        there = folder_listing(path.parent) if path.parent.is_dir() else "no such folder"
         raise ValueError(f"path: got {path}, which is no file, wanted one; {path.parent} has: {there}")
     return found
 

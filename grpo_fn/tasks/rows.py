@@ -12,8 +12,16 @@ from typing import Any
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import task as templates
-from grpo_fn.tasks.readers import Row, text
-from grpo_fn.tasks.task import Task, all_answered, distinct, drop_unanswered, from_rows, held_out, with_notes
+from grpo_fn.tasks.readers import Row, text_field
+from grpo_fn.tasks.task import (
+    Task,
+    all_answered,
+    drop_duplicates,
+    drop_unanswered,
+    from_rows,
+    held_out_only,
+    with_notes,
+)
 
 Source = Callable[[], Sequence[Problem]]
 Reader = Callable[[Sequence[str]], Iterable[Row]]
@@ -31,11 +39,11 @@ def task(*, train: Sequence[Source], test: Sequence[Source]) -> Task:
     """
     tests = all_answered(_all(test))
     if train:
-        rows, notes = distinct(_all(train))
+        rows, notes = drop_duplicates(_all(train))
         return drop_unanswered(with_notes(from_rows(rows, tests), *notes))
     if not test:
         raise ValueError("rows.task: got no source, wanted one at least, to train on or to hold out")
-    return held_out(tests)
+    return held_out_only(tests)
 
 
 def hold_out(*, rows: Sequence[Source], test_size: int) -> Task:
@@ -44,7 +52,7 @@ def hold_out(*, rows: Sequence[Source], test_size: int) -> Task:
     Which ones is decided by a fixed shuffle of the rows that have an answer and repeat no earlier one; a larger
     `test_size` extends a smaller. Raises ValueError for a test_size that leaves nothing on a side.
     """
-    every, notes = distinct(_all(rows))
+    every, notes = drop_duplicates(_all(rows))
     usable = drop_unanswered(with_notes(from_rows(every, ()), *notes))
     if not 0 < test_size < usable.size:
         raise ValueError(f"test_size: got {test_size}, wanted 1 to {usable.size - 1} of the {usable.size} rows")
@@ -80,7 +88,7 @@ def read_problems(
     fields = dict.fromkeys((prompt_field, answer_field, *meta_fields))
     found = []
     for number, row in enumerate(islice(read(list(fields)), size or None)):
-        prompt = templates.fill_template(template, {"prompt": text(row, prompt_field)})
+        prompt = templates.fill_template(template, {"prompt": text_field(row, prompt_field)})
         meta = {"row": number, "source": source, **{field: row.value[field] for field in meta_fields}}
         found.append(Problem(0, prompt, _gold(row, answer_field, gold), meta))
     if not found:
@@ -112,7 +120,7 @@ def _all(sources: Sequence[Source]) -> list[Problem]:
 
 def _gold(row: Row, field: str, gold: Callable[[Any], str | None]) -> str:
     if isinstance(row.value[field], str):
-        text(row, field)
+        text_field(row, field)
     try:
         return (gold(row.value[field]) or "").strip()
     except (ValueError, TypeError, AttributeError) as error:

@@ -22,14 +22,14 @@ FrozenKey = tuple[tuple[int, ...], torch.dtype]
 class Task(NamedTuple):
     """`train(key, index)` is a pure function with `uid == index`, any index >= 0; `test` never meets it.
 
-    Made by `from_rows`, `generated_task` or `held_out`; `keep` leaves training rows out.
+    Made by `from_rows`, `generated_task` or `held_out_only`; `filter_rows` leaves training rows out.
     """
 
     train: Callable[[Tensor, int], Problem]
     test: tuple[Problem, ...]
     size: int  # training rows per epoch; 0 where there is a held-out set alone
     rows: tuple[Problem, ...]  # what the stream draws from; none where problems are made as they are drawn
-    narrow: Callable[["Task", Predicate], "Task"]  # how `keep` leaves rows out of this kind of task
+    narrow: Callable[["Task", Predicate], "Task"]  # how `filter_rows` leaves rows out of this kind of task
     notes: tuple[str, ...]  # what was left out and why, a line each, for the log
 
 
@@ -52,7 +52,7 @@ def from_rows(rows: Sequence[Problem], test: Sequence[Problem]) -> Task:
     task = _over(Task(_no_training, tests, 0, (), _narrow_rows, ()), left)
     if len(left) == len(every):
         return task
-    shared = [place(problem) for problem in every if normalize_prompt(problem.prompt) in asked]
+    shared = [place_of(problem) for problem in every if normalize_prompt(problem.prompt) in asked]
     return with_notes(task, f"left out {len(shared)} training rows that are held-out problems: {list_places(shared)}")
 
 
@@ -61,12 +61,12 @@ def generated_task(train: Callable[[Tensor, int], Problem], test: Sequence[Probl
     return Task(train, number_tests(test), size, (), _narrow_nothing, ())
 
 
-def held_out(test: Sequence[Problem]) -> Task:
+def held_out_only(test: Sequence[Problem]) -> Task:
     """The task with a held-out set alone: to evaluate on, or as a part of a mixture; drawing from it raises."""
     return Task(_no_training, number_tests(test), 0, (), _narrow_empty, ())
 
 
-def keep(task: Task, predicate: Predicate) -> tuple[Task, int]:
+def filter_rows(task: Task, predicate: Predicate) -> tuple[Task, int]:
     """The task without the training rows for which the predicate is false, and their number.
 
     The rows that stay keep their `meta["row"]`; held-out problems stay all. Raises ValueError when no row stays, and
@@ -112,7 +112,7 @@ def normalize_prompt(prompt: str) -> str:
     return " ".join(prompt.split())
 
 
-def place(problem: Problem) -> str:
+def place_of(problem: Problem) -> str:
     """Where a row stands: its part of a mixture and its source, if it has them, and its number."""
     return " ".join(str(problem.meta[name]) for name in ("task", "source", "row") if name in problem.meta)
 
@@ -189,26 +189,28 @@ def fill_template(template: str, values: Mapping[str, str]) -> str:
 
 def drop_unanswered(task: Task) -> Task:
     """The task without the training rows whose answer is empty: no completion of theirs could be scored."""
-    without = [place(problem) for problem in task.rows if not problem.answer]
+    without = [place_of(problem) for problem in task.rows if not problem.answer]
     if not without:
         return task
-    left, count = keep(task, lambda problem: bool(problem.answer))
+    left, count = filter_rows(task, lambda problem: bool(problem.answer))
     return with_notes(left, f"left out {count} training rows without an answer: {list_places(without)}")
 
 
 def all_answered(test: Sequence[Problem]) -> Sequence[Problem]:
     """The held-out problems themselves. A benchmark is whole: raises ValueError when an answer is empty."""
-    without = [place(problem) for problem in number_rows(test) if not problem.answer]
+    without = [place_of(problem) for problem in number_rows(test) if not problem.answer]
     if without:
         raise ValueError(f"held-out rows: got no answer in {list_places(without)} (counted from 0), wanted one in each")
     return test
 
 
-def distinct(rows: Sequence[Problem]) -> tuple[list[Problem], tuple[str, ...]]:
+def drop_duplicates(rows: Sequence[Problem]) -> tuple[list[Problem], tuple[str, ...]]:
     """The rows without those that repeat the prompt and the answer of an earlier one, and a note if there are any."""
     left: dict[tuple[str, str], Problem] = {}
     again = [
-        place(problem) for problem in rows if left.setdefault((problem.prompt, problem.answer), problem) is not problem
+        place_of(problem)
+        for problem in rows
+        if left.setdefault((problem.prompt, problem.answer), problem) is not problem
     ]
     notes = (f"left out {len(again)} rows that repeat an earlier one: {list_places(again)}",) if again else ()
     return list(left.values()), notes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_fn.core.types import Totals
-from grpo_fn.testing.harness import assert_same, claim, for_all
+from grpo_fn.testing.harness import assert_same, check_claim, for_all
 from grpo_fn.testing.strategies import masks, pad
 
 Weigh = Callable[[Tensor, Totals], Tensor]
@@ -30,9 +30,11 @@ def only_sampled_tokens_weigh(f: Weigh) -> None:
 
     def holds(mask: Tensor) -> None:
         weight = f(mask, totals(mask))
-        claim(weight.dtype == torch.float64, f"got weights in {weight.dtype}, wanted torch.float64 as the totals")
-        claim(bool(weight.isfinite().all()), f"got {weight}, wanted finite weights")
-        claim(bool(((weight > 0) == mask).all() and (weight >= 0).all()), f"got {weight}, wanted > 0 where {mask} only")
+        check_claim(weight.dtype == torch.float64, f"got weights in {weight.dtype}, wanted torch.float64 as the totals")
+        check_claim(bool(weight.isfinite().all()), f"got {weight}, wanted finite weights")
+        check_claim(
+            bool(((weight > 0) == mask).all() and (weight >= 0).all()), f"got {weight}, wanted > 0 where {mask} only"
+        )
 
     for_all(st.one_of(MASKS, MASKS.map(torch.zeros_like)), holds)
 
@@ -57,7 +59,7 @@ def padding_changes_nothing(f: Weigh) -> None:
         wide = pad(mask, extra, False)
         weight = f(wide, totals(wide))
         assert_same(weight[:, :-extra], f(mask, totals(mask)), f"with {extra} columns of padding", tolerance=0.0)
-        claim(bool((weight[:, -extra:] == 0).all()), f"got {weight}, wanted exactly 0 in the last {extra}")
+        check_claim(bool((weight[:, -extra:] == 0).all()), f"got {weight}, wanted exactly 0 in the last {extra}")
 
     for_all(st.tuples(MASKS, st.integers(1, 3)), holds)
 
@@ -70,7 +72,7 @@ def totals_of_more_ranks_weigh_less(f: Weigh) -> None:
         mine = totals(mask)
         both = Totals(*(x + y for x, y in zip(mine, totals(elsewhere), strict=True)))
         less, alone = f(mask, both), f(mask, mine)
-        claim(bool((less <= alone).all()), f"got {less} with another rank's rows, wanted at most {alone}")
+        check_claim(bool((less <= alone).all()), f"got {less} with another rank's rows, wanted at most {alone}")
 
     for_all(st.tuples(MASKS, MASKS), holds)
 

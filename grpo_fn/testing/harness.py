@@ -36,7 +36,7 @@ def name_of(holds: Callable[[Any], None]) -> str:
     return getattr(function, "__qualname__", "holds").split(".")[0]
 
 
-def simplest(examples: SearchStrategy[Any]) -> Any:
+def simplest_example(examples: SearchStrategy[Any]) -> Any:
     """The example that hypothesis begins with."""
     drawn = []
 
@@ -47,7 +47,7 @@ def simplest(examples: SearchStrategy[Any]) -> Any:
     return drawn[0]
 
 
-def claim(holds: bool, what: str) -> None:
+def check_claim(holds: bool, what: str) -> None:
     """Raises AssertionError with `what` was got and wanted, unless it holds."""
     if not holds:
         raise AssertionError(what)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_fn.core.types import Batch
 from grpo_fn.testing import losses
-from grpo_fn.testing.harness import claim, for_all
+from grpo_fn.testing.harness import check_claim, for_all
 from grpo_fn.testing.losses import Row, TokenLoss
 from grpo_fn.testing.strategies import loss_rows
 
@@ -31,7 +31,7 @@ def agreeing_policies_cost_exactly_nothing(f: Estimator) -> None:
 
     def holds(drawn: Row) -> None:
         cost = f(*drawn)
-        claim(bool((cost == 0).all()), f"got {cost} between equal policies, wanted exactly 0")
+        check_claim(bool((cost == 0).all()), f"got {cost} between equal policies, wanted exactly 0")
 
     for_all(loss_rows(drift=0.0), holds)
 
@@ -64,8 +64,8 @@ def policies_worlds_apart_stay_finite(f: Estimator) -> None:
             there = torch.tensor([0.0, gap], dtype=dtype)
             for old, ref in ((zero, there), (there, zero), (there, there)):
                 row = Batch(zero.long(), mask, zero, old, ref, zero, ~mask)
-                both = torch.stack([f(zero, row), losses.slope(as_loss(f), zero, row)])
-                claim(bool(both.isfinite().all()), f"got value and gradient {both}, {gap:g} nats away")
+                both = torch.stack([f(zero, row), losses.loss_gradient(as_loss(f), zero, row)])
+                check_claim(bool(both.isfinite().all()), f"got value and gradient {both}, {gap:g} nats away")
 
 
 def as_loss(f: Estimator) -> TokenLoss:

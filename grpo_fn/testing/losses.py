@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from grpo_fn.core.types import Batch
-from grpo_fn.testing.harness import assert_same, claim, for_all
+from grpo_fn.testing.harness import assert_same, check_claim, for_all
 from grpo_fn.testing.strategies import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
 
 Row = tuple[Tensor, Batch]
@@ -25,7 +25,7 @@ def check_token_loss(loss: TokenLoss) -> None:
         invariant(loss)
 
 
-def slope(f: TokenLoss, logp: Tensor, row: Batch) -> Tensor:
+def loss_gradient(f: TokenLoss, logp: Tensor, row: Batch) -> Tensor:
     """The gradient of a row's summed loss."""
     return grad(lambda x: f(x, row)[0].sum())(logp)
 
@@ -35,13 +35,13 @@ def reports_the_same_diagnostics(f: TokenLoss) -> None:
 
     def holds(drawn: Row) -> None:
         seen = f(*drawn)[1]
-        claim(set(seen) == DIAGNOSTICS, f"got diagnostics {sorted(seen)}, wanted {sorted(DIAGNOSTICS)}")
+        check_claim(set(seen) == DIAGNOSTICS, f"got diagnostics {sorted(seen)}, wanted {sorted(DIAGNOSTICS)}")
         for name, x in seen.items():
-            claim(x.shape == drawn[0].shape, f"got {name} of shape {tuple(x.shape)}, wanted one number a token")
-            claim(bool(x.isfinite().all()), f"got {name} {x}, wanted finite numbers")
+            check_claim(x.shape == drawn[0].shape, f"got {name} of shape {tuple(x.shape)}, wanted one number a token")
+            check_claim(bool(x.isfinite().all()), f"got {name} {x}, wanted finite numbers")
         low, high = seen["clip_low"], seen["clip_high"]
-        claim({*low.tolist(), *high.tolist()} <= {0.0, 1.0}, f"got clips {low} and {high}, wanted 0 or 1")
-        claim(not (low * high).any(), f"got clips {low} and {high}, wanted one of them at most")
+        check_claim({*low.tolist(), *high.tolist()} <= {0.0, 1.0}, f"got clips {low} and {high}, wanted 0 or 1")
+        check_claim(not (low * high).any(), f"got clips {low} and {high}, wanted one of them at most")
 
     for_all(loss_rows(), holds)
 
@@ -52,12 +52,12 @@ def what_is_behind_the_mask_has_no_say(f: TokenLoss) -> None:
     def holds(example: tuple[Row, float]) -> None:
         drawn, garbage = example
         (loss, seen), dirty, mask = f(*drawn), with_garbage(*drawn, garbage), drawn[1].mask
-        gradient = slope(f, *drawn)
-        claim(bool((loss[~mask] == 0).all()), f"got {loss}, wanted exactly 0 where not {mask}")
-        claim(bool((gradient[~mask] == 0).all()), f"got a gradient {gradient}, wanted exactly 0 where not {mask}")
+        gradient = loss_gradient(f, *drawn)
+        check_claim(bool((loss[~mask] == 0).all()), f"got {loss}, wanted exactly 0 where not {mask}")
+        check_claim(bool((gradient[~mask] == 0).all()), f"got a gradient {gradient}, wanted exactly 0 where not {mask}")
         there = f"with {garbage} behind the mask"
         assert_same(f(*dirty)[0], loss, f"the loss {there}", tolerance=0.0)
-        assert_same(slope(f, *dirty), gradient, f"its gradient {there}", tolerance=0.0)
+        assert_same(loss_gradient(f, *dirty), gradient, f"its gradient {there}", tolerance=0.0)
         for name, x in f(*dirty)[1].items():
             assert_same(x, seen[name], f"{name} {there}", tolerance=0.0)
 
@@ -71,7 +71,7 @@ def padding_changes_nothing(f: TokenLoss) -> None:
         drawn, extra = example
         loss, seen = f(*with_padding(*drawn, extra))
         alone, wanted = f(*drawn)
-        claim(bool((loss[-extra:] == 0).all()), f"got {loss}, wanted exactly 0 in the last {extra}")
+        check_claim(bool((loss[-extra:] == 0).all()), f"got {loss}, wanted exactly 0 in the last {extra}")
         assert_same(loss[:-extra], alone, f"the loss with {extra} columns of padding", tolerance=1e-12)
         for name, x in seen.items():
             assert_same(x[:-extra], wanted[name], f"{name} with {extra} columns of padding", tolerance=1e-12)
@@ -114,9 +114,11 @@ def policies_worlds_apart_stay_finite(f: TokenLoss) -> None:
                 mask = torch.ones(2, dtype=torch.bool)
                 row = Batch(zero.long(), mask, there, there, zero, zero + adv, mask & selected)
                 for logp in (zero, there):
-                    loss, gradient = f(logp, row)[0], slope(f, logp, row)
+                    loss, gradient = f(logp, row)[0], loss_gradient(f, logp, row)
                     both = torch.stack([loss, gradient])
-                    claim(bool(both.isfinite().all()), f"got loss and gradient {both}, {gap:g} nats away, A = {adv:g}")
+                    check_claim(
+                        bool(both.isfinite().all()), f"got loss and gradient {both}, {gap:g} nats away, A = {adv:g}"
+                    )
 
 
 def float32_gives_what_float64_gives(f: TokenLoss) -> None:
@@ -128,7 +130,7 @@ def float32_gives_what_float64_gives(f: TokenLoss) -> None:
         full = Batch(*(x.double() if x.is_floating_point() else x for x in half))  # the very same numbers
         loss, seen = f(low, half)
         for name, x in {"loss": loss, **seen}.items():
-            claim(x.dtype == torch.float32, f"got {name} in {x.dtype}, wanted torch.float32 as its input")
+            check_claim(x.dtype == torch.float32, f"got {name} in {x.dtype}, wanted torch.float32 as its input")
         assert_same(loss.double(), f(low.double(), full)[0], "the loss in float32", tolerance=1e-4)
 
     for_all(loss_rows(drift=3.0), holds)

@@ -13,7 +13,7 @@ from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE
 from grpo_fn.testing import texts
-from grpo_fn.testing.harness import UNSHRUNK, claim, for_all, simplest
+from grpo_fn.testing.harness import UNSHRUNK, check_claim, for_all, simplest_example
 from grpo_fn.testing.texts import TextRow
 
 Score = Callable[[Sequence[TextRow]], list[float | None]]
@@ -39,13 +39,13 @@ def check_reward(
     to, and lets a run's deadline save it, is checked with HOSTILE alone. `deadline` and `memory_mb` are gin/base.gin's.
     """
     asked = texts.text_problems() if problems is None else problems
-    rows, problem = texts.text_rows(asked, completions), simplest(asked)
+    rows, problem = texts.text_rows(asked, completions), simplest_example(asked)
     found_by_name(reward)
     with ExitStack() as both:
         one, other = (both.enter_context(scoring(reward, deadline, memory_mb)) for _ in range(2))
         for text in hostile:
-            total_and_on_time(one, TextRow(problem, Completion(text, 1, False)), bounds)
-        for_all(rows, partial(total_and_on_time, one, bounds=bounds), phases=UNSHRUNK)
+            check_value_and_time(one, TextRow(problem, Completion(text, 1, False)), bounds)
+        for_all(rows, partial(check_value_and_time, one, bounds=bounds), phases=UNSHRUNK)
         a_function_of_the_row(one, other, rows)
 
 
@@ -57,10 +57,12 @@ def found_by_name(reward: RewardFn) -> None:
         raise AssertionError(f"got {reward!r}, wanted a function that a module defines: {error}") from error
 
 
-def total_and_on_time(score: Score, row: TextRow, bounds: Bounds) -> None:
+def check_value_and_time(score: Score, row: TextRow, bounds: Bounds) -> None:
     """The row gets a number within bounds or None. That the number is finite is the worker's own demand."""
     (value,) = score([row])
-    claim(value is None or bounds[0] <= value <= bounds[1], f"got {value} on {row}, wanted within {bounds}, or None")
+    check_claim(
+        value is None or bounds[0] <= value <= bounds[1], f"got {value} on {row}, wanted within {bounds}, or None"
+    )
 
 
 def a_function_of_the_row(one: Score, other: Score, rows: SearchStrategy[TextRow]) -> None:
@@ -72,10 +74,10 @@ def a_function_of_the_row(one: Score, other: Score, rows: SearchStrategy[TextRow
     def holds(example: tuple[list[TextRow], list[int]]) -> None:
         drawn, order = example
         first, again = one(drawn), one(drawn)
-        claim(again == first, f"got {again} after {first} for the same rows, wanted the same")
+        check_claim(again == first, f"got {again} after {first} for the same rows, wanted the same")
         elsewhere = other([drawn[place] for place in order])
         wanted = [first[place] for place in order]
-        claim(elsewhere == wanted, f"got {elsewhere} in another process and order, wanted {wanted}")
+        check_claim(elsewhere == wanted, f"got {elsewhere} in another process and order, wanted {wanted}")
 
     for_all(shuffled, holds, phases=UNSHRUNK)
 
@@ -89,7 +91,7 @@ def scoring(reward: RewardFn, deadline: float, memory_mb: int) -> Iterator[Score
             outcomes = pool.judge(reward, [row.problem for row in rows], [row.completion for row in rows])
             for row, outcome in zip(rows, outcomes, strict=True):
                 known = outcome.value is not None or outcome.reason == RETURNED_NONE
-                claim(known, f"got {outcome.reason} on {row}, wanted a number or None")
+                check_claim(known, f"got {outcome.reason} on {row}, wanted a number or None")
             return [outcome.value for outcome in outcomes]
 
         yield score

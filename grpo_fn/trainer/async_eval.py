@@ -18,7 +18,7 @@ from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import sampling
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging.stopwatch import ErrorContext
-from grpo_fn.shell.reward_workers.reward_pool import Interrupted, RewardPool
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool, ScoringInterrupted
 from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.background import ShouldStop
@@ -26,7 +26,7 @@ from grpo_fn.trainer.loggers import RunLoggers
 from grpo_fn.trainer.recording import record_evaluation, report_findings
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 from grpo_fn.trainer.sections import Health
-from grpo_fn.trainer.state import BEST, Progress, figures_of, reload
+from grpo_fn.trainer.state import BEST, Progress, figures_of, reload_policy
 
 ROUND = 0.5  # seconds between two looks at whether to stop, while one waits
 
@@ -58,7 +58,7 @@ def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator, should_stop: Sho
 
     def check() -> None:
         if should_stop():
-            raise Interrupted("evaluation: got a request to stop")
+            raise ScoringInterrupted("evaluation: got a request to stop")
 
     with evaluator.pool() as pool:
         judged = evaluate(
@@ -138,7 +138,7 @@ def record_if_done(
         f"{figures['eval/seconds']:.1f} s beside the training, known after step {now}"
     )
     found = run.world.agree(
-        partial(late_findings, run.settings.health, before, amend_history(before, step, figures)),
+        partial(findings_of_late_evaluation, run.settings.health, before, amend_history(before, step, figures)),
         what="the rules of health",
     )
     return report_findings(found, step, loggers.console, loggers.writer)
@@ -166,13 +166,14 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
     return [{**line, **health.history_line(step, figures)} if line["step"] == step else line for line in history]
 
 
-def late_findings(
+def findings_of_late_evaluation(
     rules: Health, before: health.History, after: health.History
 ) -> tuple[list[health.HealthFinding], list[health.HealthFinding]]:
     """What the rules would have said after a step, had its evaluation been there, and did not say then."""
-    known = {found.rule for found in health.news([*rules.warn, *rules.stop], before)}
+    known = {found.rule for found in health.new_findings([*rules.warn, *rules.stop], before)}
     said, fatal = (
-        [found for found in health.news(those, after) if found.rule not in known] for those in (rules.warn, rules.stop)
+        [found for found in health.new_findings(those, after) if found.rule not in known]
+        for those in (rules.warn, rules.stop)
     )
     return said, fatal
 
@@ -201,7 +202,9 @@ def resume_pending(
         if BEST in known:
             credit_score(progress, step, known)
             continue
-        broken = None if step == now else run.world.agree(partial(store.flaw, root, step), what="a checkpoint")
+        broken = (
+            None if step == now else run.world.agree(partial(store.checkpoint_flaw, root, step), what="a checkpoint")
+        )
         if broken is not None:
             loggers.console.line(f"the evaluation of step {step} is lost, its weights are not there any more: {broken}")
             progress.pending.remove(step)
@@ -211,8 +214,8 @@ def resume_pending(
         if not free:
             break
         if step != now:
-            reload(run.run_dir, step, run.policy, run.world)
+            reload_policy(run.run_dir, step, run.policy, run.world)
         begin_evaluation(run, step, loggers)
         if step != now:
-            reload(run.run_dir, now, run.policy, run.world)
+            reload_policy(run.run_dir, now, run.policy, run.world)
     return fatal

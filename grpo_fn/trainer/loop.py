@@ -22,7 +22,7 @@ from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval
 from grpo_fn.trainer.export import export_run
 from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
-from grpo_fn.trainer.recording import check_health, due, record, record_evaluation, step_checksums
+from grpo_fn.trainer.recording import check_health, is_due, record, record_evaluation, step_checksums
 from grpo_fn.trainer.run import DATA, EVALUATION, SAMPLING, TrainingRun
 from grpo_fn.trainer.state import BEST, Progress, packed_progress, read_history, restore
 
@@ -64,7 +64,7 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     """Log the plan and measure the policy before training; a checkpoint where that measurement is pending."""
     for line in run.plan:
         loggers.console.line(line)
-    tensorboard_layout.begin(loggers.writer, run.run_dir)
+    tensorboard_layout.write_run_header(loggers.writer, run.run_dir)
     progress = evaluate_at_start(run, loggers)
     if progress.pending:
         with loggers.clock.span("checkpoint"):
@@ -109,7 +109,7 @@ def take_steps(
                         due_now = evaluates(run, step)
                         fatal += async_eval.advance_evaluation(run, progress, loggers, due=due_now, stop=halt)
                 last = halt() or bool(fatal) or step == run.settings.steps
-                if last or due(step, run.settings.checkpoints.every) or step in progress.pending:
+                if last or is_due(step, run.settings.checkpoints.every) or step in progress.pending:
                     with loggers.clock.span("checkpoint"):
                         save_checkpoint(run, progress, loggers)
                     saved = step
@@ -154,7 +154,7 @@ def end_early(
 
 def evaluates(run: TrainingRun, step: int) -> bool:
     """Whether the policy is measured after a step."""
-    return step == run.settings.steps or due(step, run.settings.evaluation.every)
+    return step == run.settings.steps or is_due(step, run.settings.evaluation.every)
 
 
 def stop_requested(run: TrainingRun, stop: StopRequest, loggers: RunLoggers) -> bool:
@@ -188,7 +188,7 @@ def evaluate_at_start(run: TrainingRun, loggers: RunLoggers) -> Progress:
 def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers) -> None:
     """One step of the algorithm, its evaluation when one is due, and the record of both."""
     gains, troubles, clock = progress.carried.gains, Counter(run.pool.counts), loggers.clock
-    noted = run.policy.note() if due(step, run.settings.logging.checksums_every) else None
+    noted = run.policy.note() if is_due(step, run.settings.logging.checksums_every) else None
     experience, progress.carried, figures = take_step(run, progress.carried, clock.span)
     run.world.same(repr(sorted(figures.items())), what=f"figures of step {step}")
     if figures["train/skipped_step"]:

@@ -45,16 +45,18 @@ def locate(name: str, *, warn: Callable[[str], None]) -> LocatedModel:
     saved = verified_checkpoint(path) if path != run else newest_verified(run, warn)
     if saved is None:
         return LocatedModel(hf.Pretrained(str(run / "model")), None, str(run / "model"))
-    return LocatedModel(beginning(run) if adapters(saved) is None else origin(run), saved, str(saved))
+    return LocatedModel(initial_model(run) if adapters(saved) is None else configured_model(run), saved, str(saved))
 
 
 def run_of(name: str) -> Path | None:
     """The run folder that the name is, or is a checkpoint of; None for anything else."""
     path = Path(name).absolute()
-    return next((run for run in (path, path.parent.parent) if (run / MARKER).is_file() and within(path, run)), None)
+    return next(
+        (run for run in (path, path.parent.parent) if (run / MARKER).is_file() and is_within_run(path, run)), None
+    )
 
 
-def within(path: Path, run: Path) -> bool:
+def is_within_run(path: Path, run: Path) -> bool:
     """Whether the path is the run folder, or a folder among its checkpoints."""
     return path == run or path.parent == run / "checkpoints"
 
@@ -84,14 +86,14 @@ def verified_checkpoint(path: Path) -> Path:
     return path
 
 
-def beginning(run: Path) -> hf.ModelSource:
+def initial_model(run: Path) -> hf.ModelSource:
     """The model that a run began with: its shape, tokenizer and stop tokens are those of all of its checkpoints."""
     if (run / "model").is_dir():  # once it is over it has a copy
         return hf.Pretrained(str(run / "model"))
-    return origin(run)
+    return configured_model(run)
 
 
-def origin(run: Path) -> hf.ModelSource:
+def configured_model(run: Path) -> hf.ModelSource:
     """The model that a run's configuration names. Adapters need its weights: `model/` has them merged already."""
     return take_source(
         **load_config([str(run / "config.gin")], [], taker="grpo_fn.trainer.model_source.take_source").kwargs()
@@ -144,7 +146,7 @@ def copy_checkpoint_weights(model: nn.Module, saved: Path) -> None:
     """
     own, how = weights_of(model), adapters(saved)
     if how is None:
-        tensor_shards.read_into(saved, {f"{WEIGHTS}{name}": weight for name, weight in own.items()})
+        tensor_shards.load_into_tensors(saved, {f"{WEIGHTS}{name}": weight for name, weight in own.items()})
         return
     for name, weight in lora.merge_adapters(with_adapters(own, checkpoint.read_tensors(saved, WEIGHTS)), how):
         if weight is not own[name]:

@@ -20,7 +20,7 @@ from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import eval_store, rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.metrics_writer import NullLogger, table
+from grpo_fn.shell.logging.metrics_writer import NullLogger, markdown_table
 from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.trainer import presets
 from grpo_fn.trainer.run import TrainingRun
@@ -83,18 +83,18 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
     adv = sample_advantages(seen.adv, seen.groups)
     problems, rollout, reward = seen.groups
     there = tree_map_only(Tensor, Tensor.cpu, (rollout, reward, adv))
-    asked = partial(rollout_store.store, run.run_dir / "rollouts", step, problems, run.algo.group_size, *there)
+    asked = partial(rollout_store.store_rollouts, run.run_dir / "rollouts", step, problems, run.algo.group_size, *there)
     writer.do(f"the rollout of step {step}", partial(asked, keep=how.keep_rollouts))
     writer.histogram(step, "advantage/distribution", adv)
     writer.histogram(step, "generation/length", rollout.mask.sum(-1))
     writer.histogram(step, "loss/ratio", seen.ratio)
-    if due(step, how.samples_every):
+    if is_due(step, how.samples_every):
         show(writer, step, "samples", sample_rows(seen, how.samples_rows))
-    if due(step, how.compare_presets_every):
+    if is_due(step, how.compare_presets_every):
         found = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key)
         show(writer, step, "lens/presets", found.rows)
-        writer.image(step, "lens/cosines", page.heat(found.cosine, cell=16))
-    if due(step, how.token_report_every):
+        writer.image(step, "lens/cosines", page.heat_map(found.cosine, cell=16))
+    if is_due(step, how.token_report_every):
         record_signal(run, step, seen, gains, writer)
 
 
@@ -103,7 +103,7 @@ def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, w
     shown, said = token_signals(run, seen, gains)
     writer.do(f"the signal of step {step}", partial(write_page, run.run_dir, step, shown, said))
     show(writer, step, "signal/strongest", token_report.strongest_tokens(shown, count=STRONGEST))
-    writer.image(step, "signal/rows", token_report.strip(shown, columns=COLUMNS, cell=CELL))
+    writer.image(step, "signal/rows", token_report.signal_strip(shown, columns=COLUMNS, cell=CELL))
 
 
 def token_by_token(run: TrainingRun, step: int, seen: Experience, gains: Gains) -> tuple[token_report.TokenReport, str]:
@@ -153,7 +153,7 @@ def step_checksums(run: TrainingRun, step: int, seen: Experience, noted: StepChe
 
 def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], rows: int, writer: AsyncWriter) -> None:
     """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
-    eval_store.store(run_dir / "eval", step, [one.row() for one in judged])
+    eval_store.store_evaluation(run_dir / "eval", step, [one.row() for one in judged])
     show(writer, step, "eval/samples", [one.shown() for one in judged[:rows]])
 
 
@@ -192,10 +192,12 @@ def findings(
     run: TrainingRun, history: health.History
 ) -> tuple[list[health.HealthFinding], list[health.HealthFinding]]:
     """What is new to the rules that warn, and to those that end the run."""
-    return health.news(run.settings.health.warn, history), health.news(run.settings.health.stop, history)
+    return health.new_findings(run.settings.health.warn, history), health.new_findings(
+        run.settings.health.stop, history
+    )
 
 
-def due(step: int, every: int) -> bool:
+def is_due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps happens now; 0 is never."""
     return every > 0 and step % every == 0
 
@@ -203,4 +205,4 @@ def due(step: int, every: int) -> bool:
 def show(writer: AsyncWriter | NullLogger, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Rows as a table in TensorBoard's text tab."""
     if rows:
-        writer.text(step, tag, table(rows))
+        writer.text(step, tag, markdown_table(rows))

@@ -105,7 +105,7 @@ def restore(
     )
 
 
-def reload(run_dir: Path, step: int, policy: FSDPPolicy, world: World) -> None:
+def reload_policy(run_dir: Path, step: int, policy: FSDPPolicy, world: World) -> None:
     """The policy as the checkpoint of a step holds it; every rank takes part."""
     path = run_dir / "checkpoints" / f"step_{step}"
     blobs = world.agree(partial(store.blobs, path), what=f"reading the checkpoint of step {step}")
@@ -115,7 +115,7 @@ def reload(run_dir: Path, step: int, policy: FSDPPolicy, world: World) -> None:
 def newest_checkpoint(root: Path, *, start_over: bool) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
     """(path, blobs, meta, what was skipped) of the newest checkpoint that verifies."""
     said: list[str] = []
-    found = store.latest(root, warn=said.append)
+    found = store.latest_verified(root, warn=said.append)
     broken = sorted(path.name for path in root.glob("broken-step_*"))
     if found is None and broken and not start_over:
         problem = (

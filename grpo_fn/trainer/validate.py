@@ -108,7 +108,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
     """The plan of a run on so many ranks, evenly on so many hosts, with the memory of one device."""
     plan = replace(checked.plan, ranks=ranks)
     mesh = settings.parallelism.shape(ranks, ranks // hosts)
-    memory = memory_estimate.on_device(
+    memory = memory_estimate.device_memory(
         checked.config,
         settings.lora,
         settings.parallelism,

@@ -25,7 +25,7 @@ EDGES = {
     "sequence_masked_weight(low=1,high=1)": partial(importance.sequence_masked_weight, low=1.0, high=1.0),
     "off_policy_sequence_mask(delta=0)": partial(importance.off_policy_sequence_mask, delta=0.0),
     "both(masked_weight, sequence_masked_weight)": partial(
-        importance.both,
+        importance.weight_and_mask,
         weight=partial(importance.masked_weight, low=0.5, high=5.0),
         mask=partial(importance.sequence_masked_weight, low=0.9, high=1.1),
     ),
@@ -298,15 +298,15 @@ def test_both_with_nothing_on_one_side_is_the_other(row):
         partial(importance.truncated_weight, cap=2.0),
         partial(importance.off_policy_sequence_mask, delta=0.2),
     )
-    exactly(importance.both(*row, weight=weight, mask=importance.no_correction), weight(*row))
-    exactly(importance.both(*row, weight=importance.no_correction, mask=mask), mask(*row))
-    exactly(importance.both(*row, weight=weight, mask=mask), weight(*row) * mask(*row))
+    exactly(importance.weight_and_mask(*row, weight=weight, mask=importance.no_correction), weight(*row))
+    exactly(importance.weight_and_mask(*row, weight=importance.no_correction, mask=mask), mask(*row))
+    exactly(importance.weight_and_mask(*row, weight=weight, mask=mask), weight(*row) * mask(*row))
 
 
 @given(loss_rows(drift=3.0))
 def test_a_mask_that_keeps_its_weight_does_not_square_it(row):
     f = partial(importance.masked_weight, low=0.5, high=5.0)
-    exactly(importance.both(*row, weight=f, mask=f), f(*row))
+    exactly(importance.weight_and_mask(*row, weight=f, mask=f), f(*row))
 
 
 # -- what they estimate, by enumerating every token

@@ -15,7 +15,7 @@ from torch.func import jacrev
 from grpo_fn.algo import losses
 from grpo_fn.core.types import Batch
 from grpo_fn.testing import losses as generic
-from grpo_fn.testing.losses import slope
+from grpo_fn.testing.losses import loss_gradient
 
 ALL = bound(losses, "logp", "row")
 # A penalty on the distance from the old policy or the sampler: there is something to learn without an advantage.
@@ -81,7 +81,7 @@ def test_the_logp_of_a_clipped_token_moves_nothing_except_a_penalty(f, row):
     if f.func is losses.sequence_ratio:
         row = one_advantage(row, row.adv[0].item())
     clipped = sum(f(logp, row)[1][side] for side in ("clip_low", "clip_high")) > 0
-    assert torch.equal(slope(f, logp, row)[clipped], slope(f, logp, one_advantage(row, 0.0))[clipped])
+    assert torch.equal(loss_gradient(f, logp, row)[clipped], loss_gradient(f, logp, one_advantage(row, 0.0))[clipped])
 
 
 @each(ALL, only={"clipped_ratio", "dual_clip"})
@@ -91,7 +91,7 @@ def test_and_a_token_without_gradient_is_reported_as_clipped(f, row):
     aux = f(*row)[1]
     learns = row[1].mask & (row[1].adv != 0) & (aux["clip_low"] + aux["clip_high"] == 0)
     wanted = torch.where(learns, -row[1].adv * aux["ratio"], 0.0)
-    exactly(slope(f, *row), wanted)
+    exactly(loss_gradient(f, *row), wanted)
 
 
 @each(ALL, only=NEVER_CLIPS)
@@ -109,7 +109,7 @@ def test_some_take_no_gradient_away(f, row):
 def test_without_advantage_there_is_nothing_to_learn(f, row):
     row = (row[0], one_advantage(row[1], 0.0))
     assert (f(*row)[0] == 0).all()
-    assert (slope(f, *row) == 0).all()
+    assert (loss_gradient(f, *row) == 0).all()
 
 
 @each(ALL)
@@ -119,7 +119,7 @@ def test_on_policy_without_advantage_there_is_nothing_to_learn(f, row):
     """A penalty on the distance costs nothing where there is none."""
     row = (row[0], one_advantage(row[1], 0.0))
     assert (f(*row)[0] == 0).all()
-    assert (slope(f, *row) == 0).all()
+    assert (loss_gradient(f, *row) == 0).all()
 
 
 @each({name: f for name, f in ALL.items() if name in PENALISED})
@@ -129,14 +129,14 @@ def test_a_penalty_is_never_a_reward(f, row):
     logp, row = row[0], one_advantage(row[1], 0.0)
     assert (f(logp, row)[0] >= 0).all()
     base = row.logp_old if f.func is losses.kl_cov else row.logp_sampled
-    assert (slope(f, logp, row)[row.mask] * (logp - base)[row.mask] >= 0).all()
+    assert (loss_gradient(f, logp, row)[row.mask] * (logp - base)[row.mask] >= 0).all()
 
 
 @each(ALL, only=REINFORCE_PER_TOKEN)
 @COSTLY
 @given(loss_rows(drift=0.0))
 def test_on_policy_the_gradient_is_that_of_reinforce(f, row):
-    exactly(slope(f, *row), -row[1].adv * row[1].mask)
+    exactly(loss_gradient(f, *row), -row[1].adv * row[1].mask)
 
 
 @each(ALL, only=WHOLE_ROW)
@@ -144,14 +144,14 @@ def test_on_policy_the_gradient_is_that_of_reinforce(f, row):
 @given(loss_rows(drift=0.0), st.floats(-3, 3))
 def test_on_policy_the_gradient_is_that_of_reinforce_for_one_advantage_a_row(f, row, adv):
     logp, row = row[0], one_advantage(row[1], adv)
-    exactly(slope(f, logp, row), -row.adv * row.mask)
+    exactly(loss_gradient(f, logp, row), -row.adv * row.mask)
 
 
 @each(ALL, only={"clip_cov"})
 @COSTLY
 @given(loss_rows(drift=0.0))
 def test_on_policy_the_gradient_is_that_of_reinforce_where_not_marked(f, row):
-    exactly(slope(f, *row), -row[1].adv * (row[1].mask & ~row[1].selected))
+    exactly(loss_gradient(f, *row), -row[1].adv * (row[1].mask & ~row[1].selected))
 
 
 @each({name: f for name, f in ALL.items() if f.func not in (losses.clip_cov, losses.kl_cov)})
@@ -195,7 +195,7 @@ def test_the_four_corners_of_clipped_ratio(r, adv, loss, gradient, side):
     f = partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.28)
     got, aux = f(logp, row)
     exactly(got.item(), loss)
-    exactly(slope(f, logp, row).item(), gradient)
+    exactly(loss_gradient(f, logp, row).item(), gradient)
     assert [name for name in ("clip_low", "clip_high") if aux[name].item()] == ([side] if side else [])
 
 
@@ -205,7 +205,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token(r, loss, gradient):
     f = partial(losses.dual_clip, clip_low=0.2, clip_high=0.28, cap=3.0)
     got, aux = f(logp, row)
     exactly(got.item(), loss)
-    exactly(slope(f, logp, row).item(), gradient)
+    exactly(loss_gradient(f, logp, row).item(), gradient)
     assert (aux["clip_high"].item(), aux["clip_low"].item()) == (r == 4.0, r == 0.5)
 
 
@@ -216,9 +216,9 @@ def test_golden_sequence_ratio():
     wide, narrow = (partial(losses.sequence_ratio, clip_low=x, clip_high=x) for x in (0.2, 0.05))
     exactly(wide(logp, row)[0].tolist(), [-2 * s, -2 * s, 0.0])
     exactly(wide(logp, row)[1]["ratio"].tolist(), [s, s, 1.0])
-    exactly(slope(wide, logp, row).tolist(), [-2 * s, -2 * s, 0.0])  # of the sum; the mean's is half of it
+    exactly(loss_gradient(wide, logp, row).tolist(), [-2 * s, -2 * s, 0.0])  # of the sum; the mean's is half of it
     exactly(narrow(logp, row)[0].tolist(), [-2 * 1.05, -2 * 1.05, 0.0])
-    assert not slope(narrow, logp, row).any()
+    assert not loss_gradient(narrow, logp, row).any()
     assert narrow(logp, row)[1]["clip_high"].tolist() == [1.0, 1.0, 0.0]
 
 
@@ -227,22 +227,27 @@ def test_the_token_form_is_the_sequence_form_for_one_advantage_a_row(row, adv):
     logp, row = row[0], one_advantage(row[1], adv)
     both = [partial(f, clip_low=0.2, clip_high=0.28) for f in (losses.sequence_ratio, losses.sequence_ratio_token)]
     exactly(*(f(logp, row)[0] for f in both))
-    exactly(*(slope(f, logp, row) for f in both))
+    exactly(*(loss_gradient(f, logp, row) for f in both))
 
 
 def test_and_is_not_for_one_advantage_a_token():
     logp, row = example([0.1, 0.0], 1.0)
     row = row._replace(adv=torch.tensor([1.0, -2.0], dtype=torch.float64))
     s = math.exp(0.05)
-    exactly(slope(partial(losses.sequence_ratio, clip_low=0.2, clip_high=0.2), logp, row).tolist(), [s / 2, s / 2])
-    exactly(slope(partial(losses.sequence_ratio_token, clip_low=0.2, clip_high=0.2), logp, row).tolist(), [-s, 2 * s])
+    exactly(
+        loss_gradient(partial(losses.sequence_ratio, clip_low=0.2, clip_high=0.2), logp, row).tolist(), [s / 2, s / 2]
+    )
+    exactly(
+        loss_gradient(partial(losses.sequence_ratio_token, clip_low=0.2, clip_high=0.2), logp, row).tolist(),
+        [-s, 2 * s],
+    )
 
 
 @given(loss_rows(drift=2.0))
 def test_cispo_as_a_scalar_loop(row):
     logp, row = row
     f = partial(losses.cispo, clip_high=0.28)
-    loss, gradient = f(logp, row)[0], slope(f, logp, row)
+    loss, gradient = f(logp, row)[0], loss_gradient(f, logp, row)
     for t in range(len(logp)):
         r, a = math.exp(logp[t].item() - row.logp_old[t].item()), row.adv[t].item()
         weight = min(r, 1.28) * a * row.mask[t].item()
@@ -257,7 +262,7 @@ def test_golden_sapo(adv, tau, r):
     f = partial(losses.sapo, tau_positive=1.0, tau_negative=1.05)
     sigmoid = 1 / (1 + math.exp(-tau * (r - 1)))
     exactly(f(logp, row)[0].item(), -4 / tau * sigmoid * adv)
-    exactly(slope(f, logp, row).item(), -4 * sigmoid * (1 - sigmoid) * r * adv)
+    exactly(loss_gradient(f, logp, row).item(), -4 * sigmoid * (1 - sigmoid) * r * adv)
 
 
 @pytest.mark.parametrize("adv", [2.0, -2.0])
@@ -269,7 +274,9 @@ def test_golden_gmpo(adv):
     g = math.exp(sum(kept) / 3)
     loss, aux = f(logp, row)
     exactly(loss.tolist(), [-g * adv] * 3)
-    exactly(slope(f, logp, row).tolist(), [-g * adv * (k == x) for k, x in zip(kept, [1.0, -1.0, 0.1], strict=True)])
+    exactly(
+        loss_gradient(f, logp, row).tolist(), [-g * adv * (k == x) for k, x in zip(kept, [1.0, -1.0, 0.1], strict=True)]
+    )
     assert (aux["clip_high"].tolist(), aux["clip_low"].tolist()) == ([adv > 0, 0, 0], [0, adv < 0, 0])
     exactly(aux["ratio"].tolist(), [math.e, 1 / math.e, math.exp(0.1)])
 
@@ -291,7 +298,7 @@ def test_dppo_goes_by_how_far_the_probability_moved(before, after, adv, kept):
     r = after / before
     loss, aux = f(logp, row)
     exactly(loss.item(), -adv * r * kept + 0.5 * math.log(r) ** 2)
-    exactly(slope(f, logp, row).item(), -adv * r * kept + math.log(r))
+    exactly(loss_gradient(f, logp, row).item(), -adv * r * kept + math.log(r))
     assert aux["clip_high"].item() + aux["clip_low"].item() == (not kept)
     assert aux["clip_high"].item() == (not kept and adv > 0)
 
@@ -308,7 +315,7 @@ def test_clip_cov_is_clipped_ratio_without_the_marked_tokens(row):
     logp, row = row
     plain, cov = (partial(f, clip_low=0.2, clip_high=0.28) for f in (losses.clipped_ratio, losses.clip_cov))
     exactly(cov(logp, row)[0], torch.where(row.selected, 0.0, plain(logp, row)[0]))
-    exactly(slope(cov, logp, row), torch.where(row.selected, 0.0, slope(plain, logp, row)))
+    exactly(loss_gradient(cov, logp, row), torch.where(row.selected, 0.0, loss_gradient(plain, logp, row)))
     none = row._replace(selected=torch.zeros_like(row.selected))
     exactly(cov(logp, none)[0], plain(logp, row)[0])
 
@@ -318,7 +325,7 @@ def test_golden_kl_cov():
     f = partial(losses.kl_cov, coef=3.0)
     up, down = math.exp(0.5), math.exp(-0.5)
     exactly(f(logp, row)[0].tolist(), [-2 * up + 1.5, -2 * up, -2 * down + 1.5])
-    exactly(slope(f, logp, row).tolist(), [-2 * up + 3, -2 * up, -2 * down - 3])
+    exactly(loss_gradient(f, logp, row).tolist(), [-2 * up + 3, -2 * up, -2 * down - 3])
 
 
 @pytest.mark.parametrize(

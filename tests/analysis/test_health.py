@@ -320,7 +320,7 @@ KL = RULES["kl_high"]
 
 def told(history: list[dict]) -> list[int]:
     """The steps at which the rule was news."""
-    return [i for i in range(len(history)) if health.news([KL], history[: i + 1])]
+    return [i for i in range(len(history)) if health.new_findings([KL], history[: i + 1])]
 
 
 @given(st.lists(st.booleans(), max_size=40))
@@ -333,8 +333,8 @@ def test_a_finding_is_news_when_it_begins_and_when_it_begins_anew_after_a_calm(h
 @given(histories)
 def test_news_names_the_rule_and_every_rule_speaks_for_itself(history) -> None:
     rules = [*RULES.values()]
-    found = health.news(rules, history)
-    assert found == [one for rule in rules for one in health.news([rule], history)]
+    found = health.new_findings(rules, history)
+    assert found == [one for rule in rules for one in health.new_findings([rule], history)]
     assert all(RULES[one.rule](history) == one.text for one in found)
 
 
@@ -389,4 +389,4 @@ def mine(history, *, limit):
 
 def test_a_rule_of_ones_own_is_any_function_of_the_history() -> None:
     rule = partial(partial(mine, limit=7), limit=1)
-    assert health.news([rule], lines({}, {})) == [health.HealthFinding("mine", "2 lines")]
+    assert health.new_findings([rule], lines({}, {})) == [health.HealthFinding("mine", "2 lines")]

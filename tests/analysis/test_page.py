@@ -47,8 +47,12 @@ def test_what_is_written_is_what_is_read_and_nothing_acts(title, rows, data):
         st.lists(st.lists(numbers, min_size=len(names), max_size=len(names)), min_size=len(names), max_size=len(names))
     )
     sampled = data.draw(st.lists(st.one_of(st.none(), numbers), min_size=len(names), max_size=len(names)))
-    parts = [page.matrix(names, square), page.bars(names, values, digits=3), page.tokens(names, sampled, unit=1.0)]
-    reader = Reader(page.html_page(title, [page.section(title, "said <b>", *parts)]))
+    parts = [
+        page.matrix(names, square),
+        page.bars(names, values, digits=3),
+        page.colored_tokens(names, sampled, unit=1.0),
+    ]
+    reader = Reader(page.html_page(title, [page.html_section(title, "said <b>", *parts)]))
     assert reader.open == []
     assert set(reader.tags) <= {
         "html",
@@ -82,7 +86,7 @@ def test_colours_are_colours_and_go_by_sign(x):
 
 
 def test_a_picture_is_squares_of_those_colours():
-    pixels = page.heat(torch.tensor([[0.0, 1.0], [-1.0, 0.5]]), cell=3)
+    pixels = page.heat_map(torch.tensor([[0.0, 1.0], [-1.0, 0.5]]), cell=3)
     assert pixels.shape == (3, 6, 6)
     assert pixels[:, 4, 1].tolist() == pytest.approx([c / 255 for c in page.ORANGE])
     assert (pixels[:, :3, :3] == 1).all()

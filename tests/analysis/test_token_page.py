@@ -237,7 +237,7 @@ def test_the_page_lets_its_own_script_run_and_asks_for_nothing():
 
 @given(st.text(st.one_of(st.characters(), st.characters(categories=["Cc", "Cf", "Cs", "Co", "Zl", "Zp", "Zs"]))))
 def test_all_that_cannot_be_seen_is_drawn(text):
-    html = escape.visible(text)
+    html = escape.escape_visibly(text)
     html.encode()
     reader = Reader(f"<div>{html}</div>")
     assert reader.text == written(text)
@@ -252,7 +252,7 @@ def test_all_that_cannot_be_seen_is_drawn(text):
     ("text", "dots"), [("a b", 0), (" a", 0), (" ", 1), ("  ", 2), ("a  b", 2), ("a \n b", 1), ("a ", 1), ("\t ", 1)]
 )
 def test_a_space_between_words_is_a_space_and_others_are_dots(text, dots):
-    assert escape.visible(text).count('class="s"') == dots
+    assert escape.escape_visibly(text).count('class="s"') == dots
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
@@ -276,7 +276,7 @@ def test_a_signal_that_is_not_finite_comes_first_and_spoils_no_other(odd):
         token_report.strongest_tokens(shown, count=1)[0]["where"]
         == f"prompt {last.prompt}, sample {last.sample}, token 0"
     )
-    assert token_report.strip(shown, columns=5, cell=2).isfinite().all()
+    assert token_report.signal_strip(shown, columns=5, cell=2).isfinite().all()
 
 
 def test_a_step_that_tells_nobody_anything_is_a_page_too():
@@ -289,7 +289,7 @@ def test_a_step_that_tells_nobody_anything_is_a_page_too():
     assert html.count("left out of the loss</span>") == 2
     assert 'data-i="' not in html.split("<script>")[0]
     assert token_report.strongest_tokens(shown, count=5) == []
-    assert (token_report.strip(shown, columns=5, cell=1) == 1).all()
+    assert (token_report.signal_strip(shown, columns=5, cell=1) == 1).all()
 
 
 def test_special_tokens_are_marked_and_figures_stand_beside_their_tokens():
@@ -315,7 +315,7 @@ def test_the_table_holds_the_strongest_tokens_in_their_order():
 
 def test_the_picture_has_a_square_for_each_token_in_the_colour_of_its_push():
     shown = looked_at(*step(["a", "b"], [["one two", "three"], ["four", "five six"]]))
-    picture = token_report.strip(shown, columns=4, cell=3)
+    picture = token_report.signal_strip(shown, columns=4, cell=3)
     assert picture.shape == (3, 3 * len(shown.rows), 3 * 4)
     for r, row in enumerate(shown.rows):
         for c, token in enumerate(row.tokens[:4]):

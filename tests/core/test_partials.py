@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.core.partials import function_and_knobs, unwrapped, uses_of
+from grpo_fn.core.partials import function_and_knobs, unwrap_reward, uses_of
 
 
 def plain(x, *, by):
@@ -47,7 +47,7 @@ def test_every_use_is_found_however_deep_and_no_other(data):
 
 @pytest.mark.parametrize("bare", [plain, partial(plain, by=1)])
 def test_a_wrapper_is_looked_through_and_what_shapes_is_not(bare):
-    assert unwrapped(bare) is plain
-    assert unwrapped(partial(around, reward=partial(around, reward=bare, seconds=1.0), seconds=2.0)) is plain
-    assert unwrapped(partial(outer, inner=bare)) is outer
-    assert unwrapped(partial(outer, reward=bare, inner=bare)) is outer
+    assert unwrap_reward(bare) is plain
+    assert unwrap_reward(partial(around, reward=partial(around, reward=bare, seconds=1.0), seconds=2.0)) is plain
+    assert unwrap_reward(partial(outer, inner=bare)) is outer
+    assert unwrap_reward(partial(outer, reward=bare, inner=bare)) is outer

@@ -123,7 +123,7 @@ def inquire_here() -> None:
             subprocess_probe.write_reply(function, f"{folder}/out", *arguments)
             return subprocess_probe.read_reply(Path(folder) / "out")
 
-    examine.ask = ask
+    examine.call_in_subprocess = ask
 
 
 def parsed(argv: Sequence[str]) -> None:

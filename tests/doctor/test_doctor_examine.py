@@ -17,7 +17,7 @@ from grpo_fn.doctor import __main__, checks, examine, probe_host, subprocess_pro
 from grpo_fn.doctor.checks import Reply
 from grpo_fn.doctor.examine import Question
 from grpo_fn.doctor.report import DoctorFinding, State
-from grpo_fn.doctor.subprocess_probe import ask
+from grpo_fn.doctor.subprocess_probe import call_in_subprocess
 from grpo_fn.shell.model.tiny_model import Shape, make_random
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +151,9 @@ def test_a_vllm_that_never_ends_its_import_is_a_finding(modules: Path) -> None:
 )
 def test_a_vllm_that_does_not_import_is_a_finding(modules: Path, source: str, words: str) -> None:
     (modules / "vllm.py").write_text(source)
-    (finding,) = examine.engines({"vllm": ask("grpo_fn.doctor.probe_vllm:open_in_vllm", "", deadline=60)})
+    (finding,) = examine.engines(
+        {"vllm": call_in_subprocess("grpo_fn.doctor.probe_vllm:open_in_vllm", "", deadline=60)}
+    )
     assert (finding.topic, finding.state) == ("engines", State.BROKEN)
     assert words in finding.seen
 
@@ -164,7 +166,7 @@ def test_nothing_that_was_asked_lives_on(modules: Path, tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
         "time.sleep(600)\n"
     )
-    reply = ask("grpo_fn.doctor.subprocess_probe:import_version", "stubborn", deadline=3)
+    reply = call_in_subprocess("grpo_fn.doctor.subprocess_probe:import_version", "stubborn", deadline=3)
     assert reply.facts is None
     child = int((tmp_path / "child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
@@ -172,14 +174,16 @@ def test_nothing_that_was_asked_lives_on(modules: Path, tmp_path: Path) -> None:
 
 def test_what_a_process_prints_is_not_taken_for_its_reply(modules: Path) -> None:
     (modules / "noisy.py").write_text("print('{\"version\": \"9\"}' * 10_000)\n__version__ = '1.2'")
-    assert ask("grpo_fn.doctor.subprocess_probe:import_version", "noisy", deadline=60) == Reply({"version": "1.2"}, "")
+    assert call_in_subprocess("grpo_fn.doctor.subprocess_probe:import_version", "noisy", deadline=60) == Reply(
+        {"version": "1.2"}, ""
+    )
 
 
 def test_a_folder_of_the_name_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of_no_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not examine.there("of_no_package")
-    assert examine.there("pytest")
+    assert not examine.is_installed("of_no_package")
+    assert examine.is_installed("pytest")
 
 
 # -- versions
@@ -295,7 +299,7 @@ def test_a_config_of_nothing_known_is_broken(copy: Path) -> None:
 
 
 def test_a_sum_over_processes_is_right() -> None:
-    reply = ask("grpo_fn.doctor.probe_devices:time_all_reduce", "cpu", "2", "60", deadline=120)
+    reply = call_in_subprocess("grpo_fn.doctor.probe_devices:time_all_reduce", "cpu", "2", "60", deadline=120)
     assert reply.facts is not None, reply.trouble
     assert 0 < reply.facts["seconds"] < 60
 

@@ -85,7 +85,9 @@ def test_packages_that_ask_one_another_for_other_versions_are_named() -> None:
         "vllm": ["torch==2.13.0", "transformers<5.20,>=5.16.1", 'torch==1; extra == "old"', "gone>=1"],
         "peft": ['numpy<2; python_version < "3"', "NumPy>=1.17"],
     }
-    (clash,) = versions.clashes(requires, {"torch": "2.13.0+cpu", "transformers": "5.23.0", "numpy": "2.4.6"})
+    (clash,) = versions.requirement_conflicts(
+        requires, {"torch": "2.13.0+cpu", "transformers": "5.23.0", "numpy": "2.4.6"}
+    )
     assert (clash.subject, clash.state) == ("vllm", State.WARNING)
     assert "transformers<5.20" in clash.seen
     assert "5.23.0" in clash.seen

@@ -158,14 +158,14 @@ class FullDisk:
     def __call__(self) -> None:
         from grpo_fn.shell.logging import rollout_store
 
-        store = rollout_store.store
+        store = rollout_store.store_rollouts
 
         def full(root: Path, step: int, *what: Any, **knobs: Any) -> None:
             if step == self.step:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
             store(root, step, *what, **knobs)
 
-        rollout_store.store = full
+        rollout_store.store_rollouts = full
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 
-from grpo_fn.shell.logging.tensorboard_layout import LAYOUT, MEASURES, hparams
+from grpo_fn.shell.logging.tensorboard_layout import LAYOUT, MEASURES, read_hparams
 
 # Charts of what this run does not measure: no compiler, no dynamic sampling, problems of one kind.
 ELSEWHERE = {
@@ -121,7 +121,7 @@ def test_the_tab_hparams_has_the_run_its_knobs_and_its_end(rich: Path) -> None:
     content = pages(rich).PluginTagToContent("hparams")
     started = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     knobs = {name: value.string_value or value.number_value for name, value in started.hparams.items()}
-    assert knobs == {name: value or 0.0 for name, value in hparams(rich).items()}
+    assert knobs == {name: value or 0.0 for name, value in read_hparams(rich).items()}
     assert knobs["train.train.steps"] == 6
     assert metadata.SESSION_END_INFO_TAG in content
     assert {*MEASURES} <= {*board(rich).Tags()["scalars"]}

@@ -70,9 +70,9 @@ def of_training(run: Path, step: int) -> dict[str, float]:
 
 
 def test_training_leaves_every_answer_it_was_measured_by(trained: Path) -> None:
-    assert eval_store.stored(trained / "eval") == STEPS
+    assert eval_store.evaluation_steps(trained / "eval") == STEPS
     for step in STEPS:
-        rows = eval_store.load(trained / "eval" / f"step_{step}.jsonl")
+        rows = eval_store.load_evaluation(trained / "eval" / f"step_{step}.jsonl")
         assert len(rows) == 16
         said = of_training(trained, step)
         assert said.keys() >= {"eval/accuracy", "eval/digits", "eval/pass@1", "eval/pass@3", "eval/maj@3"}
@@ -400,7 +400,7 @@ def test_math_by_level_and_subject_with_samples(random_model: Path, tmp_path: Pa
     flags = ["--gin_file", "eval/math500.gin", "--gin_file", "eval/samples.gin"]
     changes = {"DATA": published("math"), "EVAL_PROBLEMS": 30, "MAX_NEW_TOKENS": 4, "SAMPLES": 2, "KS": "(1, 2)"}
     results = measured(random_model, tmp_path / "out", *flags, **changes)
-    rows = eval_store.load(tmp_path / "out" / "samples.jsonl")
+    rows = eval_store.load_evaluation(tmp_path / "out" / "samples.jsonl")
     published_rows = [json.loads(line) for line in (published("math") / "math500.jsonl").read_text().splitlines()][:30]
     assert [row["answer"] for row in rows] == [row["answer"] for row in published_rows]
     levels = {str(row["level"]) for row in published_rows}

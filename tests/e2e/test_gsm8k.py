@@ -97,10 +97,14 @@ def test_every_row_goes_through_prompt_sampling_verification_and_loss(model: Pat
     assert rows[0]["eval/problems"] == rows[-1]["eval/problems"] == TEST
     assert rows[0]["eval/unscorable"] == rows[-1]["eval/unscorable"] == 0
     assert all(row["reward/invalid"] == 0 for row in rows[1:])
-    seen = [row for n in range(1, 54) for row in rollout_store.load(next((tmp_path / "run").glob(f"*/step_{n:06d}.*")))]
+    seen = [
+        row
+        for n in range(1, 54)
+        for row in rollout_store.load_rollouts(next((tmp_path / "run").glob(f"*/step_{n:06d}.*")))
+    ]
     assert len(seen) == 2 * TRAIN
     assert {row["uid"] for row in seen} == set(range(TRAIN))
     published = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
     asked = {(row["prompt"].partition("\nPlease reason")[0], row["answer"]) for row in seen}
-    assert asked == {(row["question"], gsm8k.gold(row["answer"])) for row in published}
+    assert asked == {(row["question"], gsm8k.gsm8k_answer(row["answer"])) for row in published}
     assert all(row["length"] > 0 for row in seen)

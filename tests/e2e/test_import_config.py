@@ -325,9 +325,9 @@ OF_TRL = {  # a configuration: the engine file, and some of what is bound
         {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.5},
         "engine/vllm_dedicated.gin",
         {
-            "objective.policy_objective.importance_correction": "@importance.both",
-            "importance.both.weight": "@importance.truncated_weight",
-            "importance.both.mask": "@importance.off_policy_sequence_mask",
+            "objective.policy_objective.importance_correction": "@importance.weight_and_mask",
+            "importance.weight_and_mask.weight": "@importance.truncated_weight",
+            "importance.weight_and_mask.mask": "@importance.off_policy_sequence_mask",
         },
     ),
 }
@@ -364,8 +364,8 @@ OF_NEMO = {
         ON | {f"{TIS}ratio": 1.002, f"{TIS}ratio_min": 0.999, f"{TIS}type": "seq-mask-tis"},
         None,
         {
-            "importance.both.weight": "@importance.truncated_weight",
-            "importance.both.mask": "@importance.sequence_masked_weight",
+            "importance.weight_and_mask.weight": "@importance.truncated_weight",
+            "importance.weight_and_mask.mask": "@importance.sequence_masked_weight",
             "importance.truncated_weight.cap": 1e15,
             "importance.sequence_masked_weight.high": 1.002,
         },

@@ -37,8 +37,8 @@ def test_on_policy_the_presets_without_a_clip_of_their_own_agree_on_direction(wh
 
 
 def test_a_stored_step_comes_back_as_it_was(whole: Path) -> None:
-    rows = rollout_store.load(whole / "rollouts" / "step_000003.jsonl.gz")
-    groups = rollout_store.as_groups(rows)
+    rows = rollout_store.load_rollouts(whole / "rollouts" / "step_000003.jsonl.gz")
+    groups = rollout_store.groups_from_rows(rows)
     assert groups.reward.value.shape == (4, 4)
     for b, row in enumerate(rows):
         end = len(row["tokens"])

@@ -178,7 +178,10 @@ def test_two_steps_of_it(recipe: Recipe, model: Path, tmp_path: Path) -> None:
 def sampled(run_dir: Path) -> list[list[tuple[Any, ...]]]:
     """Tokens and rewards of every step."""
     files = sorted((run_dir / "rollouts").glob("step_*"))
-    return [[(row["uid"], tuple(row["tokens"]), row["reward"]) for row in rollout_store.load(file)] for file in files]
+    return [
+        [(row["uid"], tuple(row["tokens"]), row["reward"]) for row in rollout_store.load_rollouts(file)]
+        for file in files
+    ]
 
 
 def test_weights_that_lie_on_the_host_make_the_same_run(cache: Path, model: Path, tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ from grpo_fn.core.packing import by_reading, share_prompts
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.replay import __main__
 from grpo_fn.replay import replay_step as again
-from grpo_fn.replay.diff import relative_to
-from grpo_fn.replay.replay_step import laid_out
+from grpo_fn.replay.diff import relative_difference
+from grpo_fn.replay.replay_step import signal_by_row
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.policy.checksums import recorded
+from grpo_fn.shell.policy.checksums import read_checksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
 READ = partial(by_reading, share=share_prompts)
@@ -94,7 +94,7 @@ def change_line(run: Path, step: int, **changes: Any) -> None:
 
 def change_row(run: Path, step: int, change: Callable[[list[dict[str, Any]]], None]) -> None:
     path = run / "rollouts" / f"step_{step:06d}.jsonl.gz"
-    rows = rollout_store.load(path)
+    rows = rollout_store.load_rollouts(path)
     change(rows)
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
@@ -107,7 +107,7 @@ def other(digest: str) -> str:
 
 
 def test_every_step_of_a_run_is_recorded(whole: Path) -> None:
-    lines = recorded(whole)
+    lines = read_checksums(whole)
     assert list(lines) == [1, 2, 3, 4, 5, 6]
     for name in QUANTITIES:
         assert all(re.fullmatch(r"[0-9a-f]{16}", line[name]) for line in lines.values())
@@ -185,7 +185,7 @@ def test_a_resumed_run_has_one_line_a_step(cache: Path, copied: Path, whole: Pat
 def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replayed) -> None:
     run = tmp_path / "run"
     assert finish(command(cache, run, STEPS=4, sections__Logging__checksums_every=2), tmp_path / "out") == 0
-    assert list(recorded(run)) == [2, 4]
+    assert list(read_checksums(run)) == [2, 4]
     code, said = replayed(run, 2)
     assert code == 0, said
     assert "step 1: not recorded" in said
@@ -203,7 +203,7 @@ def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replay
 
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_the_first_quantity_that_differs_is_named(copied: Path, replayed: Replayed, name: str) -> None:
-    line = recorded(copied)[5]
+    line = read_checksums(copied)[5]
     change_line(copied, 5, **{name: other(line[name])})
     change_line(copied, 6, weights="0" * 16)
     code, said = replayed(copied, 6)
@@ -235,7 +235,7 @@ def test_another_seed(copied: Path, replayed: Replayed) -> None:
 
 def test_other_tokens_are_named_with_both(copied: Path, whole: Path, replayed: Replayed) -> None:
     """The model of the run, its sampling key and what it learned: all but one token of the recorded step."""
-    stored = rollout_store.load(copied / "rollouts" / "step_000005.jsonl.gz")[6]
+    stored = rollout_store.load_rollouts(copied / "rollouts" / "step_000005.jsonl.gz")[6]
     place = stored["mask"].index(1) + 1
     was = stored["tokens"][place]
 
@@ -262,7 +262,7 @@ def test_another_reward_is_named_with_both(copied: Path, replayed: Replayed) -> 
     code, said = replayed(copied, 6)
     assert code == 1
     assert "first difference: step 6, rewards: the rollout in" in said
-    now = rollout_store.load(copied / "rollouts" / "step_000006.jsonl.gz")[9]["reward"]
+    now = rollout_store.load_rollouts(copied / "rollouts" / "step_000006.jsonl.gz")[9]["reward"]
     assert f"row 9 (problem 22, sample 1), reward: {now:g} recorded, {now - 2:g} now" in said
     code, said = replayed(copied, 6, "--use_stored_rollout")
     assert code == 1
@@ -436,21 +436,21 @@ def test_signals_go_back_to_their_rows(
     minis = [mini for _ in range(epochs) for mini in minibatches(batch, parts)]
     cuts = [trim_rows(mini, rows) for mini in minis for rows in split(mini)]
     sent = [(micro, Scores(micro.logp_old, torch.where(micro.mask, 1.0, torch.nan))) for micro in cuts]
-    rows = again.dealt(batch, split, epochs=epochs, parts=parts)
-    logp, count = laid_out(batch, rows, sent)
+    rows = again.micro_batch_rows(batch, split, epochs=epochs, parts=parts)
+    logp, count = signal_by_row(batch, rows, sent)
     assert torch.equal(count, epochs * mask.float())
     torch.testing.assert_close(logp, torch.where(mask, epochs * value, 0.0))
-    assert not laid_out(batch, rows, []).logp.any()
+    assert not signal_by_row(batch, rows, []).logp.any()
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), max_size=5), st.floats(1e-6, 1.0))
 def test_relative_differences_are_of_the_largest(values: list[float], by: float) -> None:
     x = torch.tensor(values)
-    assert relative_to(x, x) == 0
+    assert relative_difference(x, x) == 0
     if x.any():
-        assert relative_to(x, x.double() * (1 + by)) == pytest.approx(by, rel=1e-6)
+        assert relative_difference(x, x.double() * (1 + by)) == pytest.approx(by, rel=1e-6)
     elif len(x):
-        assert relative_to(x, x + 1) == float("inf")
+        assert relative_difference(x, x + 1) == float("inf")
 
 
 # -- many ranks

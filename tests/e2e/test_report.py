@@ -136,7 +136,7 @@ def test_hostile_samples_are_text_and_nothing_is_fetched(
     whole: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"prompt": HOSTILE, "text": HOSTILE * 99, "answer": "1", "reward": None, "advantage": None}]
-    monkeypatch.setattr(tool.rollout_store, "load", lambda path: rows)
+    monkeypatch.setattr(tool.rollout_store, "load_rollouts", lambda path: rows)
     page = made([other], tmp_path)
     assert "<script>alert(1)</script>" in page.text
     assert "script" not in page.tags

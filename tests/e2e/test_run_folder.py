@@ -31,7 +31,7 @@ def test_every_promised_file_is_there(whole: Path) -> None:
     assert files >= {"config.gin", "metrics.jsonl", "tensorboard", "rollouts", "checkpoints", "model"}
     assert files >= {"summary.json", "log.txt"}
     assert {path.name for path in (whole / "checkpoints").iterdir()} >= {"step_4", "step_6"}
-    assert rollout_store.stored(whole / "rollouts") == [1, 2, 3, 4, 5, 6]
+    assert rollout_store.rollout_steps(whole / "rollouts") == [1, 2, 3, 4, 5, 6]
 
 
 def test_metrics_are_one_object_a_step_with_the_documented_names(whole: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_exported_model_opens_and_is_the_final_one(whole: Path) -> None:
 
 
 def test_what_was_sampled_is_stored_with_its_rewards(whole: Path) -> None:
-    rows = rollout_store.load(whole / "rollouts" / "step_000003.jsonl.gz")
+    rows = rollout_store.load_rollouts(whole / "rollouts" / "step_000003.jsonl.gz")
     assert len(rows) == 16
     measured = metrics(whole)[3]
     assert sum(row["reward"] for row in rows) / 16 == pytest.approx(measured["reward/mean"])

@@ -15,7 +15,7 @@ def test_a_run_shows_its_signal_and_learns_the_same(cache: Path, whole: Path, tm
     assert finish(command(cache, run, **changes), tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert sorted(path.name for path in (run / "signal").iterdir()) == ["step_3.html", "step_6.html"]
     page = Reader((run / "signal" / "step_3.html").read_text())
-    rows = rollout_store.load(run / "rollouts" / "step_000003.jsonl.gz")
+    rows = rollout_store.load_rollouts(run / "rollouts" / "step_000003.jsonl.gz")
     assert sum(found.get("class") == "row" for _, found in page.tags) == 5
     assert f"{sum(row['length'] for row in rows):,}" in page.text
     events = board(run)
@@ -32,6 +32,6 @@ def test_the_lens_shows_the_signal_with_other_weights(whole: Path, tmp_path: Pat
     argv = [str(whole), "--step", "4", "--out", str(tmp_path / "lens.html"), "--token_report", str(out)]
     assert tool.main(argv) == 0
     page = Reader(out.read_text())
-    rows = rollout_store.load(whole / "rollouts" / "step_000004.jsonl.gz")
+    rows = rollout_store.load_rollouts(whole / "rollouts" / "step_000004.jsonl.gz")
     assert len(page.tokens) == sum(row["length"] for row in rows)
     assert "entropy, nats" in {found.get("data-name") for _, found in page.tags}

@@ -16,7 +16,7 @@ from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
-from grpo_fn.shell.policy.memory_estimate import stored_bytes
+from grpo_fn.shell.policy.memory_estimate import tensor_bytes
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.world import World
 
@@ -84,7 +84,7 @@ def allocated(world: World, how: ModelSpec) -> Allocated:
     params = list(logprob_model.parameters())
     weights, gradients = storages(params), storages([p.grad for p in params if p.grad is not None])
     made.step()
-    return Allocated(weights, gradients, sum(stored_bytes(state.values()) for state in made.state.values()))
+    return Allocated(weights, gradients, sum(tensor_bytes(state.values()) for state in made.state.values()))
 
 
 def in_every_way(world: World, folder: Path) -> list[dict[str, int]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards import math as reward_math
 from grpo_fn.rewards.math import correct, lenient
-from grpo_fn.rewards.math.screen import costly
+from grpo_fn.rewards.math.screen import is_costly
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 
 DEADLINE = 20.0  # nothing here comes near it on an idle machine
@@ -208,8 +208,8 @@ def test_a_gold_may_use_what_would_be_a_bomb_elsewhere():
         r"\sum_{k=1}^{9} k",
         "(x+1)^{99}",
     ):
-        assert not costly(gold, gold)
-        assert not costly(gold, rf"x = {gold}")
+        assert not is_costly(gold, gold)
+        assert not is_costly(gold, rf"x = {gold}")
 
 
 # A soup of what such texts are made of, for golds that it cannot hold.

@@ -15,7 +15,7 @@ from grpo_fn.rewards import math as reward_math
 from grpo_fn.rewards.math import LONGEST_ANSWER, correct, lenient, marked_answer
 from grpo_fn.rewards.math.equivalence import equal
 from grpo_fn.rewards.math.extract import last_value, plain_answer
-from grpo_fn.rewards.math.screen import costly, evasive, power
+from grpo_fn.rewards.math.screen import exponent_bound, is_costly, is_evasive
 
 
 def verdict(gold, text, fn=correct):
@@ -576,9 +576,9 @@ def test_every_text_gets_one_of_three_verdicts_and_strict_right_is_lenient_right
 
 @given(st.one_of(golds, soup), soup)
 def test_the_screen_tells_something_about_every_text(gold, answer):
-    assert costly(gold, answer) in (True, False)
-    assert evasive(gold, answer) in (True, False)
-    assert power(answer) >= 1.0
+    assert is_costly(gold, answer) in (True, False)
+    assert is_evasive(gold, answer) in (True, False)
+    assert exponent_bound(answer) >= 1.0
 
 
 @given(st.sampled_from(RIGHT), st.text(" \t\n", max_size=4), st.text(" \t\n", max_size=4))

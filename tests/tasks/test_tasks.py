@@ -14,7 +14,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.math import correct
 from grpo_fn.tasks import arithmetic, gsm8k
-from grpo_fn.tasks.task import TEST_UID, from_rows, held_out, keep, train_problems, with_notes
+from grpo_fn.tasks.task import TEST_UID, filter_rows, from_rows, held_out_only, train_problems, with_notes
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -83,15 +83,15 @@ def test_kept_rows_are_asked_once_an_epoch_under_their_old_numbers(seed, stay, e
     task = from_rows(rows(len(stay)), [Problem(0, "held out", "", {})])
     if not any(stay):
         with pytest.raises(ValueError, match=r"got \d+, of which none may stay"):
-            keep(task, lambda problem: stay[problem.meta["row"]])
+            filter_rows(task, lambda problem: stay[problem.meta["row"]])
         return
-    left, count = keep(with_notes(task, "before"), lambda problem: stay[problem.meta["row"]])
+    left, count = filter_rows(with_notes(task, "before"), lambda problem: stay[problem.meta["row"]])
     assert (left.size, count) == (sum(stay), len(stay) - sum(stay))
     assert (left.test, left.notes) == (task.test, ("before",))
     asked = train_problems(left, key(seed), epoch * left.size, left.size)
     assert sorted(problem.meta["row"] for problem in asked) == [i for i, stays in enumerate(stay) if stays]
     assert all(problem.prompt == f"q{problem.meta['row']}" for problem in asked)
-    assert keep(left, lambda problem: True) == (left, 0)
+    assert filter_rows(left, lambda problem: True) == (left, 0)
 
 
 @given(st.permutations(range(6)), st.integers(1, 5))
@@ -128,10 +128,10 @@ def test_a_row_number_that_a_row_brings_is_kept():
 
 def test_nothing_is_left_out_of_problems_that_are_made_and_nothing_drawn_without_rows():
     with pytest.raises(ValueError, match="made as they are drawn"):
-        keep(make(3, 1, 2), lambda problem: True)
-    alone = held_out(rows(2))
+        filter_rows(make(3, 1, 2), lambda problem: True)
+    alone = held_out_only(rows(2))
     assert (alone.size, len(alone.test)) == (0, 2)
-    assert keep(alone, lambda problem: False) == (alone, 0)
+    assert filter_rows(alone, lambda problem: False) == (alone, 0)
     with pytest.raises(ValueError, match="got 0 of a task with a held-out set alone"):
         alone.train(key(0), 0)
 
@@ -173,7 +173,7 @@ def make(max_value, operations, test_size):
 
 
 SHAPES = ((2, 1), (2, 2), (3, 2), (2, 3))
-COUNTS = {shape: len(arithmetic.contents(max_value=shape[0], operations=shape[1])) for shape in SHAPES}
+COUNTS = {shape: len(arithmetic.expression_contents(max_value=shape[0], operations=shape[1])) for shape in SHAPES}
 sizes = st.sampled_from(SHAPES).flatmap(lambda shape: st.tuples(st.just(shape), st.integers(1, COUNTS[shape] - 1)))
 
 
@@ -190,7 +190,7 @@ def test_no_training_draw_touches_a_held_out_content(seed, size, start):
 @given(sizes)
 def test_held_out_and_training_contents_are_all_contents_and_a_larger_test_extends_a_smaller(size):
     shape, test_size = size
-    every = arithmetic.contents(max_value=shape[0], operations=shape[1])
+    every = arithmetic.expression_contents(max_value=shape[0], operations=shape[1])
     held_out, rest = arithmetic.split_contents(max_value=shape[0], operations=shape[1], test_size=test_size)
     assert sorted((*held_out, *rest)) == sorted(every)
     whole = make(*shape, len(every) - 1).test
@@ -202,7 +202,7 @@ def test_contents_are_those_that_never_go_below_zero(max_value, operations):
     operands = range(1, max_value + 1)
     tails = itertools.product(itertools.product("+-", operands), repeat=operations)
     every = {arithmetic.Content(start, tail) for start, tail in itertools.product(operands, tails)}
-    found = arithmetic.contents(max_value=max_value, operations=operations)
+    found = arithmetic.expression_contents(max_value=max_value, operations=operations)
     assert set(found) == {made for made in every if min(values(made)) >= 0}
     assert len(found) == len(set(found))
 
@@ -257,7 +257,7 @@ def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed, s
         assert prompt == problem.prompt
         assert correct(problem, completion) == boxed(problem, completion) == 1.0
         assert content(problem) not in held_out
-        assert written in (arithmetic.worked_solution(problem), arithmetic.terse(problem))
+        assert written in (arithmetic.worked_solution(problem), arithmetic.answer_only(problem))
         assert share not in (0.0, 1.0) or ("=" in written) == bool(share)
         *steps, _ = arithmetic.worked_solution(problem).split(" ")
         for step in steps:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks.task import from_rows, keep, train_problems
+from grpo_fn.tasks.task import filter_rows, from_rows, train_problems
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # experiments are no part of the package
 
@@ -77,7 +77,7 @@ def test_the_task_counts_the_rows_of_its_levels_and_keeps_the_held_out_set():
     task, _ = made([{1: 1, 2: 1, 3: 0}], 1)
     assert (task.size, len(task.rows), task.test) == (5, 5, base().test)
     assert task.notes == ("left out 5 rows of levels that no stage asks",)
-    left, count = keep(task, lambda row: row.prompt != "2.1")
+    left, count = filter_rows(task, lambda row: row.prompt != "2.1")
     assert (left.size, count, left.notes) == (4, 1, task.notes)
     assert {p.prompt for p in train_problems(left, key(0), 0, 20)} == {"1.0", "1.1", "1.2", "2.0"}
 

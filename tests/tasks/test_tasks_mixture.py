@@ -18,7 +18,7 @@ from grpo_fn.rewards.math import correct
 from grpo_fn.rewards.wrappers import by_task
 from grpo_fn.tasks import arithmetic, mixture
 from grpo_fn.tasks.overlong import drop
-from grpo_fn.tasks.task import TEST_UID, from_rows, held_out, keep, train_problems
+from grpo_fn.tasks.task import TEST_UID, filter_rows, from_rows, held_out_only, train_problems
 
 SIZES = (4, 3, 2, 1)
 seeds = st.integers(0, 2**31 - 1)
@@ -57,7 +57,7 @@ def test_no_stretch_of_the_stream_is_far_off_its_shares(seed, weights, block):
     """From the start, part k is off by less than 1 + w_k (parts - 2) draws, w_k being its share."""
     counts = mixture.whole_counts(weights)
     size = sum(counts)
-    turns = [mixture.turn(key(seed), block * size + i, counts)[0] for i in range(size)]
+    turns = [mixture.part_at(key(seed), block * size + i, counts)[0] for i in range(size)]
     for k, count in enumerate(counts):
         share = count / size
         seen = itertools.accumulate((turn == k for turn in turns), initial=0)
@@ -68,7 +68,7 @@ def test_no_stretch_of_the_stream_is_far_off_its_shares(seed, weights, block):
 def test_each_part_is_asked_its_own_stream_without_gap_or_repetition(seed, weights, start, count):
     counts, parts = mixture.whole_counts(weights), {}
     for index in range(start + count):
-        which, before = mixture.turn(key(seed), index, counts)
+        which, before = mixture.part_at(key(seed), index, counts)
         assert before == parts.get(which, 0)
         parts[which] = before + 1
 
@@ -109,7 +109,7 @@ def test_keys_blocks_and_parts_have_orders_of_their_own():
         return tuple(names(train_problems(mixed(weights), key(seed), 2 * block, 2)))
 
     assert len({tuple(order(seed, block) for block in range(12)) for seed in range(6)}) == 6
-    turns = [mixture.turn(key(0), index, (1, 1))[0] for index in range(2048)]
+    turns = [mixture.part_at(key(0), index, (1, 1))[0] for index in range(2048)]
     assert len({tuple(turns[i : i + 256]) for i in range(0, 2048, 256)}) == 8
     same = {"x": partial(part, "q", 50), "y": partial(part, "q", 50)}
     twins = mixture.task(tasks=same, weights={"x": 1, "y": 1})
@@ -127,7 +127,7 @@ def test_held_out_problems_of_all_parts_stand_one_after_the_other_with_names_and
     tasks = {
         "a": partial(part, "a", 3, tests=2),
         "b": partial(part, "b", 2),
-        "c": partial(held_out, [Problem(0, "c", "", {})]),
+        "c": partial(held_out_only, [Problem(0, "c", "", {})]),
     }
     task = mixture.task(tasks=tasks, weights={"b": 1, "c": 0, "a": 2})
     assert [(p.uid - TEST_UID, p.meta["task"]) for p in task.test] == [(0, "a"), (1, "a"), (2, "b"), (3, "c")]
@@ -156,14 +156,14 @@ def test_rows_are_left_out_of_every_part_that_is_drawn(seed, stay):
     wanted = {row.prompt for row, stays in zip(task.rows, stay, strict=False) if stays}
     if {name[0] for name in wanted} != {"a", "b", "d"}:
         with pytest.raises(ValueError, match=r"[abd]: training rows: got \d, of which none may stay"):
-            keep(task, lambda row: row.prompt in wanted)
+            filter_rows(task, lambda row: row.prompt in wanted)
         return
-    left, count = keep(task, lambda row: row.prompt in wanted and row.meta["task"] != "c")
+    left, count = filter_rows(task, lambda row: row.prompt in wanted and row.meta["task"] != "c")
     assert (left.size, count) == (len(wanted), task.size - len(wanted))
     assert {row.prompt for row in left.rows} == wanted
     assert {p.prompt for p in train_problems(left, key(seed), 0, 16)} == wanted
     assert (left.test, left.notes) == (task.test, task.notes)
-    assert keep(left, lambda row: True)[1] == 0
+    assert filter_rows(left, lambda row: True)[1] == 0
 
 
 def test_a_mixture_in_a_mixture_and_one_with_problems_that_are_made():
@@ -174,7 +174,9 @@ def test_a_mixture_in_a_mixture_and_one_with_problems_that_are_made():
     task = mixture.task(tasks={"letters": inner, "sums": sums}, weights={"letters": 2, "sums": 1})
     assert Counter(names(train_problems(task, key(0), 0, 30))) == {"letters": 20, "sums": 10}
     assert names(task.test) == ["letters", "letters", "sums"]
-    left, count = keep(mixture.task(tasks={"letters": inner}, weights={"letters": 1}), lambda row: row.prompt != "a1")
+    left, count = filter_rows(
+        mixture.task(tasks={"letters": inner}, weights={"letters": 1}), lambda row: row.prompt != "a1"
+    )
     assert count == 1
     assert "a1" not in {row.prompt for row in left.rows}
     with pytest.raises(ValueError, match="sums: got problems that are made"):
@@ -210,7 +212,7 @@ def test_names_that_differ_and_parts_that_cannot_be_drawn_or_made_are_refused():
     with pytest.raises(ValueError, match="weights: got b, wanted one each of a"):
         mixture.task(tasks={"a": one}, weights={"b": 1})
     with pytest.raises(ValueError, match="got 1 for a, which has no training rows, wanted 0"):
-        mixture.task(tasks={"a": partial(held_out, [])}, weights={"a": 1})
+        mixture.task(tasks={"a": partial(held_out_only, [])}, weights={"a": 1})
     with pytest.raises(ValueError, match="a: a task needs training rows"):
         mixture.task(tasks={"a": partial(from_rows, [], [])}, weights={"a": 1})
     with pytest.raises(ValueError, match="got -1"):

@@ -113,15 +113,15 @@ def test_gold_may_be_any_function_of_the_field():
     golds = [
         source({"q": "?", "a": a}, gold=gold)()[0].answer
         for a, gold in [
-            ("so\n#### 1,200", gsm8k.gold),
+            ("so\n#### 1,200", gsm8k.gsm8k_answer),
             (r"thus \boxed{x}.", last_box),
-            ("no mark", gsm8k.gold),
+            ("no mark", gsm8k.gsm8k_answer),
             ("no box", last_box),
         ]
     ]
     assert golds == ["1200", "x", "", ""]
     with pytest.raises(ValueError, match=r"here:1: 'a': "):
-        source({"q": "?", "a": None}, gold=gsm8k.gold)()
+        source({"q": "?", "a": None}, gold=gsm8k.gsm8k_answer)()
 
 
 @pytest.mark.parametrize(

@@ -625,8 +625,8 @@ def test_an_example_is_drawn_as_often_as_the_profile_says():
 
 
 def test_the_simplest_example_comes_first():
-    assert harness.simplest(st.integers(3, 9)) == 3
-    assert harness.simplest(testing.text_problems()) == Problem(0, "", "0", {})
+    assert harness.simplest_example(st.integers(3, 9)) == 3
+    assert harness.simplest_example(testing.text_problems()) == Problem(0, "", "0", {})
 
 
 def test_a_slow_example_is_no_failure():

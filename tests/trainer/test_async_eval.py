@@ -147,18 +147,20 @@ def test_rules_say_of_a_step_what_they_would_have_said_there(
         before = [*whole[:step], lines[step]]
         after = async_eval.amend_history(before, step, {BEST: scores[step]} if step in scores else {})
         assert after == whole[: step + 1]
-        first = {found.rule for found in health.news(RULES, before)}
-        said, fatal = async_eval.late_findings(rules, before, after)
+        first = {found.rule for found in health.new_findings(RULES, before)}
+        said, fatal = async_eval.findings_of_late_evaluation(rules, before, after)
         assert fatal == []  # it was said at its step
         assert first.isdisjoint(found.rule for found in said)
-        assert first | {found.rule for found in said} >= {found.rule for found in health.news(RULES, after)}
-        assert {found.rule for found in said} <= {found.rule for found in health.news(RULES, after)}
+        assert first | {found.rule for found in said} >= {found.rule for found in health.new_findings(RULES, after)}
+        assert {found.rule for found in said} <= {found.rule for found in health.new_findings(RULES, after)}
 
 
 def test_a_late_evaluation_may_end_the_run() -> None:
     rules = Health(warn=(), stop=(low,))
     before = [health.history_line(0, {"loss/kl": 0.0})]
-    said, fatal = async_eval.late_findings(rules, before, async_eval.amend_history(before, 0, {BEST: 0.25}))
+    said, fatal = async_eval.findings_of_late_evaluation(
+        rules, before, async_eval.amend_history(before, 0, {BEST: 0.25})
+    )
     assert (said, fatal) == ([], [health.HealthFinding("low", "low: 0.25")])
 
 
@@ -211,7 +213,7 @@ def test_pruning_goes_by_late_scores_as_by_those_inside_and_spares_what_is_pendi
 def test_a_checkpoint_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     with AsyncSaver(tmp_path, ALONE) as saver:
         saver.save(1, tensors={}, blobs={"policy": {"updates": 1}}, meta={})
-    assert store.flaw(tmp_path, 1) is None
+    assert store.checkpoint_flaw(tmp_path, 1) is None
     (tmp_path / "step_1" / "policy.pt").write_bytes(b"")
-    assert "policy.pt has 0 bytes" in str(store.flaw(tmp_path, 1))
-    assert store.flaw(tmp_path, 2) == "manifest.json is missing"
+    assert "policy.pt has 0 bytes" in str(store.checkpoint_flaw(tmp_path, 1))
+    assert store.checkpoint_flaw(tmp_path, 2) == "manifest.json is missing"

@@ -67,7 +67,7 @@ def gsm8k_rows(data: Path, count: int) -> list[Row]:
     """GSM8K's test set: the solution ends in `#### n`."""
     found = []
     for number, (_, row) in enumerate(islice(json_rows(data / "gsm8k" / "test.jsonl", wanted="a problem"), count)):
-        gold, text = gsm8k.gold(row["answer"]), row["answer"]
+        gold, text = gsm8k.gsm8k_answer(row["answer"]), row["answer"]
         found += three(number, gold, text, text.replace("#### ", "#### 1"), text.partition("####")[0])
     return found
 

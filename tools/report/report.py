@@ -24,8 +24,8 @@ from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.logging.metrics_writer import cell
-from grpo_fn.shell.logging.tensorboard_layout import hparams
+from grpo_fn.shell.logging.metrics_writer import markdown_cell
+from grpo_fn.shell.logging.tensorboard_layout import read_hparams
 
 CURVES = [  # title, metric, and what is good to know while looking at it
     ("Reward", "reward/mean", "mean of the scorable samples of a step"),
@@ -119,7 +119,7 @@ def read(path: Path, name: str, samples: int) -> Run:
         name=name,
         path=path,
         rows=metrics(path),
-        knobs=hparams(path),
+        knobs=read_hparams(path),
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
         working=held(path / LOCK),
         warnings=warned(path / "log.txt"),
@@ -158,9 +158,9 @@ def warns(line: str) -> bool:
 
 def newest(root: Path) -> tuple[int | None, list[dict[str, Any]]]:
     """The newest step whose samples are there, and its rows; the run may be deleting older ones."""
-    for step in reversed(rollout_store.stored(root) if root.is_dir() else []):
+    for step in reversed(rollout_store.rollout_steps(root) if root.is_dir() else []):
         try:
-            return step, rollout_store.load(root / f"step_{step:06d}.jsonl.gz")
+            return step, rollout_store.load_rollouts(root / f"step_{step:06d}.jsonl.gz")
         except FileNotFoundError:
             continue
     return None, []
@@ -198,7 +198,7 @@ def summary(runs: Sequence[Run]) -> str:
         "Accuracy is that of greedy answers to held-out problems, before training and at the newest evaluation, with "
         "its 95 % interval. The rewards are means over the first and the last tenth of the steps. Hours are of work."
     )
-    return page.section("Summary", said, table(head, rows))
+    return page.html_section("Summary", said, table(head, rows))
 
 
 def told(run: Run) -> list[str]:
@@ -246,7 +246,9 @@ def curves(runs: Sequence[Run]) -> str:
         caption = f"<figcaption>{escape(title)} <span>{escape(f'{metric}, {said}')}</span></figcaption>"
         figures.append(f"<figure>{caption}{drawn}</figure>")
     said = f"The numbers are under the pointer. Of more than {plots.POINTS} steps, neighbours are averaged."
-    return page.section("Curves", said, plots.legend(colours(runs)), f'<div class="plots">{"".join(figures)}</div>')
+    return page.html_section(
+        "Curves", said, plots.legend(colours(runs)), f'<div class="plots">{"".join(figures)}</div>'
+    )
 
 
 def line(run: Run, metric: str, colour: str) -> plots.Line:
@@ -277,7 +279,7 @@ def seconds(runs: Sequence[Run]) -> str:
     ]
     head = ["run", "", *names]
     said = "Mean seconds a step, phase by phase; other is what no phase covers. Evaluation before training counts too."
-    return page.section("Time", said, plots.legend(tint), table(head, bars, wide=1))
+    return page.html_section("Time", said, plots.legend(tint), table(head, bars, wide=1))
 
 
 def phases(run: Run) -> dict[str, float]:
@@ -297,21 +299,21 @@ def differences(runs: Sequence[Run]) -> str:
         [[escape(name), *(escape(str(run.knobs.get(name, "-"))) for run in runs)] for name in shown],
     )
     if len(runs) == 1:
-        return page.section("Configuration", "", f"<details><summary>{len(names)} knobs</summary>{body}</details>")
+        return page.html_section("Configuration", "", f"<details><summary>{len(names)} knobs</summary>{body}</details>")
     said = f"{len(unlike)} of {len(names)} knobs differ." if unlike else f"All {len(names)} knobs are alike."
-    return page.section("Configuration", said, body if unlike else "")
+    return page.html_section("Configuration", said, body if unlike else "")
 
 
 def warnings(runs: Sequence[Run]) -> str:
     """What the rules of health have said."""
     listed = [
-        f"<h3>{escape(run.name)}</h3><ul>{''.join(f'<li>{cell(warning)}</li>' for warning in run.warnings)}</ul>"
+        f"<h3>{escape(run.name)}</h3><ul>{''.join(f'<li>{markdown_cell(warning)}</li>' for warning in run.warnings)}</ul>"
         for run in runs
         if run.warnings
     ]
     quiet = [run.name for run in runs if not run.warnings]
     said = f"From log.txt, the newest {WARNINGS} of a run." + (f" None in {', '.join(quiet)}." if quiet else "")
-    return page.section("Warnings", said, *listed)
+    return page.html_section("Warnings", said, *listed)
 
 
 def samples(runs: Sequence[Run]) -> str:
@@ -327,12 +329,12 @@ def samples(runs: Sequence[Run]) -> str:
             parts.append(f"<h3>{escape(run.name)}, step {run.step}</h3>")
             parts.append(table(["prompt", "completion", "answer", "reward", "advantage"], rows))
     said = "Of the newest stored step, the samples with the largest and the smallest advantages."
-    return page.section("Samples", said, *parts)
+    return page.html_section("Samples", said, *parts)
 
 
 def shown(text: str) -> str:
     """What a model wrote, which shows and does nothing."""
-    return cell(text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text) - SHOWN} more characters)")
+    return markdown_cell(text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text) - SHOWN} more characters)")
 
 
 def signed(value: float | None) -> str:

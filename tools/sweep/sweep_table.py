@@ -70,12 +70,12 @@ def settings(outcomes: Sequence[Outcome], lowest: bool) -> list[Setting]:
 def report(out: Path, outcomes: Sequence[Outcome], metric: str, lowest: bool) -> str:
     """Write the tables and what TensorBoard shows; returns the table in markdown."""
     from grpo_fn.shell.atomic_io import write_bytes
-    from grpo_fn.shell.logging.metrics_writer import table
+    from grpo_fn.shell.logging.metrics_writer import markdown_table
 
     rows = [figures(one) for one in settings(outcomes, lowest)]
     each = [{"trial": one.trial.name, **one.trial.values, "state": one.state, metric: one.value} for one in outcomes]
     unfinished = [one for one in outcomes if one.state != "done"]
-    said = [f"{metric} at the end, {'lowest' if lowest else 'highest'} mean first", "", table(rows)]
+    said = [f"{metric} at the end, {'lowest' if lowest else 'highest'} mean first", "", markdown_table(rows)]
     said += ["", *(f"{one.state}: {one.trial.name}, see {output(out, one.trial)}" for one in unfinished)]
     text = "\n".join(said).rstrip() + "\n"
     write_bytes(out / "table.md", text.encode())

@@ -18,7 +18,7 @@ def printable(text: str) -> str:
     return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
 
 
-def visible(text: str) -> Markup:
+def escape_visibly(text: str) -> Markup:
     """Escaped text in which everything unseen is drawn: line breaks, tabs, spaces in a row or at the end, controls.
 
     What has no shape is in the page as its name alone: raw, it could end the file or turn the writing direction.

@@ -20,7 +20,7 @@ def html_page(title: str, sections: Sequence[str]) -> str:
     )
 
 
-def section(title: str, said: str, *parts: str) -> str:
+def html_section(title: str, said: str, *parts: str) -> str:
     """A heading, a paragraph that says how to read what follows, and that, which is HTML."""
     return PIECES.section(title, said, [Markup(part) for part in parts])
 
@@ -37,7 +37,7 @@ def colour(x: float) -> str:
     return "rgb({}, {}, {})".format(*diverging_color(x))
 
 
-def heat(values: Float[Tensor, "H W"], *, cell: int) -> Float[Tensor, "3 h w"]:
+def heat_map(values: Float[Tensor, "H W"], *, cell: int) -> Float[Tensor, "3 h w"]:
     """The numbers as squares of `cell` pixels on their colours, for a picture; channels from 0 to 1."""
     pixels = torch.tensor([[diverging_color(x) for x in row] for row in values.tolist()]) / 255
     return repeat(pixels, "h w c -> c (h i) (w j)", i=cell, j=cell)
@@ -53,7 +53,7 @@ def bars(names: Sequence[str], values: Sequence[float], *, digits: int) -> str:
     return PIECES.bars(names, values, max(map(abs, values), default=0.0) or 1.0, digits)
 
 
-def tokens(texts: Sequence[str], values: Sequence[float | None], *, unit: float) -> str:
+def colored_tokens(texts: Sequence[str], values: Sequence[float | None], *, unit: float) -> str:
     """Tokens on the colour of value / unit, their numbers under the pointer; those without a value are the prompt."""
     return PIECES.tokens(texts, values, unit)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from grpo_fn.analysis.html.escape import printable, visible
+from grpo_fn.analysis.html.escape import escape_visibly, printable
 from grpo_fn.analysis.html.templates import source, template
-from grpo_fn.analysis.token_report import ReportRow, Sums, Token, TokenReport, size
+from grpo_fn.analysis.token_report import ReportRow, Sums, Token, TokenReport, signal_size
 
 SCRIPT = source("token_page.js")
 NAMES = {"kl": "KL to the reference", "adv": "advantage", "logp": "log-prob", "entropy": "entropy"}
@@ -32,16 +32,16 @@ def token_page(shown: TokenReport, *, title: str, said: str) -> str:
         style=source("token_page.css"),
         script=SCRIPT,
         digest=b64encode(sha256(SCRIPT.encode()).digest()).decode(),
-        cards=cards(shown.sums, len(shown.rows)),
+        cards=summary_cards(shown.sums, len(shown.rows)),
         largest=shown.sums.largest,
         rows=[article(row, shown.sums, longest) for row in shown.rows],
         figure=figure,
         signed=signed_number,
-        visible=visible,
+        visible=escape_visibly,
     )
 
 
-def cards(sums: Sums, there: int) -> list[tuple[str, str, str]]:
+def summary_cards(sums: Sums, there: int) -> list[tuple[str, str, str]]:
     """What the step adds up to: (name, value, note)."""
     kl, entropy = (sums.means.get(name) for name in ("kl", "entropy"))
     return [
@@ -62,7 +62,7 @@ def article(row: ReportRow, sums: Sums, longest: float) -> dict[str, Any]:
     """One sample, as the template shows it; `longest` is the largest sum of |dlogp| over a row that is shown."""
     signals = [token.signal for token in row.tokens if token.signal is not None]
     strongest = max((x for x in map(abs, signals) if math.isfinite(x)), default=0.0)
-    first = max(range(len(row.tokens)), key=lambda i: size(row.tokens[i].signal or 0.0), default=None)
+    first = max(range(len(row.tokens)), key=lambda i: signal_size(row.tokens[i].signal or 0.0), default=None)
     up, down = math.fsum(-x for x in signals if -math.inf < x < 0), math.fsum(x for x in signals if 0 < x < math.inf)
     means = [
         f"{title} {figure(sum(there) / len(there))}"
@@ -128,7 +128,7 @@ def clip_label(token: Token) -> str:
 
 def span(i: int, token: Token, largest: float, *, first: bool) -> dict[str, Any]:
     """A token on its colour, as the template shows it."""
-    text, x = visible(token.text) or Markup('<i class="c" data-c="\u2026"></i>'), token.signal
+    text, x = escape_visibly(token.text) or Markup('<i class="c" data-c="\u2026"></i>'), token.signal
     kinds = [] if x is None else ["odd"] if not math.isfinite(x) else ["u"] if x < 0 else ["d"] if x > 0 else []
     kinds += ["clip"] if x is not None and any(token.figures.get(name, 0.0) > 0 for name in CLIPS) else []
     return {

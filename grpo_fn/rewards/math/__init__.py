@@ -26,9 +26,16 @@ from math_verify import LatexExtractionConfig, grader, parse, parser
 from sympy import Basic, Float, Integer, MatrixBase
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards.math.equivalence import equal, is_plain, is_written_out, meant, sides, stated_value
+from grpo_fn.rewards.math.equivalence import (
+    comparable_part,
+    equal,
+    equation_sides,
+    is_plain,
+    is_written_out,
+    stated_value,
+)
 from grpo_fn.rewards.math.extract import LONGEST_ANSWER, last_value, marked_answer, plain_answer
-from grpo_fn.rewards.math.screen import costly, evasive, worked_out
+from grpo_fn.rewards.math.screen import is_costly, is_evasive, is_worked_out
 
 # math-verify warns once per process that its time-outs are off; they are meant to be.
 parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
@@ -78,7 +85,7 @@ def _verdict(gold: str, answer: str) -> _Verdict:
     wanted = _read(gold)
     if wanted is None:
         return _UNSCORABLE
-    if not answer or costly(gold, answer) or evasive(gold, answer):
+    if not answer or is_costly(gold, answer) or is_evasive(gold, answer):
         return _WRONG
     if (_WORD.fullmatch(gold) or ":" in gold) and _words(gold) == _words(answer):  # a time is no quotient
         return _Verdict(1.0, 1.0)
@@ -87,13 +94,13 @@ def _verdict(gold: str, answer: str) -> _Verdict:
         return _WRONG
     try:
         wanted = stated_value(wanted)
-        said = meant(wanted, said)
+        said = comparable_part(wanted, said)
         right = said is not None and equal(wanted, said)
     except MemoryError:
         raise
     except Exception:  # two things that cannot be compared are not equal
         return _WRONG
-    finished = right and worked_out(gold, answer) and (is_written_out(said) or not is_plain(wanted))
+    finished = right and is_worked_out(gold, answer) and (is_written_out(said) or not is_plain(wanted))
     return _Verdict(float(finished), float(right))
 
 
@@ -120,7 +127,7 @@ def _parsed(text: str) -> Any:
     except Exception:
         return None
     # Where the whole does not parse, the parser makes do with what follows the last of two equals signs.
-    whole = sides(first) or not _CHAIN.search(text)
+    whole = equation_sides(first) or not _CHAIN.search(text)
     return first if whole and isinstance(first, Basic | MatrixBase) else None
 
 

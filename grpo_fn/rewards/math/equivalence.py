@@ -40,7 +40,7 @@ _HUNDREDTH = UnevaluatedExpr(Rational(1, 100))  # how the parser reads a percent
 _POINTS = (Rational(7391, 10007), Rational(-13627, 10009))  # nowhere in particular
 
 
-def sides(relation: Any) -> list[Any]:
+def equation_sides(relation: Any) -> list[Any]:
     """a, b and c of "a = b = c"; nothing for what is no equation."""
     links = relation._unsorted_args if isinstance(relation, And) else [relation]
     if not all(isinstance(link, Eq) for link in links):
@@ -50,17 +50,17 @@ def sides(relation: Any) -> list[Any]:
 
 def stated_value(gold: Any) -> Any:
     """The gold, of "0.56 = 56%" its last side."""
-    each = sides(gold)
+    each = equation_sides(gold)
     return each[-1] if each and all(map(_is_number, each)) else gold
 
 
-def meant(gold: Any, answer: Any) -> Any:
+def comparable_part(gold: Any, answer: Any) -> Any:
     """What of the answer is put against the gold: of an equation one side. None where its sides contradict each other.
 
     The first side is a name and the others have to agree: "x = 6 * 7 = 42" is 42, as is "42 = x", but "y = 41 = 42" is
     no answer at all. An equation that ends in "= 0" is no answer to a gold of 0, unless what it says is 0 has a name.
     """
-    each = sides(answer)
+    each = equation_sides(answer)
     if isinstance(gold, Expr):
         answer, each = _single(answer), [_single(side) for side in each]
     numbers = [side for side in each if _is_number(side)]
@@ -81,7 +81,7 @@ def meant(gold: Any, answer: Any) -> Any:
 
 def equal(gold: Any, answer: Any) -> bool:
     """Has the answer the value of the gold? Not symmetric: the gold says what kind of answer is asked for."""
-    answer = meant(gold, answer)
+    answer = comparable_part(gold, answer)
     if _is_number(gold) or answer is None:
         return _is_number(answer) and _same_number(gold, answer)
     if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):

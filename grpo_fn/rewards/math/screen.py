@@ -56,7 +56,7 @@ _LINK = re.compile(r"[\s,;]*(?:or|and|if)?[\s,;]*")
 _BASE = re.compile(r"[0-9A-Z]_\{?([0-9]+)\}?$")
 
 
-def costly(gold: str, answer: str) -> bool:
+def is_costly(gold: str, answer: str) -> bool:
     """Could reading the answer, or comparing it with this gold, take longer than an answer is worth?"""
     known, tokens = _TOKEN.findall(gold), _TOKEN.findall(answer)
     return (
@@ -67,12 +67,12 @@ def costly(gold: str, answer: str) -> bool:
         or _depth(tokens) > DEEPEST
         or _SIGNS.search(answer) is not None
         or (_LARGE.search(_SMALL.sub("", answer)) is not None and _LARGE.search(gold) is None)
-        or power(answer) > _affordable(gold)
+        or exponent_bound(answer) > _affordable(gold)
         or (_LETTER.search(gold) is not None and len(answer) > 4 * len(gold) + 40)
     )
 
 
-def evasive(gold: str, answer: str) -> bool:
+def is_evasive(gold: str, answer: str) -> bool:
     """Does the answer deny itself, stand for many, or name another base than the gold?"""
     bases = _BASE.search(gold), _BASE.search(answer)
     return (
@@ -82,13 +82,13 @@ def evasive(gold: str, answer: str) -> bool:
     )
 
 
-def worked_out(gold: str, answer: str) -> bool:
+def is_worked_out(gold: str, answer: str) -> bool:
     """Does the answer, behind its last equals sign, leave no function to be worked out that the gold does not?"""
     last = answer.rpartition("=")[2]
     return all(family.search(gold) or not family.search(last) for family in _FAMILIES)
 
 
-def power(text: str) -> float:
+def exponent_bound(text: str) -> float:
     """An upper bound on the product of exponents over one base, read as parsers read; inf for an exponent's power."""
     tokens = [token for token in _TOKEN.findall(text) if token not in _NOTHING]
     outer: list[tuple[float, float]] = []  # of each open bracket: the largest so far around it, and right before it
@@ -155,7 +155,9 @@ def _depth(tokens: list[str]) -> float:
 
 def _affordable(gold: str) -> float:
     """Numbers are cheap: an integer of d digits may be a power of 2. A product of sums is not, once multiplied out."""
-    return 2 * power(gold) + 4 if _LETTER.search(gold) else 4 * max(power(gold), float(len(gold))) + 12
+    return (
+        2 * exponent_bound(gold) + 4 if _LETTER.search(gold) else 4 * max(exponent_bound(gold), float(len(gold))) + 12
+    )
 
 
 def _said(text: str) -> set[str]:

@@ -167,7 +167,7 @@ class AsyncSaver(AbstractContextManager):
             if self.world.main:
                 job.files.update(pack_blobs(blobs))
                 self.root.mkdir(parents=True, exist_ok=True)
-                store.tidy(self.root)
+                store.clean_up_unfinished(self.root)
                 check_space(job.path, job.need())
                 job.folder.mkdir()
             return None if self._offers and offer == self._offers[self.world.rank] else offer
@@ -175,7 +175,7 @@ class AsyncSaver(AbstractContextManager):
         brought = self._together(ready, job, partial(self.world.exchange, what="preparing a checkpoint"))
         if any(offer is not None for offer in brought):
             offers = [new or known for new, known in zip(brought, self._offers or brought, strict=True)]
-            self._shares, self._offers = tensor_shards.shared_out(offers), offers
+            self._shares, self._offers = tensor_shards.assign_pieces(offers), offers
 
     def _stage(self, job: SaveJob, tensors: Mapping[str, Tensor]) -> None:
         """Copy this rank's pieces. Memory may end on one rank alone, so all hear how it went."""
@@ -220,7 +220,7 @@ class AsyncSaver(AbstractContextManager):
     def _discard(self) -> None:
         if self.world.main:
             with suppress(OSError):  # a rank that is not lost after all may still write there: the next start tidies up
-                store.tidy(self.root)
+                store.clean_up_unfinished(self.root)
 
     def _exchange(self, step: int, mine: T) -> list[T]:
         """As `World.exchange`, for the thread: over the group of its own."""

@@ -37,13 +37,13 @@ class Checkpoint(NamedTuple):
     meta: Mapping[str, Any]
 
 
-def latest(root: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
+def latest_verified(root: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint that verifies; for the process that owns the run.
 
     Each one found broken on the way is told to `warn` with the reason and renamed to `broken-step_N`, so that it can
     be looked at and is never counted as one of the newest again. Leftovers of dead processes are removed.
     """
-    tidy(root)
+    clean_up_unfinished(root)
     for step in reversed(steps(root)):
         path = root / f"step_{step}"
         try:
@@ -63,14 +63,14 @@ def load_into(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     or holds with another shape or dtype; what else it holds is left alone.
     """
     world.together(partial(_check_fits, path, tensors), what="comparing the checkpoint with the model")
-    world.together(partial(tensor_shards.read_into, path, tensors), what="reading the checkpoint")
+    world.together(partial(tensor_shards.load_into_tensors, path, tensors), what="reading the checkpoint")
 
 
 def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with `prefix`, under the rest of their names, each whole and on the CPU."""
     found = {name: spec for name, spec in tensor_shards.folder_tensors(path).items() if name.startswith(prefix)}
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in found.items()}
-    tensor_shards.read_into(path, tensors)
+    tensor_shards.load_into_tensors(path, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
@@ -90,7 +90,7 @@ def meta(path: Path) -> dict[str, Any]:
     return read_manifest(path)["meta"]
 
 
-def flaw(root: Path, step: int) -> str | None:
+def checkpoint_flaw(root: Path, step: int) -> str | None:
     """What is wrong with the checkpoint of a step; None where it verifies."""
     try:
         verify(root / f"step_{step}")
@@ -112,7 +112,7 @@ def prune(
 
     `scores` are those that came, by step, after their checkpoints were written. The newest always stays; equal scores
     favour the newer; no score (null or absent) is never best. A folder that is visibly broken counts for nothing and
-    is left for `latest` to name. Returns the deleted steps.
+    is left for `latest_verified` to name. Returns the deleted steps.
     """
     if keep_last < 1 or keep_best < 0:
         raise ValueError(f"got keep_last {keep_last}, keep_best {keep_best}; wanted at least 1 and at least 0")
@@ -132,7 +132,7 @@ def steps(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def tidy(root: Path) -> None:
+def clean_up_unfinished(root: Path) -> None:
     """Undo what dead processes left unfinished: restore what was being replaced, remove the rest.
 
     What this process left counts as dead, so it is for moments in which it writes nothing.
@@ -152,7 +152,7 @@ def temporary_name(root: Path, kind: str, step: int, owner: str) -> Path:
 
 
 def commit(building: Path, step: int) -> Path:
-    """Rename into place. A folder cannot be renamed over a full one: the old one steps aside, and `tidy` brings it
+    """Rename into place. A folder cannot be renamed over a full one: the old one steps aside, and `clean_up_unfinished` brings it
     back if the process dies in between."""
     root, final = building.parent, building.parent / f"step_{step}"
     retired = temporary_name(root, "old", step, str(os.getpid()))

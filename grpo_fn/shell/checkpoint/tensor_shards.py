@@ -1,7 +1,7 @@
 """Tensors in pieces on many ranks, as the files of torch.distributed.checkpoint in one folder.
 
 Every rank offers the pieces it holds (`local_save_plan`); of all offers each piece is given to one rank
-(`shared_out`), which copies it to the CPU (`stage`) and writes it (`write_shards`); one rank writes the index of all
+(`assign_pieces`), which copies it to the CPU (`stage`) and writes it (`write_shards`); one rank writes the index of all
 files (`write_index`). Reading takes what it needs from whichever files have it, so that any number of ranks, sharded in
 any way, reads what any other wrote. Nothing here talks to other ranks.
 """
@@ -41,7 +41,7 @@ def local_save_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
     return replace(plan, items=[item for item in plan.items if not _is_empty_piece(item)])
 
 
-def shared_out(offers: Sequence[SavePlan]) -> ShardPlan:
+def assign_pieces(offers: Sequence[SavePlan]) -> ShardPlan:
     """Give every piece that several ranks hold to one of them; the same on every rank for the same offers."""
     plans, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(list(offers))
     return ShardPlan(_Writer("").prepare_global_plan(plans), index)
@@ -86,7 +86,7 @@ def folder_tensors(folder: Path) -> dict[str, tuple[Shape, torch.dtype]]:
 
 
 @torch.no_grad()
-def read_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def load_into_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copy into the tensors, of a DTensor into the piece that is here, what the folder holds under their names."""
     reader, planner = _Reader(folder), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     index = reader.read_metadata()

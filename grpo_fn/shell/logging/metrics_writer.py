@@ -63,7 +63,7 @@ class MetricsWriter:
         self._lines = open(path, "a", encoding="ascii")  # noqa: SIM115 - closed by close()
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Markdown for TensorBoard's text tab; put what a model wrote through `table` first."""
+        """Markdown for TensorBoard's text tab; put what a model wrote through `markdown_table` first."""
         self._board.add_text(tag, text.encode("utf-8", "replace").decode("utf-8"), step)
 
     def histogram(self, step: int, tag: str, values: Tensor) -> None:
@@ -114,15 +114,15 @@ def rewind(path: Path, start_step: int) -> None:
         write_bytes(path, kept)
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
     """A markdown table of the rows, columns in order of first appearance; the cells show their text and do nothing."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, *([row.get(name, "") for name in columns] for row in rows)]
-    lines = ["| " + " | ".join(cell(str(value)) for value in line) + " |" for line in cells]
+    lines = ["| " + " | ".join(markdown_cell(str(value)) for value in line) + " |" for line in cells]
     return "\n".join([lines[0], "|" + " --- |" * len(columns), *lines[1:]])
 
 
-def cell(text: str) -> str:
+def markdown_cell(text: str) -> str:
     """A table cell that renders as `text`, up to white space: no markup, no HTML, no link, no image, no table bar.
 
     Line breaks become <br>, control characters and lone surrogates U+FFFD.

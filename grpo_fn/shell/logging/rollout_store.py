@@ -17,7 +17,7 @@ from grpo_fn.core.types import Groups, Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json, write_bytes
 
 
-def store(
+def store_rollouts(
     root: Path,
     step: int,
     problems: Sequence[Problem],
@@ -41,18 +41,18 @@ def store(
     root.mkdir(parents=True, exist_ok=True)
     lines = "".join(to_json(row) + "\n" for row in _rows(problems, group_size, rollout, reward, adv))
     write_bytes(root / f"step_{step:06d}.jsonl.gz", gzip.compress(lines.encode("ascii"), compresslevel=6, mtime=0))
-    there = stored(root)
+    there = rollout_steps(root)
     kept = [past for past in there if past <= step][-keep:]
     for other in {*there} - {*kept}:
         (root / f"step_{other:06d}.jsonl.gz").unlink()
 
 
-def load(path: Path) -> list[dict[str, Any]]:
+def load_rollouts(path: Path) -> list[dict[str, Any]]:
     """The rows of one step, in order."""
     return [row.value for row in json_rows(path, wanted="an object")]
 
 
-def as_groups(rows: Sequence[Mapping[str, Any]]) -> Groups:
+def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> Groups:
     """The stored rows of a step as the groups that were learned from, on the CPU; `meta` is not stored."""
     width = max(len(row["tokens"]) for row in rows)
     mask = torch.tensor([row["mask"] + [0] * (width - len(row["mask"])) for row in rows]).bool()
@@ -75,7 +75,7 @@ def as_groups(rows: Sequence[Mapping[str, Any]]) -> Groups:
     )
 
 
-def stored(root: Path) -> list[int]:
+def rollout_steps(root: Path) -> list[int]:
     """The steps that have a file, ascending."""
     found = (re.fullmatch(r"step_(\d{6,})\.jsonl\.gz", p.name) for p in root.iterdir())
     return sorted(int(match[1]) for match in found if match)

@@ -18,7 +18,7 @@ def lines(*tags: str) -> Chart:
     return "Multiline", [f"(?:{tag})$" for tag in tags]
 
 
-def margin(tag: str) -> Chart:
+def margin_chart(tag: str) -> Chart:
     """A line between the ends of its interval, `tag`_low and `tag`_high."""
     return "Margin", [tag, f"{tag}_low", f"{tag}_high"]
 
@@ -48,7 +48,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "compiled graphs": lines("system/(compiled_graphs|recompilations)"),
     },
     "Learning": {
-        "held-out accuracy, 95 %": margin("eval/accuracy"),
+        "held-out accuracy, 95 %": margin_chart("eval/accuracy"),
         "held-out, other judges": lines(rf"eval/(?!({OF_EVAL})$)[^/]+"),
         "held-out accuracy by kind": lines("eval/[^/]+/.+"),
         "held-out, of several samples": lines(r"eval/(pass|maj)@\d+"),
@@ -87,13 +87,13 @@ LAYOUT: dict[str, dict[str, Chart]] = {
 MEASURES = ["eval/accuracy", "reward/mean", "reward/correct_rate", "loss/kl", "loss/entropy", "generation/length_mean"]
 
 
-def begin(writer: MetricsWriter | AsyncWriter | NullLogger, run_dir: Path) -> None:
+def write_run_header(writer: MetricsWriter | AsyncWriter | NullLogger, run_dir: Path) -> None:
     """What the events of a run open with: the charts, the knobs for the tab "HParams", the configuration as text."""
     writer.layout(LAYOUT)
-    writer.hparams(hparams(run_dir), MEASURES)
+    writer.hparams(read_hparams(run_dir), MEASURES)
     writer.text(0, "config", f"```\n{(run_dir / 'config.gin').read_text(encoding='utf-8')}\n```")
 
 
-def hparams(run_dir: Path) -> dict[str, int | float | str]:
+def read_hparams(run_dir: Path) -> dict[str, int | float | str]:
     """The knobs of a run's resolved configuration, numbers and strings by name; none of a run older than this table."""
     return json.loads((run_dir / "run.json").read_bytes()).get("hparams", {})

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from grpo_fn.shell.atomic_io import write_bytes
-from grpo_fn.shell.logging.tensorboard_layout import hparams
+from grpo_fn.shell.logging.tensorboard_layout import read_hparams
 
 Mirror = Callable[[Path], AbstractContextManager[None]]
 
@@ -54,7 +54,7 @@ def _mirrored(run_dir: Path, *, project: str, mode: str) -> Iterator[None]:
             resume="allow",
             name=run_dir.resolve().name,
             dir=str(run_dir),
-            config=hparams(run_dir),
+            config=read_hparams(run_dir),
             sync_tensorboard=True,
             settings=package.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )

@@ -70,7 +70,7 @@ def install(model: nn.Module) -> None:
     model.config._attn_implementation = before + OURS
 
 
-def unusable(device: torch.device) -> Tensor:
+def unusable_mask(device: torch.device) -> Tensor:
     """An attention mask that transformers hands on as it is and that fits no scores: what uses it fails."""
     return torch.empty(1, 1, 0, 0, device=device)
 
@@ -130,7 +130,7 @@ def choose_kernel(query: Tensor, eager: bool, cap: float | None) -> Attend:
             return flash_attention
         if cap is None:
             return varlen
-    return partial(bucketed_attention, core=written_out if eager or cap is not None else sdpa_attention)
+    return partial(bucketed_attention, core=eager_attention if eager or cap is not None else sdpa_attention)
 
 
 # -- rows of similar length side by side
@@ -177,7 +177,7 @@ def sdpa_attention(
     )
 
 
-def written_out(
+def eager_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float, cap: float | None
 ) -> Float[Tensor, "b H q E"]:
     """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better."""

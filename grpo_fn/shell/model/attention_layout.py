@@ -53,8 +53,8 @@ class Layout:
     def buckets(self) -> list[Bucket]:
         """Rows by length; those that read their own prompt apart from those that begin behind it."""
         if self._buckets is None:
-            made = [bucket(self.spans, self.at, rows) for rows in alike(self.spans)]
-            self._back = back(made).to(self.device)
+            made = [bucket(self.spans, self.at, rows) for rows in buckets_by_length(self.spans)]
+            self._back = bucket_positions(made).to(self.device)
             self._buckets = [Bucket(*(x.to(self.device) for x in one)) for one in made]
         return self._buckets
 
@@ -83,7 +83,7 @@ class Layout:
         return self._ragged
 
 
-def alike(spans: Spans) -> Iterator[Int[Tensor, "b"]]:
+def buckets_by_length(spans: Spans) -> Iterator[Int[Tensor, "b"]]:
     """Rows with something to read, in parts of which the longest is at most twice as long as the shortest."""
     taken = spans.end - spans.start
     for where in (spans.start == 0, spans.start > 0):
@@ -103,7 +103,7 @@ def bucket(spans: Spans, at: Int[Tensor, "B T"], rows: Int[Tensor, "b"]) -> Buck
     return Bucket(at[rows].gather(1, last), at[rows, : int(end.max())], last, column < end)
 
 
-def back(buckets: list[Bucket]) -> Int[Tensor, "N"]:
+def bucket_positions(buckets: list[Bucket]) -> Int[Tensor, "N"]:
     """Where each token of the stream is among all queries of all buckets."""
     query, real = (
         torch.cat([x.flatten() for x in field]) for field in zip(*((b.query, b.real) for b in buckets), strict=True)

@@ -98,14 +98,16 @@ def load_shards(module: nn.Module, folder: Path, *, device: torch.device, prefix
         _hang(module, name, buffer.to(device))
     for names in places:
         first, *others = [name for name in names.values() if name in stored]
-        give(module, list(names), partial(_read, stored, first), device=device)
+        set_tensor(module, list(names), partial(_read, stored, first), device=device)
         own = part(_tensor(module, next(iter(names))))
         for other in others:
             if not torch.equal(_read(stored, first, own), _read(stored, other, own)):
                 raise ValueError(f"got {first} and {other} with different values in {folder}, wanted them tied")
 
 
-def give(module: nn.Module, names: Sequence[str], read: Callable[[Part], Tensor], *, device: torch.device) -> None:
+def set_tensor(
+    module: nn.Module, names: Sequence[str], read: Callable[[Part], Tensor], *, device: torch.device
+) -> None:
     """Set the tensor that hangs in the module under all `names` to what `read` returns for this rank's part of it.
 
     One on the meta device gets storage on `device` first, which makes it a new parameter.

@@ -12,7 +12,7 @@ from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
 from grpo_fn.shell.model.packed_input import InputPacking, probe, without_dropout
 
 
-def predicting(
+def predicting_states(
     state: Shaped[Tensor, "B T ..."], tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
 ) -> tuple[Shaped[Tensor, "N ..."], Int[Tensor, "N"]]:
     """The states (or where they are) that predict the masked tokens, and those: state[b, t-1] predicts tokens[b, t].
@@ -25,7 +25,7 @@ def predicting(
 
 
 def scatter_to_rows(values: Float[Tensor, "N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Values of the masked tokens back at their `[b, t]`; zero elsewhere. The inverse of `predicting`'s selection."""
+    """Values of the masked tokens back at their `[b, t]`; zero elsewhere. The inverse of `predicting_states`'s selection."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
@@ -63,7 +63,7 @@ class LogprobModel(nn.Module):
         if self._linear is None:
             self._linear = has_linear_head(self.model)
         stream = self.input_packing(tokens, mask)
-        before, target = predicting(stream.at, tokens, mask)
+        before, target = predicting_states(stream.at, tokens, mask)
         told = {"input_ids": stream.tokens, "use_cache": False, **stream.told}
         logp, entropy = (self._linear_scores if self._linear else self._dense_scores)(told, before, target)
         return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model.blocks import blocks
-from grpo_fn.shell.model.load_weights import Part, give, is_adapter, name_without_lora
+from grpo_fn.shell.model.load_weights import Part, is_adapter, name_without_lora, set_tensor
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # the one adapter's name in the names of its parameters
@@ -94,7 +94,7 @@ def reset(model: nn.Module, *, key: Tensor, device: torch.device) -> None:
     """
     for name, parameter in list(model.named_parameters()):
         if is_adapter(name):
-            give(model, [name], partial(_initial, key, name, parameter.shape), device=device)
+            set_tensor(model, [name], partial(_initial, key, name, parameter.shape), device=device)
 
 
 def _initial(key: Tensor, name: str, shape: torch.Size, where: Part) -> Tensor:

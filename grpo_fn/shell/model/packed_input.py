@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from grpo_fn.core.batch import by_width
-from grpo_fn.core.packing import Share, Spans, by_reading, each, read_lengths, share_prompts, visible_positions
-from grpo_fn.shell.model.attention import PackedAttention, install, unusable
+from grpo_fn.core.packing import (
+    Share,
+    Spans,
+    by_reading,
+    each_reads_its_prompt,
+    read_lengths,
+    share_prompts,
+    visible_positions,
+)
+from grpo_fn.shell.model.attention import PackedAttention, install, unusable_mask
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # as configurations name the kinds of layers
 CLOSE = {torch.float64: 1e-4, torch.float32: 1e-4}  # how far states may be apart, of their largest entry
@@ -54,7 +62,7 @@ def pad_rows(model: nn.Module) -> InputPacking:
 
 def pack_rows(model: nn.Module) -> InputPacking:
     """No padding; every row reads its own prompt."""
-    return PackedInput(model, each)
+    return PackedInput(model, each_reads_its_prompt)
 
 
 def pack_shared_prompts(model: nn.Module) -> InputPacking:
@@ -62,7 +70,7 @@ def pack_shared_prompts(model: nn.Module) -> InputPacking:
     return PackedInput(model, share_prompts)
 
 
-def as_they_are(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
+def padded_rows(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
     """Rows `[prompt | completion | padding]`: causal attention never sees the padding."""
     return ModelInput(tokens, torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape), {})
 
@@ -79,7 +87,7 @@ def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: 
         spans = Spans(*(x.new_tensor([n]) for x, n in zip(spans, (0, 1, 0), strict=True)))
     told = {
         "position_ids": column[taken][None].to(device),
-        "attention_mask": unusable(device),
+        "attention_mask": unusable_mask(device),
         "layout": PackedAttention(spans, at, device=device),
     }
     return ModelInput(tokens[taken][None].to(device), at.to(device), told)
@@ -91,7 +99,7 @@ class PaddedInput:
     fit = False
 
     def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
-        return as_they_are(tokens, mask)
+        return padded_rows(tokens, mask)
 
     def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
         return by_width(tokens, mask, micro_tokens, devices)
@@ -120,7 +128,7 @@ class PackedInput:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return end_to_end(tokens, mask, share=self.share) if self.fit else as_they_are(tokens, mask)
+        return end_to_end(tokens, mask, share=self.share) if self.fit else padded_rows(tokens, mask)
 
     def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
         """By what is read of the rows, where they are end to end."""
@@ -140,7 +148,7 @@ def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | 
     if odd := {*kinds} - {FULL, SLIDING} or ({"chunked"} if getattr(config, "attention_chunk_size", None) else None):
         return f"it has layers of {', '.join(sorted(odd))}"
     tokens, mask = probe(config.vocab_size, device)
-    wanted = states(model, as_they_are(tokens, mask))
+    wanted = states(model, padded_rows(tokens, mask))
     stream = end_to_end(tokens, mask, share=share_prompts)
     try:
         got = states(model, stream)

@@ -92,18 +92,18 @@ class Recipe:
         name = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
         path = Path(self.cache).expanduser() / f"arithmetic-{name}"
         if not path.is_dir():
-            make(self, path)
+            make_tiny_model(self, path)
         return str(path)
 
 
-def make(recipe: Recipe, path: Path, *, report: Callable[[str], None] = print) -> None:
+def make_tiny_model(recipe: Recipe, path: Path, *, report: Callable[[str], None] = print) -> None:
     """Build, warm-start and write the model."""
     task = recipe._task()
     key = prng.key(recipe.seed, device="cpu")
     tokenizer = train_tokenizer(arithmetic.corpus(task, prng.fold_in(key, 0), 4000), vocabulary=recipe.shape.vocabulary)
     model = random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
     pairs = arithmetic.demonstrations(task, prng.fold_in(key, 1), worked_share=recipe.warm_start.worked_share)
-    supervise(model, tokenizer, pairs, recipe.warm_start, report=report)
+    train_supervised(model, tokenizer, pairs, recipe.warm_start, report=report)
     hf.export(model, tokenizer, path)
 
 
@@ -141,7 +141,7 @@ def random_model(shape: Shape, *, seed: int, eos: int) -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(shape.config(eos)).eval()
 
 
-def supervise(
+def train_supervised(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Iterator[tuple[str, str]],

@@ -1,6 +1,6 @@
 """Digests of tensors that are spread over the ranks, and the lines of digests.jsonl.
 
-Every rank digests the pieces that lie with it (`shares`), all ranks' pieces together give the digest of the whole
+Every rank digests the pieces that lie with it (`block_digests`), all ranks' pieces together give the digest of the whole
 (`combine_ranks`), which does not depend on where they lie: a piece of which several ranks hold copies counts once.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_fn.core.checksums import block_digest, combine_digests, seed_of, total
+from grpo_fn.core.checksums import block_digest, combine_digests, seed_of, total_digest
 from grpo_fn.core.json_lines import step_lines
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.atomic_io import to_json
@@ -40,7 +40,7 @@ class StepChecksums:
     gradients: list[Shares] = field(default_factory=list)
 
 
-def shares(tensors: Mapping[str, Tensor]) -> Shares:
+def block_digests(tensors: Mapping[str, Tensor]) -> Shares:
     """This rank's shares of the tensors' digests. Raises RuntimeError for a DTensor that is not summed up yet."""
     found: Shares = {}
     for name, tensor in tensors.items():
@@ -67,7 +67,9 @@ def combine_ranks(ranks: Iterable[Shares]) -> int:
     for here in ranks:
         for name, (seed, parts) in here.items():
             found.setdefault(name, (seed, set()))[1].update(parts)
-    return combine_digests(total(seed, (part.share for part in parts)) for _, (seed, parts) in sorted(found.items()))
+    return combine_digests(
+        total_digest(seed, (part.share for part in parts)) for _, (seed, parts) in sorted(found.items())
+    )
 
 
 def append(run_dir: Path, line: Mapping[str, Any]) -> None:
@@ -78,7 +80,7 @@ def append(run_dir: Path, line: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def recorded(run_dir: Path) -> dict[int, dict[str, Any]]:
+def read_checksums(run_dir: Path) -> dict[int, dict[str, Any]]:
     """The lines of digests.jsonl by step; a run that is going on may be writing the last one.
 
     Raises ValueError for a line before the last that is no object with a step.

@@ -18,7 +18,7 @@ from grpo_fn.core.checksums import combine_digests, hex_digest
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.logprob_model import LogprobModel, check_rows
-from grpo_fn.shell.policy.checksums import StepChecksums, combine_ranks, shares
+from grpo_fn.shell.policy.checksums import StepChecksums, block_digests, combine_ranks
 from grpo_fn.shell.policy.optimizer import load_moment, moment_value
 from grpo_fn.shell.world import World
 
@@ -162,10 +162,10 @@ class FSDPPolicy:
         scale, finite = self.scale, norm == norm and abs(norm) != float("inf")
         self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
         if finite:
-            shrink_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
+            scale_gradients_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
             if self._noted is not None:
                 grads = {name: x.grad for name, x in self.named().items() if x.grad is not None}
-                self._noted.gradients.append(shares(grads))
+                self._noted.gradients.append(block_digests(grads))
             self._step()
         self.optimizer.zero_grad(set_to_none=True)
         self.passes = 0
@@ -212,7 +212,7 @@ class FSDPPolicy:
         The same however the model is spread over the ranks, all of which have to take part.
         """
         noted, self._noted = self._noted or StepChecksums(), None
-        mine = [*noted.gradients, shares({name: x for name, x in self.named().items() if x.requires_grad})]
+        mine = [*noted.gradients, block_digests({name: x for name, x in self.named().items() if x.requires_grad})]
         *gradients, weights = map(combine_ranks, zip(*self.world.exchange(mine, what="digests"), strict=True))
         return {"gradients": hex_digest(combine_digests(gradients)), "weights": hex_digest(weights)}
 
@@ -320,7 +320,7 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
-def shrink_(params: list[nn.Parameter], factor: float) -> None:
+def scale_gradients_(params: list[nn.Parameter], factor: float) -> None:
     """Multiply the gradients, what clipping and the loss scale ask for at once."""
     if factor != 1.0:
         for p in params:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from grpo_fn.core.types import Batch, Pullback, Scores
 from grpo_fn.shell.model.logprob_head import dense_scores
-from grpo_fn.shell.model.logprob_model import check_rows, predicting, scatter_to_rows
+from grpo_fn.shell.model.logprob_model import check_rows, predicting_states, scatter_to_rows
 
 
 class FunctionalPolicy:
@@ -24,7 +24,7 @@ class FunctionalPolicy:
     def scores(self, params: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Scores:
         """Scores as a pure function of the parameters."""
         out = torch.func.functional_call(self.model, params, (), {"input_ids": tokens, "use_cache": False})
-        logits, target = predicting(out.logits, tokens, mask)
+        logits, target = predicting_states(out.logits, tokens, mask)
         return Scores(*(scatter_to_rows(x, mask) for x in dense_scores(logits, target, temperature=self.temperature)))
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:

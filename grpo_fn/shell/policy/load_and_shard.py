@@ -110,13 +110,13 @@ def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> Load
     return LoadedModel(
         logprob_model=logprob_model,
         data=data,
-        reference_model=without(logprob_model, beside) if reference else None,
+        reference_model=reference_without_adapters(logprob_model, beside) if reference else None,
         dropout_modules=[] if adapters is None else lora.dropouts(logprob_model.model),
         decoding=(lambda: logprob_model.model) if plain else partial(placing.full_model, world.device, placing.dtype),
     )
 
 
-def without(logprob_model: LogprobModel, beside: LogprobModel | None) -> ReferenceModel:
+def reference_without_adapters(logprob_model: LogprobModel, beside: LogprobModel | None) -> ReferenceModel:
     """The reference policy: the copy that stands beside, or the model itself without its adapters."""
     if beside is not None:
         return partial(nullcontext, beside)

@@ -25,7 +25,7 @@ SAMPLE = 2**14  # numbers of a weight that an optimizer is asked about in a larg
 SHORT = 8
 
 
-def on_device(
+def device_memory(
     config: PretrainedConfig,
     adapters: lora.LoRA | None,
     scale: Parallelism,
@@ -140,10 +140,10 @@ def _stepped(optimizer: Callable[..., torch.optim.Optimizer], sizes: list[tuple[
     for p in params:
         p.grad = torch.zeros_like(p)
     made.step()
-    return [stored_bytes(made.state[p].values()) for p in params]
+    return [tensor_bytes(made.state[p].values()) for p in params]
 
 
-def stored_bytes(values: Iterable[Any]) -> int:
+def tensor_bytes(values: Iterable[Any]) -> int:
     """Bytes of all tensors among the values, those inside of a quantised one included."""
     return sum(_bytes(x) for x in values if isinstance(x, Tensor))
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
-from grpo_fn.core.partials import unwrapped
+from grpo_fn.core.partials import unwrap_reward
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.rewards.wrappers import seconds_of
 from grpo_fn.shell.reward_workers.worker_handle import (
@@ -37,11 +37,11 @@ class RewardError(RuntimeError):
     """A reward function raised, or no worker could load it."""
 
 
-class Interrupted(RuntimeError):
+class ScoringInterrupted(RuntimeError):
     """Rows were given up, as they are not wanted any more."""
 
 
-def unreported(loss: Loss) -> None:
+def ignore_loss(loss: Loss) -> None:
     """Does nothing: losses are reported later, if at all."""
 
 
@@ -56,7 +56,7 @@ class RewardJob:
     Equal rows are scored once, as long as the first of them is still in here. `report` is called with every loss.
     """
 
-    def __init__(self, fn: RewardFn, deadline: float, report: Callable[[Loss], None] = unreported) -> None:
+    def __init__(self, fn: RewardFn, deadline: float, report: Callable[[Loss], None] = ignore_loss) -> None:
         self.fn, self.payload, self.report = fn, by_name(fn), report
         own = seconds_of(fn)
         self.deadline = deadline if own is None else own
@@ -162,7 +162,7 @@ class RewardPool:
             outcomes: list[Outcome] = []
             while job:
                 if should_stop():
-                    raise Interrupted(f"{_name(fn)}: {len(job)} rows were given up")
+                    raise ScoringInterrupted(f"{_name(fn)}: {len(job)} rows were given up")
                 self.turn(job, watching=())
                 outcomes += job.take()
             return outcomes
@@ -298,5 +298,5 @@ def by_name(fn: RewardFn) -> bytes:
 
 
 def _name(fn: Any) -> str:
-    fn = unwrapped(fn)
+    fn = unwrap_reward(fn)
     return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.background_worker import BackgroundWorker
-from grpo_fn.shell.reward_workers.reward_pool import by_name, unreported
+from grpo_fn.shell.reward_workers.reward_pool import by_name, ignore_loss
 from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
 from grpo_fn.shell.sampler.data_parallel import spread_score
 from grpo_fn.shell.world import World
@@ -196,7 +196,7 @@ class StreamingRewards:
         while (batch := self._batch()) and not should_stop():
             for payload, fn in [*self._rewards.items()]:
                 if rows := self._early(payload, batch):
-                    judge = partial(self.pool.judge, fn, report=unreported, should_stop=should_stop)
+                    judge = partial(self.pool.judge, fn, report=ignore_loss, should_stop=should_stop)
                     try:
                         self._settle(payload, rows, judge)
                     except Exception:  # who asks for these rows finds out what is wrong with the reward

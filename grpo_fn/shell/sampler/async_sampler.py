@@ -30,7 +30,7 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy, Rollout
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, gather_rollouts, mine
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, engine_share, gather_rollouts
 from grpo_fn.shell.sampler.pending import PendingBatch, pack_batch, request_key, start_sampling, unpack_batch
 from grpo_fn.shell.world import World
 
@@ -192,7 +192,7 @@ class AsyncSampler:
 
     def _start(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:
         """Sample this rank's share in a thread."""
-        share = mine(problems, self.sampler, self.world)
+        share = engine_share(problems, self.sampler, self.world)
         draw = partial(self.sampler.sample, share, group_size, key=key) if share else _nothing
         return start_sampling(request_key(problems, group_size, key), self.version, draw, self.world.device)
 

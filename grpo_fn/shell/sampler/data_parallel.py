@@ -20,7 +20,7 @@ def rank_share(items: int, rank: int, size: int) -> slice:
     return slice(items * rank // size, items * (rank + 1) // size)
 
 
-def mine(items: Sequence[T], sampler: Any, world: World) -> Sequence[T]:
+def engine_share(items: Sequence[T], sampler: Any, world: World) -> Sequence[T]:
     """The items that this rank's engine works on; `sampler.ranks` neighbours have one engine together."""
     return items[rank_share(len(items), world.rank // sampler.ranks, world.size // sampler.ranks)]
 
@@ -52,7 +52,7 @@ class DataParallelSampler:
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """As the sampler's own."""
-        asked = mine(problems, self.sampler, self.world)
+        asked = engine_share(problems, self.sampler, self.world)
         found = self.sampler.sample(asked, group_size, key=key) if asked else None
         return gather_rollouts(found, self.sampler, self.world)
 

@@ -50,11 +50,11 @@ class EngineCompletion(NamedTuple):
 Heard = Callable[[int, int, EngineCompletion], None]  # place of the ask, place of the seed in it, the answer to it
 
 
-def unread(ask: int, seed: int, answer: EngineCompletion) -> None:
+def ignore_completion(ask: int, seed: int, answer: EngineCompletion) -> None:
     """Nobody wants to have an answer before the others are there."""
 
 
-def unchecked() -> None:
+def never_stop() -> None:
     """Sampling always goes on."""
 
 
@@ -127,7 +127,7 @@ class EngineSampler(Protocol):
         ...
 
     def for_evaluation(
-        self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], check: Callable[[], None] = unchecked
+        self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], check: Callable[[], None] = never_stop
     ) -> "EngineSampler":
         """The same engine, drawing with `token_sampler`; `check` is called often, and may raise to end `sample`."""
         ...

@@ -87,19 +87,19 @@ def confine_program(settings):
     os.chdir(settings["folder"])
     if settings["user"] is not None:
         if settings["far"]:
-            keep_in_reach()
+            keep_python_importable()
         os.setgroups([])
         os.setresgid(*[settings["user"]] * 3)
         os.setresuid(*[settings["user"]] * 3)  # takes the capabilities as well
     megabytes = 2**20
-    limit(resource.RLIMIT_CPU, settings["cpu_seconds"], settings["cpu_seconds"] + 1)
-    limit(resource.RLIMIT_AS, settings["memory_mb"] * megabytes)
-    limit(resource.RLIMIT_FSIZE, settings["file_mb"] * megabytes)
-    limit(resource.RLIMIT_NOFILE, OPEN_FILES)
-    limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_MSGQUEUE, 0)
+    lower_limit(resource.RLIMIT_CPU, settings["cpu_seconds"], settings["cpu_seconds"] + 1)
+    lower_limit(resource.RLIMIT_AS, settings["memory_mb"] * megabytes)
+    lower_limit(resource.RLIMIT_FSIZE, settings["file_mb"] * megabytes)
+    lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_MSGQUEUE, 0)
     if settings["processes"] is not None:
-        limit(resource.RLIMIT_NPROC, settings["processes"])
+        lower_limit(resource.RLIMIT_NPROC, settings["processes"])
     if settings["filter"] is not None:
         keep_power(0)  # a user namespace of one's own comes with every capability
         die_with_parent()
@@ -108,22 +108,22 @@ def confine_program(settings):
 
 def confine_judge(settings):
     """The judge keeps no power either, and nothing of its user may look into it. It runs the tests' own code."""
-    limit(resource.RLIMIT_CPU, settings["cpu_seconds"] + 1)
-    limit(resource.RLIMIT_AS, settings["memory_mb"] * 2**20)
-    limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_CPU, settings["cpu_seconds"] + 1)
+    lower_limit(resource.RLIMIT_AS, settings["memory_mb"] * 2**20)
+    lower_limit(resource.RLIMIT_CORE, 0)
     if settings["filter"] is not None:
         libc_function("prctl", SET_DUMPABLE, 0, 0, 0, 0)
         keep_power(0 if settings["user"] is None else KILL_OTHERS)  # the program is another user's then
 
 
-def limit(which, soft, hard=None):
+def lower_limit(which, soft, hard=None):
     """Lower a limit, or leave what is lower already."""
     before = resource.getrlimit(which)[1]
     wanted = (soft, soft if hard is None else hard)
     resource.setrlimit(which, wanted if before == resource.RLIM_INFINITY else tuple(min(n, before) for n in wanted))
 
 
-def keep_in_reach():
+def keep_python_importable():
     """Let Python be imported from by a user that may not go to where it is, through folders that are open already."""
     moved = {}
     for path in filter(os.path.isdir, sys.path):

@@ -11,7 +11,7 @@ import sys
 import time
 
 from grpo_fn.shell.sandbox import confine
-from grpo_fn.shell.sandbox.pipe import Channel, exactly, write_all
+from grpo_fn.shell.sandbox.pipe import Channel, read_exactly, write_all
 from grpo_fn.shell.sandbox.rpc import PROGRAM_OPS, ChannelClosed, Peer, Unsendable
 
 READY = "ready"
@@ -72,9 +72,9 @@ def run_tests(task, channel, report):
     """Load the program, run the setup, then every test, and report each test's verdict as it comes."""
     peer = Peer(channel.read, channel.write, {"call": PROGRAM_OPS["call"]}, callable)
     space = {"__name__": "tests"}
-    ready = holds(lambda: fill_namespace(task, peer, space), channel, report)
+    ready = test_holds(lambda: fill_namespace(task, peer, space), channel, report)
     for test in task["tests"]:
-        verdict = holds(lambda test=test: exec_code(test, space), channel, report) if ready else ready
+        verdict = test_holds(lambda test=test: exec_code(test, space), channel, report) if ready else ready
         report.say("verdict", {True: "right", False: "wrong", None: "unscorable"}[verdict])
 
 
@@ -90,7 +90,7 @@ def exec_code(code, space):
     exec(compile(code, "tests.py", "exec"), space)
 
 
-def holds(act, channel, report):
+def test_holds(act, channel, report):
     """Does it run without an exception? None where the test's own objects cannot be sent to the program."""
     try:
         act()
@@ -158,7 +158,9 @@ def serve_calls(requests, replies):
                 continue  # closed, or no stream at all: its own affair
         write_all(replies, data)
 
-    Peer(lambda size: exactly(requests, size), answer, {**PROGRAM_OPS, "load": load_module}, lambda value: True).serve()
+    Peer(
+        lambda size: read_exactly(requests, size), answer, {**PROGRAM_OPS, "load": load_module}, lambda value: True
+    ).serve()
 
 
 def load_module(sources, names):
@@ -192,10 +194,10 @@ def finish(child, patience):
         return f"the program died of signal {-code}" if code < 0 else f"the program ended by itself: exit status {code}"
     os.kill(child, confine.SIGKILL)
     os.waitpid(child, 0)
-    return "the program leaves processes behind" if still_running() else ""
+    return "the program leaves processes behind" if orphan_is_running() else ""
 
 
-def still_running():
+def orphan_is_running():
     """Is there a process whose parents are gone, and whose parent this one has become so?"""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:

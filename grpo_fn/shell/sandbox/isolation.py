@@ -49,7 +49,7 @@ def bubblewrap(limits: Limits) -> Iterator[Cell]:
     """
     if (bwrap := shutil.which("bwrap")) is None:
         raise RuntimeError("bubblewrap: got no bwrap on the PATH, wanted it installed: apt-get install bubblewrap")
-    user = own_user()
+    user = unused_user_id()
     wrapper = [bwrap, "--die-with-parent", "--new-session", "--as-pid-1"]
     wrapper += [f"--unshare-{space}" for space in ("pid", "net", "ipc", "uts", "cgroup-try")]
     if user is None:
@@ -68,8 +68,8 @@ def bubblewrap(limits: Limits) -> Iterator[Cell]:
 @contextmanager
 def namespaces(limits: Limits) -> Iterator[Cell]:
     """What bubblewrap does, from the kernel alone: wants Linux 5.12, and user namespaces unless this is root."""
-    folders, links = system_view()
-    user = own_user()
+    folders, links = read_only_folders()
+    user = unused_user_id()
     spare = 2 if user is None else 0  # the judge, and who waits for it
     settings = _settings("enter_namespaces", user, processes=limits.processes + spare)
     settings |= {"folders": folders, "links": links, "filter": seccomp.program(os.uname().machine, alone=False)}
@@ -83,11 +83,11 @@ def rlimits_only(limits: Limits) -> Iterator[Cell]:
     No process can be started and no file written, whatever `processes` and `file_mb` say. But the program can read
     every file that its user can: a user of its own where this process is root's, else this one.
     """
-    settings = _settings("enter_session", own_user(), processes=None) | {"folder": "/", "far": True}
+    settings = _settings("enter_session", unused_user_id(), processes=None) | {"folder": "/", "far": True}
     yield Cell((), settings | {"filter": seccomp.program(os.uname().machine, alone=True)}, ())
 
 
-def own_user() -> int | None:
+def unused_user_id() -> int | None:
     """As root: a number for this process's runs alone, of a user whom nothing belongs to. Else None: stay the same.
 
     None as well for a root who has no other users, as in a user namespace of one: to the kernel that is no root.
@@ -98,7 +98,7 @@ def own_user() -> int | None:
     return first + min(count, 2**31) - 2 - os.getpid() % SPARE_USERS if count >= 65536 else None
 
 
-def system_view() -> tuple[list[str], list[tuple[str, str]]]:
+def read_only_folders() -> tuple[list[str], list[tuple[str, str]]]:
     """The folders that a program sees, read-only: the system's, and Python's; and the symbolic links beside them."""
     paths = [path for path in SYSTEM_FOLDERS if os.path.exists(path)]
     links = [(path, os.readlink(path)) for path in paths if os.path.islink(path)]
@@ -114,7 +114,7 @@ def _settings(enter: str, user: int | None, *, processes: int | None) -> dict[st
 
 
 def _view_for_bwrap(file_mb: int) -> list[str]:
-    folders, links = system_view()
+    folders, links = read_only_folders()
     words = []
     for folder in folders:
         for parent in reversed(Path(folder).parents[:-1]):  # bwrap would make them as closed as they are outside

@@ -106,7 +106,7 @@ class Channel:
         raise ChannelClosed(reason)
 
 
-def exactly(fd, size):
+def read_exactly(fd, size):
     """So many bytes from a descriptor. Raises Ended when it ends before."""
     data = bytearray()
     while len(data) < size:

@@ -19,14 +19,14 @@ from grpo_fn.shell.sampler.interface import (
     Heard,
     SamplerContext,
     WeightReceipt,
-    unread,
+    ignore_completion,
     verify_receipt,
 )
 from grpo_fn.shell.sampler.weight_export import HEAD
 from grpo_fn.shell.vllm.engine_weights import WeightShare, engine_weights, has_head
 from grpo_fn.shell.vllm.incoming_weights import IncomingWeights, folder_weights
 from grpo_fn.shell.vllm.options import arguments, check_deadline
-from grpo_fn.shell.vllm.process_guards import group_of_one, import_vllm, same_randomness, same_threads
+from grpo_fn.shell.vllm.process_guards import group_of_one, import_vllm, restore_generators, restore_thread_count
 from grpo_fn.shell.world import LostRank
 
 UNPUSHED = -1  # the version of the weights in the model folder
@@ -102,7 +102,7 @@ class ColocatedEngine:
     # -- generating
 
     def generate(
-        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard = unread
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard = ignore_completion
     ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
 
@@ -265,8 +265,8 @@ class ColocatedEngine:
     def _apart(self) -> Iterator[None]:
         """Random generators, threads and compilation are afterwards as they were."""
         with ExitStack() as stack:
-            stack.enter_context(same_randomness(self.world.device))
-            stack.enter_context(same_threads())
+            stack.enter_context(restore_generators(self.world.device))
+            stack.enter_context(restore_thread_count())
             if self.eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

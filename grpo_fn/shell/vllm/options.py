@@ -127,7 +127,7 @@ def arguments(
         )
     of_cuda = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
     # A prompt that is read in two parts takes back a draw of its generator, which those of the CPU cannot (0.32).
-    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": at_once(context, max_model_len)}
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_token_limit(context, max_model_len)}
     return {
         **(of_cuda if on_cuda else {"kv_cache_memory_bytes": kv_cache_bytes, **whole}),
         # Every rank has an engine in it, and those of a group work in step; torchrun has started them all.
@@ -146,7 +146,7 @@ def arguments(
     }
 
 
-def at_once(context: SamplerContext, max_model_len: int | None) -> int:
+def batched_token_limit(context: SamplerContext, max_model_len: int | None) -> int:
     """Tokens that are computed at once where every prompt is read whole: the longest that there may be, at least."""
     return max(BATCHED, max_model_len or positions(context.config) or 0)
 

@@ -26,9 +26,9 @@ def import_vllm() -> ModuleType:
     try:
         import vllm
     except ImportError as error:
-        raise absent("sampler", str(error)) from error
+        raise missing_vllm_error("sampler", str(error)) from error
     if getattr(vllm, "__file__", None) is None:
-        raise absent("sampler", NO_PACKAGE)
+        raise missing_vllm_error("sampler", NO_PACKAGE)
     return vllm
 
 
@@ -36,12 +36,12 @@ def check_installed(knob: str) -> None:
     """Raise ValueError where there is no vLLM for what this knob names. It is looked for, not imported."""
     spec = find_spec("vllm")
     if spec is None:
-        raise absent(knob, "No module named 'vllm'")
+        raise missing_vllm_error(knob, "No module named 'vllm'")
     if spec.origin is None:
-        raise absent(knob, NO_PACKAGE)
+        raise missing_vllm_error(knob, NO_PACKAGE)
 
 
-def absent(knob: str, why: str) -> ValueError:
+def missing_vllm_error(knob: str, why: str) -> ValueError:
     """What is raised where vLLM is wanted and not there."""
     return ValueError(f"{knob}: got no vllm ({why}), wanted it installed: pip install 'grpo-fn[vllm]'")
 
@@ -54,7 +54,7 @@ def group_of_one(device: torch.device) -> None:
 
 
 @contextmanager
-def same_randomness(device: torch.device) -> Iterator[None]:
+def restore_generators(device: torch.device) -> Iterator[None]:
     """The global generators of torch, NumPy and Python are afterwards where they were."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -66,7 +66,7 @@ def same_randomness(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def same_threads() -> Iterator[None]:
+def restore_thread_count() -> Iterator[None]:
     """`torch.set_num_threads` does afterwards what it did, and the number of threads is what it was."""
     setter, threads = torch.set_num_threads, torch.get_num_threads()
     try:

@@ -31,9 +31,9 @@ from grpo_fn.shell.sampler.interface import (
     check_lengths,
     check_limits,
     completion_of_row,
+    ignore_completion,
+    never_stop,
     positions,
-    unchecked,
-    unread,
 )
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
@@ -83,7 +83,7 @@ def colocated_sampler(
         detokenize=bool(stop),
         deadline=generate_timeout,
     )
-    return VllmSampler(engine, context, tokenizer, ends_of(context, tokenizer), *asked, context.finished)
+    return VllmSampler(engine, context, tokenizer, end_tokens(context, tokenizer), *asked, context.finished)
 
 
 def dedicated_sampler(
@@ -107,7 +107,7 @@ def dedicated_sampler(
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
     check_asked(*asked, allow_biased=allow_biased)
     made = engine(context.world, context.dtype)
-    return VllmSampler(made, context, tokenizer, ends_of(context, tokenizer), *asked, context.finished)
+    return VllmSampler(made, context, tokenizer, end_tokens(context, tokenizer), *asked, context.finished)
 
 
 def check_asked(
@@ -127,7 +127,7 @@ def check_asked(
     merge_options(params(token_sampler), extra)
 
 
-def ends_of(context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_tokens(context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every token that ends a completion, as the local sampler has it."""
     bare = hf.empty_model(context.config)
     bare.generation_config = hf.generation_config(context.folder, context.config)
@@ -199,9 +199,9 @@ class VllmSampler:
         """The engine is not needed any more."""
         self.engine.close()
 
-    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = unchecked) -> "VllmSampler":
+    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "VllmSampler":
         """The same engine, drawing with `token_sampler`; `check` is called with every completion that ends."""
-        return replace(self, token_sampler=token_sampler, finished=None if check is unchecked else lambda *_: check())
+        return replace(self, token_sampler=token_sampler, finished=None if check is never_stop else lambda *_: check())
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""
@@ -209,7 +209,7 @@ class VllmSampler:
         check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=self._limit())
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
         asks = [GenerationRequest(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
-        heard = unread if self.finished is None else partial(self._heard, problems, group_size)
+        heard = ignore_completion if self.finished is None else partial(self._heard, problems, group_size)
         answers = [answer for group in self.engine.generate(asks, how=self._how(), heard=heard) for answer in group]
         device = self.context.world.device
         return assemble(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.sampler.fingerprint import NOTHING, weight_fingerprint
-from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, Heard, WeightReceipt, unread
+from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, Heard, WeightReceipt, ignore_completion
 from grpo_fn.shell.vllm.client import Patience, Server, check_sampling_fields
 from grpo_fn.shell.vllm.router import NewestWeights, Router, ServerState
 from grpo_fn.shell.vllm.vllm_transfer import Transfer, chunks
@@ -107,7 +107,7 @@ class DedicatedEngine:
         return self._fleet.complaints
 
     def generate(
-        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard = unread
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard = ignore_completion
     ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds. Any thread may ask, also while weights are pushed.
 

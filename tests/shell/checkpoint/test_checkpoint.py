@@ -26,7 +26,7 @@ from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.checkpoint import async_saver, manifest, store, tensor_shards
 from grpo_fn.shell.checkpoint import manifest as small
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
-from grpo_fn.shell.checkpoint.store import latest, prune, steps
+from grpo_fn.shell.checkpoint.store import latest_verified, prune, steps
 from grpo_fn.shell.world import alone
 
 ALONE = alone(torch.device("cpu"))
@@ -137,7 +137,7 @@ def test_what_is_loaded_is_bitwise_what_was_saved(tensors, listed, extra, step):
         meta = {"extra": extra}
         path = save(Path(folder), step, tensors=tensors, blobs={"blob": {"ts": listed, 3: (extra,)}}, meta=meta)
         assert path == Path(folder) / f"step_{step}"
-        found = latest(Path(folder), warn=refuse)
+        found = latest_verified(Path(folder), warn=refuse)
         assert found is not None
         assert (found.path, found.step) == (path, step)
         contents = load(path)
@@ -335,7 +335,7 @@ def test_what_a_process_not_quite_dead_would_rename_is_gone_before_it_is_deleted
         real(path, **how)
 
     monkeypatch.setattr(shutil, "rmtree", in_this_moment)
-    store.tidy(root)
+    store.clean_up_unfinished(root)
     assert [p.name for p in root.iterdir()] == ["step_1"]
 
 
@@ -381,16 +381,16 @@ def test_damage_to_any_file_at_any_place_is_named_and_the_one_before_is_taken(da
         with pytest.raises(ValueError, match=target.name):
             load(path)
         said: list[str] = []
-        found = latest(root, warn=said.append)
+        found = latest_verified(root, warn=said.append)
         assert found is not None
         assert found.step == 10
         assert_state(load(found.path), 1.0)
         assert len(said) == 1
         assert str(path) in said[0]
         assert target.name in said[0]
-        assert latest(root, warn=refuse) == found  # it was set aside and is not met again
+        assert latest_verified(root, warn=refuse) == found  # it was set aside and is not met again
         save(root, 20, **state(3.0))
-        found = latest(root, warn=refuse)
+        found = latest_verified(root, warn=refuse)
         assert found is not None
         assert_state(load(found.path), 3.0)
 
@@ -398,7 +398,7 @@ def test_damage_to_any_file_at_any_place_is_named_and_the_one_before_is_taken(da
 def test_a_checkpoint_under_another_steps_name_is_broken(root):
     shutil.copytree(save(root, 1, **state(1.0)), root / "step_2")
     said: list[str] = []
-    found = latest(root, warn=said.append)
+    found = latest_verified(root, warn=said.append)
     assert found is not None
     assert found.step == 1
     assert "step 1" in said[0]
@@ -409,15 +409,15 @@ def test_a_checkpoint_of_another_format_is_refused_and_kept(root, monkeypatch):
     path = save(root, 1, **state(1.0))
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"got .* format 3, wanted 2"):
-        latest(root, warn=refuse)
+        latest_verified(root, warn=refuse)
     assert path.exists()
 
 
 def test_nothing_there_is_none(root):
-    assert latest(root, warn=refuse) is None
+    assert latest_verified(root, warn=refuse) is None
     (root / "step_3x").mkdir(parents=True)
     (root / "step_4").write_text("a file")
-    assert latest(root, warn=refuse) is None
+    assert latest_verified(root, warn=refuse) is None
 
 
 def test_a_permission_error_is_no_proof_of_damage(root, monkeypatch):
@@ -428,7 +428,7 @@ def test_a_permission_error_is_no_proof_of_damage(root, monkeypatch):
 
     monkeypatch.setattr(manifest, "_sha256", denied)
     with pytest.raises(PermissionError):
-        latest(root, warn=refuse)
+        latest_verified(root, warn=refuse)
     assert path.exists()
 
 
@@ -498,7 +498,7 @@ def test_sigkill_at_any_line_of_save_leaves_the_old_or_the_new(tmp_path, replaci
     for line in places(lambda: save(rehearsal, 20, **state(3.0))):
         root = before(tmp_path / str(line))
         die_at(line, lambda root=root: save(root, 20, **state(3.0)))
-        found = latest(root, warn=refuse)
+        found = latest_verified(root, warn=refuse)
         assert found is not None
         value = found.meta["metrics"]["eval/accuracy"]
         assert (found.step, value) in {(20, 2.0) if replacing else (10, 1.0), (20, 3.0)}
@@ -524,7 +524,7 @@ def test_sigkill_at_any_line_of_prune_leaves_the_kept_ones_whole(tmp_path):
     for line in places(cut):
         fill()
         die_at(line, cut)
-        found = latest(tmp_path, warn=refuse)
+        found = latest_verified(tmp_path, warn=refuse)
         assert found is not None
         assert found.step == 3
         for step in steps(tmp_path):
@@ -547,7 +547,7 @@ def test_a_checkpoint_half_deleted_no_longer_bears_its_name(root, monkeypatch):
         prune(root, keep_last=1, keep_best=0, metric="eval/accuracy")
     monkeypatch.undo()
     assert steps(root) == [2]
-    assert latest(root, warn=refuse) is not None
+    assert latest_verified(root, warn=refuse) is not None
     assert [p.name for p in root.iterdir()] == ["step_2"]
 
 
@@ -557,11 +557,11 @@ def test_leftovers_of_the_living_stay_and_of_the_dead_go(root):
     try:
         busy = root / f".tmp-step_2-{living.pid}"
         busy.mkdir()
-        assert latest(root, warn=refuse) is not None
+        assert latest_verified(root, warn=refuse) is not None
         assert busy.exists()
     finally:
         living.communicate(b"\n")
-    assert latest(root, warn=refuse) is not None
+    assert latest_verified(root, warn=refuse) is not None
     assert not busy.exists()
 
 
@@ -622,7 +622,7 @@ def test_any_failing_flush_leaves_the_checkpoints_as_they_were(nth, code, replac
         assert caught is None or caught.value.errno == (errno.EIO if code == errno.EIO else errno.ENOSPC)
         done = calls == FLUSHES  # the last flush is that of the rename, which has happened
         assert {p.name for p in root.iterdir()} == {"step_1", "step_2"} if done or replacing else {"step_1"}
-        found = latest(root, warn=refuse)
+        found = latest_verified(root, warn=refuse)
         assert found is not None
         assert_state(load(found.path), 3.0 if done else 2.0 if replacing else 1.0)
 
@@ -655,7 +655,7 @@ def test_a_visibly_broken_folder_never_displaces_a_whole_one(root):
         save(root, step, **state(float(step)))
     (root / "step_2" / PIECES).write_bytes(b"")
     assert prune(root, keep_last=1, keep_best=0, metric="eval/accuracy") == []
-    found = latest(root, warn=lambda text: None)
+    found = latest_verified(root, warn=lambda text: None)
     assert found is not None
     assert found.step == 1
 

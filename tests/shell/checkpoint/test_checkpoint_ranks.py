@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from grpo_fn.shell import atomic_io
 from grpo_fn.shell.checkpoint import async_saver, store, tensor_shards
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
-from grpo_fn.shell.checkpoint.store import checkpoint_tensors, latest, load_into, read_tensors
+from grpo_fn.shell.checkpoint.store import checkpoint_tensors, latest_verified, load_into, read_tensors
 from grpo_fn.shell.world import World, alone
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def read_everything(world: World, path: Path, found: list[str]) -> None:
 def test_any_ranks_in_any_layout_read_the_bits_that_any_ranks_wrote(tmp_path: Path, size: int) -> None:
     root = tmp_path / "checkpoints"
     found = crew(size).run(write_everything, root)[0]
-    saved = latest(root, warn=pytest.fail)
+    saved = latest_verified(root, warn=pytest.fail)
     assert saved is not None
     assert saved.meta == {"size": size}
     assert store.blobs(saved.path) == {"who": [0]}
@@ -299,7 +299,7 @@ def test_a_killed_rank_leaves_the_newest_whole_and_the_others_say_so(
         assert other.error == "LostRank"
         assert "checkpoint of step 2" in other.text
         assert other.seconds < 10.0
-    found = latest(root, warn=pytest.fail)
+    found = latest_verified(root, warn=pytest.fail)
     assert found is not None
     assert found.step == (2 if place == AFTER else 1)
     assert_state(found.path, found.step)
@@ -313,7 +313,7 @@ def test_a_hanging_rank_is_waited_for_no_longer_than_the_deadline(tmp_path: Path
     outcomes = crew(4).outcomes(save_two, root, 2.0, 3, WRITE, stop, grace=5.0)
     assert [o.error for o in outcomes] == ["LostRank"] * 3 + ["Hung"]
     assert all(o.seconds < 8.0 for o in outcomes[:3])
-    found = latest(root, warn=pytest.fail)
+    found = latest_verified(root, warn=pytest.fail)
     assert found is not None
     assert found.step == 1
 
@@ -352,7 +352,7 @@ def test_a_disk_that_fails_one_rank_is_named_on_all_and_stops_none(
             assert os.strerror(code) in text
         else:
             assert kind == "OSError"
-    found = latest(root, warn=pytest.fail)
+    found = latest_verified(root, warn=pytest.fail)
     assert found is not None
     assert found.step == 2
     assert_state(found.path, 7)

@@ -20,8 +20,8 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json
 from grpo_fn.shell.logging import rollout_store, system_metrics
-from grpo_fn.shell.logging.metrics_writer import MetricsWriter, rewind, table
-from grpo_fn.shell.logging.rollout_store import stored
+from grpo_fn.shell.logging.metrics_writer import MetricsWriter, markdown_table, rewind
+from grpo_fn.shell.logging.rollout_store import rollout_steps
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -170,7 +170,7 @@ words = st.sampled_from(HOSTILE) | st.text(st.sampled_from("|\\`*_{}[]()<>#+-.!&
 
 @given(st.lists(st.builds(lambda a, b: {"text": a, "reward|": b}, words, st.floats()), min_size=1, max_size=3))
 def test_a_table_shows_every_text_as_it_is_and_nothing_comes_alive(rows):
-    page = Page(markdown_to_safe_html(table(rows)))
+    page = Page(markdown_to_safe_html(markdown_table(rows)))
     assert page.tags <= {"table", "thead", "tbody", "tr", "th", "td", "br"}
     wanted = [str(value) for row in rows for value in row.values()]
     shown = page.cells[2:]
@@ -183,7 +183,7 @@ def test_a_table_shows_every_text_as_it_is_and_nothing_comes_alive(rows):
 
 
 def test_a_table_has_a_column_for_every_name_in_any_row():
-    page = Page(markdown_to_safe_html(table([{"a": 1}, {"b": 2}])))
+    page = Page(markdown_to_safe_html(markdown_table([{"a": 1}, {"b": 2}])))
     assert page.cells == ["a", "b", "1", "", "", "2"]
 
 
@@ -212,11 +212,11 @@ def test_a_stored_step_can_be_replayed(P, G, T, seed, text):
     problems, rollout, reward, adv = rollout_of(P, G, T, seed, text)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        rollout_store.store(root, 12, problems, G, rollout, reward, adv, keep=1)
+        rollout_store.store_rollouts(root, 12, problems, G, rollout, reward, adv, keep=1)
         assert [p.name for p in root.iterdir()] == ["step_000012.jsonl.gz"]
         first = (root / "step_000012.jsonl.gz").read_bytes()
-        rows = rollout_store.load(root / "step_000012.jsonl.gz")
-        rollout_store.store(root, 12, problems, G, rollout, reward, adv, keep=1)
+        rows = rollout_store.load_rollouts(root / "step_000012.jsonl.gz")
+        rollout_store.store_rollouts(root, 12, problems, G, rollout, reward, adv, keep=1)
         assert (root / "step_000012.jsonl.gz").read_bytes() == first  # no clock in it
         assert gzip.decompress(first).isascii()
     assert [(row["uid"], row["g"]) for row in rows] == [(100 + p, g) for p in range(P) for g in range(G)]
@@ -243,19 +243,19 @@ def test_the_newest_steps_are_kept_and_an_undone_future_is_not(visited, keep):
     with tempfile.TemporaryDirectory() as folder:
         alive: list[int] = []
         for step in visited:  # a step that is not larger than the last one is a resume
-            rollout_store.store(Path(folder), step, problems, 1, rollout, reward, adv, keep=keep)
+            rollout_store.store_rollouts(Path(folder), step, problems, 1, rollout, reward, adv, keep=keep)
             alive = sorted({s for s in alive if s < step} | {step})[-keep:]
-            assert stored(Path(folder)) == alive
+            assert rollout_steps(Path(folder)) == alive
 
 
 def test_keeping_none_stores_none_and_less_is_refused(tmp_path):
     problems, rollout, reward, adv = rollout_of(1, 2, 3, 0, "x")
-    rollout_store.store(tmp_path, 1, problems, 2, rollout, reward, adv, keep=0)
+    rollout_store.store_rollouts(tmp_path, 1, problems, 2, rollout, reward, adv, keep=0)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="got keep -1"):
-        rollout_store.store(tmp_path, 1, problems, 2, rollout, reward, adv, keep=-1)
+        rollout_store.store_rollouts(tmp_path, 1, problems, 2, rollout, reward, adv, keep=-1)
     with pytest.raises(ValueError, match="got 2 rows for 1 problems x 3"):
-        rollout_store.store(tmp_path, 1, problems, 3, rollout, reward, adv, keep=1)
+        rollout_store.store_rollouts(tmp_path, 1, problems, 3, rollout, reward, adv, keep=1)
 
 
 def test_usage_names_memory_and_one_set_of_gauges_per_gpu():

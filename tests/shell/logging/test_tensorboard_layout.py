@@ -23,7 +23,7 @@ def begun(run_dir: Path) -> EventAccumulator:
     (run_dir / "config.gin").write_text("train.train.steps = 7\n")
     (run_dir / "run.json").write_text(json.dumps({"hparams": HPARAMS}))
     with MetricsWriter(run_dir, start_step=0) as writer:
-        tensorboard_layout.begin(writer, run_dir)
+        tensorboard_layout.write_run_header(writer, run_dir)
         writer.finished()
     return seen(run_dir)
 
@@ -78,7 +78,7 @@ def test_a_tag_is_drawn_where_it_belongs_and_nowhere_else(tag: str, titles: list
 
 def test_a_run_from_before_has_no_table_of_knobs(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"fingerprint": "f"}')
-    assert tensorboard_layout.hparams(tmp_path) == {}
+    assert tensorboard_layout.read_hparams(tmp_path) == {}
 
 
 def test_the_tab_hparams_has_the_knobs_the_measures_and_the_end(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def exits(found: list[Any]) -> list[int]:
 def mirrored(run_dir: Path, start: int, stop: int) -> None:
     with tracker.wandb(project="tests", mode="offline")(run_dir), MetricsWriter(run_dir, start_step=start) as writer:
         if start == 0:
-            tensorboard_layout.begin(writer, run_dir)
+            tensorboard_layout.write_run_header(writer, run_dir)
         for step in range(start, stop):
             writer.scalars(step, {"loss/kl": step / 4, "eval/accuracy": 0.5})
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from grpo_fn.core import prng
-from grpo_fn.core.packing import each, share_prompts
+from grpo_fn.core.packing import each_reads_its_prompt, share_prompts
 from grpo_fn.core.sampling import categorical
 from grpo_fn.shell.model import attention, blocks, lora, packed_input
 from grpo_fn.shell.model.attention_layout import Layout
@@ -220,7 +220,7 @@ def test_the_stream_is_every_prompt_once_and_every_completion_but_its_last_token
         row[:n] for row, n in zip(whole, [n for n, on in zip(start, live.tolist(), strict=True) if on], strict=True)
     }
     read = sum(len(p) for p in begun) + sum(n - m for n, m, on in zip(last, start, live.tolist(), strict=True) if on)
-    for share, wanted in ((share_prompts, read), (each, sum(map(len, whole)))):
+    for share, wanted in ((share_prompts, read), (each_reads_its_prompt, sum(map(len, whole)))):
         stream = packed_input.end_to_end(tokens, mask, share=share)
         assert stream.tokens.shape == (1, max(1, wanted))
         for b, (n, on) in enumerate(zip(last, live.tolist(), strict=True)):
@@ -229,7 +229,7 @@ def test_the_stream_is_every_prompt_once_and_every_completion_but_its_last_token
             assert torch.equal(stream.told["position_ids"][0, at], torch.arange(len(at)))
 
 
-@given(drawn(), st.sampled_from([share_prompts, each]), st.sampled_from([None, 1, 3, 100]))
+@given(drawn(), st.sampled_from([share_prompts, each_reads_its_prompt]), st.sampled_from([None, 1, 3, 100]))
 def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itself(some, share, window):
     layout: Layout = packed_input.end_to_end(*some[:2], share=share).told["layout"]
     sights: dict[int, set[int]] = {}
@@ -447,7 +447,12 @@ def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_siz
 
 @pytest.mark.parametrize("kernel", ["varlen", "flash"])
 @settings(max_examples=max(5, EXAMPLES // 5))
-@given(drawn(), st.sampled_from([None, 1, 2, 5]), st.sampled_from([share_prompts, each]), st.sampled_from([1, 2]))
+@given(
+    drawn(),
+    st.sampled_from([None, 1, 2, 5]),
+    st.sampled_from([share_prompts, each_reads_its_prompt]),
+    st.sampled_from([1, 2]),
+)
 def test_kernels_for_unequal_rows_are_told_of_the_same_rows(kernel, some, window, share, heads):
     layout: Layout = packed_input.end_to_end(*some[:2], share=share).told["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
@@ -455,7 +460,10 @@ def test_kernels_for_unequal_rows_are_told_of_the_same_rows(kernel, some, window
     knobs = {"window": window, "scale": 0.3, "dropout": 0.0, "cap": None}
     wanted = attention.bucketed_attention(q, k, v, layout, **knobs, core=attention.sdpa_attention)
     torch.testing.assert_close(
-        attention.bucketed_attention(q, k, v, layout, **knobs, core=attention.written_out), wanted, rtol=0, atol=1e-12
+        attention.bucketed_attention(q, k, v, layout, **knobs, core=attention.eager_attention),
+        wanted,
+        rtol=0,
+        atol=1e-12,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", as_torch_has_it)

@@ -51,7 +51,7 @@ def test_a_folder_is_made_once_for_every_recipe(tmp_path: Path, monkeypatch: pyt
         made.append(path)
         path.mkdir(parents=True)
 
-    monkeypatch.setattr(tiny_model, "make", make)
+    monkeypatch.setattr(tiny_model, "make_tiny_model", make)
     recipes = [recipe(tmp_path), *variants(tmp_path)]
     assert len(recipes) == 1 + len(NUMBERS) + len(asdict(SHAPE)) + 4
     folders = [r.folder() for r in recipes]
@@ -102,7 +102,7 @@ def test_no_held_out_content_is_in_the_tokenizers_texts_or_the_warm_start(tmp_pa
         texts.extend(completion for _, completion in islice(pairs, 3000))
 
     monkeypatch.setattr(tiny_model, "train_tokenizer", spy_texts)
-    monkeypatch.setattr(tiny_model, "supervise", spy_pairs)
+    monkeypatch.setattr(tiny_model, "train_supervised", spy_pairs)
     warm_start = WarmStart(steps=3, rows=4, lr=1e-3, worked_share=1.0)  # so that every text holds its equation
     recipe(tmp_path, warm_start=warm_start).folder()
     seen = set(map(content_of, texts))
@@ -125,7 +125,7 @@ def test_the_warm_start_lowers_the_loss_and_leaves_prompts_alone(tmp_path: Path)
     model = tiny_model.random_model(replace(SHAPE, vocabulary=262), seed=0, eos=eos)
     plan = WarmStart(steps=100, rows=2, lr=1e-2, worked_share=0.0)
     pairs = iter([("How many?", "7"), ("How?", "77")] * 100)
-    tiny_model.supervise(model, tokenizer, pairs, plan, report=said.append)
+    tiny_model.train_supervised(model, tokenizer, pairs, plan, report=said.append)
     assert said == [said[0]]
     assert said[0].startswith("[warm start] step 100/100 loss 0.0")
 

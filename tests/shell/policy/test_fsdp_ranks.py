@@ -41,7 +41,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf, lora
-from grpo_fn.shell.model.load_weights import give, part
+from grpo_fn.shell.model.load_weights import part, set_tensor
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy.fsdp import WEIGHTS, FSDPPolicy, full_tensor
@@ -137,7 +137,7 @@ def enlivened(model: nn.Module) -> nn.Module:
         if name.endswith(lora.B):
             g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = 0.03 * torch.randn(p.shape, generator=g)
-            give(model, [name], noise.__getitem__, device=CPU)
+            set_tensor(model, [name], noise.__getitem__, device=CPU)
     return model
 
 

@@ -154,7 +154,7 @@ def test_an_optimizer_is_asked_what_it_keeps(shapes):
     made.step()
     parts = [(memory.Weight(p.numel(), p.numel(), True, None), True) for p in params]
     assert memory_estimate.moment_bytes(Moment8, parts) == sum(
-        memory_estimate.stored_bytes(made.state[p].values()) for p in params
+        memory_estimate.tensor_bytes(made.state[p].values()) for p in params
     )
 
 

@@ -26,10 +26,17 @@ from grpo_fn.core.checksums import (
     mix,
     seed_of,
     to_int64,
-    total,
+    total_digest,
 )
 from grpo_fn.core.types import Batch, Reward, Rollout, Scores
-from grpo_fn.shell.policy.checksums import TensorBlock, append, combine_ranks, local_blocks, recorded, shares
+from grpo_fn.shell.policy.checksums import (
+    TensorBlock,
+    append,
+    block_digests,
+    combine_ranks,
+    local_blocks,
+    read_checksums,
+)
 
 pytestmark = pytest.mark.xdist_group("digest")
 DTYPES = [
@@ -162,8 +169,8 @@ def test_any_cut_into_blocks_adds_up(x: Tensor, data: st.DataObject) -> None:
             for start, part in ((0, block.narrow(axis, 0, cut)), (cut, block.narrow(axis, cut, x.shape[axis] - cut)))
         ]
     blocks = data.draw(st.permutations(blocks))
-    whole = total(seed, [block_digest(x, [0] * x.ndim, x.shape, seed)])
-    assert total(seed, [block_digest(part, offset, x.shape, seed) for offset, part in blocks]) == whole
+    whole = total_digest(seed, [block_digest(x, [0] * x.ndim, x.shape, seed)])
+    assert total_digest(seed, [block_digest(part, offset, x.shape, seed) for offset, part in blocks]) == whole
 
 
 def test_a_large_tensor_in_chunks_is_the_same_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,21 +186,23 @@ def test_a_large_tensor_in_chunks_is_the_same_as_at_once(monkeypatch: pytest.Mon
 
 @given(tensors(), st.integers(1, 4))
 def test_copies_count_once_and_other_copies_do_not(x: Tensor, ranks: int) -> None:
-    alone = combine_ranks([shares({"w": x})])
-    assert combine_ranks([shares({"w": x}) for _ in range(ranks)]) == alone
-    odd = shares({"w": x})
+    alone = combine_ranks([block_digests({"w": x})])
+    assert combine_ranks([block_digests({"w": x}) for _ in range(ranks)]) == alone
+    odd = block_digests({"w": x})
     seed, (piece,) = odd["w"]
     odd["w"] = seed, [piece._replace(share=piece.share ^ 1)]
-    assert combine_ranks([*(shares({"w": x}) for _ in range(ranks)), odd]) != alone
+    assert combine_ranks([*(block_digests({"w": x}) for _ in range(ranks)), odd]) != alone
 
 
 @given(st.lists(tensors(), min_size=2, max_size=2))
 def test_names_enter_and_their_order_does_not(pair: list[Tensor]) -> None:
     x, y = pair
-    one = combine_ranks([shares({"a": x, "b": y})])
-    assert combine_ranks([shares({"b": y, "a": x})]) == one
-    assert combine_ranks([shares({"a": x}), shares({"b": y})]) == one, "every rank may hold tensors of its own"
-    assert combine_ranks([shares({"a": x, "c": y})]) != one
+    one = combine_ranks([block_digests({"a": x, "b": y})])
+    assert combine_ranks([block_digests({"b": y, "a": x})]) == one
+    assert combine_ranks([block_digests({"a": x}), block_digests({"b": y})]) == one, (
+        "every rank may hold tensors of its own"
+    )
+    assert combine_ranks([block_digests({"a": x, "c": y})]) != one
 
 
 PLACEMENTS = {
@@ -215,7 +224,7 @@ def spread(world, shape: tuple[int, ...], placements: list, tensors: list[Tensor
         MESHES[shape] = init_device_mesh("cpu", shape)
     placed = {str(i): distribute_tensor(x, MESHES[shape], placements) for i, x in enumerate(tensors)}
     assert all(isinstance(x, DTensor) for x in placed.values())
-    return world.exchange(shares(placed), what="digests")
+    return world.exchange(block_digests(placed), what="digests")
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -224,14 +233,14 @@ def test_a_tensor_over_ranks_has_the_digest_of_the_whole(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     whole = [torch.randn(size, generator=generator) for size in SHAPES]
     whole += [torch.randn(SHAPES[0], generator=generator).bfloat16()]
-    wanted = combine_ranks([shares({str(i): x for i, x in enumerate(whole)})])
+    wanted = combine_ranks([block_digests({str(i): x for i, x in enumerate(whole)})])
     ranks = 1
     for n in shape:
         ranks *= n
     for brought in crew(ranks).run(spread, shape, placements, whole):
         assert combine_ranks(brought) == wanted
     whole[0][3, 2] += 1e-6
-    assert combine_ranks([shares({str(i): x for i, x in enumerate(whole)})]) != wanted
+    assert combine_ranks([block_digests({str(i): x for i, x in enumerate(whole)})]) != wanted
 
 
 def unsummed(world) -> str:
@@ -240,7 +249,7 @@ def unsummed(world) -> str:
 
     x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
     try:
-        shares({"x": x})
+        block_digests({"x": x})
     except Exception as error:
         return type(error).__name__
     return ""
@@ -310,7 +319,7 @@ def test_whatever_changes_is_named_and_nothing_else(seed: int, data: st.DataObje
     wanted = checksums.of_step(rollout, reward, adv, old, sent(rollout, old, []))
     name = data.draw(st.sampled_from(sorted(changed)))
     *parts, signal = changed[name]
-    assert checksums.differing(wanted, checksums.of_step(*parts, sent(rollout, signal, []))) == [name]
+    assert checksums.differing_quantities(wanted, checksums.of_step(*parts, sent(rollout, signal, []))) == [name]
 
 
 def bumped(x: Tensor, place: tuple[int, ...]) -> Tensor:
@@ -359,14 +368,14 @@ def test_a_chain_is_one_of_its_links_in_their_order(one: list[int], other: list[
 
 
 def test_lines_come_back_and_a_torn_one_does_not(tmp_path: Path) -> None:
-    assert recorded(tmp_path) == {}
+    assert read_checksums(tmp_path) == {}
     for number in (1, 2):
         append(tmp_path, {"step": number, "tokens": f"{number:016x}"})
-    both = recorded(tmp_path)
+    both = read_checksums(tmp_path)
     assert both == {n: {"step": n, "tokens": f"{n:016x}"} for n in (1, 2)}
     with open(tmp_path / "digests.jsonl", "a") as file:
         file.write(json.dumps({"step": 3, "tokens": "0"})[:-4])
-    assert recorded(tmp_path) == both
+    assert read_checksums(tmp_path) == both
 
 
 @pytest.mark.parametrize("line", ["", "{", "[1]", '{"tokens": "0"}', "\x00"])
@@ -376,4 +385,4 @@ def test_a_line_that_is_none_is_told(tmp_path: Path, line: str) -> None:
         file.write(line + "\n")
     append(tmp_path, {"step": 3})
     with pytest.raises(ValueError, match=r"digests.jsonl:2: got .*, wanted a JSON object with a step"):
-        recorded(tmp_path)
+        read_checksums(tmp_path)

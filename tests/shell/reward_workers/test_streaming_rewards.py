@@ -22,7 +22,7 @@ from test_probe import asked as probed
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.reward_workers import streaming
-from grpo_fn.shell.reward_workers.reward_pool import Interrupted, RewardError, RewardPool, unreported
+from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool, ScoringInterrupted, ignore_loss
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, rank_share
@@ -52,7 +52,7 @@ class Fake:
         report: Any = None,
         should_stop: Any = None,
     ) -> list[Outcome]:
-        if report is unreported:
+        if report is ignore_loss:
             return self.foresee(fn, problems, completions)
         found = [*map(partial(self.one, fn), problems, completions)]
         for outcome in dict.fromkeys(zip(problems_of(problems), completions, found, strict=True)):
@@ -257,7 +257,7 @@ def columns(asked: Sequence[tuple[Problem, Completion]]) -> list[Any]:
 
 def test_a_loss_that_was_foreseen_counts_and_raises_when_it_is_reported(pool: RewardPool) -> None:
     asked = columns(rows([0], ["good", "bad", "fine"]))
-    found = pool.judge(raises, *asked, report=unreported)
+    found = pool.judge(raises, *asked, report=ignore_loss)
     assert [outcome.value for outcome in found] == [1.0, None, 1.0]
     with pytest.raises(RewardError) as early_one:
         pool.report(found[1].loss)
@@ -267,7 +267,7 @@ def test_a_loss_that_was_foreseen_counts_and_raises_when_it_is_reported(pool: Re
     assert not any(pool.counts.values())
     pool.stop_on_error = False
     try:
-        (outcome,) = pool.judge(not_a_number, *columns(rows([0], ["a"])), report=unreported)
+        (outcome,) = pool.judge(not_a_number, *columns(rows([0], ["a"])), report=ignore_loss)
         assert not any(pool.counts.values())
         pool.report(outcome.loss)
         assert pool.counts == {"timeouts": 0, "worker_crashes": 0, "protocol_errors": 0, "exceptions": 1}
@@ -319,7 +319,7 @@ def test_the_end_does_not_wait_for_rows_that_nobody_wants(pool: RewardPool) -> N
         began = time.monotonic()
     assert time.monotonic() - began < 5.0
     assert pool.score(obeys, *columns(rows([0], ["fine"]))) == [1.0]
-    with pytest.raises(Interrupted):
+    with pytest.raises(ScoringInterrupted):
         pool.score(obeys, *columns(rows([0], ["sleep"])), should_stop=lambda: time.monotonic() > began + 0.1)
 
 

@@ -22,8 +22,8 @@ from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForC
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
-from grpo_fn.shell.reward_workers.reward_pool import Interrupted
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache, Sizes, as_many, few
+from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
+from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache, Sizes, exact_size, graph_size
 from grpo_fn.shell.sampler.local.decode_step import (
     WRITTEN,
     Code,
@@ -38,7 +38,9 @@ EXAMPLES = settings.default.max_examples
 COSTLY = settings(max_examples=max(4, EXAMPLES // 20))
 TEXTS = ["Tom has", "aT é 7", "7 7 7 a a a T T", "a7"]
 CPU = torch.device("cpu")
-SMALL = Sizes(partial(few, least=1), partial(few, least=4), 3)  # as on CUDA: few shapes, several steps between looks
+SMALL = Sizes(
+    partial(graph_size, least=1), partial(graph_size, least=4), 3
+)  # as on CUDA: few shapes, several steps between looks
 
 
 def held(module: nn.Module, run: Eager | GraphCache, sizes: Sizes = SMALL, code: Code = WRITTEN) -> SharedDecoder:
@@ -182,14 +184,14 @@ def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch: 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 64]))
 def test_sizes_are_few_and_not_much_larger_than_asked_for(n: int, least: int) -> None:
-    size = few(n, least=least)
+    size = graph_size(n, least=least)
     assert n <= size <= max(least, 1.5 * n)
-    assert few(size, least=least) == size
+    assert graph_size(size, least=least) == size
 
 
 def test_there_are_few_sizes() -> None:
-    assert len({few(n, least=1) for n in range(1, 1025)}) == 20
-    assert sorted({few(n, least=64) for n in range(1, 500)}) == [64, 96, 128, 192, 256, 384, 512]
+    assert len({graph_size(n, least=1) for n in range(1, 1025)}) == 20
+    assert sorted({graph_size(n, least=64) for n in range(1, 500)}) == [64, 96, 128, 192, 256, 384, 512]
 
 
 # -- lanes
@@ -270,7 +272,7 @@ def test_a_check_that_raises_ends_it_and_the_next_call_is_as_ever(fit: bool) -> 
 
     def check() -> None:
         if len(steps) > whole + 2:
-            raise Interrupted("asked to stop")
+            raise ScoringInterrupted("asked to stop")
 
     s = sampler(max_rows=3)
     if not fit:
@@ -279,7 +281,7 @@ def test_a_check_that_raises_ends_it_and_the_next_call_is_as_ever(fit: bool) -> 
     with s.model.register_forward_pre_hook(lambda *_: steps.append(None)):
         s.sample(problems(TEXTS), 3, key=KEY)
         whole = len(steps)
-        with pytest.raises(Interrupted, match="asked to stop"):
+        with pytest.raises(ScoringInterrupted, match="asked to stop"):
             s.for_evaluation(s.token_sampler, check).sample(problems(TEXTS), 3, key=KEY)
     assert len(steps) == whole + 3 < 2 * whole
     again = s.sample(problems(TEXTS), 3, key=KEY)
@@ -348,5 +350,8 @@ def test_blocks_that_are_compiled_for_training_decode_as_written() -> None:
 def held_as_is(module: nn.Module) -> SharedDecoder:
     """Without asking the model whether it is fit, which compiled blocks are asked too."""
     made = SharedDecoder()
-    made.model, made.engine = module, DecodeEngine(module, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
+    made.model, made.engine = (
+        module,
+        DecodeEngine(module, sizes=Sizes(exact_size, exact_size, 1), run=Eager(), code=WRITTEN),
+    )
     return made

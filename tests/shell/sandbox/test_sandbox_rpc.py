@@ -18,7 +18,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from grpo_fn.shell.sandbox.pipe import exactly, write_all
+from grpo_fn.shell.sandbox.pipe import read_exactly, write_all
 from grpo_fn.shell.sandbox.rpc import PROGRAM_OPS, ChannelClosed, Peer, Remote, Unsendable
 from grpo_fn.shell.sandbox.values import COLLECTIONS, REBUILT, SCALARS, TYPES, Reader, encode
 
@@ -220,10 +220,13 @@ def conversation():
     """The judge's peer; the other end serves WORLD in a thread."""
     (down, requests), (replies, up) = os.pipe(), os.pipe()
     judge = Peer(
-        lambda n: exactly(replies, n), lambda data: write_all(requests, data), {"call": PROGRAM_OPS["call"]}, callable
+        lambda n: read_exactly(replies, n),
+        lambda data: write_all(requests, data),
+        {"call": PROGRAM_OPS["call"]},
+        callable,
     )
     served = {**PROGRAM_OPS, "load": lambda names: {name: WORLD[name] for name in names}}
-    program = Peer(lambda n: exactly(down, n), lambda data: write_all(up, data), served, lambda value: True)
+    program = Peer(lambda n: read_exactly(down, n), lambda data: write_all(up, data), served, lambda value: True)
 
     def serve():
         with pytest.raises(ChannelClosed):

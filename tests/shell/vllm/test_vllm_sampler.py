@@ -42,7 +42,7 @@ from grpo_fn.shell.vllm import colocated as vllm_engine
 from grpo_fn.shell.vllm import options
 from grpo_fn.shell.vllm.colocated import TAGS, ColocatedEngine
 from grpo_fn.shell.vllm.options import BATCHED, arguments, row_seeds
-from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated_sampler, ends_of
+from grpo_fn.shell.vllm.vllm_sampler import VllmSampler, colocated_sampler, end_tokens
 from grpo_fn.shell.world import World, alone
 
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
     model = MODELS["qwen2_tied"](VOCABULARY)
     model.generation_config.eos_token_id = [11, 5]
     hf.export(model, tokenizer(), tmp_path / "model")
-    assert ends_of(context(folder=str(tmp_path / "model")), tokenizer()) == [5, 11, VOCABULARY - 1]
+    assert end_tokens(context(folder=str(tmp_path / "model")), tokenizer()) == [5, 11, VOCABULARY - 1]
 
 
 def test_prompts_without_tokens_or_room_are_refused_by_number() -> None:
@@ -411,7 +411,7 @@ def test_one_path_for_both_devices() -> None:
 def test_generators_and_threads_are_left_as_they_were() -> None:
     setter, threads = torch.set_num_threads, torch.get_num_threads()
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    with vllm_engine.same_randomness(CPU), vllm_engine.same_threads():
+    with vllm_engine.restore_generators(CPU), vllm_engine.restore_thread_count():
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
         setter(threads + 1)
         torch.set_num_threads = print

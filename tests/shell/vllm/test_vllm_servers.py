@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_stub import Stub, checksum, drawn
 
-from grpo_fn.shell.reward_workers.reward_pool import Interrupted
+from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
 from grpo_fn.shell.sampler.interface import GenerationRequest, StaleEngine, verify_receipt
 from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
@@ -195,9 +195,9 @@ def test_where_an_answer_is_not_wanted_the_others_are_called_off(two):
     servers.push(weights(0), version=0)
 
     def hear(i, j, answer):
-        raise Interrupted("asked to stop")
+        raise ScoringInterrupted("asked to stop")
 
-    with pytest.raises(Interrupted, match="asked to stop"):
+    with pytest.raises(ScoringInterrupted, match="asked to stop"):
         servers.generate(ASKS, how=HOW, heard=hear)
     assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
 

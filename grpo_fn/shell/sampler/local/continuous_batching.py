@@ -47,7 +47,7 @@ class Ends(NamedTuple):
     stops: Stops
 
 
-def blank(u: Float[Tensor, "R N"], pad: int) -> DecodedRows:
+def empty_rows(u: Float[Tensor, "R N"], pad: int) -> DecodedRows:
     """No row has a token yet."""
     return DecodedRows(
         torch.full(u.shape, pad, device=u.device),
@@ -66,7 +66,7 @@ class Shelf(NamedTuple):
     logits: Float[Tensor, "P V"]  # behind the last token
 
 
-def moves(taken: Bool[Tensor, "S"], first: int) -> tuple[Int[Tensor, "m"], Int[Tensor, "m"]]:
+def compaction_moves(taken: Bool[Tensor, "S"], first: int) -> tuple[Int[Tensor, "m"], Int[Tensor, "m"]]:
     """From which slots to which, so that all that are taken are among the first so many."""
     source = taken[first:].nonzero()[:, 0] + first
     return source, (~taken[:first]).nonzero()[: len(source), 0]
@@ -91,7 +91,7 @@ class ContinuousBatching:
         self.engine, self.prompts, self.u = engine, prompts, u
         self.token_sampler, self.stops, self.ended, self.check = token_sampler, ends.stops, ended, check
         self.group = len(u) // len(prompts)
-        self.out, self.waiting = blank(u, pad), 0  # rows before `waiting` have had a slot
+        self.out, self.waiting = empty_rows(u, pad), 0  # rows before `waiting` have had a slot
         self.shelf: Shelf | None = None
         self.most = min(slots, len(u))  # rows at once
         size = len(ends.stops.suspect)
@@ -202,7 +202,7 @@ class ContinuousBatching:
 
     def gather_rows(self, rows: int) -> int:
         """Rows behind the first so many slots move to free ones among those."""
-        source, target = moves(self.busy, rows)
+        source, target = compaction_moves(self.busy, rows)
         if len(source):
             there = [x.to(self.u.device) for x in (source, target)]
             self.engine.drawn.move(*there, int((self.length - self.start)[source].max()))
@@ -215,7 +215,7 @@ class ContinuousBatching:
 
     def gather_prompts(self, prompts: int) -> int:
         """Prompts behind the first so many slots move to free ones among those."""
-        source, target = moves(self.owed > 0, prompts)
+        source, target = compaction_moves(self.owed > 0, prompts)
         if len(source):
             there = [x.to(self.u.device) for x in (source, target)]
             self.engine.prompts.move(*there, self.engine.prompts.columns)

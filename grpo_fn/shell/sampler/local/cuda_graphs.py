@@ -23,12 +23,12 @@ class Sizes(NamedTuple):
     steps: int
 
 
-def as_many(n: int) -> int:
+def exact_size(n: int) -> int:
     """Any size."""
     return n
 
 
-def few(n: int, *, least: int) -> int:
+def graph_size(n: int, *, least: int) -> int:
     """The next of least, 1.5 least, 2 least, 3 least, 4 least, ...: at most half as many again as asked for, from there
     on."""
     size = least

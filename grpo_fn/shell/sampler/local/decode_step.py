@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from grpo_fn.shell.model import packed_input
-from grpo_fn.shell.model.attention import install, unusable
+from grpo_fn.shell.model.attention import install, unusable_mask
 from grpo_fn.shell.model.blocks import CompiledPart, blocks, compile_for_decoding
 from grpo_fn.shell.sampler.local.cuda_graphs import (
     CudaGraph,
@@ -17,9 +17,9 @@ from grpo_fn.shell.sampler.local.cuda_graphs import (
     GraphCache,
     Sizes,
     addresses,
-    as_many,
     capturable,
-    few,
+    exact_size,
+    graph_size,
 )
 from grpo_fn.shell.sampler.local.kv_cache import (
     Attended,
@@ -87,7 +87,7 @@ def forward_step(
     model: nn.Module, ids: Tensor, position: Tensor, layout: PrefillAttention | DecodeAttention, keep: Tensor | int
 ) -> Tensor:
     """Logits of the tokens that `keep` names, `[B K V]`."""
-    told: dict[str, Any] = {"attention_mask": unusable(ids.device), "layout": layout, "use_cache": False}
+    told: dict[str, Any] = {"attention_mask": unusable_mask(ids.device), "layout": layout, "use_cache": False}
     return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **told).logits
 
 
@@ -221,10 +221,10 @@ def memory_budget(device: torch.device) -> float:
 def build_engine(model: nn.Module) -> DecodeEngine:
     """Steps that are compiled and captured where the model is whole on a CUDA device; as they are written elsewhere."""
     if not capturable(model):
-        return DecodeEngine(model, sizes=Sizes(as_many, as_many, 1), run=Eager(), code=WRITTEN)
+        return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, 1), run=Eager(), code=WRITTEN)
     return DecodeEngine(
         model,
-        sizes=Sizes(partial(few, least=1), partial(few, least=64), LOOK),
+        sizes=Sizes(partial(graph_size, least=1), partial(graph_size, least=64), LOOK),
         run=GraphCache(CudaGraph),
         code=compile_decode_parts(model),
     )
@@ -245,14 +245,14 @@ def decoding_unsupported_reason(model: nn.Module, device: torch.device) -> str |
     """Why the model must not be decoded this way; None when it may. Found by asking it."""
     try:
         install(model)
-        return packed_input.packing_unsupported_reason(model, device) or differs(model, device)
+        return packed_input.packing_unsupported_reason(model, device) or decoding_difference(model, device)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}, {str(error).splitlines()[0] if str(error) else 'without a word'}"
 
 
-def differs(model: nn.Module, device: torch.device) -> str | None:
+def decoding_difference(model: nn.Module, device: torch.device) -> str | None:
     """How far logits of two decoding steps are from those of the whole rows; None when that is rounding."""
     size = model.config.get_text_config().vocab_size
     texts = [[(5 * b + t) ** 2 % size for t in range(n)] for b, n in enumerate((7, 3, 7))]

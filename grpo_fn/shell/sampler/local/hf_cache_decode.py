@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from grpo_fn.shell.model.hf import as_tokens
-from grpo_fn.shell.sampler.local.continuous_batching import DecodedRows, Ended, Ends, blank
+from grpo_fn.shell.sampler.local.continuous_batching import DecodedRows, Ended, Ends, empty_rows
 from grpo_fn.shell.sampler.local.decode_step import TokenSampler
 
 
@@ -39,11 +39,11 @@ def decode(
             some = list(prompts[i : i + at_once])
             parts.append(batch(model, some, taken, token_sampler=token_sampler, ends=ends, pad=pad, check=check))
             if ended is not None:
-                tell(parts[-1], i * group + j, ended)
+                report_ended(parts[-1], i * group + j, ended)
     return DecodedRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 
-def tell(part: DecodedRows, first: int, ended: Ended) -> None:
+def report_ended(part: DecodedRows, first: int, ended: Ended) -> None:
     """Rows that follow one another have ended."""
     fields = (part.tokens.tolist(), part.length.tolist(), part.stopped.tolist())
     for row, (tokens, n, stopped) in enumerate(zip(*fields, strict=True)):
@@ -71,7 +71,7 @@ def batch(
     logits = forward(model, ids, attend, (attend.long().cumsum(-1) - 1).clamp(min=0), cache)
     cache.batch_repeat_interleave(group)
     logits, attend, position = (x.repeat_interleave(group, 0) for x in (logits, attend, lengths))
-    out, row = blank(u, pad), torch.arange(len(u), device=device)  # which output row each live row writes to
+    out, row = empty_rows(u, pad), torch.arange(len(u), device=device)  # which output row each live row writes to
     for t in range(new):
         check()
         token, logp = token_sampler(logits, u[row, t])

@@ -70,7 +70,7 @@ class PrefillAttention(PackedAttention):
 
 
 class RowSlots(NamedTuple):
-    """Rows by the prompt that they read: `wide` lanes for each of the first prompts, not all of them taken."""
+    """Rows by the prompt that they read: `products_in_float32` lanes for each of the first prompts, not all of them taken."""
 
     row: Int[Tensor, "_"]  # in each lane; any row in one that is free
     lane: Int[Tensor, "n"]  # of each row; any lane for a slot without a row
@@ -78,7 +78,7 @@ class RowSlots(NamedTuple):
 
 
 def row_slots(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wide: int) -> RowSlots:
-    """A lane for all rows that are `there`, of which no more than `wide` have the same `home`."""
+    """A lane for all rows that are `there`, of which no more than `products_in_float32` have the same `home`."""
     rows = there.nonzero()[:, 0]
     rows = rows[home[rows].argsort(stable=True)]
     count = torch.bincount(home[rows], minlength=prompts)
@@ -173,7 +173,7 @@ class DecodeAttention:
         k, v = (x[:n, :, : self.columns].flatten(0, 1) for x in drawn)
         many = len(self.lanes.row) // self.lanes.wide
         pk, pv = (x[:many, :, : self.reach].flatten(0, 1) for x in self.prompts.of(module.layer_idx, key, value))
-        dtype = torch.float32 if wide(key) else key.dtype
+        dtype = torch.float32 if products_in_float32(key) else key.dtype
         seen = KVView(pk, pv, k, v, in_lane, back, self.mask(how.window, dtype))
         return self.attended(query.reshape(n * heads, -1, dim), seen, how.scale, how.cap).view(n, 1, -1, v.shape[2])
 
@@ -206,9 +206,9 @@ class DecodeAttention:
 
 def product(a: Float[Tensor, "b m k"], b: Float[Tensor, "b k n"]) -> Float[Tensor, "b m n"]:
     """Matrix products, in float32 where the device has that for halves."""
-    return torch.bmm(a, b, out_dtype=torch.float32) if wide(a) else torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32) if products_in_float32(a) else torch.bmm(a, b)
 
 
-def wide(x: Tensor) -> bool:
+def products_in_float32(x: Tensor) -> bool:
     """Whether products of it come in float32."""
     return x.is_cuda and x.dtype in HALVES

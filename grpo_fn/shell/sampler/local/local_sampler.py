@@ -22,8 +22,8 @@ from grpo_fn.shell.sampler.interface import (
     check_lengths,
     check_limits,
     completion_of_row,
+    never_stop,
     positions,
-    unchecked,
 )
 from grpo_fn.shell.sampler.local import hf_cache_decode
 from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, Ended, Ends
@@ -100,7 +100,7 @@ class LocalSampler:
     stop: Sequence[str]
     max_rows: int  # rows decoded at once; bounds the KV cache
     finished: Finished | None = None  # told of every row as soon as it has ended
-    check: Callable[[], None] = unchecked  # called every few decode steps; what it raises ends them
+    check: Callable[[], None] = never_stop  # called every few decode steps; what it raises ends them
     held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
     overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
@@ -137,7 +137,7 @@ class LocalSampler:
     def close(self) -> None:
         """There is nothing to close."""
 
-    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = unchecked) -> "LocalSampler":
+    def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "LocalSampler":
         """The same engine, drawing with `token_sampler`; `check` is called every few decode steps."""
         return replace(self, token_sampler=token_sampler, finished=None, check=check)
 

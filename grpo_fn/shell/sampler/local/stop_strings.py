@@ -15,7 +15,7 @@ class Stops:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
-        self.suspect = suspects(tokenizer, self.stop, size) if stop else torch.zeros(size, dtype=torch.bool)
+        self.suspect = tokens_of_stops(tokenizer, self.stop, size) if stop else torch.zeros(size, dtype=torch.bool)
         # Every token holds at least one byte, so the last len(stop) tokens hold it; one more in front, because decoders
         # of the SentencePiece kind drop a leading space.
         self.tail = max((len(s.encode()) for s in stop), default=0) + 1
@@ -38,7 +38,7 @@ class Stops:
         return found
 
 
-def suspects(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> Bool[Tensor, "V"]:
+def tokens_of_stops(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> Bool[Tensor, "V"]:
     """Tokens whose text holds the last character of a stop string, or bytes that may be part of one.
 
     Each is decoded behind itself, as decoders drop the space before a first word. Tokens that the tokenizer does not
