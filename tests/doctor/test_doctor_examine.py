@@ -230,7 +230,7 @@ def _vllm(here: dict[str, str], wanted: list[str]) -> list[DoctorFinding]:
 def wanted(*params: str, files: tuple[str, ...] = ("run/arithmetic.gin",)) -> tuple[dict, list[DoctorFinding]]:
     question = Question(model="", gin_files=files, gin_params=params, deadline=120)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(examine, "ask", here)
+        patch.setattr(examine, "call_in_subprocess", here)
         return examine.configuration(question)
 
 

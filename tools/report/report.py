@@ -307,7 +307,7 @@ def differences(runs: Sequence[Run]) -> str:
 def warnings(runs: Sequence[Run]) -> str:
     """What the rules of health have said."""
     listed = [
-        f"<h3>{escape(run.name)}</h3><ul>{''.join(f'<li>{markdown_cell(warning)}</li>' for warning in run.warnings)}</ul>"
+        f"<h3>{escape(run.name)}</h3><ul>{''.join(f'<li>{markdown_cell(text)}</li>' for text in run.warnings)}</ul>"
         for run in runs
         if run.warnings
     ]

@@ -152,8 +152,8 @@ def temporary_name(root: Path, kind: str, step: int, owner: str) -> Path:
 
 
 def commit(building: Path, step: int) -> Path:
-    """Rename into place. A folder cannot be renamed over a full one: the old one steps aside, and `clean_up_unfinished` brings it
-    back if the process dies in between."""
+    """Rename into place. A folder cannot be renamed over a full one: the old one steps aside, and
+    `clean_up_unfinished` brings it back if the process dies in between."""
     root, final = building.parent, building.parent / f"step_{step}"
     retired = temporary_name(root, "old", step, str(os.getpid()))
     if final.exists():

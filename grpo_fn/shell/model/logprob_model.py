@@ -25,7 +25,7 @@ def predicting_states(
 
 
 def scatter_to_rows(values: Float[Tensor, "N"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Values of the masked tokens back at their `[b, t]`; zero elsewhere. The inverse of `predicting_states`'s selection."""
+    """Values of the masked tokens back at their `[b, t]`; zero elsewhere. The inverse of `predicting_states`."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 

@@ -70,7 +70,7 @@ class PrefillAttention(PackedAttention):
 
 
 class RowSlots(NamedTuple):
-    """Rows by the prompt that they read: `products_in_float32` lanes for each of the first prompts, not all of them taken."""
+    """Rows by the prompt that they read: `wide` lanes for each of the first prompts, not all of them taken."""
 
     row: Int[Tensor, "_"]  # in each lane; any row in one that is free
     lane: Int[Tensor, "n"]  # of each row; any lane for a slot without a row
