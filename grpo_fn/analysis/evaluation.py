@@ -74,7 +74,7 @@ class GradedAnswer(NamedTuple):
         samples = [{**attempt._asdict(), "verdict": attempt.verdict} for attempt in self.samples]
         return {**asked, **self.greedy._asdict(), "verdict": self.greedy.verdict, "samples": samples}
 
-    def shown(self) -> dict[str, str]:
+    def display_fields(self) -> dict[str, str]:
         """What a person reads of it."""
         predicted = {} if self.greedy.marked is None else {"prediction": self.greedy.marked}
         asked = {"problem": self.problem.prompt, "completion": self.greedy.text}

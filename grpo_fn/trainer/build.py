@@ -25,7 +25,7 @@ from grpo_fn.shell.process import keep_freed_memory
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, spread_score
-from grpo_fn.shell.sampler.interface import EngineSampler, Finished, SamplerContext, positions
+from grpo_fn.shell.sampler.interface import EngineSampler, OnCompletion, SamplerContext, positions
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
@@ -67,7 +67,7 @@ def build(
     policy = build_policy(s, loaded, world)
     pool = s.rewards.pool()
     streaming = StreamingRewards(pool)
-    context = sampler_context(spec, world, loaded.decoding, streaming.finished)
+    context = sampler_context(spec, world, loaded.decoding, streaming.on_completion)
     sampler = world.together(partial(build_sampler, s, context, prepared.tokenizer), what="starting the sampler")
     probe = s.sampling.probe and partial(
         s.sampling.probe, key=prng.fold_in(key, PROBING), room=positions(checked.config)
@@ -175,7 +175,7 @@ def build_policy(settings: Settings, loaded: LoadedModel, world: World) -> FSDPP
 
 
 def sampler_context(
-    spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module], finished: Finished | None
+    spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module], on_completion: OnCompletion | None
 ) -> SamplerContext:
     """What a sampler factory is given."""
     return SamplerContext(
@@ -185,7 +185,7 @@ def sampler_context(
         world=world,
         adapters=spec.adapters,
         full_model=full_model,
-        finished=finished,
+        on_completion=on_completion,
     )
 
 
@@ -260,7 +260,7 @@ def step_algorithm(
         group_size=a.group_size,
         epochs=a.epochs,
         minibatches=a.minibatches,
-        split=policy.split,
+        split=policy.split_rows,
         min_groups_with_signal=a.min_groups_with_signal,
     )
 

@@ -56,7 +56,7 @@ def run_training(run: TrainingRun) -> int:
         with ErrorContext(run.world, progress.state.step, loggers.clock), loggers.clock.span("export"):
             export_run(run, progress, loggers.console)
             if start < progress.state.step:  # the events of a run that was done before say so already
-                loggers.writer.finished()
+                loggers.writer.finish()
     return 0
 
 
@@ -100,7 +100,7 @@ def take_steps(
         with ErrorContext(run.world, step, loggers.clock):
             if halt() or fatal:
                 break
-            with loggers.profiler.recorded(step, loggers.clock.span):
+            with loggers.profiler.record_step(step, loggers.clock.span):
                 advance(run, progress, step, loggers)
                 progress.seconds = past + time.perf_counter() - run.started
                 fatal = check_health(run, step, loggers.history, loggers.console, loggers.writer)

@@ -154,7 +154,7 @@ def step_checksums(run: TrainingRun, step: int, seen: Experience, noted: StepChe
 def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], rows: int, writer: AsyncWriter) -> None:
     """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
     eval_store.store_evaluation(run_dir / "eval", step, [one.row() for one in judged])
-    show(writer, step, "eval/samples", [one.shown() for one in judged[:rows]])
+    show(writer, step, "eval/samples", [one.display_fields() for one in judged[:rows]])
 
 
 def check_health(

@@ -154,11 +154,11 @@ def test_the_row_holds_everything_by_name():
     assert (row["text"], row["verdict"]) == (one.greedy.text, one.greedy.verdict)
     (sample,) = row["samples"]
     assert sample == {**one.samples[0]._asdict(), "verdict": one.samples[0].verdict}
-    assert one.shown() == {
+    assert one.display_fields() == {
         **{"problem": "why?", "completion": one.greedy.text, "prediction": one.greedy.marked, "truth": "42"},
         **{"verdict": one.greedy.verdict},
     }
-    assert "prediction" not in found([Problem(3, "why?", "42", {})], answer=None)[0].shown()
+    assert "prediction" not in found([Problem(3, "why?", "42", {})], answer=None)[0].display_fields()
 
 
 # -- the figures

@@ -33,7 +33,7 @@ def updated(model: nn.Module, *, engine: Any, parts: list[Chunk]) -> tuple[Finge
         for part in parts:
             receiving.hand_over(part)
         receiving.finish_weight_update()
-    return receiving.received, receiving.held()
+    return receiving.received, receiving.weights_held()
 
 
 def of(made: Case) -> Callable[[list[Chunk]], tuple[Fingerprint, Fingerprint]]:

@@ -100,7 +100,7 @@ class Bench(NamedTuple):
 
     def learn(self, batch: Batch) -> None:
         """One optimizer step on the batch."""
-        micros = [trim_rows(batch, rows) for rows in self.policy.split(batch)]
+        micros = [trim_rows(batch, rows) for rows in self.policy.split_rows(batch)]
         self.policy.set_accumulation_steps(len(micros))
         for micro in micros:
             scores, pullback = self.policy.vjp(micro)

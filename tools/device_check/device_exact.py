@@ -89,7 +89,11 @@ def climb(policy: Any, batch: Batch) -> Scores:
 
 def grads(bench: Bench) -> dict[str, Tensor]:
     """The accumulated gradients, whole, under the model's names."""
-    return {name: full_tensor(p.grad).float().cpu() for name, p in bench.policy.named().items() if p.grad is not None}
+    return {
+        name: full_tensor(p.grad).float().cpu()
+        for name, p in bench.policy.named_tensors().items()
+        if p.grad is not None
+    }
 
 
 def gradients(setting: Setting) -> list[Figure]:
@@ -238,7 +242,11 @@ def offload(setting: Setting) -> list[Figure]:
 
 def weights(bench: Bench) -> dict[str, Tensor]:
     """What trains, whole, on the CPU."""
-    return {name: full_tensor(x).float().cpu().clone() for name, x in bench.policy.named().items() if x.requires_grad}
+    return {
+        name: full_tensor(x).float().cpu().clone()
+        for name, x in bench.policy.named_tensors().items()
+        if x.requires_grad
+    }
 
 
 def compiled(setting: Setting) -> list[Figure]:

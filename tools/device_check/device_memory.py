@@ -62,5 +62,5 @@ def cap() -> None:
 
 def held(policy: FSDPPolicy, trained: bool) -> Fingerprint:
     """Of the adapters, or of what they stand beside."""
-    some = (weight_fingerprint(x) for name, x in policy.named().items() if is_adapter(name) == trained)
+    some = (weight_fingerprint(x) for name, x in policy.named_tensors().items() if is_adapter(name) == trained)
     return sum(some, NOTHING)

@@ -128,7 +128,7 @@ class Bench(NamedTuple):
             group_size=group_size,
             epochs=1,
             minibatches=1,
-            split=self.policy.split,
+            split=self.policy.split_rows,
             min_groups_with_signal=1,
         )
 

@@ -76,9 +76,9 @@ class AsyncWriter(AbstractContextManager):
         """As `MetricsWriter.hparams`."""
         self.do("the knobs", partial(self._writer.hparams, knobs, measures))
 
-    def finished(self) -> None:
-        """As `MetricsWriter.finished`."""
-        self.do("the end", self._writer.finished)
+    def finish(self) -> None:
+        """As `MetricsWriter.finish`."""
+        self.do("the end", self._writer.finish)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:

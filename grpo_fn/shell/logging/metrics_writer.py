@@ -87,7 +87,7 @@ class MetricsWriter:
         for summary in (experiment, started):
             self._board._get_file_writer().add_summary(summary)
 
-    def finished(self) -> None:
+    def finish(self) -> None:
         """Say in the tab "HParams" that the run came to its end."""
         *_, ended = hparams({}, {})
         self._board._get_file_writer().add_summary(ended)
@@ -158,7 +158,7 @@ class NullLogger:
 
     def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None: ...
 
-    def finished(self) -> None: ...
+    def finish(self) -> None: ...
 
     def __enter__(self) -> "NullLogger":
         return self

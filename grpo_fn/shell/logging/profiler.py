@@ -43,7 +43,7 @@ class Profiler:
         return record_function(name) if self._recording else nullcontext()
 
     @contextmanager
-    def recorded(self, step: int, span: Mark) -> Iterator[None]:
+    def record_step(self, step: int, span: Mark) -> Iterator[None]:
         """A step, if it is one to record; starting to and the writing are in the span "profile".
 
         A step that raises leaves no trace.

@@ -157,7 +157,7 @@ def bucketed_attention(
         )
         mask = layout.mask(number, window, query.dtype)
         found.append(core(q, k, v, mask, scale=scale, dropout=dropout, cap=cap).transpose(1, 2))
-    return layout.restored(found)
+    return layout.stream_order(found)
 
 
 def gather_tokens(stream: Float[Tensor, "N ..."], index: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -206,7 +206,7 @@ def flash_attention(
     """The flash-attn package. A row's queries are the last of its keys, which is how it aligns a causal mask."""
     from flash_attn import flash_attn_varlen_func
 
-    rows = layout.ragged
+    rows = layout.ragged_rows
     return flash_attn_varlen_func(
         query,
         gather_tokens(key, rows.key),
@@ -238,7 +238,7 @@ def varlen(
 
     if dropout:
         raise ValueError(f"got attention with dropout {dropout} on rows of unequal length, wanted 0, or flash-attn")
-    rows, groups = layout.ragged, query.shape[1] // key.shape[1]
+    rows, groups = layout.ragged_rows, query.shape[1] // key.shape[1]
     k, v = gather_tokens(key, rows.key), gather_tokens(value, rows.key)
     more = {"enable_gqa": True} if groups > 1 and knows_groups() else {}
     if groups > 1 and not more:

@@ -58,7 +58,7 @@ class Layout:
             self._buckets = [Bucket(*(x.to(self.device) for x in one)) for one in made]
         return self._buckets
 
-    def restored(self, found: list[Float[Tensor, "_ _ H D"]]) -> Float[Tensor, "N H D"]:
+    def stream_order(self, found: list[Float[Tensor, "_ _ H D"]]) -> Float[Tensor, "N H D"]:
         """What was found for every query of every bucket, back in the stream's order."""
         return torch.cat([x.flatten(0, 1) for x in found]).index_select(0, self._back)
 
@@ -76,7 +76,7 @@ class Layout:
         return self._masks[asked]
 
     @property
-    def ragged_layout(self) -> RaggedLayout:
+    def ragged_rows(self) -> RaggedLayout:
         """The same for kernels that need no padding."""
         if self._ragged is None:
             self._ragged = ragged_layout(self.spans, self.at, self.device)

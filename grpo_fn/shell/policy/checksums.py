@@ -1,7 +1,7 @@
 """Digests of tensors that are spread over the ranks, and the lines of digests.jsonl.
 
 Every rank digests the pieces that lie with it (`block_digests`), all ranks' pieces together give the digest of the
-whole (`combine_ranks`), which does not depend on where they lie: a piece of which several ranks hold copies counts once.
+whole (`combine_ranks`), which does not depend on where they lie: a piece that several ranks hold counts once.
 """
 
 import os

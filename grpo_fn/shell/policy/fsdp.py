@@ -107,7 +107,7 @@ class FSDPPolicy:
 
         return scores, pullback
 
-    def split(self, batch: Batch) -> list[Int[Tensor, "b"]]:
+    def split_rows(self, batch: Batch) -> list[Int[Tensor, "b"]]:
         """The rows of micro-batches of `micro_tokens` tokens a device, counted as the model reads them."""
         return self._parts(self.logprob_model, batch.tokens, batch.mask)
 
@@ -164,7 +164,7 @@ class FSDPPolicy:
         if finite:
             scale_gradients_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
             if self._noted is not None:
-                grads = {name: x.grad for name, x in self.named().items() if x.grad is not None}
+                grads = {name: x.grad for name, x in self.named_tensors().items() if x.grad is not None}
                 self._noted.gradients.append(block_digests(grads))
             self._step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -195,7 +195,7 @@ class FSDPPolicy:
 
         Every rank has to take part. With `trained` only those that train.
         """
-        for name, tensor in self.named().items():
+        for name, tensor in self.named_tensors().items():
             if tensor.requires_grad or not trained:
                 with self.world.talking(f"gathering {name}"):
                     gathered = full_tensor(tensor)
@@ -212,11 +212,14 @@ class FSDPPolicy:
         The same however the model is spread over the ranks, all of which have to take part.
         """
         noted, self._noted = self._noted or StepChecksums(), None
-        mine = [*noted.gradients, block_digests({name: x for name, x in self.named().items() if x.requires_grad})]
+        mine = [
+            *noted.gradients,
+            block_digests({name: x for name, x in self.named_tensors().items() if x.requires_grad}),
+        ]
         *gradients, weights = map(combine_ranks, zip(*self.world.exchange(mine, what="digests"), strict=True))
         return {"gradients": hex_digest(combine_digests(gradients)), "weights": hex_digest(weights)}
 
-    def named(self) -> dict[str, Tensor]:
+    def named_tensors(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once, as it lies on this rank, under the model's own names."""
         self._reshard()
         return hf.named_tensors(self.model)
@@ -229,7 +232,7 @@ class FSDPPolicy:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, live: what trains (with the buffers, if that is the whole model) and its moments."""
-        named = self.named()
+        named = self.named_tensors()
         partial = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in named.values())
         kept = {name: x for name, x in named.items() if x.requires_grad or not partial}
         moments = {
@@ -247,7 +250,7 @@ class FSDPPolicy:
             "loss_scale": self.scale,
             "good_steps": self.good_steps,
             # A parameter has no moments before its first gradient; a step without any signal gives none.
-            "moments": [name for name, x in self.named().items() if self.optimizer.state.get(x)],
+            "moments": [name for name, x in self.named_tensors().items() if self.optimizer.state.get(x)],
         }
 
     def restore(self, load: Callable[[dict[str, Tensor]], None], counters: Mapping[str, Any]) -> None:
@@ -256,7 +259,7 @@ class FSDPPolicy:
         self._make_moments({*counters["moments"]})
         kept = self.tensors()
         load(kept)
-        for name, x in self.named().items():
+        for name, x in self.named_tensors().items():
             for key, moment in self.optimizer.state.get(x, {}).items():
                 load_moment(moment, kept[f"{OPTIMIZER}{name}.{key}"])
         self.updates, self.skipped = counters["updates"], counters["skipped"]
@@ -266,7 +269,7 @@ class FSDPPolicy:
         """Moments to be filled in: those of a step with gradients of zero at a learning rate of zero."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-        for name, x in self.named().items():
+        for name, x in self.named_tensors().items():
             x.grad = torch.zeros_like(x) if name in names else None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

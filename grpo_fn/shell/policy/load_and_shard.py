@@ -56,7 +56,7 @@ class ModelSpec:
             lora.reset(lora.attach(model, self.adapters), key=self.key, device=device)
         return model
 
-    def spread(self, world: World, mesh: DeviceMesh, *, trained: bool) -> LogprobModel:
+    def load_sharded(self, world: World, mesh: DeviceMesh, *, trained: bool) -> LogprobModel:
         """The model over the mesh: no rank ever holds all of it."""
         model = load_weights.meta_causal_lm(self.config, dtype=self.kept_in(trained), attention=self.attention)
         model.generation_config = hf.generation_config(self.folder, self.config)
@@ -104,9 +104,9 @@ def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> Load
         )
     else:
         mesh = parallelism.mesh(world)
-        logprob_model = placing.spread(world, mesh, trained=True)
+        logprob_model = placing.load_sharded(world, mesh, trained=True)
         data = mesh[DATA]._flatten("data").get_group() if world.size > 1 else None
-        beside = placing.spread(world, mesh, trained=False) if reference and adapters is None else None
+        beside = placing.load_sharded(world, mesh, trained=False) if reference and adapters is None else None
     return LoadedModel(
         logprob_model=logprob_model,
         data=data,

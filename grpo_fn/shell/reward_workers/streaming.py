@@ -1,6 +1,6 @@
 """Rewards of rows that have ended while others are still being decoded.
 
-The sampler calls `finished` with every completion as soon as there is no more of it, and a thread has the reward pool
+The sampler calls `on_completion` with every completion as soon as there is no more of it, and a thread has the reward pool
 score it. When the rewards are asked for, most of them are there. They are the ones that would have been found then: a
 reward is a pure function of problem and completion, every row goes to it once, and what a row was lost to is counted,
 complained of and raised when that row is asked for, and never when it is not asked for.
@@ -61,7 +61,7 @@ def row_of(problem: Problem, completion: Completion) -> StreamedRow:
 class StreamingRewards:
     """The pool of a training, which scores rows as they end. A context manager, inside that of the pool.
 
-    `finished` is for samplers, in any thread; `round` for the step. `score` is a `grpo_fn.core.problem.Scorer`.
+    `on_completion` is for samplers, in any thread; `round` for the step. `score` is a `grpo_fn.core.problem.Scorer`.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -83,7 +83,7 @@ class StreamingRewards:
             worker, self._worker = self._worker, None
         worker.shutdown(cancel_futures=True)
 
-    def finished(self, problem: Problem, completion: Completion) -> None:
+    def on_completion(self, problem: Problem, completion: Completion) -> None:
         """This completion has ended. Returns at once."""
         with self._scored:
             if self._worker is not None and self._rewards:

@@ -14,7 +14,7 @@ from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.sampler.fingerprint import Fingerprint
 from grpo_fn.shell.world import World
 
-Finished = Callable[[Problem, Completion], None]
+OnCompletion = Callable[[Problem, Completion], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class SamplerContext:
     adapters: LoRA | None
     full_model: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
     # Told of every completion as soon as it has ended, in whatever thread that is: the one that its rollout will have.
-    finished: Finished | None = None
+    on_completion: OnCompletion | None = None
 
 
 class GenerationRequest(NamedTuple):

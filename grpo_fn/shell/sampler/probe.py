@@ -46,7 +46,7 @@ class Probe:
         `room` is how many positions the model has. Raises Mismatch when the mean is over `max_gap` or no number.
         """
         few = min(self.new_tokens, spread.sampler.max_new_tokens)
-        short = replace(spread.sampler, max_new_tokens=few, finished=None)
+        short = replace(spread.sampler, max_new_tokens=few, on_completion=None)
         prompt = self.prompt(short, None if room is None else room - short.max_new_tokens)
         problems = [Problem(uid, prompt, "", {}) for uid in range(spread.engines)]
         rollout = DataParallelSampler(short, spread.world).sample(problems, 1, key=key)

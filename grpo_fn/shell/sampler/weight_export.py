@@ -53,7 +53,7 @@ def export_weights(policy: FSDPPolicy | FixedWeights, context: SamplerContext) -
     second time as the head: an engine that has copied it into another layout would go on with the old one. Every rank
     has to go through all of it.
     """
-    tensors = PolicyWeights(policy.named(), policy.world)
+    tensors = PolicyWeights(policy.named_tensors(), policy.world)
     for name, tensor in tensors.items() if context.adapters is None else lora.merge_adapters(tensors, context.adapters):
         given = tensor.to(context.dtype) if tensor.is_floating_point() else tensor
         yield name, given

@@ -43,7 +43,7 @@ def main(settings, take):
     if not over and not left:
         report.say("proven")
     report.say("reason", report.reason)
-    report.say("printed", channel.printed()[-LONGEST_OUTPUT:])
+    report.say("printed", channel.take_output()[-LONGEST_OUTPUT:])
     report.say("end")
     os._exit(0)
 

@@ -68,7 +68,7 @@ class Channel:
                 self.closed = True
                 self._end("the program ended")
 
-    def printed(self):
+    def take_output(self):
         """What the program printed, with what may still be in the pipe."""
         if select.select([self.output], [], [], 0)[0]:
             self.text += os.read(self.output, CHUNK)

@@ -97,7 +97,7 @@ class Nccl:
             self._groups.pop(url).destroy()
         return dict.fromkeys(late, f"got no end to a broadcast of weights within {self.seconds:g} s")
 
-    def taken(self) -> None:
+    def chunk_received(self) -> None:
         """Nothing is left to do."""
 
     def end(self) -> None:

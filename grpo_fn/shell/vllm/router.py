@@ -128,10 +128,10 @@ class Router:
     def given_up(self, what: str) -> RuntimeError:
         """What is raised when the deadline is over."""
         return RuntimeError(
-            f"vLLM servers: got none for {self.deadline:g} s while {what} waited, wanted one: {self.told()}"
+            f"vLLM servers: got none for {self.deadline:g} s while {what} waited, wanted one: {self.troubles()}"
         )
 
-    def told(self) -> str:
+    def troubles(self) -> str:
         """What was wrong with each, last."""
         return "; ".join(f"{member.server.url}: {member.trouble}" for member in self.members if member.trouble)
 
@@ -153,7 +153,7 @@ class Router:
         member.live, member.trouble = True, ""
         self.changed.set()
 
-    def heard(self, newest: NewestWeights, fed: Sequence[str]) -> None:
+    def mark_updated(self, newest: NewestWeights, fed: Sequence[str]) -> None:
         """These servers have been given the newest weights, by this rank or by another."""
         self.newest = newest
         for member in self.members:

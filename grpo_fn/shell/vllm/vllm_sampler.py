@@ -23,9 +23,9 @@ from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.data_parallel import rank_share
 from grpo_fn.shell.sampler.interface import (
     EngineCompletion,
-    Finished,
     GenerationRequest,
     InferenceEngine,
+    OnCompletion,
     SamplerContext,
     assemble,
     check_lengths,
@@ -83,7 +83,7 @@ def colocated_sampler(
         detokenize=bool(stop),
         deadline=generate_timeout,
     )
-    return VllmSampler(engine, context, tokenizer, end_tokens(context, tokenizer), *asked, context.finished)
+    return VllmSampler(engine, context, tokenizer, end_tokens(context, tokenizer), *asked, context.on_completion)
 
 
 def dedicated_sampler(
@@ -107,7 +107,7 @@ def dedicated_sampler(
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
     check_asked(*asked, allow_biased=allow_biased)
     made = engine(context.world, context.dtype)
-    return VllmSampler(made, context, tokenizer, end_tokens(context, tokenizer), *asked, context.finished)
+    return VllmSampler(made, context, tokenizer, end_tokens(context, tokenizer), *asked, context.on_completion)
 
 
 def check_asked(
@@ -149,7 +149,7 @@ class VllmSampler:
     max_rows: int  # decoded at once
     max_model_len: int | None
     extra: Mapping[str, Any]
-    finished: Finished | None = None  # told of every completion as it comes; the ranks of an engine share them
+    on_completion: OnCompletion | None = None  # told of every completion as it comes; the ranks of an engine share them
     # Of the weights; other samplers on the same engine count on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
@@ -201,7 +201,9 @@ class VllmSampler:
 
     def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "VllmSampler":
         """The same engine, drawing with `token_sampler`; `check` is called with every completion that ends."""
-        return replace(self, token_sampler=token_sampler, finished=None if check is never_stop else lambda *_: check())
+        return replace(
+            self, token_sampler=token_sampler, on_completion=None if check is never_stop else lambda *_: check()
+        )
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""
@@ -209,7 +211,7 @@ class VllmSampler:
         check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=self._limit())
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
         asks = [GenerationRequest(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
-        heard = ignore_completion if self.finished is None else partial(self._heard, problems, group_size)
+        heard = ignore_completion if self.on_completion is None else partial(self._heard, problems, group_size)
         answers = [answer for group in self.engine.generate(asks, how=self._how(), heard=heard) for answer in group]
         device = self.context.world.device
         return assemble(
@@ -225,7 +227,7 @@ class VllmSampler:
         rows = len(problems) * group_size
         own = range(rows)[rank_share(rows, self.context.world.rank % self.ranks, self.ranks)]
         if p * group_size + g in own:
-            self.finished(problems[p], completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped))
+            self.on_completion(problems[p], completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped))
 
     def _limit(self) -> int | None:
         return min(filter(None, (positions(self.context.config), self.max_model_len)), default=None)

@@ -130,7 +130,7 @@ class DedicatedEngine:
         if not self._world.main:
             deque(weights, maxlen=0)  # goes through all of them
         fed = self._world.agree(partial(self._send, weights, version), what="handing weights to the vLLM servers")
-        self._do(_called(self._fleet.heard, fed.newest, fed.urls))
+        self._do(_called(self._fleet.mark_updated, fed.newest, fed.urls))
         if not fed.urls:
             self._do(self._fleet.wait_live(f"version {version} of the weights"))
         self._seconds += time.monotonic() - began
@@ -201,13 +201,15 @@ class DedicatedEngine:
             under_way = self._start(swapper.swap(taking, lambda member, told=told: member.server.take(told)))
             failed = self._transfer.carry(chunk, [member.server.url for member in taking])
             taking = self._do(swapper.without(_result(under_way), failed))
-            self._transfer.taken()
+            self._transfer.chunk_received()
         self._transfer.end()
         newest = NewestWeights(self._run, version, sent)
         taking = self._do(swapper.swap(taking, partial(swapper.finish, newest=newest)))
         urls = [member.server.url for member in taking]
         if not urls and self._transfer.again() is None:
-            raise RuntimeError(f"vLLM servers: got version {version} to none of them, wanted one: {self._fleet.told()}")
+            raise RuntimeError(
+                f"vLLM servers: got version {version} to none of them, wanted one: {self._fleet.troubles()}"
+            )
         return UpdatedServer(
             newest, WeightReceipt(version, sent, None if swapper.hidden.intersection(urls) else sent), urls
         )

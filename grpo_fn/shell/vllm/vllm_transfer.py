@@ -65,7 +65,7 @@ class Transfer(Protocol):
         """What the trainer does while the servers take it; the servers that this failed with, and how."""
         ...
 
-    def taken(self) -> None:
+    def chunk_received(self) -> None:
         """All servers have the chunk that was offered last."""
         ...
 
@@ -132,7 +132,7 @@ class File:
         """The servers read by themselves."""
         return {}
 
-    def taken(self) -> None:
+    def chunk_received(self) -> None:
         """Delete the file, unless it is to be kept."""
         if not self.keep:
             (self._place() / self._told[-1]["name"]).unlink(missing_ok=True)

@@ -44,7 +44,7 @@ class Receiving:
     def start_weight_update(self) -> None:
         """The first of an update's weights is about to come."""
         if self.opened is None:
-            self.opened = self.held()
+            self.opened = self.weights_held()
         self.received, self.loaded = NOTHING, set[str]()
         # A tied model may compute its logits with the embedding itself, and knows no other head then.
         self.headless = is_tied(self.model_config) and not has_head(self.model)
@@ -65,7 +65,7 @@ class Receiving:
         known = [(name, tensor) for name, tensor in weights if not (self.headless and name == HEAD)]
         self.loaded |= self.model.load_weights(known) or set()
 
-    def held(self) -> Fingerprint:
+    def weights_held(self) -> Fingerprint:
         """This worker's share of what the model holds; those of a replica's workers add up to all of it."""
         group = get_tp_group()
         share = WeightShare(group.rank_in_group, group.world_size)
@@ -181,7 +181,7 @@ class Extension:
         """Checksums of what came with the last update, and of this worker's share of what its replica holds."""
         return {
             "received": list(self.weight_transfer_engine.received),
-            "held": list(self.weight_transfer_engine.held()),
+            "held": list(self.weight_transfer_engine.weights_held()),
             "replica": self.parallel_config.data_parallel_index,
         }
 

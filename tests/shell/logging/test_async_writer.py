@@ -39,7 +39,7 @@ CALLS: list[Callable[[MetricsWriter | AsyncWriter, int], None]] = [
     lambda writer, i: writer.scalars(i, {}) or writer.amend(i, {"eval/accuracy": 0.5}),
     lambda writer, i: writer.layout({"Health": {"KL": ("Multiline", ["loss/kl"])}}),
     lambda writer, i: writer.hparams({"lr": 1.0}, ["loss/kl"]),
-    lambda writer, i: writer.finished(),
+    lambda writer, i: writer.finish(),
 ]
 
 

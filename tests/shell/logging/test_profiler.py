@@ -50,7 +50,7 @@ def test_every_chosen_step_has_a_trace_and_its_phases_lie_as_they_did(tmp_path: 
     profiler = Profiler(tmp_path, world, (2, 4))
     clock, world.mark = Stopwatch(mark=profiler.mark), profiler.mark
     for n in (1, 2, 3, 4):
-        with profiler.recorded(n, clock.span):
+        with profiler.record_step(n, clock.span):
             step(clock, world)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank0.{n}.pt.trace.json.gz" for n in (2, 4)]
     for n in (2, 4):
@@ -74,10 +74,10 @@ def test_a_step_that_is_taken_again_replaces_its_trace_and_one_that_raises_leave
     profiler = Profiler(tmp_path, alone(CPU), (1,))
     path = tmp_path / "rank0.1.pt.trace.json.gz"
     for name in ("first", "second"):
-        with profiler.recorded(1, lambda _: nullcontext()), profiler.mark(name):
+        with profiler.record_step(1, lambda _: nullcontext()), profiler.mark(name):
             pass
         assert {name} == ranges(path).keys() - {"ProfilerStep#1"}
-    with pytest.raises(ArithmeticError), profiler.recorded(1, lambda _: nullcontext()):
+    with pytest.raises(ArithmeticError), profiler.record_step(1, lambda _: nullcontext()):
         raise ArithmeticError
     assert "second" in ranges(path)
     assert [path.name for path in tmp_path.iterdir()] == [path.name]
@@ -90,7 +90,7 @@ def test_without_steps_the_profiler_of_torch_is_not_touched(tmp_path: Path, monk
     world, profiler = alone(CPU), Profiler(tmp_path, alone(CPU), ())
     clock = Stopwatch(mark=profiler.mark)
     for n in (1, 2):
-        with profiler.recorded(n, clock.span):
+        with profiler.record_step(n, clock.span):
             step(clock, world)
     assert [*tmp_path.iterdir()] == []
     assert "time/profile" not in clock.lap()

@@ -24,7 +24,7 @@ def begun(run_dir: Path) -> EventAccumulator:
     (run_dir / "run.json").write_text(json.dumps({"hparams": HPARAMS}))
     with MetricsWriter(run_dir, start_step=0) as writer:
         tensorboard_layout.write_run_header(writer, run_dir)
-        writer.finished()
+        writer.finish()
     return seen(run_dir)
 
 

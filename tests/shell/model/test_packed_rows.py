@@ -248,7 +248,7 @@ def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itsel
             first = 0 if window is None else max(0, t + 1 - window)
             assert sights[int(layout.at[b, t])] == {*layout.at[b, first : t + 1].tolist()}
     stream = torch.arange(n)[:, None, None].float()
-    assert torch.equal(layout.restored([stream[one.query] for one in layout.buckets]), stream)
+    assert torch.equal(layout.stream_order([stream[one.query] for one in layout.buckets]), stream)
 
 
 @pytest.mark.parametrize("way", list(WAYS))

@@ -226,7 +226,7 @@ def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
 
 def gathered_grads(policy: FSDPPolicy) -> dict[str, Tensor]:
     # A gradient that is whole on this rank is no copy yet.
-    return {name: full_tensor(x.grad).clone() for name, x in policy.named().items() if x.grad is not None}
+    return {name: full_tensor(x.grad).clone() for name, x in policy.named_tensors().items() if x.grad is not None}
 
 
 def weights_of(policy: FSDPPolicy) -> dict[str, Tensor]:

@@ -309,7 +309,9 @@ def holding(world: World, folder: str, case: Case, batch: Batch) -> Held:
         policy.update()
         policy.logp(rollout(batch.tokens, batch.mask))
         weights_of(policy)
-    parts = {name: x.to_local().numel() / x.numel() for name, x in policy.named().items() if isinstance(x, DTensor)}
+    parts = {
+        name: x.to_local().numel() / x.numel() for name, x in policy.named_tensors().items() if isinstance(x, DTensor)
+    }
     return Held(parts, mode.seen)
 
 

@@ -148,7 +148,7 @@ def test_rewards_are_the_same_and_every_row_is_scored_once_whatever_is_told_when
             until = data.draw(st.integers(i, steps - 1))  # batches are sampled ahead
             for batch in of_step[max(told + 1, i) : until + 1]:
                 for row in data.draw(st.permutations(batch))[: data.draw(st.integers(0, len(batch)))]:
-                    one.finished(*row)
+                    one.on_completion(*row)
             told = max(told, until)
             if data.draw(st.booleans()):
                 time.sleep(5e-4)
@@ -165,7 +165,7 @@ def test_what_is_told_is_scored_before_it_is_asked_for_from_the_third_round_on()
         for i in range(3):
             asked = rows([2 * i, 2 * i + 1], "ab")
             for row in asked:
-                one.finished(*row)
+                one.on_completion(*row)
             until(lambda: pool.ahead.total() == 4 or not one._rewards)
             assert step(one, [length_of_text], asked) == [[1.0] * 4]
             assert pool.ahead.total() == (4 if i == 2 else 0)
@@ -187,7 +187,7 @@ def test_a_reward_that_is_not_worth_it_is_left_alone(why: str) -> None:
         for i in range(4):
             asked = rows([i], "abc")
             for row in asked:
-                one.finished(*row)
+                one.on_completion(*row)
             fn = partial(scaled, by=i) if why == "another every time" else length_of_text
             found: list[Any] = []
             part = asked[:2] if why == "not of every row" else asked
@@ -206,7 +206,7 @@ def test_an_exception_is_raised_when_its_row_is_asked_for_and_never_for_others()
     with opened(pool) as one:
         known(one, [raises])
         for row in [*rows([1], ["good"]), *bad, *rows([2], ["good"])]:
-            one.finished(*row)
+            one.on_completion(*row)
         until(lambda: pool.ahead.total() == 5)
         assert step(one, [raises], rows([1], ["good"])) == [[1.0]]
         with pytest.raises(RewardError, match="raised on problem 2"):
@@ -225,7 +225,7 @@ def test_where_nothing_can_be_foreseen_whoever_asks_finds_out_why() -> None:
         known(one, [length_of_text])
         pool.foresee = broken
         for row in rows([1, 2], "ab"):
-            one.finished(*row)
+            one.on_completion(*row)
         until(lambda: bool(pool.ahead))
         assert step(one, [length_of_text], rows([1], "ab")) == [[1.0, 1.0]]
         pool.judge = broken
@@ -304,7 +304,7 @@ def test_the_time_of_decoding_is_not_waited_for_again(pool: RewardPool) -> None:
         asked = rows(range(1, 37), "x")
         for row in asked:
             time.sleep(1.0 / len(asked))
-            one.finished(*row)
+            one.on_completion(*row)
         began = time.monotonic()
         assert step(one, [slow], asked) == [[1.0] * len(asked)]
         assert time.monotonic() - began < 0.6 * plain
@@ -314,7 +314,7 @@ def test_the_end_does_not_wait_for_rows_that_nobody_wants(pool: RewardPool) -> N
     with opened(pool) as one:
         known(one, [partial(takes, seconds=0.002)])
         one._rewards = {streaming.by_name(obeys): obeys}
-        one.finished(*rows([1], ["sleep"])[0])
+        one.on_completion(*rows([1], ["sleep"])[0])
         until(lambda: any(worker.rows for worker in pool._workers))
         began = time.monotonic()
     assert time.monotonic() - began < 5.0
@@ -328,7 +328,7 @@ def test_the_end_does_not_wait_for_rows_that_nobody_wants(pool: RewardPool) -> N
 
 def test_rows_of_the_probe_are_nobodys_business() -> None:
     module, told = model(), []
-    drawing = replace(sampler(module), finished=lambda *row: told.append(row))
+    drawing = replace(sampler(module), on_completion=lambda *row: told.append(row))
     drawing.sample(columns(rows([0], "a"))[0], 1, key=KEY)
     assert len(told) == 1
     probed(DataParallelSampler(drawing, ALONE), local(module, temperature=0.7))
@@ -345,7 +345,7 @@ def shared(world: World, prompts: int, group: int) -> tuple[list[Any], Counter[A
         for i in range(3):
             asked = rows(range(i * prompts, (i + 1) * prompts), ["x" * g for g in range(group)])
             for row in asked[own.start * group : own.stop * group]:
-                one.finished(*row)
+                one.on_completion(*row)
             if i == 2:
                 until(lambda: pool.ahead.total() == (own.stop - own.start) * group)
             found = step(one, [length_of_text], asked, world)

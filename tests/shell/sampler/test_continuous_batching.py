@@ -240,11 +240,11 @@ def test_no_more_is_held_than_the_rows_at_once_need() -> None:
 def test_every_row_is_told_of_once_as_the_rollout_has_it(max_rows: int, fit: bool) -> None:
     told: dict[tuple[int, str, int, bool], int] = {}
 
-    def finished(problem: Problem, completion: Completion) -> None:
+    def on_completion(problem: Problem, completion: Completion) -> None:
         asked = (problem.uid, *completion)
         told[asked] = told.get(asked, 0) + 1
 
-    s = sampler(max_rows=max_rows, finished=finished)
+    s = sampler(max_rows=max_rows, on_completion=on_completion)
     if not fit:
         s.held.model = s.model  # as if it had been asked, and were not
     rollout = s.sample(problems(TEXTS), 3, key=KEY)
@@ -257,7 +257,7 @@ def test_every_row_is_told_of_once_as_the_rollout_has_it(max_rows: int, fit: boo
 
 def test_a_row_is_told_of_before_the_last_one_is_drawn() -> None:
     steps: list[int] = []
-    s = sampler(max_rows=3, finished=lambda problem, completion: steps.append(len(shapes)))
+    s = sampler(max_rows=3, on_completion=lambda problem, completion: steps.append(len(shapes)))
     shapes: list[torch.Size] = []
     with s.model.register_forward_pre_hook(
         lambda m, a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True

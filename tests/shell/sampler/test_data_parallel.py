@@ -165,7 +165,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         group_size=plan.group_size,
         epochs=plan.epochs,
         minibatches=plan.minibatches,
-        split=policy.split,
+        split=policy.split_rows,
         anchor=compare_as_given,
         min_groups_with_signal=1,
     )

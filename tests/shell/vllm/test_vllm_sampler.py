@@ -148,7 +148,7 @@ def test_the_ranks_of_an_engine_tell_of_every_row_once_as_the_rollout_has_it(tex
         told.append([])
         place = alone(CPU)
         place.rank = rank
-        one = sampler(context=context(world=place), finished=lambda *row: told[-1].append(row))
+        one = sampler(context=context(world=place), on_completion=lambda *row: told[-1].append(row))
         one.engine.ranks = ranks
         rollout = one.sample(asked, group_size, key=KEY)
     rows = [problem for problem in asked for _ in range(group_size)]

@@ -62,12 +62,12 @@ class GraphCache:
         """Run the step, whose inputs are in `state` when it is captured and when it is replayed."""
         if shape not in self.replays:
             before = [x.clone() for x in state]
-            self.replays[shape] = self.captured(step)
+            self.replays[shape] = self.capture_graph(step)
             for x, was in zip(state, before, strict=True):
                 x.copy_(was)
         self.replays[shape]()
 
-    def captured(self, step: Step) -> Step:
+    def capture_graph(self, step: Step) -> Step:
         """Its replay; the step itself where the model does what cannot be captured."""
         try:
             return self.capture(step)

@@ -16,7 +16,7 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.hf import Encode, stop_ids
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
-    Finished,
+    OnCompletion,
     SamplerContext,
     assemble,
     check_lengths,
@@ -64,7 +64,7 @@ class SharedDecoder:
                 )
         return self.engine
 
-    def watched(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> Stops:
+    def scan_stops(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], size: int) -> Stops:
         """The stop strings, looked up in the tokenizer's vocabulary once."""
         now, known = (tokenizer, tuple(stop), size), self.stops
         if known is None or (known.tokenizer, known.stop, len(known.suspect)) != now:
@@ -84,7 +84,7 @@ def local(
 ) -> "LocalSampler":
     """A sampler from a module in this process: no engine besides torch and transformers."""
     return LocalSampler(
-        context.full_model(), tokenizer, token_sampler, encode, max_new_tokens, stop, max_rows, context.finished
+        context.full_model(), tokenizer, token_sampler, encode, max_new_tokens, stop, max_rows, context.on_completion
     )
 
 
@@ -99,7 +99,7 @@ class LocalSampler:
     max_new_tokens: int
     stop: Sequence[str]
     max_rows: int  # rows decoded at once; bounds the KV cache
-    finished: Finished | None = None  # told of every row as soon as it has ended
+    on_completion: OnCompletion | None = None  # told of every row as soon as it has ended
     check: Callable[[], None] = never_stop  # called every few decode steps; what it raises ends them
     held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
@@ -139,7 +139,7 @@ class LocalSampler:
 
     def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "LocalSampler":
         """The same engine, drawing with `token_sampler`; `check` is called every few decode steps."""
-        return replace(self, token_sampler=token_sampler, finished=None, check=check)
+        return replace(self, token_sampler=token_sampler, on_completion=None, check=check)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
@@ -161,7 +161,7 @@ class LocalSampler:
     def _decode(self, prompts: list[list[int]], u: Tensor, ended: Ended | None) -> DecodedRows:
         """Completions of every prompt, one for each row of u `[P G, N]`."""
         size = self.model.config.get_text_config().vocab_size
-        stops = self.held.watched(self.tokenizer, self.stop, size)
+        stops = self.held.scan_stops(self.tokenizer, self.stop, size)
         how = {
             "token_sampler": self.token_sampler,
             "ends": Ends(stop_ids(self.tokenizer, self.model), stops),
@@ -176,11 +176,11 @@ class LocalSampler:
         return ContinuousBatching(made, prompts, u, **how).run()
 
     def _ended(self, problems: Sequence[Problem], group_size: int) -> Ended | None:
-        """A function that calls `finished` for the row with that number; None without `finished`."""
-        if self.finished is None:
+        """A function that calls `on_completion` for the row with that number; None without `on_completion`."""
+        if self.on_completion is None:
             return None
 
         def tell(row: int, tokens: list[int], stopped: bool) -> None:
-            self.finished(problems[row // group_size], completion_of_row(self.tokenizer, tokens, stopped=stopped))
+            self.on_completion(problems[row // group_size], completion_of_row(self.tokenizer, tokens, stopped=stopped))
 
         return tell
