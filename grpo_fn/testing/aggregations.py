@@ -51,7 +51,7 @@ def parts_of_a_step_weigh_what_they_weigh_in_the_whole(f: Weigh) -> None:
     for_all(MASKS.flatmap(lambda mask: st.tuples(st.just(mask), st.integers(0, len(mask)))), holds)
 
 
-def padding_changes_nothing(f: Weigh) -> None:
+def padding_changes_no_weight(f: Weigh) -> None:
     """Columns on the right that nothing was sampled in."""
 
     def holds(example: tuple[Tensor, int]) -> None:
@@ -80,6 +80,6 @@ def totals_of_more_ranks_weigh_less(f: Weigh) -> None:
 INVARIANTS = (
     only_sampled_tokens_weigh,
     parts_of_a_step_weigh_what_they_weigh_in_the_whole,
-    padding_changes_nothing,
+    padding_changes_no_weight,
     totals_of_more_ranks_weigh_less,
 )
