@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from row_gradients import Noise, influence, noise_scale, row_gradients
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -87,7 +88,7 @@ class Rows(NamedTuple):
 
     parameters: int
     influence: Tensor  # [B]
-    noise: compare_algorithms.Noise
+    noise: Noise
 
 
 class Seen(NamedTuple):
@@ -179,14 +180,11 @@ def moved_by(oracle: FunctionalPolicy, batch: Batch, signal: Tensor, groups: Gro
     at_once = max(1, MICRO_TOKENS // batch.tokens.shape[1])
     parts = [Batch(*fields) for fields in zip(*(x.split(at_once) for x in batch), strict=True)]
     gradients = torch.cat(
-        [
-            compare_algorithms.row_gradients(logp, chosen, part, s)
-            for part, s in zip(parts, signal.split(at_once), strict=True)
-        ]
+        [row_gradients(logp, chosen, part, s) for part, s in zip(parts, signal.split(at_once), strict=True)]
     )
     prompts = len(groups.problems)
     group = torch.arange(prompts).repeat_interleave(len(batch.tokens) // prompts)
-    return Rows(size, compare_algorithms.influence(gradients), compare_algorithms.noise_scale(gradients, group))
+    return Rows(size, influence(gradients), noise_scale(gradients, group))
 
 
 def chosen_parameters(params: Mapping[str, Tensor], pattern: str) -> dict[str, Tensor]:

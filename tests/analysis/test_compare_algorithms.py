@@ -9,6 +9,7 @@ import torch
 from batches import dealt
 from fakes import WORDS, TablePolicy, TableSampler, problem, table_scores
 from hypothesis import given
+from row_gradients import influence, noise_scale, row_gradients
 from strategies import tensors
 from torch.func import grad
 
@@ -165,14 +166,14 @@ def test_the_gradients_of_rows_add_up_to_the_steps():
     view = compare_algorithms.view(OTHERS["clipped"], seen.groups, old, ref, UNMOVED, KEY)
     scores = table_scores(TABLE.double(), batch.tokens, batch.mask)
     (signal,) = compare_algorithms.signals(scores, {"": view}, UNMOVED)
-    rows = compare_algorithms.row_gradients(logp, {"table": TABLE.double()}, batch, signal)
+    rows = row_gradients(logp, {"table": TABLE.double()}, batch, signal)
     assert rows.shape == (12, WORDS)
     torch.testing.assert_close(rows.sum(0), policy.steps[0], rtol=1e-9, atol=1e-12)
 
 
 @given(st.integers(1, 6).flatmap(lambda b: tensors((b, 3), st.floats(-3, 3))))
 def test_shares_add_up_to_one(gradients):
-    shares = compare_algorithms.influence(gradients)
+    shares = influence(gradients)
     size = gradients.sum(0).square().sum()
     assert float(shares.sum()) == pytest.approx(1.0 if size > 0 else 0.0, abs=1e-6)
 
@@ -183,7 +184,7 @@ def test_noise_and_signal_are_unbiased():
     mean = drawn.mean(0)
     variance = ((drawn - mean) ** 2).sum(-1).mean()
     estimates = [
-        compare_algorithms.noise_scale(drawn[[i, i, j]] / torch.tensor([[4.0], [4.0], [2.0]]), torch.tensor([0, 0, 1]))
+        noise_scale(drawn[[i, i, j]] / torch.tensor([[4.0], [4.0], [2.0]]), torch.tensor([0, 0, 1]))
         for i in range(4)
         for j in range(4)
     ]
@@ -193,4 +194,4 @@ def test_noise_and_signal_are_unbiased():
 
 def test_one_group_has_no_noise_to_speak_of():
     with pytest.raises(ValueError, match="got 1 group, wanted at least two"):
-        compare_algorithms.noise_scale(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+        noise_scale(torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
