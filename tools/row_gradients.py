@@ -1,4 +1,4 @@
-"""Whose rows weigh in a step: each row's gradient, its share of the whole, and how noisy the direction of the step is."""
+"""Whose rows weigh in a step: the gradient of each row, its share of the whole, and how noisy the direction is."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
