@@ -216,7 +216,7 @@ def explain_gin_error(error: Exception, with_place: bool) -> str:
     where = f"{place[1]}:{place[2]}: " if place and with_place else ""
     if found := re.match(r"Configurable '(.+)' doesn't have a parameter named '(.+)'", message):
         knobs = knobs_of(gin.config._REGISTRY.get_match(found[1]).wrapped)
-        wanted = f"{comma_list(knobs)}{suggest_name(found[2], knobs)}"
+        wanted = f"{comma_list(knobs)}{suggest_name(found[2], knobs) or knob_elsewhere(found[2])}"
         return f"{where}{found[1]}: got a binding for {found[2]}, wanted one of {wanted}"
     if found := re.match(r"Couldn't resolve selector (\S+); <module '(\S+)'.*> has no attribute (\w+)", message):
         return f"{where}{found[1]}: {found[2]} has no {found[3]}{suggest_name(found[3], vars(sys.modules[found[2]]))}"
@@ -226,3 +226,10 @@ def explain_gin_error(error: Exception, with_place: bool) -> str:
             f"{type(error).__name__}: {message.strip().partition(chr(10))[0]} (raised at {last.filename}:{last.lineno})"
         )
     return where + message
+
+
+def knob_elsewhere(knob: str) -> str:
+    """`; NAME.knob, ... have that name` for imported functions that have such a knob, or nothing."""
+    owners = [name for name, one in gin.config._REGISTRY.items() if knob in knobs_of(one.wrapped)]
+    places = sorted(f"{'.'.join(name.split('.')[-2:])}.{knob}" for name in owners)
+    return f"; there is {comma_list(places)}" if places else ""

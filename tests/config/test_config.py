@@ -295,6 +295,11 @@ def test_a_name_that_two_files_use_differently_is_refused() -> None:
             "extra; did you mean steps?",
         ),
         (
+            "fm.root.size = 1",
+            "main.gin:LINE: fm.root: got a binding for size, wanted one of steps, rate, objective, advantage, task, "
+            "extra; there is fixture_module.task.size",
+        ),
+        (
             "fm.shift.x = 1",
             "fixture_module.shift: got a binding for x, which is data (positional), wanted a keyword-only parameter",
         ),

@@ -65,7 +65,7 @@ class SaveJob:
     keep: Retention | None
     files: dict[str, bytes] = field(default_factory=dict)  # the blobs, on the main rank
 
-    def need(self) -> int:
+    def bytes_needed(self) -> int:
         """Bytes of disk, with some to spare for headers and the manifest."""
         return self.size + sum(map(len, self.files.values())) + 2**16
 
@@ -168,7 +168,7 @@ class AsyncSaver(AbstractContextManager):
                 job.files.update(pack_blobs(blobs))
                 self.root.mkdir(parents=True, exist_ok=True)
                 store.clean_up_unfinished(self.root)
-                check_space(job.path, job.need())
+                check_space(job.path, job.bytes_needed())
                 job.folder.mkdir()
             return None if self._offers and offer == self._offers[self.world.rank] else offer
 
@@ -258,6 +258,6 @@ class AsyncSaver(AbstractContextManager):
 
 def _trouble(error: Exception, job: SaveJob) -> Trouble:
     if is_full(error):
-        full = error if isinstance(error, NoSpace) else no_space(job.path, free_bytes(job.path), job.need())
+        full = error if isinstance(error, NoSpace) else no_space(job.path, free_bytes(job.path), job.bytes_needed())
         return Trouble(True, full.strerror, full.filename)
     return Trouble(False, f"{type(error).__name__}: {error}", None)

@@ -1,9 +1,9 @@
 """Rewards of rows that have ended while others are still being decoded.
 
-The sampler calls `on_completion` with every completion as soon as there is no more of it, and a thread has the reward pool
-score it. When the rewards are asked for, most of them are there. They are the ones that would have been found then: a
-reward is a pure function of problem and completion, every row goes to it once, and what a row was lost to is counted,
-complained of and raised when that row is asked for, and never when it is not asked for.
+The sampler calls `on_completion` with every completion as soon as there is no more of it, and a thread has the reward
+pool score it. When the rewards are asked for, most of them are there. They are the ones that would have been found
+then: a reward is a pure function of problem and completion, every row goes to it once, and what a row was lost to is
+counted, complained of and raised when that row is asked for, and never when it is not asked for.
 
 Which rewards to begin with is learned from the last two rounds: those that were asked about every row, and that took
 their time. So nothing is done ahead for the first two steps, for a reward that some rows never get to, or for one that

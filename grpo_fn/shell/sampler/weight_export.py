@@ -41,7 +41,7 @@ class FixedWeights(NamedTuple):
     model: nn.Module
     world: World
 
-    def named(self) -> dict[str, Tensor]:
+    def named_tensors(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once, under the model's own names."""
         return hf.named_tensors(self.model)
 

@@ -236,12 +236,12 @@ class ContinuousBatching:
         self.length, drawn, ended, stopped, suspect = torch.stack([live.length, live.drawn, *flags]).cpu()
         ended, stopped = (ended > 0) & self.busy, stopped > 0
         if self.stops.stop and bool(suspect.any()):
-            self.cut(((suspect > 0) & self.busy).nonzero()[:, 0], drawn, ended, stopped)
+            self.cut_at_stops(((suspect > 0) & self.busy).nonzero()[:, 0], drawn, ended, stopped)
         self.seen = drawn
         if bool(ended.any()):
             self.leave(ended.nonzero()[:, 0], drawn, stopped)
 
-    def cut(self, slot: Int[Tensor, "m"], drawn: Tensor, ended: Tensor, stopped: Tensor) -> None:
+    def cut_at_stops(self, slot: Int[Tensor, "m"], drawn: Tensor, ended: Tensor, stopped: Tensor) -> None:
         """Rows end where they have completed a stop string."""
         live, there = self.engine.live, slot.to(self.u.device)
         live.suspect[there] = False

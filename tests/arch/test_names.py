@@ -1,0 +1,61 @@
+"""Names of the package: one name for one thing, so that grep finds it, and no function called by a bare participle."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Names that several modules give to what is the same thing in each, and why.
+SHARED = {
+    "main": "every command has one",
+    "flags": "the command line of each command",
+    "task": "a data set's module has one: gin binds @gsm8k.task",
+}
+# Participles that are the field's own names, and why.
+TERMS = {"boxed": "the reward for \\boxed{...}", "split": "jax.random.split"}
+IRREGULAR = frozenset(
+    "begun bound built chosen cut done drawn found given gone heard held hidden kept known left lost made meant met "
+    "put said seen sent set shown split spread taken told worn written".split()
+)
+
+
+def public_definitions() -> dict[str, list[tuple[str, bool]]]:
+    """Name -> (file, whether it is a function) of everything public at the top level of a module."""
+    found = defaultdict(list)
+    for path in sorted((ROOT / "grpo_fn").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append((str(path.relative_to(ROOT)), isinstance(node, ast.FunctionDef)))
+    return found
+
+
+def public_methods() -> dict[str, str]:
+    """File and class of every public method that is no property, by `file:class.name`."""
+    found = {}
+    for path in sorted((ROOT / "grpo_fn").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                for one in node.body:
+                    if isinstance(one, ast.FunctionDef) and not one.name.startswith("_") and not one.decorator_list:
+                        found[f"{path.relative_to(ROOT)}:{node.name}.{one.name}"] = one.name
+    return found
+
+
+def is_participle(name: str) -> bool:
+    return name in IRREGULAR or (name.endswith("ed") and "_" not in name)
+
+
+def test_a_public_name_is_unique_in_the_package() -> None:
+    found = public_definitions()
+    assert len(found) > 1000
+    doubled = {name: [file for file, _ in places] for name, places in found.items() if len(places) > 1}
+    assert not {name: files for name, files in doubled.items() if name not in SHARED}
+    assert doubled.keys() >= SHARED.keys(), "an exception that is none any more"
+
+
+def test_no_public_function_or_method_is_a_bare_participle() -> None:
+    functions = {name for name, places in public_definitions().items() if any(function for _, function in places)}
+    participles = {name for name in functions if is_participle(name)}
+    assert participles == TERMS.keys()
+    methods = {place for place, name in public_methods().items() if is_participle(name)}
+    assert not methods
