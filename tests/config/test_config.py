@@ -297,7 +297,7 @@ def test_a_name_that_two_files_use_differently_is_refused() -> None:
         (
             "fm.root.size = 1",
             "main.gin:LINE: fm.root: got a binding for size, wanted one of steps, rate, objective, advantage, task, "
-            "extra; there is fixture_module.task.size",
+            "extra; there is fm.task.size",
         ),
         (
             "fm.shift.x = 1",
