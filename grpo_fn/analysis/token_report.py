@@ -1,8 +1,8 @@
 """What a step teaches each sampled token: the learning signal beside the figures it comes from, as plain lists.
 
 The learning signal is dlogp = d objective / d logp of a token, and the objective is minimised: where dlogp is negative
-the update pushes the token's probability up, where it is positive down. It says what the policy is told, not what it
-does: the parameters are shared, so a token may well move because of others.
+the update pushes the token's probability up, where it is positive down. It is the signal given to the policy, not what
+the policy does: the parameters are shared, so a token may well move because of others.
 """
 
 import math

@@ -46,7 +46,7 @@ def unused_macros(bindings: Bindings) -> Iterator[str]:
 
 
 class Resolver:
-    """Walks from the root and collects what is wrong, so that it can all be told at once; `...` stands for it."""
+    """Walks from the root and collects what is wrong, so that all of it is reported at once; `...` stands for it."""
 
     def __init__(self, bindings: Bindings, supplied: Supplied, wanted: Collection[str]) -> None:
         self.bindings, self.supplied, self.wanted = bindings, supplied, wanted  # the last two are the root's
@@ -98,7 +98,7 @@ class Resolver:
 
 
 def signature(target: Callable[..., Any]) -> Mapping[str, Parameter]:
-    """Parameters by name; of some builtins nobody knows them, and such a function has none to bind."""
+    """Parameters by name; some builtins have no signature, and such a function has none to bind."""
     try:
         return inspect.signature(target).parameters
     except (TypeError, ValueError):
@@ -124,7 +124,7 @@ def bad_names(label: str, target: Callable[..., Any], knobs: Iterable[str]) -> I
 
 
 def missing(ref: Reference, label: str, bound: Collection[str], supplied: Collection[str]) -> Iterator[str]:
-    """Required parameters that nobody will pass. Positional ones are for the caller, unless the call is made here."""
+    """Required parameters without a value. Positional ones are for the caller, unless the call is made here."""
     required = {name: p for name, p in signature(ref.target).items() if p.default is p.empty}
     unbound = {name: p.kind for name, p in required.items() if name not in bound and name not in supplied}
     knobs = [name for name, kind in unbound.items() if kind is Parameter.KEYWORD_ONLY]

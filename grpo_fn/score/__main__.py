@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpo_fn.command_line import exit_code
 
-MOST_WORKERS = 8  # unless told otherwise: each takes its share of memory
+MOST_WORKERS = 8  # by default: each takes its share of memory
 
 
 def flags() -> argparse.ArgumentParser:

@@ -143,7 +143,7 @@ def _are_tests(value: Any) -> bool:
     return _are_texts(value) and bool(value)
 
 
-# What a field has to be for those who need it, and how that is said.
+# What a field has to be where it is needed, and the words of the error.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "completion": (_is_text, "text in 'completion'"),
     "answer": (_is_answer, "text or a number in 'answer'"),

@@ -1,4 +1,4 @@
-"""A reward as the command line names it: a word of the house or `module.function`, with its knobs."""
+"""A reward as the command line names it: a short name or `module.function`, with its knobs."""
 
 import importlib
 import inspect
@@ -15,12 +15,12 @@ from grpo_fn.trainer.requirements import check_sandboxes
 
 
 class RewardSpec(NamedTuple):
-    """Where a reward is, and what somebody who scores rows has to know about it."""
+    """A reward function by its import path, with the fields, knobs and timeout that scoring rows needs."""
 
     function: str
     needs: tuple[str, ...]  # fields of a row that it cannot do without
     none: str  # what it means when it returns None
-    deadline: float  # seconds for a row, unless told otherwise
+    deadline: float  # seconds for a row by default
     knobs: tuple[str, ...]  # as for --reward_param, which comes on top
 
 

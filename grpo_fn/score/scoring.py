@@ -57,7 +57,7 @@ def score_file(
                 bar.update(sum(len(line) + 1 for line, _ in batch))
     except RewardError as error:
         raise ValueError(error) from error
-    except BrokenPipeError:  # whoever reads this has enough
+    except BrokenPipeError:  # the reader has closed the pipe
         return EXIT_BROKEN_PIPE
     return 0
 
@@ -114,7 +114,7 @@ def _sink(path: Path | None) -> BinaryIO:
 
 @contextmanager
 def _telling(pool: RewardPool, tally: Counter[str], source: BinaryIO) -> Iterator[tqdm]:
-    """A bar while it goes on, if somebody watches; at the end a line, and what went wrong with the first rows lost."""
+    """A progress bar on a terminal; at the end a line, and what went wrong with the first rows lost."""
     started, about = time.monotonic(), os.fstat(source.fileno())
     size = about.st_size if stat.S_ISREG(about.st_mode) else None
     with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True, disable=None) as bar:

@@ -49,7 +49,7 @@ def keep_freed_memory() -> None:
     """Have the C library keep what is freed for what comes next, as torch does with a GPU's memory.
 
     By default it hands large blocks back to the system, which clears each one page by page when it is asked for again:
-    of the tensors of a step on CPU that is all of them, every step. Whoever has set one of its MALLOC_ variables has
+    of the tensors of a step on CPU that is all of them, every step. A user who has set one of its MALLOC_ variables has
     chosen; another C library is left as it is.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

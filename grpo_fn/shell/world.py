@@ -44,7 +44,7 @@ class World:
         self.size = size
         self.device = device
         self.deadline = deadline
-        self.where: Callable[[], str] = lambda: "the start"  # step and phase, told by the loop
+        self.where: Callable[[], str] = lambda: "the start"  # step and phase, set by the loop
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # around all talk, for a profiler
         self._waits: list[tuple[float, str]] = []  # since when, for what; the innermost last
         self._objects: dist.ProcessGroup | None = None
@@ -73,11 +73,11 @@ class World:
     def agree(self, f: Callable[[], T], *, what: str) -> T:
         """What `f` returns on the main rank, on all of them; what it raises there is raised on all of them."""
         value, error = _attempt(f) if self.main else (None, None)
-        value, told = self.exchange((value, None if error is None else str(error)), what=what)[0]
+        value, failure = self.exchange((value, None if error is None else str(error)), what=what)[0]
         if error is not None:
             raise error
-        if told is not None:
-            raise Elsewhere(f"rank 0: {told}")
+        if failure is not None:
+            raise Elsewhere(f"rank 0: {failure}")
         return value
 
     def together(self, f: Callable[[], T], *, what: str) -> T:

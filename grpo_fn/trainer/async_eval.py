@@ -169,7 +169,7 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
 def findings_of_late_evaluation(
     rules: Health, before: health.History, after: health.History
 ) -> tuple[list[health.HealthFinding], list[health.HealthFinding]]:
-    """What the rules would have said after a step, had its evaluation been there, and did not say then."""
+    """Findings of a step's rules that its late evaluation adds to those of the time."""
     known = {found.rule for found in health.new_findings([*rules.warn, *rules.stop], before)}
     said, fatal = (
         [found for found in health.new_findings(those, after) if found.rule not in known]

@@ -34,7 +34,7 @@ def locate(name: str, *, warn: Callable[[str], None]) -> LocatedModel:
     """What the name means: DIR/checkpoints/step_N of a run, a run folder DIR, else a Hugging Face folder or hub name.
 
     Of a run folder the newest weights: a checkpoint that verifies, or `model/` once the run is over. Nothing in it is
-    changed, so the run may be going on; checkpoints found broken on the way are told to `warn`. Raises ValueError for a
+    changed, so the run may be going on; checkpoints found broken on the way go to `warn`. Raises ValueError for a
     checkpoint that is broken or in no run folder, and for a run that has saved nothing.
     """
     path, run = Path(name).absolute(), run_of(name)

@@ -23,7 +23,7 @@ class Plan:
     max_rows: int
     ranks: int
     arrangement: str  # how the ranks share the model, in words
-    memory: Memory | None  # of one device; None where nobody asked
+    memory: Memory | None  # of one device; None where not estimated
 
     def lines(self) -> list[str]:
         """The plan as a person would read it."""

@@ -82,7 +82,7 @@ def restore(
     `problem` gives the problem of a uid, of which a checkpoint holds no text. The number of ranks that wrote it, and
     how the model was spread over them, may have been others.
 
-    Raises ValueError when there are checkpoints and none is whole, unless told to start over: that would drop the
+    Raises ValueError when there are checkpoints and none is whole, unless `start_over`: that would drop the
     metrics of the run so far.
     """
     path, blobs, meta, skipped = world.agree(

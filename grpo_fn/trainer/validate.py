@@ -1,6 +1,6 @@
 """Validate a configuration before anything expensive starts, by calling its functions on small made-up inputs.
 
-Whoever brings a function of his own declares nothing: whether an objective reads the reference, whether a token sampler
+A user's own function declares nothing: whether an objective reads the reference, whether a token sampler
 draws from softmax(logits / T), whether a correction corrects anything, shows in what the functions return.
 """
 
@@ -181,7 +181,7 @@ def own_pass_suffices(
 ) -> bool:
     """Whether the trainer's logp_old can be what a step's one update finds in its own pass, instead of one before it.
 
-    It can where nobody asks for it earlier: neither a credit that moves with logp_old - logp_ref, nor whoever marks
+    It can where nothing needs it earlier: neither a credit that moves with logp_old - logp_ref, nor what selects
     tokens by it.
     """
     drift = torch.rand(2, 2, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

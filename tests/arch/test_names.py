@@ -1,6 +1,8 @@
 """Names of the package: one name for one thing, so that grep finds it, and no function called by a bare participle."""
 
 import ast
+import re
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,6 +20,7 @@ IRREGULAR = {
     *("kept", "known", "left", "lost", "made", "meant", "met", "put", "said", "seen", "sent", "set", "shown", "split"),
     *("spread", "taken", "told", "worn", "written"),
 }
+PRIVATE = re.compile(r"\b(told|heard|nobody|whoever|somebody|voice|house|rooms)\b", re.IGNORECASE)
 
 
 def public_definitions() -> dict[str, list[tuple[str, bool]]]:
@@ -60,3 +63,13 @@ def test_no_public_function_or_method_is_a_bare_participle() -> None:
     assert participles == TERMS.keys()
     methods = {place for place, name in public_methods().items() if is_participle(name)}
     assert not methods
+
+
+def test_docstrings_comments_and_messages_are_without_private_words() -> None:
+    found = []
+    for path in sorted((ROOT / "grpo_fn").rglob("*.py")):
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type in (tokenize.STRING, tokenize.COMMENT) and (word := PRIVATE.search(token.string)):
+                    found.append(f"{path.relative_to(ROOT)}:{token.start[0]}: {word[0]}")
+    assert not found, "\n".join(found)

@@ -116,7 +116,7 @@ def diagnostic_title(name: str) -> str:
 
 def direction_label(signal: float) -> str:
     """The signal and its direction, without a space: no-break spaces stand in."""
-    way = "up" if signal < 0 else "down" if signal > 0 else "nowhere" if signal == 0 else "nobody\u00a0knows\u00a0where"
+    way = "up" if signal < 0 else "down" if signal > 0 else "nowhere" if signal == 0 else "not\u00a0a\u00a0number"
     return f"{signed_number(signal)},\u00a0pushed\u00a0{way}"
 
 

@@ -1,7 +1,7 @@
 """Writes checkpoints beside the training: every rank copies its pieces and goes on, a thread of its own writes them.
 
 A checkpoint is `tensors` in pieces (`tensor_shards`), small `blobs` and `meta` of the main rank, and a manifest with
-the hash of every file. The main rank writes the manifest once every rank has said that its pieces are on the disk, and
+the hash of every file. The main rank writes the manifest once every rank has reported its pieces on the disk, and
 gives the folder its name; until then no rank's death leaves anything that looks like a checkpoint.
 """
 

@@ -40,7 +40,7 @@ class Checkpoint(NamedTuple):
 def latest_verified(root: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint that verifies; for the process that owns the run.
 
-    Each one found broken on the way is told to `warn` with the reason and renamed to `broken-step_N`, so that it can
+    Each one found broken on the way goes to `warn` with the reason and renamed to `broken-step_N`, so that it can
     be looked at and is never counted as one of the newest again. Leftovers of dead processes are removed.
     """
     clean_up_unfinished(root)

@@ -28,7 +28,7 @@ def wandb(*, project: str, mode: str) -> Mirror:
     """Weights & Biases: all that TensorBoard gets, under the same names, as the run RUN_DIR's name in `project`.
 
     Offline, everything stays in RUN_DIR/wandb until `wandb sync RUN_DIR/wandb/offline-run-*`. A run that resumes goes
-    on under its id (RUN_DIR/wandb/id); steps that it takes again are there twice, told apart by `global_step`.
+    on under its id (RUN_DIR/wandb/id); steps that it takes again are there twice, distinguished by `global_step`.
     Raises ValueError when the package is not there or `mode` is not one of MODES.
     """
     if mode not in MODES:
@@ -44,7 +44,7 @@ def wandb(*, project: str, mode: str) -> Mirror:
 @contextmanager
 def _mirrored(run_dir: Path, *, project: str, mode: str) -> Iterator[None]:
     package = importlib.import_module("wandb")
-    # Told the root, it opens the stream at once and keeps the names as they are; `init` alone waits to find it out.
+    # Given the root, it opens the stream at once and keeps the names as they are; `init` alone waits to find it out.
     package.tensorboard.patch(root_logdir=str((run_dir / "tensorboard").absolute()), save=False)
     try:
         opened = package.init(

@@ -1,7 +1,7 @@
 """How the rows of a micro-batch are shown to the model: padded to one width, or end to end in one stream of tokens.
 
 The stream holds what predicts a sampled token, or is seen by what does, and nothing else. What looks at one token at a
-time never notices; attention is told of the rows by a `Layout` that travels with the model's call.
+time never notices; attention gets the rows' layout as a `Layout` that travels with the model's call.
 """
 
 import warnings
@@ -37,7 +37,7 @@ class ModelInput(NamedTuple):
 
     tokens: Int[Tensor, "R C"]
     at: Int[Tensor, "B T"]  # into the flattened tokens
-    told: dict[str, Any]  # what else the model is told
+    told: dict[str, Any]  # further arguments of the model's forward
 
 
 @runtime_checkable
@@ -109,7 +109,7 @@ class PackedInput:
     """Rows end to end, if the model computes then what it computes from padded ones; padded ones if not.
 
     Which it is, is asked when there are rows for the first time: only then are weights that are spread over ranks
-    where they are needed. A model that is not fit for it is said to be so, once, with the reason.
+    where they are needed. A model that is not fit for it is reported once, with the reason.
     """
 
     def __init__(self, model: nn.Module, share: Share) -> None:
@@ -140,7 +140,7 @@ class PackedInput:
 def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
     """Why the model must not be shown rows end to end; None when it may. Found by asking it.
 
-    Its layers have to attend to all of a row or to a window of it, to say which, and to pass on what they are told; and
+    Its layers have to attend to all of a row or to a window of it, to say which, and to pass on their arguments; and
     states have to be those of padded rows.
     """
     config = model.config.get_text_config()

@@ -29,7 +29,7 @@ from grpo_fn.shell.reward_workers.worker_handle import (
 
 STILLBORN = 3  # fresh workers lost one after the other before their first row: starting more would not help
 CHUNK = 16  # rows sent at once, so that a worker does not wait for the parent after each
-COMPLAINTS = 8  # kept until somebody takes them
+COMPLAINTS = 8  # kept until they are logged
 POLL = 0.2  # seconds between two looks at whether rows are still wanted
 
 
@@ -94,7 +94,7 @@ class RewardPool:
 
     `counts` says how many rows were lost so far, and to what: `timeouts`, `worker_crashes` (the memory limit included),
     `protocol_errors` (a malformed reply) and `exceptions` of the reward. `complaints` holds a text on the first row
-    lost to each of these, at most COMPLAINTS different ones; whoever shows them clears it.
+    lost to each of these, at most COMPLAINTS different ones; clear it once logged.
     """
 
     def __init__(self, *, workers: int, timeout_per_completion: float, memory_mb: int, stop_on_error: bool) -> None:

@@ -34,7 +34,7 @@ from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, engine_shar
 from grpo_fn.shell.sampler.pending import PendingBatch, pack_batch, request_key, start_sampling, unpack_batch
 from grpo_fn.shell.world import World
 
-COMPLAINTS = 8  # kept until somebody takes them
+COMPLAINTS = 8  # kept until they are logged
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 
@@ -72,7 +72,7 @@ class AsyncSampler:
         self.version = 0  # how many times weights were loaded
         self.complaints: list[str] = []
         self._queue: deque[PendingBatch] = deque()  # in the order of the stream
-        self._ages: list[int] = []  # of the batches that were used since somebody asked
+        self._ages: list[int] = []  # of the batches that were used since the last figures
         self._waited = 0.0
 
     @property

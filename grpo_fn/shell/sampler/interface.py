@@ -27,7 +27,7 @@ class SamplerContext:
     world: World
     adapters: LoRA | None
     full_model: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
-    # Told of every completion as soon as it has ended, in whatever thread that is: the one that its rollout will have.
+    # Called with every completion, the one that its rollout will have, as soon as it has ended, in whatever thread.
     on_completion: OnCompletion | None = None
 
 
@@ -47,11 +47,11 @@ class EngineCompletion(NamedTuple):
     oldest: int  # version of the weights that drew its first token
 
 
-Heard = Callable[[int, int, EngineCompletion], None]  # place of the ask, place of the seed in it, the answer to it
+OnAnswer = Callable[[int, int, EngineCompletion], None]  # place of the ask, place of the seed in it, the answer to it
 
 
 def ignore_completion(ask: int, seed: int, answer: EngineCompletion) -> None:
-    """Nobody wants to have an answer before the others are there."""
+    """A callback for completions that does nothing."""
 
 
 def never_stop() -> None:
@@ -180,14 +180,14 @@ class InferenceEngine(Protocol):
     overlaps: bool  # whether it can generate while the policy trains
     repeatable: bool  # whether the same requests bring the same tokens again
     mixes: bool  # whether new weights may come in the middle of a completion
-    complaints: list[str]  # for people; to be cleared when they are told
+    complaints: list[str]  # warnings for the log; cleared once logged
 
     def generate(
-        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], on_answer: OnAnswer
     ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
 
-        `heard` is told of every answer when it comes, in whatever thread that is.
+        `on_answer` is called with every answer when it comes, in whatever thread that is.
         """
         ...
 

@@ -80,7 +80,7 @@ def run_program(
         settings = {**limits._asdict(), **cell.settings, "life": life, "parent": os.getpid()}
         payload = _modules() + _packed(settings) + _packed({**program._asdict(), "secret": secret})
         said, complaint = _talk(cell, life, payload, wall_seconds + BACKSTOP_SECONDS)
-    return _heard(said, complaint, secret, len(program.tests), time.monotonic() - start)
+    return _parse_report(said, complaint, secret, len(program.tests), time.monotonic() - start)
 
 
 def strongest_isolation(limits: Limits) -> AbstractContextManager[Cell]:
@@ -95,7 +95,7 @@ def check_runner(runner: Callable[[Program], Ran]) -> None:
     """
     ran = runner(PROBE)
     if not ran.proven or ran.verdicts != (True, False):
-        raise RuntimeError(f"sandbox: got {ran}, wanted a right and a wrong answer to be told apart")
+        raise RuntimeError(f"sandbox: got {ran}, wanted it to tell a right answer from a wrong one")
 
 
 def available() -> dict[str, str]:
@@ -168,7 +168,7 @@ def _talk(cell: Cell, life: int, payload: bytes, seconds: float) -> tuple[str, s
     return said.decode("ascii", "replace"), complaint.decode(errors="replace").strip()[-LONGEST_COMPLAINT:]
 
 
-def _heard(said: str, complaint: str, secret: str, tests: int, seconds: float) -> Ran:
+def _parse_report(said: str, complaint: str, secret: str, tests: int, seconds: float) -> Ran:
     """What the judge's lines say. Raises RuntimeError when it never was ready."""
     lines = [line.split(" ") for line in said.splitlines()]
     words = [(line[1], bytes.fromhex(line[2]).decode(errors="replace")) for line in lines if line[0] == secret]

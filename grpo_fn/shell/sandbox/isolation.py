@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What stands before Python on the command line, what the harness is told, and the descriptors it is left with."""
+    """What stands before Python on the command line, what the harness is given, and the descriptors it is left with."""
 
     wrapper: tuple[str, ...]
     settings: dict[str, Any]

@@ -89,7 +89,7 @@ class Channel:
         data = os.read(fd, CHUNK)
         self.left -= len(data)
         if fd == self.life:
-            self._end("nobody waits for the verdict")
+            self._end("the parent no longer waits for the verdict")
         if fd == self.replies and not data:
             self.closed = True
             self._end("the program ended")

@@ -16,7 +16,7 @@ from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint
 from grpo_fn.shell.sampler.interface import (
     EngineCompletion,
     GenerationRequest,
-    Heard,
+    OnAnswer,
     SamplerContext,
     WeightReceipt,
     ignore_completion,
@@ -102,11 +102,11 @@ class ColocatedEngine:
     # -- generating
 
     def generate(
-        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard = ignore_completion
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], on_answer: OnAnswer = ignore_completion
     ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds; `how` are fields of vLLM's SamplingParams.
 
-        `heard` is told of every answer between two of vLLM's steps.
+        `on_answer` is called with every answer between two of vLLM's steps.
 
         Raises TimeoutError after `deadline` seconds, naming what is unfinished; nothing of it goes on.
         """
@@ -117,14 +117,18 @@ class ColocatedEngine:
         started = time.monotonic()
         rows = {f"{i} {j}": (ask, seed) for i, ask in enumerate(asks) for j, seed in enumerate(ask.seeds)}
         with self._apart(), self._together("generating"):
-            done = self._finished(rows, how, started, heard)
+            done = self._finished(rows, how, started, on_answer)
         self._told["requests"] += len(rows)
         self._told["tokens"] += sum(len(answer.tokens) for answer in done.values())
         self._told["generate_seconds"] += time.monotonic() - started
         return [[done[f"{i} {j}"] for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]
 
     def _finished(
-        self, rows: Mapping[str, tuple[GenerationRequest, int]], how: Mapping[str, Any], started: float, heard: Heard
+        self,
+        rows: Mapping[str, tuple[GenerationRequest, int]],
+        how: Mapping[str, Any],
+        started: float,
+        on_answer: OnAnswer,
     ) -> dict[str, EngineCompletion]:
         """Every row's answer: vLLM's own loop, with a deadline."""
         engine, done = self.llm.llm_engine, {}
@@ -140,7 +144,7 @@ class ColocatedEngine:
                 for out in engine.step():
                     if out.finished:
                         done[out.request_id] = self._answer(out.outputs[0])
-                        heard(*map(int, out.request_id.split()), done[out.request_id])
+                        on_answer(*map(int, out.request_id.split()), done[out.request_id])
         finally:
             if left := [name for name in rows if name not in done]:
                 engine.abort_request(left)

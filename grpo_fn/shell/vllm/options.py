@@ -67,9 +67,9 @@ def check_extra(extra: Mapping[str, Any], *, allow_biased: bool) -> None:
     if taken := sorted(OURS & {*extra}):
         raise ValueError(f"extra: got {', '.join(taken)}, which the sampler sets itself; wanted other SamplingParams")
     if not allow_biased and (biased := sorted(name for name, value in extra.items() if not is_neutral(name, value))):
-        told = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
+        described = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
         raise ValueError(
-            f"extra: got {told}, which may draw from another distribution than the trainer's, wanted none of it, or "
+            f"extra: got {described}, which may draw from another distribution than the trainer's, wanted none of it, or "
             "allow_biased = True to train all the same"
         )
 
@@ -140,7 +140,7 @@ def arguments(
         "enforce_eager": enforce_eager,
         "skip_tokenizer_init": not detokenize,
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # not the folder's: temperature and ends are said with every request
+        "generation_config": "vllm",  # not the folder's: temperature and stop tokens come with every request
         "seed": 0,  # every row brings its own
         "use_tqdm_on_load": False,
     }

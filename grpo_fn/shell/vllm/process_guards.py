@@ -20,7 +20,7 @@ NO_PACKAGE = "a folder of that name is no package"
 
 
 def import_vllm() -> ModuleType:
-    """vLLM, told to be quiet and to stay in this process. Raises ValueError where there is none."""
+    """The vllm module, set to be quiet and to stay in this process. Raises ValueError where there is none."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:

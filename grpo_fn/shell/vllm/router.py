@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from grpo_fn.shell.sampler.fingerprint import Fingerprint
-from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, Heard
+from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, OnAnswer
 from grpo_fn.shell.vllm.client import Server, ServerCompletion, Unreachable
 
-COMPLAINTS = 16  # kept until somebody takes them
+COMPLAINTS = 16  # kept until they are logged
 
 
 class NewestWeights(NamedTuple):
@@ -63,14 +63,14 @@ class Router:
     # Completions
 
     async def generate(
-        self, asks: Sequence[GenerationRequest], how: Mapping[str, Any], heard: Heard
+        self, asks: Sequence[GenerationRequest], how: Mapping[str, Any], on_answer: OnAnswer
     ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds; when one fails the others are called off."""
         what = f"{sum(len(ask.seeds) for ask in asks)} completions of {len(asks)} prompts"
 
         async def draw(i: int, j: int) -> EngineCompletion:
             answer = await self._draw(asks[i].prompt, asks[i].seeds[j], how, what)
-            heard(i, j, answer)
+            on_answer(i, j, answer)
             return answer
 
         tasks = [[asyncio.create_task(draw(i, j)) for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]

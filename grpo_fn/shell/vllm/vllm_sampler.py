@@ -149,7 +149,7 @@ class VllmSampler:
     max_rows: int  # decoded at once
     max_model_len: int | None
     extra: Mapping[str, Any]
-    on_completion: OnCompletion | None = None  # told of every completion as it comes; the ranks of an engine share them
+    on_completion: OnCompletion | None = None  # called with every completion; an engine's ranks share them
     # Of the weights; other samplers on the same engine count on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
@@ -180,7 +180,7 @@ class VllmSampler:
 
     @property
     def complaints(self) -> list[str]:
-        """What the engine has to say to people; to be cleared when they are told."""
+        """Warnings of the engine for the log; cleared once logged."""
         return self.engine.complaints
 
     def load(self, policy: FSDPPolicy | FixedWeights) -> None:
@@ -211,8 +211,10 @@ class VllmSampler:
         check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=self._limit())
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
         asks = [GenerationRequest(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
-        heard = ignore_completion if self.on_completion is None else partial(self._heard, problems, group_size)
-        answers = [answer for group in self.engine.generate(asks, how=self._how(), heard=heard) for answer in group]
+        on_answer = ignore_completion if self.on_completion is None else partial(self._on_answer, problems, group_size)
+        answers = [
+            answer for group in self.engine.generate(asks, how=self._how(), on_answer=on_answer) for answer in group
+        ]
         device = self.context.world.device
         return assemble(
             self.tokenizer,
@@ -222,7 +224,9 @@ class VllmSampler:
             torch.tensor([answer.stopped for answer in answers], device=device),
         )
 
-    def _heard(self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: EngineCompletion) -> None:
+    def _on_answer(
+        self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: EngineCompletion
+    ) -> None:
         """Tell of a row, on the one of the engine's ranks that has it among the rows that it will score."""
         rows = len(problems) * group_size
         own = range(rows)[rank_share(rows, self.context.world.rank % self.ranks, self.ranks)]

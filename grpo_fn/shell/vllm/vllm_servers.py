@@ -15,7 +15,13 @@ from torch import Tensor
 
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.sampler.fingerprint import NOTHING, weight_fingerprint
-from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest, Heard, WeightReceipt, ignore_completion
+from grpo_fn.shell.sampler.interface import (
+    EngineCompletion,
+    GenerationRequest,
+    OnAnswer,
+    WeightReceipt,
+    ignore_completion,
+)
 from grpo_fn.shell.vllm.client import Patience, Server, check_sampling_fields
 from grpo_fn.shell.vllm.router import NewestWeights, Router, ServerState
 from grpo_fn.shell.vllm.vllm_transfer import Transfer, chunks
@@ -51,7 +57,7 @@ class DedicatedEngine:
     without any server, with a RuntimeError that names all of them. Servers that are out are looked at every
     `check_seconds`. Before the first push all of them are waited for, at most `server_timeout` seconds.
 
-    `complaints` are texts for people; clear it when they are told. The key that servers want comes from the environment
+    `complaints` are warnings for the log; clear it once logged. The key that servers want comes from the environment
     (VLLM_API_KEY): no file of the run holds it.
     """
 
@@ -107,11 +113,11 @@ class DedicatedEngine:
         return self._fleet.complaints
 
     def generate(
-        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard = ignore_completion
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], on_answer: OnAnswer = ignore_completion
     ) -> list[list[EngineCompletion]]:
         """For every ask an answer to each of its seeds. Any thread may ask, also while weights are pushed.
 
-        `heard` is told of every answer in the thread of the event loop, which waits for it.
+        `on_answer` is called with every answer in the thread of the event loop, which waits for it.
 
         Raises ValueError for fields of `how` that vLLM does not know, and RuntimeError before the first push and when
         no server answers in time.
@@ -119,7 +125,7 @@ class DedicatedEngine:
         check_sampling_fields(how)
         if self._fleet.newest is None:
             raise RuntimeError("vLLM servers: got asked for completions before the first push, wanted weights first")
-        return self._do(self._fleet.generate(asks, how, heard))
+        return self._do(self._fleet.generate(asks, how, on_answer))
 
     def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
         """Give these weights to every server. All ranks call it and go through all of them; the main one sends.

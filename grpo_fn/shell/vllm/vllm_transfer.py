@@ -1,6 +1,6 @@
 """How weights get from the trainer to vLLM servers: through files, or through NCCL.
 
-Both send chunk by chunk: the server is told of each with /update_weights, and loads it while the next one is gathered,
+Both send chunk by chunk: the server learns of each by /update_weights, and loads it while the next one is gathered,
 so the model is whole on one side only. `worker_extension` is the other end.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 PREFIX = "grpo_fn-weights-"
 
 Chunk = list[tuple[str, Tensor]]
-Info = dict[str, Any]  # what a server is told of one
+Info = dict[str, Any]  # what a server gets to know of one
 
 
 def chunks(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Chunk]:
@@ -50,7 +50,7 @@ class Transfer(Protocol):
     chunk_bytes: int
 
     def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
-        """What a server of so many workers is told at the first meeting, and what the trainer does meanwhile."""
+        """What a server of so many workers gets at the first request, and what the trainer does meanwhile."""
         ...
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class Transfer(Protocol):
         ...
 
     def offer(self, chunk: Chunk) -> Info:
-        """What the servers are told of a chunk."""
+        """What the servers get to know of a chunk."""
         ...
 
     def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
@@ -74,7 +74,7 @@ class Transfer(Protocol):
         ...
 
     def again(self) -> list[Info] | None:
-        """With what a server can be told of the complete set a second time; None where that is not possible."""
+        """What announces the complete set to a server a second time; None where that is not possible."""
         ...
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class WeightUpdater:
             await asyncio.sleep(min(MUSTER, self.check_seconds))
 
     async def _examine(self, member: ServerState) -> bool:
-        """Whether its workers are still at an update that somebody has not finished."""
+        """Whether its workers are still at an update that was not finished."""
         await member.server.check_health()
         for described in await member.server.ask_workers("grpo_described"):
             if odd := {

@@ -30,7 +30,7 @@ from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_finge
 from grpo_fn.shell.sampler.interface import (
     EngineCompletion,
     GenerationRequest,
-    Heard,
+    OnAnswer,
     SamplerContext,
     StaleEngine,
     WeightReceipt,
@@ -75,13 +75,13 @@ class Engine:
         self.complaints = ["one"]
 
     def generate(
-        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], heard: Heard
+        self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], on_answer: OnAnswer
     ) -> list[list[EngineCompletion]]:
         self.asked.append(([*asks], {**how}))
         answers = [[self.answer(ask, seed, how["max_tokens"]) for seed in ask.seeds] for ask in asks]
         places = [(i, j) for i, row in enumerate(answers) for j in range(len(row))]
         for i, j in random.Random(len(places)).sample(places, len(places)):
-            heard(i, j, answers[i][j])
+            on_answer(i, j, answers[i][j])
         return answers
 
     @staticmethod
@@ -166,7 +166,7 @@ def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: 
     rows = zip(wanted.tokens, wanted.logp_sampled, wanted.mask, wanted.truncated, strict=True)
     drawn = iter([EngineCompletion(t[m].tolist(), x[m].tolist(), not bool(cut), 0) for t, x, m, cut in rows])
     engine = Engine()
-    engine.generate = lambda asks, how, heard: [[next(drawn) for _ in ask.seeds] for ask in asks]
+    engine.generate = lambda asks, how, on_answer: [[next(drawn) for _ in ask.seeds] for ask in asks]
     found = sampler(engine).sample(problems(texts), group_size, key=KEY)
     assert found.text == wanted.text
     for got, due in zip(found[:-1], wanted[:-1], strict=True):
@@ -335,13 +335,13 @@ class Stepping:
 def test_an_answer_is_told_of_in_the_step_that_ends_it(
     on_cuda: ColocatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, heard = Stepping(), []
+    engine, on_answer = Stepping(), []
     on_cuda.llm.llm_engine = engine
     monkeypatch.setattr(ColocatedEngine, "_params", lambda self, how, seed: SimpleNamespace(seed=seed))
     asks = [GenerationRequest((1,), (5, 2)), GenerationRequest((1, 2), (2, 1))]
-    answers = on_cuda.generate(asks, how={}, heard=lambda *told: heard.append((engine.steps, *told)))
+    answers = on_cuda.generate(asks, how={}, on_answer=lambda *told: on_answer.append((engine.steps, *told)))
     places = [(1, 1, 1), (2, 0, 1), (2, 1, 0), (5, 0, 0)]
-    assert heard == [(step, i, j, answers[i][j]) for step, i, j in places]
+    assert on_answer == [(step, i, j, answers[i][j]) for step, i, j in places]
     assert all(len(answers[i][j].tokens) == step for step, i, j in places)
 
 

@@ -177,17 +177,17 @@ def test_an_answer_is_told_of_once_and_when_it_comes(two, fault):
     one, _, servers = two
     servers.push(weights(0), version=0)
     one.faults["/inference/v1/generate"] = fault
-    heard, thread, open_ = {}, threading.get_ident(), threading.Event()
+    on_answer, thread, open_ = {}, threading.get_ident(), threading.Event()
 
     def hear(i, j, answer):
-        assert (i, j) not in heard
+        assert (i, j) not in on_answer
         assert threading.get_ident() != thread
         assert not open_.is_set()  # the call goes on
-        heard[i, j] = answer
+        on_answer[i, j] = answer
 
-    answers = servers.generate(ASKS, how=HOW, heard=hear)
+    answers = servers.generate(ASKS, how=HOW, on_answer=hear)
     open_.set()
-    assert heard == {(i, j): answer for i, row in enumerate(answers) for j, answer in enumerate(row)}
+    assert on_answer == {(i, j): answer for i, row in enumerate(answers) for j, answer in enumerate(row)}
 
 
 def test_where_an_answer_is_not_wanted_the_others_are_called_off(two):
@@ -198,7 +198,7 @@ def test_where_an_answer_is_not_wanted_the_others_are_called_off(two):
         raise ScoringInterrupted("asked to stop")
 
     with pytest.raises(ScoringInterrupted, match="asked to stop"):
-        servers.generate(ASKS, how=HOW, heard=hear)
+        servers.generate(ASKS, how=HOW, on_answer=hear)
     assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
 
 

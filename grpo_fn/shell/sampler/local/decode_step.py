@@ -35,7 +35,7 @@ from grpo_fn.shell.sampler.local.kv_cache import (
 TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 LOOK = 16  # steps between two looks at what has ended, where looking means waiting for the device
-KEEP = 1 / 8  # of a device's memory: what captured steps may hold while the device is somebody else's
+KEEP = 1 / 8  # of a device's memory: what captured steps may hold while something else uses the device
 
 
 class Live(NamedTuple):

@@ -99,7 +99,7 @@ class LocalSampler:
     max_new_tokens: int
     stop: Sequence[str]
     max_rows: int  # rows decoded at once; bounds the KV cache
-    on_completion: OnCompletion | None = None  # told of every row as soon as it has ended
+    on_completion: OnCompletion | None = None  # called with every row as soon as it has ended
     check: Callable[[], None] = never_stop  # called every few decode steps; what it raises ends them
     held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
