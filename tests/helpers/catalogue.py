@@ -28,7 +28,7 @@ KINDS = [
         {"outcome", "outcome_minus_kl", "reward_to_go", "per_part", "token_whitened", "row_whitened"},
     ),
     (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable"}),
-    (masking, ("batch", "key"), {"no_tokens", "clip_cov", "kl_cov"}),
+    (masking, ("batch", "key"), {"no_tokens", "clip_cov_tokens", "kl_cov_tokens"}),
     (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
     (
         losses,

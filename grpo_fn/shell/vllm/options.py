@@ -67,9 +67,9 @@ def check_extra(extra: Mapping[str, Any], *, allow_biased: bool) -> None:
     if taken := sorted(OURS & {*extra}):
         raise ValueError(f"extra: got {', '.join(taken)}, which the sampler sets itself; wanted other SamplingParams")
     if not allow_biased and (biased := sorted(name for name, value in extra.items() if not is_neutral(name, value))):
-        described = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
+        listed = ", ".join(f"{name} = {extra[name]!r}" for name in biased)
         raise ValueError(
-            f"extra: got {described}, which may draw from another distribution than the trainer's, wanted none of it, or "
+            f"extra: got {listed}, which may draw from another distribution than the trainer's, wanted none of it, or "
             "allow_biased = True to train all the same"
         )
 

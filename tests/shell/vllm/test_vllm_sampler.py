@@ -297,7 +297,7 @@ class LLM:
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ColocatedEngine:
     """An engine that believes to be on a GPU."""
-    for name in ("group_of_one", "same_randomness"):
+    for name in ("group_of_one", "restore_generators"):
         monkeypatch.setattr(vllm_engine, name, lambda _: nullcontext())
     monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(LLM=LLM))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
