@@ -43,7 +43,7 @@ KINDS = [
         ("logp", "row"),
         {
             *("no_correction", "truncated_weight", "masked_weight", "sequence_truncated_weight"),
-            *("sequence_masked_weight", "off_policy_sequence_mask", "both"),
+            *("sequence_masked_weight", "off_policy_sequence_mask", "weight_and_mask"),
         },
     ),
     (aggregation, ("mask", "totals"), {"token_mean", "sequence_mean", "constant_length"}),
