@@ -1,15 +1,16 @@
 """AsyncWriter: the metrics log written in a thread, which makes the calls of a MetricsWriter in their order.
 
-What a call is given is kept until it is made: do not change it afterwards. Tensors are brought to the CPU at once,
+What a call is given is kept until it is made. Tensors are brought to the CPU at once,
 so that the thread never talks to a device that the training is busy with.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter
@@ -48,37 +49,11 @@ class AsyncWriter(AbstractContextManager):
         if self._error is not None:
             raise self._error
 
-    def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
-        """As `MetricsWriter.scalars`."""
-        self.do(f"the metrics of step {step}", partial(self._writer.scalars, step, dict(values)))
-
-    def amend(self, step: int, values: Mapping[str, float | int]) -> None:
-        """As `MetricsWriter.amend`."""
-        self.do(f"later metrics of step {step}", partial(self._writer.amend, step, dict(values)))
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """As `MetricsWriter.text`."""
-        self.do(f"{tag} of step {step}", partial(self._writer.text, step, tag, text))
-
-    def histogram(self, step: int, tag: str, values: Tensor) -> None:
-        """As `MetricsWriter.histogram`."""
-        self.do(f"{tag} of step {step}", partial(self._writer.histogram, step, tag, values.detach().cpu()))
-
-    def image(self, step: int, tag: str, pixels: Tensor) -> None:
-        """As `MetricsWriter.image`."""
-        self.do(f"{tag} of step {step}", partial(self._writer.image, step, tag, pixels.detach().cpu()))
-
-    def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None:
-        """As `MetricsWriter.layout`."""
-        self.do("the layout", partial(self._writer.layout, charts))
-
-    def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None:
-        """As `MetricsWriter.hparams`."""
-        self.do("the knobs", partial(self._writer.hparams, knobs, measures))
-
-    def finish(self) -> None:
-        """As `MetricsWriter.finish`."""
-        self.do("the end", self._writer.finish)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """As the method of that name of `MetricsWriter`, later."""
+        if name.startswith("_"):  # of an object that is not made yet
+            raise AttributeError(name)
+        return partial(self._call_later, name)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
@@ -91,6 +66,11 @@ class AsyncWriter(AbstractContextManager):
         finally:
             self._worker.shutdown(cancel_futures=True)
             self._writer.close()
+
+    def _call_later(self, name: str, *given: Any) -> None:
+        what = f"{name} of step {given[0]}" if given and isinstance(given[0], int) else name
+        kept = tree_map_only(Tensor, lambda x: x.detach().cpu(), given)  # in containers of its own
+        self.do(what, partial(getattr(self._writer, name), *kept))
 
     def _write(self, what: str, work: Callable[[], object]) -> None:
         """In the thread: `work`, unless something went wrong before."""

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -131,36 +132,12 @@ def markdown_cell(text: str) -> str:
     return "<br>".join(ACTIVE.sub(lambda match: f"&#{ord(match[0])};", line) for line in lines)
 
 
-class NullLogger:
-    """Stands in for `AsyncWriter` and `Console` on all ranks but the main one."""
+class NullLogger(AbstractContextManager):
+    """Stands in for `AsyncWriter` and `Console` on all ranks but the main one: every call of theirs does nothing."""
 
     failed = False
 
-    def do(self, what: str, work: Callable[[], object]) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def line(self, text: str) -> None: ...
-
-    def step(self, metrics: Mapping[str, float | int]) -> None: ...
-
-    def scalars(self, step: int, values: Mapping[str, float | int]) -> None: ...
-
-    def amend(self, step: int, values: Mapping[str, float | int]) -> None: ...
-
-    def text(self, step: int, tag: str, text: str) -> None: ...
-
-    def histogram(self, step: int, tag: str, values: Tensor) -> None: ...
-
-    def image(self, step: int, tag: str, pixels: Tensor) -> None: ...
-
-    def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None: ...
-
-    def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def __enter__(self) -> "NullLogger":
-        return self
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given: None
 
     def __exit__(self, *exc: object) -> None: ...
