@@ -13,7 +13,7 @@ from torch.func import grad_and_value
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.credit import first_token
-from grpo_fn.algo.group_sampling import Explore, GroupBatch
+from grpo_fn.algo.group_sampling import GroupBatch
 from grpo_fn.core import prng
 from grpo_fn.core.batch import (
     check_reward_shapes,
@@ -45,22 +45,28 @@ class Stages:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Algorithm(Stages):
-    """The `algorithm` section of a configuration: what makes a GRPO relative, its functions and its numbers.
-
-    Raises ValueError for numbers below 1, prompts that do not split into whole minibatches, and more groups with signal
-    wanted than a step has.
-    """
+class StepKnobs(Stages):
+    """What a configuration says of a step."""
 
     group_sampling: Callable[..., GroupBatch]  # (explore, carried, *, prompts) -> groups: which to learn from
     old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or from_trainer
     kl_control: Callable[[float, float], float]  # gain, measured KL -> gain of the next step
     entropy_control: Callable[[float, float], float]  # gain, measured entropy -> gain of the next step
     min_groups_with_signal: int  # that a step needs to be trained on
-    prompts: int  # a step
-    group_size: int  # samples of each
+    group_size: int  # samples of each problem
     epochs: int  # passes over one rollout
     minibatches: int  # optimizer steps in a pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(StepKnobs):
+    """The `algorithm` section of a configuration: what makes a GRPO relative, its functions and its numbers.
+
+    Raises ValueError for numbers below 1, prompts that do not split into whole minibatches, and more groups with signal
+    wanted than a step has.
+    """
+
+    prompts: int  # a step
     SUPPLIED: ClassVar = {"objective": ("batch", "totals", "gains"), "group_sampling": ("prompts",)}
 
     def __post_init__(self) -> None:
@@ -73,20 +79,12 @@ class Algorithm(Stages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepAlgorithm(Stages):
-    """An `Algorithm` in a run: with the reward, the comparison and the micro-batches that the run gives it."""
+class StepAlgorithm(StepKnobs):
+    """An `Algorithm` in a run: its number of prompts bound, with what the run gives it."""
 
-    group_sampling: Callable[[Explore, Carry], GroupBatch]  # which groups to learn from, its number of prompts bound
     reward: Callable[[Sequence[Problem], Rollout], Reward]
-    old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or from_trainer
     anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
-    kl_control: Callable[[float, float], float]  # gain, measured KL -> gain of the next step
-    entropy_control: Callable[[float, float], float]  # gain, measured entropy -> gain of the next step
-    group_size: int
-    epochs: int  # passes over one rollout
-    minibatches: int  # optimizer steps in a pass
     split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.trim_rows
-    min_groups_with_signal: int  # groups with signal that a step needs to be trained on
 
 
 class Experience(NamedTuple):

@@ -88,8 +88,8 @@ def measure(
     where = {"folder": folder, "config": config, "dtype": precision, "world": alone(place), "adapters": None}
     context = SamplerContext(**where, full_model=full_model)
     with clock.span("load"):
-        knobs = {"max_rows": sampling.max_rows, "sampling": sampling, "data": data}
-        greedy = start_sampler(sampling.sampler, context, tokenizer, token_samplers.greedy, **knobs)
+        asked = (tokenizer, token_samplers.greedy, sampling, data)
+        greedy = start_sampler(sampling.sampler, context, *asked, max_rows=sampling.max_rows)
         if found.checkpoint is not None:
             greedy.load(FixedWeights(full_model(), context.world))
     with note_on_error(f"evaluating {found.path}"), closing(greedy), rewards.pool() as pool, clock.span("evaluate"):

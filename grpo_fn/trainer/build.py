@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from hashlib import sha256
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.algo.step import StepAlgorithm, compare_as_given, compare_to_own_pass, from_sampler
+from grpo_fn.algo.step import StepAlgorithm, StepKnobs, compare_as_given, compare_to_own_pass, from_sampler
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.problem import Problem
@@ -157,7 +157,6 @@ def open_and_prepare(
 
 def build_policy(settings: Settings, loaded: LoadedModel, world: World) -> FSDPPolicy:
     """The policy with its optimizer."""
-    how = settings.policy
     return FSDPPolicy(
         loaded.logprob_model,
         world=world,
@@ -165,12 +164,7 @@ def build_policy(settings: Settings, loaded: LoadedModel, world: World) -> FSDPP
         reference_model=loaded.reference_model,
         dropout_modules=loaded.dropout_modules,
         seed=settings.seed,
-        micro_tokens=how.micro_tokens,
-        optimizer=how.optimizer,
-        schedule=how.schedule,
-        loss_scale=how.loss_scale,
-        initial_scale=how.initial_scale,
-        max_grad_norm=how.max_grad_norm,
+        **vars(settings.policy),
     )
 
 
@@ -194,10 +188,10 @@ def start_sampler(
     context: SamplerContext,
     tokenizer: PreTrainedTokenizerBase,
     token_sampler: TokenSampler,
-    *,
-    max_rows: int,
     sampling: Sampling,
     data: Data,
+    *,
+    max_rows: int,
 ) -> EngineSampler:
     """A sampler that a section names, with what the program passes to it."""
     return factory(
@@ -215,8 +209,7 @@ def build_sampler(settings: Settings, context: SamplerContext, tokenizer: PreTra
     """The sampler of the training."""
     how = settings.sampling
     token_sampler = partial(how.token_sampler, temperature=how.temperature)
-    knobs = {"max_rows": how.max_rows, "sampling": how, "data": settings.data}
-    return start_sampler(how.sampler, context, tokenizer, token_sampler, **knobs)
+    return start_sampler(how.sampler, context, tokenizer, token_sampler, how, settings.data, max_rows=how.max_rows)
 
 
 def build_evaluator(
@@ -233,9 +226,9 @@ def build_evaluator(
         sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None),
         copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
         token_samplers.greedy,
+        settings.sampling,
+        settings.data,
         max_rows=how.max_rows,
-        sampling=settings.sampling,
-        data=settings.data,
     )
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
     return partial(open_evaluator, start, settings.rewards.pool, key, world)
@@ -246,22 +239,15 @@ def step_algorithm(
 ) -> StepAlgorithm:
     """The algorithm section with what the run gives it."""
     a, own_pass = settings.algorithm, checked.own_pass
+    knobs = {field.name: getattr(a, field.name) for field in fields(StepKnobs)}
+    knobs["group_sampling"] = partial(a.group_sampling, prompts=a.prompts)
+    if own_pass:
+        knobs["old_logp"] = from_sampler
     return StepAlgorithm(
-        group_sampling=partial(a.group_sampling, prompts=a.prompts),
+        **knobs,
         reward=partial(streaming.round, reward=settings.rewards.reward, world=world),
-        credit=a.credit,
-        filters=a.filters,
-        token_mask=a.token_mask,
-        objective=a.objective,
-        old_logp=from_sampler if own_pass else a.old_logp,
         anchor=partial(compare_to_own_pass, reference=checked.reference) if own_pass else compare_as_given,
-        kl_control=a.kl_control,
-        entropy_control=a.entropy_control,
-        group_size=a.group_size,
-        epochs=a.epochs,
-        minibatches=a.minibatches,
         split=policy.split_rows,
-        min_groups_with_signal=a.min_groups_with_signal,
     )
 
 
