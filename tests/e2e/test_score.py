@@ -11,6 +11,7 @@ import sys
 import tempfile
 import termios
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -477,7 +478,9 @@ def test_who_reads_only_the_head_ends_it_quietly(folder: Path) -> None:
 
 
 def test_an_interrupt_leaves_whole_rows_and_no_process(folder: Path) -> None:
-    with subprocess.Popen(command(), stdin=-1, stdout=-1, stderr=-1, cwd=folder) as process:
+    # A shell starts what it runs in the background with SIGINT ignored, pytest too, and what it starts inherits that.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command(), stdin=-1, stdout=-1, stderr=-1, cwd=folder, preexec_fn=heed) as process:
         process.stdin.write(rows_of("a", "b", "sleep 60"))
         process.stdin.flush()
         seen = [process.stdout.readline(), process.stdout.readline()]
