@@ -83,7 +83,7 @@ def restore(
     how the model was spread over them, may have been others.
 
     Raises ValueError when there are checkpoints and none is whole, unless `start_over`: that would drop the
-    metrics of the run so far.
+    metrics of the run so far. Also, in any case, for a checkpoint of another model or optimizer.
     """
     path, blobs, meta, skipped = world.agree(
         partial(newest_checkpoint, run_dir / "checkpoints", start_over=start_over), what="the newest checkpoint"
@@ -91,7 +91,7 @@ def restore(
     said += skipped
     if path is None:
         return None
-    policy.restore(partial(store.load_into, path, world=world), blobs["policy"])
+    policy.restore(partial(store.load_into, path, world=world, exact=True), blobs["policy"])
     return Progress(
         state=RunState(meta["step"], meta["seed"]),
         carried=unpack_carried(blobs["carried"], problem),

@@ -56,13 +56,13 @@ def latest_verified(root: Path, *, warn: Callable[[str], None]) -> Checkpoint | 
     return None
 
 
-def load_into(path: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+def load_into(path: Path, tensors: Mapping[str, Tensor], world: World, *, exact: bool = False) -> None:
     """Copy what the checkpoint holds under these names into the tensors, sharded or not, whatever ranks wrote it.
 
     Every rank calls it. Raises ValueError, nothing changed, naming the first tensor that the checkpoint does not hold,
-    or holds with another shape or dtype; what else it holds is left alone.
+    or holds with another shape or dtype; what else it holds is left alone, or refused as well when `exact`.
     """
-    world.together(partial(_check_fits, path, tensors), what="comparing the checkpoint with the model")
+    world.together(partial(_check_fits, path, tensors, exact), what="comparing the checkpoint with the model")
     world.together(partial(tensor_shards.load_into_tensors, path, tensors), what="reading the checkpoint")
 
 
@@ -164,13 +164,17 @@ def commit(building: Path, step: int) -> Path:
     return final
 
 
-def _check_fits(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_fits(path: Path, tensors: Mapping[str, Tensor], exact: bool) -> None:
     there = tensor_shards.folder_tensors(path)
     for name, tensor in tensors.items():
         wanted = (tuple(tensor.shape), tensor.dtype)
         if (got := there.get(name)) != wanted:
             found = "no such tensor" if got is None else f"{got[0]} {got[1]}"
             raise ValueError(f"got {found} for {name} in checkpoint {path}, wanted {wanted[0]} {wanted[1]}")
+    if exact and (more := sorted(there.keys() - tensors.keys())):
+        raise ValueError(
+            f"got {len(more)} tensors such as {more[0]} in checkpoint {path}, wanted none that the policy lacks"
+        )
 
 
 def _remove(path: Path) -> None:

@@ -196,7 +196,10 @@ def test_what_is_loaded_into_is_changed_in_place_and_wholly_or_not_at_all(tensor
         with pytest.raises(ValueError, match=r"got .* wanted"):
             store.load_into(path, asked, ALONE)
         assert all(not v.any() for v in into.values())
-        store.load_into(path, into, ALONE)
+        with pytest.raises(ValueError, match="wanted none that the policy lacks"):
+            store.load_into(path, {k: v for k, v in into.items() if k != odd}, ALONE, exact=True)
+        assert all(not v.any() for v in into.values())
+        store.load_into(path, into, ALONE, exact=True)
         assert {k: bits(v) for k, v in into.items()} == {k: bits(v) for k, v in tensors.items()}
         assert {k: v.data_ptr() for k, v in into.items()} == places
 
