@@ -75,7 +75,7 @@ def build(
     with closing(sampler), pool, streaming:
         yield TrainingRun(
             settings=s,
-            run_dir=request.run_dir,
+            request=request,
             key=key,
             world=world,
             policy=policy,
@@ -94,7 +94,6 @@ def build(
             pool=pool,
             score=spread_score(pool.score, world),
             plan=plan_lines(checked, prepared.task, world),
-            start_over=request.force,
             started=started,
         )
 

@@ -14,6 +14,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
+from grpo_fn.shell.checkpoint.run_dir import write_config
 from grpo_fn.shell.logging import system_metrics, tensorboard_layout
 from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.policy import checksums
@@ -31,8 +32,11 @@ def run_training(run: TrainingRun) -> int:
     """Restore or begin, take the steps that are left, and finish; returns the exit code."""
     messages: list[str] = []
     progress = restore(
-        run.run_dir, run.policy, training_problem(run), run.world, start_over=run.start_over, said=messages
+        run.run_dir, run.policy, training_problem(run), run.world, start_over=run.request.force, said=messages
     )
+    config = run.request.config
+    renew = partial(write_config, run.run_dir, config.text, config.fingerprint, config.hparams)
+    run.world.agree(renew, what="writing the configuration")  # not before the restore: what it refuses stays as it is
     first, start = progress is None, 0 if progress is None else progress.state.step
     with ExitStack() as stack:
         loggers = open_loggers(run, stack, start, first=first)

@@ -48,7 +48,7 @@ class TrainingRun:
     """The pieces of a run: its settings, and what was made from them."""
 
     settings: Settings
-    run_dir: Path
+    request: RunRequest
     key: Tensor
     world: World
     policy: FSDPPolicy
@@ -63,8 +63,12 @@ class TrainingRun:
     pool: RewardPool
     score: Scorer
     plan: Sequence[str]  # the numbers of the run, for the log
-    start_over: bool  # when every checkpoint is broken
     started: float  # time.perf_counter() when the program began to work
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return self.request.run_dir
 
     @property
     def held_out(self) -> Sequence[Problem]:

@@ -207,6 +207,21 @@ def test_another_configuration_is_refused_and_goes_on_when_forced(cache: Path, w
     assert outcome(run)["summary"]["steps"] == 8
 
 
+@pytest.mark.parametrize("now", [{"layers": 1}, {"layers": 2, "intermediate": 48}])
+def test_another_model_is_refused_even_when_forced_and_the_folder_stays_as_it_was(
+    cache: Path, tmp_path: Path, now: dict[str, int]
+) -> None:
+    run, _ = interrupted(cache, tmp_path, [], STEPS=2, tiny_model__Shape__layers=2)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
+    changes = {f"tiny_model__Shape__{name}": value for name, value in now.items()}
+    assert finish(command(cache, run, "--force", STEPS=2, **changes), tmp_path / "out") == 2
+    said = (tmp_path / "out").read_text()
+    assert f"in checkpoint {run / 'checkpoints' / 'step_2'}, wanted" in said
+    assert "Traceback" not in said
+    assert {path: path.read_bytes() for path in run.rglob("*") if path in before} == before
+    interrupted(cache, tmp_path, [], STEPS=2, tiny_model__Shape__layers=2)  # the original command is not refused
+
+
 def test_a_start_that_came_to_nothing_does_not_hold_the_folder(cache: Path, tmp_path: Path) -> None:
     code = finish(command(cache, tmp_path / "run", STEPS=1), tmp_path / "out", at_phase("evaluate", 1)(tmp_path))
     assert code == -KILL

@@ -34,6 +34,8 @@ def open_run(
 ) -> bool:
     """Make or enter a run folder and hold it until the process ends; True when it was a run folder before.
 
+    One that was keeps its configuration until `write_config`.
+
     Raises ValueError, and leaves what is there as it is, when the path is a file or a folder of something else, another
     process is in it, its fingerprint differs (unless `force`), or fewer than `need_bytes` are free (NoSpace).
     """
@@ -46,9 +48,15 @@ def open_run(
         _check_same(run_dir, config_text, fingerprint)
     for name in FOLDERS:
         (run_dir / name).mkdir(exist_ok=True)
+    if not resumed:
+        write_config(run_dir, config_text, fingerprint, hparams)
+    return resumed
+
+
+def write_config(run_dir: Path, config_text: str, fingerprint: str, hparams: Mapping[str, int | float | str]) -> None:
+    """Make the folder one of this configuration."""
     write_bytes(run_dir / "config.gin", config_text.encode())
     write_json(run_dir / MARKER, {"fingerprint": fingerprint, "hparams": hparams})
-    return resumed
 
 
 def _check_kind(run_dir: Path) -> None:

@@ -54,6 +54,8 @@ def test_another_configuration_is_refused_with_the_lines_that_differ_unless_forc
     assert "--force" in text
     assert (folder / "config.gin").read_text() == CONFIG
     assert enter(folder, config=other, fingerprint="f2", force=True) is True
+    assert (folder / "config.gin").read_text() == CONFIG, "replaced before anything was restored"
+    run_dir.write_config(folder, other, "f2", {})
     assert (folder / "config.gin").read_text() == other
     assert enter(folder, config=other, fingerprint="f2") is True
 
