@@ -111,7 +111,7 @@ def weight_and_mask(
     """`weight` where `mask` is not 0, else 0.
 
     Not their product: a mask that keeps w would square it. Truncated weights of DeepSeek's rows are
-    both(weight=truncated_weight, mask=off_policy_sequence_mask).
+    weight_and_mask(weight=truncated_weight, mask=off_policy_sequence_mask).
 
     Use it when: a truncation and a mask at once; not their product, which would square a w that is kept.
     """

@@ -67,7 +67,7 @@ TAKEN = {"mean", "std", "min", "max", "correct_rate", "invalid"}
 def part_names(parts: Sequence[RewardFn]) -> list[str]:
     """The functions' names, `module.name` where two share one or the name is taken; an object has its class's name.
 
-    A wrapper goes by the name of what it wraps, as `unwrapped` has it.
+    A wrapper goes by the name of what it wraps, as `unwrap_reward` has it.
     Raises ValueError when two parts are one function.
     """
     bare = [unwrap_reward(fn) for fn in parts]

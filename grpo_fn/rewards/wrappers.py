@@ -20,7 +20,7 @@ def with_timeout(
 
 
 def seconds_of(fn: Any) -> float | None:
-    """The seconds that `within` gives this reward, the least where it is put around twice; None where it is not.
+    """The seconds that `with_timeout` gives this reward, the least where it is put around twice; None where it is not.
 
     Looks through knobs and through every wrapper that calls what it wraps `reward`. Raises ValueError for seconds
     that are not more than 0.

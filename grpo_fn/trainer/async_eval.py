@@ -51,7 +51,7 @@ class EvaluationResult(NamedTuple):
 def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator, should_stop: ShouldStop) -> EvaluationResult:
     """The evaluation itself, on the main rank alone. Its workers begin and end with it: they live in its thread.
 
-    Raises Interrupted once `should_stop` says so: it is asked every few decode steps, or
+    Raises ScoringInterrupted once `should_stop` says so: it is asked every few decode steps, or
     after every completion of a server, and after every few rows of a grader.
     """
     how = run.settings.evaluation

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: config, tokenizer, model, prompts as token ids."""
+"""Hugging Face folders in and out: config, tokenizer, chat template (prompts as token ids), model, export."""
 
 import os
 import shutil
@@ -139,7 +139,11 @@ def empty_model(config: PretrainedConfig) -> nn.Module:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Token ids the completion follows: the chat template with one user turn where there is one, else the bare text."""
-    return bare_prompt(tokenizer, prompt) if tokenizer.chat_template is None else _turns(tokenizer, ("user", prompt))
+    return (
+        bare_prompt(tokenizer, prompt)
+        if tokenizer.chat_template is None
+        else _apply_chat_template(tokenizer, ("user", prompt))
+    )
 
 
 def bare_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
@@ -151,10 +155,10 @@ def with_system(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str)
     """The chat template with a system turn and the user's. Raises ValueError for a tokenizer without a template."""
     if tokenizer.chat_template is None:
         raise ValueError("encode: got a system prompt for a tokenizer without a chat template, wanted one that has it")
-    return _turns(tokenizer, ("system", system), ("user", prompt))
+    return _apply_chat_template(tokenizer, ("system", system), ("user", prompt))
 
 
-def _turns(tokenizer: PreTrainedTokenizerBase, *turns: tuple[str, str]) -> list[int]:
+def _apply_chat_template(tokenizer: PreTrainedTokenizerBase, *turns: tuple[str, str]) -> list[int]:
     chat = [{"role": role, "content": content} for role, content in turns]
     return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
 

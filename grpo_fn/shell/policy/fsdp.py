@@ -158,11 +158,11 @@ class FSDPPolicy:
         """
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         with self.world.talking("gradient norm"):
-            norm = float(total_norm([p.grad for p in params])) / self.scale
+            norm = float(gradient_norm([p.grad for p in params])) / self.scale
         scale, finite = self.scale, norm == norm and abs(norm) != float("inf")
         self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
         if finite:
-            scale_gradients_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
+            clip_gradients_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
             if self._noted is not None:
                 grads = {name: x.grad for name, x in self.named_tensors().items() if x.grad is not None}
                 self._noted.gradients.append(block_digests(grads))
@@ -312,7 +312,7 @@ class FSDPPolicy:
                 module.eval()
 
 
-def total_norm(grads: list[Tensor]) -> Tensor:
+def gradient_norm(grads: list[Tensor]) -> Tensor:
     """The Euclidean norm of all gradients together, the same number on every rank; 0 of none."""
     if not grads:
         return torch.zeros(())
@@ -323,8 +323,8 @@ def total_norm(grads: list[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
-def scale_gradients_(params: list[nn.Parameter], factor: float) -> None:
-    """Multiply the gradients, what clipping and the loss scale ask for at once."""
+def clip_gradients_(params: list[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients by the factor that clipping and the loss scale make together."""
     if factor != 1.0:
         for p in params:
             (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).mul_(factor)

@@ -154,7 +154,7 @@ class RewardPool:
 
         Raises RewardError when a fresh worker cannot load `fn`, as under too small a memory limit, and under
         `stop_on_error`, naming the row, when `fn` itself raises; ValueError when `fn` cannot be found by its name in
-        another process; Interrupted once `should_stop` says so.
+        another process; ScoringInterrupted once `should_stop` says so.
         """
         with self._mine(), self.job(fn, report) as job:
             for problem, completion in zip(problems, completions, strict=True):

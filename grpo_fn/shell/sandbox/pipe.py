@@ -14,7 +14,7 @@ START_BYTES = 2**16
 class Channel:
     """Requests out, replies and printed text in, all of them pipes; `life` hangs up when the caller outside is gone.
 
-    Every method raises Ended when the conversation is over, and goes on doing so.
+    Every method raises ChannelClosed when the conversation is over, and goes on doing so.
     """
 
     def __init__(self, requests, replies, output, life):
@@ -42,7 +42,7 @@ class Channel:
         self.due, self.left = time.monotonic() + seconds, most
 
     def check(self):
-        """Raises Ended if a wait did: a test may have caught it."""
+        """Raises ChannelClosed if a wait did: a test may have caught it."""
         if self.over:
             raise ChannelClosed(self.over)
 
@@ -107,7 +107,7 @@ class Channel:
 
 
 def read_exactly(fd, size):
-    """So many bytes from a descriptor. Raises Ended when it ends before."""
+    """So many bytes from a descriptor. Raises ChannelClosed when it ends before."""
     data = bytearray()
     while len(data) < size:
         if not (more := os.read(fd, size - len(data))):

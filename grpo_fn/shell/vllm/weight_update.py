@@ -40,7 +40,7 @@ class WeightUpdater:
     async def muster(self) -> list[ServerState]:
         """All that answer and were started as they have to be; before the first push the rest are waited for.
 
-        Raises Refused for one that was started otherwise then, and RuntimeError when no server answers in time.
+        Raises RequestRefused for one that was started otherwise then, and RuntimeError when no server answers in time.
         """
         until = time.monotonic() + self.fleet.deadline
         while True:

@@ -78,7 +78,7 @@ class RowSlots(NamedTuple):
 
 
 def row_slots(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wide: int) -> RowSlots:
-    """A lane for all rows that are `there`, of which no more than `products_in_float32` have the same `home`."""
+    """A lane for all rows that are `there`, of which no more than `wide` have the same `home`."""
     rows = there.nonzero()[:, 0]
     rows = rows[home[rows].argsort(stable=True)]
     count = torch.bincount(home[rows], minlength=prompts)
