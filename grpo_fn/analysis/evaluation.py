@@ -153,7 +153,7 @@ def summarise(judged: Sequence[GradedAnswer], *, ks: Sequence[int], by: Sequence
     between the ends of its 95 % interval (`wilson`); `eval/<judge>` the mean score that another judge gives, of those
     that this one could score; `eval/<key>/<value>` the accuracy on problems with that value under a key of `by`. With
     samples, `eval/pass@k` and `eval/maj@k` are means over problems (`estimate_pass_at_k`, `maj_at_k`); a sample that
-    could not be scored is not right, and a problem with no sample that could is left out. Lengths are in sampled tokens.
+    could not be scored is not right, and a problem with no sample that could is left out. Lengths count sampled tokens.
 
     Raises ValueError when nothing was evaluated.
     """
