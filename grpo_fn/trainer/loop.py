@@ -32,7 +32,13 @@ def run_training(run: TrainingRun) -> int:
     """Restore or begin, take the steps that are left, and finish; returns the exit code."""
     messages: list[str] = []
     progress = restore(
-        run.run_dir, run.policy, training_problem(run), run.world, start_over=run.request.force, said=messages
+        run.run_dir,
+        run.policy,
+        training_problem(run),
+        run.world,
+        start_over=run.request.force,
+        every=run.settings.checkpoints.every,
+        said=messages,
     )
     config = run.request.config
     renew = partial(write_config, run.run_dir, config.text, config.fingerprint, config.hparams)

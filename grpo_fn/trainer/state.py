@@ -75,18 +75,20 @@ def restore(
     world: World,
     *,
     start_over: bool,
+    every: int,
     said: list[str],
 ) -> Progress | None:
-    """Take back the newest checkpoint that verifies; None when there is none. What was skipped is added to `said`.
+    """Take back the newest checkpoint that verifies; None when there is none. What is amiss is added to `said`.
 
     `problem` gives the problem of a uid, of which a checkpoint holds no text. The number of ranks that wrote it, and
     how the model was spread over them, may have been others.
 
-    Raises ValueError when there are checkpoints and none is whole, unless `start_over`: that would drop the
-    metrics of the run so far. Also, in any case, for a checkpoint of another model or optimizer.
+    Raises ValueError when there are checkpoints and none is whole, or those that a run which saves after `every` steps
+    had are gone, unless `start_over`: that would drop the metrics of the run so far. Also, in any case, for a checkpoint of another model or optimizer.
     """
     path, blobs, meta, skipped = world.agree(
-        partial(newest_checkpoint, run_dir / "checkpoints", start_over=start_over), what="the newest checkpoint"
+        partial(newest_checkpoint, run_dir / "checkpoints", start_over=start_over, every=every),
+        what="the newest checkpoint",
     )
     said += skipped
     if path is None:
@@ -112,7 +114,9 @@ def reload_policy(run_dir: Path, step: int, policy: FSDPPolicy, world: World) ->
     policy.restore(partial(store.load_into, path, world=world), blobs["policy"])
 
 
-def newest_checkpoint(root: Path, *, start_over: bool) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
+def newest_checkpoint(
+    root: Path, *, start_over: bool, every: int
+) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
     """(path, blobs, meta, what was skipped) of the newest checkpoint that verifies."""
     said: list[str] = []
     found = store.latest_verified(root, warn=said.append)
@@ -123,6 +127,13 @@ def newest_checkpoint(root: Path, *, start_over: bool) -> tuple[Path | None, dic
             "choose another --run_dir, or pass --force to start over in this one"
         )
         raise ValueError("\n  ".join([problem, *said]))
+    if found is None and not start_over and (last := max(metrics_by_step(root.parent, torn_end=True), default=0)):
+        # The second save waits for the first: after the step behind it there was a checkpoint.
+        if not root.is_dir() or 0 < 2 * every < last:
+            raise ValueError(
+                f"got no checkpoint in {root}, wanted one to resume from, as metrics.jsonl goes to step {last}: "
+                "put it back, choose another --run_dir, or pass --force to start over in this one"
+            )
     if found is None:
         return None, {}, {}, said
     return found.path, store.blobs(found.path), found.meta, said

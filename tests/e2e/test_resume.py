@@ -185,6 +185,25 @@ def test_nothing_but_broken_checkpoints_is_refused_until_told_to_start_over(
     assert outcome(run) == outcome(whole)
 
 
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_checkpoints_that_are_gone_are_missed_until_told_to_start_over(
+    cache: Path, whole: Path, tmp_path: Path, all_of_it: bool
+) -> None:
+    run = copied(whole, tmp_path)
+    before = [(run / name).read_bytes() for name in ("metrics.jsonl", "digests.jsonl")]
+    shutil.rmtree(run / "checkpoints")
+    if not all_of_it:
+        (run / "checkpoints").mkdir()
+    for _ in range(2):
+        assert finish(command(cache, run), tmp_path / "out") == 2
+        assert [(run / name).read_bytes() for name in ("metrics.jsonl", "digests.jsonl")] == before
+    said = (tmp_path / "out").read_text()
+    assert f"got no checkpoint in {run / 'checkpoints'}, wanted one to resume from" in said
+    assert "metrics.jsonl goes to step 6" in said
+    assert finish(command(cache, run, "--force"), tmp_path / "out") == 0
+    assert outcome(run) == outcome(whole)
+
+
 def test_a_finished_run_is_finished_again_at_once(cache: Path, whole: Path, tmp_path: Path) -> None:
     run = copied(whole, tmp_path)
     shutil.rmtree(run / "model")

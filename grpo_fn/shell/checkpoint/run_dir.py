@@ -46,7 +46,7 @@ def open_run(
     resumed = (run_dir / MARKER).exists()
     if resumed and not force:
         _check_same(run_dir, config_text, fingerprint)
-    for name in FOLDERS:
+    for name in FOLDERS[: 2 if resumed else 3]:  # checkpoints that are gone are missed when a run is resumed
         (run_dir / name).mkdir(exist_ok=True)
     if not resumed:
         write_config(run_dir, config_text, fingerprint, hparams)
