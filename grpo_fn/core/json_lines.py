@@ -18,7 +18,7 @@ class StepLine(NamedTuple):
     """A line that a run has added for a step."""
 
     step: int
-    line: bytes  # as it stands in the file, with its end
+    line: bytes  # as it stands in the file, with its end also where that is missing
     row: dict[str, Any]
 
 
@@ -54,12 +54,10 @@ def step_lines(path: Path, *, torn_end: bool) -> list[StepLine]:
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     found, last = [], len(lines)
-    if torn_end and lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            found.append(StepLine(int(row["step"]), line, row))
+            found.append(StepLine(int(row["step"]), line if line.endswith(b"\n") else line + b"\n", row))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if torn_end and number == last:  # a lost page of the disk reads as zeros and may well end in a newline
                 break

@@ -38,6 +38,7 @@ def run_training(run: TrainingRun) -> int:
         run.world,
         start_over=run.request.force,
         every=run.settings.checkpoints.every,
+        checksums_every=run.settings.logging.checksums_every,
         said=messages,
     )
     config = run.request.config

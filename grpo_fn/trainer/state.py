@@ -1,5 +1,6 @@
 """What a run keeps besides its policy, and how it comes back after it stopped or died."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -7,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fn.analysis import health
-from grpo_fn.core.json_lines import metrics_by_step
+from grpo_fn.core.json_lines import metrics_by_step, step_lines
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Gains, Groups, Reward, Rollout, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model.lora import LoRA
+from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.world import World
 
@@ -45,6 +47,24 @@ def figures_of(run_dir: Path, step: int) -> dict[str, float]:
     return {} if row is None else health.history_line(step, row)
 
 
+def line_gaps(run_dir: Path, step: int, checksums_every: int) -> list[str]:
+    """What metrics.jsonl and digests.jsonl lack of the steps up to a checkpoint's, or have twice, in words."""
+    found = []
+    for name, first, every in (("metrics.jsonl", 0, 1), (checksums.FILE, checksums_every, checksums_every)):
+        seen = Counter(line.step for line in step_lines(run_dir / name, torn_end=True))
+        due = range(first, step + 1, every) if every else ()
+        odd = {n: seen[n] for n in sorted({*due, *seen}) if n <= step and seen[n] != 1}
+        if odd:
+            shown = ", ".join(f"{lines} of step {n}" for n, lines in [*odd.items()][:8]) + (
+                ", ..." if len(odd) > 8 else ""
+            )
+            found.append(
+                f"{run_dir / name}: got {shown}, wanted one line each up to the checkpoint of step {step}: the weights "
+                "are whole, this record of them is not"
+            )
+    return found
+
+
 def has_progress(run_dir: Path) -> bool:
     """Whether a run folder holds anything that a run has found out."""
     metrics = run_dir / "metrics.jsonl"
@@ -76,6 +96,7 @@ def restore(
     *,
     start_over: bool,
     every: int,
+    checksums_every: int,
     said: list[str],
 ) -> Progress | None:
     """Take back the newest checkpoint that verifies; None when there is none. What is amiss is added to `said`.
@@ -84,7 +105,8 @@ def restore(
     how the model was spread over them, may have been others.
 
     Raises ValueError when there are checkpoints and none is whole, or those that a run which saves after `every` steps
-    had are gone, unless `start_over`: that would drop the metrics of the run so far. Also, in any case, for a checkpoint of another model or optimizer.
+    had are gone, unless `start_over`: that would drop the metrics of the run so far. Also, in any case, for a checkpoint
+    of another model or optimizer.
     """
     path, blobs, meta, skipped = world.agree(
         partial(newest_checkpoint, run_dir / "checkpoints", start_over=start_over, every=every),
@@ -93,6 +115,7 @@ def restore(
     said += skipped
     if path is None:
         return None
+    said += world.agree(partial(line_gaps, run_dir, meta["step"], checksums_every), what="looking at the log")
     policy.restore(partial(store.load_into, path, world=world, exact=True), blobs["policy"])
     return Progress(
         state=RunState(meta["step"], meta["seed"]),
@@ -127,13 +150,13 @@ def newest_checkpoint(
             "choose another --run_dir, or pass --force to start over in this one"
         )
         raise ValueError("\n  ".join([problem, *said]))
-    if found is None and not start_over and (last := max(metrics_by_step(root.parent, torn_end=True), default=0)):
-        # The second save waits for the first: after the step behind it there was a checkpoint.
-        if not root.is_dir() or 0 < 2 * every < last:
-            raise ValueError(
-                f"got no checkpoint in {root}, wanted one to resume from, as metrics.jsonl goes to step {last}: "
-                "put it back, choose another --run_dir, or pass --force to start over in this one"
-            )
+    last = 0 if found or start_over else max(metrics_by_step(root.parent, torn_end=True), default=0)
+    # The second save waits for the first: one step later there was a checkpoint.
+    if last and (not root.is_dir() or 0 < 2 * every < last):
+        raise ValueError(
+            f"got no checkpoint in {root}, wanted one to resume from, as metrics.jsonl goes to step {last}: "
+            "put it back, choose another --run_dir, or pass --force to start over in this one"
+        )
     if found is None:
         return None, {}, {}, said
     return found.path, store.blobs(found.path), found.meta, said

@@ -44,7 +44,9 @@ def test_only_a_torn_end_may_be_left_out(tmp_path_factory, count, data) -> None:
     assert step_lines(path, torn_end=False) == []
     whole = [json.dumps({"step": step, "a": None}) + "\n" for step in range(count)]
     torn = json.dumps({"step": count}) + "\n"
-    torn = data.draw(st.sampled_from([torn[:cut] for cut in range(len(torn))] + ["\0\0\n", "[1]\n", '{"step": "x"}\n']))
+    torn = data.draw(
+        st.sampled_from([torn[:cut] for cut in range(len(torn) - 1)] + ["\0\0\n", "[1]\n", '{"step": "x"}\n'])
+    )
     path.write_text("".join(whole) + torn)
     assert [line.line.decode() for line in step_lines(path, torn_end=True)] == whole
     assert metrics_by_step(path.parent, torn_end=True) == {step: {"a": None} for step in range(count)}

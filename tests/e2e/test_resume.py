@@ -204,12 +204,33 @@ def test_checkpoints_that_are_gone_are_missed_until_told_to_start_over(
     assert outcome(run) == outcome(whole)
 
 
+def test_holes_in_the_record_of_a_run_are_named(cache: Path, whole: Path, tmp_path: Path) -> None:
+    run = copied(whole, tmp_path)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join([*lines[:2], *lines[3:5], *lines[4:]]).removesuffix(b"\n"))
+    (run / "digests.jsonl").unlink()
+    interrupted(cache, tmp_path, [])
+    log = (run / "log.txt").read_text()
+    assert f"{run / 'metrics.jsonl'}: got 0 of step 2, 2 of step 4, wanted one line each" in log
+    assert f"{run / 'digests.jsonl'}: got 0 of step 1, 0 of step 2" in log
+    assert (run / "metrics.jsonl").read_bytes() == b"".join([*lines[:2], *lines[3:]])
+
+
 def test_a_finished_run_is_finished_again_at_once(cache: Path, whole: Path, tmp_path: Path) -> None:
     run = copied(whole, tmp_path)
     shutil.rmtree(run / "model")
     before = (run / "metrics.jsonl").read_bytes()
     interrupted(cache, tmp_path, [])
     assert (run / "metrics.jsonl").read_bytes() == before
+    assert outcome(run) == outcome(whole)
+
+
+@pytest.mark.parametrize("n", [3, 9])
+def test_killed_in_the_export(cache: Path, whole: Path, tmp_path: Path, n: int) -> None:
+    run = copied(whole, tmp_path)
+    _, codes = interrupted(cache, tmp_path, [at_file(n, within=".model-")])
+    assert codes == [-KILL, 0]
+    assert not [*run.glob(".model-*")]
     assert outcome(run) == outcome(whole)
 
 

@@ -106,11 +106,13 @@ class MetricsWriter:
 
 
 def rewind(path: Path, start_step: int) -> None:
-    """Drop the lines of steps >= `start_step` and a last line torn by a crash; the file is replaced at once.
+    """Drop the lines of steps >= `start_step`, all but the last of a step, and a last line torn by a crash.
+
+    The file is replaced at once.
 
     Raises ValueError for a line before the last that is not an object with a step: that is no crash of ours.
     """
-    kept = b"".join(line.line for line in step_lines(path, torn_end=True) if line.step < start_step)
+    kept = b"".join({one.step: one.line for one in step_lines(path, torn_end=True) if one.step < start_step}.values())
     if path.exists() and path.stat().st_size != len(kept):
         write_bytes(path, kept)
 

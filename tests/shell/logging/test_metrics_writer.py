@@ -111,7 +111,7 @@ def test_rewind_keeps_exactly_the_whole_lines_below_the_step(count, start, data)
         path = Path(folder) / "metrics.jsonl"
         whole = [to_json({"step": step, "text": "a\u2028b\r"}) + "\n" for step in range(count)]
         torn = to_json({"step": count, "loss": 0.5})
-        torn = torn[: data.draw(st.integers(0, len(torn)), label="cut")]
+        torn = torn[: data.draw(st.integers(0, len(torn) - 1), label="cut")]
         path.write_text("".join(whole) + torn, newline="")
         rewind(path, start)
         assert path.read_bytes().decode() == "".join(whole[:start])
@@ -123,6 +123,9 @@ def test_a_last_line_of_zeros_is_torn_and_a_broken_line_inside_is_not_ours(tmp_p
     path.write_bytes(b'{"step": 0}\n\x00\x00\x00\n')
     rewind(path, 5)
     assert path.read_bytes() == b'{"step": 0}\n'
+    path.write_bytes(b'{"step": 0}\n{"step": 1, "a": 1}\n{"step": 1, "a": 2}\n{"step": 2}')
+    rewind(path, 5)  # the newline alone was lost, and a line came twice
+    assert path.read_bytes() == b'{"step": 0}\n{"step": 1, "a": 2}\n{"step": 2}\n'
     for bad in (b"nonsense", b"[1]", b'{"loss": 1}', b'{"step": null}'):
         path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
         with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, wanted a JSON object with a step"):
