@@ -58,6 +58,12 @@ def flush_file(path: Path) -> None:
         os.close(fd)
 
 
+def flush_tree(folder: Path) -> None:
+    """Wait until all files and folders below are on the disk, and the folder's own entry."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        flush_file(path)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace the file at once: a reader, or a crash, finds the old bytes or the new ones."""
     beside = path.with_name(f".{path.name}.tmp")

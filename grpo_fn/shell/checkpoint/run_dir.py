@@ -8,6 +8,7 @@ import difflib
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def open_run(
         _check_same(run_dir, config_text, fingerprint)
     for name in FOLDERS[: 2 if resumed else 3]:  # checkpoints that are gone are missed when a run is resumed
         (run_dir / name).mkdir(exist_ok=True)
-    if not resumed:
+    if resumed:
+        _clean_up_export(run_dir)
+    else:
         write_config(run_dir, config_text, fingerprint, hparams)
     return resumed
 
@@ -57,6 +60,15 @@ def write_config(run_dir: Path, config_text: str, fingerprint: str, hparams: Map
     """Make the folder one of this configuration."""
     write_bytes(run_dir / "config.gin", config_text.encode())
     write_json(run_dir / MARKER, {"fingerprint": fingerprint, "hparams": hparams})
+
+
+def _clean_up_export(run_dir: Path) -> None:
+    """Undo what a process that was killed in `hf.export_model_folder` has left."""
+    for path in run_dir.glob(".model-old-*"):
+        if not (run_dir / "model").exists():
+            path.rename(run_dir / "model")
+    for path in run_dir.glob(".model-*-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_kind(run_dir: Path) -> None:

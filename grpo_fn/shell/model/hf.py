@@ -20,6 +20,8 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from grpo_fn.shell.atomic_io import flush_file, flush_tree
+
 # A prompt to the token ids that the completion follows: encode_prompt, with_system, bare.
 Encode = Callable[[PreTrainedTokenizerBase, str], list[int]]
 
@@ -190,9 +192,11 @@ def export_model_folder(
     empty.generation_config = model.generation_config
     empty.save_pretrained(scratch, state_dict=dict(weights))
     tokenizer.save_pretrained(scratch)
+    flush_tree(scratch)
     if folder.exists():
         folder.rename(gone)
     scratch.rename(folder)
+    flush_file(folder.parent)
     shutil.rmtree(gone, ignore_errors=True)
 
 

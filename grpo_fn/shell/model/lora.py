@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from grpo_fn.core import prng
+from grpo_fn.shell.atomic_io import flush_tree
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.load_weights import Part, is_adapter, name_without_lora, set_tensor
 
@@ -188,6 +189,7 @@ def adapter_folder(tensors: Mapping[str, Tensor], how: LoRA, base_name: str, fol
     save_file(
         {name: x.contiguous() for name, x in saved.items()}, folder / "adapter_model.safetensors", {"format": "pt"}
     )
+    flush_tree(folder)
 
 
 def _config(how: LoRA, targets: Sequence[str], *, base_name: str | None) -> Any:

@@ -95,6 +95,17 @@ def test_a_folder_whose_making_was_cut_short_is_made_again(folder, monkeypatch):
     assert enter(folder) is False
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_what_a_process_killed_in_the_export_left_is_put_right(folder, there):
+    enter(folder)
+    for name in (".model-new-1", ".model-old-2", *(["model"] if there else [])):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(name)
+    enter(folder)
+    assert [path.name for path in folder.glob("*model*")] == ["model"]
+    assert (folder / "model" / "config.json").read_text() == ("model" if there else ".model-old-2")
+
+
 def test_too_little_space_is_refused_before_anything_is_made(folder):
     with pytest.raises(
         atomic_io.NoSpace, match=r"no space left: got [\d,]+ bytes free, wanted 1,000,000,000,000,000,000"
