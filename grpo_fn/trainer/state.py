@@ -105,8 +105,8 @@ def restore(
     how the model was spread over them, may have been others.
 
     Raises ValueError when there are checkpoints and none is whole, or those that a run which saves after `every` steps
-    had are gone, unless `start_over`: that would drop the metrics of the run so far. Also, in any case, for a checkpoint
-    of another model or optimizer.
+    had are gone, unless `start_over`: that would drop the metrics of the run so far. In any case for a checkpoint of
+    another model or optimizer.
     """
     path, blobs, meta, skipped = world.agree(
         partial(newest_checkpoint, run_dir / "checkpoints", start_over=start_over, every=every),
