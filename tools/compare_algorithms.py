@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_fn.algo.step import Experience
 from grpo_fn.analysis import compare_algorithms, token_report
 from grpo_fn.analysis.html import page, token_page
+from grpo_fn.config import load_config
 from grpo_fn.core import prng
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.types import Batch, Gains, Groups, Rollout, Scores
@@ -109,7 +110,8 @@ def look(args: argparse.Namespace) -> Seen:
     config, groups = stored(args.run, args.step)
     fitting, refused = presets.fitting([config], [*groups.reward.parts])
     algorithms = {MINE: presets.stages([config], None), **fitting}
-    temperature, seed = presets.setting([config])
+    knobs = load_config([config], []).root.knobs
+    temperature, seed = knobs["sampling"].knobs["temperature"], knobs["seed"]
     logp_old = groups.rollout.logp_sampled
     model, tokenizer = opened(args.policy or str(args.run))
     oracle = FunctionalPolicy(model, temperature=temperature)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from grpo_fn.config import load_config
+from grpo_fn.config import freeze, load_config
 from grpo_fn.shell.checkpoint import store as checkpoint
 from grpo_fn.shell.checkpoint import tensor_shards
 from grpo_fn.shell.checkpoint.manifest import MANIFEST, Broken, verify
@@ -95,14 +95,7 @@ def initial_model(run: Path) -> hf.ModelSource:
 
 def configured_model(run: Path) -> hf.ModelSource:
     """The model that a run's configuration names. Adapters need its weights: `model/` has them merged already."""
-    return take_source(
-        **load_config([str(run / "config.gin")], [], taker="grpo_fn.trainer.model_source.take_source").kwargs()
-    )
-
-
-def take_source(*, model: str | hf.ModelSource) -> hf.ModelSource:
-    """What a configuration binds as its model."""
-    return model_source(model)
+    return model_source(freeze(load_config([str(run / "config.gin")], []).root.knobs["model"], {}))
 
 
 def adapters(saved: Path) -> lora.LoRA | None:

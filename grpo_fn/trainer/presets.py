@@ -1,12 +1,10 @@
 """Every preset of gin/algo as it would be in some configuration: the algorithms that a lens looks through."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from grpo_fn.algo.step import Algorithm, Stages
-from grpo_fn.config import load_config
+from grpo_fn.algo.step import Stages
+from grpo_fn.config import freeze, load_config
 from grpo_fn.config.parse import GIN_FOLDER
-from grpo_fn.trainer.sections import Sampling
 from grpo_fn.trainer.validate import check_credit
 
 
@@ -15,17 +13,11 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in (GIN_FOLDER / "algo").glob("*.gin"))
 
 
-def take_algorithm(*, algorithm: Algorithm) -> Stages:
-    """The algorithm section of a configuration."""
-    return algorithm
-
-
 def stages(config_files: Sequence[str], preset: str | None) -> Stages:
     """The stages of a configuration, with a preset laid over it unless that is None."""
     over = [] if preset is None else [f"algo/{preset}.gin"]
-    return take_algorithm(
-        **load_config([*config_files, *over], [], taker="grpo_fn.trainer.presets.take_algorithm").kwargs()
-    )
+    config = load_config([*config_files, *over], [])
+    return freeze(config.root.knobs["algorithm"], {})
 
 
 def fitting(config_files: Sequence[str], parts: Sequence[str]) -> tuple[dict[str, Stages], dict[str, str]]:
@@ -42,20 +34,3 @@ def complaint(those: Stages, parts: Sequence[str]) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-class Setting(NamedTuple):
-    """What of a configuration a learning signal depends on besides its stages."""
-
-    temperature: float
-    seed: int
-
-
-def take_setting(*, sampling: Sampling, seed: int) -> Setting:
-    """Temperature and seed of a configuration's sections."""
-    return Setting(sampling.temperature, seed)
-
-
-def setting(config_files: Sequence[str]) -> Setting:
-    """Temperature and seed of a configuration."""
-    return take_setting(**load_config(config_files, [], taker="grpo_fn.trainer.presets.take_setting").kwargs())
