@@ -55,11 +55,6 @@ def merge_all(tables: list[dict[str, Stat]]) -> dict[str, Stat]:
     return reduce(both, tables, {})
 
 
-def mean_metric(name: str, s: Stat) -> dict[str, float]:
-    """`{name: mean}`."""
-    return {name: float(s.mean)}
-
-
 def extent(prefix: str, s: Stat) -> dict[str, float]:
     """Mean, smallest and largest value, as `prefix` + mean, min, max; zeros of no values."""
     low, high = (float(s.low), float(s.high)) if s.count else (0.0, 0.0)
@@ -110,13 +105,10 @@ def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[
 def of_learning(stats: Mapping[str, Stat]) -> dict[str, float]:
     """Per-token diagnostics of the objective, over every micro-batch and epoch of a step."""
     return {
-        **mean_metric("loss/kl", stats["kl"]),
-        **mean_metric("loss/entropy", stats["entropy"]),
-        **mean_metric("loss/clip_low", stats["clip_low"]),
-        **mean_metric("loss/clip_high", stats["clip_high"]),
+        **{f"loss/{name}": float(stats[name].mean) for name in ("kl", "entropy", "clip_low", "clip_high")},
         **extent("loss/ratio_", stats["ratio"]),
-        **mean_metric("loss/correction_mean", stats["correction"]),
-        **mean_metric("loss/importance_masked_frac", stats["importance_masked"]),
+        "loss/correction_mean": float(stats["correction"].mean),
+        "loss/importance_masked_frac": float(stats["importance_masked"].mean),
     }
 
 
@@ -140,9 +132,9 @@ def of_mismatch(stats: Mapping[str, Stat]) -> dict[str, float]:
     if gap is None or not gap.count:
         return {}
     return {
-        **mean_metric("loss/logprob_diff_mean", gap),
+        "loss/logprob_diff_mean": float(gap.mean),
         "loss/logprob_diff_max": float(gap.high),
-        **mean_metric("loss/mismatch_kl", stats["mismatch_kl"]),
+        "loss/mismatch_kl": float(stats["mismatch_kl"].mean),
         "loss/mismatch_ess": effective(stats["mismatch_ratio"]),
     }
 

@@ -7,6 +7,7 @@ draws from softmax(logits / T), whether a correction corrects anything, shows in
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from grpo_fn.algo.step import from_trainer
 from grpo_fn.core.batch import count
 from grpo_fn.core.checks import check_positive
 from grpo_fn.core.problem import Completion, Problem, RewardFn
-from grpo_fn.core.types import Batch, Gains, Policy, Pullback, Reward, Rollout, Scores
+from grpo_fn.core.types import Batch, Gains, Policy, Reward, Rollout, Scores
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy import memory_estimate
@@ -171,9 +172,14 @@ def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -
         loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))
         return loss(Scores(logp, entropy))[0]
 
+    return bool(value(logp - 1) != value(logp)) or reads_drift(credit, parts)
+
+
+def reads_drift(credit: Credit, parts: Sequence[str]) -> bool:
+    """Whether a credit moves with logp_old - logp_ref."""
     drift = torch.tensor([[[0.3], [0.1]], [[0.2], [0.7]]], dtype=torch.float64)
     with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
-    return bool(value(logp - 1) != value(logp)) or not torch.equal(with_drift, without)
+    return not torch.equal(with_drift, without)
 
 
 def own_pass_suffices(
@@ -184,11 +190,7 @@ def own_pass_suffices(
     It can where nothing needs it earlier: neither a credit that moves with logp_old - logp_ref, nor what selects
     tokens by it.
     """
-    drift = torch.rand(2, 2, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with_drift, without = (credit(*small_step(x, parts)) for x in (drift, 0 * drift))
-    early = not torch.equal(with_drift, without) or any(
-        bool(token_mask(*marking_batch(scale)).any()) for scale in (0.1, 1.0, 10.0)
-    )
+    early = reads_drift(credit, parts) or any(bool(token_mask(*marking_batch(x)).any()) for x in (0.1, 1.0, 10.0))
     return updates == 1 and getattr(old_logp, "func", old_logp) is from_trainer and not early
 
 
@@ -285,25 +287,14 @@ class ObjectiveProbe(NamedTuple):
     corrected: bool  # whether some weight is not 1
 
 
-class StubPolicy(NamedTuple):
+def constant_policy(logp: Tensor) -> Policy:
     """A policy that says the same of every rollout, and can do nothing else."""
 
-    now: Tensor
-
-    def logp(self, rollout: Rollout) -> Tensor:
-        return self.now
-
-    def reference(self, rollout: Rollout) -> None:
-        return None
-
-    def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
+    def unable(*given: object) -> None:
         raise NotImplementedError
 
-    def set_accumulation_steps(self, parts: int) -> None:
-        raise NotImplementedError
-
-    def update(self) -> dict[str, float]:
-        raise NotImplementedError
+    others = dict.fromkeys(("vjp", "set_accumulation_steps", "update"), unable)
+    return SimpleNamespace(logp=lambda rollout: logp, reference=lambda rollout: None, **others)
 
 
 def probe_objective(objective: Objective, old_logp: OldLogp, gap: float) -> ObjectiveProbe:
@@ -314,7 +305,7 @@ def probe_objective(objective: Objective, old_logp: OldLogp, gap: float) -> Obje
     mask = torch.tensor([[False, True, True], [False, True, True]])
     now = torch.full((2, 3), -30.0, dtype=torch.float64)  # so far down that no gap makes a probability above 1
     rollout = Rollout(mask.long(), mask, now - gap, ~mask[:, 1], ("", ""))
-    old = old_logp(StubPolicy(now), rollout)
+    old = old_logp(constant_policy(now), rollout)
     adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(now)
     batch = Batch(mask.long(), mask, rollout.logp_sampled, old, now, adv, torch.zeros_like(mask))
     loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(0.0, 0.0))
