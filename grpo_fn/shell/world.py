@@ -90,10 +90,6 @@ class World:
             raise Elsewhere(f"{what}: " + "; ".join(failed))
         return value
 
-    def any(self, mine: bool, *, what: str) -> bool:
-        """Whether it is so on any rank."""
-        return any(self.exchange(bool(mine), what=what))
-
     def same(self, value: Any, *, what: str) -> None:
         """Raise RuntimeError on all ranks unless they bring the same: going on would deadlock, or train nonsense."""
         brought = self.exchange(value, what=what)

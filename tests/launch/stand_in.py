@@ -47,7 +47,7 @@ def work(world: World, run_dir: Path, knobs: dict[str, str], stop: StopRequest) 
         if int(knobs["FAULT"]) and done == 2 and attempt == 0 and world.rank == world.size - 1:
             os._exit(int(knobs["FAULT"]))
         time.sleep(float(knobs["PACE"]))
-        if stopping := world.any(bool(stop.requested), what="whether to stop"):
+        if stopping := any(world.exchange(bool(stop.requested), what="whether to stop")):
             time.sleep(float(knobs["SAVE"]))
         if world.main:
             write_json(saved, done)

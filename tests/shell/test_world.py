@@ -120,16 +120,6 @@ def test_agree_asks_the_main_rank_alone_and_tells_all(size, bad):
             assert (error, text) == (Elsewhere.__name__, "rank 0: bad weather at 0")
 
 
-def any_of(world: World, true: set[int]) -> bool:
-    return world.any(world.rank in true, what="a question")
-
-
-@QUICK
-@given(sizes, st.sets(st.integers(0, 3)))
-def test_any_is_true_on_all_when_it_is_on_one(size, true):
-    assert crew(size).run(any_of, true) == [bool(true & set(range(size)))] * size
-
-
 def same_as(world: World, brought: Sequence[Any]) -> tuple[str, str, Any]:
     return told(world, partial(world.same, brought[world.rank], what="the seed"))
 
@@ -151,8 +141,6 @@ def test_alone_nobody_is_asked():
     one = alone(CPU)
     assert (one.rank, one.size, one.main) == (0, 1, True)
     assert one.exchange("x", what="") == ["x"]
-    assert one.any(True, what="")
-    assert not one.any(False, what="")
     one.same(1, what="")
     assert one.agree(int, what="") == one.together(int, what="") == 0
     for ask in (one.agree, one.together):
