@@ -17,10 +17,11 @@ def flags() -> argparse.ArgumentParser:
         description="Take a step of a run again and compare it, bit for bit, with what the run recorded. Nothing in "
         "the run folder is changed, and the run may be going on.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
     parser.add_argument(
         "--override",
+        dest="overrides",
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -29,11 +30,13 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--use_stored_rollout",
+        dest="stored",
         action="store_true",
         help="learn from the tokens in RUN/rollouts instead of sampling them again",
     )
     parser.add_argument(
         "--token_report",
+        dest="show",
         type=Path,
         metavar="FILE.html",
         help="write the step's learning signal, token by token, as a page",
@@ -46,16 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags().parse_args(argv)
     from grpo_fn.replay import replay_step
 
-    return exit_code(
-        lambda: replay_step.launch_replay(
-            run_dir=args.run,
-            step=args.step,
-            overrides=args.override,
-            stored=args.use_stored_rollout,
-            show=args.token_report,
-        ),
-        interrupted="interrupted; nothing was changed",
-    )
+    return exit_code(lambda: replay_step.launch_replay(**vars(args)), interrupted="interrupted; nothing was changed")
 
 
 if __name__ == "__main__":

@@ -40,14 +40,13 @@ from grpo_fn.replay.restore import (
     require_stored,
     restore_nearest,
 )
-from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import MARKER
 from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
 from grpo_fn.trainer.build import build
 from grpo_fn.trainer.loop import take_step
-from grpo_fn.trainer.recording import step_checksums, token_by_token
+from grpo_fn.trainer.recording import step_checksums, token_signals, write_signal_page
 from grpo_fn.trainer.run import RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Settings
 from grpo_fn.trainer.validate import ValidatedPlan, check_this_machine, validate
@@ -186,7 +185,7 @@ def repeat(
         gains = carried.gains
         story.taken, carried = replay_one_step(run, carried, step, story.stored)
         if step == asked.step and asked.show is not None and run.world.main:
-            write_bytes(asked.show, token_by_token(run, step, story.taken.seen, gains)[1].encode())
+            write_signal_page(asked.show, run.run_dir, step, *token_signals(run, story.taken.seen, gains))
             say(f"the learning signal of step {step} is in {asked.show}")
         compare_step(run, step, was, story, eps, say)
 

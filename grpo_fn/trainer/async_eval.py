@@ -23,7 +23,7 @@ from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.background import ShouldStop
 from grpo_fn.trainer.loggers import RunLoggers
-from grpo_fn.trainer.recording import record_evaluation, report_findings
+from grpo_fn.trainer.recording import Findings, record_evaluation, report_findings
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 from grpo_fn.trainer.sections import Health
 from grpo_fn.trainer.state import BEST, Progress, figures_of, reload_policy
@@ -141,7 +141,7 @@ def record_if_done(
         partial(findings_of_late_evaluation, run.settings.health, before, amend_history(before, step, figures)),
         what="the rules of health",
     )
-    return report_findings(found, step, loggers.console, loggers.writer)
+    return report_findings(found, step, loggers)
 
 
 def write_evaluation(
@@ -166,9 +166,7 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
     return [{**line, **health.history_line(step, figures)} if line["step"] == step else line for line in history]
 
 
-def findings_of_late_evaluation(
-    rules: Health, before: health.History, after: health.History
-) -> tuple[list[health.HealthFinding], list[health.HealthFinding]]:
+def findings_of_late_evaluation(rules: Health, before: health.History, after: health.History) -> Findings:
     """Findings of a step's rules that its late evaluation adds to those of the time."""
     known = {found.rule for found in health.new_findings([*rules.warn, *rules.stop], before)}
     said, fatal = (

@@ -114,7 +114,7 @@ def take_steps(
             with loggers.profiler.record_step(step, loggers.clock.span):
                 advance(run, progress, step, loggers)
                 progress.seconds = past + time.perf_counter() - run.started
-                fatal = check_health(run, step, loggers.history, loggers.console, loggers.writer)
+                fatal = check_health(run, step, loggers)
                 if run.evaluator is not None:
                     with loggers.clock.span("evaluate"):  # in the next step's time: what of it holds up the training
                         due_now = evaluates(run, step)

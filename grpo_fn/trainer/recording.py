@@ -19,13 +19,14 @@ from grpo_fn.core.types import Gains, Scores
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import eval_store, rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
-from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import NullLogger, markdown_table
 from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.trainer import presets
+from grpo_fn.trainer.loggers import RunLoggers
 from grpo_fn.trainer.run import TrainingRun
 
 Row = dict[str, str]
+Findings = tuple[list[health.HealthFinding], list[health.HealthFinding]]  # what warns, and what ends the run
 STRONGEST = 40  # tokens in TensorBoard's table
 COLUMNS, CELL = 512, 4  # of TensorBoard's picture: tokens of a row, pixels of a token
 AS_SAMPLED = (
@@ -101,15 +102,10 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
 def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, writer: AsyncWriter) -> None:
     """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
     shown, said = token_signals(run, seen, gains)
-    writer.do(f"the signal of step {step}", partial(write_page, run.run_dir, step, shown, said))
+    path = run.run_dir / "signal" / f"step_{step}.html"
+    writer.do(f"the signal of step {step}", partial(write_signal_page, path, run.run_dir, step, shown, said))
     show(writer, step, "signal/strongest", token_report.strongest_tokens(shown, count=STRONGEST))
     writer.image(step, "signal/rows", token_report.signal_strip(shown, columns=COLUMNS, cell=CELL))
-
-
-def token_by_token(run: TrainingRun, step: int, seen: Experience, gains: Gains) -> tuple[token_report.TokenReport, str]:
-    """The learning signal of a step, and the page that shows it."""
-    shown, said = token_signals(run, seen, gains)
-    return shown, token_page_html(run.run_dir, step, shown, said)
 
 
 def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[token_report.TokenReport, str]:
@@ -125,16 +121,10 @@ def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[tok
     return shown, AS_SAMPLED + REFUSED * refused
 
 
-def token_page_html(run_dir: Path, step: int, shown: token_report.TokenReport, said: str) -> str:
+def write_signal_page(path: Path, run_dir: Path, step: int, shown: token_report.TokenReport, said: str) -> None:
     """The page that shows a learning signal."""
-    return token_page.token_page(shown, title=f"Step {step} of {run_dir.name}", said=said)
-
-
-def write_page(run_dir: Path, step: int, shown: token_report.TokenReport, said: str) -> None:
-    """RUN/signal/step_N.html."""
-    path = run_dir / "signal" / f"step_{step}.html"
     path.parent.mkdir(exist_ok=True)
-    write_bytes(path, token_page_html(run_dir, step, shown, said).encode())
+    write_bytes(path, token_page.token_page(shown, title=f"Step {step} of {run_dir.name}", said=said).encode())
 
 
 def step_checksums(run: TrainingRun, step: int, seen: Experience, noted: StepChecksums) -> dict[str, Any]:
@@ -157,44 +147,27 @@ def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], 
     show(writer, step, "eval/samples", [one.display_fields() for one in judged[:rows]])
 
 
-def check_health(
-    run: TrainingRun,
-    step: int,
-    history: health.History,
-    console: Console | NullLogger,
-    writer: AsyncWriter | NullLogger,
-) -> list[health.HealthFinding]:
+def check_health(run: TrainingRun, step: int, loggers: RunLoggers) -> list[health.HealthFinding]:
     """Say what the rules newly find in the metrics; what ends the run is returned, the same on every rank.
 
     The main rank judges: seconds and memory differ between ranks, and a rule may look at them.
     """
-    return report_findings(
-        run.world.agree(partial(findings, run, history), what="the rules of health"), step, console, writer
+    rules = run.settings.health
+    found = run.world.agree(
+        lambda: tuple(health.new_findings(those, loggers.history) for those in (rules.warn, rules.stop)),
+        what="the rules of health",
     )
+    return report_findings(found, step, loggers)
 
 
-def report_findings(
-    found: tuple[Sequence[health.HealthFinding], Sequence[health.HealthFinding]],
-    step: int,
-    console: Console | NullLogger,
-    writer: AsyncWriter | NullLogger,
-) -> list[health.HealthFinding]:
+def report_findings(found: Findings, step: int, loggers: RunLoggers) -> list[health.HealthFinding]:
     """Say what was found of a step: what warns, and what ends the run, which is returned."""
-    said, fatal = found
-    every = [*dict.fromkeys([*said, *fatal])]
+    warned, fatal = found
+    every = [*dict.fromkeys([*warned, *fatal])]
     for found in every:
-        console.line(f"health, {found.rule}: {found.text}")
-    show(writer, step, "health", [found._asdict() for found in every])
+        loggers.console.line(f"health, {found.rule}: {found.text}")
+    show(loggers.writer, step, "health", [found._asdict() for found in every])
     return [*fatal]
-
-
-def findings(
-    run: TrainingRun, history: health.History
-) -> tuple[list[health.HealthFinding], list[health.HealthFinding]]:
-    """What is new to the rules that warn, and to those that end the run."""
-    return health.new_findings(run.settings.health.warn, history), health.new_findings(
-        run.settings.health.stop, history
-    )
 
 
 def is_due(step: int, every: int) -> bool:

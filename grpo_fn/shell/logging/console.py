@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -41,7 +42,7 @@ def format_number(value: float | int, digits: int) -> str:
     return f"{value:.{digits}f}"
 
 
-class Console:
+class Console(AbstractContextManager):
     """Lines for people, and the count of steps done. Everything is appended to `log_path` with the local time."""
 
     def __init__(self, log_path: Path, steps: int, start: int, *, stream: io.TextIOBase | None = None) -> None:
@@ -78,9 +79,6 @@ class Console:
         if self._bar is not None:
             self._bar.close()
         self._log.close()
-
-    def __enter__(self) -> "Console":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -20,7 +20,7 @@ BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager):
     """Writes `metrics.jsonl` and `tensorboard/` of a run folder.
 
     A step's number is that of the step just taken, counted from 0: after k steps a run resumes with `start_step=k`,
@@ -97,9 +97,6 @@ class MetricsWriter:
         """Write out everything and let go of the files."""
         self._lines.close()
         self._board.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
