@@ -191,7 +191,7 @@ def test_stale_samples_need_an_objective_that_asks_the_sampler(loss, correct):
             validate.check_stale(objective, old_logp, 3)
 
 
-BY_THE_POLICY = {"off_policy_sequence_mask", "both"}  # these ask the policy as it is, whatever logp_old is
+BY_THE_POLICY = {"off_policy_sequence_mask", "weight_and_mask"}  # these ask the policy as it is, whatever logp_old is
 
 
 @pytest.mark.parametrize("loss", list(LOSSES))
