@@ -3,7 +3,10 @@
 import io
 import os
 import re
+import shlex
 import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -69,6 +72,31 @@ def test_lines_go_to_the_stream_and_with_a_time_to_the_log(tmp_path):
     logged = (tmp_path / "log.txt").read_text().splitlines()
     assert [line[20:] for line in logged] == shown
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in logged)
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_stream_that_takes_no_more_is_given_up_once_and_the_log_goes_on(tmp_path, kind):
+    class Full(kind):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    with Console(tmp_path / "log.txt", 3, 0, stream=Full()) as console:
+        console.line("one")
+        console.step(METRICS)
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("the console takes no more ([Errno 32] Broken pipe)") == 1
+    assert " one\n" in log
+    assert "step 1/3" in log
+
+
+@pytest.mark.parametrize("output", ["| true", ">/dev/full", ">&-"])
+def test_standard_output_that_is_gone_ends_no_program(tmp_path, output):
+    code = "import sys, time; from pathlib import Path; from grpo_fn.shell.logging.console import Console\n"
+    code += "time.sleep(0.2); console = Console(Path(sys.argv[1]), 1, 0); console.line('one'); console.line('two')"
+    shell = f"set -o pipefail; {shlex.join([sys.executable, '-c', code, str(tmp_path / 'log.txt')])} {output}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "log.txt").read_text().endswith(" two\n")
 
 
 def test_a_terminal_gets_a_bar_with_the_time_left_as_well(tmp_path):
