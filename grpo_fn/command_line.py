@@ -4,11 +4,13 @@ It imports the standard library alone: --help is immediate, and the doctor start
 """
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable
 
-EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED = 2, 74, 130  # 74: EX_IOERR of sysexits.h
+FULL = (errno.ENOSPC, errno.EDQUOT)
 BINDINGS = "binding on top of the files; repeatable"
 
 
@@ -23,7 +25,7 @@ def add_gin_flags(
 
 
 def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
-    """What `work` returns; 2 and one line for bad input, 130 and `interrupted` for Ctrl-C.
+    """What `work` returns; 2 and one line for bad input, 74 for a full disk, 130 and `interrupted` for Ctrl-C.
 
     An error with notes is no bad input: they are put on what is raised once work has begun, and it keeps its traceback.
     """
@@ -34,7 +36,7 @@ def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
             raise
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"{who}error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return EXIT_FULL if getattr(error, "errno", None) in FULL else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return EXIT_INTERRUPTED

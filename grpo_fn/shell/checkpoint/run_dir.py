@@ -38,10 +38,11 @@ def open_run(
     One that was keeps its configuration until `write_config`.
 
     Raises ValueError, and leaves what is there as it is, when the path is a file or a folder of something else, another
-    process is in it, its fingerprint differs (unless `force`), or fewer than `need_bytes` are free (NoSpace).
+    process is in it, its fingerprint differs (unless `force`), or fewer than `need_bytes` are free (NoSpace), those of
+    its checkpoints and models counted, which make room for others.
     """
     _check_kind(run_dir)
-    check_space(run_dir, need_bytes)
+    check_space(run_dir, need_bytes - _bytes_there(run_dir))
     run_dir.mkdir(parents=True, exist_ok=True)
     _hold(run_dir)
     resumed = (run_dir / MARKER).exists()
@@ -60,6 +61,11 @@ def write_config(run_dir: Path, config_text: str, fingerprint: str, hparams: Map
     """Make the folder one of this configuration."""
     write_bytes(run_dir / "config.gin", config_text.encode())
     write_json(run_dir / MARKER, {"fingerprint": fingerprint, "hparams": hparams})
+
+
+def _bytes_there(run_dir: Path) -> int:
+    files = (path for folder in ("checkpoints", "model") for path in (run_dir / folder).rglob("*"))
+    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def _clean_up_export(run_dir: Path) -> None:

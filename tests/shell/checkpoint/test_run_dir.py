@@ -114,6 +114,17 @@ def test_too_little_space_is_refused_before_anything_is_made(folder):
     assert not folder.parent.exists()
 
 
+def test_what_the_folder_holds_already_counts_as_space(folder, monkeypatch):
+    enter(folder)
+    for name in ("checkpoints/step_2", "checkpoints/.tmp-step_4-1", "model"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "weights").write_bytes(bytes(1000))
+    monkeypatch.setattr(atomic_io, "free_bytes", lambda path: 500)
+    enter(folder, need=3500)
+    with pytest.raises(atomic_io.NoSpace, match="got 500 bytes free, wanted 501"):
+        enter(folder, need=3501)
+
+
 def hold(path: Path, ready) -> None:
     enter(path)
     child = os.fork()  # a worker that outlives its parent must not keep the folder
