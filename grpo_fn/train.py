@@ -77,10 +77,24 @@ def train(
     Raises:
         ValueError: for numbers, data, folders, rules or a model that do not fit together; no weights are loaded before.
     """
-    knobs = {**locals()}  # before there is anything else
-    del knobs["request"]
-    settings = Settings(**knobs)
     started = time.perf_counter()
+    settings = Settings(
+        model=model,
+        steps=steps,
+        seed=seed,
+        lora=lora,
+        data=data,
+        compute=compute,
+        sampling=sampling,
+        rewards=rewards,
+        algorithm=algorithm,
+        policy=policy,
+        parallelism=parallelism,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        logging=logging,
+        health=health,
+    )
     plan = validate(settings)
     if request.dry_run:
         lines = dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts)
