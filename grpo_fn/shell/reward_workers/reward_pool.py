@@ -250,14 +250,14 @@ class RewardPool:
     def _mourn(self, place: int, cause: str, job: RewardJob) -> None:
         """Give up the row the worker was at, put the rest of its rows back and start another worker."""
         worker = self._workers[place]
-        if not worker.loading:
+        if not worker.loading and worker.rows:  # none: it went on after its last answer
             reasons = {
                 "timeouts": f"late: no answer within {job.deadline:g} s",
                 "worker_crashes": "worker died (memory limit or crash)",
                 "protocol_errors": "worker sent a malformed reply",
             }
             self._lose(worker, job, cause, reasons[cause], time.monotonic() - worker.began, "")
-        elif not worker.proven:
+        elif worker.loading and not worker.proven:
             self._stillborn += 1
         if self._stillborn >= STILLBORN:
             raise RewardError(

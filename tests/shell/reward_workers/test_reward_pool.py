@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool_rewards import (
     calls_so_far,
+    forks,
     hands_on,
     length_of_text,
     not_a_number,
@@ -60,6 +61,16 @@ def test_scores_come_back_in_the_order_of_the_rows(pool, rows):
 
 def test_a_reward_may_say_that_it_cannot_score(pool):
     assert lost(pool, unscorable, *asked("a", "b")) == ([None, None], {})
+
+
+@pytest.mark.parametrize("disguise", [False, True])
+def test_a_reward_that_forks_and_leaves_its_child_going_on_ends_nothing(pool, disguise):
+    """In disguise the child answers as well: what that row and its neighbours score is the reward's own affair."""
+    texts = ["x" * i for i in range(12)]
+    scores = pool.score(partial(forks, disguise=disguise), *asked(*texts))
+    assert len(scores) == len(texts)
+    assert disguise or scores == [float(len(text)) for text in texts]
+    assert pool.score(length_of_text, *asked(*texts)) == [float(len(text)) for text in texts]
 
 
 def test_equal_rows_are_scored_once():
