@@ -23,6 +23,7 @@ FIRST, LAST = 64, 1024
 # A rule has to hold its peace for so many lines before it is news again.
 CALM = 10
 
+LOST_TO = ("timeouts", "worker_crashes", "protocol_errors", "exceptions")
 SLOWER = "lower optimizer.adamw.lr"
 
 
@@ -156,7 +157,7 @@ def few_groups_with_signal(history: History, *, share: float, steps: int) -> str
     """advantage/zero_variance_groups >= share in each of the last `steps` steps."""
     check_share(share=share)
     values = last(history, "advantage/zero_variance_groups", steps)
-    if not values or min(values) < share:
+    if not values or min(values) < share or newest_value(history, "reward/invalid") == 1:  # `invalid_high` says why
         return None
     solved = newest_value(history, "reward/correct_rate")
     side = "" if solved is None else f" (reward/correct_rate {solved:.2f}: too {'easy' if solved > 0.5 else 'hard'})"
@@ -164,6 +165,21 @@ def few_groups_with_signal(history: History, *, share: float, steps: int) -> str
         f"advantage/zero_variance_groups was at least {min(values):.2f} for {steps} steps{at(history)}: so many "
         f"groups have only equal rewards and teach nothing{side}. Choose other problems (sections.Data.task), raise "
         "step.Algorithm.group_size or sections.Sampling.temperature, or sample until there is signal (algo/dapo.gin)"
+    )
+
+
+def invalid_high(history: History, *, share: float, steps: int) -> str | None:
+    """reward/invalid >= share in each of the last `steps` steps."""
+    check_share(share=share)
+    values = last(history, "reward/invalid", steps)
+    if not values or min(values) < share:
+        return None
+    counts = {kind: newest_value(history, f"reward/{kind}") or 0.0 for kind in LOST_TO}
+    shown = ", ".join(f"{kind} {count:.0f}" for kind, count in counts.items() if count) or "none was lost: it said None"
+    return (
+        f"reward/invalid was at least {min(values):.2f} for {steps} steps{at(history)}: so many rows have no reward "
+        f"and teach nothing ({shown}). log.txt has the first of each kind with its reason: mend the reward, or raise "
+        "reward_pool.RewardPool.timeout_per_completion or reward_pool.RewardPool.memory_mb"
     )
 
 

@@ -22,6 +22,7 @@ KNOBS = {
     "logprob_diff_high": {"limit": 0.1},
     "not_finite": {"groups": ("reward", "advantage", "loss")},
     "few_groups_with_signal": {"share": 0.9, "steps": 3},
+    "invalid_high": {"share": 0.5, "steps": 3},
     "truncated_high": {"share": 0.5, "steps": 3},
     "overflowing": {"steps": 3},
     "entropy_collapsed": {"share": 0.25, "window": 3},
@@ -41,6 +42,7 @@ WELL = {
     "reward/mean": 0.4,
     "reward/correct_rate": 0.4,
     "advantage/zero_variance_groups": 0.2,
+    "reward/invalid": 0.0,
     "generation/truncated": 0.05,
     "generation/length_mean": 60.0,
     "optimizer/overflows": 2.0,
@@ -122,6 +124,7 @@ ABOVE = [("kl_high", "loss/kl", 0.5), ("grad_norm_high", "loss/grad_norm", 10.0)
 ABOVE += [("logprob_diff_high", "loss/logprob_diff_mean", 0.1)]
 SHARES = [
     ("few_groups_with_signal", "advantage/zero_variance_groups", 0.9),
+    ("invalid_high", "reward/invalid", 0.5),
     ("truncated_high", "generation/truncated", 0.5),
 ]
 
@@ -157,6 +160,14 @@ def test_a_share_has_to_be_reached_in_every_one_of_the_last_steps(name, metric, 
 def test_no_signal_says_on_which_side_the_problems_are_wrong(rate) -> None:
     history = [{**one, "reward/correct_rate": rate} for one in column("advantage/zero_variance_groups", [1.0] * 3)]
     assert ("too easy" if rate > 0.5 else "too hard") in RULES["few_groups_with_signal"](history)
+
+
+def test_a_step_whose_rows_were_all_lost_is_not_called_too_hard() -> None:
+    history = [{**one, "reward/correct_rate": 0.0, "reward/invalid": 1.0} for one in SPEAKING["few_groups_with_signal"]]
+    assert RULES["few_groups_with_signal"](history) is None
+    assert "said None" in RULES["invalid_high"](history)
+    history[-1] |= {"reward/timeouts": 3.0, "reward/worker_crashes": 2.0, "reward/exceptions": 0.0}
+    assert "(timeouts 3, worker_crashes 2)" in RULES["invalid_high"](history)
 
 
 @given(st.lists(st.integers(0, 2), max_size=8))
@@ -267,6 +278,7 @@ SPEAKING = {
     "logprob_diff_high": column("loss/logprob_diff_mean", [0.5]),
     "not_finite": column("loss/objective", [math.nan]),
     "few_groups_with_signal": column("advantage/zero_variance_groups", [1.0] * 3),
+    "invalid_high": column("reward/invalid", [1.0] * 3),
     "truncated_high": column("generation/truncated", [0.8] * 3),
     "overflowing": column("optimizer/overflows", [1.0, 2.0, 3.0, 4.0]),
     "entropy_collapsed": column("loss/entropy", [1.0] * 3 + [0.01] * 3),

@@ -47,6 +47,13 @@ def raises_an_unprintable_one(problem, completion):
     raise Unprintable
 
 
+def forks(problem, completion, *, disguise):
+    parent = os.getpid()
+    if os.fork() == 0 and disguise:
+        os.getpid = lambda: parent
+    return float(len(completion.text))
+
+
 def own_process(problem, completion):
     if completion.text == "bad":
         raise KeyError("boom")
