@@ -106,7 +106,13 @@ def _hold(run_dir: Path) -> None:
 
 
 def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
-    there = json.loads((run_dir / MARKER).read_bytes())["fingerprint"]
+    try:
+        there = json.loads((run_dir / MARKER).read_bytes())["fingerprint"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"got {run_dir / MARKER} that names no fingerprint ({error!r}), wanted a run's own: choose another "
+            "--run_dir, or pass --force to go on in this one with the new configuration"
+        ) from error
     if there == fingerprint:
         return
     path = run_dir / "config.gin"

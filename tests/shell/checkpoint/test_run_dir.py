@@ -60,6 +60,15 @@ def test_another_configuration_is_refused_with_the_lines_that_differ_unless_forc
     assert enter(folder, config=other, fingerprint="f2") is True
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", "\xff"])
+def test_a_marker_that_is_no_runs_is_named_and_replaced_when_forced(folder, text):
+    enter(folder)
+    (folder / "run.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"got .*run\.json that names no fingerprint .*, wanted a run's own"):
+        enter(folder)
+    assert enter(folder, force=True) is True
+
+
 def test_a_long_list_of_differences_is_cut_and_counted(folder):
     enter(folder)
     with pytest.raises(ValueError, match="another configuration") as caught:
