@@ -77,6 +77,8 @@ def check_reward_value(value: Any) -> float | None:
     """The reward as a plain number. Raises ValueError for anything that is neither a finite number nor None."""
     if value is None:
         return None
+    if str(getattr(value, "dtype", "")) == "bool" and value.shape == ():  # numpy's is no number to Python
+        value = bool(value)
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"reward: got {type(value).__name__} {str(value)[:80]}, wanted a finite number or None")
     return float(value)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from functools import partial
 
+import numpy as np
 import psutil
 import pytest
 from hypothesis import given
@@ -32,6 +33,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.math import correct
 from grpo_fn.rewards.wrappers import with_timeout
 from grpo_fn.shell.reward_workers.reward_pool import COMPLAINTS, RewardError, RewardJob, RewardPool
+from grpo_fn.shell.reward_workers.worker import check_reward_value
 from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE, Outcome
 
 
@@ -71,6 +73,12 @@ def test_a_reward_that_forks_and_leaves_its_child_going_on_ends_nothing(pool, di
     assert len(scores) == len(texts)
     assert disguise or scores == [float(len(text)) for text in texts]
     assert pool.score(length_of_text, *asked(*texts)) == [float(len(text)) for text in texts]
+
+
+def test_a_bool_of_numpy_is_a_reward_and_an_array_of_them_is_none():
+    assert [check_reward_value(np.bool_(value)) for value in (True, False)] == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"got ndarray .*, wanted a finite number or None"):
+        check_reward_value(np.array([True]))
 
 
 def test_equal_rows_are_scored_once():
