@@ -13,7 +13,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of the GNU C library's malloc.h
 
 
 class StopRequest:
-    """While entered, SIGTERM and SIGINT are noted instead of obeyed; a second SIGINT interrupts at once.
+    """While entered, SIGTERM, SIGINT and SIGHUP are noted instead of obeyed; a second SIGINT interrupts at once.
 
     Left by an error, SIGTERM is noted still: torchrun sends it to the ranks that are left when one has died, and what
     they have to say of it, and their exit code, come first. Raises KeyboardInterrupt at the second SIGINT, ValueError
@@ -26,8 +26,9 @@ class StopRequest:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._note)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

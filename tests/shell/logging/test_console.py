@@ -138,6 +138,18 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_lost_terminal_is_noted_unless_nohup_has_it_ignored(before):
+    ours = signal.signal(signal.SIGHUP, before)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested == (None if before == signal.SIG_IGN else "SIGHUP")
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, ours)
+
+
 def test_the_second_interrupt_interrupts():
     before = signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
