@@ -152,7 +152,7 @@ def writing(calls: int, harm: Harm) -> None:
         harm()
         return real(folder, *args)
 
-    after(calls, tensor_shards, "write", half)
+    after(calls, tensor_shards, "write_shards", half)
 
 
 def scoring(calls: int, harm: Harm) -> None:

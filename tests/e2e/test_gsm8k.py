@@ -89,7 +89,7 @@ def test_every_published_answer_is_right_for_itself_and_wrong_for_another(data: 
 def test_every_row_goes_through_prompt_sampling_verification_and_loss(model: Path, data: Path, tmp_path: Path) -> None:
     prompts = 141  # 53 steps of 141 are the 7,473 rows, once each
     changes = {"STEPS": 53, "PROMPTS": prompts, "EVAL_PROBLEMS": TEST, "MAX_NEW_TOKENS": 2}
-    changes |= {"step__Algorithm__group_size": 2, "sections__Policy__micro_tokens": 65536}
+    changes |= {"step__Algorithm__group_size": 2, "sections__PolicyUpdate__micro_tokens": 65536}
     changes |= {"sections__Evaluation__every": 0, "sections__Logging__keep_rollouts": 53}
     code = finish(gsm8k_command(model, data, tmp_path / "run", **changes), tmp_path / "out", seconds=1800)
     assert code == 0, (tmp_path / "out").read_text()

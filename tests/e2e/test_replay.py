@@ -40,7 +40,7 @@ Replayed = Callable[..., tuple[int, str]]
 BUSY = {
     "step__Algorithm__epochs": 2,
     "step__Algorithm__minibatches": 2,
-    "sections__Policy__micro_tokens": 100,
+    "sections__PolicyUpdate__micro_tokens": 100,
     "step__Algorithm__old_logp": "@step.from_trainer",
     "step__Algorithm__group_sampling": "@group_sampling.dynamic",
     "group_sampling__dynamic__max_gen_batches": 8,

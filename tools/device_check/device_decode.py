@@ -210,11 +210,11 @@ def speed(setting: Setting, shape: Shape) -> list[Figure]:
     limit = read / ceilings(setting).bandwidth
     share = limit * (tokens / rows) / took
     held = most_held(setting)
-    written = uncompiled(sampler, whole.whole())
+    written = uncompiled(sampler, whole.full_model())
     sampler.rest()
     fewer, longer = timed(setting, written, asked, size)
     written.rest()
-    theirs = generate(setting, whole.whole(), asked, size, prompt, new)
+    theirs = generate(setting, whole.full_model(), asked, size, prompt, new)
     return [
         Figure("tokens/s", tokens / took),
         Figure("share of the bandwidth limit", 100 * share, "%", at_least=50.0),
@@ -263,7 +263,7 @@ def continuous(setting: Setting) -> list[Figure]:
     """Transformers' continuous batching on the prompts of `speed_half`; what it cannot do is its own affair."""
     prompts, size, prompt, new = WORK
     whole = context(setting, folder(setting, sized(setting, QWEN_HALF)), torch.bfloat16)
-    model = whole.whole()
+    model = whole.full_model()
     ids = [random_prompt(model.config.vocab_size, prompt, None, problem.prompt) for problem in problems(0, prompts)]
     how = GenerationConfig(max_new_tokens=new, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=EOS)
     call = partial(model.generate_batch, inputs=[row for row in ids for _ in range(size)], generation_config=how)

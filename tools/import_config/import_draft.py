@@ -240,7 +240,7 @@ def corrected(draft: Draft, name: str, **knobs: Any) -> str:
 
 def correct(draft: Draft, weight: str | None, mask: str | None) -> None:
     """What a sample is worth: a correction, another one that masks besides, or both."""
-    found = corrected(draft, "both", weight=weight, mask=mask) if weight and mask else weight or mask
+    found = corrected(draft, "weight_and_mask", weight=weight, mask=mask) if weight and mask else weight or mask
     if found:
         draft.knobs["objective.policy_objective.importance_correction"] = found
 

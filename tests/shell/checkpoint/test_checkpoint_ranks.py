@@ -247,7 +247,7 @@ WRITE, SEAL, COMMIT, AFTER = "write", "seal", "commit", "after"
 def harmed(patch: pytest.MonkeyPatch, harm: Callable[[], None], place: str) -> None:
     """Let the harm come at that place of the next save."""
     room, name = {
-        WRITE: (tensor_shards, "write"),
+        WRITE: (tensor_shards, "write_shards"),
         SEAL: (async_saver, "seal"),
         COMMIT: (store, "commit"),
         AFTER: (store, "commit"),
