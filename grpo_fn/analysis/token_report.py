@@ -197,7 +197,8 @@ def token_texts(ids: Sequence[int], start: int, decode: Decode) -> list[str]:
         if whole.endswith("\ufffd") and i + 1 - read < FRAGMENTS and i + 1 < len(ids):
             found.append("")
             continue
-        found.append(whole[len(known) :] if whole.startswith(known) else decode(ids[read : i + 1]))
+        new = whole[len(known) :] if whole.startswith(known) else ""  # bytes that fit nothing may share one \ufffd
+        found.append(new or decode(ids[read : i + 1]))
         before, read = read, i + 1
     return found
 

@@ -24,7 +24,7 @@ EDGES = {
     "masked_weight(low=1,high=1)": partial(importance.masked_weight, low=1.0, high=1.0),
     "sequence_masked_weight(low=1,high=1)": partial(importance.sequence_masked_weight, low=1.0, high=1.0),
     "off_policy_sequence_mask(delta=0)": partial(importance.off_policy_sequence_mask, delta=0.0),
-    "both(masked_weight, sequence_masked_weight)": partial(
+    "weight_and_mask(masked_weight, sequence_masked_weight)": partial(
         importance.weight_and_mask,
         weight=partial(importance.masked_weight, low=0.5, high=5.0),
         mask=partial(importance.sequence_masked_weight, low=0.9, high=1.1),
@@ -35,7 +35,7 @@ BY_TOKEN = {"no_correction", "truncated_weight", "masked_weight"}
 BY_THE_SAMPLER = {"truncated_weight", "masked_weight", "sequence_truncated_weight", "sequence_masked_weight"}
 IGNORE_THE_POLICY = {"no_correction", *BY_THE_SAMPLER}
 # Those with a scalar loop in `reference` below.
-LOOPED = {*IGNORE_THE_POLICY, "off_policy_sequence_mask", "both"}
+LOOPED = {*IGNORE_THE_POLICY, "off_policy_sequence_mask", "weight_and_mask"}
 COSTLY = settings(max_examples=quarter())
 FAR = st.sampled_from([0.5, 3.0, 20.0])
 
@@ -189,7 +189,7 @@ def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], a
             weights.append(w_s if knobs["low"] <= w_s <= knobs["high"] else 0.0)
         elif name == "off_policy_sequence_mask":
             weights.append(0.0 if adv[t] < 0 and drift > knobs["delta"] else 1.0)
-        elif name == "both":
+        elif name == "weight_and_mask":
             inner, outer = knobs["weight"], knobs["mask"]
             kept = reference(outer.func.__name__, outer.keywords, log_w, behind, adv)[t]
             weights.append(reference(inner.func.__name__, inner.keywords, log_w, behind, adv)[t] if kept else 0.0)
@@ -293,7 +293,7 @@ def test_the_off_policy_mask_takes_whole_rows_of_bad_samples_and_no_good_one(row
 
 
 @given(loss_rows(drift=3.0))
-def test_both_with_nothing_on_one_side_is_the_other(row):
+def test_weight_and_mask_with_nothing_on_one_side_is_the_other(row):
     weight, mask = (
         partial(importance.truncated_weight, cap=2.0),
         partial(importance.off_policy_sequence_mask, delta=0.2),
