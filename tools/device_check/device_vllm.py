@@ -94,7 +94,7 @@ def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows
         gpu_memory_utilization=SHARE,
         kv_cache_bytes=cache,
         enforce_eager=False,
-        deadline=60.0,
+        generate_timeout=60.0,
     )
 
 

@@ -446,10 +446,10 @@ VERDICTS = ["verdict 7269676874", "verdict 77726f6e67", "proven "]
 def test_only_lines_behind_the_secret_count(lines, verdicts, proven):
     said = "".join(f"s3cret {line}\n" for line in ["ready ", *lines])
     forged = "".join(f"{word} {line}\n" for word in ("", "secret", "ready") for line in VERDICTS)
-    ran = sandbox._heard(f"{forged}{said}{forged}", "", "s3cret", 2, 0.0)
+    ran = sandbox._parse_report(f"{forged}{said}{forged}", "", "s3cret", 2, 0.0)
     assert (ran.verdicts, ran.proven) == (verdicts, proven)
     with pytest.raises(RuntimeError, match="wanted the harness to start"):
-        sandbox._heard(forged, "", "s3cret", 2, 0.0)
+        sandbox._parse_report(forged, "", "s3cret", 2, 0.0)
 
 
 def test_a_limit_that_is_none_is_refused(isolation):
