@@ -130,7 +130,7 @@ def test_scores_and_gradients_are_those_of_padded_rows(name, way, some):
     # Beyond what float32 makes of padded rows themselves: both ways round, and not alike.
     tolerance = 1e-6 + rounding(wanted, found(family(name, "padded", torch.float64), *some[:2]))
     assert_alike(found(family(name, way, torch.float32), *some[:2]), wanted, tolerance)
-    assert family(name, way, torch.float32).rows.fit
+    assert family(name, way, torch.float32).input_packing.fit
 
 
 class Norm(nn.Module):
@@ -201,7 +201,7 @@ def test_a_broken_prompt_breaks_its_own_rows_alone(way, some, data):
         broken.get_input_embeddings().weight[0] = torch.nan
     with torch.no_grad():
         scoring = logprob_model(broken, WAYS[way])
-        scoring.rows.fit = True  # asked of a broken model, it would be found unfit
+        scoring.input_packing.fit = True  # asked of a broken model, it would be found unfit
         got, wanted = scoring(tokens, mask)[0], logprob_model(sound, WAYS[way])(tokens, mask)[0]
     assert got[mine & mask.any(-1)][mask[mine & mask.any(-1)]].isnan().all()
     torch.testing.assert_close(got[~mine], wanted[~mine], rtol=0, atol=1e-5)
@@ -281,7 +281,7 @@ def test_recomputed_blocks_and_adapters_make_no_difference(change, name, adapted
         change(block)
     tried = logprob_model(model, packed_input.pack_shared_prompts)
     got = found(tried, *GROUPS[:2])
-    assert tried.rows.fit
+    assert tried.input_packing.fit
     assert_alike(got, wanted, 2e-6)
     assert_alike(got, plain, 0.0)
 
@@ -300,7 +300,7 @@ def test_compiled_blocks_compute_the_same_and_rows_of_other_lengths_are_not_comp
         )
         assert_alike(found(tried, *some[:2]), found(plain, *some[:2]), 2e-6)
         built.append(blocks.recompilations().built)
-    assert tried.rows.fit
+    assert tried.input_packing.fit
     assert built[0] == built[-1], "the first micro-batch, and the questions before it, compile all there is"
 
 
@@ -402,7 +402,7 @@ def test_a_model_that_is_not_fit_is_said_to_be_so_and_shown_padded_rows(make, wh
     plain.load_state_dict(tried.state_dict())
     with pytest.warns(RuntimeWarning, match=f"padded rows, not on packed ones: .*{why}"):
         got = found(tried, *GROUPS[:2])
-    assert tried.rows.fit is False
+    assert tried.input_packing.fit is False
     assert_alike(got, found(plain, *GROUPS[:2]), 1e-7)
 
 

@@ -107,7 +107,7 @@ def unfit_on_two(world: World, tokens: Tensor, mask: Tensor) -> Found:
     with pytest.warns(RuntimeWarning, match="padded rows, not on packed ones"):
         scoring(tokens, mask)
     got = found(scoring, tokens, mask)
-    assert scoring.rows.fit is False
+    assert scoring.input_packing.fit is False
     return got._replace(grads={n: x.full_tensor() for n, x in got.grads.items()})
 
 
