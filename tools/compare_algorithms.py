@@ -268,7 +268,7 @@ def signal_document(seen: Seen, title: str, args: argparse.Namespace) -> str:
         experience, signal, figures, decode, set(tokenizer.all_special_ids), rows=SIGNAL_ROWS
     )
     by = "the stored log-probs" if args.on_policy else f"the weights of {args.policy or args.run}"
-    return token_page.token_page(found, title=title, said=f"Sampled in that step, seen with {by}.")
+    return token_page.token_page(found, title=title, note=f"Sampled in that step, seen with {by}.")
 
 
 def influence_sections(seen: Seen, show: int) -> list[str]:

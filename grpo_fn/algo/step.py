@@ -104,7 +104,7 @@ def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
 def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
     """logp_old from the trainer's own forward pass: no sampler mismatch in the ratio.
 
-    One more pass, unless a run whose steps have one update lets that find it (`as_found`).
+    One more pass, unless a run whose steps have one update lets that find it (`compare_to_own_pass`).
     The policy as it is before this step's first update: groups that waited a step count as its own.
     """
     return policy.logp(rollout)

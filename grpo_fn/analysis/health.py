@@ -175,7 +175,8 @@ def invalid_high(history: History, *, share: float, steps: int) -> str | None:
     if not values or min(values) < share:
         return None
     counts = {kind: newest_value(history, f"reward/{kind}") or 0.0 for kind in LOST_TO}
-    shown = ", ".join(f"{kind} {count:.0f}" for kind, count in counts.items() if count) or "none was lost: it said None"
+    lost = [f"{kind} {count:.0f}" for kind, count in counts.items() if count]
+    shown = ", ".join(lost) or "none was lost: it said None"
     return (
         f"reward/invalid was at least {min(values):.2f} for {steps} steps{at(history)}: so many rows have no reward "
         f"and teach nothing ({shown}). log.txt has the first of each kind with its reason: mend the reward, or raise "

@@ -54,16 +54,16 @@ def load_config(
     Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.
     """
     bindings = parse_gin(gin_files, gin_params)
-    room, target = import_function(root)  # after reading: a typing error must not wait for torch
+    module, target = import_function(root)  # after reading: a typing error must not wait for torch
     wanted = knobs_of(target if taker is None else import_function(taker)[1])
     assert set(wanted) <= set(knobs_of(target)), f"{taker} takes {wanted}, some of which {root} does not have"
-    node = resolve(bindings, target, getattr(room, "SUPPLIED", {}), wanted)
-    counted = {knob: value for knob, value in node.knobs.items() if knob not in getattr(room, "CHANGEABLE", ())}
+    node = resolve(bindings, target, getattr(module, "SUPPLIED", {}), wanted)
+    counted = {knob: value for knob, value in node.knobs.items() if knob not in getattr(module, "CHANGEABLE", ())}
     return Config(node, dump(bindings), value_fingerprint(replace(node, knobs=counted)), collect_hparams(bindings))
 
 
 def import_function(name: str) -> tuple[Any, Callable[..., Any]]:
     """The module and the function that `package.module.function` names."""
     module, _, function = name.rpartition(".")
-    room = importlib.import_module(module)
-    return room, getattr(room, function)
+    module = importlib.import_module(module)
+    return module, getattr(module, function)

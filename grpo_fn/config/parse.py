@@ -109,20 +109,20 @@ def scan_imports(file: str, chain: tuple[Path, ...], bindings: Bindings, imports
     listener, dynamic = Listener(), False
     with open(path, encoding="utf-8") as text:
         try:
-            for said in ConfigParser(text, listener):
-                at = f"{path}:{said.location.line_num}"
+            for parsed in ConfigParser(text, listener):
+                at = f"{path}:{parsed.location.line_num}"
                 bindings.used_at.update({name: bindings.used_at.get(name, at) for name in listener.macros})
                 listener.macros.clear()
-                match said:
+                match parsed:
                     case IncludeStatement():
-                        scan_imports(said.filename, (*chain, path), bindings, imports)
+                        scan_imports(parsed.filename, (*chain, path), bindings, imports)
                     case ImportStatement():
-                        dynamic |= said.module == DYNAMIC
-                        imports.append(said)
+                        dynamic |= parsed.module == DYNAMIC
+                        imports.append(parsed)
                     case BindingStatement(arg_name=""):
-                        bindings.bound_at["/".join(filter(None, [said.scope, said.selector]))] = at
+                        bindings.bound_at["/".join(filter(None, [parsed.scope, parsed.selector]))] = at
                     case BindingStatement() | BlockDeclaration():
-                        listener.functions.append(said.selector)
+                        listener.functions.append(parsed.selector)
                 check_functions(listener.functions, at, dynamic)
                 listener.functions.clear()
         except (SyntaxError, tokenize.TokenError) as error:

@@ -116,21 +116,21 @@ def prompt_pieces(mask: Bool[Tensor, "B T"], spans: Spans, limit: int) -> list[P
     return sorted((piece for parts in made.values() for piece in parts), key=lambda piece: (-piece.tokens, piece.rows))
 
 
-def balance_pieces(found: list[PromptPiece], room: int, devices: int) -> list[Load]:
+def balance_pieces(found: list[PromptPiece], capacity: int, devices: int) -> list[Load]:
     """The pieces in as many loads as first fit makes of them, and a few empty ones to give every device as many.
 
-    Spread evenly over them where that leaves every load within the `room`; most tokens first.
+    Spread evenly over them where that leaves every load within the `capacity`; most tokens first.
     """
     fitted: list[PromptPiece] = []
     for piece in found:
-        at = next((i for i, load in enumerate(fitted) if load.tokens + piece.tokens <= room), len(fitted))
+        at = next((i for i, load in enumerate(fitted) if load.tokens + piece.tokens <= capacity), len(fitted))
         fitted[at:] = [on_one_device(fitted[at], piece), *fitted[at + 1 :]] if at < len(fitted) else [piece]
     fitted += [PromptPiece(0, [])] * (-len(fitted) % devices)
     even = [PromptPiece(0, [])] * len(fitted)
     for piece in found:
         least = min(range(len(even)), key=lambda i: even[i].tokens)
         even[least] = on_one_device(even[least], piece)
-    chosen = even if all(load.tokens <= room or load in found for load in even) else fitted
+    chosen = even if all(load.tokens <= capacity or load in found for load in even) else fitted
     return [sorted(load.rows) for load in sorted(chosen, key=lambda load: -load.tokens)]
 
 

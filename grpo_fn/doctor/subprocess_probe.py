@@ -28,8 +28,8 @@ def call_in_subprocess(
     The process and all that it has started are killed when `deadline` seconds have passed.
     """
     with tempfile.TemporaryDirectory(prefix="grpo_fn-") as folder:
-        out, said = Path(folder) / "reply", Path(folder) / "said"
-        with said.open("wb") as file:
+        out, output = Path(folder) / "reply", Path(folder) / "output"
+        with output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", __name__, function, str(out), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -41,12 +41,12 @@ def call_in_subprocess(
         try:
             code = process.wait(deadline)
         except subprocess.TimeoutExpired:
-            return Reply(None, f"no answer within {deadline:g} s{_last(said)}")
+            return Reply(None, f"no answer within {deadline:g} s{_last(output)}")
         finally:
             _end(process)
         if not out.is_file():
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return Reply(None, f"the process that looked {how}{_last(said)}")
+            return Reply(None, f"the process that looked {how}{_last(output)}")
         return read_reply(out)
 
 
@@ -56,8 +56,8 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _last(said: Path) -> str:
-    text = " ".join(said.read_text(errors="replace").split())
+def _last(output: Path) -> str:
+    text = " ".join(output.read_text(errors="replace").split())
     return f": {text[-SHOWN:]}" if text else ""
 
 

@@ -62,14 +62,14 @@ def tampered_fields(was: RecordedStep) -> list[str]:
 
 def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: Decode) -> list[str]:
     """Where the quantity first differs, with both values, as far as that is stored; then the figures that differ."""
-    told = []
+    differences = []
     if name in PLACES and was.stored is None:
-        told.append("the rollout of this step is not stored, so it is not known where")
+        differences.append("the rollout of this step is not stored, so it is not known where")
     elif name in PLACES and (place := PLACES[name](was, now, decode)):
-        told.append(place)
+        differences.append(place)
     found = differing_figures(was.figures, now.figures)
     listed = [f"{key} {of:.9g} recorded, {here:.9g} now" for key, (of, here) in found.items()]
-    return [*told, *listed[:5], *([f"and {len(listed) - 5} more figures"] if len(listed) > 5 else [])]
+    return [*differences, *listed[:5], *([f"and {len(listed) - 5} more figures"] if len(listed) > 5 else [])]
 
 
 def circumstances(was: RecordedStep, now: ReplayedStep) -> list[str]:

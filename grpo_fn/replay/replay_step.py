@@ -166,8 +166,8 @@ def repeat(
     stored = asked.stored or unrepeatable(run, say)
     if stored:
         run = replace(run, sampler=NoSampler())
-    start, carried, said = restore_nearest(run, asked.step - 1)
-    for line in said:
+    start, carried, notes = restore_nearest(run, asked.step - 1)
+    for line in notes:
         say(line)
     wanted, here = lines.get(start, {}).get("weights"), run.policy.digests()["weights"]
     if wanted not in (None, here):
@@ -242,16 +242,16 @@ def compare_step(
     run: TrainingRun, step: int, was: RecordedStep, story: Story, eps: float, say: Callable[[str], None]
 ) -> None:
     """Say which quantities of the step differ; about the first difference of all, everything that is known."""
-    now, told = story.taken, []
+    now, report = story.taken, []
     names = differing_quantities(was.line, now.line)
     if names:
-        told.append(f"step {step}, {names[0]}: {was.line[names[0]]} recorded, {now.line[names[0]]} now")
+        report.append(f"step {step}, {names[0]}: {was.line[names[0]]} recorded, {now.line[names[0]]} now")
     if odd := tampered_fields(was):
-        told.append(f"step {step}, {odd[0]}: the rollout in {run.run_dir / 'rollouts'} is not the recorded one")
-    if told:
-        told += explain_difference(names[0] if names else odd[0], was, now, run.tokenizer.decode)
-        told += [*circumstances(was, now), *filter(None, [rounding_difference(was, now, eps)])]
-    story.first, story.recorded = story.first or told, bool(was.line)
+        report.append(f"step {step}, {odd[0]}: the rollout in {run.run_dir / 'rollouts'} is not the recorded one")
+    if report:
+        report += explain_difference(names[0] if names else odd[0], was, now, run.tokenizer.decode)
+        report += [*circumstances(was, now), *filter(None, [rounding_difference(was, now, eps)])]
+    story.first, story.recorded = story.first or report, bool(was.line)
     alike = f"{', '.join(QUANTITIES)} as recorded" if was.line else "not recorded"
     say(f"step {step}: " + (f"{', '.join(names)} differ" if names else alike))
 

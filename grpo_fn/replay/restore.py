@@ -111,34 +111,34 @@ class RestoredState(NamedTuple):
 
     step: int  # after which it was saved; 0 for the model that the run began with
     carried: Carry
-    said: list[str]  # where it came from, for people
+    notes: list[str]  # where it came from, for people
 
 
 def restore_nearest(run: TrainingRun, last: int) -> RestoredState:
     """Bring policy and sampler to the newest state that is kept of step `last` or before."""
-    said, root = [], run.run_dir / "checkpoints"
-    found = run.world.agree(partial(nearest_checkpoint, root, last, said), what="the checkpoint before the step")
+    notes, root = [], run.run_dir / "checkpoints"
+    found = run.world.agree(partial(nearest_checkpoint, root, last, notes), what="the checkpoint before the step")
     if found is None:
-        said.append("no checkpoint is kept before this step: from the model that the run began with")
+        notes.append("no checkpoint is kept before this step: from the model that the run began with")
         step, carried, ahead = 0, AT_THE_START, []
     else:
         step, path, blobs = found
-        said.append(f"restored {path}")
+        notes.append(f"restored {path}")
         run.policy.restore(partial(store.load_into, path, world=run.world), blobs["policy"])
         carried, ahead = unpack_carried(blobs["carried"], training_problem(run)), blobs.get("ahead", [])
     run.sampler.load(run.policy)
     run.sampler.refill(ahead)
-    return RestoredState(step, carried, said)
+    return RestoredState(step, carried, notes)
 
 
-def nearest_checkpoint(root: Path, last: int, said: list[str]) -> tuple[int, Path, dict[str, Any]] | None:
+def nearest_checkpoint(root: Path, last: int, notes: list[str]) -> tuple[int, Path, dict[str, Any]] | None:
     """The newest whole checkpoint of step `last` or before; None when there is none."""
     for step in reversed([step for step in store.steps(root) if step <= last]):
         try:
             path = verified_checkpoint(root / f"step_{step}")
             return step, path, store.blobs(path)
         except (ValueError, OSError) as error:  # broken; or deleted this moment by the run
-            said.append(f"skipped: {error}")
+            notes.append(f"skipped: {error}")
     return None
 
 

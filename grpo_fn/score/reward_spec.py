@@ -113,13 +113,13 @@ def _function(name: str) -> Callable[..., Any]:
     if not module or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"got {name!r}, wanted {comma_list(NAMES)} or module.function{suggest_name(name, NAMES)}")
     try:
-        room = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and something that it imports is not
         raise ValueError(f"got {name!r}, wanted a module that can be imported: {error}") from error
-    fn = getattr(room, function, None)
+    fn = getattr(imported, function, None)
     if not callable(fn):
-        there = [other for other, value in vars(room).items() if callable(value) and not other.startswith("_")]
+        there = [other for other, value in vars(imported).items() if callable(value) and not other.startswith("_")]
         raise ValueError(f"got {name!r}, wanted a function of {module}{suggest_name(function, there)}")
     return fn

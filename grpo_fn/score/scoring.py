@@ -49,8 +49,8 @@ def score_file(
         with _source(input) as source, _sink(output) as sink, _telling(pool, tally, source) as bar, pool:
             lines = Lines(source, "standard input" if input is None else str(input))
             for batch in score_lines(lines, pool, fn, needs=named.needs, suffix=suffix):
-                told = [(line, _meaning(outcome, named.none)) for line, outcome in batch]
-                sink.write(b"".join(annotate_row(line, outcome, suffix=suffix) for line, outcome in told))
+                outcomes = [(line, _meaning(outcome, named.none)) for line, outcome in batch]
+                sink.write(b"".join(annotate_row(line, outcome, suffix=suffix) for line, outcome in outcomes))
                 sink.flush()
                 tally.update(verdict_name(outcome.value) for _, outcome in batch)
                 bar.set_postfix_str(_counts(tally), refresh=False)

@@ -83,10 +83,10 @@ class World:
     def together(self, f: Callable[[], T], *, what: str) -> T:
         """What `f` returns on this rank, once it has returned on every rank; where it raised on one, all raise."""
         value, error = _attempt(f)
-        told = self.exchange(None if error is None else f"{type(error).__name__}: {error}", what=what)
+        errors = self.exchange(None if error is None else f"{type(error).__name__}: {error}", what=what)
         if error is not None:
             raise error
-        if failed := [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]:
+        if failed := [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]:
             raise Elsewhere(f"{what}: " + "; ".join(failed))
         return value
 

@@ -162,11 +162,11 @@ def _word(content: Content, uid: int, draw: list[float]) -> Problem:
     noun = _pick(THINGS, thing)
     words = {"s": f"{noun}s", "n": NAMES[subject][0], "m": NAMES[friend][0], "p": NAMES[subject][1]}
     first = f"{content.start} {noun}" if content.start == 1 else f"{content.start} {noun}s"
-    told = (
+    changes = (
         _pick(GAINS if op == "+" else LOSSES, u).format(v=b, **words)
         for (op, b), u in zip(content.changes, verbs, strict=True)
     )
-    sentences = [_pick(STARTS, start).format(x=first, **words), *told, _pick(QUESTIONS, question).format(**words)]
+    sentences = [_pick(STARTS, start).format(x=first, **words), *changes, _pick(QUESTIONS, question).format(**words)]
     values = content.values()
     return Problem(uid, " ".join(sentences), str(values[-1]), {"changes": content.changes, "values": values})
 

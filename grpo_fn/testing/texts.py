@@ -94,8 +94,8 @@ def text_problems() -> SearchStrategy[Problem]:
 
 def completions(problem: Problem) -> SearchStrategy[Completion]:
     """Completions of that problem: its answer or another one, marked and amid prose, prose alone, and repetition."""
-    said = st.one_of(st.just(problem.answer), gold_answers())
-    marked = st.builds(str.format, st.sampled_from(MARKINGS), said)
+    answers = st.one_of(st.just(problem.answer), gold_answers())
+    marked = st.builds(str.format, st.sampled_from(MARKINGS), answers)
     around = st.builds("{}{}{}".format, PROSE, marked, PROSE)
     repeated = st.builds(str.__mul__, PROSE, st.integers(0, 200))
     text = st.one_of(marked, around, PROSE, repeated)

@@ -169,11 +169,11 @@ def amend_history(history: health.History, step: int, figures: Mapping[str, floa
 def findings_of_late_evaluation(rules: Health, before: health.History, after: health.History) -> Findings:
     """Findings of a step's rules that its late evaluation adds to those of the time."""
     known = {found.rule for found in health.new_findings([*rules.warn, *rules.stop], before)}
-    said, fatal = (
+    findings, fatal = (
         [found for found in health.new_findings(those, after) if found.rule not in known]
         for those in (rules.warn, rules.stop)
     )
-    return said, fatal
+    return findings, fatal
 
 
 def credit_score(progress: Progress, step: int, figures: Mapping[str, float]) -> None:

@@ -70,7 +70,7 @@ def build(
     context = sampler_context(spec, world, loaded.decoding, streaming.on_completion)
     sampler = world.together(partial(build_sampler, s, context, prepared.tokenizer), what="starting the sampler")
     probe = s.sampling.probe and partial(
-        s.sampling.probe, key=prng.fold_in(key, PROBING), room=positions(checked.config)
+        s.sampling.probe, key=prng.fold_in(key, PROBING), max_positions=positions(checked.config)
     )
     with closing(sampler), pool, streaming:
         yield TrainingRun(
@@ -285,9 +285,9 @@ def prepare_data(
             f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, wanted at least one: is "
             "the prompt empty, or the folder without the tokenizer's files?"
         )
-    room = positions(config)
-    if room is None:
+    max_positions = positions(config)
+    if max_positions is None:
         return PreparedModel(folder, tokenizer, task)
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out
-        overlong.refuse(task._replace(rows=tuple(drawn)), length, room - max_new_tokens)
-    return PreparedModel(folder, tokenizer, overlong_prompts(task, length, room - max_new_tokens)[0])
+        overlong.refuse(task._replace(rows=tuple(drawn)), length, max_positions - max_new_tokens)
+    return PreparedModel(folder, tokenizer, overlong_prompts(task, length, max_positions - max_new_tokens)[0])

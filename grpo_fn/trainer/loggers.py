@@ -46,11 +46,13 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
         rewind(run_dir / checksums.FILE, 0 if first else start + 1)
     profiler = Profiler(run_dir / "tensorboard", run.world, run.settings.logging.profile_steps)
     run.world.mark = profiler.mark
+    console, writer = NullLogger(Console), NullLogger(AsyncWriter, MetricsWriter)
+    if main:
+        console = Console(run_dir / "log.txt", run.settings.steps, start)
+        writer = open_writer(run_dir, run.world, start_step=0 if first else start + 1)
     return RunLoggers(
-        console=stack.enter_context(Console(run_dir / "log.txt", run.settings.steps, start) if main else NullLogger()),
-        writer=stack.enter_context(
-            open_writer(run_dir, run.world, start_step=0 if first else start + 1) if main else NullLogger()
-        ),
+        console=stack.enter_context(console),
+        writer=stack.enter_context(writer),
         saver=stack.enter_context(AsyncSaver(run_dir / "checkpoints", run.world)),
         clock=Stopwatch(mark=profiler.mark),
         profiler=profiler,

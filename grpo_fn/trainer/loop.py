@@ -39,7 +39,7 @@ def run_training(run: TrainingRun) -> int:
         start_over=run.request.force,
         every=run.settings.checkpoints.every,
         checksums_every=run.settings.logging.checksums_every,
-        said=messages,
+        notes=messages,
     )
     config = run.request.config
     renew = partial(write_config, run.run_dir, config.text, config.fingerprint, config.hparams)

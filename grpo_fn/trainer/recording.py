@@ -101,9 +101,9 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
 
 def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, writer: AsyncWriter) -> None:
     """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
-    shown, said = token_signals(run, seen, gains)
+    shown, note = token_signals(run, seen, gains)
     path = run.run_dir / "signal" / f"step_{step}.html"
-    writer.do(f"the signal of step {step}", partial(write_signal_page, path, run.run_dir, step, shown, said))
+    writer.do(f"the signal of step {step}", partial(write_signal_page, path, run.run_dir, step, shown, note))
     show(writer, step, "signal/strongest", token_report.strongest_tokens(shown, count=STRONGEST))
     writer.image(step, "signal/rows", token_report.signal_strip(shown, columns=COLUMNS, cell=CELL))
 
@@ -121,10 +121,10 @@ def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[tok
     return shown, AS_SAMPLED + REFUSED * refused
 
 
-def write_signal_page(path: Path, run_dir: Path, step: int, shown: token_report.TokenReport, said: str) -> None:
+def write_signal_page(path: Path, run_dir: Path, step: int, shown: token_report.TokenReport, note: str) -> None:
     """The page that shows a learning signal."""
     path.parent.mkdir(exist_ok=True)
-    write_bytes(path, token_page.token_page(shown, title=f"Step {step} of {run_dir.name}", said=said).encode())
+    write_bytes(path, token_page.token_page(shown, title=f"Step {step} of {run_dir.name}", note=note).encode())
 
 
 def step_checksums(run: TrainingRun, step: int, seen: Experience, noted: StepChecksums) -> dict[str, Any]:

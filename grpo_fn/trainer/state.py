@@ -97,9 +97,9 @@ def restore(
     start_over: bool,
     every: int,
     checksums_every: int,
-    said: list[str],
+    notes: list[str],
 ) -> Progress | None:
-    """Take back the newest checkpoint that verifies; None when there is none. What is amiss is added to `said`.
+    """Take back the newest checkpoint that verifies; None when there is none. What is amiss is added to `notes`.
 
     `problem` gives the problem of a uid, of which a checkpoint holds no text. The number of ranks that wrote it, and
     how the model was spread over them, may have been others.
@@ -112,10 +112,10 @@ def restore(
         partial(newest_checkpoint, run_dir / "checkpoints", start_over=start_over, every=every),
         what="the newest checkpoint",
     )
-    said += skipped
+    notes += skipped
     if path is None:
         return None
-    said += world.agree(partial(line_gaps, run_dir, meta["step"], checksums_every), what="looking at the log")
+    notes += world.agree(partial(line_gaps, run_dir, meta["step"], checksums_every), what="looking at the log")
     policy.restore(partial(store.load_into, path, world=world, exact=True), blobs["policy"])
     return Progress(
         state=RunState(meta["step"], meta["seed"]),
@@ -141,15 +141,15 @@ def newest_checkpoint(
     root: Path, *, start_over: bool, every: int
 ) -> tuple[Path | None, dict[str, Any], dict[str, Any], list[str]]:
     """(path, blobs, meta, what was skipped) of the newest checkpoint that verifies."""
-    said: list[str] = []
-    found = store.latest_verified(root, warn=said.append)
+    notes: list[str] = []
+    found = store.latest_verified(root, warn=notes.append)
     broken = sorted(path.name for path in root.glob("broken-step_*"))
     if found is None and broken and not start_over:
         problem = (
             f"got {root} with nothing but broken checkpoints ({', '.join(broken)}), wanted one to resume from: "
             "choose another --run_dir, or pass --force to start over in this one"
         )
-        raise ValueError("\n  ".join([problem, *said]))
+        raise ValueError("\n  ".join([problem, *notes]))
     last = 0 if found or start_over else max(metrics_by_step(root.parent, torn_end=True), default=0)
     # The second save waits for the first: one step later there was a checkpoint.
     if last and (not root.is_dir() or 0 < 2 * every < last):
@@ -158,8 +158,8 @@ def newest_checkpoint(
             "put it back, choose another --run_dir, or pass --force to start over in this one"
         )
     if found is None:
-        return None, {}, {}, said
-    return found.path, store.blobs(found.path), found.meta, said
+        return None, {}, {}, notes
+    return found.path, store.blobs(found.path), found.meta, notes
 
 
 def pack_carried(carried: Carry) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def written(text: str) -> str:
 def test_whatever_was_written_the_page_is_whole_and_only_its_own_script_is_in_it(texts, title):
     seen, scores = step([texts[1][:40] or "?"], [texts])
     shown = looked_at(seen, scores)
-    html = token_page.token_page(shown, title=title, said=title)
+    html = token_page.token_page(shown, title=title, note=title)
     html.encode()
     reader = Reader(html)
     assert reader.open == []
@@ -227,7 +227,7 @@ def test_whatever_was_written_the_page_is_whole_and_only_its_own_script_is_in_it
 
 
 def test_the_page_lets_its_own_script_run_and_asks_for_nothing():
-    html = token_page.token_page(looked_at(*step(["a"], [["b", "c"]])), title="t", said="s")
+    html = token_page.token_page(looked_at(*step(["a"], [["b", "c"]])), title="t", note="s")
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy
@@ -268,7 +268,7 @@ def test_a_signal_that_is_not_finite_comes_first_and_spoils_no_other(odd):
     assert (shown.rows[0].prompt, shown.rows[0].sample) == (last.prompt, last.sample)
     assert shown.sums.odd == 1
     assert math.isfinite(shown.sums.up + shown.sums.down + shown.sums.largest)
-    html = token_page.token_page(shown, title="t", said="s")
+    html = token_page.token_page(shown, title="t", note="s")
     assert html.count('class="t odd') == 2  # the token, and the legend
     assert html.count("s:nan") + html.count("s:inf") == 0
     assert Reader(html).open == []
@@ -285,7 +285,7 @@ def test_a_step_that_tells_nobody_anything_is_a_page_too():
     silent = seen._replace(batch=seen.batch._replace(mask=none))
     shown = looked_at(silent, scores)
     assert (shown.sums.moved, shown.sums.learning, shown.sums.largest) == (0, 0, 0.0)
-    html = token_page.token_page(shown, title="t", said="s")
+    html = token_page.token_page(shown, title="t", note="s")
     assert html.count("left out of the loss</span>") == 2
     assert 'data-i="' not in html.split("<script>")[0]
     assert token_report.strongest_tokens(shown, count=5) == []
@@ -294,7 +294,7 @@ def test_a_step_that_tells_nobody_anything_is_a_page_too():
 
 def test_special_tokens_are_marked_and_figures_stand_beside_their_tokens():
     shown = looked_at(*step(["a"], [["one two", "three"]]))
-    html = token_page.token_page(shown, title="t", said="s")
+    html = token_page.token_page(shown, title="t", note="s")
     assert html.count('<span class="special">&lt;|endoftext|&gt;</span>') == 2
     for row in shown.rows:
         assert f'data-values="{" ".join(str(token.id) for token in row.tokens)}"' in html

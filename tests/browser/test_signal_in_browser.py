@@ -54,7 +54,7 @@ def shown() -> TokenReport:
 @pytest.fixture(scope="module")
 def page(shown: TokenReport, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "signal.html"
-    path.write_bytes(token_page.token_page(shown, title="Step 3 of </title>", said="<i>said</i>").encode())
+    path.write_bytes(token_page.token_page(shown, title="Step 3 of </title>", note="<i>said</i>").encode())
     return path
 
 
@@ -234,7 +234,7 @@ def test_markup_that_is_one_token_is_text_in_its_tooltip_too(
     row = shown.rows[1]
     spelt = row._replace(tokens=[row.tokens[0]._replace(text=text), *row.tokens[1:]])
     path = tmp_path / "page.html"
-    path.write_text(token_page.token_page(shown._replace(rows=[spelt]), title="t", said="s"))
+    path.write_text(token_page.token_page(shown._replace(rows=[spelt]), title="t", note="s"))
     chrome.open(path)
     chrome.run("document.querySelector('#by-row').focus()")
     chrome.press("Tab", "Home")

@@ -27,7 +27,7 @@ def local(
     temperature: float = 0.7,
     logits_chunk_elements: int = 36,
     reference: bool = False,
-    rows: Callable[[nn.Module], InputPacking] = pad_rows,
+    input_packing: Callable[[nn.Module], InputPacking] = pad_rows,
     **knobs,
 ) -> FSDPPolicy:
     """Its passes without gradient take some thirty tokens.
@@ -35,7 +35,10 @@ def local(
     Rows are padded, as the oracle's are: gradients agree to the last digits, in whatever dtype a model has its norms.
     """
     logprob_model = partial(
-        LogprobModel, temperature=temperature, logits_chunk_elements=logits_chunk_elements, input_packing=rows
+        LogprobModel,
+        temperature=temperature,
+        logits_chunk_elements=logits_chunk_elements,
+        input_packing=input_packing,
     )
     chosen = {
         "world": alone(CPU),

@@ -126,10 +126,16 @@ def test_submit_waits_where_too_many_calls_are_not_done() -> None:
         assert worker.submit(int).result(SOON) == 0
 
 
+def wait_at(gate: Event, begun: Event) -> bool:
+    """Say that it has begun, and wait for the gate."""
+    begun.set()
+    return gate.wait(SOON)
+
+
 def test_shutdown_makes_what_is_left_or_cancels_it_and_takes_nothing_more() -> None:
     for cancel in (False, True):
         gate, begun, worker = Event(), Event(), BackgroundWorker("the worker", timeout=SOON)
-        first, second = worker.submit(lambda: begun.set() or gate.wait(SOON)), worker.submit(int)  # noqa: B023
+        first, second = worker.submit(wait_at, gate, begun), worker.submit(int)
         assert begun.wait(SOON)
         worker.shutdown(wait=False, cancel_futures=cancel)
         assert worker.stopping.is_set() == cancel

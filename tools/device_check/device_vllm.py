@@ -34,7 +34,7 @@ def colocated(setting: Setting) -> list[Figure]:
     key = prng.key(KEY, device="cpu")
     try:
         spread.load(bench.policy)  # raises StaleEngine where the fingerprints differ
-        first = probe(spread, bench.policy, key=key, room=PROMPT + 2 * NEW)
+        first = probe(spread, bench.policy, key=key, max_positions=PROMPT + 2 * NEW)
         verified = spread.figures()["engine/verified"]
         shallow = nap(sampler.engine)
         deep = freed(spread.rest)
@@ -48,7 +48,7 @@ def colocated(setting: Setting) -> list[Figure]:
             algo=bench.algo(4, SIZE),
             span=lambda _: nullcontext(),
         )
-        second = probe(spread, bench.policy, key=key, room=PROMPT + 2 * NEW)
+        second = probe(spread, bench.policy, key=key, max_positions=PROMPT + 2 * NEW)
     finally:
         spread.close()
     require(deep > 0, "sleep: got no memory back")

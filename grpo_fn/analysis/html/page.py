@@ -20,9 +20,9 @@ def html_page(title: str, sections: Sequence[str]) -> str:
     )
 
 
-def html_section(title: str, said: str, *parts: str) -> str:
+def html_section(title: str, note: str, *parts: str) -> str:
     """A heading, a paragraph that says how to read what follows, and that, which is HTML."""
-    return PIECES.section(title, said, [Markup(part) for part in parts])
+    return PIECES.section(title, note, [Markup(part) for part in parts])
 
 
 def diverging_color(x: float) -> tuple[int, int, int]:

@@ -23,12 +23,12 @@ IN_NATS = ("kl", "logp", "entropy")
 CLIPS = {"clip_low": "at the lower bound", "clip_high": "at the upper bound"}
 
 
-def token_page(shown: TokenReport, *, title: str, said: str) -> str:
-    """The page; `said` is where the figures come from. It can be encoded in UTF-8 whatever the texts hold."""
+def token_page(shown: TokenReport, *, title: str, note: str) -> str:
+    """The page; `note` is where the figures come from. It can be encoded in UTF-8 whatever the texts hold."""
     longest = max(map(finite_influence, shown.rows), default=0.0)
     return template("token_page.html.j2").render(
         title=printable(title),
-        said=printable(said),
+        note=printable(note),
         style=source("token_page.css"),
         script=SCRIPT,
         digest=b64encode(sha256(SCRIPT.encode()).digest()).decode(),
@@ -122,7 +122,7 @@ def direction_label(signal: float) -> str:
 
 def clip_label(token: Token) -> str:
     """Whether the loss cut the token off, and on which side."""
-    sides = [said for name, said in CLIPS.items() if token.figures.get(name, 0.0) > 0]
+    sides = [note for name, note in CLIPS.items() if token.figures.get(name, 0.0) > 0]
     return (" and ".join(sides) or "no").replace(" ", "\u00a0")
 
 

@@ -89,18 +89,18 @@ def _verdict(gold: str, answer: str) -> _Verdict:
         return _WRONG
     if (_WORD.fullmatch(gold) or ":" in gold) and _words(gold) == _words(answer):  # a time is no quotient
         return _Verdict(1.0, 1.0)
-    said = _read(answer)
-    if said is None:
+    given = _read(answer)
+    if given is None:
         return _WRONG
     try:
         wanted = stated_value(wanted)
-        said = comparable_part(wanted, said)
-        right = said is not None and equal(wanted, said)
+        given = comparable_part(wanted, given)
+        right = given is not None and equal(wanted, given)
     except MemoryError:
         raise
     except Exception:  # two things that cannot be compared are not equal
         return _WRONG
-    finished = right and is_worked_out(gold, answer) and (is_written_out(said) or not is_plain(wanted))
+    finished = right and is_worked_out(gold, answer) and (is_written_out(given) or not is_plain(wanted))
     return _Verdict(float(finished), float(right))
 
 

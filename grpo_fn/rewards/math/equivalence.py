@@ -89,9 +89,9 @@ def equal(gold: Any, answer: Any) -> bool:
     if isinstance(gold, Interval) and isinstance(answer, Interval):
         same_ends = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
         return same_ends and equal(gold.start, answer.start) and equal(gold.end, answer.end)
-    items, said = _items(gold), _items(answer)
-    if items and said:
-        return len(items) == len(said) and _paired(items, said, anyhow=isinstance(gold, FiniteSet))
+    items, given = _items(gold), _items(answer)
+    if items and given:
+        return len(items) == len(given) and _paired(items, given, anyhow=isinstance(gold, FiniteSet))
     if gold == answer:
         return True
     if isinstance(gold, Expr) and isinstance(answer, Expr) and _differ(gold, answer):
@@ -150,7 +150,7 @@ def _paired(gold: Sequence[Any], answer: Sequence[Any], *, anyhow: bool) -> bool
         return all(map(equal, gold, answer))
     left = list(answer)
     for item in gold:
-        partner = next((place for place, said in enumerate(left) if equal(item, said)), None)
+        partner = next((place for place, given in enumerate(left) if equal(item, given)), None)
         if partner is None:
             return False
         del left[partner]
@@ -159,12 +159,12 @@ def _paired(gold: Sequence[Any], answer: Sequence[Any], *, anyhow: bool) -> bool
 
 def _same_number(gold: Expr, answer: Expr) -> bool:
     """The gold's percent sign may be left out; where only the answer has one, the gold's size says what it means."""
-    share, said = _percent(gold), _percent(answer)
-    if share is None and said is None:
+    share, given = _percent(gold), _percent(answer)
+    if share is None and given is None:
         return _close(gold, answer)
     if share is None:
-        return _close(gold, said if abs(gold.evalf()) >= 1 else said / 100)
-    return _close(share, answer if said is None else said) or (said is None and _close(share / 100, answer))
+        return _close(gold, given if abs(gold.evalf()) >= 1 else given / 100)
+    return _close(share, answer if given is None else given) or (given is None and _close(share / 100, answer))
 
 
 def _percent(number: Expr) -> Expr | None:

@@ -1,7 +1,7 @@
 """AsyncWriter: the metrics log written in a thread, which makes the calls of a MetricsWriter in their order.
 
-What a call is given is kept until it is made. Tensors are brought to the CPU at once,
-so that the thread never talks to a device that the training is busy with.
+What a call is given is kept until it is made. Tensors are brought to the CPU at once, so that the thread never talks to
+a device that the training is busy with.
 """
 
 from collections.abc import Callable
@@ -51,8 +51,8 @@ class AsyncWriter(AbstractContextManager):
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """As the method of that name of `MetricsWriter`, later."""
-        if name.startswith("_"):  # of an object that is not made yet
-            raise AttributeError(name)
+        if name.startswith("_") or not hasattr(MetricsWriter, name):
+            raise AttributeError(f"got {name}, wanted a method of MetricsWriter")
         return partial(self._call_later, name)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -132,11 +132,16 @@ def markdown_cell(text: str) -> str:
 
 
 class NullLogger(AbstractContextManager):
-    """Stands in for `AsyncWriter` and `Console` on all ranks but the main one: every call of theirs does nothing."""
+    """Stands in for an object of `kinds` on all ranks but the main one: every method of theirs does nothing."""
 
     failed = False
 
+    def __init__(self, *kinds: type) -> None:
+        self.kinds = kinds
+
     def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_") or not any(hasattr(kind, name) for kind in self.kinds):
+            raise AttributeError(f"got {name}, wanted a method of {', '.join(kind.__name__ for kind in self.kinds)}")
         return lambda *given: None
 
     def __exit__(self, *exc: object) -> None: ...

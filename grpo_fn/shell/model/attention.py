@@ -76,13 +76,13 @@ def unusable_mask(device: torch.device) -> Tensor:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, before: str, **told: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, before: str, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls: `[1 H N D]` each with a layout, `[B H T D]` without."""
-    layout: AttentionContext | None = told.pop("layout", None)
+    layout: AttentionContext | None = kwargs.pop("layout", None)
     if layout is None:
-        return original(module, before)(module, query, key, value, mask, **told)
-    return layout.attend(module, query, key, value, parse_spec(query, before == EAGER, told)), None
+        return original(module, before)(module, query, key, value, mask, **kwargs)
+    return layout.attend(module, query, key, value, parse_spec(query, before == EAGER, kwargs)), None
 
 
 def original(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -92,14 +92,14 @@ def original(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor
     )
 
 
-def parse_spec(query: Tensor, eager: bool, told: dict[str, Any]) -> AttentionSpec:
+def parse_spec(query: Tensor, eager: bool, kwargs: dict[str, Any]) -> AttentionSpec:
     """What the model asks for. Raises ValueError for anything that is not done here."""
-    odd = [name for name, x in told.items() if name not in KNOWN and name not in IDLE and x is not None]
-    if odd or told.get("is_causal") is False:
+    odd = [name for name, x in kwargs.items() if name not in KNOWN and name not in IDLE and x is not None]
+    if odd or kwargs.get("is_causal") is False:
         raise ValueError(f"got attention with {', '.join(sorted(odd)) or 'is_causal=False'}, wanted {', '.join(KNOWN)}")
-    scale = told.get("scaling")
+    scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return AttentionSpec(told.get("sliding_window"), scale, told.get("dropout", 0.0), told.get("softcap"), eager)
+    return AttentionSpec(kwargs.get("sliding_window"), scale, kwargs.get("dropout", 0.0), kwargs.get("softcap"), eager)
 
 
 KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal"})

@@ -90,7 +90,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The folder's tokenizer; ValueError when there is none, or no EOS token that the model could stop at."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        room = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        vocab_size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"got no usable tokenizer in {folder}; wanted tokenizer.json or its like: {error}") from error
     # For known model types transformers makes up a tokenizer of special tokens alone where the files are missing.
@@ -100,10 +100,10 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"got a tokenizer without an EOS token in {folder}; wanted one, or no completion could ever end"
         )
-    if tokenizer.eos_token_id >= room:
+    if tokenizer.eos_token_id >= vocab_size:
         raise ValueError(
             f"got EOS {tokenizer.eos_token!r} in {folder}, which is not in the vocabulary: its id "
-            f"{tokenizer.eos_token_id} was added; wanted one of the model's {room} ids"
+            f"{tokenizer.eos_token_id} was added; wanted one of the model's {vocab_size} ids"
         )
     return tokenizer
 

@@ -19,12 +19,12 @@ def _chunks(n: int, vocabulary: int, elements: int) -> list[slice]:
     return [slice(i, min(i + rows, n)) for i in range(0, max(n, 1), rows)]
 
 
-def _into(room: Float[Tensor, "n V"], hidden: Tensor, weight: Tensor, temperature: float) -> Float[Tensor, "n V"]:
+def _into(out: Float[Tensor, "n V"], hidden: Tensor, weight: Tensor, temperature: float) -> Float[Tensor, "n V"]:
     # The product runs in the weights' dtype (bf16 matmuls accumulate in float32), everything after it in float32 or
     # better: a bf16 log-softmax over 150k entries is off by 1e-2.
-    if hidden.dtype == room.dtype:
-        return room.addmm_(hidden, weight.T, beta=0, alpha=1 / temperature)
-    return room.copy_(hidden @ weight.T).div_(temperature)
+    if hidden.dtype == out.dtype:
+        return out.addmm_(hidden, weight.T, beta=0, alpha=1 / temperature)
+    return out.copy_(hidden @ weight.T).div_(temperature)
 
 
 def _add_product_(total: Float[Tensor, "V D"], a: Float[Tensor, "V n"], b: Float[Tensor, "n D"]) -> None:
@@ -54,9 +54,9 @@ class LinearScores(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logp, entropy, top, total = (hidden.new_empty(len(target), dtype=dtype) for _ in range(4))
         parts = _chunks(len(target), len(weight), elements)
-        room, spare = (hidden.new_empty(parts[0].stop, len(weight), dtype=dtype) for _ in range(2))
+        buffer, spare = (hidden.new_empty(parts[0].stop, len(weight), dtype=dtype) for _ in range(2))
         for part in parts:
-            z = _into(room[: part.stop - part.start], hidden[part], weight, temperature)
+            z = _into(buffer[: part.stop - part.start], hidden[part], weight, temperature)
             top[part] = z.amax(-1)
             p = torch.exp(z.sub_(top[part, None]), out=spare[: len(z)])
             total[part] = p.sum(-1)  # pairwise; a CPU's log_softmax adds 150k of them up in turn and is off by 2e-5
@@ -95,9 +95,9 @@ class LinearScores(torch.autograd.Function):
 
         *again, last = _chunks(len(target), len(weight), ctx.elements)
         pull(last, kept, free=False)
-        room = kept.new_empty(again[0].stop, len(weight)) if again else kept
+        buffer = kept.new_empty(again[0].stop, len(weight)) if again else kept
         for part in again:
-            z = _into(room, hidden[part], weight, ctx.temperature)
+            z = _into(buffer, hidden[part], weight, ctx.temperature)
             pull(part, z.sub_(top[part, None]), free=True)
         return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None
 

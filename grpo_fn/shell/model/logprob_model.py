@@ -64,8 +64,8 @@ class LogprobModel(nn.Module):
             self._linear = has_linear_head(self.model)
         stream = self.input_packing(tokens, mask)
         before, target = predicting_states(stream.at, tokens, mask)
-        told = {"input_ids": stream.tokens, "use_cache": False, **stream.told}
-        logp, entropy = (self._linear_scores if self._linear else self._dense_scores)(told, before, target)
+        model_kwargs = {"input_ids": stream.tokens, "use_cache": False, **stream.model_kwargs}
+        logp, entropy = (self._linear_scores if self._linear else self._dense_scores)(model_kwargs, before, target)
         return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)
 
     @torch.no_grad()
@@ -80,8 +80,8 @@ class LogprobModel(nn.Module):
             self(*probe(self.model.config.get_text_config().vocab_size, tokens.device))
         return self.input_packing.parts(tokens, mask, micro_tokens, devices)
 
-    def _linear_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = decoder(self.model)(**told).last_hidden_state.flatten(0, 1)
+    def _linear_scores(self, model_kwargs: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = decoder(self.model)(**model_kwargs).last_hidden_state.flatten(0, 1)
         weight = self.model.get_output_embeddings().weight
         return linear_scores(
             gather_tokens(hidden, before),
@@ -91,8 +91,8 @@ class LogprobModel(nn.Module):
             elements=self.logits_chunk_elements,
         )
 
-    def _dense_scores(self, told: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model(**told).logits.flatten(0, 1)
+    def _dense_scores(self, model_kwargs: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(**model_kwargs).logits.flatten(0, 1)
         return dense_scores(gather_tokens(logits, before), target, temperature=self.temperature)
 
 

@@ -37,7 +37,7 @@ class ModelInput(NamedTuple):
 
     tokens: Int[Tensor, "R C"]
     at: Int[Tensor, "B T"]  # into the flattened tokens
-    told: dict[str, Any]  # further arguments of the model's forward
+    model_kwargs: dict[str, Any]  # further arguments of the model's forward
 
 
 @runtime_checkable
@@ -85,12 +85,12 @@ def end_to_end(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, share: 
     if not taken.any():  # a rank without rows has to take part all the same: one token that is not looked at
         taken[0, 0] = True
         spans = Spans(*(x.new_tensor([n]) for x, n in zip(spans, (0, 1, 0), strict=True)))
-    told = {
+    model_kwargs = {
         "position_ids": column[taken][None].to(device),
         "attention_mask": unusable_mask(device),
         "layout": PackedAttention(spans, at, device=device),
     }
-    return ModelInput(tokens[taken][None].to(device), at.to(device), told)
+    return ModelInput(tokens[taken][None].to(device), at.to(device), model_kwargs)
 
 
 class PaddedInput:
@@ -156,7 +156,7 @@ def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | 
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}, {str(error).splitlines()[0] if str(error) else 'without a word'}"
-    windows = [SLIDING if window else FULL for window in stream.told["layout"].asked]
+    windows = [SLIDING if window else FULL for window in stream.model_kwargs["layout"].asked]
     if windows != [*kinds]:
         return f"its layers are {', '.join(kinds)}, and ask for {', '.join(windows) or 'nothing'}"
     read = torch.arange(tokens.shape[1], device=device) < read_lengths(mask)[:, None]
@@ -182,7 +182,7 @@ def probe(vocabulary: int, device: torch.device) -> tuple[Int[Tensor, "5 9"], Bo
 def states(model: nn.Module, stream: ModelInput) -> Float[Tensor, "N D"]:
     """The last hidden states of all that the model is shown, without dropout."""
     with without_dropout(model):
-        out = model.get_decoder()(input_ids=stream.tokens, use_cache=False, **stream.told)
+        out = model.get_decoder()(input_ids=stream.tokens, use_cache=False, **stream.model_kwargs)
     return out.last_hidden_state.flatten(0, 1)
 
 

@@ -269,9 +269,9 @@ class RewardPool:
 
     def _lose(self, worker: WorkerHandle, job: RewardJob, cause: str, reason: str, seconds: float, trace: str) -> None:
         """The row that the worker is at becomes None."""
-        said, row = _name(job.fn), _shown(worker.rows[0])
+        reward, row = _name(job.fn), _shown(worker.rows[0])
         stops = cause == "exceptions" and self.stop_on_error
-        text = f"{said} raised on {row}:\n{trace}" if stops else f"{said} lost {row}: {reason}\n{trace}".rstrip()
+        text = f"{reward} raised on {row}:\n{trace}" if stops else f"{reward} lost {row}: {reason}\n{trace}".rstrip()
         loss = Loss(cause, reason, text)
         job.report(loss)
         worker.settle(Outcome(None, reason, seconds, loss))

@@ -43,7 +43,7 @@ class DataParallelSampler:
     sampler: Any
     world: World
     probe: Callable[["DataParallelSampler", Policy], dict[str, float]] | None = None
-    _told: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
+    _probe_figures: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def engines(self) -> int:
@@ -60,7 +60,7 @@ class DataParallelSampler:
         """As the sampler's own; every rank takes part."""
         self.world.together(partial(self.sampler.load, policy), what="new weights for the sampler")
         if self.probe is not None:
-            self._told.update(self.probe(self, policy))
+            self._probe_figures.update(self.probe(self, policy))
 
     def rest(self) -> None:
         """As the sampler's own."""
@@ -68,9 +68,9 @@ class DataParallelSampler:
 
     def figures(self) -> dict[str, float]:
         """What there is to tell since it was last asked."""
-        told = {**self._told, **self.sampler.figures()}
-        self._told.clear()
-        return told
+        figures = {**self._probe_figures, **self.sampler.figures()}
+        self._probe_figures.clear()
+        return figures
 
     def close(self) -> None:
         """As the sampler's own."""

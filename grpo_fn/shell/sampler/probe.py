@@ -26,7 +26,7 @@ class Mismatch(RuntimeError):
 class Probe:
     """How it is asked, and what is too much."""
 
-    prompt_tokens: int  # at least so many where the model has room: longer than a block of cached prefixes
+    prompt_tokens: int  # at least so many where the model has as many positions: longer than a block of cached prefixes
     new_tokens: int
     max_gap: float  # mean |logp of the policy - logp of the sampler| that still passes, in nats
 
@@ -39,15 +39,15 @@ class Probe:
             )
 
     def __call__(
-        self, spread: DataParallelSampler, policy: Policy, *, key: Tensor, room: int | None
+        self, spread: DataParallelSampler, policy: Policy, *, key: Tensor, max_positions: int | None
     ) -> dict[str, float]:
         """The gap's mean and maximum over the tokens of all engines. Every rank has to take part.
 
-        `room` is how many positions the model has. Raises Mismatch when the mean is over `max_gap` or no number.
+        `max_positions` is the model's. Raises Mismatch when the mean is over `max_gap` or no number.
         """
         few = min(self.new_tokens, spread.sampler.max_new_tokens)
         short = replace(spread.sampler, max_new_tokens=few, on_completion=None)
-        prompt = self.prompt(short, None if room is None else room - short.max_new_tokens)
+        prompt = self.prompt(short, None if max_positions is None else max_positions - short.max_new_tokens)
         problems = [Problem(uid, prompt, "", {}) for uid in range(spread.engines)]
         rollout = DataParallelSampler(short, spread.world).sample(problems, 1, key=key)
         gap = (policy.logp(rollout) - rollout.logp_sampled).abs()
@@ -61,12 +61,16 @@ class Probe:
             )
         return {"engine/probe_gap_mean": float(torch.cat(rows).mean()), "engine/probe_gap_max": float(gap.max())}
 
-    def prompt(self, sampler: object, room: int | None) -> str:
-        """A text of `prompt_tokens` tokens or a few more; of fewer where there is no room for them."""
-        wanted = self.prompt_tokens if room is None else min(self.prompt_tokens, room)
+    def prompt(self, sampler: object, max_positions: int | None) -> str:
+        """A text of `prompt_tokens` tokens or a few more; of fewer where they do not fit."""
+        wanted = self.prompt_tokens if max_positions is None else min(self.prompt_tokens, max_positions)
         text = TEXT
         while len(sampler.encode(sampler.tokenizer, text)) < wanted:
             text += TEXT
-        while room is not None and len(sampler.encode(sampler.tokenizer, text)) > room and len(text) > CUT:
+        while (
+            max_positions is not None
+            and len(sampler.encode(sampler.tokenizer, text)) > max_positions
+            and len(text) > CUT
+        ):
             text = text[:-CUT]
         return text

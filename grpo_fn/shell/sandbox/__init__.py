@@ -79,8 +79,8 @@ def run_program(
     with isolation(limits) as cell, _life() as life:
         settings = {**limits._asdict(), **cell.settings, "life": life, "parent": os.getpid()}
         payload = _modules() + _packed(settings) + _packed({**program._asdict(), "secret": secret})
-        said, complaint = _talk(cell, life, payload, wall_seconds + BACKSTOP_SECONDS)
-    return _parse_report(said, complaint, secret, len(program.tests), time.monotonic() - start)
+        output, complaint = _talk(cell, life, payload, wall_seconds + BACKSTOP_SECONDS)
+    return _parse_report(output, complaint, secret, len(program.tests), time.monotonic() - start)
 
 
 def strongest_isolation(limits: Limits) -> AbstractContextManager[Cell]:
@@ -158,19 +158,19 @@ def _talk(cell: Cell, life: int, payload: bytes, seconds: float) -> tuple[str, s
     )
     with process:
         try:
-            said, complaint = process.communicate(payload, timeout=seconds)
+            output, complaint = process.communicate(payload, timeout=seconds)
         except subprocess.TimeoutExpired:
             process.kill()  # what it started is killed by the kernel then
-            said, complaint = process.communicate(timeout=BACKSTOP_SECONDS)
+            output, complaint = process.communicate(timeout=BACKSTOP_SECONDS)
         except BaseException:
             process.kill()
             raise
-    return said.decode("ascii", "replace"), complaint.decode(errors="replace").strip()[-LONGEST_COMPLAINT:]
+    return output.decode("ascii", "replace"), complaint.decode(errors="replace").strip()[-LONGEST_COMPLAINT:]
 
 
-def _parse_report(said: str, complaint: str, secret: str, tests: int, seconds: float) -> Ran:
+def _parse_report(output: str, complaint: str, secret: str, tests: int, seconds: float) -> Ran:
     """What the judge's lines say. Raises RuntimeError when it never was ready."""
-    lines = [line.split(" ") for line in said.splitlines()]
+    lines = [line.split(" ") for line in output.splitlines()]
     words = [(line[1], bytes.fromhex(line[2]).decode(errors="replace")) for line in lines if line[0] == secret]
     if ("ready", "") not in words:
         raise RuntimeError(f"sandbox: got {complaint or 'nothing'!r}, wanted the harness to start")

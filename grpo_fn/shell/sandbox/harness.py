@@ -27,9 +27,9 @@ def main(settings, take):
     os.dup2(2, 1)  # what a test prints is no verdict
     child, channel = start(settings)
     confine.confine_judge(settings)
-    if (said := channel.first()) != READY:
+    if (reply := channel.first()) != READY:
         finish(child, PATIENCE)
-        raise SystemExit(said)
+        raise SystemExit(reply)
     task = take()
     report.begin(task["secret"])
     channel.begin(settings["wall_seconds"], settings["output_kb"] * 1024)

@@ -76,7 +76,7 @@ class ColocatedEngine:
         self.asleep: list[str] = []  # of TAGS
         self.complaints: list[str] = []  # what goes wrong here is raised
         self._verified = False
-        self._told = dict.fromkeys(("requests", "tokens", "generate_seconds", "push_seconds"), 0.0)
+        self._counts = dict.fromkeys(("requests", "tokens", "generate_seconds", "push_seconds"), 0.0)
         with self._apart():
             self.vllm = import_vllm()
             group_of_one(context.world.device)
@@ -118,9 +118,9 @@ class ColocatedEngine:
         rows = {f"{i} {j}": (ask, seed) for i, ask in enumerate(asks) for j, seed in enumerate(ask.seeds)}
         with self._apart(), self._together("generating"):
             done = self._finished(rows, how, started, on_answer)
-        self._told["requests"] += len(rows)
-        self._told["tokens"] += sum(len(answer.tokens) for answer in done.values())
-        self._told["generate_seconds"] += time.monotonic() - started
+        self._counts["requests"] += len(rows)
+        self._counts["tokens"] += sum(len(answer.tokens) for answer in done.values())
+        self._counts["generate_seconds"] += time.monotonic() - started
         return [[done[f"{i} {j}"] for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]
 
     def _finished(
@@ -188,7 +188,7 @@ class ColocatedEngine:
             receipt = self._receipt(version, coming.sent)
         verify_receipt(receipt)
         self.version, self.ready, self._verified = version, True, receipt.held is not None
-        self._told["push_seconds"] += time.monotonic() - started
+        self._counts["push_seconds"] += time.monotonic() - started
         return receipt
 
     def rest(self) -> None:
@@ -232,9 +232,9 @@ class ColocatedEngine:
 
     def figures(self) -> dict[str, float]:
         """Requests, tokens and seconds since it was last asked, and whether what it holds was compared."""
-        told = {f"engine/{name}": value for name, value in self._told.items()}
-        self._told = dict.fromkeys(self._told, 0.0)
-        return {**told, "engine/verified": float(self._verified)}
+        figures = {f"engine/{name}": value for name, value in self._counts.items()}
+        self._counts = dict.fromkeys(self._counts, 0.0)
+        return {**figures, "engine/verified": float(self._verified)}
 
     def close(self) -> None:
         """Give back what the engine holds; the process group stays, it may be the trainer's."""

@@ -147,7 +147,7 @@ class DedicatedEngine:
 
     def figures(self) -> dict[str, float]:
         """Servers that are in; since last asked: seconds of pushing, requests asked again, comings and goings."""
-        counts, seconds = self._do(_called(self._told)), self._seconds
+        counts, seconds = self._do(_called(self._take_counts)), self._seconds
         self._seconds = 0.0
         return {
             "engine/servers": float(len(self._fleet.live)),
@@ -177,7 +177,7 @@ class DedicatedEngine:
         for member in self._fleet.members:
             await member.server.close()
 
-    def _told(self) -> dict[str, int]:
+    def _take_counts(self) -> dict[str, int]:
         counts = self._fleet.counts.copy()
         self._fleet.counts.clear()
         return counts
@@ -203,8 +203,8 @@ class DedicatedEngine:
         for chunk in chunks(weights, self._transfer.chunk_bytes):
             for _, tensor in chunk:
                 sent += weight_fingerprint(tensor)
-            told = self._transfer.offer(chunk)
-            under_way = self._start(swapper.swap(taking, lambda member, told=told: member.server.take(told)))
+            info = self._transfer.offer(chunk)
+            under_way = self._start(swapper.swap(taking, lambda member, info=info: member.server.take(info)))
             failed = self._transfer.carry(chunk, [member.server.url for member in taking])
             taking = self._do(swapper.without(_result(under_way), failed))
             self._transfer.chunk_received()

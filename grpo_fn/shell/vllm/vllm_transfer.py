@@ -100,7 +100,7 @@ class File:
     keep: bool
     backend: str = "grpo_file"
     _own: Path | None = None
-    _told: list[Info] = field(default_factory=list)
+    _sent: list[Info] = field(default_factory=list)
     _complete: bool = False
 
     def __post_init__(self) -> None:
@@ -116,17 +116,17 @@ class File:
     def begin(self) -> None:
         """Delete the last set's files."""
         self._complete = False
-        for info in self._told:
+        for info in self._sent:
             (self._place() / info["name"]).unlink(missing_ok=True)
-        self._told = []
+        self._sent = []
 
     def offer(self, chunk: Chunk) -> Info:
         """Write it."""
         data = save(_apart(chunk))
-        name = f"{len(self._told)}.safetensors"
+        name = f"{len(self._sent)}.safetensors"
         (self._place() / name).write_bytes(data)
-        self._told.append({"name": name, "sha256": hashlib.sha256(data).hexdigest()})
-        return self._told[-1]
+        self._sent.append({"name": name, "sha256": hashlib.sha256(data).hexdigest()})
+        return self._sent[-1]
 
     def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
         """The servers read by themselves."""
@@ -135,7 +135,7 @@ class File:
     def chunk_received(self) -> None:
         """Delete the file, unless it is to be kept."""
         if not self.keep:
-            (self._place() / self._told[-1]["name"]).unlink(missing_ok=True)
+            (self._place() / self._sent[-1]["name"]).unlink(missing_ok=True)
 
     def end(self) -> None:
         """From here on they can be given again."""
@@ -143,7 +143,7 @@ class File:
 
     def again(self) -> list[Info] | None:
         """The files."""
-        return list(self._told) if self.keep and self._complete else None
+        return list(self._sent) if self.keep and self._complete else None
 
     def close(self) -> None:
         """Delete everything."""

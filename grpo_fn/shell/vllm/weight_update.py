@@ -88,19 +88,19 @@ class WeightUpdater:
     async def _bring_up(self, member: ServerState) -> None:
         updating = await self._examine(member)
         if updating or await member.server.version() != self.fleet.newest.label:
-            told = self.transfer.again() if self.feeds else None
+            chunks = self.transfer.again() if self.feeds else None
             self.fleet.lose(member, f"{member.server.url}: has other weights, and gets the newest with the next push")
-            if told is None:
+            if chunks is None:
                 return
-            await self._feed_again(member, told)
+            await self._feed_again(member, chunks)
         elif self.feeds and not member.live:
             await member.server.resume()  # it may have been lost with its last call of a swap
         self.fleet.welcome(member)
 
-    async def _feed_again(self, member: ServerState, told: Sequence[Info]) -> None:
+    async def _feed_again(self, member: ServerState, chunks: Sequence[Info]) -> None:
         try:
             await self.open(member)
-            for info in told:
+            for info in chunks:
                 await member.server.take(info)
             await self.finish(member, self.fleet.newest)
         except BaseException:

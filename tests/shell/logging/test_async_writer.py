@@ -148,12 +148,19 @@ def test_a_disk_that_hangs_is_waited_for_until_the_deadline(tmp_path: Path) -> N
 
 
 def test_the_mute_one_does_nothing_for_every_call_of_a_writer() -> None:
-    with NullLogger() as mute:
+    with NullLogger(AsyncWriter, MetricsWriter) as mute:
         for call in CALLS:
             call(mute, 0)
         assert mute.failed is False
         assert mute.wait() is None
         assert mute.do("the metrics", broken) is None
+        with pytest.raises(AttributeError, match="got scalarz, wanted a method of AsyncWriter, MetricsWriter"):
+            mute.scalarz(0, {})
+
+
+def test_a_call_that_no_writer_has_is_refused_at_once(tmp_path: Path) -> None:
+    with opened(tmp_path) as writer, pytest.raises(AttributeError, match="got scalarz, wanted a method of Metrics"):
+        writer.scalarz(0, {})
 
 
 def test_a_run_that_is_alone_has_a_deadline_for_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,12 +226,12 @@ def test_the_stream_is_every_prompt_once_and_every_completion_but_its_last_token
         for b, (n, on) in enumerate(zip(last, live.tolist(), strict=True)):
             at = stream.at[b, : n if on else 0]
             assert torch.equal(stream.tokens[0, at], tokens[b, : len(at)])
-            assert torch.equal(stream.told["position_ids"][0, at], torch.arange(len(at)))
+            assert torch.equal(stream.model_kwargs["position_ids"][0, at], torch.arange(len(at)))
 
 
 @given(drawn(), st.sampled_from([share_prompts, each_reads_its_prompt]), st.sampled_from([None, 1, 3, 100]))
 def test_every_query_of_the_stream_is_in_one_bucket_and_sees_its_row_up_to_itself(some, share, window):
-    layout: Layout = packed_input.end_to_end(*some[:2], share=share).told["layout"]
+    layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
     sights: dict[int, set[int]] = {}
     for number, one in enumerate(layout.buckets):
         mask = layout.mask(number, window, torch.float32)
@@ -445,7 +445,7 @@ def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_siz
     return loop(q, k, v, *rest, scale=softmax_scale, window=window_size)
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "flash"])
+@pytest.mark.parametrize("kernel", ["varlen", "flash_attention"])
 @settings(max_examples=max(5, EXAMPLES // 5))
 @given(
     drawn(),
@@ -454,7 +454,7 @@ def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_siz
     st.sampled_from([1, 2]),
 )
 def test_kernels_for_unequal_rows_are_told_of_the_same_rows(kernel, some, window, share, heads):
-    layout: Layout = packed_input.end_to_end(*some[:2], share=share).told["layout"]
+    layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))
     knobs = {"window": window, "scale": 0.3, "dropout": 0.0, "cap": None}

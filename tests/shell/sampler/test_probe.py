@@ -31,7 +31,7 @@ def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
 def asked(
     spread: DataParallelSampler, policy: object, probe: Probe = PROBE, room: int | None = ROOM
 ) -> dict[str, float]:
-    return probe(spread, policy, key=KEY, room=room)
+    return probe(spread, policy, key=KEY, max_positions=room)
 
 
 def model(name: str = "qwen2_tied") -> nn.Module:

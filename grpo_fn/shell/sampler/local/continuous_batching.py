@@ -109,7 +109,7 @@ class ContinuousBatching:
     def run(self) -> DecodedRows:
         """Until all rows have ended."""
         while self.waiting < len(self.u) or bool(self.busy.any()):
-            if self.room():
+            if self.has_free_slot():
                 self.admit()
                 self.look()
             if bool(self.busy.any()):
@@ -119,7 +119,7 @@ class ContinuousBatching:
 
     # -- rows in
 
-    def room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether it is worth while to fill slots now."""
         free, wait = self.most - int(self.busy.sum()), len(self.u) - self.waiting
         return wait > 0 and free >= min(wait, -(-self.most // REFILL))
@@ -141,11 +141,11 @@ class ContinuousBatching:
             if taken and tokens > PREFILL:
                 break
             taken.append(prompt)
-        told, logits = prefill_prompts(self.engine.model, taken, self.u.device)
+        prefilled, logits = prefill_prompts(self.engine.model, taken, self.u.device)
         slot = (self.owed == 0).nonzero()[: len(taken), 0]
         self.owed[slot] = self.group
-        told.copy(self.engine.prompts, slot.to(self.u.device))
-        return Shelf(first, slot, told.spans.end, logits)
+        prefilled.copy(self.engine.prompts, slot.to(self.u.device))
+        return Shelf(first, slot, prefilled.spans.end, logits)
 
     def place(self, shelf: Shelf) -> None:
         """As many of the shelf's rows as there is room for; then their first token is drawn."""

@@ -87,8 +87,8 @@ def forward_step(
     model: nn.Module, ids: Tensor, position: Tensor, layout: PrefillAttention | DecodeAttention, keep: Tensor | int
 ) -> Tensor:
     """Logits of the tokens that `keep` names, `[B K V]`."""
-    told: dict[str, Any] = {"attention_mask": unusable_mask(ids.device), "layout": layout, "use_cache": False}
-    return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **told).logits
+    model_kwargs: dict[str, Any] = {"attention_mask": unusable_mask(ids.device), "layout": layout, "use_cache": False}
+    return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **model_kwargs).logits
 
 
 def prefill_prompts(
@@ -96,11 +96,11 @@ def prefill_prompts(
 ) -> tuple[PrefillAttention, Float[Tensor, "P V"]]:
     """Every prompt once, end to end: keys and values, and the logits behind each one's last token."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    told = PrefillAttention(lengths, device=device)
+    context = PrefillAttention(lengths, device=device)
     ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
     position = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).to(device)
     last = (lengths.cumsum(0) - 1).to(device)
-    return told, forward_step(model, ids[None], position[None], told, last)[0]
+    return context, forward_step(model, ids[None], position[None], context, last)[0]
 
 
 class Code(NamedTuple):
@@ -189,8 +189,8 @@ class DecodeEngine:
             live, (_, columns, _, reach, _) = Live(*(x[: shape.rows] for x in self.live)), shape
             table = self.tables[shape]
             seen = (self.prompts, self.drawn, table, live.start, live.length)
-            told = DecodeAttention(*seen, reach=reach, columns=columns, attended=self.code.attended)
-            logits = forward_step(self.model, live.token[:, None], live.length[:, None], told, 1)[:, -1]
+            context = DecodeAttention(*seen, reach=reach, columns=columns, attended=self.code.attended)
+            logits = forward_step(self.model, live.token[:, None], live.length[:, None], context, 1)[:, -1]
             live.length.add_(~live.ended)
             draw(live, logits, self.code.wrap_token_sampler(token_sampler), self.marks)
 
@@ -265,14 +265,14 @@ def decoding_difference(model: nn.Module, device: torch.device) -> str | None:
     with packed_input.without_dropout(model):
         whole = [torch.tensor([text], device=device) for text in texts]
         wanted = [model(input_ids=ids, use_cache=False).logits[0, -3:] for ids in whole]
-        told, logits = prefill_prompts(model, starts, device)
-        told.copy(prompts, torch.arange(2, device=device))
+        context, logits = prefill_prompts(model, starts, device)
+        context.copy(prompts, torch.arange(2, device=device))
         got = [logits[home.to(device)]]
         for t in (0, 1):
             token = torch.tensor([[text[t - 2]] for text in texts], device=device)
             seen = (prompts, drawn, lanes, start, start + t)
-            told = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, attended=attend)
-            got.append(forward_step(model, token, (start + t)[:, None], told, 1)[:, -1])
+            context = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, attended=attend)
+            got.append(forward_step(model, token, (start + t)[:, None], context, 1)[:, -1])
     wanted = torch.stack(wanted)
     apart = float((torch.stack(got, 1) - wanted).abs().max() / wanted.abs().max())
     # Not the other way round: NaN is not close.

@@ -91,8 +91,8 @@ def batch(
 
 def forward(model: nn.Module, ids: Tensor, attend: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
     """Logits after the last column, `[R, V]`."""
-    told = {"attention_mask": attend.long(), "position_ids": position, "past_key_values": cache}
-    return model(input_ids=ids, **told, use_cache=True, logits_to_keep=1).logits[:, -1]
+    model_kwargs = {"attention_mask": attend.long(), "position_ids": position, "past_key_values": cache}
+    return model(input_ids=ids, **model_kwargs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def ends_with_stop(tokens: Tensor, ends: Ends) -> Tensor:
