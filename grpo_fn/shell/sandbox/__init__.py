@@ -95,7 +95,7 @@ def check_runner(runner: Callable[[Program], Ran]) -> None:
     """
     ran = runner(PROBE)
     if not ran.proven or ran.verdicts != (True, False):
-        raise RuntimeError(f"sandbox: got {ran}, wanted it to tell a right answer from a wrong one")
+        raise RuntimeError(f"sandbox: got {ran}, wanted the right answer accepted and the wrong one rejected")
 
 
 def available() -> dict[str, str]:
