@@ -1,6 +1,7 @@
 """What the commands share: the flags for gin files, and how bad input and Ctrl-C end a command.
 
-It imports the standard library alone: --help is immediate, and the doctor starts where gin or torch is broken.
+It imports the standard library and `core.display_text`: --help is immediate, and the doctor starts where gin or torch
+is broken.
 """
 
 import argparse
@@ -8,6 +9,8 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+
+from grpo_fn.core.display_text import escape_control
 
 EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED = 2, 74, 130  # 74: EX_IOERR of sysexits.h
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -35,7 +38,7 @@ def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
         if getattr(error, "__notes__", None):
             raise
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"{who}error: {error}", file=sys.stderr)
+        print(f"{who}error: {escape_control(str(error))}", file=sys.stderr)
         return EXIT_FULL if getattr(error, "errno", None) in FULL else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)

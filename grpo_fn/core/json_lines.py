@@ -25,12 +25,20 @@ class StepLine(NamedTuple):
 def json_object(where: str, line: str | bytes, *, wanted: str) -> dict[str, Any]:
     """The object in a line. Raises ValueError naming `where`; `wanted` is what it says the object should be."""
     try:
-        value = json.loads(line if isinstance(line, str) else line.decode("utf-8"))
+        value = json.loads(line if isinstance(line, str) else line.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: got {line[:80]!r}, wanted a JSON object in UTF-8: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: got a JSON {type(value).__name__}, wanted {wanted}")
     return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"it has the key {twice!r} twice")  # Python would take the last without a word
+    return found
 
 
 def json_rows(path: Path, *, wanted: str) -> Iterator[Row]:

@@ -1,5 +1,6 @@
 """How a step that was taken again differs from what was recorded of it, or from itself under other knobs, in words."""
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -7,16 +8,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.step import Experience, sample_advantages
 from grpo_fn.analysis import compare_algorithms
 from grpo_fn.core import checksums
 from grpo_fn.core.checksums import QUANTITIES, differing_quantities
 from grpo_fn.core.types import Groups, Reward, Rollout, Scores
+from grpo_fn.shell.atomic_io import to_json
+from grpo_fn.shell.logging.rollout_store import rollout_rows
 
 Decode = Callable[[list[int]], str]
 CIRCUMSTANCES = ("ranks", "device", "torch")
-MACHINE = ("time/", "system/", "eval/", "generation/tokens_per_second")  # figures that a step does not repeat
+MACHINE = ("time/", "system/", "generation/tokens_per_second", "generation/wait_seconds")  # no two runs have the same
+NOT_REPEATED = (*MACHINE, "eval/")  # figures that a step does not make
 MOST_ROUNDING = 0.02  # relative difference that is called rounding in any precision
 
 
@@ -24,7 +29,7 @@ class StoredRollout(NamedTuple):
     """The rollout of a step that the run has kept."""
 
     groups: Groups
-    advantages: list[float | None]  # of every row; None where it was not finite
+    rows: list[dict[str, Any]]  # of the file
 
 
 class RecordedStep(NamedTuple):
@@ -58,6 +63,43 @@ def tampered_fields(was: RecordedStep) -> list[str]:
         for name, number in now.items()
         if was.line.get(name, checksums.hex_digest(number)) != checksums.hex_digest(number)
     ]
+
+
+def edited_fields(was: RecordedStep, now: ReplayedStep, *, sampled_anew: bool) -> list[str]:
+    """What was changed in the record of a step that came out the same by its digests.
+
+    That is: the quantities missing in digests.jsonl; the first row and field of the stored rollout that differ; the
+    figures of metrics.jsonl that differ, where the step was sampled anew on the same ranks, device and torch.
+    """
+    found = []
+    if missing := [name for name in QUANTITIES if name not in was.line]:
+        found.append(f"its line in digests.jsonl: got no {', '.join(missing)}, wanted {', '.join(QUANTITIES)}")
+    if was.stored is not None:
+        found += edited_row(was.stored, now)
+    if sampled_anew and not circumstances(was, now):
+        pairs = differing_figures(was.figures, now.figures).items()
+        found += [f"{name} in metrics.jsonl: {of:.9g} recorded, {here:.9g} now" for name, (of, here) in pairs]
+    return found
+
+
+def edited_row(stored: StoredRollout, now: ReplayedStep) -> list[str]:
+    """The first row and field of the stored rollout that are others than the step's."""
+    problems, rollout, reward = tree_map_only(Tensor, Tensor.cpu, now.seen.groups)
+    adv = sample_advantages(now.seen.adv, now.seen.groups).cpu()
+    size = len(rollout.text) // len(problems)
+    if len(stored.rows) != len(rollout.text):
+        return [f"rows in rollouts/: {len(stored.rows)} stored, {len(rollout.text)} now"]
+    for b, here in enumerate(rollout_rows(problems, size, rollout, reward, adv)):
+        for name, value in json.loads(to_json(here)).items():
+            if (of := stored.rows[b].get(name)) != value:
+                return [f"{row_label(stored.groups, b)}, {name} in rollouts/: {short(of)} stored, {short(value)} now"]
+    return []
+
+
+def short(value: object) -> str:
+    """A stored value in at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: Decode) -> list[str]:
@@ -110,7 +152,7 @@ def relative_difference(was: Float[Tensor, "N"], now: Float[Tensor, "N"]) -> flo
 
 def differing_figures(was: Mapping[str, float | None], now: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """The figures that both have and that differ; what the machine did is not among them."""
-    both = {name: (of, now[name]) for name, of in was.items() if name in now and not name.startswith(MACHINE)}
+    both = {name: (of, now[name]) for name, of in was.items() if name in now and not name.startswith(NOT_REPEATED)}
     return {name: (of, here) for name, (of, here) in both.items() if of is not None and of != here}
 
 
@@ -181,8 +223,8 @@ def other_advantage(was: RecordedStep, now: ReplayedStep, decode: Decode) -> str
     """The first row whose first sampled token has another advantage."""
     seen = now.seen
     here = sample_advantages(seen.adv, seen.groups).flatten().tolist()
-    for b, (of, value) in enumerate(zip(was.stored.advantages, here, strict=False)):
-        if of is not None and of != value:
+    for b, (row, value) in enumerate(zip(was.stored.rows, here, strict=False)):
+        if (of := row["advantage"]) not in (None, value):
             return f"{row_label(was.stored.groups, b)}: advantage {of:g} recorded, {value:g} now"
     return ""
 
@@ -218,7 +260,7 @@ PLACES = {"tokens": other_token, "rewards": other_reward, "advantages": other_ad
 
 def side_by_side(plain: ReplayedStep, other: ReplayedStep) -> list[str]:
     """Both steps figure by figure, the digests that differ, and how alike the learning signals are."""
-    names = [name for name in {**plain.figures, **other.figures} if not name.startswith(MACHINE)]
+    names = [name for name in {**plain.figures, **other.figures} if not name.startswith(NOT_REPEATED)]
     width = max(map(len, names))
     lines = [f"{'':{width}}  {'replayed':>14}  {'overridden':>14}"]
     for name in names:

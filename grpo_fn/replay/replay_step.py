@@ -25,6 +25,7 @@ from grpo_fn.replay.diff import (
     ReplayedStep,
     StoredRollout,
     circumstances,
+    edited_fields,
     explain_difference,
     rounding_difference,
     side_by_side,
@@ -251,8 +252,10 @@ def compare_step(
     if report:
         report += explain_difference(names[0] if names else odd[0], was, now, run.tokenizer.decode)
         report += [*circumstances(was, now), *filter(None, [rounding_difference(was, now, eps)])]
+    elif was.line and (edited := edited_fields(was, now, sampled_anew=story.stored is None)):
+        report = [f"step {step}, {edited[0]}", *edited[1:5]]
     story.first, story.recorded = story.first or report, bool(was.line)
-    alike = f"{', '.join(QUANTITIES)} as recorded" if was.line else "not recorded"
+    alike = f"{', '.join(name for name in QUANTITIES if name in was.line)} as recorded" if was.line else "not recorded"
     say(f"step {step}: " + (f"{', '.join(names)} differ" if names else alike))
 
 

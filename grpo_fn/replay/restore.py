@@ -36,7 +36,7 @@ def load_stored_rollout(run_dir: Path, step: int, width: int) -> StoredRollout |
         rows = rollout_store.load_rollouts(path)
         groups = rollout_store.groups_from_rows(rows)
         rollout = pad_rollout(groups.rollout, max(width, groups.rollout.tokens.shape[1]))
-        return StoredRollout(groups._replace(rollout=rollout), [row["advantage"] for row in rows])
+        return StoredRollout(groups._replace(rollout=rollout), rows)
     except FileNotFoundError:
         return None
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, RuntimeError) as error:
@@ -66,7 +66,9 @@ def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Ca
                 f"problem {drawn.uid}: got the prompt {drawn.prompt[:80]!r}, wanted the stored one, "
                 f"{past.prompt[:80]!r}: has the data changed?"
             )
-    rollout = tree_map_only(Tensor, lambda x: x.to(run.world.device), groups.rollout)
+    sampled = [tokens[mask].tolist() for tokens, mask in zip(groups.rollout.tokens, groups.rollout.mask, strict=True)]
+    text = tuple(run.tokenizer.batch_decode(sampled, skip_special_tokens=True))  # the stored text may have been edited
+    rollout = tree_map_only(Tensor, lambda x: x.to(run.world.device), groups.rollout._replace(text=text))
 
     def collect(explore: Explore, carried: Carry) -> GroupBatch:
         found = Groups(problems, rollout, run.algo.reward(problems, rollout))

@@ -14,20 +14,37 @@ class NoSpace(OSError, ValueError):
     """The disk is full or would be; a ValueError as well, because before a run starts it is bad input."""
 
 
-def no_space(path: Path, got: int, wanted: int) -> NoSpace:
-    """The error that says how many bytes were free at `path` and how many were needed."""
-    return NoSpace(errno.ENOSPC, f"no space left: got {got:,} bytes free, wanted {wanted:,}", str(path))
+def no_space(path: Path, wanted: int) -> NoSpace:
+    """The error of a disk at `path` that did not take `wanted` bytes: it has too few, no inode, or a quota."""
+    if (free := free_bytes(path)) < wanted:
+        found = f"got {free:,} bytes free, wanted {wanted:,}"
+    elif out_of_inodes(path):
+        found = f"got {free:,} bytes and no inode free, wanted one for each new file: there are too many on this disk"
+    else:
+        found = f"got {free:,} bytes free, wanted {wanted:,}, which were refused all the same: is there a quota?"
+    return NoSpace(errno.ENOSPC, f"no space left: {found}", str(path))
 
 
 def free_bytes(path: Path) -> int:
     """Bytes that may still be written under `path`, which need not exist yet."""
-    return shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.is_dir())).free
+    return shutil.disk_usage(existing_folder(path)).free
+
+
+def out_of_inodes(path: Path) -> bool:
+    """Whether no file can be added under `path`, however many bytes are free."""
+    disk = os.statvfs(existing_folder(path))
+    return disk.f_files > 0 and disk.f_favail == 0  # some file systems have no fixed number of files and say 0
+
+
+def existing_folder(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    return next(p for p in (path, *path.absolute().parents) if p.is_dir())
 
 
 def check_space(path: Path, need_bytes: int) -> None:
-    """Raises NoSpace when fewer than `need_bytes` can be written under `path`."""
-    if (free := free_bytes(path)) < need_bytes:
-        raise no_space(path, free, need_bytes)
+    """Raises NoSpace when fewer than `need_bytes`, or no file at all, can be written under `path`."""
+    if free_bytes(path) < need_bytes or out_of_inodes(path):
+        raise no_space(path, need_bytes)
 
 
 def finite_or_none(value: Any) -> Any:

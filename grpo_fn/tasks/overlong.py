@@ -64,5 +64,5 @@ def _check(side: str, problems: Sequence[Problem], length: Length, limit: int) -
         prompt = problems[lengths.index(longest)].prompt
         raise ValueError(
             f"prompts: got {over} of {len(problems)} {side} ones over the {limit} tokens that max_new_tokens leaves of "
-            f"the model's positions, wanted none; the longest has {longest}: {prompt[:80]!r}"
+            f"the model's positions, wanted none; the longest has at least {longest}: {prompt[:80]!r}"
         )

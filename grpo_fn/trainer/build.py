@@ -37,6 +37,8 @@ from grpo_fn.trainer.sections import Data, Sampling, Settings
 from grpo_fn.trainer.state import has_progress
 from grpo_fn.trainer.validate import ValidatedPlan
 
+BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
+
 
 @contextmanager
 def build(
@@ -263,6 +265,20 @@ class PreparedModel(NamedTuple):
     task: Task
 
 
+def prompt_length(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, *, encode: hf.Encode, max_positions: int | None
+) -> int:
+    """The tokens of a prompt; of one whose beginning is more than the model takes, those of its beginning.
+
+    A prompt of 50 MB would take minutes to tokenize, and its row is refused or left out all the same.
+    """
+    if max_positions is not None and len(prompt) > BEGINNING * max_positions:
+        beginning = len(encode(tokenizer, prompt[: BEGINNING * max_positions]))
+        if beginning > max_positions:
+            return beginning
+    return len(encode(tokenizer, prompt))
+
+
 def prepare_data(
     source: hf.ModelSource,
     task: Task,
@@ -279,13 +295,13 @@ def prepare_data(
     """
     folder = source.folder()
     tokenizer = hf.load_tokenizer(folder)
-    length = cache(lambda prompt: len(encode(tokenizer, prompt)))
+    max_positions = positions(config)
+    length = cache(partial(prompt_length, tokenizer, encode=encode, max_positions=max_positions))
     if empty := [problem.prompt for problem in (*drawn, *task.test) if not length(problem.prompt)]:
         raise ValueError(
             f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, wanted at least one: is "
             "the prompt empty, or the folder without the tokenizer's files?"
         )
-    max_positions = positions(config)
     if max_positions is None:
         return PreparedModel(folder, tokenizer, task)
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out

@@ -14,7 +14,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
-from grpo_fn.shell.checkpoint.run_dir import write_config
+from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.logging import system_metrics, tensorboard_layout
 from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.policy import checksums
@@ -199,6 +199,7 @@ def evaluate_at_start(run: TrainingRun, loggers: RunLoggers) -> Progress:
 def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers) -> None:
     """One step of the algorithm, its evaluation when one is due, and the record of both."""
     gains, troubles, clock = progress.carried.gains, Counter(run.pool.counts), loggers.clock
+    loggers.writer.do(LOCK, partial(keep_lock, run.run_dir))
     noted = run.policy.note() if is_due(step, run.settings.logging.checksums_every) else None
     experience, progress.carried, figures = take_step(run, progress.carried, clock.span)
     run.world.same(repr(sorted(figures.items())), what=f"figures of step {step}")

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "shell.sandbox": {"core"},
     "trainer": {*PURE, "shell", "config"},
     "train": {*PURE, "shell", "trainer"},
-    "command_line": set(),
+    "command_line": {"core.display_text"},
     "run": {"command_line", "config", "train"},
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},
     "score": {"command_line", "core", "shell", "trainer", "config"},
@@ -70,6 +70,7 @@ READS_FILES = {"tasks", "rewards", "core.json_lines"}  # these may use pathlib a
 # Reward workers and --help start without torch, and so does what looks at machines on which it may be broken.
 NO_TORCH = {
     "core.problem",
+    "core.display_text",
     "core.json_lines",
     "core.partials",
     "command_line",

@@ -30,6 +30,7 @@ def test_rows_come_back_with_their_lines_whatever_is_between(tmp_path_factory, r
         (b"\xff", r"x:1: got b'\\xff', wanted a JSON object in UTF-8: 'utf-8' codec"),
         ("[" * 10**5, r"x:1: got '\[+', wanted a JSON object in UTF-8: "),
         ("[1]", "x:1: got a JSON list, wanted an object with a name"),
+        ('{"a": {"b": 1, "c": 2, "b": 3}}', "x:1: got .*, wanted a JSON object in UTF-8: it has the key 'b' twice"),
         ("null", "x:1: got a JSON NoneType, wanted an object with a name"),
     ],
 )

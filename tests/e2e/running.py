@@ -66,12 +66,12 @@ def finish(argv: Sequence[str], out: Path, doom: Callable[[], None] | None = Non
 
 
 class Forked:
-    """Such a run, for a program that takes it for a subprocess.Popen of `python -m grpo_fn.run`."""
+    """Such a run, for a program that takes it for a subprocess.Popen of `python -m grpo_fn.run`; `pid` is its own."""
 
     def __init__(self, command: Sequence[str], *, stdout: IO[bytes], **settings: Any) -> None:
         assert command[:3] == [sys.executable, "-m", "grpo_fn.run"], command
         self._process = start(command[3:], Path(stdout.name))
-        self.poll = lambda: self._process.exitcode
+        self.poll, self.pid = lambda: self._process.exitcode, self._process.pid
         self.terminate, self.kill = self._process.terminate, self._process.kill
 
 

@@ -254,6 +254,61 @@ def test_other_tokens_are_named_with_both(copied: Path, whole: Path, replayed: R
     assert "step 5: tokens, " in said
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *((name, []) for name in ("text", "answer", "advantage", "logp_sampled")),
+        *((name, ["--use_stored_rollout"]) for name in ("text", "logp_sampled")),
+    ],
+)
+def test_a_field_of_the_stored_rollout_that_was_edited_is_named(
+    copied: Path, replayed: Replayed, name: str, flags: list[str]
+) -> None:
+    def change(rows: list[dict[str, Any]]) -> None:
+        was = rows[6][name]
+        rows[6][name] = (
+            f"{was}!" if isinstance(was, str) else [x - 1 for x in was] if name == "logp_sampled" else was + 1
+        )
+
+    change_row(copied, 5, change)
+    code, said = replayed(copied, 5, *flags)
+    assert code == 1
+    if name == "logp_sampled" and flags:
+        assert "first difference: step 5, logp_old: " in said, "it is what was learned from"
+    else:
+        assert f"step 5: {ALL} as recorded" in said
+        assert f"first difference: step 5, row 6 (problem 17, sample 2), {name} in rollouts/: " in said
+
+
+def test_an_edited_prompt_is_named(copied: Path, replayed: Replayed) -> None:
+    change_row(copied, 5, lambda rows: [row.update(prompt="1 + 1 =") for row in rows[4:8]])
+    code, said = replayed(copied, 5)
+    assert code == 1
+    assert "first difference: step 5, row 4 (problem 17, sample 0), prompt in rollouts/: '1 + 1 =' stored, " in said
+    code, said = replayed(copied, 5, "--use_stored_rollout")
+    assert code == 2
+    assert "wanted the stored one, '1 + 1 ='" in said
+
+
+def test_an_edited_figure_is_named(copied: Path, replayed: Replayed) -> None:
+    rows = metrics(copied)
+    rows[5]["loss/grad_norm"] += 1.0
+    (copied / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said = replayed(copied, 5)
+    assert code == 1
+    assert "first difference: step 5, loss/grad_norm in metrics.jsonl: " in said
+
+
+def test_a_line_without_one_of_its_quantities_is_a_difference(copied: Path, replayed: Replayed) -> None:
+    path = copied / "digests.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: x for k, x in line.items() if k != "signal"}) + "\n" for line in lines))
+    code, said = replayed(copied, 5)
+    assert code == 1
+    assert "first difference: step 5, its line in digests.jsonl: got no signal, wanted tokens, " in said
+    assert "step 5: tokens, rewards, advantages, logp_old, gradients, weights as recorded" in said
+
+
 def test_another_reward_is_named_with_both(copied: Path, replayed: Replayed) -> None:
     def change(rows: list[dict[str, Any]]) -> None:
         rows[9]["reward"] += 2.0

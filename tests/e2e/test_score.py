@@ -306,14 +306,13 @@ def test_whatever_a_row_does_costs_that_row_only_and_says_why(folder: Path) -> N
     code, rows, said = score(folder, rows_of(*texts), "--timeout", "1.5", workers=2)
     assert code == 0
     got = {row["completion"]: (row["verdict"], row["score"], row["reason"]) for row in rows}
-    died = ("unscorable", None, "worker died (memory limit or crash)")
     assert got == {
         "a": ("right", 1.0, ""),
-        "exit": died,
+        "exit": ("unscorable", None, "worker died: exit code 0"),
         "wrong": ("wrong", 0.0, ""),
-        "kill": died,
+        "kill": ("unscorable", None, "worker died: killed by SIGKILL"),
         "sleep 60": ("unscorable", None, "late: no answer within 1.5 s"),
-        "allocate": died,
+        "allocate": ("unscorable", None, "worker died: over the memory limit of 1024 MB"),
         "raise": ("unscorable", None, "KeyError: 'boom'"),
         "none": ("unscorable", None, "the reward returned None"),
         "nan": ("unscorable", None, "ValueError: reward: got float nan, wanted a finite number or None"),

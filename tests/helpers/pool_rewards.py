@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from grpo_fn.core.problem import Completion
 
@@ -109,6 +111,13 @@ def obeys(problem, completion):
             for fd in range(3, 20):
                 with suppress(OSError):
                     os.write(fd, b"\xff" * 64)
+            time.sleep(60)
+        case "import":
+            Path(folder := tempfile.mkdtemp(), "slow_package.py").write_text("import time; time.sleep(60)")
+            sys.path.insert(0, folder)
+            __import__("slow_package")
+        case "import and sleep":
+            __import__("colorsys")
             time.sleep(60)
         case "print":
             print("1.0")

@@ -26,7 +26,7 @@ def test_refuse_returns_the_task_when_all_fits_and_names_the_longest_prompt_othe
         return
     over, sign = (train, "t") if max(train) > limit else (test, "h")
     with pytest.raises(
-        ValueError, match=rf"over the {limit} tokens .* the longest has {max(over)}: '{sign * max(over)}'"
+        ValueError, match=rf"over the {limit} tokens .* the longest has at least {max(over)}: '{sign * max(over)}'"
     ):
         refuse(task, len, limit)
 
@@ -65,7 +65,7 @@ def test_nothing_can_be_dropped_from_problems_that_are_made_but_their_held_out_o
     task = arithmetic.task(max_value=3, operations=1, test_size=2)
     longest = max(len(problem.prompt) for problem in task.test)
     assert refuse(task, len, longest) == (task, 0)
-    with pytest.raises(ValueError, match=f"the longest has {longest}"):
+    with pytest.raises(ValueError, match=f"the longest has at least {longest}"):
         refuse(task, len, longest - 1)
     with pytest.raises(ValueError, match="made as they are drawn"):
         drop(task, len, 10**6)

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import groupby
 from typing import NamedTuple
+
+from grpo_fn.analysis.html.escape import escape_text
 
 COLOURS = ("#3b6ea8", "#d67846", "#3f8f63", "#8a63b5", "#a8861b", "#b8457a", "#3f93a3", "#6b6f76")
 WIDTH, HEIGHT = 560.0, 230.0
@@ -40,12 +41,12 @@ def plot(lines: Sequence[Line], *, label: str) -> str:
     place = Place(Span(min(x), max(x)), Span(min(*up, *y), max(*up, *y)))
     drawn = [*axes(place, across, up), *(part for line in lines for part in curve(line, place))]
     inside = "\n".join(drawn)
-    return f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(label)}">{inside}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape_text(label)}">{inside}</svg>'
 
 
 def legend(names: Mapping[str, str]) -> str:
     """The colour of each name."""
-    return f'<p class="legend">{" ".join(f"{swatch(c)} {escape(name)}" for name, c in names.items())}</p>'
+    return f'<p class="legend">{" ".join(f"{swatch(c)} {escape_text(name)}" for name, c in names.items())}</p>'
 
 
 def swatch(colour: str) -> str:
@@ -58,7 +59,7 @@ def stacked(parts: Mapping[str, float], colours: Mapping[str, str], *, full: flo
     shown = [(name, value) for name, value in parts.items() if value > 0]
     spans = [
         f'<span style="display:inline-block;height:1em;width:{100 * value / full:.2f}%;background:{colours[name]}" '
-        f'title="{escape(name)}: {value:.3g}"></span>'
+        f'title="{escape_text(name)}: {value:.3g}"></span>'
         for name, value in shown
     ]
     return f'<div style="white-space:nowrap;line-height:1;font-size:0.9rem">{"".join(spans)}</div>'
@@ -129,7 +130,7 @@ def curve(line: Line, place: Place) -> Iterator[str]:
         yield f'<polyline points="{points}" fill="none" stroke="{line.colour}" stroke-width="1.5"/>'
         for x, y in piece:
             left, top = place(x, y)
-            said = escape(f"{line.name}, step {x:.6g}: {y:.4g}")
+            said = escape_text(f"{line.name}, step {x:.6g}: {y:.4g}")
             yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="2" fill="{line.colour}"><title>{said}</title></circle>'
 
 

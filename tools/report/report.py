@@ -12,7 +12,6 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import plots
 
 from grpo_fn.analysis import health
 from grpo_fn.analysis.html import page
+from grpo_fn.analysis.html.escape import escape_text
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER
@@ -193,7 +193,10 @@ def summary(runs: Sequence[Run]) -> str:
     """A row for each run: how far it is and what came of it."""
     head = ["run", "state", "steps", "ranks", "seed", "held-out before", "after", "95 %", "best", "problems"]
     head += ["reward, first steps", "last steps", "hours"]
-    rows = [[f"{plots.swatch(colours(runs)[run.name])} {escape(run.name)}", *map(escape, told(run))] for run in runs]
+    rows = [
+        [f"{plots.swatch(colours(runs)[run.name])} {escape_text(run.name)}", *map(escape_text, told(run))]
+        for run in runs
+    ]
     said = (
         "Accuracy is that of greedy answers to held-out problems, before training and at the newest evaluation, with "
         "its 95 % interval. The rewards are means over the first and the last tenth of the steps. Hours are of work."
@@ -243,7 +246,7 @@ def curves(runs: Sequence[Run]) -> str:
     figures = []
     for title, metric, said in CURVES:
         drawn = plots.plot([line(run, metric, colours(runs)[run.name]) for run in runs], label=f"{title}: {metric}")
-        caption = f"<figcaption>{escape(title)} <span>{escape(f'{metric}, {said}')}</span></figcaption>"
+        caption = f"<figcaption>{escape_text(title)} <span>{escape_text(f'{metric}, {said}')}</span></figcaption>"
         figures.append(f"<figure>{caption}{drawn}</figure>")
     said = f"The numbers are under the pointer. Of more than {plots.POINTS} steps, neighbours are averaged."
     return page.html_section(
@@ -271,7 +274,7 @@ def seconds(runs: Sequence[Run]) -> str:
     full = max((sum(parts.values()) for parts in split.values()), default=0.0) or 1.0
     bars = [
         [
-            escape(run),
+            escape_text(run),
             plots.stacked({n: parts.get(n, 0.0) for n in names}, tint, full=full),
             *(f"{parts.get(name, 0.0):.3g}" for name in names),
         ]
@@ -296,7 +299,7 @@ def differences(runs: Sequence[Run]) -> str:
     shown = unlike if len(runs) > 1 else names
     body = table(
         ["knob", *(run.name for run in runs)],
-        [[escape(name), *(escape(str(run.knobs.get(name, "-"))) for run in runs)] for name in shown],
+        [[escape_text(name), *(escape_text(str(run.knobs.get(name, "-"))) for run in runs)] for name in shown],
     )
     if len(runs) == 1:
         return page.html_section("Configuration", "", f"<details><summary>{len(names)} knobs</summary>{body}</details>")
@@ -307,7 +310,8 @@ def differences(runs: Sequence[Run]) -> str:
 def warnings(runs: Sequence[Run]) -> str:
     """What the rules of health have said."""
     listed = [
-        f"<h3>{escape(run.name)}</h3><ul>{''.join(f'<li>{markdown_cell(text)}</li>' for text in run.warnings)}</ul>"
+        f"<h3>{escape_text(run.name)}</h3>"
+        f"<ul>{''.join(f'<li>{markdown_cell(text)}</li>' for text in run.warnings)}</ul>"
         for run in runs
         if run.warnings
     ]
@@ -326,7 +330,7 @@ def samples(runs: Sequence[Run]) -> str:
             for row in run.samples
         ]
         if rows:
-            parts.append(f"<h3>{escape(run.name)}, step {run.step}</h3>")
+            parts.append(f"<h3>{escape_text(run.name)}, step {run.step}</h3>")
             parts.append(table(["prompt", "completion", "answer", "reward", "advantage"], rows))
     said = "Of the newest stored step, the samples with the largest and the smallest advantages."
     return page.html_section("Samples", said, *parts)
@@ -347,7 +351,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: int | Non
     widths = "".join(
         f"<col{' style=' + chr(34) + 'width:50%' + chr(34) if i == wide else ''}>" for i in range(len(head))
     )
-    lines = ["".join(f"<th>{escape(name)}</th>" for name in head)]
+    lines = ["".join(f"<th>{escape_text(name)}</th>" for name in head)]
     lines += ["".join(f"<td>{value}</td>" for value in row) for row in rows]
     full = ' style="width:100%"' if wide is not None else ""
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)

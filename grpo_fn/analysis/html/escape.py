@@ -8,6 +8,8 @@ import unicodedata
 
 from markupsafe import Markup, escape
 
+from grpo_fn.core.display_text import escape_control
+
 UNSEEN = re.compile(r" {2,}| (?=\n|\Z)|[^ ]")  # all but the space between words
 SHAPELESS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")  # Unicode categories
 DRAWN = {"\n": '<i class="n"></i>\n', "\t": '<i class="tab"></i>\t'}
@@ -16,6 +18,11 @@ DRAWN = {"\n": '<i class="n"></i>\n', "\t": '<i class="tab"></i>\t'}
 def printable(text: str) -> str:
     """The text; what has no place in a file becomes U+FFFD."""
     return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+
+
+def escape_text(text: str) -> str:
+    """Escaped text, control characters and direction marks as in a log."""
+    return str(escape(escape_control(text)))
 
 
 def escape_visibly(text: str) -> Markup:

@@ -3,8 +3,19 @@
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from grpo_fn.core.display_text import escape_control
+
 FILES = PackageLoader("grpo_fn.analysis", "html")
-ENVIRONMENT = Environment(loader=FILES, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+
+
+def without_control(value: object) -> object:
+    """A text with its control characters as escapes; Markup, and what is no text, as it is."""
+    return escape_control(value) if type(value) is str else value
+
+
+ENVIRONMENT = Environment(
+    loader=FILES, autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=without_control
+)
 
 
 def template(name: str) -> Template:

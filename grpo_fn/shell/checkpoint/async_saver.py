@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from grpo_fn.shell.atomic_io import NoSpace, check_space, finite_or_none, free_bytes, is_full, no_space
+from grpo_fn.shell.atomic_io import NoSpace, check_space, finite_or_none, is_full, no_space
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.checkpoint import store, tensor_shards
 from grpo_fn.shell.checkpoint.manifest import Entry, entry, pack_blobs, seal
@@ -258,6 +258,6 @@ class AsyncSaver(AbstractContextManager):
 
 def _trouble(error: Exception, job: SaveJob) -> Trouble:
     if is_full(error):
-        full = error if isinstance(error, NoSpace) else no_space(job.path, free_bytes(job.path), job.bytes_needed())
+        full = error if isinstance(error, NoSpace) else no_space(job.path, job.bytes_needed())
         return Trouble(True, full.strerror, full.filename)
     return Trouble(False, f"{type(error).__name__}: {error}", None)

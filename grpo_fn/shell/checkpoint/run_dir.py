@@ -105,6 +105,18 @@ def _hold(run_dir: Path) -> None:
     _held[path] = fd
 
 
+def keep_lock(run_dir: Path) -> None:
+    """Lock the folder anew where run.lock was deleted while this process is in it.
+
+    Raises ValueError when another process has entered it meanwhile.
+    """
+    path = (run_dir / LOCK).resolve()
+    if path not in _held or (path.exists() and os.path.samestat(path.stat(), os.fstat(_held[path]))):
+        return
+    os.close(_held.pop(path))
+    _hold(run_dir)
+
+
 def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
     try:
         there = json.loads((run_dir / MARKER).read_bytes())["fingerprint"]

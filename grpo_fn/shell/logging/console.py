@@ -2,7 +2,6 @@
 
 import io
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+from grpo_fn.core.display_text import escape_control
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float | int]) -> str:
@@ -60,7 +59,7 @@ class Console(AbstractContextManager):
 
     def line(self, text: str) -> None:
         """Show and log a text. Control characters appear as escapes: what a model wrote must not drive a terminal."""
-        text = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+        text = escape_control(text)
         self._record(text)
         self._attempt(partial(self._show, text))
 

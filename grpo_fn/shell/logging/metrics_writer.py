@@ -2,22 +2,24 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from grpo_fn.core.display_text import CONTROL
 from grpo_fn.core.json_lines import step_lines
 from grpo_fn.shell.atomic_io import to_json, write_bytes
 
 # Everything markdown or HTML could act on: ASCII punctuation. Letters, digits and other scripts are left readable.
 ACTIVE = re.compile(r"[!-/:-@\[-`{-~]")
 BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
-UNPRINTABLE = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
+UNPRINTABLE = re.compile(rf"{CONTROL.pattern}|[\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
 class MetricsWriter(AbstractContextManager):
@@ -31,17 +33,23 @@ class MetricsWriter(AbstractContextManager):
         rewind(run_dir / "metrics.jsonl", start_step)
         self._next = start_step
         self._lines = open(run_dir / "metrics.jsonl", "a", encoding="ascii")  # noqa: SIM115 - closed by close()
+        self._folder = run_dir / "tensorboard"
         # From the very first start: TensorBoard drops what a restart has undone only if it saw the start before it.
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step)
+        self._board = SummaryWriter(str(self._folder), purge_step=start_step)
+
+    @contextmanager
+    def _tensorboard(self) -> Iterator[SummaryWriter]:
+        """TensorBoard's writer, flushed afterwards; its folder is made anew where it has been deleted."""
+        self._folder.mkdir(exist_ok=True)
+        yield self._board
+        self._board.flush()
 
     def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
         """All scalars of a step, once: one line of metrics.jsonl. Raises ValueError for a step that does not grow."""
         if step < self._next:
             raise ValueError(f"got scalars of step {step}, wanted one call a step, {self._next} or later")
         self._next = step + 1
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
+        self._add_scalars(step, values)
         self._lines.write(to_json({"step": step, **values}) + "\n")
         self._lines.flush()
         os.fsync(self._lines.fileno())  # a checkpoint of this step must never outlive the step's line
@@ -55,48 +63,60 @@ class MetricsWriter(AbstractContextManager):
         lines = {line.step: line for line in step_lines(path, torn_end=False)}
         if step not in lines:
             raise ValueError(f"got figures for step {step}, wanted a step with a line in {path}")
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
-        self._board.flush()
+        self._add_scalars(step, values)
         amended = (to_json({**lines[step].row, **values}) + "\n").encode("ascii")
         self._lines.close()
         write_bytes(path, b"".join(amended if line.step == step else line.line for line in lines.values()))
         self._lines = open(path, "a", encoding="ascii")  # noqa: SIM115 - closed by close()
 
+    def _add_scalars(self, step: int, values: Mapping[str, float | int]) -> None:
+        with self._tensorboard() as board:
+            for name, value in values.items():
+                board.add_scalar(name, value, step)
+
+    def _add_summaries(self, *summaries: Summary) -> None:
+        with self._tensorboard() as board:
+            for summary in summaries:
+                board._get_file_writer().add_summary(summary)
+
     def text(self, step: int, tag: str, text: str) -> None:
         """Markdown for TensorBoard's text tab; put what a model wrote through `markdown_table` first."""
-        self._board.add_text(tag, text.encode("utf-8", "replace").decode("utf-8"), step)
+        with self._tensorboard() as board:
+            board.add_text(tag, text.encode("utf-8", "replace").decode("utf-8"), step)
 
     def histogram(self, step: int, tag: str, values: Tensor) -> None:
         """Distribution of the finite values; of none there is no histogram."""
         flat = values.detach().double().flatten().cpu()
         flat = flat[torch.isfinite(flat)]
         if len(flat):
-            self._board.add_histogram(tag, flat.numpy(), step)
+            with self._tensorboard() as board:
+                board.add_histogram(tag, flat.numpy(), step)
 
     def image(self, step: int, tag: str, pixels: Tensor) -> None:
         """A picture `[3, H, W]` of numbers from 0 to 1."""
-        self._board.add_image(tag, pixels.detach().cpu().numpy(), step)
+        with self._tensorboard() as board:
+            board.add_image(tag, pixels.detach().cpu().numpy(), step)
 
     def layout(self, charts: Mapping[str, Mapping[str, tuple[str, list[str]]]]) -> None:
         """The charts of the tab "Custom Scalars", by heading and title: ("Multiline" or "Margin", tags)."""
-        self._board.add_custom_scalars(charts)
+        with self._tensorboard() as board:
+            board.add_custom_scalars(charts)
 
     def hparams(self, knobs: Mapping[str, int | float | str], measures: Sequence[str]) -> None:
         """A line of the tab "HParams": the knobs, beside the newest values of the scalars `measures`."""
         experiment, started, _ = hparams(dict(knobs), dict.fromkeys(measures))
-        for summary in (experiment, started):
-            self._board._get_file_writer().add_summary(summary)
+        self._add_summaries(experiment, started)
 
     def finish(self) -> None:
         """Say in the tab "HParams" that the run came to its end."""
         *_, ended = hparams({}, {})
-        self._board._get_file_writer().add_summary(ended)
+        self._add_summaries(ended)
 
     def close(self) -> None:
         """Write out everything and let go of the files."""
         self._lines.close()
-        self._board.close()
+        with self._tensorboard() as board:
+            board.close()
 
     def __exit__(self, *exc: object) -> None:
         self.close()

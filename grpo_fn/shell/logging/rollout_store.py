@@ -39,7 +39,7 @@ def store_rollouts(
     if not keep:
         return
     root.mkdir(parents=True, exist_ok=True)
-    lines = "".join(to_json(row) + "\n" for row in _rows(problems, group_size, rollout, reward, adv))
+    lines = "".join(to_json(row) + "\n" for row in rollout_rows(problems, group_size, rollout, reward, adv))
     write_bytes(root / f"step_{step:06d}.jsonl.gz", gzip.compress(lines.encode("ascii"), compresslevel=6, mtime=0))
     there = rollout_steps(root)
     kept = [past for past in there if past <= step][-keep:]
@@ -81,9 +81,10 @@ def rollout_steps(root: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def _rows(
-    problems: Sequence[Problem], group_size: int, rollout: Rollout, reward: Reward, adv: Tensor
+def rollout_rows(
+    problems: Sequence[Problem], group_size: int, rollout: Rollout, reward: Reward, adv: Float[Tensor, "P G"]
 ) -> Iterator[dict[str, Any]]:
+    """The rows of a step's file, in order. Raises ValueError where there are not `group_size` for each problem."""
     if len(problems) * group_size != len(rollout.text):
         raise ValueError(f"got {len(rollout.text)} rows for {len(problems)} problems x {group_size}, wanted P * G")
     mask = rollout.mask.cpu()

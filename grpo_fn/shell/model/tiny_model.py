@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM,
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from grpo_fn.core import prng
-from grpo_fn.shell.model import hf
+from grpo_fn.shell.model import hf, load_weights
 from grpo_fn.tasks import arithmetic
 from grpo_fn.tasks import task as tasks
 
@@ -91,9 +92,36 @@ class Recipe:
         source = hashlib.sha256((code + Path(__file__).read_text()).encode()).hexdigest()
         name = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
         path = Path(self.cache).expanduser() / f"arithmetic-{name}"
-        if not path.is_dir():
+        if path.is_dir():
+            check_cached(path)
+        else:
+            check_cache(path.parent)
             make_tiny_model(self, path)
         return str(path)
+
+
+def check_cached(path: Path) -> None:
+    """Raise ValueError for a model made earlier whose files are no longer whole."""
+    try:
+        load_weights.entries(path)
+        hf.load_tokenizer(str(path))
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"got the model {path}, which an earlier run made and which is broken: {error}; wanted it whole: delete "
+            "the folder, and it is made anew"
+        ) from error
+
+
+def check_cache(cache: Path) -> None:
+    """Make the folder that models are kept in. Raises ValueError when it cannot be written."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"tiny_model.Recipe.cache: got {cache} ({error}), wanted a folder to write models to"
+        ) from error
 
 
 def make_tiny_model(recipe: Recipe, path: Path, *, report: Callable[[str], None] = print) -> None:

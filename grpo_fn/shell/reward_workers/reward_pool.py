@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
+from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.partials import unwrap_reward
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.rewards.wrappers import seconds_of
 from grpo_fn.shell.reward_workers.worker_handle import (
+    MALFORMED,
     RETURNED_NONE,
     STARTUP_SECONDS,
     Descriptor,
@@ -222,15 +224,15 @@ class RewardPool:
                 if worker.stdin.fileno() in ready:
                     worker.flush()
                 if worker.stdout.fileno() in ready:
-                    self._hear(worker, job)
+                    self._take_replies(worker, job)
                 elif time.monotonic() >= worker.due:
-                    raise WorkerLost("timeouts")
+                    raise WorkerLost("timeouts", _lateness(worker, job.deadline))
             except WorkerLost as lost:
-                self._mourn(place, str(lost), job)
+                self._give_up(place, lost, job)
         job.left = time.monotonic()
         return any(stream.fileno() in ready for stream in watching)
 
-    def _hear(self, worker: WorkerHandle, job: RewardJob) -> None:
+    def _take_replies(self, worker: WorkerHandle, job: RewardJob) -> None:
         for reply in worker.replies():
             match reply:
                 case ["ready"] if worker.loading:
@@ -241,35 +243,33 @@ class RewardPool:
                     self._lose(worker, job, "exceptions", reason, seconds, trace)
                 case ["failed", str() as trace] if worker.loading:
                     raise RewardError(f"{_name(job.fn)} could not be loaded in a reward worker:\n{trace}")
+                case ["importing", str() as package] if not worker.loading:
+                    worker.importing = package
+                    continue  # on the row's time
                 case ["memory"]:
-                    raise WorkerLost("worker_crashes")
+                    raise WorkerLost("worker_crashes", f"worker died: over the memory limit of {self.memory_mb} MB")
                 case _:
-                    raise WorkerLost("protocol_errors")
+                    raise WorkerLost("protocol_errors", MALFORMED)
             worker.begin(job.deadline)
 
-    def _mourn(self, place: int, cause: str, job: RewardJob) -> None:
+    def _give_up(self, place: int, lost: WorkerLost, job: RewardJob) -> None:
         """Give up the row the worker was at, put the rest of its rows back and start another worker."""
         worker = self._workers[place]
         if not worker.loading and worker.rows:  # none: it went on after its last answer
-            reasons = {
-                "timeouts": f"late: no answer within {job.deadline:g} s",
-                "worker_crashes": "worker died (memory limit or crash)",
-                "protocol_errors": "worker sent a malformed reply",
-            }
-            self._lose(worker, job, cause, reasons[cause], time.monotonic() - worker.began, "")
+            self._lose(worker, job, lost.cause, lost.reason, time.monotonic() - worker.began, "")
         elif worker.loading and not worker.proven:
             self._stillborn += 1
         if self._stillborn >= STILLBORN:
             raise RewardError(
-                f"reward worker: got {cause} while {STILLBORN} fresh ones loaded {_name(job.fn)}, wanted one ready "
-                f"within {STARTUP_SECONDS:g} s and {self.memory_mb} MB"
+                f"reward worker: got {lost.cause} ({lost.reason}) while {STILLBORN} fresh ones loaded {_name(job.fn)}, "
+                f"wanted one ready within {STARTUP_SECONDS:g} s and {self.memory_mb} MB"
             )
         job.waiting.extendleft(reversed(worker.rows))
         self._replace(place)
 
     def _lose(self, worker: WorkerHandle, job: RewardJob, cause: str, reason: str, seconds: float, trace: str) -> None:
         """The row that the worker is at becomes None."""
-        reward, row = _name(job.fn), _shown(worker.rows[0])
+        reward, row, trace = _name(job.fn), _shown(worker.rows[0]), escape_control(trace)
         stops = cause == "exceptions" and self.stop_on_error
         text = f"{reward} raised on {row}:\n{trace}" if stops else f"{reward} lost {row}: {reason}\n{trace}".rstrip()
         loss = Loss(cause, reason, text)
@@ -279,6 +279,14 @@ class RewardPool:
     def _replace(self, place: int) -> None:
         self._workers[place].end(0.0)
         self._workers[place] = WorkerHandle(self.memory_mb)
+
+
+def _lateness(worker: WorkerHandle, deadline: float) -> str:
+    """The reason of a row that was late."""
+    late = f"late: no answer within {deadline:g} s"
+    if not worker.importing:
+        return late
+    return f"{late}, while it imported {worker.importing}: import it at the top of the reward's module, on loading time"
 
 
 def _is_next(worker: WorkerHandle, place: Any) -> bool:

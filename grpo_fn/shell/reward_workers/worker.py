@@ -3,12 +3,14 @@
 A message is a 4-byte big-endian length and that many bytes. In: a pickled `(function, rows)`, where the function and
 each row `(problem, completion)` are pickles themselves, so that a row is opened only when its turn has come. Out:
 JSON, `["ready"]` when the function is loaded, then for each row in order `["value", row, number or null, seconds]`, or
-`["raised", row, the exception in one line, traceback, seconds]` when the function raised. On `["failed", traceback]`,
-the function could not be loaded, and `["memory"]` the worker ends. It ends as well when its standard input does.
+`["raised", row, the exception in one line, traceback, seconds]` when the function raised; `["importing", package]`
+before that, while it imports one. On `["failed", traceback]`, the function could not be loaded, and `["memory"]` the
+worker ends. It ends as well when its standard input does.
 
 This file imports nothing heavy: a worker starts in a fraction of a second.
 """
 
+import builtins
 import ctypes
 import json
 import math
@@ -21,7 +23,8 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct(">I")
@@ -39,10 +42,37 @@ def serve_requests(requests: BinaryIO, replies: BinaryIO) -> None:
             functions[payload] = pickle.loads(payload)
         write_message(replies, ["ready"])
         for index, row in enumerate(rows):
-            reply = score_row(index, functions[payload], row)
+            with report_imports(replies):
+                reply = score_row(index, functions[payload], row)
             if os.getpid() != process:  # the reward forked, and this is the child: its parent answers
                 os._exit(0)
             write_message(replies, reply)
+
+
+@contextmanager
+def report_imports(replies: BinaryIO) -> Iterator[None]:
+    """Say `["importing", package]` when a package is first imported meanwhile, and with "" when that is done.
+
+    A large one outlasts the deadline of the first row in every worker: the parent can say what the row was at.
+    """
+    plain, outermost = builtins.__import__, []
+
+    def reporting(name: str, *given: Any, **named: Any) -> Any:
+        if outermost or not name or name.partition(".")[0] in sys.modules:
+            return plain(name, *given, **named)
+        outermost.append(name)
+        write_message(replies, ["importing", name])
+        try:
+            return plain(name, *given, **named)
+        finally:
+            outermost.clear()
+            write_message(replies, ["importing", ""])
+
+    builtins.__import__ = reporting
+    try:
+        yield
+    finally:
+        builtins.__import__ = plain
 
 
 def score_row(index: int, fn: Any, row: bytes) -> list[Any]:

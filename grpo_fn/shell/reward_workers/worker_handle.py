@@ -21,6 +21,7 @@ from grpo_fn.shell.reward_workers.worker import HEADER
 STARTUP_SECONDS = 60.0  # to start Python and import the reward function; not part of a row's deadline
 LONGEST_REPLY = 2**20
 RETURNED_NONE = "the reward returned None"
+MALFORMED = "worker sent a malformed reply"
 
 
 class Loss(NamedTuple):
@@ -51,7 +52,11 @@ class PoolRow:
 
 
 class WorkerLost(Exception):
-    """A worker is of no use any more; says which counter it goes to."""
+    """A worker is of no use any more: the counter it goes to, and why."""
+
+    def __init__(self, cause: str, reason: str) -> None:
+        super().__init__(cause, reason)
+        self.cause, self.reason = cause, reason
 
 
 @runtime_checkable
@@ -81,6 +86,7 @@ class WorkerHandle:
         self.outgoing, self.incoming = b"", b""
         self.rows: deque[PoolRow] = deque()
         self.place = 0  # of the next row within its chunk
+        self.importing = ""  # the package that the row it is at is importing
         self.loading, self.proven = False, False  # a function now; any function ever
         self.began, self.due = 0.0, 0.0  # when the row it is at began, at the earliest, and when it is late
 
@@ -100,7 +106,7 @@ class WorkerHandle:
     def settle(self, outcome: Outcome) -> None:
         """The row it was at is done."""
         self.rows.popleft().outcome = outcome
-        self.place += 1
+        self.place, self.importing = self.place + 1, ""
 
     def flush(self) -> None:
         """Send what the pipe takes."""
@@ -118,20 +124,28 @@ class WorkerHandle:
         """
         data = os.read(self.stdout.fileno(), 65536)
         if not data:
-            raise WorkerLost("worker_crashes")
+            raise WorkerLost("worker_crashes", self._ending())
         self.incoming += data
         while len(self.incoming) >= HEADER.size:
             (size,) = HEADER.unpack_from(self.incoming)
             if size > LONGEST_REPLY:
-                raise WorkerLost("protocol_errors")
+                raise WorkerLost("protocol_errors", MALFORMED)
             if len(self.incoming) < HEADER.size + size:
                 break
             body, self.incoming = self.incoming[HEADER.size : HEADER.size + size], self.incoming[HEADER.size + size :]
             try:
                 reply = json.loads(body)
             except ValueError as error:
-                raise WorkerLost("protocol_errors") from error
+                raise WorkerLost("protocol_errors", MALFORMED) from error
             yield reply
+
+    def _ending(self) -> str:
+        """How the process ended, whose output has."""
+        try:
+            code = self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "worker died: it closed its output"
+        return f"worker died: killed by {signal.Signals(-code).name}" if code < 0 else f"worker died: exit code {code}"
 
     def end(self, grace: float) -> None:
         """Close its input, wait up to `grace` seconds for it to end, then kill it and whatever it started."""

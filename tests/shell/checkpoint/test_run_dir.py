@@ -3,9 +3,11 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,25 @@ def test_too_little_space_is_refused_before_anything_is_made(folder):
     assert not folder.parent.exists()
 
 
+def test_a_disk_without_inodes_is_refused_as_that(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=20", "tmpfs", disk]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        for number in range(19):
+            (disk / str(number)).touch()
+        with pytest.raises(atomic_io.NoSpace, match=r"no space left: got [\d,]+ bytes and no inode free"):
+            enter(disk / "run", need=1)
+        (disk / "0").unlink()
+        atomic_io.check_space(disk / "run", 1)
+        with pytest.raises(atomic_io.NoSpace, match=r"got [\d,]+ bytes free, wanted 1,000,000,000"):
+            atomic_io.check_space(disk / "run", 10**9)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
 def test_what_the_folder_holds_already_counts_as_space(folder, monkeypatch):
     enter(folder)
     for name in ("checkpoints/step_2", "checkpoints/.tmp-step_4-1", "model"):
@@ -132,6 +153,27 @@ def test_what_the_folder_holds_already_counts_as_space(folder, monkeypatch):
     enter(folder, need=3500)
     with pytest.raises(atomic_io.NoSpace, match="got 500 bytes free, wanted 501"):
         enter(folder, need=3501)
+
+
+def test_a_lock_that_is_deleted_is_taken_anew_or_the_folder_is_given_up(folder):
+    run_dir.keep_lock(folder)  # in no folder yet
+    enter(folder)
+    code = "import sys; from pathlib import Path; from grpo_fn.shell.checkpoint.run_dir import open_run\n"
+    code += "open_run(Path(sys.argv[1]), config_text='', fingerprint='', hparams={}, force=True, need_bytes=0)\n"
+    code += "print('entered', flush=True); sys.stdin.read()"
+    other = partial(subprocess.Popen, [sys.executable, "-c", code, folder], text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    (folder / "run.lock").unlink()
+    run_dir.keep_lock(folder)
+    run_dir.keep_lock(folder)
+    with other(**pipes) as second:
+        assert f"which process {os.getpid()} is working in" in second.communicate()[1]
+    (folder / "run.lock").unlink()
+    with other(**pipes) as second:
+        assert second.stdout.readline() == "entered\n", "nothing is there that it could see"
+        with pytest.raises(ValueError, match=f"which process {second.pid} is working in"):
+            run_dir.keep_lock(folder)
+        second.communicate()
 
 
 def hold(path: Path, ready) -> None:

@@ -120,6 +120,7 @@ def test_no_text_drives_the_terminal_or_breaks_the_encoding(tmp_path_factory, te
     shown = raw.getvalue().decode("ascii")
     assert shown.endswith("\n")
     assert all(c.isprintable() or c in "\n\t" for c in shown)
+    assert not CONTROL.search(log.read_text())
     assert shown.count("\n") == text.count("\n") + 1
     logged = log.read_bytes().decode("utf-8").split("\n")
     assert len(logged) == text.count("\n") + 2

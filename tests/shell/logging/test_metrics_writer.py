@@ -4,6 +4,7 @@ import gzip
 import html.parser
 import json
 import math
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -66,6 +67,30 @@ def test_a_step_is_on_the_disk_when_scalars_returns(tmp_path):
             writer.scalars(step, {"a": 1.0})
             assert lines(tmp_path)[step] == {"step": step, "a": 1.0}
             assert [event.step for event in events(tmp_path).Scalars("a")] == list(range(step + 1))
+
+
+def test_a_tensorboard_folder_that_is_deleted_is_made_anew(tmp_path):
+    calls = [
+        lambda writer: writer.scalars(1, {"a": 2.0}),
+        lambda writer: writer.text(1, "t", "text"),
+        lambda writer: writer.histogram(1, "h", torch.ones(2)),
+        lambda writer: writer.image(1, "i", torch.zeros(3, 2, 2)),
+        lambda writer: writer.layout({"all": {"a": ("Multiline", ["a"])}}),
+        lambda writer: writer.hparams({"lr": 0.1}, ["a"]),
+        lambda writer: writer.finish(),
+        lambda writer: writer.amend(1, {"b": 1.0}),
+    ]
+    with MetricsWriter(tmp_path, start_step=0) as writer:
+        writer.scalars(0, {"a": 1.0})
+        for call in calls:
+            shutil.rmtree(tmp_path / "tensorboard")
+            call(writer)
+        writer.scalars(2, {"a": 3.0})
+        shutil.rmtree(tmp_path / "tensorboard")
+        writer.scalars(3, {"a": 4.0})
+        assert [event.step for event in events(tmp_path).Scalars("a")] == [3]
+        shutil.rmtree(tmp_path / "tensorboard")
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
 
 
 def test_steps_only_grow(tmp_path):

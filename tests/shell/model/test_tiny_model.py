@@ -52,6 +52,7 @@ def test_a_folder_is_made_once_for_every_recipe(tmp_path: Path, monkeypatch: pyt
         path.mkdir(parents=True)
 
     monkeypatch.setattr(tiny_model, "make_tiny_model", make)
+    monkeypatch.setattr(tiny_model, "check_cached", lambda path: None)
     recipes = [recipe(tmp_path), *variants(tmp_path)]
     assert len(recipes) == 1 + len(NUMBERS) + len(asdict(SHAPE)) + 4
     folders = [r.folder() for r in recipes]
@@ -65,6 +66,23 @@ def test_a_folder_is_made_once_for_every_recipe(tmp_path: Path, monkeypatch: pyt
 
 def contents_of(path: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_cached_folder_that_is_not_whole_is_named(tmp_path: Path, name: str):
+    folder = Path(recipe(tmp_path).folder())
+    assert recipe(tmp_path).folder() == str(folder)
+    file = folder / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ValueError, match=rf"got the model {folder}, .* is broken: .*delete the folder"):
+        recipe(tmp_path).folder()
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_a_model_is_made(tmp_path: Path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tiny_model, "make_tiny_model", lambda *_: pytest.fail("it was made"))
+    with pytest.raises(ValueError, match=r"Recipe.cache: got .*file/models .*wanted a folder to write models to"):
+        recipe(tmp_path / "file" / "models").folder()
 
 
 def test_the_same_recipe_makes_the_same_bytes_wherever_the_global_generator_stands(tmp_path: Path):

@@ -29,6 +29,7 @@ from pool_rewards import (
     unscorable,
 )
 
+from grpo_fn.core.display_text import CONTROL
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.math import correct
 from grpo_fn.rewards.wrappers import with_timeout
@@ -137,8 +138,13 @@ def reasons(outcomes):
 
 LOSSES = {
     "sleep": "late: no answer within 2 s",
-    "exit": "worker died (memory limit or crash)",
-    "allocate": "worker died (memory limit or crash)",
+    "exit": "worker died: exit code 0",
+    "segfault": "worker died: killed by SIGSEGV",
+    "allocate": "worker died: over the memory limit of 1024 MB",
+    "import": (
+        "late: no answer within 2 s, while it imported slow_package: import it at the top of the reward's module, on "
+        "loading time"
+    ),
     "shout": "worker sent a malformed reply",
 }
 
@@ -149,8 +155,19 @@ def test_a_row_without_a_value_says_why_and_how_long_it_took(pool, text):
     assert [outcome.value for outcome in outcomes] == [1.0, None, 1.0]
     assert reasons(outcomes) == ["", LOSSES[text], ""]
     assert all(0 <= outcome.seconds < 1.0 for outcome in outcomes[::2])
-    low = 2.0 if text == "sleep" else 0.0
+    low = 2.0 if text in ("sleep", "import") else 0.0
     assert low <= outcomes[1].seconds < low + 1.5
+
+
+def test_a_package_that_is_imported_in_time_costs_nothing_and_is_not_blamed_later(pool):
+    outcomes = pool.judge(obeys, *asked("import and sleep"))
+    assert reasons(outcomes) == [LOSSES["sleep"]]
+
+
+def test_what_a_reward_raises_drives_no_terminal(pool):
+    with pytest.raises(RewardError, match=r"ValueError: got \\x1b\[2J\\u202e") as caught:
+        pool.score(raises_what_it_is_told, *asked("\x1b[2J\u202e"))
+    assert not CONTROL.search(str(caught.value))
 
 
 def test_none_that_a_reward_returns_has_a_reason_too(pool):
@@ -188,7 +205,7 @@ def test_complaints_tell_of_each_kind_of_loss_once_and_are_bounded():
         (text,) = one.complaints
         assert text.startswith("pool_rewards.raises lost problem 0, completion 'bad': KeyError: 'boom'\nTraceback")
         one.score(obeys, *asked("exit"))
-        assert one.complaints[1].endswith("completion 'exit': worker died (memory limit or crash)")
+        assert one.complaints[1].endswith("completion 'exit': worker died: exit code 0")
         one.score(raises_what_it_is_told, *asked(*map(str, range(100))))
         assert len(one.complaints) == COMPLAINTS
         one.complaints.clear()
