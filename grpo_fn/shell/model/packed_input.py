@@ -48,11 +48,9 @@ class InputPacking(Protocol):
 
     def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
         """The rows as the model takes them."""
-        ...
 
     def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
         """The rows of micro-batches of at most `micro_tokens` tokens a device; -1 is a row that reads nothing."""
-        ...
 
 
 def pad_rows(model: nn.Module) -> InputPacking:
