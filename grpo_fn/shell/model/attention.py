@@ -202,7 +202,7 @@ def flash_attention(
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec) -> Float[Tensor, "N H E"]:
-    """The same kernels, as torch has them, without a cap. Raises ValueError for dropout, which they do not have there."""
+    """The same kernels, as torch has them: without a cap. Raises ValueError for dropout, which they lack, too."""
     from torch.nn.attention.varlen import varlen_attn
 
     if how.dropout:
