@@ -88,7 +88,7 @@ class AsyncSampler:
     @property
     def repeatable(self) -> bool:
         """Whether the same run brings the same tokens."""
-        return self.sampler.repeatable and not (self.max_staleness and self._mixes)
+        return self.sampler.repeatable and not (self.max_staleness and self.sampler.mixes)
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """As the sampler's own, once this batch and the next `max_staleness` are under way.
@@ -110,7 +110,7 @@ class AsyncSampler:
 
     def load(self, policy: Policy) -> None:
         """As the sampler's own: a new version. Unless the engine mixes versions, once all that was begun is done."""
-        if self.max_staleness and not self._mixes:
+        if self.max_staleness and not self.sampler.mixes:
             begun = partial(self._wait_for, self._queue)
             self.world.together(begun, what="completions that are under way before new weights come")
         self.spread.load(policy)
@@ -172,11 +172,6 @@ class AsyncSampler:
         self._queue.clear()
         self.spread.close()
 
-    @property
-    def _mixes(self) -> bool:
-        """Whether a completion may have tokens of several versions."""
-        return self.sampler.mixes
-
     def _line_up(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> None:
         """See to it that this batch stands first in the queue, and the next ones of the stream behind it."""
         asked = request_key(problems, group_size, key)
@@ -193,7 +188,7 @@ class AsyncSampler:
     def _start(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:
         """Sample this rank's share in a thread."""
         share = engine_share(problems, self.sampler, self.world)
-        draw = partial(self.sampler.sample, share, group_size, key=key) if share else _nothing
+        draw = partial(self.sampler.sample, share, group_size, key=key) if share else lambda: None
         return start_sampling(request_key(problems, group_size, key), self.version, draw, self.world.device)
 
     def _age(self, begun: PendingBatch) -> int:
@@ -233,7 +228,3 @@ class AsyncSampler:
     def _complain(self, text: str) -> None:
         if len(self.complaints) < COMPLAINTS:
             self.complaints.append(text)
-
-
-def _nothing() -> None:
-    """What a rank without a share samples."""
