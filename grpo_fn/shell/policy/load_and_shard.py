@@ -68,8 +68,7 @@ class ModelSpec:
         tensor_parallel.divide(model, mesh["tensor"])
         self.prepare(model)
         logprob_model = self.logprob_model(model)
-        how = self.parallelism
-        how = how if trained else replace(how, offload=how.offload_reference)
+        how = self.parallelism if trained else replace(self.parallelism, offload=self.parallelism.offload_reference)
         shard(logprob_model, model, mesh, self.dtype, how)
         device = torch.device("cpu") if how.offload else world.device
         load_weights.load_shards(logprob_model, load_weights.folder_of(self.folder), device=device, prefix="model.")

@@ -1,20 +1,15 @@
-"""Batches sampled ahead of the training that learns from them: generation and training overlap.
+"""Asynchronous sampling: batches are generated ahead of the training that learns from them.
 
-The requests of a run are known in advance: one after another, the next so many problems of the stream. While the policy
-trains on one batch, threads ask the engines for those that come next, and the step waits for what is left of it.
+The requests of a run are known in advance: one after another, the next so many problems of the stream. A batch begun
+under weights of version w (`load` makes a new one, once a step) and used under version v is v - w versions stale, at
+most `max_staleness`; groups that `group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and
+is `DataParallelSampler`, call by call.
 
-A batch begun under weights of version w (`load` makes a new one, once a step) and used under version v is v - w
-versions stale, at most `max_staleness`. That holds of groups that are learned from at once: those that
-`group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and is `DataParallelSampler`, call by
-call.
-
-What new weights mean for completions that are under way when they come is the engine's to say. Mostly they are to end
-with the weights they began with (servers paused in mode "wait"), so new ones are only given when all that was begun is
-done: every token is a function of (version at the start, prompt, key, uid, g), the staleness of a batch is that of all
-its tokens, and resume and replay are as exact as the engine's arithmetic. Where the sampler says that it `mixes` (mode
-"keep": completions go on with the new weights) nothing is waited for. Then a row's tokens have several versions, the
-oldest of them within the bound, and where one ends and the next begins depends on the moment: such a run can go on from
-a checkpoint, but not be repeated.
+Mostly completions end with the weights they began with (servers paused in mode "wait"): `load` waits for all that was
+begun, every token is a function of (version at the start, prompt, key, uid, g), and resume and replay are as exact as
+the engine's arithmetic. Where the sampler `mixes` (mode "keep": completions go on with the new weights) nothing is
+waited for: a row's tokens have several versions, the oldest of them within the bound, and where one ends and the next
+begins depends on the moment. Such a run can go on from a checkpoint, but not be repeated.
 """
 
 import time

@@ -195,8 +195,7 @@ class DecodeEngine:
         if self.drawn is None:
             return
         device = self.marks.ends.device
-        small = device.type == "cuda" and self.drawn.bytes + self.prompts.bytes <= KEEP * memory_budget(device)
-        if not small:
+        if device.type != "cuda" or self.drawn.bytes + self.prompts.bytes > KEEP * memory_budget(device):
             self.drop()
 
     def drop(self) -> None:
@@ -208,8 +207,8 @@ class DecodeEngine:
 
 def memory_budget(device: torch.device) -> float:
     """Bytes of the device that this process may take."""
-    share = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)
-    return share(device) * torch.cuda.get_device_properties(device).total_memory
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return share * torch.cuda.get_device_properties(device).total_memory
 
 
 def build_engine(model: nn.Module) -> DecodeEngine:
