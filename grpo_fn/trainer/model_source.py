@@ -110,7 +110,7 @@ def check_fits(saved: Path, config: PretrainedConfig) -> None:
     Of adapters: unless each belongs to a weight of the model and fits it.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in weights_of(hf.empty_model(config)).items()}
-    how, stored = adapters(saved), checkpoint.checkpoint_tensors(saved)
+    how, stored = adapters(saved), tensor_shards.folder_tensors(saved)
     got = {name.removeprefix(WEIGHTS): shape for name, (shape, _) in stored.items() if name.startswith(WEIGHTS)}
     wanted = shapes if how is None else {name: _adapter_shape(name, shapes, how) for name in got}
     odd = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))

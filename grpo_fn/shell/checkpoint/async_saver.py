@@ -230,9 +230,9 @@ class AsyncSaver(AbstractContextManager):
         try:
             dist.all_gather_object(brought, mine, group=self._group)
         except (dist.DistError, RuntimeError) as error:
-            where = f"rank {self.world.rank} of {self.world.size}"
             raise LostRank(
-                f"{where} lost another rank while the checkpoint of step {step} was written: {error}"
+                f"rank {self.world.rank} of {self.world.size} lost another rank while the checkpoint of step {step} "
+                f"was written: {error}"
             ) from error
         return brought
 

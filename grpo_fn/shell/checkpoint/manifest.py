@@ -32,9 +32,8 @@ def seal(folder: Path, step: int, meta: Mapping[str, Any], hashed: Mapping[str, 
     """
     rest = sorted(p.name for p in folder.iterdir() if p.name not in hashed)
     files = {**hashed, **{name: entry(folder / name) for name in rest}}
-    (folder / MANIFEST).write_text(
-        _text({"format": FORMAT, "step": step, "meta": finite_or_none(meta), "files": files})
-    )
+    body = {"format": FORMAT, "step": step, "meta": finite_or_none(meta), "files": files}
+    (folder / MANIFEST).write_text(_text(body))
     for name in (*rest, MANIFEST):
         flush_file(folder / name)
     flush_file(folder)
@@ -93,20 +92,18 @@ def pack_blobs(blobs: Mapping[str, Any]) -> dict[str, bytes]:
     """File name to bytes, for every blob. Raises ValueError for what would not come back as it is."""
     if odd := [name for name in blobs if not name.isidentifier()]:
         raise ValueError(f"got blob names {odd}, wanted identifiers: they become file names")
+    packed = {}
     for name, blob in blobs.items():
         _check(name, blob)
-    return {f"{name}{SUFFIX}": _bytes(blob) for name, blob in blobs.items()}
+        buffer = io.BytesIO()
+        torch.save(blob, buffer)
+        packed[f"{name}{SUFFIX}"] = buffer.getvalue()
+    return packed
 
 
 def unpack_blob(file: Path) -> Any:
     """What was packed, its tensors on the CPU."""
     return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def _bytes(blob: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(blob, buffer)
-    return buffer.getvalue()
 
 
 def _check(where: str, value: Any) -> None:

@@ -42,7 +42,8 @@ def open_run(
     its checkpoints and models counted, which make room for others.
     """
     _check_kind(run_dir)
-    check_space(run_dir, need_bytes - _bytes_there(run_dir))
+    there = (path for folder in ("checkpoints", "model") for path in (run_dir / folder).rglob("*"))
+    check_space(run_dir, need_bytes - sum(path.stat().st_size for path in there if path.is_file()))
     run_dir.mkdir(parents=True, exist_ok=True)
     _hold(run_dir)
     resumed = (run_dir / MARKER).exists()
@@ -61,11 +62,6 @@ def write_config(run_dir: Path, config_text: str, fingerprint: str, hparams: Map
     """Make the folder one of this configuration."""
     write_bytes(run_dir / "config.gin", config_text.encode())
     write_json(run_dir / MARKER, {"fingerprint": fingerprint, "hparams": hparams})
-
-
-def _bytes_there(run_dir: Path) -> int:
-    files = (path for folder in ("checkpoints", "model") for path in (run_dir / folder).rglob("*"))
-    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def _clean_up_export(run_dir: Path) -> None:
@@ -129,16 +125,11 @@ def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
         return
     path = run_dir / "config.gin"
     before = path.read_text().splitlines() if path.exists() else []
-    changes = [
-        line for line in difflib.unified_diff(before, config_text.splitlines(), n=0, lineterm="") if _is_change(line)
-    ]
+    diff = [*difflib.unified_diff(before, config_text.splitlines(), n=0, lineterm="")]
+    changes = [line for line in diff[2:] if not line.startswith("@@")]  # the first two name the files
     shown = changes[:SHOWN] + ([f"... and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else [])
     listing = "\n  ".join(shown or [f"the same text; fingerprint {there}, now {fingerprint}"])
     raise ValueError(
         f"got run folder {run_dir} of another configuration, wanted the same one (- there, + now):\n  {listing}\n"
         "choose another --run_dir, or pass --force to go on in this one with the new configuration"
     )
-
-
-def _is_change(line: str) -> bool:
-    return line[:1] in "+-" and line[:3] not in ("+++", "---")

@@ -9,7 +9,7 @@ what is written, a word that no other process says: a rank of a job that died ca
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -72,11 +72,6 @@ def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in found.items()}
     tensor_shards.load_into_tensors(path, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
-def checkpoint_tensors(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Every tensor in the checkpoint with its whole shape and its dtype."""
-    return tensor_shards.folder_tensors(path)
 
 
 def blobs(path: Path) -> dict[str, Any]:
@@ -182,9 +177,8 @@ def _remove(path: Path) -> None:
 
     That name also keeps it from a process that is not as dead as it seemed: what it renames is no longer there.
     """
-    match = UNFINISHED.fullmatch(path.name) or re.fullmatch(r"()(step_\d+)", path.name)
-    assert match is not None
-    gone = temporary_name(path.parent, "gone", int(match[2].removeprefix("step_")), str(os.getpid()))
+    step = int(re.search(r"step_(\d+)", path.name)[1])
+    gone = temporary_name(path.parent, "gone", step, str(os.getpid()))
     if path != gone:
         if gone.exists():
             shutil.rmtree(gone)
@@ -214,5 +208,5 @@ def _abandoned(path: Path, pid: int) -> bool:
         return True
 
 
-def _folders(root: Path) -> Iterator[Path]:
-    return iter(sorted(p for p in root.iterdir() if p.is_dir())) if root.is_dir() else iter(())
+def _folders(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []

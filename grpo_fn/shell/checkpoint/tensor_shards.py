@@ -38,7 +38,9 @@ def local_save_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"got {name} placed {tensor.placements}, wanted it reduced before it is saved")
     plan = _planner(tensors).create_local_plan()
-    return replace(plan, items=[item for item in plan.items if not _is_empty_piece(item)])
+    pieces = [(item, item.tensor_data) for item in plan.items]
+    # Where there are too few rows for all ranks, some come away with an empty piece: those are left out.
+    return replace(plan, items=[item for item, data in pieces if prod(data.chunk.sizes) or not prod(data.size)])
 
 
 def assign_pieces(offers: Sequence[SavePlan]) -> ShardPlan:
@@ -146,9 +148,3 @@ def _planner(tensors: Mapping[str, Tensor]) -> DefaultSavePlanner:
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=False)
     return planner
-
-
-def _is_empty_piece(item: WriteItem) -> bool:
-    """The part of a rank that comes away with nothing: too few rows for all of them."""
-    data = item.tensor_data
-    return prod(data.chunk.sizes) == 0 != prod(data.size)

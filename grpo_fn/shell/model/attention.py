@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import dropout as dropped
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -55,7 +54,6 @@ class AttentionContext(Protocol):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec
     ) -> Float[Tensor, "B T H D"]:
         """Attention of one layer, whose `module` this is; of each tensor `[B H T D]`."""
-        ...
 
 
 def install(model: nn.Module) -> None:
@@ -80,16 +78,11 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls: `[1 H N D]` each with a layout, `[B H T D]` without."""
     layout: AttentionContext | None = kwargs.pop("layout", None)
-    if layout is None:
-        return original(module, before)(module, query, key, value, mask, **kwargs)
-    return layout.attend(module, query, key, value, parse_spec(query, before == EAGER, kwargs)), None
-
-
-def original(module: nn.Module, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function of that name; eager attention is each model's own, beside its classes."""
-    return (
-        sys.modules[type(module).__module__].eager_attention_forward if name == EAGER else ALL_ATTENTION_FUNCTIONS[name]
-    )
+    if layout is not None:
+        return layout.attend(module, query, key, value, parse_spec(query, before == EAGER, kwargs)), None
+    if before == EAGER:  # each model's own, beside its classes
+        return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
+    return ALL_ATTENTION_FUNCTIONS[before](module, query, key, value, mask, **kwargs)
 
 
 def parse_spec(query: Tensor, eager: bool, kwargs: dict[str, Any]) -> AttentionSpec:
@@ -119,8 +112,7 @@ class PackedAttention(Layout):
         """
         self.asked.append(how.window)
         streams = [x[0].transpose(0, 1) for x in (query, key, value)]
-        attend = choose_kernel(query, how.eager, how.cap)
-        return attend(*streams, self, window=how.window, scale=how.scale, dropout=how.dropout, cap=how.cap)[None]
+        return choose_kernel(query, how.eager, how.cap)(*streams, self, how)[None]
 
 
 def choose_kernel(query: Tensor, eager: bool, cap: float | None) -> Attend:
@@ -141,11 +133,8 @@ def bucketed_attention(
     key: Float[Tensor, "N K D"],
     value: Float[Tensor, "N K E"],
     layout: Layout,
+    how: AttentionSpec,
     *,
-    window: Window,
-    scale: float,
-    dropout: float,
-    cap: float | None,
     core: Callable[..., Float[Tensor, "b H q E"]],
 ) -> Float[Tensor, "N H E"]:
     """Rows of similar length are padded to one and computed by `core`; key heads are repeated for their query heads."""
@@ -155,8 +144,7 @@ def bucketed_attention(
         q, k, v = (
             x.transpose(1, 2) for x in (q, *(x.repeat_interleave(groups, 2) if groups > 1 else x for x in (k, v)))
         )
-        mask = layout.mask(number, window, query.dtype)
-        found.append(core(q, k, v, mask, scale=scale, dropout=dropout, cap=cap).transpose(1, 2))
+        found.append(core(q, k, v, layout.mask(number, how.window, query.dtype), how).transpose(1, 2))
     return layout.stream_order(found)
 
 
@@ -169,39 +157,30 @@ def gather_tokens(stream: Float[Tensor, "N ..."], index: Int[Tensor, "..."]) -> 
 
 
 def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float, cap: None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionSpec
 ) -> Float[Tensor, "b H q E"]:
-    """Torch's own kernels."""
-    return scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1, scale=scale, dropout_p=dropout
-    )
+    """Torch's own kernels, which know no cap."""
+    causal = mask is None and q.shape[2] > 1
+    return scaled_dot_product_attention(q, k, v, mask, how.dropout, causal, scale=how.scale)
 
 
 def eager_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float, cap: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionSpec
 ) -> Float[Tensor, "b H q E"]:
     """softmax(cap tanh(q k^T scale / cap) + mask) v, the softmax in float32 or better."""
-    scores = q @ k.transpose(2, 3) * scale
-    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    scores = q @ k.transpose(2, 3) * how.scale
+    scores = scores if how.cap is None else how.cap * torch.tanh(scores / how.cap)
     if mask is None:
         mask = torch.full(scores.shape[2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
     weights = (scores + mask).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
-    return dropped(weights, dropout) @ v
+    return dropout(weights, how.dropout) @ v
 
 
 # -- kernels for rows of unequal length, CUDA only
 
 
 def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    *,
-    window: Window,
-    scale: float,
-    dropout: float,
-    cap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec
 ) -> Float[Tensor, "N H E"]:
     """The flash-attn package. A row's queries are the last of its keys, which is how it aligns a causal mask."""
     from flash_attn import flash_attn_varlen_func
@@ -214,39 +193,28 @@ def flash_attention(
         rows.queries,
         rows.keys,
         *rows.longest,
-        dropout_p=dropout,
-        softmax_scale=scale,
+        dropout_p=how.dropout,
+        softmax_scale=how.scale,
         causal=True,
-        window_size=(-1 if window is None else window - 1, 0),
-        softcap=cap or 0.0,
+        window_size=(-1 if how.window is None else how.window - 1, 0),
+        softcap=how.cap or 0.0,
     )
 
 
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    *,
-    window: Window,
-    scale: float,
-    dropout: float,
-    cap: None,
-) -> Float[Tensor, "N H E"]:
-    """The same kernels, as torch has them. Raises ValueError for dropout, which they do not have there."""
+def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec) -> Float[Tensor, "N H E"]:
+    """The same kernels, as torch has them: without a cap. Raises ValueError for dropout, which they lack, too."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout:
-        raise ValueError(f"got attention with dropout {dropout} on rows of unequal length, wanted 0, or flash-attn")
+    if how.dropout:
+        raise ValueError(f"got attention with dropout {how.dropout} on rows of unequal length, wanted 0, or flash-attn")
     rows, groups = layout.ragged_rows, query.shape[1] // key.shape[1]
     k, v = gather_tokens(key, rows.key), gather_tokens(value, rows.key)
     more = {"enable_gqa": True} if groups > 1 and knows_groups() else {}
     if groups > 1 and not more:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    left = -1 if window is None else window - 1
-    return varlen_attn(
-        query.contiguous(), k, v, rows.queries, rows.keys, *rows.longest, scale=scale, window_size=(left, 0), **more
-    )
+    window = (-1 if how.window is None else how.window - 1, 0)
+    lengths = (rows.queries, rows.keys, *rows.longest)
+    return varlen_attn(query.contiguous(), k, v, *lengths, scale=how.scale, window_size=window, **more)
 
 
 @cache

@@ -1,6 +1,7 @@
 """Who sees whom in a stream of rows that lie end to end, some of which read a prompt that stands in another row."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -44,19 +45,14 @@ class Layout:
     def __init__(self, spans: Spans, at: Int[Tensor, "B T"], *, device: torch.device) -> None:
         self.spans, self.at, self.device = spans, at, device
         self.asked: list[Window] = []
-        self._buckets: list[Bucket] | None = None
-        self._back: Tensor | None = None
         self._masks: dict[tuple[int, Window, torch.dtype], Tensor | None] = {}
-        self._ragged: RaggedLayout | None = None
 
-    @property
+    @cached_property
     def buckets(self) -> list[Bucket]:
         """Rows by length; those that read their own prompt apart from those that begin behind it."""
-        if self._buckets is None:
-            made = [bucket(self.spans, self.at, rows) for rows in buckets_by_length(self.spans)]
-            self._back = bucket_positions(made).to(self.device)
-            self._buckets = [Bucket(*(x.to(self.device) for x in one)) for one in made]
-        return self._buckets
+        made = [bucket(self.spans, self.at, rows) for rows in buckets_by_length(self.spans)]
+        self._back = bucket_positions(made).to(self.device)
+        return [Bucket(*(x.to(self.device) for x in one)) for one in made]
 
     def stream_order(self, found: list[Float[Tensor, "_ _ H D"]]) -> Float[Tensor, "N H D"]:
         """What was found for every query of every bucket, back in the stream's order."""
@@ -75,12 +71,14 @@ class Layout:
             self._masks[asked] = None if plain and short else additive_mask(one, window, dtype)
         return self._masks[asked]
 
-    @property
+    @cached_property
     def ragged_rows(self) -> RaggedLayout:
-        """The same for kernels that need no padding."""
-        if self._ragged is None:
-            self._ragged = ragged_layout(self.spans, self.at, self.device)
-        return self._ragged
+        """The same for kernels that need no padding: every row's keys, its prompt's included, one row after another."""
+        rows = (self.spans.end > self.spans.start).nonzero()[:, 0]
+        start, end = self.spans.start[rows], self.spans.end[rows]
+        key = self.at[rows][torch.arange(self.at.shape[1]) < end[:, None]].to(self.device)
+        queries, keys = (pad(n.cumsum(0), (1, 0)).int().to(self.device) for n in (end - start, end))
+        return RaggedLayout(key, queries, keys, (int((end - start).max()), int(end.max())))
 
 
 def buckets_by_length(spans: Spans) -> Iterator[Int[Tensor, "b"]]:
@@ -116,12 +114,3 @@ def additive_mask(one: Bucket, window: Window, dtype: torch.dtype) -> Float[Tens
     key, query = torch.arange(one.key.shape[1], device=one.key.device), one.position[:, None, :, None]
     unseen = (key > query) if window is None else (key > query) | (key <= query - window)
     return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -torch.inf)
-
-
-def ragged_layout(spans: Spans, at: Int[Tensor, "B T"], device: torch.device) -> RaggedLayout:
-    """Every row's keys, its prompt's included, one row after another."""
-    rows = (spans.end > spans.start).nonzero()[:, 0]
-    start, end = spans.start[rows], spans.end[rows]
-    key = at[rows][torch.arange(at.shape[1]) < end[:, None]].to(device)
-    queries, keys = (pad(n.cumsum(0), (1, 0)).int().to(device) for n in (end - start, end))
-    return RaggedLayout(key, queries, keys, (int((end - start).max()), int(end.max())))

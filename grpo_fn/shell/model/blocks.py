@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from grpo_fn.shell.model.attention import Phase
 
 Forward = Callable[..., Any]
 Change = Callable[[nn.Module], None]  # one block, in place
+Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]  # of the first run and of the second
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -50,7 +51,7 @@ def full_checkpointing(block: nn.Module) -> None:
 
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
     """
-    block.forward = partial(_recompute, block.forward)
+    block.forward = partial(_recompute, block.forward, noop_context_fn)
 
 
 def selective_checkpointing(block: nn.Module) -> None:
@@ -58,7 +59,7 @@ def selective_checkpointing(block: nn.Module) -> None:
 
     Operators inside compiled code are not seen one by one: of a compiled block everything is recomputed.
     """
-    block.forward = partial(_recompute_but_products, block.forward)
+    block.forward = partial(_recompute, block.forward, partial(create_selective_checkpoint_contexts, _policy))
 
 
 # What costs far more to compute than to keep. Attention has an operator for each kind of device and of mask.
@@ -79,15 +80,6 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    return create_selective_checkpoint_contexts(_policy)
-
-
-def _worth_recomputing(kwargs: dict[str, Any]) -> bool:
-    # A second run would write a second time into a KV cache.
-    return torch.is_grad_enabled() and not _cached(kwargs)
-
-
 def _phase(kwargs: dict[str, Any]) -> Phase | None:
     """What the call is for, by the attention context it carries; None without one."""
     return getattr(kwargs.get("layout"), "phase", None)
@@ -97,19 +89,15 @@ def _cached(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("past_key_values") is not None or _phase(kwargs) in ("prefill", "decode")
 
 
-def _recompute(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    if not _worth_recomputing(kwargs):
+def _recompute(forward: Forward, contexts: Contexts, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled() or _cached(kwargs):  # a second run would write a second time into a KV cache
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _recompute_but_products(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    if not _worth_recomputing(kwargs):
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 # -- execution
+
+_compile = partial(torch.compile, dynamic=True)
 
 
 def eager(block: nn.Module) -> None:
@@ -118,7 +106,7 @@ def eager(block: nn.Module) -> None:
 
 def torch_compile(block: nn.Module) -> None:
     """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written."""
-    block.forward = CompiledForward(block.forward, _uncached, _built)
+    block.forward = CompiledForward(block.forward, _uncached, _compile)
 
 
 def compile_for_decoding(block: nn.Module) -> None:
@@ -143,10 +131,6 @@ class CompiledForward:
         return CompiledForward(deepcopy(self.forward, memo), self.which, self.build)
 
 
-def _built(function: Forward) -> Forward:
-    return torch.compile(function, dynamic=True)
-
-
 class CompiledPart:
     """A part of a decoding step, compiled, sizes left open.
 
@@ -156,7 +140,7 @@ class CompiledPart:
 
     def __init__(self, function: Forward) -> None:
         self.function = function
-        self.fast: Forward | None = _built(function)
+        self.fast: Forward | None = _compile(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.fast is not None:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,8 +54,8 @@ def meta_causal_lm(config: PretrainedConfig, *, attention: str, dtype: torch.dty
     # Rotary frequencies and the like are computed by _init_weights, on which from_pretrained, too, relies for them.
     # Parameters stay on meta, where initialising does nothing.
     for module in model.modules():
-        if own := [(name, buffer) for name, buffer in module.named_buffers(recurse=False)]:
-            for name, buffer in own:
+        if own := dict(module.named_buffers(recurse=False)):
+            for name, buffer in own.items():
                 setattr(module, name, _unset(buffer))
             model._init_weights(module)
     in_files = model.state_dict().keys()
@@ -99,7 +100,7 @@ def load_shards(module: nn.Module, folder: Path, *, device: torch.device, prefix
     for names in places:
         first, *others = [name for name in names.values() if name in stored]
         set_tensor(module, list(names), partial(_read, stored, first), device=device)
-        own = part(_tensor(module, next(iter(names))))
+        own = part(attrgetter(next(iter(names)))(module))
         for other in others:
             if not torch.equal(_read(stored, first, own), _read(stored, other, own)):
                 raise ValueError(f"got {first} and {other} with different values in {folder}, wanted them tied")
@@ -112,7 +113,7 @@ def set_tensor(
 
     One on the meta device gets storage on `device` first, which makes it a new parameter.
     """
-    old = _tensor(module, names[0])
+    old = attrgetter(names[0])(module)
     meta = old.device.type == "meta"
     new = torch.empty_like(old, device=device) if meta else old.detach()
     local = new.to_local() if isinstance(new, DTensor) else new
@@ -131,11 +132,6 @@ def part(tensor: Tensor) -> Part:
         return tuple(slice(0, n) for n in tensor.shape)
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    parent, _, attribute = name.rpartition(".")
-    return getattr(module.get_submodule(parent), attribute)
 
 
 def _hang(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -180,16 +176,13 @@ def _check(module: nn.Module, places: list[Place], stored: Mapping[str, "Entry"]
         odd = [f"{what} {_few(names)}" for what, names in (("without", missing), ("with", extra)) if names]
         raise ValueError(f"got weights {' and '.join(odd)} in {folder}, wanted those of {type(module).__name__} alone")
     for place in places:
-        for name, in_file in place.items():
-            if in_file in stored:
-                _check_entry(in_file, _tensor(module, name), stored[in_file])
-
-
-def _check_entry(name: str, tensor: Tensor, entry: "Entry") -> None:
-    if entry.shape != tuple(tensor.shape):
-        raise ValueError(f"got {name} of shape {entry.shape} in {entry.file}, wanted {tuple(tensor.shape)}")
-    if tensor.is_floating_point() and entry.dtype not in FLOATS:
-        raise ValueError(f"got {name} as {entry.dtype} in {entry.file}, wanted one of {', '.join(FLOATS)}")
+        tensor = attrgetter(next(iter(place)))(module)
+        for name in [name for name in place.values() if name in stored]:
+            file, dtype, shape = stored[name]
+            if shape != tuple(tensor.shape):
+                raise ValueError(f"got {name} of shape {shape} in {file}, wanted {tuple(tensor.shape)}")
+            if tensor.is_floating_point() and dtype not in FLOATS:
+                raise ValueError(f"got {name} as {dtype} in {file}, wanted one of {', '.join(FLOATS)}")
 
 
 def _few(names: list[str]) -> str:

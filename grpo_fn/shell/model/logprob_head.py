@@ -27,10 +27,6 @@ def _into(out: Float[Tensor, "n V"], hidden: Tensor, weight: Tensor, temperature
     return out.copy_(hidden @ weight.T).div_(temperature)
 
 
-def _add_product_(total: Float[Tensor, "V D"], a: Float[Tensor, "V n"], b: Float[Tensor, "n D"]) -> None:
-    total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
-
-
 class LinearScores(torch.autograd.Function):
     """Log-probability and entropy of tokens under softmax(hidden W^T / temperature), chunk by chunk.
 
@@ -90,8 +86,10 @@ class LinearScores(torch.autograd.Function):
             at = (z, dlogp[row], None if dentropy is None else dentropy[row], entropy[row], total[row])
             dz = _slope(*at, free=free).scatter_add_(-1, target[row], dlogp[row]).to(weight.dtype)
             dhidden[part] = (dz @ weight).to(hidden.dtype)
-            if dweight is not None:
-                _add_product_(dweight, dz.T, hidden[part])
+            if dweight is not None and dweight.dtype == dz.dtype:
+                dweight.addmm_(dz.T, hidden[part])
+            elif dweight is not None:
+                dweight.add_(dz.T @ hidden[part])
 
         *again, last = _chunks(len(target), len(weight), ctx.elements)
         pull(last, kept, free=False)

@@ -1,7 +1,6 @@
 """From token ids to log-probabilities and entropies of the sampled tokens: the module that is sharded and trained."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -65,7 +64,14 @@ class LogprobModel(nn.Module):
         stream = self.input_packing(tokens, mask)
         before, target = predicting_states(stream.at, tokens, mask)
         model_kwargs = {"input_ids": stream.tokens, "use_cache": False, **stream.model_kwargs}
-        logp, entropy = (self._linear_scores if self._linear else self._dense_scores)(model_kwargs, before, target)
+        if self._linear:
+            hidden = self.model.get_decoder()(**model_kwargs).last_hidden_state.flatten(0, 1)
+            states, weight = gather_tokens(hidden, before), self.model.get_output_embeddings().weight
+            elements = self.logits_chunk_elements
+            logp, entropy = linear_scores(states, weight, target, temperature=self.temperature, elements=elements)
+        else:
+            logits = self.model(**model_kwargs).logits.flatten(0, 1)
+            logp, entropy = dense_scores(gather_tokens(logits, before), target, temperature=self.temperature)
         return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)
 
     @torch.no_grad()
@@ -79,26 +85,6 @@ class LogprobModel(nn.Module):
         if self.input_packing.fit is None:
             self(*probe(self.model.config.get_text_config().vocab_size, tokens.device))
         return self.input_packing.parts(tokens, mask, micro_tokens, devices)
-
-    def _linear_scores(self, model_kwargs: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = decoder(self.model)(**model_kwargs).last_hidden_state.flatten(0, 1)
-        weight = self.model.get_output_embeddings().weight
-        return linear_scores(
-            gather_tokens(hidden, before),
-            weight,
-            target,
-            temperature=self.temperature,
-            elements=self.logits_chunk_elements,
-        )
-
-    def _dense_scores(self, model_kwargs: dict[str, Any], before: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model(**model_kwargs).logits.flatten(0, 1)
-        return dense_scores(gather_tokens(logits, before), target, temperature=self.temperature)
-
-
-def decoder(model: nn.Module) -> nn.Module:
-    """The model without its head."""
-    return model.get_decoder()
 
 
 @torch.no_grad()
@@ -120,7 +106,7 @@ def has_linear_head(model: nn.Module) -> bool:
         return probe.expand_as(logits)
 
     with without_dropout(model):  # some may be training: the dropout of adapters
-        hidden = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         with head.register_forward_hook(instead, prepend=True):
             left = model(input_ids=ids, use_cache=False).logits
     untouched = torch.equal(left.float(), probe.float().expand_as(left))

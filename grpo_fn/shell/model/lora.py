@@ -185,10 +185,9 @@ def adapter_folder(tensors: Mapping[str, Tensor], how: LoRA, base_name: str, fol
     plain_json = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(plain_json, indent=2, sort_keys=True))
-    saved = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensors[name].detach().cpu() for name in names}
-    save_file(
-        {name: x.contiguous() for name, x in saved.items()}, folder / "adapter_model.safetensors", {"format": "pt"}
-    )
+    plain = {name: f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}" for name in names}
+    saved = {plain[name]: tensors[name].detach().cpu().contiguous() for name in names}
+    save_file(saved, folder / "adapter_model.safetensors", {"format": "pt"})
     flush_tree(folder)
 
 

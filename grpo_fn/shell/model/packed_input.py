@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from grpo_fn.core.batch import by_width
 from grpo_fn.core.packing import (
@@ -30,6 +29,7 @@ from grpo_fn.shell.model.attention import PackedAttention, install, unusable_mas
 FULL, SLIDING = "full_attention", "sliding_attention"  # as configurations name the kinds of layers
 CLOSE = {torch.float64: 1e-4, torch.float32: 1e-4}  # how far states may be apart, of their largest entry
 ROUGH = 0.05  # in half precision
+REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 class ModelInput(NamedTuple):
@@ -48,11 +48,9 @@ class InputPacking(Protocol):
 
     def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
         """The rows as the model takes them."""
-        ...
 
     def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
         """The rows of micro-batches of at most `micro_tokens` tokens a device; -1 is a row that reads nothing."""
-        ...
 
 
 def pad_rows(model: nn.Module) -> InputPacking:
@@ -97,12 +95,8 @@ class PaddedInput:
     """Rows as they are."""
 
     fit = False
-
-    def __call__(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> ModelInput:
-        return padded_rows(tokens, mask)
-
-    def parts(self, tokens: Tensor, mask: Tensor, micro_tokens: int, devices: int) -> list[Int[Tensor, "b"]]:
-        return by_width(tokens, mask, micro_tokens, devices)
+    __call__ = staticmethod(padded_rows)
+    parts = staticmethod(by_width)
 
 
 class PackedInput:
@@ -144,7 +138,8 @@ def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | 
     states have to be those of padded rows.
     """
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or [window_kind(config)] * config.num_hidden_layers
+    alike = SLIDING if getattr(config, "sliding_window", None) else FULL
+    kinds = getattr(config, "layer_types", None) or [alike] * config.num_hidden_layers
     if odd := {*kinds} - {FULL, SLIDING} or ({"chunked"} if getattr(config, "attention_chunk_size", None) else None):
         return f"it has layers of {', '.join(sorted(odd))}"
     tokens, mask = probe(config.vocab_size, device)
@@ -154,20 +149,25 @@ def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | 
         got = states(model, stream)
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}, {str(error).splitlines()[0] if str(error) else 'without a word'}"
+    except REFUSALS as error:
+        return refusal(error)
     windows = [SLIDING if window else FULL for window in stream.model_kwargs["layout"].asked]
     if windows != [*kinds]:
         return f"its layers are {', '.join(kinds)}, and ask for {', '.join(windows) or 'nothing'}"
     read = torch.arange(tokens.shape[1], device=device) < read_lengths(mask)[:, None]
-    apart = float((got[stream.at[read]] - wanted.view(*read.shape, -1)[read]).abs().max() / wanted.abs().max())
+    return too_far_apart("states", got[stream.at[read]] - wanted.view(*read.shape, -1)[read], wanted)
+
+
+def refusal(error: Exception) -> str:
+    """The error of a model that does not take such a call, in one line."""
+    return f"{type(error).__name__}, {str(error).splitlines()[0] if str(error) else 'without a word'}"
+
+
+def too_far_apart(what: str, gap: Tensor, wanted: Tensor) -> str | None:
+    """How large the gap to what was `wanted` is, relative to its largest entry; None when that is rounding."""
+    apart = float(gap.abs().max() / wanted.abs().max())
     # Not the other way round: NaN is not close.
-    return None if apart <= CLOSE.get(wanted.dtype, ROUGH) else f"its states are {apart:.1g} apart"
-
-
-def window_kind(config: PretrainedConfig) -> str:
-    """What all layers are where the configuration does not tell them apart."""
-    return SLIDING if getattr(config, "sliding_window", None) else FULL
+    return None if apart <= CLOSE.get(wanted.dtype, ROUGH) else f"its {what} are {apart:.1g} apart"
 
 
 def probe(vocabulary: int, device: torch.device) -> tuple[Int[Tensor, "5 9"], Bool[Tensor, "5 9"]]:

@@ -4,7 +4,6 @@ Every rank digests the pieces that lie with it (`block_digests`), all ranks' pie
 whole (`combine_ranks`), which does not depend on where they lie: a piece that several ranks hold counts once.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from grpo_fn.core.checksums import block_digest, combine_digests, seed_of, total_digest
 from grpo_fn.core.json_lines import step_lines
 from grpo_fn.core.types import Batch, Scores
-from grpo_fn.shell.atomic_io import to_json
+from grpo_fn.shell.atomic_io import flush_file, to_json
 
 FILE = "digests.jsonl"
 
@@ -45,10 +44,8 @@ def block_digests(tensors: Mapping[str, Tensor]) -> Shares:
     found: Shares = {}
     for name, tensor in tensors.items():
         seed = seed_of(name, tensor.shape, tensor.dtype)
-        found[name] = (
-            seed,
-            [TensorBlock(*where, block_digest(x, where[0], tensor.shape, seed)) for where, x in local_blocks(tensor)],
-        )
+        here = local_blocks(tensor)
+        found[name] = seed, [TensorBlock(*where, block_digest(x, where[0], tensor.shape, seed)) for where, x in here]
     return found
 
 
@@ -76,8 +73,7 @@ def append(run_dir: Path, line: Mapping[str, Any]) -> None:
     """Add a step's line to digests.jsonl and wait until it is on the disk."""
     with open(run_dir / FILE, "ab") as file:
         file.write((to_json(line) + "\n").encode("ascii"))
-        file.flush()
-        os.fsync(file.fileno())
+    flush_file(run_dir / FILE)
 
 
 def read_checksums(run_dir: Path) -> dict[int, dict[str, Any]]:

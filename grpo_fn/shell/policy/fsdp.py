@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from math import isfinite
 from typing import Any
 
 import torch
@@ -48,9 +49,7 @@ class FSDPPolicy:
         world: World,
         data: dist.ProcessGroup | None,  # ranks that have rows of their own; None: this one has all
         reference_model: ReferenceModel | None,
-        dropout_modules: list[
-            nn.Module
-        ],  # dropout of adapters: on while training, off whenever log-probs are asked for
+        dropout_modules: list[nn.Module],  # of adapters: on while training, off whenever log-probs are asked for
         seed: int,
         micro_tokens: int,
         optimizer: Optimizer,
@@ -159,14 +158,18 @@ class FSDPPolicy:
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         with self.world.talking("gradient norm"):
             norm = float(gradient_norm([p.grad for p in params])) / self.scale
-        scale, finite = self.scale, norm == norm and abs(norm) != float("inf")
+        scale, finite = self.scale, isfinite(norm)
         self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
         if finite:
             clip_gradients_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
             if self._noted is not None:
                 grads = {name: x.grad for name, x in self.named_tensors().items() if x.grad is not None}
                 self._noted.gradients.append(block_digests(grads))
-            self._step()
+            factor = self.schedule(self.updates)
+            for group, lr in zip(self.optimizer.param_groups, self.base_lr, strict=True):
+                group["lr"] = lr * factor
+            self.optimizer.step()
+            self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.passes = 0
         if not finite and self.scale >= scale:
@@ -182,13 +185,6 @@ class FSDPPolicy:
             "optimizer/loss_scale": scale,
             "optimizer/overflows": float(self.skipped),
         }
-
-    def _step(self) -> None:
-        factor = self.schedule(self.updates)
-        for group, lr in zip(self.optimizer.param_groups, self.base_lr, strict=True):
-            group["lr"] = lr * factor
-        self.optimizer.step()
-        self.updates += 1
 
     def weights(self, *, trained: bool) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer once (a tied one under its first name), whole, one at a time.
@@ -212,23 +208,17 @@ class FSDPPolicy:
         The same however the model is spread over the ranks, all of which have to take part.
         """
         noted, self._noted = self._noted or StepChecksums(), None
-        mine = [
-            *noted.gradients,
-            block_digests({name: x for name, x in self.named_tensors().items() if x.requires_grad}),
-        ]
+        trained = {name: x for name, x in self.named_tensors().items() if x.requires_grad}
+        mine = [*noted.gradients, block_digests(trained)]
         *gradients, weights = map(combine_ranks, zip(*self.world.exchange(mine, what="digests"), strict=True))
         return {"gradients": hex_digest(combine_digests(gradients)), "weights": hex_digest(weights)}
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer once, as it lies on this rank, under the model's own names."""
-        self._reshard()
-        return hf.named_tensors(self.model)
-
-    def _reshard(self) -> None:
-        """Let go of weights that a pass without gradient has left gathered: they are copies, soon old ones."""
         for module in self.logprob_model.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule):  # a pass without gradient leaves weights gathered: copies, soon old ones
                 module.reshard()
+        return hf.named_tensors(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, live: what trains (with the buffers, if that is the whole model) and its moments."""

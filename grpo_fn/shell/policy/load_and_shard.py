@@ -1,7 +1,7 @@
 """Putting a model where it trains: loaded, given adapters, arranged over the devices; and where it is sampled from."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,8 +68,7 @@ class ModelSpec:
         tensor_parallel.divide(model, mesh["tensor"])
         self.prepare(model)
         logprob_model = self.logprob_model(model)
-        how = self.parallelism
-        how = how if trained else replace(how, offload=how.offload_reference)
+        how = self.parallelism if trained else replace(self.parallelism, offload=self.parallelism.offload_reference)
         shard(logprob_model, model, mesh, self.dtype, how)
         device = torch.device("cpu") if how.offload else world.device
         load_weights.load_shards(logprob_model, load_weights.folder_of(self.folder), device=device, prefix="model.")
@@ -93,37 +92,29 @@ def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> Load
     check_precision(placing.dtype, world.device)
     parallelism, adapters = placing.parallelism, placing.adapters
     plain = world.size == 1 and not parallelism.offload and placing.kept_in(True) == placing.dtype
+    copied = reference and adapters is None
     if plain:
         model = placing.full_model(world.device, placing.dtype)
         placing.prepare(model)
         logprob_model, data = placing.logprob_model(model), None
-        beside = (
-            placing.logprob_model(copy.deepcopy(model).requires_grad_(False))
-            if reference and adapters is None
-            else None
-        )
+        beside = placing.logprob_model(copy.deepcopy(model).requires_grad_(False)) if copied else None
     else:
         mesh = parallelism.mesh(world)
         logprob_model = placing.load_sharded(world, mesh, trained=True)
         data = mesh[DATA]._flatten("data").get_group() if world.size > 1 else None
-        beside = placing.load_sharded(world, mesh, trained=False) if reference and adapters is None else None
+        beside = placing.load_sharded(world, mesh, trained=False) if copied else None
+    reference_model = partial(nullcontext, beside) if copied else partial(without_adapters, logprob_model)
     return LoadedModel(
         logprob_model=logprob_model,
         data=data,
-        reference_model=reference_without_adapters(logprob_model, beside) if reference else None,
+        reference_model=reference_model if reference else None,
         dropout_modules=[] if adapters is None else lora.dropouts(logprob_model.model),
         decoding=(lambda: logprob_model.model) if plain else partial(placing.full_model, world.device, placing.dtype),
     )
 
 
-def reference_without_adapters(logprob_model: LogprobModel, beside: LogprobModel | None) -> ReferenceModel:
-    """The reference policy: the copy that stands beside, or the model itself without its adapters."""
-    if beside is not None:
-        return partial(nullcontext, beside)
-
-    @contextmanager
-    def bare():
-        with lora.switched_off(logprob_model.model):
-            yield logprob_model
-
-    return bare
+@contextmanager
+def without_adapters(logprob_model: LogprobModel) -> Iterator[LogprobModel]:
+    """Within it the model itself is the reference policy: its adapters are off."""
+    with lora.switched_off(logprob_model.model):
+        yield logprob_model

@@ -1,6 +1,7 @@
 """What a run keeps in memory on each device: sums over the model's weights, made before anything is allocated."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 GB = 1e9
@@ -56,10 +57,8 @@ class Memory(NamedTuple):
 
     def peak(self) -> int:
         """Bytes on the device at the fuller of the two times."""
-        training, sampling = (
-            sum(part.bytes for part in phase if not part.host) for phase in (self.training, self.sampling)
-        )
-        return sum(part.bytes for part in self.standing if not part.host) + max(training, sampling)
+        standing, training, sampling = (sum(part.bytes for part in phase if not part.host) for phase in self)
+        return standing + max(training, sampling)
 
     def host(self) -> int:
         """Bytes in the host's memory for each of its devices."""
@@ -92,17 +91,19 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
     """
     trained = sum(w.part for w in weights if w.trained)
     frozen = sum(w.part for w in weights if not w.trained)
+    root, whole = sizes_by_block(weights)[None], sum(w.whole for w in weights)
+    largest_trained = max(sizes_by_block(w for w in weights if w.trained).values(), default=0)
     standing = (
         Part("weights", WIDE * trained + how.width * frozen, how.offload),
         Part("optimizer state", moments, how.offload),
         Part("reference copy", how.reference * how.width * (trained + frozen), how.offload_reference),
-        Part("reference, gathered root", how.reference * how.gathers * how.width * _whole(weights, _in_root)),
-        Part("sampler's own copy", how.gathers * how.width * _whole(weights, _any)),
+        Part("reference, gathered root", how.reference * how.gathers * how.width * root),
+        Part("sampler's own copy", how.gathers * how.width * whole),
     )
     training = (
         Part("gradients", WIDE * trained, how.offload),
         Part("gathered weights", how.gathers * how.width * peak_gathered(weights, how)),
-        Part("gathered gradients", how.gathers * (how.width + WIDE) * _largest(weights, _trains)),
+        Part("gathered gradients", how.gathers * (how.width + WIDE) * largest_trained),
         Part("activations", passing.activations),
         Part("logits", passing.logits),
     )
@@ -111,33 +112,21 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
 
 def peak_gathered(weights: Sequence[Weight], how: Arrangement) -> int:
     """Numbers that lie gathered at once, at their most."""
-    blocks = [_whole(weights, lambda w, i=i: w.block == i) for i in sorted({w.block for w in weights} - {None})]
-    at_once = len(blocks) if not how.reshard_after_forward else 1 + how.prefetch
-    return _whole(weights, _in_root) + sum(sorted(blocks, reverse=True)[:at_once])
+    blocks = sizes_by_block(weights)
+    root = blocks.pop(None, 0)
+    at_once = 1 + how.prefetch if how.reshard_after_forward else len(blocks)
+    return root + sum(sorted(blocks.values(), reverse=True)[:at_once])
+
+
+def sizes_by_block(weights: Iterable[Weight]) -> Counter[int | None]:
+    """Numbers that each block gathers; the root under None."""
+    sizes: Counter[int | None] = Counter()
+    for weight in weights:
+        sizes[weight.block] += weight.whole
+    return sizes
 
 
 def logit_bytes(elements: int, vocabulary: int, hidden: int, tokens: int, width: int) -> int:
     """Of the head's backward pass: a chunk of logits several times over, and the gradient of the head's matrix."""
     chunk = min(max(1, elements // vocabulary), tokens) * vocabulary
     return chunk * (width + LOGITS_WIDE * WIDE) + vocabulary * hidden * (WIDE + width)
-
-
-def _whole(weights: Sequence[Weight], which: Callable[[Weight], bool]) -> int:
-    return sum(w.whole for w in weights if which(w))
-
-
-def _largest(weights: Sequence[Weight], which: Callable[[Weight], bool]) -> int:
-    units = {w.block for w in weights}
-    return max(sum(w.whole for w in weights if w.block == unit and which(w)) for unit in units)
-
-
-def _any(_: Weight) -> bool:
-    return True
-
-
-def _trains(weight: Weight) -> bool:
-    return weight.trained
-
-
-def _in_root(weight: Weight) -> bool:
-    return weight.block is None

@@ -5,6 +5,7 @@ watched for its activations is one of tensors without data.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -90,10 +91,8 @@ def weights(model: nn.Module, shard: int, tensor: int) -> list[tuple[Weight, boo
     found = []
     for name, p in model.named_parameters():
         first, *rest = _divided(name, p.shape, plan, tensor)
-        beside = torch.Size(rest).numel()
-        found.append(
-            (Weight(-(-first // shard) * beside, first * beside, p.requires_grad, block.get(id(p))), p.ndim >= 2)
-        )
+        part, whole = -(-first // shard) * prod(rest), first * prod(rest)
+        found.append((Weight(part, whole, p.requires_grad, block.get(id(p))), p.ndim >= 2))
     return found
 
 
@@ -128,9 +127,7 @@ def _samples(n: int) -> list[int]:
 
 
 def _extrapolated(n: int, costs: list[int]) -> int:
-    if len(costs) == 1:
-        return costs[0]
-    low, high = costs
+    low, high = costs[0], costs[-1]
     return low + (high - low) * (n // SAMPLE - 1)
 
 

@@ -1,7 +1,7 @@
 """How a model is spread over the devices of a run: a device mesh, and FSDP2 applied to the model from outside."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -49,22 +49,19 @@ class Parallelism:
 
     def shape(self, ranks: int, on_host: int) -> tuple[int, int, int]:
         """(replicate, shard, tensor) for so many ranks. Raises ValueError when they cannot be arranged like that."""
-        tensor = self.tp
-        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
-        odd = {k: v for k, v in sizes.items() if not (v in (REST, HOST) if isinstance(v, str) else v >= 1)}
-        if odd := odd | ({"tp": tensor} if tensor < 1 else {}):
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        if odd := {k: v for k, v in sizes.items() if not (v in (REST, HOST) if isinstance(v, str) else v >= 1)}:
             raise ValueError(f"parallelism: got {odd}, wanted numbers from 1, {REST!r} or {HOST!r}")
-        known = {REST: ranks // tensor, HOST: max(1, on_host // tensor)}
-        if list(sizes.values()).count(REST) > 1:
+        if self.dp_replicate == self.dp_shard == REST:
             raise ValueError(f"parallelism: got dp_replicate and dp_shard both {REST!r}, wanted one of them at most")
-        fixed = {k: known[HOST] if v == HOST else v for k, v in sizes.items() if v != REST}
-        whole = {k: fixed.get(k, known[REST] // max(1, prod(fixed.values()))) for k in sizes}
-        if whole["dp_replicate"] * whole["dp_shard"] * tensor != ranks:
+        fixed = {k: max(1, on_host // self.tp) if v == HOST else v for k, v in sizes.items() if v != REST}
+        shape = tuple(fixed.get(k, ranks // prod(fixed.values())) for k in sizes)
+        if prod(shape) != ranks:
             raise ValueError(
-                f"parallelism: got dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {tensor} for "
+                f"parallelism: got dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x tp {self.tp} for "
                 f"{ranks} ranks ({on_host} on this host), wanted a product of {ranks}"
             )
-        return whole["dp_replicate"], whole["dp_shard"], tensor
+        return shape
 
     def mesh(self, world: World) -> DeviceMesh:
         """The device mesh ("replicate", "shard", "tensor") of this world."""
@@ -105,12 +102,7 @@ def shard(root: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtyp
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    prefetching(layers, how.prefetch)
+    for i, layer in enumerate(layers):  # the next blocks' weights are gathered while one computes
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + how.prefetch])
+        layer.set_modules_to_backward_prefetch(layers[max(0, i - how.prefetch) : i][::-1])
     return root
-
-
-def prefetching(layers: Sequence[FSDPModule], ahead: int) -> None:
-    """Gather the weights of the next blocks while one computes, forward and backward."""
-    for i, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(list(layers[i + 1 : i + 1 + ahead]))
-        layer.set_modules_to_backward_prefetch(list(reversed(layers[max(0, i - ahead) : i])))

@@ -29,8 +29,7 @@ def adamw(
     weight_decay: float,
 ) -> torch.optim.Optimizer:
     """AdamW in one fused kernel: the fastest. Two moments of the weight's dtype, 8 bytes a float32 weight."""
-    groups = _groups(params, weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
+    return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
 
 
 def adamw_foreach(
@@ -44,8 +43,7 @@ def adamw_foreach(
 ) -> torch.optim.Optimizer:
     """AdamW in one kernel for each operation, for devices without the fused one. While it steps, it holds one more
     copy of the weights."""
-    groups = _groups(params, weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, foreach=True)
+    return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, foreach=True)
 
 
 def adamw_8bit(

@@ -120,22 +120,16 @@ def _odd(model: nn.Module, name: str, style: str, ranks: int) -> str | None:
     linear = part.get_base_layer() if is_layer(part) else part
     if not isinstance(linear, nn.Linear):
         return f"that is a {type(linear).__name__}, wanted a linear layer; or tensor 1"
-    return _uneven(linear, style, width if style in (APART, "rowwise") else None, ranks)
-
-
-def _uneven(linear: nn.Linear, style: str, width: int | None, ranks: int) -> str | None:
-    features = linear.out_features if style in COLUMNS else linear.in_features
-    if width and not features % width:
-        heads = features // width
-        return f"with {heads} heads, wanted a multiple of {ranks}" if heads % ranks else None
-    return f"with {features} features, wanted a multiple of {ranks}" if features % ranks else None
+    count, of_what = linear.out_features if style in COLUMNS else linear.in_features, "features"
+    if style in (APART, "rowwise") and width and not count % width:
+        count, of_what = count // width, "heads"
+    return f"with {count} {of_what}, wanted a multiple of {ranks}" if count % ranks else None
 
 
 def _beside_divided(model: nn.Module, plan: Plan) -> Iterator[str]:
     """Parameters of modules that lie beside a layer whose outputs stay apart, and of which the plan is silent."""
     parents = {name.rpartition(".")[0] for name in _with_style(plan, APART)}
-    for name, parameter in model.named_parameters():
-        del parameter
+    for name, _ in model.named_parameters():
         parts = name.split(".")
         above = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
         if parents.intersection(above) and not plan.keys() & set(above):

@@ -1,20 +1,15 @@
-"""Batches sampled ahead of the training that learns from them: generation and training overlap.
+"""Asynchronous sampling: batches are generated ahead of the training that learns from them.
 
-The requests of a run are known in advance: one after another, the next so many problems of the stream. While the policy
-trains on one batch, threads ask the engines for those that come next, and the step waits for what is left of it.
+The requests of a run are known in advance: one after another, the next so many problems of the stream. A batch begun
+under weights of version w (`load` makes a new one, once a step) and used under version v is v - w versions stale, at
+most `max_staleness`; groups that `group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and
+is `DataParallelSampler`, call by call.
 
-A batch begun under weights of version w (`load` makes a new one, once a step) and used under version v is v - w
-versions stale, at most `max_staleness`. That holds of groups that are learned from at once: those that
-`group_sampling.dynamic` lets wait are a version older still. 0 overlaps nothing and is `DataParallelSampler`, call by
-call.
-
-What new weights mean for completions that are under way when they come is the engine's to say. Mostly they are to end
-with the weights they began with (servers paused in mode "wait"), so new ones are only given when all that was begun is
-done: every token is a function of (version at the start, prompt, key, uid, g), the staleness of a batch is that of all
-its tokens, and resume and replay are as exact as the engine's arithmetic. Where the sampler says that it `mixes` (mode
-"keep": completions go on with the new weights) nothing is waited for. Then a row's tokens have several versions, the
-oldest of them within the bound, and where one ends and the next begins depends on the moment: such a run can go on from
-a checkpoint, but not be repeated.
+Mostly completions end with the weights they began with (servers paused in mode "wait"): `load` waits for all that was
+begun, every token is a function of (version at the start, prompt, key, uid, g), and resume and replay are as exact as
+the engine's arithmetic. Where the sampler `mixes` (mode "keep": completions go on with the new weights) nothing is
+waited for: a row's tokens have several versions, the oldest of them within the bound, and where one ends and the next
+begins depends on the moment. Such a run can go on from a checkpoint, but not be repeated.
 """
 
 import time
@@ -88,7 +83,7 @@ class AsyncSampler:
     @property
     def repeatable(self) -> bool:
         """Whether the same run brings the same tokens."""
-        return self.sampler.repeatable and not (self.max_staleness and self._mixes)
+        return self.sampler.repeatable and not (self.max_staleness and self.sampler.mixes)
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """As the sampler's own, once this batch and the next `max_staleness` are under way.
@@ -110,7 +105,7 @@ class AsyncSampler:
 
     def load(self, policy: Policy) -> None:
         """As the sampler's own: a new version. Unless the engine mixes versions, once all that was begun is done."""
-        if self.max_staleness and not self._mixes:
+        if self.max_staleness and not self.sampler.mixes:
             begun = partial(self._wait_for, self._queue)
             self.world.together(begun, what="completions that are under way before new weights come")
         self.spread.load(policy)
@@ -172,11 +167,6 @@ class AsyncSampler:
         self._queue.clear()
         self.spread.close()
 
-    @property
-    def _mixes(self) -> bool:
-        """Whether a completion may have tokens of several versions."""
-        return self.sampler.mixes
-
     def _line_up(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> None:
         """See to it that this batch stands first in the queue, and the next ones of the stream behind it."""
         asked = request_key(problems, group_size, key)
@@ -193,7 +183,7 @@ class AsyncSampler:
     def _start(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> PendingBatch:
         """Sample this rank's share in a thread."""
         share = engine_share(problems, self.sampler, self.world)
-        draw = partial(self.sampler.sample, share, group_size, key=key) if share else _nothing
+        draw = partial(self.sampler.sample, share, group_size, key=key) if share else lambda: None
         return start_sampling(request_key(problems, group_size, key), self.version, draw, self.world.device)
 
     def _age(self, begun: PendingBatch) -> int:
@@ -233,7 +223,3 @@ class AsyncSampler:
     def _complain(self, text: str) -> None:
         if len(self.complaints) < COMPLAINTS:
             self.complaints.append(text)
-
-
-def _nothing() -> None:
-    """What a rank without a share samples."""

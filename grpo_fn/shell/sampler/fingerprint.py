@@ -23,7 +23,7 @@ class Fingerprint(NamedTuple):
 
     def __add__(self, other: "Fingerprint") -> "Fingerprint":
         """That of both together."""
-        return Fingerprint(*(_wrapped(a + b) for a, b in zip(self, other, strict=True)))
+        return Fingerprint(*((a + b + 2**63) % 2**64 - 2**63 for a, b in zip(self, other, strict=True)))
 
     def __str__(self) -> str:
         """Both numbers in hexadecimal, without a sign."""
@@ -44,7 +44,3 @@ def weight_fingerprint(tensor: Tensor) -> Fingerprint:
         bits = bits.long()
         total += Fingerprint(int(bits.sum()), int((bits * bits).sum()))
     return total
-
-
-def _wrapped(x: int) -> int:
-    return (x + 2**63) % 2**64 - 2**63

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.core.types import Policy, Rollout
+from grpo_fn.core.types import Rollout, Sampler
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.sampler.fingerprint import Fingerprint
 from grpo_fn.shell.world import World
@@ -81,95 +81,48 @@ def verify_receipt(receipt: WeightReceipt) -> WeightReceipt:
 
 
 @runtime_checkable
-class EngineSampler(Protocol):
+class EngineSampler(Sampler, Protocol):
     """A sampler of one rank: what factories named by `sections.Sampling.sampler` return.
 
-    `sample`, `load` and `rest` are those of `core.types.Sampler`. Implementations: LocalSampler, VllmSampler.
+    Implementations: LocalSampler, VllmSampler.
     """
 
     max_rows: int  # sequences decoded at once
     complaints: list[str]  # texts for people, to be cleared once they are logged
-
-    @property
-    def ranks(self) -> int:
-        """Ranks that have one engine together."""
-        ...
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether it can sample while the policy trains."""
-        ...
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether the same request brings the same tokens."""
-        ...
-
-    @property
-    def mixes(self) -> bool:
-        """Whether a completion may have tokens of several versions of the weights."""
-        ...
-
-    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
-        """G completions of every problem; row b = p * G + g depends on (weights, prompt, key, uid, g) alone."""
-        ...
-
-    def load(self, policy: Policy) -> None:
-        """Weight sync: take the policy's weights."""
-        ...
-
-    def rest(self) -> None:
-        """Nothing is sampled before the next `load`."""
-        ...
+    ranks: int  # that have one engine together
+    overlaps: bool  # whether it can sample while the policy trains
+    repeatable: bool  # whether the same request brings the same tokens
+    mixes: bool  # whether a completion may have tokens of several versions of the weights
 
     def figures(self) -> dict[str, float]:
         """Metrics since the last call."""
-        ...
 
     def for_evaluation(
         self, token_sampler: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], check: Callable[[], None] = never_stop
     ) -> "EngineSampler":
         """The same engine, drawing with `token_sampler`; `check` is called often, and may raise to end `sample`."""
-        ...
 
     def close(self) -> None:
         """End the engine."""
-        ...
 
 
 @runtime_checkable
-class TrainingSampler(Protocol):
-    """The sampler of a run, on all ranks: `core.types.Sampler`, and what the loop needs to save, log and go on."""
+class TrainingSampler(Sampler, Protocol):
+    """The sampler of a run, on all ranks, with what the loop needs to save, log and go on."""
 
     max_staleness: int  # batches sampled ahead
 
-    def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
-        """G completions of every problem, from all ranks."""
-        ...
-
-    def load(self, policy: Policy) -> None:
-        """Weight sync: take the policy's weights."""
-        ...
-
-    def rest(self) -> None:
-        """Nothing is sampled before the next `load`."""
-        ...
-
     def drain(self) -> list[dict[str, Any]]:
         """All batches sampled ahead, for a checkpoint."""
-        ...
 
     def refill(self, drained: Sequence[Mapping[str, Any]]) -> None:
         """Take back what was drained."""
-        ...
 
     def figures(self) -> dict[str, float]:
         """Metrics since the last call."""
-        ...
 
     def messages(self) -> list[str]:
         """Lines for the log since the last call."""
-        ...
 
 
 @runtime_checkable
@@ -189,23 +142,18 @@ class InferenceEngine(Protocol):
 
         `on_answer` is called with every answer when it comes, in whatever thread that is.
         """
-        ...
 
     def push(self, weights: Iterator[tuple[str, Tensor]], *, version: int) -> WeightReceipt:
         """Take these weights, under the names of the model folder; nothing drawn before is remembered."""
-        ...
 
     def rest(self) -> None:
         """The device is wanted for training: hold as little of it as possible until the next push."""
-        ...
 
     def figures(self) -> dict[str, float]:
         """What there is to tell since it was last asked, for the metrics."""
-        ...
 
     def close(self) -> None:
         """The engine is not needed any more."""
-        ...
 
 
 def check_limits(stop: Sequence[str], **limits: int) -> None:

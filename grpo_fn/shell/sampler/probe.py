@@ -6,6 +6,7 @@ whatever its checksums say.
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Probe:
         """
         few = min(self.new_tokens, spread.sampler.max_new_tokens)
         short = replace(spread.sampler, max_new_tokens=few, on_completion=None)
-        prompt = self.prompt(short, None if max_positions is None else max_positions - short.max_new_tokens)
+        prompt = self.prompt(short, None if max_positions is None else max_positions - few)
         problems = [Problem(uid, prompt, "", {}) for uid in range(spread.engines)]
         rollout = DataParallelSampler(short, spread.world).sample(problems, 1, key=key)
         gap = (policy.logp(rollout) - rollout.logp_sampled).abs()
@@ -63,14 +64,9 @@ class Probe:
 
     def prompt(self, sampler: object, max_positions: int | None) -> str:
         """A text of `prompt_tokens` tokens or a few more; of fewer where they do not fit."""
-        wanted = self.prompt_tokens if max_positions is None else min(self.prompt_tokens, max_positions)
-        text = TEXT
-        while len(sampler.encode(sampler.tokenizer, text)) < wanted:
+        text, most = TEXT, inf if max_positions is None else max_positions
+        while len(sampler.encode(sampler.tokenizer, text)) < min(self.prompt_tokens, most):
             text += TEXT
-        while (
-            max_positions is not None
-            and len(sampler.encode(sampler.tokenizer, text)) > max_positions
-            and len(text) > CUT
-        ):
+        while len(sampler.encode(sampler.tokenizer, text)) > most and len(text) > CUT:
             text = text[:-CUT]
         return text

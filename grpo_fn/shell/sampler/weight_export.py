@@ -54,14 +54,9 @@ def export_weights(policy: FSDPPolicy | FixedWeights, context: SamplerContext) -
     has to go through all of it.
     """
     tensors = PolicyWeights(policy.named_tensors(), policy.world)
+    tied = context.config.get_text_config().tie_word_embeddings
     for name, tensor in tensors.items() if context.adapters is None else lora.merge_adapters(tensors, context.adapters):
         given = tensor.to(context.dtype) if tensor.is_floating_point() else tensor
         yield name, given
-        if is_tied_embedding(name, context):
+        if tied and name.endswith("embed_tokens.weight"):
             yield HEAD, given
-
-
-def is_tied_embedding(name: str, context: SamplerContext) -> bool:
-    """Whether this weight is the head's, too."""
-    tied = context.config.get_text_config().tie_word_embeddings
-    return tied and name != HEAD and name.endswith("embed_tokens.weight")

@@ -177,7 +177,7 @@ def test_the_tensors_under_a_prefix_are_read_without_it_and_nothing_else(tensors
         assert {k: bits(v) for k, v in store.read_tensors(path, "w.").items()} == {
             k: bits(v) for k, v in tensors.items()
         }
-        assert store.checkpoint_tensors(path) == {k: (tuple(v.shape), v.dtype) for k, v in both.items()}
+        assert tensor_shards.folder_tensors(path) == {k: (tuple(v.shape), v.dtype) for k, v in both.items()}
 
 
 @given(st.dictionaries(names, tensor(), min_size=1, max_size=4), st.data())
@@ -218,13 +218,13 @@ def test_an_index_that_would_run_something_is_refused(root):
     for value in (Evil(), Dotted(), torch.nn.Linear):
         (path / tensor_shards.INDEX).write_bytes(pickle.dumps(value))
         with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
-            store.checkpoint_tensors(path)
+            tensor_shards.folder_tensors(path)
     dotted = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.system\x93."
     (path / tensor_shards.INDEX).write_bytes(
         dotted.replace(b"\x27", bytes([len("torch.distributed.checkpoint.filesystem")]))
     )
     with pytest.raises(pickle.UnpicklingError, match="wanted nothing but descriptions"):
-        store.checkpoint_tensors(path)
+        tensor_shards.folder_tensors(path)
     assert not (root / "broken_into").exists()
 
 

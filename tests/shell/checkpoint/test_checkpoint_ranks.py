@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from grpo_fn.shell import atomic_io
 from grpo_fn.shell.checkpoint import async_saver, store, tensor_shards
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver, Retention
-from grpo_fn.shell.checkpoint.store import checkpoint_tensors, latest_verified, load_into, read_tensors
+from grpo_fn.shell.checkpoint.store import latest_verified, load_into, read_tensors
 from grpo_fn.shell.world import World, alone
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_any_ranks_in_any_layout_read_the_bits_that_any_ranks_wrote(tmp_path: Pa
     assert store.blobs(saved.path) == {"who": [0]}
     whole = read_tensors(saved.path, "")
     assert list(whole) == sorted(found, key=list(whole).index)
-    for name, (shape, dtype) in checkpoint_tensors(saved.path).items():
+    for name, (shape, dtype) in tensor_shards.folder_tensors(saved.path).items():
         right = truth(SHAPES[int(name.split(".")[1])], DTYPES[int(name.split(".")[2])])
         assert (shape, dtype) == (tuple(right.shape), right.dtype)
         assert bits(whole[name]) == bits(right), name

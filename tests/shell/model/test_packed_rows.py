@@ -459,10 +459,10 @@ def test_kernels_for_unequal_rows_are_told_of_the_same_rows(kernel, some, window
     layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))
-    knobs = {"window": window, "scale": 0.3, "dropout": 0.0, "cap": None}
-    wanted = attention.bucketed_attention(q, k, v, layout, **knobs, core=attention.sdpa_attention)
+    how = attention.AttentionSpec(window, scale=0.3, dropout=0.0, cap=None, eager=False)
+    wanted = attention.bucketed_attention(q, k, v, layout, how, core=attention.sdpa_attention)
     torch.testing.assert_close(
-        attention.bucketed_attention(q, k, v, layout, **knobs, core=attention.eager_attention),
+        attention.bucketed_attention(q, k, v, layout, how, core=attention.eager_attention),
         wanted,
         rtol=0,
         atol=1e-12,
@@ -471,6 +471,6 @@ def test_kernels_for_unequal_rows_are_told_of_the_same_rows(kernel, some, window
         patch.setattr("torch.nn.attention.varlen.varlen_attn", as_torch_has_it)
         patch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=as_flash_has_it))
         attention.knows_groups.cache_clear()
-        got = getattr(attention, kernel)(q, k, v, layout, **knobs)
+        got = getattr(attention, kernel)(q, k, v, layout, how)
     attention.knows_groups.cache_clear()
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)

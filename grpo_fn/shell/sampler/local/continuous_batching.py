@@ -245,11 +245,8 @@ class ContinuousBatching:
         """Rows end where they have completed a stop string."""
         live, there = self.engine.live, slot.to(self.u.device)
         live.suspect[there] = False
-        rows = live.tokens[there].tolist()
-        length = drawn[slot].tolist()
-        found = self.stops.first(
-            [row[:n] for row, n in zip(rows, length, strict=True)], (drawn[slot] - self.seen[slot]).tolist()
-        )
+        rows = zip(live.tokens[there].tolist(), drawn[slot].tolist(), strict=True)
+        found = self.stops.first([row[:n] for row, n in rows], (drawn[slot] - self.seen[slot]).tolist())
         hit, at = slot[[n > 0 for n in found]], torch.tensor([n for n in found if n], dtype=torch.long)
         drawn[hit], ended[hit], stopped[hit] = at, True, True
         live.ended[hit.to(self.u.device)] = True

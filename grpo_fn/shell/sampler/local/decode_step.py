@@ -146,14 +146,8 @@ class DecodeEngine:
 
     def ready(self, need: Need, marks: Marks) -> None:
         """Have at least that much room, for `need.new` tokens a row, and no row in it."""
-        rows, prompts, longest = (
-            f(n)
-            for f, n in zip(
-                (self.sizes.rows, self.sizes.rows, self.sizes.columns),
-                (need.rows, need.prompts, need.longest),
-                strict=True,
-            )
-        )
+        rows, prompts = self.sizes.rows(need.rows), self.sizes.rows(need.prompts)
+        longest = self.sizes.columns(need.longest)
         if not self.fits(rows, prompts, longest, need.new, len(marks.ends)):
             if self.drawn is not None:
                 rows = max(rows, self.drawn.count)
@@ -201,8 +195,7 @@ class DecodeEngine:
         if self.drawn is None:
             return
         device = self.marks.ends.device
-        small = device.type == "cuda" and self.drawn.bytes + self.prompts.bytes <= KEEP * memory_budget(device)
-        if not small:
+        if device.type != "cuda" or self.drawn.bytes + self.prompts.bytes > KEEP * memory_budget(device):
             self.drop()
 
     def drop(self) -> None:
@@ -214,8 +207,8 @@ class DecodeEngine:
 
 def memory_budget(device: torch.device) -> float:
     """Bytes of the device that this process may take."""
-    share = getattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 1.0)
-    return share(device) * torch.cuda.get_device_properties(device).total_memory
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return share * torch.cuda.get_device_properties(device).total_memory
 
 
 def build_engine(model: nn.Module) -> DecodeEngine:
@@ -248,8 +241,8 @@ def decoding_unsupported_reason(model: nn.Module, device: torch.device) -> str |
         return packed_input.packing_unsupported_reason(model, device) or decoding_difference(model, device)
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}, {str(error).splitlines()[0] if str(error) else 'without a word'}"
+    except packed_input.REFUSALS as error:
+        return packed_input.refusal(error)
 
 
 def decoding_difference(model: nn.Module, device: torch.device) -> str | None:
@@ -274,10 +267,4 @@ def decoding_difference(model: nn.Module, device: torch.device) -> str | None:
             context = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, attended=attend)
             got.append(forward_step(model, token, (start + t)[:, None], context, 1)[:, -1])
     wanted = torch.stack(wanted)
-    apart = float((torch.stack(got, 1) - wanted).abs().max() / wanted.abs().max())
-    # Not the other way round: NaN is not close.
-    return (
-        None
-        if apart <= packed_input.CLOSE.get(wanted.dtype, packed_input.ROUGH)
-        else f"its logits are {apart:.1g} apart"
-    )
+    return packed_input.too_far_apart("logits", torch.stack(got, 1) - wanted, wanted)

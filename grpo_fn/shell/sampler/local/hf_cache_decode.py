@@ -39,15 +39,10 @@ def decode(
             some = list(prompts[i : i + at_once])
             parts.append(batch(model, some, taken, token_sampler=token_sampler, ends=ends, pad=pad, check=check))
             if ended is not None:
-                report_ended(parts[-1], i * group + j, ended)
+                fields = (x.tolist() for x in (parts[-1].tokens, parts[-1].length, parts[-1].stopped))
+                for row, (tokens, n, stopped) in enumerate(zip(*fields, strict=True), i * group + j):
+                    ended(row, tokens[:n], stopped)
     return DecodedRows(*(torch.cat(field) for field in zip(*parts, strict=True)))
-
-
-def report_ended(part: DecodedRows, first: int, ended: Ended) -> None:
-    """Rows that follow one another have ended."""
-    fields = (part.tokens.tolist(), part.length.tolist(), part.stopped.tolist())
-    for row, (tokens, n, stopped) in enumerate(zip(*fields, strict=True)):
-        ended(first + row, tokens[:n], stopped)
 
 
 def batch(

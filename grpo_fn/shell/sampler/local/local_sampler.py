@@ -36,8 +36,6 @@ from grpo_fn.shell.sampler.local.decode_step import (
 from grpo_fn.shell.sampler.local.stop_strings import Stops
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 
-__all__ = ["LocalSampler", "TokenSampler", "local"]
-
 
 class SharedDecoder:
     """What a sampler, and those that differ from it in how they choose tokens, have together from call to call.
