@@ -1,4 +1,4 @@
-"""Which groups a step learns from: `(explore, carried) -> Harvest`.
+"""Which groups a step learns from: `(explore, carried) -> GroupBatch`.
 
 `explore(first, count)` samples and scores problems first, ..., first + count - 1 of the stream.
 """

@@ -48,11 +48,8 @@ def merge(a: Stat, b: Stat) -> Stat:
 
 def merge_all(tables: list[dict[str, Stat]]) -> dict[str, Stat]:
     """Merge tables of statistics name by name."""
-
-    def both(left: dict[str, Stat], right: dict[str, Stat]) -> dict[str, Stat]:
-        return {**left, **{k: merge(left[k], s) if k in left else s for k, s in right.items()}}
-
-    return reduce(both, tables, {})
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: reduce(merge, (table[name] for table in tables if name in table)) for name in names}
 
 
 def extent(prefix: str, s: Stat) -> dict[str, float]:
@@ -69,12 +66,11 @@ def extent_and_std(prefix: str, s: Stat) -> dict[str, float]:
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     """Lengths in sampled tokens and the share of rows that ran into the limit."""
     length = rollout.mask.sum(-1)
-    everything = torch.ones_like(rollout.truncated)
     return {
         "generation/rows": float(len(length)),
         "generation/tokens": float(length.sum()),
         "generation/truncated": float(rollout.truncated.double().mean()),
-        **extent("generation/length_", stat(length, everything)),
+        **extent("generation/length_", stat(length, torch.ones_like(rollout.truncated))),
     }
 
 
@@ -95,11 +91,8 @@ def reward_metrics(reward: Reward) -> dict[str, float]:
 
 def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[str, float]:
     """Spread over valid samples and the share of groups without signal (every advantage zero)."""
-    silent = (adv == 0).all(-1)
-    return {
-        **extent_and_std("advantage/", stat(adv, valid)),
-        "advantage/zero_variance_groups": float(silent.double().mean()),
-    }
+    silent = float((adv == 0).all(-1).double().mean())
+    return {**extent_and_std("advantage/", stat(adv, valid)), "advantage/zero_variance_groups": silent}
 
 
 def of_learning(stats: Mapping[str, Stat]) -> dict[str, float]:

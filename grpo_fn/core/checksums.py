@@ -11,6 +11,7 @@ finds faults, not forgers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from hashlib import sha256
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_fn.core.batch import lengths
+from grpo_fn.core.prng import to_int64
 from grpo_fn.core.types import Batch, Reward, Rollout, Scores
 
 # In the order in which a step makes them: what comes first explains what follows.
@@ -59,12 +62,9 @@ def block_digest(part: Tensor, offset: Sequence[int], shape: Sequence[int], seed
 
 def element_positions(size: Sequence[int], offset: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
     """Where the elements of a block at `offset` lie in the whole tensor, counted row by row; of the block's size."""
-    place, stride = torch.zeros([1] * len(size), dtype=torch.int64, device=device), 1
-    for axis in reversed(range(len(size))):
-        along = (torch.arange(size[axis], device=device) + offset[axis]) * stride
-        place = place + along.view([-1 if other == axis else 1 for other in range(len(size))])
-        stride *= shape[axis]
-    return place
+    axes = zip(size, offset, torch.empty(shape, device="meta").stride(), strict=True)
+    along = [(torch.arange(length, device=device) + start) * stride for length, start, stride in axes]
+    return reduce(torch.add, torch.meshgrid(*along, indexing="ij"))
 
 
 def total_digest(seed: int, shares: Iterable[int]) -> int:
@@ -89,11 +89,6 @@ def logical_shift_right(z: Int[Tensor, "*N"], by: int) -> Int[Tensor, "*N"]:
     return (z >> by) & (2 ** (64 - by) - 1)
 
 
-def to_int64(word: int) -> int:
-    """The int64 with the same bits as the word modulo 2^64."""
-    return (word + 2**63) % 2**64 - 2**63
-
-
 def hex_digest(number: int) -> str:
     """Sixteen hex digits."""
     return f"{number:016x}"
@@ -104,22 +99,17 @@ def hex_digest(number: int) -> str:
 
 def rollout_checksums(rollout: Rollout) -> int:
     """Of every row's tokens and which of them were sampled, up to the last sampled one, and of what was truncated."""
-    column = torch.arange(rollout.mask.shape[1], device=rollout.mask.device)
-    length = ((column + 1) * rollout.mask).amax(-1)
-    inside = column < length[:, None]  # padding may be anything, and as wide as the rows beside it
+    length = lengths(rollout.mask)
+    # Padding may be anything, and as wide as the rows beside it.
+    inside = torch.arange(rollout.mask.shape[1], device=length.device) < length[:, None]
     parts = (length, rollout.tokens.long()[inside], rollout.mask[inside], rollout.truncated)
     return combine_digests(digest(part) for part in parts)
 
 
 def reward_checksums(reward: Reward) -> int:
     """Of the rewards, of which are valid, and of every part by its name."""
-    parts = [x for name in sorted(reward.parts) for x in (hash_name(name), digest(reward.parts[name]))]
+    parts = [x for name in sorted(reward.parts) for x in (seed_of(name, (), torch.int64), digest(reward.parts[name]))]
     return combine_digests([digest(reward.value), digest(reward.valid), *parts])
-
-
-def hash_name(name: str) -> int:
-    """A name as a number."""
-    return seed_of(name, (), torch.int64)
 
 
 def of_sampled(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> int:

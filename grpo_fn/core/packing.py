@@ -34,21 +34,17 @@ def read_lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
     return (column * mask).amax(-1) if mask.shape[1] else mask.new_zeros(len(mask), dtype=torch.long)
 
 
-def first_with_same_prompt(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
-    """The first row with the same prompt, to the last token; a row without a prompt has none like it."""
-    length, seen = prompt_lengths(mask).tolist(), {}
-    prompts = [tuple(row[:n]) or b for b, (row, n) in enumerate(zip(tokens.tolist(), length, strict=True))]
-    return torch.tensor([seen.setdefault(prompt, b) for b, prompt in enumerate(prompts)], device=tokens.device)
-
-
 def share_prompts(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
     """Every prompt is read once, by the first of the rows that begin with it.
 
     (Liu et al. 2025, "Prefix Grouper", arXiv:2506.05433: gradients are those of reading it in every row.)
     """
-    first = first_with_same_prompt(tokens, mask)
+    length, seen = prompt_lengths(mask), {}
+    # A row without a prompt has none like it: its own number stands for one.
+    prompts = [tuple(row[:n]) or b for b, (row, n) in enumerate(zip(tokens.tolist(), length.tolist(), strict=True))]
+    first = torch.tensor([seen.setdefault(prompt, b) for b, prompt in enumerate(prompts)], device=tokens.device)
     row = torch.arange(len(tokens), device=tokens.device)
-    return Spans(torch.where(first == row, 0, prompt_lengths(mask)), read_lengths(mask), first)
+    return Spans(torch.where(first == row, 0, length), read_lengths(mask), first)
 
 
 def each_reads_its_prompt(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:

@@ -40,7 +40,7 @@ def key(seed: int, *, device: torch.device | str) -> Int[Tensor, "2"]:
     """
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: got {seed}, wanted an integer in [0, 2^64)")
-    return torch.tensor([_signed(seed), 0], dtype=torch.int64, device=device)
+    return torch.tensor([to_int64(seed), 0], dtype=torch.int64, device=device)
 
 
 def fold_in(key: Int[Tensor, "*K 2"], *data: int | Int[Tensor, "..."]) -> Int[Tensor, "*N 2"]:
@@ -121,6 +121,11 @@ def permutation(key: Int[Tensor, "*K 2"], n: int) -> Int[Tensor, "*K n"]:
     return _bits64(key, (n,)).argsort(dim=-1, stable=True)
 
 
+def to_int64(x: int) -> int:
+    """The int64 with the bits of the integer x modulo 2^64."""
+    return (x + 2**63) % 2**64 - 2**63
+
+
 _SIGNIFICAND = {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -177,11 +182,6 @@ def _join(high: Tensor, low: Tensor) -> Tensor:
     return (high << 32) | low
 
 
-def _signed(x: int) -> int:
-    """The int64 with the bits of the integer x modulo 2^64."""
-    return (x + 2**63) % 2**64 - 2**63
-
-
 def _as_int64(datum: int | Tensor) -> int | Tensor:
     if isinstance(datum, Tensor):
         if datum.dtype.is_floating_point or datum.dtype.is_complex or datum.dtype == torch.bool:
@@ -189,4 +189,4 @@ def _as_int64(datum: int | Tensor) -> int | Tensor:
         return datum.view(torch.int64) if datum.dtype == torch.uint64 else datum.to(torch.int64)
     if not -(2**63) <= datum < 2**64:
         raise ValueError(f"data: got {datum}, wanted an integer of 64 bits")
-    return _signed(datum)
+    return to_int64(datum)

@@ -98,23 +98,18 @@ class Policy(Protocol):
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         """Scores of the batch's tokens, and the map from their cotangent to accumulated parameter gradients."""
-        ...
 
     def set_accumulation_steps(self, parts: int) -> None:
         """Set the number of micro-batches before the next update; gradient all-reduce may wait for the last of them."""
-        ...
 
     def logp(self, rollout: Rollout) -> Float[Tensor, "B T"]:
         """Log-probabilities without gradients, for `logp_old`."""
-        ...
 
     def reference(self, rollout: Rollout) -> Float[Tensor, "B T"] | None:
         """Log-probabilities under the frozen reference; None when the policy keeps none."""
-        ...
 
     def update(self) -> dict[str, float]:
         """Clip, take one optimizer step, clear the gradients; returns what it did."""
-        ...
 
 
 @runtime_checkable
@@ -123,12 +118,9 @@ class Sampler(Protocol):
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem; row b = p * G + g depends on (weights, prompt, key, uid, g) alone."""
-        ...
 
     def load(self, policy: Policy) -> None:
         """Take the policy's weights."""
-        ...
 
     def rest(self) -> None:
         """Nothing is sampled before the next `load`: the device is wanted for training."""
-        ...

@@ -40,10 +40,7 @@ class World:
     def __init__(self, rank: int, size: int, device: torch.device, *, deadline: float) -> None:
         if deadline <= 0:
             raise ValueError(f"deadline: got {deadline} s, wanted more than 0")
-        self.rank = rank
-        self.size = size
-        self.device = device
-        self.deadline = deadline
+        self.rank, self.size, self.device, self.deadline = rank, size, device, deadline
         self.where: Callable[[], str] = lambda: "the start"  # step and phase, set by the loop
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # around all talk, for a profiler
         self._waits: list[tuple[float, str]] = []  # since when, for what; the innermost last
@@ -108,7 +105,7 @@ class World:
             with self.mark(what):
                 yield
         except (dist.DistError, RuntimeError) as error:
-            if not _is_lost(error):
+            if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in _LOST):
                 raise
             waited = time.monotonic() - self._waits[-1][0]
             raise LostRank(
@@ -214,11 +211,6 @@ def find_device(name: str, local: int) -> torch.device:
 _TORCHRUN = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
 # What gloo, NCCL and the rendezvous say when a peer is gone or late; anything else is a fault of the program.
 _LOST = ("gloo", "nccl", "connection", "timed out", "timeout", "broken pipe")
-
-
-def _is_lost(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(word in text for word in _LOST)
 
 
 def _attempt(f: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -22,7 +22,7 @@ def words(hexes: str) -> tuple[torch.Tensor, ...]:
 
 
 def make_key(seed: int, offset: int = 0) -> torch.Tensor:
-    return torch.tensor([prng._signed(seed), prng._signed(offset)])
+    return torch.tensor([prng.to_int64(seed), prng.to_int64(offset)])
 
 
 def unit(key, *shape, dtype=torch.float32):

@@ -6,8 +6,6 @@ wait in (forward, backward, ...), lie over the operators as ranges.
 """
 
 import gzip
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
+from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging.stopwatch import Mark
 from grpo_fn.shell.world import World
 
@@ -52,7 +51,8 @@ class Profiler:
             yield
             return
         with span("profile"):
-            recorder = profile(activities=activities(self.world))
+            on_cpu = self.world.device.type == "cpu"
+            recorder = profile(activities={ProfilerActivity.CPU} if on_cpu else supported_activities())
             recorder.start()
         self._recording = True
         try:
@@ -66,20 +66,9 @@ class Profiler:
             write_trace(recorder, self.folder / f"rank{self.world.rank}.{step}.pt.trace.json.gz")
 
 
-def activities(world: World) -> set[ProfilerActivity]:
-    """What is recorded: the CPU, and the device that the run is on."""
-    return {ProfilerActivity.CPU} if world.device.type == "cpu" else supported_activities()
-
-
 def write_trace(recorder: profile, path: Path) -> None:
     """The trace, compressed; a reader finds the whole file or none."""
-    beside = path.with_name(f".{path.name}.tmp")
-    try:
-        with TemporaryDirectory() as folder:
-            plain = Path(folder) / "trace.json"
-            recorder.export_chrome_trace(str(plain))
-            with open(plain, "rb") as long, gzip.open(beside, "wb", compresslevel=QUICKLY) as short:
-                shutil.copyfileobj(long, short)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with TemporaryDirectory() as folder:
+        plain = Path(folder) / "trace.json"
+        recorder.export_chrome_trace(str(plain))
+        write_bytes(path, gzip.compress(plain.read_bytes(), compresslevel=QUICKLY))

@@ -3,6 +3,7 @@
 import gzip
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_fn.core.batch import lengths
 from grpo_fn.core.json_lines import json_rows
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Groups, Reward, Rollout
@@ -87,27 +89,13 @@ def rollout_rows(
     """The rows of a step's file, in order. Raises ValueError where there are not `group_size` for each problem."""
     if len(problems) * group_size != len(rollout.text):
         raise ValueError(f"got {len(rollout.text)} rows for {len(problems)} problems x {group_size}, wanted P * G")
-    mask = rollout.mask.cpu()
-    lengths = mask.sum(-1).tolist()
-    last = (mask * torch.arange(1, mask.shape[1] + 1)).amax(-1).tolist() if mask.numel() else [0] * len(mask)
-    columns = zip(
-        ((problem, g) for problem in problems for g in range(group_size)),
-        rollout.text,
-        rollout.tokens.tolist(),
-        mask.int().tolist(),
-        (x.tolist() for x in rollout.logp_sampled.detach().cpu()[mask].split(lengths)),
-        lengths,
-        last,
-        rollout.truncated.tolist(),
-        reward.value.flatten().tolist(),
-        reward.valid.flatten().tolist(),
-        adv.flatten().tolist(),
-        strict=True,
-    )
+    mask, logp = rollout.mask.cpu(), rollout.logp_sampled.detach().cpu()
+    ends = lengths(mask).tolist() if mask.numel() else [0] * len(mask)
+    columns = (rollout.tokens, rollout.truncated, reward.value.flatten(), reward.valid.flatten(), adv.flatten())
     parts = {name: value.flatten().tolist() for name, value in reward.parts.items()}
-    for b, ((problem, g), text, tokens, sampled, logp, length, end, *rest) in enumerate(columns):
-        truncated, value, valid, advantage = rest
-        end = end or len(sampled)
+    rows = zip(product(problems, range(group_size)), rollout.text, *(x.tolist() for x in columns), strict=True)
+    for b, ((problem, g), text, tokens, truncated, value, valid, advantage) in enumerate(rows):
+        end = ends[b] or mask.shape[1]
         yield {
             "uid": problem.uid,
             "g": g,
@@ -118,9 +106,9 @@ def rollout_rows(
             "parts": {name: column[b] for name, column in parts.items()},
             "valid": valid,
             "advantage": advantage,
-            "length": length,
+            "length": int(mask[b].sum()),
             "truncated": truncated,
             "tokens": tokens[:end],
-            "mask": sampled[:end],
-            "logp_sampled": logp,
+            "mask": mask[b, :end].int().tolist(),
+            "logp_sampled": logp[b][mask[b]].tolist(),
         }

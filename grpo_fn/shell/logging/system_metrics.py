@@ -1,6 +1,7 @@
 """What the process uses of its machine."""
 
 import sys
+from contextlib import suppress
 
 import psutil
 import torch
@@ -20,15 +21,9 @@ def usage() -> dict[str, float]:
     for i in range(torch.cuda.device_count()):
         found[f"system/gpu{i}_memory_gb"] = torch.cuda.memory_allocated(i) / 1e9
         found[f"system/gpu{i}_memory_peak_gb"] = torch.cuda.max_memory_allocated(i) / 1e9
-        found |= _utilization(i)
+        with suppress(Exception):  # no nvidia-ml-py or driver library, a MIG slice: a missing gauge must not end a run
+            found[f"system/gpu{i}_utilization"] = float(torch.cuda.utilization(i))
     if COMPILER in sys.modules:  # asking would import it, which takes seconds
         graphs = recompilations()
         found |= {"system/compiled_graphs": float(graphs.built), "system/recompilations": float(graphs.again)}
     return found
-
-
-def _utilization(i: int) -> dict[str, float]:
-    try:
-        return {f"system/gpu{i}_utilization": float(torch.cuda.utilization(i))}
-    except Exception:  # no nvidia-ml-py, no driver library, a MIG slice: a missing gauge must not end a run
-        return {}

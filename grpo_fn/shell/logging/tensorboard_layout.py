@@ -18,11 +18,6 @@ def lines(*tags: str) -> Chart:
     return "Multiline", [f"(?:{tag})$" for tag in tags]
 
 
-def margin_chart(tag: str) -> Chart:
-    """A line between the ends of its interval, `tag`_low and `tag`_high."""
-    return "Margin", [tag, f"{tag}_low", f"{tag}_high"]
-
-
 OF_REWARD = "mean|std|min|max|correct_rate|invalid|timeouts|worker_crashes|protocol_errors|exceptions"
 OF_EVAL = (
     r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|lag_steps|seconds|(pass|maj)@\d+"
@@ -48,7 +43,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "compiled graphs": lines("system/(compiled_graphs|recompilations)"),
     },
     "Learning": {
-        "held-out accuracy, 95 %": margin_chart("eval/accuracy"),
+        "held-out accuracy, 95 %": ("Margin", ["eval/accuracy", "eval/accuracy_low", "eval/accuracy_high"]),
         "held-out, other judges": lines(rf"eval/(?!({OF_EVAL})$)[^/]+"),
         "held-out accuracy by kind": lines("eval/[^/]+/.+"),
         "held-out, of several samples": lines(r"eval/(pass|maj)@\d+"),

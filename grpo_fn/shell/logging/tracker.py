@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +46,8 @@ def _mirrored(run_dir: Path, *, project: str, mode: str) -> Iterator[None]:
     package = importlib.import_module("wandb")
     # Given the root, it opens the stream at once and keeps the names as they are; `init` alone waits to find it out.
     package.tensorboard.patch(root_logdir=str((run_dir / "tensorboard").absolute()), save=False)
-    try:
+    with ExitStack() as stack:
+        stack.callback(package.tensorboard.unpatch)  # the next run of this process opens a mirror of its own, or none
         opened = package.init(
             project=project,
             mode=mode,
@@ -58,14 +59,8 @@ def _mirrored(run_dir: Path, *, project: str, mode: str) -> Iterator[None]:
             sync_tensorboard=True,
             settings=package.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            opened.finish(exit_code=int(failed))
-    finally:
-        package.tensorboard.unpatch()  # the next run of this process opens a mirror of its own, or none
+        stack.push(lambda kind, *error: opened.finish(exit_code=int(kind is not None)))
+        yield
 
 
 def run_id(run_dir: Path) -> str:

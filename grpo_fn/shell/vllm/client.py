@@ -22,6 +22,10 @@ FIELDS = {
     *("extra_args", "skip_reading_prefix_cache", "skip_clone"),
 }
 SHOWN = 500  # characters of a server's complaint
+WANTED = {  # by the status of a refusal
+    401: ", wanted the server's key in VLLM_API_KEY",
+    **dict.fromkeys((403, 404), ", wanted a vLLM server started as tools/launch/vllm_server.sh does"),
+}
 
 
 class Unreachable(RuntimeError):
@@ -80,10 +84,8 @@ class Server:
         """
         params = {**how, "seed": seed, "n": 1, "logprobs": 0}
         sent = {"token_ids": list(prompt), "sampling_params": params}
-        answer = await self._post("/inference/v1/generate", sent, seconds=self._patience.generate)
-        return self._read(answer["choices"][0])
-
-    def _read(self, choice: Mapping[str, Any]) -> ServerCompletion:
+        answer = await self._call("POST", "/inference/v1/generate", self._patience.generate, json=sent)
+        choice = answer["choices"][0]
         if choice["finish_reason"] not in ENDED:
             raise Unreachable(f"{self.url}: got a completion that ended with {choice['finish_reason']!r}")
         logp = [one["logprob"] for one in choice["logprobs"]["content"]]
@@ -98,66 +100,60 @@ class Server:
 
     async def check_health(self) -> None:
         """Raise Unreachable unless it says that it is well."""
-        await self._call("GET", "/health", seconds=self._patience.control)
+        await self._call("GET", "/health", self._patience.control)
 
     async def version(self) -> str:
         """The label of the weights that it has."""
-        return (await self._call("GET", "/weight_info", seconds=self._patience.control))["weight_version"]
+        return (await self._call("GET", "/weight_info", self._patience.control))["weight_version"]
 
     async def workers(self) -> int:
         """How many processes hold its weights."""
-        return (await self._call("GET", "/get_world_size", seconds=self._patience.control))["world_size"]
+        return (await self._call("GET", "/get_world_size", self._patience.control))["world_size"]
 
     async def ask_workers(self, method: str) -> list[dict[str, Any]]:
         """What a method of the worker extension says on each worker."""
-        return (await self._post("/collective_rpc", {"method": method}, seconds=self._patience.swap))["results"]
+        return (await self._call("POST", "/collective_rpc", self._patience.swap, json={"method": method}))["results"]
 
     async def pause(self, mode: str) -> None:
         """Draw no more tokens, once the requests that are at work are done ("wait") or right away ("keep")."""
-        await self._post("/pause", params={"mode": mode, "clear_cache": True}, seconds=self._patience.swap)
+        await self._call("POST", "/pause", self._patience.swap, params={"mode": mode, "clear_cache": True})
 
     async def resume(self) -> None:
         """Go on."""
-        await self._post("/resume", seconds=self._patience.control)
+        await self._call("POST", "/resume", self._patience.control)
 
     async def forget(self) -> None:
         """Drop what was computed of prompts and of requests at work: with new weights it is wrong."""
-        done = await self._post(
-            "/reset_prefix_cache", params={"reset_running_requests": True}, seconds=self._patience.control
-        )
+        how = {"reset_running_requests": True}
+        done = await self._call("POST", "/reset_prefix_cache", self._patience.control, params=how)
         if not done.get("success", True):
             raise Unreachable(f"{self.url}: got its cache of prefixes held, wanted it dropped")
 
     async def abort(self) -> None:
         """End every request that is at work or waits."""
-        await self._post("/abort_requests", {}, seconds=self._patience.control)
+        await self._call("POST", "/abort_requests", self._patience.control, json={})
 
-    async def join(self, init_info: Mapping[str, Any]) -> None:
+    async def join(self, init_info: dict[str, Any]) -> None:
         """Meet the trainer for the transfers to come."""
-        await self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)}, seconds=self._patience.swap)
+        await self._call("POST", "/init_weight_transfer_engine", self._patience.swap, json={"init_info": init_info})
 
     async def begin(self) -> None:
         """Weights are about to come."""
-        await self._post("/start_weight_update", seconds=self._patience.swap)
+        await self._call("POST", "/start_weight_update", self._patience.swap)
 
-    async def take(self, update_info: Mapping[str, Any]) -> None:
+    async def take(self, update_info: dict[str, Any]) -> None:
         """Load these."""
-        await self._post("/update_weights", {"update_info": dict(update_info)}, seconds=self._patience.swap)
+        await self._call("POST", "/update_weights", self._patience.swap, json={"update_info": update_info})
 
     async def finish(self) -> None:
         """That was all of them."""
-        await self._post("/finish_weight_update", seconds=self._patience.swap)
+        await self._call("POST", "/finish_weight_update", self._patience.swap)
 
     async def relabel(self, label: str) -> None:
         """From now on the weights are called this."""
-        await self._post("/update_weight_version", {"new_version": label}, seconds=self._patience.control)
+        await self._call("POST", "/update_weight_version", self._patience.control, json={"new_version": label})
 
-    async def _post(
-        self, path: str, body: Any = None, *, params: Mapping[str, Any] | None = None, seconds: float
-    ) -> dict[str, Any]:
-        return await self._call("POST", path, json=body, params=params, seconds=seconds)
-
-    async def _call(self, verb: str, path: str, *, seconds: float, **sent: Any) -> dict[str, Any]:
+    async def _call(self, verb: str, path: str, seconds: float, **sent: Any) -> dict[str, Any]:
         timeout = httpx2.Timeout(seconds, connect=self._patience.connect)
         try:
             answer = await self._client.request(verb, path, timeout=timeout, **sent)
@@ -169,21 +165,12 @@ class Server:
         if answer.status_code >= 500:
             raise Unreachable(f"{self.url}{path}: got status {answer.status_code}: {text}")
         if answer.status_code >= 400:
-            raise RequestRefused(
-                f"{self.url}{path}: got status {answer.status_code}{_meaning(answer.status_code)}: {text}"
-            )
+            wanted = WANTED.get(answer.status_code, "")
+            raise RequestRefused(f"{self.url}{path}: got status {answer.status_code}{wanted}: {text}")
         try:
             return answer.json() if answer.content else {}
         except ValueError as error:
             raise Unreachable(f"{self.url}{path}: got {text!r}, wanted JSON") from error
-
-
-def _meaning(status: int) -> str:
-    if status == 401:
-        return ", wanted the server's key in VLLM_API_KEY"
-    if status in (403, 404):
-        return ", wanted a vLLM server started as tools/launch/vllm_server.sh does"
-    return ""
 
 
 def check_sampling_fields(how: Mapping[str, Any]) -> None:

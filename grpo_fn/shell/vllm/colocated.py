@@ -4,7 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from grpo_fn.shell.sampler.interface import (
 from grpo_fn.shell.sampler.weight_export import HEAD
 from grpo_fn.shell.vllm.engine_weights import WeightShare, engine_weights, has_head
 from grpo_fn.shell.vllm.incoming_weights import IncomingWeights, folder_weights
-from grpo_fn.shell.vllm.options import arguments, check_deadline
+from grpo_fn.shell.vllm.options import check_deadline
 from grpo_fn.shell.vllm.process_guards import group_of_one, import_vllm, restore_generators, restore_thread_count
 from grpo_fn.shell.world import LostRank
 
@@ -34,7 +34,7 @@ TAGS = ("weights", "kv_cache")  # what vLLM puts to sleep, in the order in which
 
 
 class ColocatedEngine:
-    """An engine in this process. With `tensor_parallel` n it is one of n ranks that are one engine together.
+    """An engine in this process, made with `how` (options.arguments). Of n `ranks` it is a part: one engine together.
 
     The ranks of an engine have to be asked for the same, and all ranks have to `push` together. `deadline` is how many
     seconds one call of `generate` may take. Raises ValueError where vLLM is not installed, or does not open the model.
@@ -43,32 +43,11 @@ class ColocatedEngine:
     overlaps: ClassVar[bool] = False  # it cannot generate while its device trains
     mixes: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        context: SamplerContext,
-        *,
-        tensor_parallel: int,
-        max_model_len: int | None,
-        max_rows: int,
-        gpu_memory_utilization: float,
-        kv_cache_bytes: int,
-        enforce_eager: bool,
-        detokenize: bool,
-        deadline: float,
-    ) -> None:
-        how = arguments(
-            context,
-            tensor_parallel=tensor_parallel,
-            max_model_len=max_model_len,
-            max_rows=max_rows,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_bytes=kv_cache_bytes,
-            enforce_eager=enforce_eager,
-            detokenize=detokenize,
-        )
+    def __init__(self, context: SamplerContext, how: Mapping[str, Any], *, deadline: float) -> None:
         check_deadline(deadline, context)
-        self.world, self.dtype, self.folder = context.world, context.dtype, context.folder
-        self.ranks, self.deadline, self.eager, self.detokenize = tensor_parallel, deadline, enforce_eager, detokenize
+        self.world, self.dtype, self.folder, self.deadline = context.world, context.dtype, context.folder, deadline
+        self.ranks, self.eager = how["tensor_parallel_size"], how["enforce_eager"]
+        self.detokenize = not how["skip_tokenizer_init"]
         self.shapes = {name: tuple(x.shape) for name, x in hf.empty_model(context.config).state_dict().items()}
         self.tied = bool(context.config.get_text_config().tie_word_embeddings)
         self.version = UNPUSHED
@@ -185,7 +164,10 @@ class ColocatedEngine:
             self._wake("kv_cache")
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("push: got an engine that keeps cached prefixes of the old weights")
-            receipt = self._receipt(version, coming.sent)
+            held = self._held()
+            # If that differs, was it ever to be recognised? The model folder tells.
+            known = held == coming.sent or self._opened == self._in_folder()
+        receipt = WeightReceipt(version, coming.sent, held if known else None)
         verify_receipt(receipt)
         self.version, self.ready, self._verified = version, True, receipt.held is not None
         self._counts["push_seconds"] += time.monotonic() - started
@@ -204,13 +186,6 @@ class ColocatedEngine:
             torch.cuda.empty_cache()  # what the trainer's allocator keeps for later is wanted here
             self.llm.wake_up(tags=[tag])
             self.asleep.remove(tag)
-
-    def _receipt(self, version: int, sent: Fingerprint) -> WeightReceipt:
-        """What was sent and what is held. If that differs, was it ever to be recognised? The model folder tells."""
-        now = self._held()
-        if now == sent or self._opened == self._in_folder():
-            return WeightReceipt(version, sent, now)
-        return WeightReceipt(version, sent, None)
 
     def _in_folder(self) -> Fingerprint | None:
         """Of what the engine was opened with, read again."""
@@ -268,9 +243,6 @@ class ColocatedEngine:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Random generators, threads and compilation are afterwards as they were."""
-        with ExitStack() as stack:
-            stack.enter_context(restore_generators(self.world.device))
-            stack.enter_context(restore_thread_count())
-            if self.eager:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+        compilation = torch.compiler.set_stance("force_eager") if self.eager else nullcontext()
+        with restore_generators(self.world.device), restore_thread_count(), compilation:
             yield

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grpo_fn.shell.vllm.process_guards import check_installed
-from grpo_fn.shell.vllm.vllm_transfer import Chunk, Info, check_size
+from grpo_fn.shell.vllm.vllm_transfer import Chunk, Info, Transfer, check_size
 
 POLL = 0.01  # seconds
 
@@ -30,8 +30,11 @@ def nccl(*, host: str, chunk_bytes: int, seconds: float) -> "Nccl":
 
 
 @dataclass
-class Nccl:
-    """See `nccl_transfer.nccl`. One group for each server: one that dies takes no other's with it."""
+class Nccl(Transfer):
+    """See `nccl_transfer.nccl`. One group for each server: one that dies takes no other's with it.
+
+    Nothing is kept: a server that comes back waits for the next set.
+    """
 
     host: str
     chunk_bytes: int
@@ -54,22 +57,18 @@ class Nccl:
 
     def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
         """A group of this rank, as rank 0, and the server's workers."""
-        info = {
-            "master_address": self.host,
-            "master_port": _free_port(),
-            "rank_offset": 1,
-            "world_size": 1 + workers,
-        }
-        return info, lambda: self._meet(url, info)
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        info = {"master_address": self.host, "master_port": port, "rank_offset": 1, "world_size": 1 + workers}
 
-    def _meet(self, url: str, info: Info) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        def meet() -> None:
+            from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        torch.cuda.set_device(self._device)
-        self._groups[url] = trainer_init(info)
+            torch.cuda.set_device(self._device)
+            self._groups[url] = trainer_init(info)
 
-    def begin(self) -> None:
-        """Nothing was kept."""
+        return info, meet
 
     def offer(self, chunk: Chunk) -> Info:
         """Which tensors will be broadcast."""
@@ -97,23 +96,8 @@ class Nccl:
             self._groups.pop(url).destroy()
         return dict.fromkeys(late, f"got no end to a broadcast of weights within {self.seconds:g} s")
 
-    def chunk_received(self) -> None:
-        """Nothing is left to do."""
-
-    def end(self) -> None:
-        """Nothing is left to do."""
-
-    def again(self) -> list[Info] | None:
-        """Nothing was kept: a server that comes back waits for the next set."""
-
     def close(self) -> None:
         """Leave all groups."""
         for group in self._groups.values():
             group.destroy()
         self._groups.clear()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -17,7 +17,7 @@ from grpo_fn.core.sampling import categorical, greedy, nucleus
 from grpo_fn.shell.sampler.interface import SamplerContext, positions
 
 SEEDS = 2**31  # vLLM takes them as signed numbers of 32 bits
-BATCHED = 4096  # tokens computed at once on a CPU
+BATCHED = 4096  # tokens computed at once on a CPU, at least
 COOLEST, HOTTEST = 0.01, 2.0  # what vLLM (0.32) takes: it raises a lower temperature to 0.01, and refuses higher ones
 
 # What the sampler says itself: prompts, seeds, ends, lengths and log-probs are not a user's to set.
@@ -126,8 +126,10 @@ def arguments(
             f"device: got {world.device}, wanted cuda:0, which is where vLLM goes; choose with CUDA_VISIBLE_DEVICES"
         )
     of_cuda = {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
-    # A prompt that is read in two parts takes back a draw of its generator, which those of the CPU cannot (0.32).
-    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": batched_token_limit(context, max_model_len)}
+    # A prompt that is read in two parts takes back a draw of its generator, which those of the CPU cannot (0.32): every
+    # prompt is read whole, also the longest that there may be.
+    longest = max_model_len or positions(context.config) or 0
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(BATCHED, longest)}
     return {
         **(of_cuda if on_cuda else {"kv_cache_memory_bytes": kv_cache_bytes, **whole}),
         # Every rank has an engine in it, and those of a group work in step; torchrun has started them all.
@@ -144,11 +146,6 @@ def arguments(
         "seed": 0,  # every row brings its own
         "use_tqdm_on_load": False,
     }
-
-
-def batched_token_limit(context: SamplerContext, max_model_len: int | None) -> int:
-    """Tokens that are computed at once where every prompt is read whole: the longest that there may be, at least."""
-    return max(BATCHED, max_model_len or positions(context.config) or 0)
 
 
 def check_deadline(deadline: float, context: SamplerContext) -> None:

@@ -89,7 +89,8 @@ class Router:
         async with self.slots:
             until: float | None = None  # the time it has from its first failure on
             while True:
-                member = await self._least_busy(what)
+                await self.wait_live(what)
+                member = min(self.live, key=lambda member: member.busy)
                 member.busy += 1
                 had = self.newest.label
                 try:
@@ -103,10 +104,6 @@ class Router:
                         raise self.given_up(what) from error
                 finally:
                     member.busy -= 1
-
-    async def _least_busy(self, what: str) -> ServerState:
-        await self.wait_live(what)
-        return min(self.live, key=lambda member: member.busy)
 
     def _oldest(self, member: ServerState, found: ServerCompletion, had: str) -> int:
         """Version of the oldest token; `had` is what the server had when it was asked, for one that does not tell."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from grpo_fn.shell.sampler.interface import (
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
 from grpo_fn.shell.vllm.colocated import ColocatedEngine
-from grpo_fn.shell.vllm.options import check_extra, merge_options, params, row_seeds
+from grpo_fn.shell.vllm.options import arguments, check_extra, merge_options, params, row_seeds
 from grpo_fn.shell.world import World
 
 
@@ -71,8 +72,8 @@ def colocated_sampler(
     Raises ValueError, before the engine is started, for what vLLM does not draw.
     """
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
-    check_asked(*asked, allow_biased=allow_biased)
-    engine = ColocatedEngine(
+    check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)
+    how = arguments(
         context,
         tensor_parallel=tensor_parallel,
         max_model_len=max_model_len,
@@ -81,8 +82,8 @@ def colocated_sampler(
         kv_cache_bytes=kv_cache_bytes,
         enforce_eager=enforce_eager,
         detokenize=bool(stop),
-        deadline=generate_timeout,
     )
+    engine = ColocatedEngine(context, how, deadline=generate_timeout)
     return VllmSampler(engine, context, tokenizer, end_tokens(context, tokenizer), *asked, context.on_completion)
 
 
@@ -105,24 +106,16 @@ def dedicated_sampler(
     The other knobs and errors are those of `colocated_sampler`.
     """
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
-    check_asked(*asked, allow_biased=allow_biased)
+    check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)
     made = engine(context.world, context.dtype)
     return VllmSampler(made, context, tokenizer, end_tokens(context, tokenizer), *asked, context.on_completion)
 
 
 def check_asked(
-    token_sampler: TokenSampler,
-    encode: Encode,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    max_rows: int,
-    max_model_len: int | None,
-    extra: Mapping[str, Any],
-    *,
-    allow_biased: bool,
+    token_sampler: TokenSampler, stop: Sequence[str], extra: Mapping[str, Any], *, allow_biased: bool, **limits: int
 ) -> None:
     """Raise ValueError, before there is an engine, for what a sampler cannot ask one for, or training should not."""
-    check_limits(stop, max_new_tokens=max_new_tokens, max_rows=max_rows)
+    check_limits(stop, **limits)
     check_extra(extra, allow_biased=allow_biased)
     merge_options(params(token_sampler), extra)
 
@@ -158,30 +151,11 @@ class VllmSampler:
         check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
         merge_options(params(self.token_sampler), self.extra)
 
-    @property
-    def ranks(self) -> int:
-        """How many have the engine together; they sample the same."""
-        return self.engine.ranks
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether it can sample while the policy trains."""
-        return self.engine.overlaps
-
-    @property
-    def repeatable(self) -> bool:
-        """Whether asked again it draws the same tokens."""
-        return self.engine.repeatable
-
-    @property
-    def mixes(self) -> bool:
-        """Whether a completion may have tokens of two versions of the weights."""
-        return self.engine.mixes
-
-    @property
-    def complaints(self) -> list[str]:
-        """Warnings of the engine for the log; cleared once logged."""
-        return self.engine.complaints
+    ranks = property(attrgetter("engine.ranks"), doc="How many have the engine together; they sample the same.")
+    overlaps = property(attrgetter("engine.overlaps"), doc="Whether it can sample while the policy trains.")
+    repeatable = property(attrgetter("engine.repeatable"), doc="Whether asked again it draws the same tokens.")
+    mixes = property(attrgetter("engine.mixes"), doc="Whether a completion may have tokens of two versions of weights.")
+    complaints = property(attrgetter("engine.complaints"), doc="Warnings for the log; cleared once logged.")
 
     def load(self, policy: FSDPPolicy | FixedWeights) -> None:
         """Give the engine the policy's weights. Raises StaleEngine when it does not take them."""
@@ -208,7 +182,8 @@ class VllmSampler:
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""
         prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
-        check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=self._limit())
+        limit = min(filter(None, (positions(self.context.config), self.max_model_len)), default=None)
+        check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=limit)
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
         asks = [GenerationRequest(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
         on_answer = ignore_completion if self.on_completion is None else partial(self._on_answer, problems, group_size)
@@ -232,9 +207,6 @@ class VllmSampler:
         own = range(rows)[rank_share(rows, self.context.world.rank % self.ranks, self.ranks)]
         if p * group_size + g in own:
             self.on_completion(problems[p], completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped))
-
-    def _limit(self) -> int | None:
-        return min(filter(None, (positions(self.context.config), self.max_model_len)), default=None)
 
     def _how(self) -> dict[str, Any]:
         """Fields of SamplingParams. The ends are ours alone; a stop string is part of the completion, as any end is."""

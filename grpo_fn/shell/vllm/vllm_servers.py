@@ -149,13 +149,11 @@ class DedicatedEngine:
         """Servers that are in; since last asked: seconds of pushing, requests asked again, comings and goings."""
         counts, seconds = self._do(_called(self._take_counts)), self._seconds
         self._seconds = 0.0
+        counted = ("requests_retried", "servers_lost", "servers_recovered")
         return {
             "engine/servers": float(len(self._fleet.live)),
             "engine/push_seconds": seconds,
-            **{
-                f"engine/{name}": float(counts[name])
-                for name in ("requests_retried", "servers_lost", "servers_recovered")
-            },
+            **{f"engine/{name}": float(counts[name]) for name in counted},
         }
 
     def close(self) -> None:
@@ -216,9 +214,8 @@ class DedicatedEngine:
             raise RuntimeError(
                 f"vLLM servers: got version {version} to none of them, wanted one: {self._fleet.troubles()}"
             )
-        return UpdatedServer(
-            newest, WeightReceipt(version, sent, None if swapper.hidden.intersection(urls) else sent), urls
-        )
+        held = None if swapper.hidden.intersection(urls) else sent
+        return UpdatedServer(newest, WeightReceipt(version, sent, held), urls)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)

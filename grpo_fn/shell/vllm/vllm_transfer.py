@@ -17,8 +17,6 @@ import psutil
 from safetensors.torch import save
 from torch import Tensor
 
-PREFIX = "grpo_fn-weights-"
-
 Chunk = list[tuple[str, Tensor]]
 Info = dict[str, Any]  # what a server gets to know of one
 
@@ -44,42 +42,35 @@ def check_size(chunk_bytes: int) -> None:
 
 @runtime_checkable
 class Transfer(Protocol):
-    """One way. The main rank calls it, for one set of weights at a time."""
+    """One way. The main rank calls it, for one set of weights at a time; what a way has no need of does nothing."""
 
     backend: str  # the engine that servers have to be started with
     chunk_bytes: int
 
     def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
         """What a server of so many workers gets at the first request, and what the trainer does meanwhile."""
-        ...
 
     def begin(self) -> None:
         """A new set of weights: what was kept of the last one is forgotten."""
-        ...
 
     def offer(self, chunk: Chunk) -> Info:
         """What the servers get to know of a chunk."""
-        ...
 
     def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
         """What the trainer does while the servers take it; the servers that this failed with, and how."""
-        ...
+        return {}
 
     def chunk_received(self) -> None:
         """All servers have the chunk that was offered last."""
-        ...
 
     def end(self) -> None:
         """The set is complete."""
-        ...
 
     def again(self) -> list[Info] | None:
         """What announces the complete set to a server a second time; None where that is not possible."""
-        ...
 
     def close(self) -> None:
         """No more weights."""
-        ...
 
 
 def file_transfer(*, folder: str, chunk_bytes: int, keep: bool) -> "File":
@@ -92,7 +83,7 @@ def file_transfer(*, folder: str, chunk_bytes: int, keep: bool) -> "File":
 
 
 @dataclass
-class File:
+class File(Transfer):
     """See `file_transfer`."""
 
     folder: str
@@ -111,7 +102,7 @@ class File:
 
     def meeting(self, url: str, workers: int) -> tuple[Info, Callable[[], None]]:
         """Nothing but where the files are."""
-        return {"folder": str(self._place())}, _nothing
+        return {"folder": str(self._place())}, lambda: None
 
     def begin(self) -> None:
         """Delete the last set's files."""
@@ -127,10 +118,6 @@ class File:
         (self._place() / name).write_bytes(data)
         self._sent.append({"name": name, "sha256": hashlib.sha256(data).hexdigest()})
         return self._sent[-1]
-
-    def carry(self, chunk: Chunk, urls: Sequence[str]) -> dict[str, str]:
-        """The servers read by themselves."""
-        return {}
 
     def chunk_received(self) -> None:
         """Delete the file, unless it is to be kept."""
@@ -170,17 +157,13 @@ def _apart(chunk: Chunk) -> dict[str, Tensor]:
     return named
 
 
-def _mark(pid: int) -> str:
-    return f"{PREFIX}{socket.gethostname()}-{pid}"
+def _mark(pid: int | str) -> str:
+    return f"grpo_fn-weights-{socket.gethostname()}-{pid}"
 
 
 def _sweep(folder: Path) -> None:
     """Delete what trainers on this host have left here that were killed."""
-    for left in folder.glob(f"{PREFIX}{socket.gethostname()}-*"):
-        pid = left.name.removeprefix(f"{PREFIX}{socket.gethostname()}-").split("-")[0]
+    for left in folder.glob(_mark("*")):
+        pid = left.name.removeprefix(_mark("")).split("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _nothing() -> None:
-    pass

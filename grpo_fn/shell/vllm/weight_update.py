@@ -15,7 +15,7 @@ from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint
 from grpo_fn.shell.sampler.interface import StaleEngine
 from grpo_fn.shell.vllm.client import RequestRefused, Unreachable
 from grpo_fn.shell.vllm.router import NewestWeights, Router, ServerState
-from grpo_fn.shell.vllm.vllm_transfer import Info, Transfer
+from grpo_fn.shell.vllm.vllm_transfer import Transfer
 
 TORN = "torn"  # label of weights of which only a part was loaded
 MUSTER = 1.0  # seconds between two looks at servers that a push waits for
@@ -55,9 +55,8 @@ class WeightUpdater:
         """Whether its workers are still at an update that was not finished."""
         await member.server.check_health()
         for described in await member.server.ask_workers("grpo_described"):
-            if odd := {
-                name: described.get(name) for name, want in self.expected.items() if described.get(name) != want
-            }:
+            odd = {name: described.get(name) for name, want in self.expected.items() if described.get(name) != want}
+            if odd:
                 raise RequestRefused(
                     f"{member.server.url}: got {odd}, wanted {dict(self.expected)}; start it with "
                     "tools/launch/vllm_server.sh"
@@ -92,20 +91,17 @@ class WeightUpdater:
             self.fleet.lose(member, f"{member.server.url}: has other weights, and gets the newest with the next push")
             if chunks is None:
                 return
-            await self._feed_again(member, chunks)
+            try:
+                await self.open(member)
+                for info in chunks:
+                    await member.server.take(info)
+                await self.finish(member, self.fleet.newest)
+            except BaseException:
+                await self.tear(member)
+                raise
         elif self.feeds and not member.live:
             await member.server.resume()  # it may have been lost with its last call of a swap
         self.fleet.welcome(member)
-
-    async def _feed_again(self, member: ServerState, chunks: Sequence[Info]) -> None:
-        try:
-            await self.open(member)
-            for info in chunks:
-                await member.server.take(info)
-            await self.finish(member, self.fleet.newest)
-        except BaseException:
-            await self.tear(member)
-            raise
 
     # The steps of a swap
 

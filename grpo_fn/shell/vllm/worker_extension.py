@@ -171,9 +171,10 @@ class Extension:
 
     def grpo_abandoned(self) -> dict[str, Any]:
         """Give up an update that its trainer has not finished, so that another one can begin."""
-        if self._weight_update_active or is_open(self.model_runner.get_model()):
+        model = self.model_runner.get_model()  # some of its layers may wait for weights
+        if self._weight_update_active or any(get_layerwise_info(layer).can_load() for layer in model.modules()):
             with set_current_vllm_config(self.vllm_config):
-                finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+                finalize_layerwise_reload(model, self.model_config)
         self._weight_update_active = False
         return {}
 
@@ -192,11 +193,6 @@ class Extension:
             "held": list(self.weight_transfer_engine.opened),
             "replica": self.parallel_config.data_parallel_index,
         }
-
-
-def is_open(model: nn.Module) -> bool:
-    """Whether some of its layers wait for weights."""
-    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
 def reread_weights(vllm_config: Any, model: nn.Module) -> Fingerprint:

@@ -304,7 +304,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> ColocatedEngine:
     names = ("tensor_parallel", "max_model_len", "max_rows", "gpu_memory_utilization", "kv_cache_bytes")
     knobs = {name: KNOBS[name] for name in (*names, "enforce_eager")}
     made = context(world=alone(torch.device("cuda")))
-    return ColocatedEngine(made, **knobs, deadline=KNOBS["generate_timeout"], detokenize=False)
+    return ColocatedEngine(made, arguments(made, **knobs, detokenize=False), deadline=KNOBS["generate_timeout"])
 
 
 def weights() -> Iterator[tuple[str, Tensor]]:
