@@ -48,9 +48,8 @@ def load_config(
 
     The root's module, and any class below it, may declare `SUPPLIED = {knob: names}`: keyword-only parameters of that
     knob's function which the program passes itself. The root's module may declare `CHANGEABLE = (knob, ...)`, which the
-    fingerprint does not count. A `taker` is
-    another function that takes some of the root's knobs, under their names: it needs no bindings of its own, only what
-    it takes is resolved and called, and the rest may be unbound.
+    fingerprint does not count. A `taker` is another function that takes some of the root's knobs, under their names: it
+    needs no bindings of its own, only what it takes is resolved and called, and the rest may be unbound.
     Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.
     """
     bindings = parse_gin(gin_files, gin_params)

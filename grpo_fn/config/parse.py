@@ -222,9 +222,8 @@ def explain_gin_error(error: Exception, with_place: bool) -> str:
         return f"{where}{found[1]}: {found[2]} has no {found[3]}{suggest_name(found[3], vars(sys.modules[found[2]]))}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     if not last.filename.startswith(("<", str(Path(gin.__file__).parent))):  # it broke inside the imported module
-        message = (
-            f"{type(error).__name__}: {message.strip().partition(chr(10))[0]} (raised at {last.filename}:{last.lineno})"
-        )
+        first_line = message.strip().partition("\n")[0]
+        message = f"{type(error).__name__}: {first_line} (raised at {last.filename}:{last.lineno})"
     return where + message
 
 

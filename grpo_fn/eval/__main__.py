@@ -65,7 +65,7 @@ def launch_evaluation(args: argparse.Namespace) -> int:
     from grpo_fn.eval import measure
 
     out = args.out or default_out(args.model, datetime.now())
-    return measure.launch_measure(kwargs, config=config, model=args.model, out=out)
+    return measure.measure(measure.EvalRequest(config, args.model, out), **kwargs)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, problems_by_meta, summarise, tally
+from grpo_fn.analysis.evaluation import GradedAnswer, problems_by_meta, summarise, tally
 from grpo_fn.analysis.statistics import wilson
 from grpo_fn.config import Config
 from grpo_fn.core import prng
@@ -48,11 +48,6 @@ class EvalRequest:
     config: Config
     model: str
     out: Path
-
-
-def launch_measure(kwargs: Mapping[str, Any], **request: Any) -> int:
-    """Run `measure` with the configured arguments; returns the exit code."""
-    return measure(EvalRequest(**request), **kwargs)
 
 
 def measure(
@@ -93,7 +88,8 @@ def measure(
         if found.checkpoint is not None:
             greedy.load(FixedWeights(full_model(), context.world))
     with note_on_error(f"evaluating {found.path}"), closing(greedy), rewards.pool() as pool, clock.span("evaluate"):
-        judged = graded_answers(greedy, problems, seed=seed, how=evaluation, score=timed_scorer(pool.score, clock))
+        score = clock.span("score")(pool.score)  # its time is counted apart from that of the evaluation around it
+        judged = graded_answers(greedy, problems, seed=seed, how=evaluation, score=score)
     eval_store.write_evaluation_rows(request.out / SAMPLES, [one.row() for one in judged])
     figures = {**summarise(judged, ks=evaluation.ks, by=evaluation.by), **clock.lap()}
     grouped = {key: problems_by_meta(judged, key) for key in evaluation.by}
@@ -122,8 +118,7 @@ def problems_for(
     if not asked.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
     disable_progress_bar()
-    how = {"encode": data.encode_prompt, "overlong_prompts": data.overlong_prompts}
-    folder, tokenizer, fitting = prepare_data(source, asked, (), config, sampling.max_new_tokens, **how)
+    folder, tokenizer, fitting = prepare_data(source, asked, (), config, data, sampling)
     for note in fitting.notes:
         warn(note)
     return folder, tokenizer, fitting.test
@@ -146,16 +141,8 @@ def graded_answers(
     judged: list[GradedAnswer] = []
     with tqdm(total=len(problems), unit="problem", file=sys.stderr, disable=None, dynamic_ncols=True) as bar:
         for start in range(0, len(problems), at_once):
-            judged += evaluate(
-                greedy,
-                greedy.for_evaluation(how.token_sampler),
-                problems[start : start + at_once],
-                key=key,
-                judges=how.graders,
-                samples=how.samples,
-                answer=how.extract_answer,
-                score=score,
-            )
+            sampled, asked = greedy.for_evaluation(how.token_sampler), problems[start : start + at_once]
+            judged += how.grade_answers(greedy, sampled, asked, key=key, score=score)
             bar.update(len(judged) - bar.n)
     return judged
 
@@ -179,11 +166,8 @@ def report(results: Mapping[str, Any]) -> list[str]:
     for key, values in results["parts"].items():
         for value, part in values.items():
             figures.pop(f"eval/{key}/{value}", None)
-            lines += [
-                accuracy_line(
-                    f"  {key} {value}", *(part[k] for k in ("accuracy", "accuracy_low", "accuracy_high", "problems"))
-                )
-            ]
+            shares = (part[name] for name in ("accuracy", "accuracy_low", "accuracy_high", "problems"))
+            lines.append(accuracy_line(f"  {key} {value}", *shares))
     units = {"time": " s", "length_mean": " tokens"}
     for name, value in figures.items():
         group, _, short = name.partition("/")
@@ -194,16 +178,6 @@ def report(results: Mapping[str, Any]) -> list[str]:
 def accuracy_line(name: str, share: float, low: float, high: float, problems: float | int) -> str:
     """A share with its interval and the number of problems behind it."""
     return f"{name:32}{share:>10.3f}   {f'{low:.3f} to {high:.3f}':16}{problems:>8.0f}"
-
-
-def timed_scorer(score: Scorer, clock: Stopwatch) -> Scorer:
-    """The scorer, its time counted apart from that of the evaluation around it."""
-
-    def scored(*args: Any) -> list[float | None]:
-        with clock.span("score"):
-            return score(*args)
-
-    return scored
 
 
 def check_free(out: Path) -> None:

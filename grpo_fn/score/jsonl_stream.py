@@ -83,7 +83,8 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
     meta = {name: value for name, value in seen.items() if name != "completion"}
     prompt, answer, length = seen.get("prompt"), seen.get("answer"), seen.get("length")
     gold = str(answer) if _is_answer(answer) else ""
-    problem = Problem(number, prompt if _is_text(prompt) else "", gold if "tests" in seen else _last_line(gold), meta)
+    asked = prompt if isinstance(prompt, str) else ""
+    problem = Problem(number, asked, gold if "tests" in seen else _last_line(gold), meta)
     return problem, Completion(row["completion"], length if _is_count(length) else 0, row.get("truncated") is True)
 
 
@@ -123,10 +124,6 @@ def _shown(row: dict[str, Any], name: str) -> str:
     return f"the fields {', '.join(map(repr, row))[:200] or 'none'}"
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_answer(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
@@ -139,14 +136,10 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _are_tests(value: Any) -> bool:
-    return _are_texts(value) and bool(value)
-
-
 # What a field has to be where it is needed, and the words of the error.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "completion": (_is_text, "text in 'completion'"),
+    "completion": (lambda value: isinstance(value, str), "text in 'completion'"),
     "answer": (_is_answer, "text or a number in 'answer'"),
-    "tests": (_are_tests, "a list of asserts in 'tests' or 'test_list'"),
+    "tests": (lambda value: _are_texts(value) and bool(value), "a list of asserts in 'tests' or 'test_list'"),
     "length": (_is_count, "the number of sampled tokens in 'length'"),
 }

@@ -90,10 +90,9 @@ def _bound(name: str, knobs: Mapping[str, Any], path: str) -> Callable[..., Any]
     own = {knob: value for knob, value in knobs.items() if "." not in knob}
     complain(list(bad_names(label, fn, own)))
     for knob in of_functions:
-        if not isinstance(own.get(knob.partition(".")[0]), _At):
-            raise ValueError(
-                f"--reward_param {path}{knob}: got a knob of no function, wanted {knob.partition('.')[0]}=@... too"
-            )
+        owner = knob.partition(".")[0]
+        if not isinstance(own.get(owner), _At):
+            raise ValueError(f"--reward_param {path}{knob}: got a knob of no function, wanted {owner}=@... too")
     for knob, value in own.items():
         if isinstance(value, _At):
             inner = {k.removeprefix(f"{knob}."): v for k, v in of_functions.items() if k.startswith(f"{knob}.")}
@@ -102,9 +101,8 @@ def _bound(name: str, knobs: Mapping[str, Any], path: str) -> Callable[..., Any]
     complain([text for knob, value in own.items() for text in type_problem(label, parameters.get(knob), value)])
     unbound = [knob for knob, p in parameters.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if missing := [knob for knob in unbound if knob not in own]:
-        raise ValueError(
-            f"{name}: got no value for {comma_list(missing)}, wanted --reward_param {path}{missing[0]}=VALUE"
-        )
+        wanted = f"--reward_param {path}{missing[0]}=VALUE"
+        raise ValueError(f"{name}: got no value for {comma_list(missing)}, wanted {wanted}")
     return partial(fn, **own) if own else fn
 
 

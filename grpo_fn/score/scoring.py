@@ -117,16 +117,12 @@ def _telling(pool: RewardPool, tally: Counter[str], source: BinaryIO) -> Iterato
     """A progress bar on a terminal; at the end a line, and what went wrong with the first rows lost."""
     started, about = time.monotonic(), os.fstat(source.fileno())
     size = about.st_size if stat.S_ISREG(about.st_mode) else None
-    with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True, disable=None) as bar:
-        try:
+    try:
+        with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True, disable=None) as bar:
             yield bar
-        except BrokenPipeError:
-            raise
-        except BaseException:
-            bar.close()
+    finally:
+        if not isinstance(sys.exception(), BrokenPipeError):
             _tell(pool, tally, time.monotonic() - started)
-            raise
-    _tell(pool, tally, time.monotonic() - started)
 
 
 def _tell(pool: RewardPool, tally: Counter[str], seconds: float) -> None:

@@ -25,29 +25,10 @@ THINGS = ("apple", "book", "coin", "pen", "card", "egg", "cup", "nut")
 
 # {x}: the first number with its thing ("5 apples"), {v}: an operand, {s}: the things, {n}, {m}: names, {p}: the first
 # one's pronoun.
-STARTS = (
-    "{n} has {x}.",
-    "{n} starts with {x}.",
-    "{n} had {x}.",
-    "{n} sees {x}.",
-)
-GAINS = (
-    "{p} buys {v}.",
-    "{p} finds {v} more.",
-    "{m} brings {v}.",
-    "Then {v} come in.",
-)
-LOSSES = (
-    "{p} sells {v}.",
-    "{p} loses {v} more.",
-    "{m} takes {v}.",
-    "Then {v} are gone.",
-)
-QUESTIONS = (
-    "How many {s} now?",
-    "How many {s} are there?",
-    "How many {s} in the end?",
-)
+STARTS = ("{n} has {x}.", "{n} starts with {x}.", "{n} had {x}.", "{n} sees {x}.")
+GAINS = ("{p} buys {v}.", "{p} finds {v} more.", "{m} brings {v}.", "Then {v} come in.")
+LOSSES = ("{p} sells {v}.", "{p} loses {v} more.", "{m} takes {v}.", "Then {v} are gone.")
+QUESTIONS = ("How many {s} now?", "How many {s} are there?", "How many {s} in the end?")
 
 _SPLIT_SEED = 20_260_117  # decides what is held out, for every run and every seed alike
 _BLOCK = 256  # problems whose random numbers are made at once: a tensor operation per problem would dominate
@@ -120,8 +101,7 @@ def answer_only(problem: Problem) -> str:
 def demonstrations(task: Task, key: Tensor, *, worked_share: float) -> Iterator[tuple[str, str]]:
     """Endless (prompt, completion) pairs for a supervised warm start, from the training side alone.
 
-    A share of them shows the working, the others state the answer, as solutions that people write down do; all are
-    right. Which of the two pays is for reinforcement learning to find out.
+    A share of them shows the working, the others state the answer alone; all are right.
     """
     style = frozen_key(prng.fold_in(key, _STYLE))
     for index in count_from():

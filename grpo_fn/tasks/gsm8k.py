@@ -17,18 +17,16 @@ def task(*, data: str, template: str, test_size: int) -> Task:
     without `####`; also for a template without `{question}` and a negative test_size.
     """
     templates.check_template(template, ["question"])
-    train = [_problem(row, template) for row in _rows(data, "train.jsonl")]
-    test = [_problem(row, template) for row in _rows(data, "test.jsonl")]
+    train, test = (
+        [_problem(row, template) for row in jsonl_rows(Path(data), name, fields=("question", "answer"))]
+        for name in ("train.jsonl", "test.jsonl")
+    )
     return first(from_rows(train, test), test_size)
 
 
 def gsm8k_answer(answer: str) -> str | None:
     """What follows the last `####` of a published answer, without thousands commas; None where nothing does."""
     return answer.rpartition("####")[2].replace(",", "").strip() or None if "####" in answer else None
-
-
-def _rows(data: str, name: str) -> list[Row]:
-    return jsonl_rows(Path(data), name, fields=("question", "answer"))
 
 
 def _problem(row: Row, template: str) -> Problem:

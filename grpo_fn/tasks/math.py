@@ -6,6 +6,7 @@ that are held-out problems are left out.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ def task(
     level or subject of which there is no row, and for knobs as `gsm8k.task` does.
     """
     templates.check_template(template, ["problem"])
-    held_out = all_answered([_problem(row, template) for row in _rows(data, test)])
-    rows = [_problem(row, template) for name in train for row in _rows(data, name)]
+    read = partial(jsonl_rows, Path(data), fields=("problem",))
+    held_out = all_answered([_problem(row, template) for row in read(test)])
+    rows = [_problem(row, template) for name in train for row in read(name)]
     _check_there(levels, {problem.meta["level"] for problem in rows}, "levels")
     _check_there(subjects, {problem.meta["subject"] for problem in rows}, "subjects")
     every = drop_unanswered(from_rows(rows, held_out))
@@ -47,10 +49,6 @@ def task(
     if left_out:
         chosen = with_notes(chosen, f"asks {chosen.size} of {every.size} training rows, by level and subject")
     return first(chosen, test_size)
-
-
-def _rows(data: str, name: str) -> list[Row]:
-    return jsonl_rows(Path(data), name, fields=("problem",))
 
 
 def _problem(row: Row, template: str) -> Problem:
@@ -65,7 +63,7 @@ def _level(row: Row) -> int | None:
     given = row.value.get("level")
     if given == "Level ?":
         return None
-    named = {level: level for level in range(1, 6)} | {f"Level {level}": level for level in range(1, 6)}
+    named = {name: level for level in range(1, 6) for name in (level, f"Level {level}")}
     if isinstance(given, bool | float | list | dict) or given not in named:
         raise ValueError(f"{row.where}: got level {given!r}, wanted 1 to 5, or 'Level 1' to 'Level 5', or 'Level ?'")
     return named[given]

@@ -1,6 +1,7 @@
 """MBPP: short Python programs with asserts to pass (Austin et al. 2021, arXiv:2108.07732), full and sanitized."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from grpo_fn.core.problem import Problem
@@ -46,22 +47,17 @@ def task(
     empty = [name for name in (*train, *test) if not splits[name]]
     if empty:
         raise ValueError(f"{Path(data) / file}: got no rows of {', '.join(empty)}, wanted a task_id of those splits")
-    rows, held_out = (_joined(splits[name] for name in names) for names in (train, test))
+    rows, held_out = (list(chain.from_iterable(splits[name] for name in names)) for names in (train, test))
     return first(from_rows(rows, held_out), test_size)
 
 
 def _check_splits(train: Sequence[str], test: Sequence[str]) -> None:
     unknown = [name for name in (*train, *test) if name not in SPLITS]
-    twice = {name for name in (*train, *test) if (*train, *test).count(name) > 1}
-    if unknown or twice or not train:
+    if unknown or len({*train, *test}) < len(train) + len(test) or not train:
         raise ValueError(
             f"splits: got train {list(train)} and test {list(test)}, wanted some of {', '.join(SPLITS)}, each once, "
             "and at least one to train on"
         )
-
-
-def _joined(parts: Iterable[Sequence[Problem]]) -> list[Problem]:
-    return [problem for part in parts for problem in part]
 
 
 def _split(row: Row) -> str:

@@ -34,7 +34,7 @@ from grpo_fn.tasks.task import (
 LARGEST_BLOCK = 10_000  # draws
 _AT_ONCE = 256  # draws at least whose places are found at once: a tensor operation for each would dominate
 
-Parts = tuple[tuple[str, Task], ...]
+Parts = tuple[tuple[str, Task, int], ...]  # name, task, draws in a block
 
 
 def task(*, tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, int | float]) -> Task:
@@ -51,17 +51,15 @@ def task(*, tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, int |
             f"weights: got {', '.join(weights) or 'none'}, wanted one each of {', '.join(tasks) or 'none'}"
         )
     counts = whole_counts([weights[name] for name in tasks])
-    parts = tuple((name, _of(name, make)) for name, make in tasks.items())
-    for (name, part), count in zip(parts, counts, strict=True):
+    parts = [(name, _of(name, make), count) for (name, make), count in zip(tasks.items(), counts, strict=True)]
+    for name, part, count in parts:
         if count and not part.size:
             raise ValueError(f"weights: got {weights[name]} for {name}, which has no training rows, wanted 0")
-    test = number_tests([_named(name, problem) for name, part in parts for problem in part.test])
-    apart = tuple(
-        (name, _apart(name, part, test) if n else part) for (name, part), n in zip(parts, counts, strict=True)
-    )
-    shares = ", ".join(f"{count} of {name}" for (name, _), count in zip(parts, counts, strict=True))
-    notes = [f"{name}: {line}" for name, part in apart for line in part.notes]
-    return _over(test, (f"of every {sum(counts)} training problems: {shares}", *notes), apart, counts)
+    test = number_tests([_named(name, problem) for name, part, _ in parts for problem in part.test])
+    apart = tuple((name, _apart(name, part, test) if count else part, count) for name, part, count in parts)
+    shares = ", ".join(f"{count} of {name}" for name, _, count in parts)
+    notes = [f"{name}: {line}" for name, part, _ in apart for line in part.notes]
+    return _over(test, (f"of every {sum(counts)} training problems: {shares}", *notes), apart)
 
 
 def whole_counts(weights: Sequence[int | float]) -> tuple[int, ...]:
@@ -105,20 +103,20 @@ def _blocks(frozen: FrozenKey, chunk: int, at_once: int, counts: tuple[int, ...]
     return [[turns[i] for i in block] for block in order.tolist()]
 
 
-def _over(test: tuple[Problem, ...], notes: tuple[str, ...], parts: Parts, counts: tuple[int, ...]) -> Task:
-    drawn = [named for named, count in zip(parts, counts, strict=True) if count]
+def _over(test: tuple[Problem, ...], notes: tuple[str, ...], parts: Parts) -> Task:
+    drawn = [(name, part) for name, part, count in parts if count]
     rows = tuple(_named(name, row) for name, part in drawn for row in part.rows)
     size = sum(part.size for _, part in drawn)
-    return Task(partial(_train, parts, counts), test, size, rows, partial(_narrow, parts, counts), notes)
+    return Task(partial(_train, parts), test, size, rows, partial(_narrow, parts), notes)
 
 
-def _train(parts: Parts, counts: tuple[int, ...], key: Tensor, index: int) -> Problem:
+def _train(parts: Parts, key: Tensor, index: int) -> Problem:
     if index < 0:
         raise ValueError(f"training index: got {index}, wanted an integer >= 0")
     order, *keys = _keys(frozen_key(key), len(parts))
-    part, before = part_at(order, index, counts)
-    name, drawn = parts[part]
-    return _named(name, drawn.train(keys[part], before))._replace(uid=index)
+    turn, before = part_at(order, index, tuple(count for _, _, count in parts))
+    name, part, _ = parts[turn]
+    return _named(name, part.train(keys[turn], before))._replace(uid=index)
 
 
 @lru_cache(maxsize=16)
@@ -127,12 +125,9 @@ def _keys(frozen: FrozenKey, parts: int) -> tuple[Tensor, ...]:
     return tuple(prng.split(thawed_key(frozen), 1 + parts))
 
 
-def _narrow(parts: Parts, counts: tuple[int, ...], task: Task, predicate: Predicate) -> Task:
-    left = tuple(
-        (name, _kept(name, part, predicate) if count else part)
-        for (name, part), count in zip(parts, counts, strict=True)
-    )
-    return _over(task.test, task.notes, left, counts)
+def _narrow(parts: Parts, task: Task, predicate: Predicate) -> Task:
+    left = tuple((name, _kept(name, part, predicate) if count else part, count) for name, part, count in parts)
+    return _over(task.test, task.notes, left)
 
 
 def _kept(name: str, part: Task, predicate: Predicate) -> Task:

@@ -51,9 +51,8 @@ def _without_long_rows(task: Task, length: Length, limit: int) -> tuple[Task, in
     if not count:
         return left, 0
     over = [place_of(problem) for problem in task.rows if length(problem.prompt) > limit]
-    return with_notes(
-        left, f"left out {count} training rows with prompts of more than {limit} tokens: {list_places(over)}"
-    ), count
+    line = f"left out {count} training rows with prompts of more than {limit} tokens: {list_places(over)}"
+    return with_notes(left, line), count
 
 
 def _check(side: str, problems: Sequence[Problem], length: Length, limit: int) -> None:

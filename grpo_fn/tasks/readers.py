@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from grpo_fn.core.json_lines import Row, json_rows
+from grpo_fn.tasks.task import list_places
 
 
 def jsonl_rows(folder: Path, name: str, *, fields: Sequence[str]) -> list[Row]:
@@ -57,9 +58,7 @@ def text_field(row: Row, field: str) -> str:
 
 def folder_listing(folder: Path) -> str:
     """The names in a folder, the first ten of them."""
-    names = sorted(path.name for path in folder.iterdir())
-    shown = ", ".join(names[:10]) or "nothing"
-    return f"{shown} and {len(names) - 10} more" if len(names) > 10 else shown
+    return list_places(sorted(path.name for path in folder.iterdir())) or "nothing"
 
 
 def file(fields: Sequence[str], *, path: str) -> Iterator[Row]:

@@ -170,15 +170,14 @@ def _order(frozen: FrozenKey, epoch: int, size: int) -> Tensor:
     return prng.permutation(prng.fold_in(thawed_key(frozen), epoch), size)
 
 
-def check_template(template: str, names: Sequence[str]) -> str:
-    r"""The template itself. Raises ValueError unless it holds `{name}` for each of `names`.
+def check_template(template: str, names: Sequence[str]) -> None:
+    r"""Raise ValueError unless the template holds `{name}` for each of `names`.
 
     Braces that are none of these stand for themselves, as in `\boxed{}`.
     """
     for name in names:
         if f"{{{name}}}" not in template:
             raise ValueError(f"template: got {template!r}, wanted one that holds {{{name}}}")
-    return template
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
@@ -207,10 +206,6 @@ def all_answered(test: Sequence[Problem]) -> Sequence[Problem]:
 def drop_duplicates(rows: Sequence[Problem]) -> tuple[list[Problem], tuple[str, ...]]:
     """The rows without those that repeat the prompt and the answer of an earlier one, and a note if there are any."""
     left: dict[tuple[str, str], Problem] = {}
-    again = [
-        place_of(problem)
-        for problem in rows
-        if left.setdefault((problem.prompt, problem.answer), problem) is not problem
-    ]
+    again = [place_of(row) for row in rows if left.setdefault((row.prompt, row.answer), row) is not row]
     notes = (f"left out {len(again)} rows that repeat an earlier one: {list_places(again)}",) if again else ()
     return list(left.values()), notes

@@ -35,9 +35,8 @@ def finite_and_zero_where_invalid(f: Advantage, rewards: Rewards) -> None:
     def holds(group: Group) -> None:
         reward, valid = group
         adv = f(reward, valid)
-        check_claim(
-            adv.shape == reward.shape and adv.dtype == reward.dtype, f"got {adv}, wanted shape and dtype of {reward}"
-        )
+        alike = adv.shape == reward.shape and adv.dtype == reward.dtype
+        check_claim(alike, f"got {adv}, wanted shape and dtype of {reward}")
         check_claim(bool(adv.isfinite().all()), f"got {adv}, wanted finite advantages of finite rewards")
         check_claim(bool((adv[~valid] == 0).all()), f"got {adv}, wanted exactly 0 where not {valid}")
 

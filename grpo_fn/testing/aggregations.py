@@ -32,9 +32,8 @@ def only_sampled_tokens_weigh(f: Weigh) -> None:
         weight = f(mask, totals(mask))
         check_claim(weight.dtype == torch.float64, f"got weights in {weight.dtype}, wanted torch.float64 as the totals")
         check_claim(bool(weight.isfinite().all()), f"got {weight}, wanted finite weights")
-        check_claim(
-            bool(((weight > 0) == mask).all() and (weight >= 0).all()), f"got {weight}, wanted > 0 where {mask} only"
-        )
+        positive_there = bool(((weight > 0) == mask).all() and (weight >= 0).all())
+        check_claim(positive_there, f"got {weight}, wanted > 0 where {mask} only")
 
     for_all(st.one_of(MASKS, MASKS.map(torch.zeros_like)), holds)
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
@@ -38,13 +38,8 @@ def name_of(holds: Callable[[Any], None]) -> str:
 
 def simplest_example(examples: SearchStrategy[Any]) -> Any:
     """The example that hypothesis begins with."""
-    drawn = []
-
-    def note(example: Any) -> None:
-        drawn.append(example)
-
-    settings(deadline=None, phases=[Phase.generate], max_examples=1, database=None)(given(example=examples)(note))()
-    return drawn[0]
+    once = settings(deadline=None, phases=[Phase.generate], max_examples=1, database=None)
+    return find(examples, lambda example: True, settings=once)
 
 
 def check_claim(holds: bool, what: str) -> None:

@@ -117,9 +117,8 @@ def policies_worlds_apart_stay_finite(f: TokenLoss) -> None:
             for old, ref, logp in product((zero, there), (zero, there), (zero, there)):
                 row = Batch(zero.long(), mask, old, old, ref, zero + adv, mask & selected)
                 both = torch.stack([f(logp, row)[0], loss_gradient(f, logp, row)])
-                check_claim(
-                    bool(both.isfinite().all()), f"got loss and gradient {both}, {gap:g} nats away, A = {adv:g}"
-                )
+                finite = bool(both.isfinite().all())
+                check_claim(finite, f"got loss and gradient {both}, {gap:g} nats away, A = {adv:g}")
 
 
 def float32_gives_what_float64_gives(f: TokenLoss) -> None:

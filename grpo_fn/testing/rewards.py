@@ -3,7 +3,7 @@
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import hypothesis.strategies as st
@@ -41,8 +41,7 @@ def check_reward(
     asked = texts.text_problems() if problems is None else problems
     rows, problem = texts.text_rows(asked, completions), simplest_example(asked)
     found_by_name(reward)
-    with ExitStack() as both:
-        one, other = (both.enter_context(scoring(reward, deadline, memory_mb)) for _ in range(2))
+    with scoring(reward, deadline, memory_mb) as one, scoring(reward, deadline, memory_mb) as other:
         for text in hostile:
             check_value_and_time(one, TextRow(problem, Completion(text, 1, False)), bounds)
         for_all(rows, partial(check_value_and_time, one, bounds=bounds), phases=UNSHRUNK)
@@ -60,9 +59,8 @@ def found_by_name(reward: RewardFn) -> None:
 def check_value_and_time(score: Score, row: TextRow, bounds: Bounds) -> None:
     """The row gets a number within bounds or None. That the number is finite is the worker's own demand."""
     (value,) = score([row])
-    check_claim(
-        value is None or bounds[0] <= value <= bounds[1], f"got {value} on {row}, wanted within {bounds}, or None"
-    )
+    fits = value is None or bounds[0] <= value <= bounds[1]
+    check_claim(fits, f"got {value} on {row}, wanted within {bounds}, or None")
 
 
 def a_function_of_the_row(one: Score, other: Score, rows: SearchStrategy[TextRow]) -> None:

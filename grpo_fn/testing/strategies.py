@@ -25,15 +25,17 @@ def finite_floats(bound: float = 100.0) -> st.SearchStrategy[float]:
 @lru_cache(maxsize=1024)
 def tensors(shape: Shape, elements: st.SearchStrategy | None = None) -> st.SearchStrategy[Tensor]:
     """float64 tensors of one shape; finite elements by default."""
-    filled = _filled(shape, finite_floats() if elements is None else elements)
-    return filled.map(lambda x: x.to(torch.float64))
+    sizes = _sizes(shape)
+    values = st.lists(finite_floats() if elements is None else elements, min_size=sizes.numel(), max_size=sizes.numel())
+    # Without a dtype torch would round to float32.
+    return values.map(lambda drawn: torch.tensor(drawn, dtype=torch.float64).reshape(sizes))
 
 
 @lru_cache(maxsize=1024)
 def masks(shape: Shape) -> st.SearchStrategy[Tensor]:
     """bool tensors of one shape; all False and all True come up often enough to matter, the latter more often."""
     constant = st.sampled_from([False, True, True, True]).map(lambda b: torch.full(_sizes(shape), b))
-    return st.one_of(_filled(shape, st.booleans()).map(lambda x: x.to(torch.bool)), constant)
+    return st.one_of(tensors(shape, st.booleans()).map(Tensor.bool), constant)
 
 
 @st.composite
@@ -56,20 +58,8 @@ def _sizes(shape: Shape) -> torch.Size:
     return torch.Size((shape,) if isinstance(shape, int) else shape)
 
 
-def _filled(shape: Shape, elements: st.SearchStrategy) -> st.SearchStrategy[Tensor]:
-    sizes = _sizes(shape)
-    count = sizes.numel()
-    return st.lists(elements, min_size=count, max_size=count).map(partial(_as_tensor, sizes))
-
-
-def _as_tensor(sizes: torch.Size, values: list) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64).reshape(sizes)  # by default torch would round to float32
-
-
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
 MASKED_FIELDS = ("logp_sampled", "logp_old", "logp_ref", "adv")
-
-
 LOGP = st.floats(-6, 0)
 ADVANTAGE = st.one_of(st.sampled_from([0.0, 1.0, -1.5]), st.floats(-3, 3))  # floats alone are too often 0
 between = lru_cache(maxsize=64)(st.floats)
@@ -78,7 +68,7 @@ between = lru_cache(maxsize=64)(st.floats)
 @lru_cache(maxsize=64)
 def advantages(b: int, t: int) -> st.SearchStrategy[Tensor]:
     """adv [b, t]: half of the time one for each row."""
-    return st.one_of(tensors(b, ADVANTAGE).map(partial(each_token, t)), tensors((b, t), ADVANTAGE))
+    return st.one_of(tensors(b, ADVANTAGE).map(lambda adv: adv[:, None].repeat(1, t)), tensors((b, t), ADVANTAGE))
 
 
 @st.composite
@@ -92,11 +82,6 @@ def batches(draw: Draw, rows: int | None = None, drift: float = 1.0) -> tuple[Te
     mask = draw(masks((b, t)))
     selected = mask & draw(masks((b, t)))
     return logp, Batch(torch.zeros(b, t, dtype=torch.long), mask, *near, adv, selected)
-
-
-def each_token(t: int, adv: Tensor) -> Tensor:
-    """A row's advantage at each of its t tokens."""
-    return adv[:, None].repeat(1, t)
 
 
 @st.composite
@@ -136,10 +121,8 @@ def with_garbage(logp: Tensor, batch: Batch, garbage: float) -> tuple[Tensor, Ba
 
 def with_padding(logp: Tensor, batch: Batch, extra: int) -> tuple[Tensor, Batch]:
     """The same with columns of padding on the right, garbage in them."""
-    wide = {name: pad(getattr(batch, name), extra, torch.nan) for name in MASKED_FIELDS}
-    wide |= {"tokens": pad(batch.tokens, extra, 0)}
-    wide |= {name: pad(getattr(batch, name), extra, False) for name in ("mask", "selected")}
-    return pad(logp, extra, torch.nan), batch._replace(**wide)
+    wide = Batch(*(pad(x, extra, torch.nan if x.is_floating_point() else 0) for x in batch))
+    return pad(logp, extra, torch.nan), wide
 
 
 def pad(x: Tensor, extra: int, value: float | int) -> Tensor:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from math import isfinite
-from typing import NamedTuple
 
 from torch import Tensor
 
 from grpo_fn.analysis import health
-from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
+from grpo_fn.analysis.evaluation import GradedAnswer, summarise
 from grpo_fn.core import sampling
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging.stopwatch import ErrorContext
@@ -36,23 +35,18 @@ def open_evaluator(
     make: Callable[[], EngineSampler], pool: Callable[[], RewardPool], key: Tensor, world: World
 ) -> Iterator[AsyncEvaluator]:
     """The evaluator while the run goes on. `make` starts the engine."""
-    sampler = world.together(make, what="starting the evaluator")
-    with closing(sampler):
+    with closing(world.together(make, what="starting the evaluator")) as sampler:
         yield AsyncEvaluator(sampler, pool, key)
 
 
-class EvaluationResult(NamedTuple):
-    """What came of an evaluation."""
-
-    judged: list[GradedAnswer]
-    complaints: list[str]  # of judges, on rows that were lost
+EvaluationResult = tuple[list[GradedAnswer], list[str]]  # and complaints of graders, on rows that were lost
 
 
 def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator, should_stop: ShouldStop) -> EvaluationResult:
     """The evaluation itself, on the main rank alone. Its workers begin and end with it: they live in its thread.
 
-    Raises ScoringInterrupted once `should_stop` says so: it is asked every few decode steps, or
-    after every completion of a server, and after every few rows of a grader.
+    Raises ScoringInterrupted once `should_stop` says so: it is asked every few decode steps, or after every completion
+    of a server, and after every few rows of a grader.
     """
     how = run.settings.evaluation
 
@@ -61,17 +55,9 @@ def run_evaluation(run: TrainingRun, evaluator: AsyncEvaluator, should_stop: Sho
             raise ScoringInterrupted("evaluation: got a request to stop")
 
     with evaluator.pool() as pool:
-        judged = evaluate(
-            evaluator.sampler.for_evaluation(sampling.greedy, check),
-            evaluator.sampler.for_evaluation(how.token_sampler, check),
-            run.held_out,
-            key=evaluator.key,
-            judges=how.graders,
-            samples=how.samples,
-            answer=how.extract_answer,
-            score=partial(pool.score, should_stop=should_stop),
-        )
-        return EvaluationResult(judged, [*pool.complaints])
+        greedy, sampled = (evaluator.sampler.for_evaluation(f, check) for f in (sampling.greedy, how.token_sampler))
+        score = partial(pool.score, should_stop=should_stop)
+        return how.grade_answers(greedy, sampled, run.held_out, key=evaluator.key, score=score), [*pool.complaints]
 
 
 def advance_evaluation(
@@ -85,25 +71,22 @@ def advance_evaluation(
     fatal = record_if_done(run, progress, loggers, patience=0.0)
     if due:
         progress.pending.append(progress.state.step)
-        found, free = wait_for_evaluation(run, progress, loggers, stop=stop)
-        fatal += found
-        if free:
+        fatal += wait_for_evaluation(run, progress, loggers, stop=stop)
+        if loggers.background.name is None:
             begin_evaluation(run, progress.state.step, loggers)
     return fatal
 
 
 def wait_for_evaluation(
     run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]
-) -> tuple[list[health.HealthFinding], bool]:
-    """Wait for what is at work: (what ends the run, whether nothing is at work). A stop ends the wait."""
+) -> list[health.HealthFinding]:
+    """Wait for what is at work, unless a stop is asked for; returns what ends the run."""
     fatal: list[health.HealthFinding] = []
     if loggers.background.name is not None:
         loggers.console.line(f"waiting for the {loggers.background.name}")
-    while loggers.background.name is not None:
-        if stop():
-            return fatal, False
+    while loggers.background.name is not None and not stop():
         fatal += record_if_done(run, progress, loggers, patience=ROUND)
-    return fatal, True
+    return fatal
 
 
 def finish_evaluations(run: TrainingRun, progress: Progress, loggers: RunLoggers, *, stop: Callable[[], bool]) -> bool:
@@ -148,15 +131,15 @@ def write_evaluation(
     run: TrainingRun, step: int, now: int, loggers: RunLoggers, found: EvaluationResult, seconds: float
 ) -> dict[str, float]:
     """On the main rank: an evaluation in the files of the run, at its step; returns its figures."""
-    how = run.settings.evaluation
-    record_evaluation(run.run_dir, step, found.judged, run.settings.logging.samples_rows, loggers.writer)
+    how, (judged, complaints) = run.settings.evaluation, found
+    record_evaluation(run.run_dir, step, judged, run.settings.logging.samples_rows, loggers.writer)
     figures = {
-        **summarise(found.judged, ks=how.ks, by=how.by),
+        **summarise(judged, ks=how.ks, by=how.by),
         "eval/lag_steps": float(now - step),
         "eval/seconds": seconds,
     }
     loggers.writer.amend(step, figures)  # the last one: where they are in the metrics, all of it is there
-    for complaint in found.complaints:
+    for complaint in complaints:
         loggers.console.line(f"evaluation of step {step}: {complaint}")
     return figures
 
@@ -200,16 +183,12 @@ def resume_pending(
         if BEST in known:
             credit_score(progress, step, known)
             continue
-        broken = (
-            None if step == now else run.world.agree(partial(store.checkpoint_flaw, root, step), what="a checkpoint")
-        )
-        if broken is not None:
-            loggers.console.line(f"the evaluation of step {step} is lost, its weights are not there any more: {broken}")
+        if step != now and (flaw := run.world.agree(partial(store.checkpoint_flaw, root, step), what="a checkpoint")):
+            loggers.console.line(f"the evaluation of step {step} is lost, its weights are not there any more: {flaw}")
             progress.pending.remove(step)
             continue
-        found, free = wait_for_evaluation(run, progress, loggers, stop=stop)
-        fatal += found
-        if not free:
+        fatal += wait_for_evaluation(run, progress, loggers, stop=stop)
+        if loggers.background.name is not None:
             break
         if step != now:
             reload_policy(run.run_dir, step, run.policy, run.world)

@@ -31,7 +31,6 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
-from grpo_fn.trainer.plan import check_shared
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Data, Sampling, Settings
 from grpo_fn.trainer.state import has_progress
@@ -60,17 +59,20 @@ def build(
         keep_freed_memory()
     text = sha256(request.config.text.encode()).hexdigest()  # the fingerprint is blind to changeable sections
     world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
-    check_shared(s.algorithm.prompts, world.size)
+    if (prompts := s.algorithm.prompts) < world.size:
+        raise ValueError(f"prompts: got {prompts} a step for {world.size} ranks, wanted at least one for each of them")
     s.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))  # before anything is made
     key = prng.key(s.seed, device="cpu")
-    prepared = open_and_prepare(s, checked, request, world, enter=enter)
-    spec = model_spec(s, checked, prepared.folder, prng.fold_in(key, ADAPTERS))
+    folder, tokenizer, task = open_and_prepare(s, checked, request, world, enter=enter)
+    spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
     loaded = world.together(partial(load_and_shard, world, spec, reference=checked.reference), what="loading the model")
     policy = build_policy(s, loaded, world)
     pool = s.rewards.pool()
     streaming = StreamingRewards(pool)
     context = sampler_context(spec, world, loaded.decoding, streaming.on_completion)
-    sampler = world.together(partial(build_sampler, s, context, prepared.tokenizer), what="starting the sampler")
+    token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
+    start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
+    sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
     probe = s.sampling.probe and partial(
         s.sampling.probe, key=prng.fold_in(key, PROBING), max_positions=positions(checked.config)
     )
@@ -83,19 +85,19 @@ def build(
             policy=policy,
             sampler=AsyncSampler(
                 DataParallelSampler(sampler, world, probe),
-                partial(train_problems, prepared.task, prng.fold_in(key, DATA)),
+                partial(train_problems, task, prng.fold_in(key, DATA)),
                 max_staleness=s.sampling.max_staleness,
                 deadline=s.sampling.timeout,
             ),
             greedy=DataParallelSampler(sampler.for_evaluation(token_samplers.greedy), world),
             sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
-            tokenizer=prepared.tokenizer,
+            tokenizer=tokenizer,
             algo=step_algorithm(s, checked, policy, streaming, world),
-            task=prepared.task,
-            evaluator=build_evaluator(s, spec, prepared.tokenizer, world),
+            task=task,
+            evaluator=build_evaluator(s, spec, tokenizer, world),
             pool=pool,
             score=spread_score(pool.score, world),
-            plan=plan_lines(checked, prepared.task, world),
+            plan=[*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes],
             started=started,
         )
 
@@ -133,9 +135,8 @@ def open_and_prepare(
         task,
         train_problems(task, key, 0, draws),
         checked.config,
-        s.sampling.max_new_tokens,
-        encode=s.data.encode_prompt,
-        overlong_prompts=s.data.overlong_prompts,
+        s.data,
+        s.sampling,
     )
     enter_folder = partial(
         enter,
@@ -206,13 +207,6 @@ def start_sampler(
     )
 
 
-def build_sampler(settings: Settings, context: SamplerContext, tokenizer: PreTrainedTokenizerBase) -> EngineSampler:
-    """The sampler of the training."""
-    how = settings.sampling
-    token_sampler = partial(how.token_sampler, temperature=how.temperature)
-    return start_sampler(how.sampler, context, tokenizer, token_sampler, how, settings.data, max_rows=how.max_rows)
-
-
 def build_evaluator(
     settings: Settings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, world: World
 ) -> partial | None:
@@ -252,11 +246,6 @@ def step_algorithm(
     )
 
 
-def plan_lines(checked: ValidatedPlan, task: Task, world: World) -> list[str]:
-    """The numbers of the run, for the log."""
-    return [*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes]
-
-
 class PreparedModel(NamedTuple):
     """A model's folder and tokenizer, and the problems whose prompts leave room for a completion."""
 
@@ -284,10 +273,8 @@ def prepare_data(
     task: Task,
     drawn: Sequence[Problem],
     config: PretrainedConfig,
-    max_new_tokens: int,
-    *,
-    encode: hf.Encode,
-    overlong_prompts: Callable[..., tuple[Task, int]],
+    data: Data,
+    sampling: Sampling,
 ) -> PreparedModel:
     """Make the model's folder there, and look at every prompt: those of the task, and those `drawn` from it.
 
@@ -296,7 +283,7 @@ def prepare_data(
     folder = source.folder()
     tokenizer = hf.load_tokenizer(folder)
     max_positions = positions(config)
-    length = cache(partial(prompt_length, tokenizer, encode=encode, max_positions=max_positions))
+    length = cache(partial(prompt_length, tokenizer, encode=data.encode_prompt, max_positions=max_positions))
     if empty := [problem.prompt for problem in (*drawn, *task.test) if not length(problem.prompt)]:
         raise ValueError(
             f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, wanted at least one: is "
@@ -304,6 +291,7 @@ def prepare_data(
         )
     if max_positions is None:
         return PreparedModel(folder, tokenizer, task)
+    limit = max_positions - sampling.max_new_tokens
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out
-        overlong.refuse(task._replace(rows=tuple(drawn)), length, max_positions - max_new_tokens)
-    return PreparedModel(folder, tokenizer, overlong_prompts(task, length, max_positions - max_new_tokens)[0])
+        overlong.refuse(task._replace(rows=tuple(drawn)), length, limit)
+    return PreparedModel(folder, tokenizer, data.overlong_prompts(task, length, limit)[0])

@@ -24,14 +24,8 @@ def write_export(
 ) -> None:
     """What the main rank does of it."""
     # A process killed after its last checkpoint may not have come to it.
-    how = run.settings.checkpoints
-    prune(
-        run.run_dir / "checkpoints",
-        keep_last=how.keep_last,
-        keep_best=how.keep_best,
-        metric=BEST,
-        scores=progress.scores,
-    )
+    root, how = run.run_dir / "checkpoints", run.settings.checkpoints
+    prune(root, keep_last=how.keep_last, keep_best=how.keep_best, metric=BEST, scores=progress.scores)
     model = run.policy.model
     if run.settings.lora is not None:
         lora.adapter_folder(weights, run.settings.lora, model.name_or_path, run.run_dir / "adapter")

@@ -38,10 +38,8 @@ class RunLoggers:
 def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool) -> RunLoggers:
     """The run's console, writer and saver; the latter is the only one that every rank has."""
     run_dir, main = run.run_dir, run.world.main
-    mirrored = partial(
-        stack.enter_context, run.settings.logging.mirror(run_dir)
-    )  # before the writer, whose events it follows
-    run.world.agree(mirrored, what="opening the mirror")
+    mirrored = partial(stack.enter_context, run.settings.logging.mirror(run_dir))
+    run.world.agree(mirrored, what="opening the mirror")  # before the writer, whose events it follows
     if main:
         rewind(run_dir / checksums.FILE, 0 if first else start + 1)
     profiler = Profiler(run_dir / "tensorboard", run.world, run.settings.logging.profile_steps)

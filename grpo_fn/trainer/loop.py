@@ -9,7 +9,7 @@ from math import nan
 
 from grpo_fn.algo.step import AT_THE_START, Experience, Span, grpo_step
 from grpo_fn.analysis import health
-from grpo_fn.analysis.evaluation import evaluate, summarise
+from grpo_fn.analysis.evaluation import summarise
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, RunState
@@ -72,15 +72,25 @@ def run_training(run: TrainingRun) -> int:
 
 
 def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
-    """Log the plan and measure the policy before training; a checkpoint where that measurement is pending."""
+    """Log the plan and measure the policy before training, as step 0; a checkpoint where that is pending."""
     for line in run.plan:
         loggers.console.line(line)
     tensorboard_layout.write_run_header(loggers.writer, run.run_dir)
-    progress = evaluate_at_start(run, loggers)
-    if progress.pending:
+    if run.evaluator is not None:
+        loggers.writer.scalars(0, loggers.clock.lap())
+        loggers.history.append(health.history_line(0, {}))
+        progress = Progress(RunState(0, run.settings.seed), AT_THE_START, nan, nan, 0, 0.0, pending=[0])
+        with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
+            async_eval.begin_evaluation(run, 0, loggers)
         with loggers.clock.span("checkpoint"):
             save_checkpoint(run, progress, loggers)
-    return progress
+        return progress
+    with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
+        figures = evaluate_policy(run, 0, loggers)
+    loggers.writer.scalars(0, {**figures, **loggers.clock.lap()})
+    loggers.history.append(health.history_line(0, figures))
+    loggers.console.line(f"before training: accuracy {figures[BEST]:.3f} on {len(run.held_out)} held-out problems")
+    return Progress(RunState(0, run.settings.seed), AT_THE_START, figures[BEST], figures[BEST], 0, 0.0)
 
 
 def resume(
@@ -179,23 +189,6 @@ def stop_requested(run: TrainingRun, stop: StopRequest, loggers: RunLoggers) -> 
     return any(asked)
 
 
-def evaluate_at_start(run: TrainingRun, loggers: RunLoggers) -> Progress:
-    """Measure the policy before training; its line in the metrics is step 0."""
-    if run.evaluator is not None:
-        loggers.writer.scalars(0, loggers.clock.lap())
-        loggers.history.append(health.history_line(0, {}))
-        progress = Progress(RunState(0, run.settings.seed), AT_THE_START, nan, nan, 0, 0.0, pending=[0])
-        with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
-            async_eval.begin_evaluation(run, 0, loggers)
-        return progress
-    with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
-        figures = evaluate_policy(run, 0, loggers)
-    loggers.writer.scalars(0, {**figures, **loggers.clock.lap()})
-    loggers.history.append(health.history_line(0, figures))
-    loggers.console.line(f"before training: accuracy {figures[BEST]:.3f} on {len(run.held_out)} held-out problems")
-    return Progress(RunState(0, run.settings.seed), AT_THE_START, figures[BEST], figures[BEST], 0, 0.0)
-
-
 def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers) -> None:
     """One step of the algorithm, its evaluation when one is due, and the record of both."""
     gains, troubles, clock = progress.carried.gains, Counter(run.pool.counts), loggers.clock
@@ -262,17 +255,8 @@ def training_problem(run: TrainingRun) -> Callable[[int], Problem]:
 
 def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[str, float]:
     """Measure the policy on the held-out problems; all that it answered goes to eval/step_N.jsonl."""
-    how = run.settings.evaluation
-    judged = evaluate(
-        run.greedy,
-        run.sampled,
-        run.held_out,
-        key=prng.fold_in(run.key, EVALUATION),
-        judges=run.settings.evaluation.graders,
-        samples=how.samples,
-        answer=how.extract_answer,
-        score=run.score,
-    )
+    how, key = run.settings.evaluation, prng.fold_in(run.key, EVALUATION)
+    judged = how.grade_answers(run.greedy, run.sampled, run.held_out, key=key, score=run.score)
     if run.world.main:
         record_evaluation(run.run_dir, step, judged, run.settings.logging.samples_rows, loggers.writer)
     return summarise(judged, ks=how.ks, by=how.by)

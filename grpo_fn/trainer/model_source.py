@@ -42,23 +42,20 @@ def locate(name: str, *, warn: Callable[[str], None]) -> LocatedModel:
         if (path / MANIFEST).is_file():
             raise ValueError(f"got checkpoint {name} in no run folder, wanted DIR/checkpoints/{path.name} of one")
         return LocatedModel(hf.Pretrained(name), None, name)
+    exported = run / "model"
     saved = verified_checkpoint(path) if path != run else newest_verified(run, warn)
     if saved is None:
-        return LocatedModel(hf.Pretrained(str(run / "model")), None, str(run / "model"))
-    return LocatedModel(initial_model(run) if adapters(saved) is None else configured_model(run), saved, str(saved))
+        return LocatedModel(hf.Pretrained(str(exported)), None, str(exported))
+    if adapters(saved) is None and exported.is_dir():  # shape, tokenizer and stop tokens are those of all checkpoints
+        return LocatedModel(hf.Pretrained(str(exported)), saved, str(saved))
+    return LocatedModel(configured_model(run), saved, str(saved))
 
 
 def run_of(name: str) -> Path | None:
     """The run folder that the name is, or is a checkpoint of; None for anything else."""
     path = Path(name).absolute()
-    return next(
-        (run for run in (path, path.parent.parent) if (run / MARKER).is_file() and is_within_run(path, run)), None
-    )
-
-
-def is_within_run(path: Path, run: Path) -> bool:
-    """Whether the path is the run folder, or a folder among its checkpoints."""
-    return path == run or path.parent == run / "checkpoints"
+    runs = [path, path.parent.parent] if path.parent.name == "checkpoints" else [path]
+    return next((run for run in runs if (run / MARKER).is_file()), None)
 
 
 def newest_verified(run: Path, warn: Callable[[str], None]) -> Path | None:
@@ -84,13 +81,6 @@ def verified_checkpoint(path: Path) -> Path:
     except (Broken, OSError) as error:  # a run that is going on may delete it while it is looked at
         raise ValueError(f"got checkpoint {path}, which is broken: {error}; wanted a whole one") from error
     return path
-
-
-def initial_model(run: Path) -> hf.ModelSource:
-    """The model that a run began with: its shape, tokenizer and stop tokens are those of all of its checkpoints."""
-    if (run / "model").is_dir():  # once it is over it has a copy
-        return hf.Pretrained(str(run / "model"))
-    return configured_model(run)
 
 
 def configured_model(run: Path) -> hf.ModelSource:
@@ -150,13 +140,11 @@ def with_adapters(weights: Mapping[str, Tensor], trained: Mapping[str, Tensor]) 
     """The weights of a model and the adapters of a checkpoint, under the names that they have in a run."""
     layers = {name.removesuffix(lora.A) for name in trained if name.endswith(lora.A)}
     device = next(iter(weights.values())).device
-    base = {_inside(name, layers): tensor for name, tensor in weights.items()}
+    base = {}
+    for name, tensor in weights.items():
+        layer, _, leaf = name.rpartition(".")
+        base[f"{layer}.base_layer.{leaf}" if layer in layers else name] = tensor
     return {**base, **{name: tensor.to(device) for name, tensor in trained.items()}}
-
-
-def _inside(name: str, layers: set[str]) -> str:
-    layer, dot, leaf = name.rpartition(".")
-    return f"{layer}.base_layer.{leaf}" if layer in layers else f"{layer}{dot}{leaf}"
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -21,14 +21,16 @@ class Plan:
     trained: int  # of them
     kv_bytes_per_token: int
     max_rows: int
-    ranks: int
-    arrangement: str  # how the ranks share the model, in words
-    memory: Memory | None  # of one device; None where not estimated
+    ranks: int = 1
+    arrangement: str = ""  # how the ranks share the model, in words
+    memory: Memory | None = None  # of one device; None where not estimated
 
     def lines(self) -> list[str]:
         """The plan as a person would read it."""
         rows = self.prompts * self.group_size
         drawn = self.prompts * self.steps
+        trained = f", of which {self.trained:,} train" if self.trained != self.parameters else ""
+        each = f"memory, each of {self.ranks:<6} {self.arrangement}; estimated:"
         return [
             f"rows a step           {self.prompts} prompts x {self.group_size} samples = {rows}",
             f"optimizer updates     {self.epochs} epochs x {self.minibatches} minibatches = "
@@ -36,19 +38,10 @@ class Plan:
             f"problems drawn        {drawn} in {self.steps} steps = {drawn / self.train_rows:.2f} epochs "
             f"of {self.train_rows}",
             f"held-out problems     {self.test_rows}",
-            f"parameters            {self.parameters:,}" + self._of_which(),
+            f"parameters            {self.parameters:,}{trained}",
             f"disk, one checkpoint  {self.checkpoint_bytes() / GB:.3f} GB",
-            *self.memory_lines(),
+            *([] if self.memory is None else [each, *self.memory.lines()]),
         ]
-
-    def _of_which(self) -> str:
-        return f", of which {self.trained:,} train" if self.trained != self.parameters else ""
-
-    def memory_lines(self) -> list[str]:
-        """What one device holds, where that has been estimated."""
-        if self.memory is None:
-            return []
-        return [f"memory, each of {self.ranks:<6} {self.arrangement}; estimated:", *self.memory.lines()]
 
     def kv_bytes(self) -> int:
         """Keys and values of the completions that one rank decodes at once, `max_rows` rows at most."""
@@ -62,12 +55,6 @@ class Plan:
     def need_bytes(self) -> int:
         """Free disk space to start with: the newest checkpoint, the one being written, and the exported model."""
         return 2 * self.checkpoint_bytes() + self.parameters * WIDE + 2**24
-
-
-def check_shared(prompts: int, ranks: int) -> None:
-    """Raise ValueError unless every rank has a problem to sample for."""
-    if prompts < ranks:
-        raise ValueError(f"prompts: got {prompts} a step for {ranks} ranks, wanted at least one for each of them")
 
 
 def kv_bytes_per_token(config: object, bytes_per_value: int) -> int:

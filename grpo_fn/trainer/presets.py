@@ -22,15 +22,12 @@ def stages(config_files: Sequence[str], preset: str | None) -> Stages:
 
 def fitting(config_files: Sequence[str], parts: Sequence[str]) -> tuple[dict[str, Stages], dict[str, str]]:
     """The stages of every preset laid over a configuration; and of those that want other parts of the reward, why."""
-    every = {name: stages(config_files, name) for name in preset_names()}
-    refused = {name: why for name, those in every.items() if (why := complaint(those, parts))}
-    return {name: those for name, those in every.items() if name not in refused}, refused
-
-
-def complaint(those: Stages, parts: Sequence[str]) -> str:
-    """What the stages have against these parts of the reward; nothing when they fit."""
-    try:
-        check_credit(those.credit, 2, parts)
-    except ValueError as error:
-        return str(error)
-    return ""
+    fit, refused = {}, {}
+    for name in preset_names():
+        those = stages(config_files, name)
+        try:
+            check_credit(those.credit, 2, parts)
+            fit[name] = those
+        except ValueError as error:
+            refused[name] = str(error)
+    return fit, refused

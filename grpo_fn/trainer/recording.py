@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -52,15 +52,13 @@ def sample_rows(seen: Experience, count: int) -> list[Row]:
     ]
 
 
-class PresetComparison(NamedTuple):
-    """Every preset's learning signal on a step's rollout, next to the run's own, which comes first."""
+def compare_presets(
+    config: Path, mine: Stages, seen: Experience, gains: Gains, key: Tensor
+) -> tuple[list[Row], Float[Tensor, "K K"]]:
+    """What every preset laid over a configuration would have made of the step, as the policy that sampled it saw it.
 
-    rows: list[Row]
-    cosine: Float[Tensor, "K K"]
-
-
-def compare_presets(config: Path, mine: Stages, seen: Experience, gains: Gains, key: Tensor) -> PresetComparison:
-    """What every preset laid over a configuration would have made of the step, as the policy that sampled it saw it."""
+    Returns a table, and the cosines between the learning signals of the run, which comes first, and of the presets.
+    """
     fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
     views = {
@@ -68,14 +66,12 @@ def compare_presets(config: Path, mine: Stages, seen: Experience, gains: Gains, 
         for name, stages in {"this run": mine, **fitting}.items()
     }
     signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
-    cosine, share = (
-        compare_algorithms.cosines(signal),
-        compare_algorithms.nonzero_share(signal, seen.groups.rollout.mask),
-    )
+    cosine = compare_algorithms.cosines(signal)
+    share = compare_algorithms.nonzero_share(signal, seen.groups.rollout.mask)
     figures = zip(views, cosine[0].tolist(), share.tolist(), strict=True)
     rows = [{"preset": n, "cosine with this run": f"{a:.3f}", "tokens moved": f"{s:.3f}"} for n, a, s in figures]
     rows += [{"preset": name, "cosine with this run": f"left out: {why}"} for name, why in refused.items()]
-    return PresetComparison(rows, cosine)
+    return rows, cosine
 
 
 def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter) -> None:
@@ -92,9 +88,9 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
     if is_due(step, how.samples_every):
         show(writer, step, "samples", sample_rows(seen, how.samples_rows))
     if is_due(step, how.compare_presets_every):
-        found = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key)
-        show(writer, step, "lens/presets", found.rows)
-        writer.image(step, "lens/cosines", page.heat_map(found.cosine, cell=16))
+        rows, cosine = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key)
+        show(writer, step, "lens/presets", rows)
+        writer.image(step, "lens/cosines", page.heat_map(cosine, cell=16))
     if is_due(step, how.token_report_every):
         record_signal(run, step, seen, gains, writer)
 
@@ -113,10 +109,8 @@ def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[tok
     algo, tokenizer = run.algo, run.tokenizer
     signal, figures = token_report.as_sampled(seen.batch, algo.objective, gains, minibatches=algo.minibatches)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    special = {*tokenizer.all_special_ids}
-    shown = token_report.token_report(
-        seen, signal, figures, decode, special, rows=run.settings.logging.token_report_rows
-    )
+    special, rows = {*tokenizer.all_special_ids}, run.settings.logging.token_report_rows
+    shown = token_report.token_report(seen, signal, figures, decode, special, rows=rows)
     refused = int((seen.adv != 0).any(-1).any(-1).sum()) < algo.min_groups_with_signal
     return shown, AS_SAMPLED + REFUSED * refused
 

@@ -1,21 +1,22 @@
 """The typed sections of a configuration: what gin binds, by what it is about. `step.Algorithm` and `mesh.Parallelism`
 are sections too, and stand where they are used.
 
-Each section checks its own numbers when it is made. What its functions are to one another is checked in `validate`.
+Each section checks its own numbers when it is made, and raises ValueError. What its functions are to one another is
+checked in `validate`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.analysis import health
-from grpo_fn.analysis.evaluation import AnswerExtractor, check_sampled, grader_names
+from grpo_fn.analysis.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
 from grpo_fn.core.checks import check_positive
-from grpo_fn.core.problem import RewardFn
-from grpo_fn.core.types import Reward
+from grpo_fn.core.problem import Problem, RewardFn, Scorer
+from grpo_fn.core.types import Reward, Sampler
 from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.logprob_model import LogprobModel
@@ -55,7 +56,6 @@ class Compute:
     SUPPLIED: ClassVar = {"logprob_model": ("temperature", "logits_chunk_elements", "input_packing")}
 
     def __post_init__(self) -> None:
-        """Raise ValueError for no logits at all."""
         check_positive(logits_chunk_elements=self.logits_chunk_elements)
 
 
@@ -63,9 +63,8 @@ class Compute:
 class Sampling:
     """How completions are drawn for training."""
 
-    sampler: Callable[
-        ..., EngineSampler
-    ]  # (context, tokenizer, *, token_sampler, encode, max_new_tokens, max_rows, stop)
+    # (context, tokenizer, *, token_sampler, encode, max_new_tokens, max_rows, stop) -> sampler
+    sampler: Callable[..., EngineSampler]
     max_rows: int  # sequences decoded at once by one engine
     token_sampler: TokenSampler  # (logits, u, *, temperature) -> (token, log-prob)
     temperature: float  # of the sampler and of the trainer's log-probs
@@ -78,7 +77,6 @@ class Sampling:
     SUPPLIED: ClassVar = {"sampler": TO_SAMPLER, "token_sampler": ("temperature",)}
 
     def __post_init__(self) -> None:
-        """Raise ValueError for completions of no tokens."""
         check_positive(max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
 
 
@@ -103,7 +101,6 @@ class PolicyUpdate:
     max_grad_norm: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError for micro-batches of nothing."""
         check_positive(micro_tokens=self.micro_tokens)
 
 
@@ -126,10 +123,16 @@ class Evaluation:
     SUPPLIED: ClassVar = {"async_sampler": TO_SAMPLER}
 
     def __post_init__(self) -> None:
-        """Raise ValueError for numbers and graders that do not fit together."""
         check_positive(eval_problems=self.problems, max_rows=self.max_rows)
         check_sampled(self.samples, self.ks, self.by)
         grader_names(self.graders)
+
+    def grade_answers(
+        self, greedy: Sampler, sampled: Sampler, problems: Sequence[Problem], *, key: Tensor, score: Scorer
+    ) -> list[GradedAnswer]:
+        """What two samplers answer to the problems, and what the graders make of it: see `evaluation.evaluate`."""
+        how = {"judges": self.graders, "samples": self.samples, "answer": self.extract_answer}
+        return evaluate(greedy, sampled, problems, key=key, score=score, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,6 @@ class Checkpoints:
     keep_best: int  # by held-out accuracy
 
     def __post_init__(self) -> None:
-        """Raise ValueError where none would be kept."""
         check_positive(save_every=self.every, keep_last=self.keep_last)
 
 
@@ -168,7 +170,6 @@ class Health:
     stop: Sequence[health.Rule]  # what these find ends the run, saved
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a rule whose knobs make no sense."""
         health.check_rules([*self.warn, *self.stop])
 
 
@@ -193,7 +194,6 @@ class Settings:
     health: Health
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a run of no steps."""
         check_positive(steps=self.steps)
 
 

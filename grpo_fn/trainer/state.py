@@ -55,9 +55,8 @@ def line_gaps(run_dir: Path, step: int, checksums_every: int) -> list[str]:
         due = range(first, step + 1, every) if every else ()
         odd = {n: seen[n] for n in sorted({*due, *seen}) if n <= step and seen[n] != 1}
         if odd:
-            shown = ", ".join(f"{lines} of step {n}" for n, lines in [*odd.items()][:8]) + (
-                ", ..." if len(odd) > 8 else ""
-            )
+            first_odd = [f"{lines} of step {n}" for n, lines in [*odd.items()][:8]]
+            shown = ", ".join([*first_odd, "..."] if len(odd) > 8 else first_odd)
             found.append(
                 f"{run_dir / name}: got {shown}, wanted one line each up to the checkpoint of step {step}: the weights "
                 "are whole, this record of them is not"
@@ -164,22 +163,16 @@ def newest_checkpoint(
 
 def pack_carried(carried: Carry) -> dict[str, Any]:
     """What is carried, as containers of numbers, strings and tensors."""
-    waiting = carried.waiting
-    return {
-        "drawn": carried.drawn,
-        "gains": [*carried.gains],
-        "waiting": None
-        if waiting is None
-        else {
-            "uids": [problem.uid for problem in waiting.problems],
-            "rollout": [*waiting.rollout[:4], list(waiting.rollout.text)],
-            "reward": [*waiting.reward],
-        },
+    waiting = carried.waiting and {
+        "uids": [problem.uid for problem in carried.waiting.problems],
+        "rollout": [*carried.waiting.rollout[:4], list(carried.waiting.rollout.text)],
+        "reward": [*carried.waiting.reward],
     }
+    return {"drawn": carried.drawn, "gains": [*carried.gains], "waiting": waiting}
 
 
 def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -> Carry:
-    """The inverse of `packed`."""
+    """The inverse of `pack_carried`."""
     waiting = blob["waiting"] and Groups(
         tuple(problem(uid) for uid in blob["waiting"]["uids"]),
         Rollout(*blob["waiting"]["rollout"][:4], tuple(blob["waiting"]["rollout"][4])),

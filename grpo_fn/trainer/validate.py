@@ -19,7 +19,7 @@ from grpo_fn.algo.credit import Credit
 from grpo_fn.algo.step import from_trainer
 from grpo_fn.core.batch import count
 from grpo_fn.core.checks import check_positive
-from grpo_fn.core.problem import Completion, Problem, RewardFn
+from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Gains, Policy, Reward, Rollout, Scores
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
@@ -92,9 +92,6 @@ def validate(settings: Settings) -> ValidatedPlan:
             parameters=hf.parameter_count(hf.empty_model(config)),
             trained=memory_estimate.trained_parameters(config, s.lora),
             kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
-            ranks=1,
-            arrangement="",
-            memory=None,
         ),
     )
 
@@ -131,14 +128,10 @@ def reward_parts(reward: Callable[..., Reward], problem: Problem) -> list[str]:
     """The names of a reward's parts, found by calling it on two empty completions whose scores are all 0."""
     mask = torch.tensor([[False, True], [False, True]])
     rollout = Rollout(mask.long(), mask, torch.zeros(2, 2), ~mask[:, 1], ("", ""))
-    found = reward((problem,), rollout, score=_all_zero)
+    found = reward((problem,), rollout, score=lambda fn, problems, completions: [0.0] * len(completions))
     if not isinstance(found, Reward):
         raise ValueError(f"reward: got {type(found).__name__} from sections.Rewards.reward, wanted a core.types.Reward")
     return [*found.parts]
-
-
-def _all_zero(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
-    return [0.0] * len(completions)
 
 
 def check_credit(credit: Credit, group_size: int, parts: Sequence[str]) -> None:
@@ -211,15 +204,12 @@ def check_full_support(token_sampler: TokenSampler, temperature: float, allow_bi
     """
     if allow_biased:
         return
-    wrong = next(
-        filter(None, (draws_differ(token_sampler, logits, count, temperature) for logits, count in KNOWN)), None
-    )
-    if wrong is not None:
+    wrong = (draws_differ(token_sampler, logits, count, temperature) for logits, count in KNOWN)
+    if found := next(filter(None, wrong), None):
         raise ValueError(
-            f"token_sampler: {wrong}, wanted draws from softmax(logits / {temperature:g}) while training, or the "
+            f"token_sampler: {found}, wanted draws from softmax(logits / {temperature:g}) while training, or the "
             "gradient is that of another policy: sections.Sampling.token_sampler = @sampling.categorical, or "
-            "sections.Sampling.allow_biased = True to "
-            "train all the same"
+            "sections.Sampling.allow_biased = True to train all the same"
         )
 
 
@@ -271,8 +261,7 @@ def check_correction(objective: Objective, old_logp: OldLogp) -> None:
     if able and not does:
         raise ValueError(
             "importance_correction: got a correction by logp_old - logp_sampled and an old_logp that is logp_sampled "
-            "itself, so "
-            "every weight is 1: wanted step.Algorithm.old_logp = @step.from_trainer, or "
+            "itself, so every weight is 1: wanted step.Algorithm.old_logp = @step.from_trainer, or "
             "objective.policy_objective.importance_correction = @importance.no_correction"
         )
 
