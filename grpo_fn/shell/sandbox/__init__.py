@@ -1,8 +1,7 @@
 """Programs that a model wrote, run against tests where they can do no harm and cannot say themselves that they pass.
 
-What happens inside is in `harness`, how it is shut in is in `isolation`; here it is started and
-listened to. docs/sandbox.md says what that guards against and what it does not. Nothing here imports torch: it runs
-in reward workers.
+What happens inside is in `harness`, how it is shut in is in `isolation`; here it is started and listened to.
+docs/sandbox.md says what that guards against and what it does not. It runs in reward workers, without torch.
 """
 
 import marshal

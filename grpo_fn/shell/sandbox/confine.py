@@ -1,6 +1,6 @@
 """What shuts a run in, from inside: namespaces, a root folder of its own, rlimits, a filter on system calls.
 
-Runs inside the sandbox under a bare Python. `settings` come from `sandbox`: see `sandbox.Cell`.
+Runs inside the sandbox under a bare Python. `settings` come from `sandbox`: see `isolation.Cell`.
 """
 
 import os
