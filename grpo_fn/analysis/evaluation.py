@@ -116,7 +116,7 @@ def evaluate(
 
 
 def final_answer(text: str) -> str | None:
-    r"""The marked answer in one spelling: `plain_answer`, without spaces, `\left`, `\right`, and commas within a number.
+    r"""The marked answer in one spelling: `plain_answer`, without spaces, `\left`, `\right` and commas within a number.
 
     Answers that are equal as mathematics, yet written otherwise, are different votes: 0.5, 1/2 and `\frac{1}{2}`. One
     longer than `LONGEST_ANSWER` is none, as it is to the judges.

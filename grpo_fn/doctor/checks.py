@@ -50,7 +50,16 @@ def devices(reply: Reply) -> Iterator[DoctorFinding]:
         yield _device_finding("CUDA", State.UNTESTED, seen, "watch loss/logprob_diff_mean of the first steps")
     for i, device in enumerate(facts["devices"]):
         yield _device(i, device)
-    yield from _links(facts)
+    if len(facts["devices"]) < 2:
+        return
+    if facts["nccl"] is None:
+        todo = "install a torch that is built with NCCL: without it GPUs cannot train together"
+        yield _device_finding("NCCL", State.BROKEN, "not in this torch", todo)
+    if apart := sorted({tuple(sorted(pair)) for pair in facts["apart"]}):
+        seen = f"none between {', '.join(f'cuda:{a} and cuda:{b}' for a, b in apart)}: they talk through host memory"
+        yield _device_finding("peer access", State.WARNING, seen, "slower, not wrong: see nvidia-smi topo -m")
+    else:
+        yield _device_finding("peer access", State.OK, "between all devices")
 
 
 def _device(i: int, device: Facts) -> DoctorFinding:
@@ -64,19 +73,6 @@ def _device(i: int, device: Facts) -> DoctorFinding:
         todo = "compute in float32 or lay scale/fp16.gin over the run, not scale/bf16.gin"
         return _device_finding(f"cuda:{i}", State.WARNING, seen, todo)
     return _device_finding(f"cuda:{i}", State.OK, seen)
-
-
-def _links(facts: Facts) -> Iterator[DoctorFinding]:
-    if len(facts["devices"]) < 2:
-        return
-    if facts["nccl"] is None:
-        todo = "install a torch that is built with NCCL: without it GPUs cannot train together"
-        yield _device_finding("NCCL", State.BROKEN, "not in this torch", todo)
-    if apart := sorted({tuple(sorted(pair)) for pair in facts["apart"]}):
-        seen = f"none between {', '.join(f'cuda:{a} and cuda:{b}' for a, b in apart)}: they talk through host memory"
-        yield _device_finding("peer access", State.WARNING, seen, "slower, not wrong: see nvidia-smi topo -m")
-    else:
-        yield _device_finding("peer access", State.OK, "between all devices")
 
 
 def check_all_reduce(reply: Reply, count: int) -> DoctorFinding:

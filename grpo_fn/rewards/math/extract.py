@@ -72,10 +72,6 @@ def plain_answer(answer: str) -> str:
     """
     for pattern, by in _REWRITES:
         answer = pattern.sub(by, answer)
-    return _without_unit(answer)
-
-
-def _without_unit(answer: str) -> str:
     number, words = answer, ""
     if unit := _LAST_TEXT.search(answer):
         number, words = answer[: unit.start()], unit[1]
