@@ -10,21 +10,10 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.world import Elsewhere, LostRank, join_world, leave_lost
+from grpo_fn.trainer import sections
 from grpo_fn.trainer.build import build
 from grpo_fn.trainer.loop import run_training
 from grpo_fn.trainer.run import RunRequest
-from grpo_fn.trainer.sections import (
-    Checkpoints,
-    Compute,
-    Data,
-    Evaluation,
-    Health,
-    Logging,
-    PolicyUpdate,
-    Rewards,
-    Sampling,
-    Settings,
-)
 from grpo_fn.trainer.validate import check_this_machine, dry_run_lines, validate
 
 # Sections that may be others when a run goes on: over which devices the model is spread, what is recorded, and what is
@@ -47,17 +36,17 @@ def train(
     steps: int,
     seed: int,
     lora: LoRA | None,
-    data: Data,
-    compute: Compute,
-    sampling: Sampling,
-    rewards: Rewards,
+    data: sections.Data,
+    compute: sections.Compute,
+    sampling: sections.Sampling,
+    rewards: sections.Rewards,
     algorithm: Algorithm,
-    policy: PolicyUpdate,
+    policy: sections.PolicyUpdate,
     parallelism: Parallelism,
-    evaluation: Evaluation,
-    checkpoints: Checkpoints,
-    logging: Logging,
-    health: Health,
+    evaluation: sections.Evaluation,
+    checkpoints: sections.Checkpoints,
+    logging: sections.Logging,
+    health: sections.Health,
 ) -> int:
     """Train a policy on a task and leave a run folder.
 
@@ -78,7 +67,7 @@ def train(
         ValueError: for numbers, data, folders, rules or a model that do not fit together; no weights are loaded before.
     """
     started = time.perf_counter()
-    settings = Settings(
+    settings = sections.Settings(
         model=model,
         steps=steps,
         seed=seed,

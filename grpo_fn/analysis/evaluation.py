@@ -13,14 +13,13 @@ from torch import Tensor
 
 from grpo_fn.analysis.statistics import estimate_pass_at_k, exact_mean, maj_at_k, wilson
 from grpo_fn.core import prng
-from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer, verdict_name
+from grpo_fn.core.problem import Problem, RewardFn, Scorer, verdict_name
 from grpo_fn.core.types import Sampler
 from grpo_fn.rewards.combine import completions_of, part_names
 from grpo_fn.rewards.math.extract import LONGEST_ANSWER, marked_answer, plain_answer
 
-AnswerExtractor = Callable[
-    [str], str | None
-]  # the answer that a completion marks, spelt one way; None where it marks none
+# The answer that a completion marks, spelt one way; None where it marks none.
+AnswerExtractor = Callable[[str], str | None]
 
 _SIZED = re.compile(r"\\(?:left|right)(?![A-Za-z])")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
@@ -104,10 +103,11 @@ def evaluate(
         completions += completions_of(sampled.sample(problems, samples, key=keys[1]))
     asked = [*problems, *(problem for problem in problems for _ in range(samples))]
     columns = [score(judge, asked, completions) for judge in judges]
-    attempts = [
-        grade_completion(completion, dict(zip(names, scores, strict=True)), answer)
-        for completion, *scores in zip(completions, *columns, strict=True)
-    ]
+    attempts = []
+    for completion, *scores in zip(completions, *columns, strict=True):
+        marked = None if answer is None else answer(completion.text) or ""
+        by_judge = dict(zip(names, scores, strict=True))
+        attempts.append(Attempt(completion.text, marked, by_judge, completion.length, completion.truncated))
     n = len(problems)
     return [
         GradedAnswer(problem, attempts[i], tuple(attempts[n + i * samples : n + (i + 1) * samples]))
@@ -116,7 +116,7 @@ def evaluate(
 
 
 def final_answer(text: str) -> str | None:
-    r"""The marked answer in one spelling: `plain`, without spaces, `\left` and `\right`, and commas within a number.
+    r"""The marked answer in one spelling: `plain_answer`, without spaces, `\left`, `\right` and commas within a number.
 
     Answers that are equal as mathematics, yet written otherwise, are different votes: 0.5, 1/2 and `\frac{1}{2}`. One
     longer than `LONGEST_ANSWER` is none, as it is to the judges.
@@ -126,14 +126,6 @@ def final_answer(text: str) -> str | None:
         return None
     spelt = _SIZED.sub("", "".join(plain_answer(answer).split())).replace(r"\dfrac", r"\frac")
     return spelt.replace(",", "") if _NUMBER.fullmatch(spelt) else spelt
-
-
-def grade_completion(
-    completion: Completion, scores: dict[str, float | None], answer: AnswerExtractor | None
-) -> Attempt:
-    """The completion with its scores and the answer that it marks."""
-    marked = None if answer is None else answer(completion.text) or ""
-    return Attempt(completion.text, marked, scores, completion.length, completion.truncated)
 
 
 def grader_names(judges: Sequence[RewardFn]) -> list[str]:

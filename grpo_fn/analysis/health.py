@@ -39,8 +39,8 @@ class HealthFinding(NamedTuple):
 
 def history_line(step: int, figures: Mapping[str, float | None]) -> dict[str, float]:
     """A line as rules see it, the same from memory and from metrics.jsonl, where what is not finite is null."""
-    found = {name: math.nan if value is None else float(value) for name, value in figures.items()}
-    return {**{name: value if math.isfinite(value) else math.nan for name, value in found.items()}, "step": float(step)}
+    found = {name: float(value) if is_finite_number(value) else math.nan for name, value in figures.items()}
+    return {**found, "step": float(step)}
 
 
 def trim_history(history: History) -> list[Line]:
@@ -84,7 +84,7 @@ def rule_name(rule: Rule) -> str:
 
 def kl_high(history: History, *, limit: float) -> str | None:
     """loss/kl > limit nats a token."""
-    check_above_zero(limit=limit)
+    check_above_zero("limit", limit)
     value = newest_value(history, "loss/kl")
     if value is None or value <= limit:
         return None
@@ -97,7 +97,7 @@ def kl_high(history: History, *, limit: float) -> str | None:
 
 def grad_norm_high(history: History, *, limit: float) -> str | None:
     """loss/grad_norm > limit, before clipping."""
-    check_above_zero(limit=limit)
+    check_above_zero("limit", limit)
     value = newest_value(history, "loss/grad_norm")
     if value is None or value <= limit:
         return None
@@ -111,7 +111,7 @@ def grad_norm_high(history: History, *, limit: float) -> str | None:
 
 def logprob_diff_high(history: History, *, limit: float) -> str | None:
     """loss/logprob_diff_mean > limit nats: trainer and sampler disagree about the tokens that were sampled."""
-    check_above_zero(limit=limit)
+    check_above_zero("limit", limit)
     value = newest_value(history, "loss/logprob_diff_mean")
     if value is None or value <= limit:
         return None
@@ -132,7 +132,8 @@ def not_finite(history: History, *, groups: Sequence[str]) -> str | None:
         raise ValueError(f"groups: got {groups!r}, wanted a list such as ['loss', 'reward']")
     if not history:
         return None
-    skipped = metric_rises(history[-2:], "optimizer/overflows")
+    before, now = newest_value(history[:-1], "optimizer/overflows"), newest_value(history, "optimizer/overflows")
+    skipped = now is not None and now > (before or 0.0)
     bad = sorted(
         name
         for name, value in history[-1].items()
@@ -155,7 +156,7 @@ def not_finite(history: History, *, groups: Sequence[str]) -> str | None:
 
 def few_groups_with_signal(history: History, *, share: float, steps: int) -> str | None:
     """advantage/zero_variance_groups >= share in each of the last `steps` steps."""
-    check_share(share=share)
+    check_share(share)
     values = last(history, "advantage/zero_variance_groups", steps)
     if not values or min(values) < share or newest_value(history, "reward/invalid") == 1:  # `invalid_high` says why
         return None
@@ -170,7 +171,7 @@ def few_groups_with_signal(history: History, *, share: float, steps: int) -> str
 
 def invalid_high(history: History, *, share: float, steps: int) -> str | None:
     """reward/invalid >= share in each of the last `steps` steps."""
-    check_share(share=share)
+    check_share(share)
     values = last(history, "reward/invalid", steps)
     if not values or min(values) < share:
         return None
@@ -186,7 +187,7 @@ def invalid_high(history: History, *, share: float, steps: int) -> str | None:
 
 def truncated_high(history: History, *, share: float, steps: int) -> str | None:
     """generation/truncated >= share in each of the last `steps` steps."""
-    check_share(share=share)
+    check_share(share)
     values = last(history, "generation/truncated", steps)
     if not values or min(values) < share:
         return None
@@ -199,7 +200,7 @@ def truncated_high(history: History, *, share: float, steps: int) -> str | None:
 
 def overflowing(history: History, *, steps: int) -> str | None:
     """optimizer/overflows rose in each of the last `steps` steps (float16): the weights hardly move."""
-    check_window(steps=steps)
+    check_window("steps", steps)
     values = finite_series(history[-LAST:], "optimizer/overflows")[-steps - 1 :]
     if len(values) <= steps or any(after <= before for before, after in pairwise(values)):
         return None
@@ -216,7 +217,7 @@ def overflowing(history: History, *, steps: int) -> str | None:
 
 def entropy_collapsed(history: History, *, share: float, window: int) -> str | None:
     """The mean loss/entropy of the last `window` steps < share * that of the first `window`."""
-    check_share(share=share)
+    check_share(share)
     ends = means_at_ends(history, "loss/entropy", window)
     if ends is None or ends[1] >= share * ends[0]:
         return None
@@ -229,7 +230,7 @@ def entropy_collapsed(history: History, *, share: float, window: int) -> str | N
 
 def length_exploded(history: History, *, times: float, window: int) -> str | None:
     """The mean generation/length_mean of the last `window` steps > times * that of the first `window`."""
-    check_above_zero(times=times)
+    check_above_zero("times", times)
     ends = means_at_ends(history, "generation/length_mean", window)
     if ends is None or ends[1] <= times * ends[0]:
         return None
@@ -290,23 +291,16 @@ def newest_value(history: History, name: str) -> float | None:
 
 def last(history: History, name: str, count: int) -> list[float]:
     """The last `count` values; none when there are fewer. Raises ValueError unless 1 <= count <= FIRST."""
-    check_window(steps=count)
+    check_window("steps", count)
     values = finite_series(history[-LAST:], name)[-count:]
     return values if len(values) == count else []
 
 
 def means_at_ends(history: History, name: str, window: int) -> tuple[float, float] | None:
     """Means of the first and the last `window` values; None while they would overlap."""
-    check_window(window=window)
+    check_window("window", window)
     values = finite_series(history, name)
     return (stable_mean(values[:window]), stable_mean(values[-window:])) if len(values) >= 2 * window else None
-
-
-def metric_rises(history: History, name: str) -> bool:
-    """Whether the metric is larger in the newest line than in the one before, where it starts from 0."""
-    before = newest_value(history[:-1], name) or 0.0
-    now = newest_value(history, name)
-    return now is not None and now > before
 
 
 def stable_mean(values: Sequence[float]) -> float:
@@ -320,22 +314,19 @@ def at(history: History) -> str:
     return "" if step is None else f" at step {step:.0f}"
 
 
-def check_above_zero(**knobs: float) -> None:
-    """Raise ValueError unless each is a number above 0."""
-    for name, value in knobs.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}: got {value}, wanted a number above 0")
+def check_above_zero(name: str, value: float) -> None:
+    """Raise ValueError unless the knob is a number above 0."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}: got {value}, wanted a number above 0")
 
 
-def check_share(**knobs: float) -> None:
-    """Raise ValueError unless each is a share above 0."""
-    for name, value in knobs.items():
-        if not 0 < value <= 1:
-            raise ValueError(f"{name}: got {value}, wanted more than 0 and at most 1")
+def check_share(value: float) -> None:
+    """Raise ValueError unless the knob is a share above 0."""
+    if not 0 < value <= 1:
+        raise ValueError(f"share: got {value}, wanted more than 0 and at most 1")
 
 
-def check_window(**knobs: int) -> None:
-    """Raise ValueError unless each counts lines that are remembered."""
-    for name, value in knobs.items():
-        if not 1 <= value <= FIRST:
-            raise ValueError(f"{name}: got {value}, wanted 1 to {FIRST}: no more of a run's beginning is remembered")
+def check_window(name: str, value: int) -> None:
+    """Raise ValueError unless the knob counts lines that are remembered."""
+    if not 1 <= value <= FIRST:
+        raise ValueError(f"{name}: got {value}, wanted 1 to {FIRST}: no more of a run's beginning is remembered")

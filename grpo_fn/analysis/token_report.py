@@ -19,7 +19,7 @@ from grpo_fn.algo.step import Experience
 from grpo_fn.analysis.html import page
 from grpo_fn.core.batch import count
 from grpo_fn.core.batch import minibatches as parted
-from grpo_fn.core.types import Batch, Gains, Rollout, Scores, Totals
+from grpo_fn.core.types import Batch, Gains, Scores, Totals
 
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # Stages.objective
 Decode = Callable[[Sequence[int]], str]
@@ -147,22 +147,16 @@ def row(
     """Row b of the step."""
     problems, rollout, reward = experience.groups
     p, g = divmod(b, reward.value.shape[1])
-    start, end = bounds(rollout, b)
+    sampled = rollout.mask[b].nonzero().flatten()
+    start, end = int(sampled[0]), int(sampled[-1]) + 1
     ids = rollout.tokens[b, :end].tolist()
     learns = experience.batch.mask[b, start:end].tolist()
     columns = {name: x[b, start:end].tolist() for name, x in seen.items()}
-    tokens = [
-        Token(
-            token,
-            text,
-            token in special,
-            x if learns[i] else None,
-            {name: column[i] for name, column in columns.items()} if learns[i] else {},
-        )
-        for i, (token, text, x) in enumerate(
-            zip(ids[start:], token_texts(ids, start, decode), dlogp[b, start:end].tolist(), strict=True)
-        )
-    ]
+    texts, signals = token_texts(ids, start, decode), dlogp[b, start:end].tolist()
+    tokens = []
+    for i, (token, text, x) in enumerate(zip(ids[start:], texts, signals, strict=True)):
+        figures = {name: column[i] for name, column in columns.items()} if learns[i] else {}
+        tokens.append(Token(token, text, token in special, x if learns[i] else None, figures))
     return ReportRow(
         prompt=p,
         sample=g,
@@ -177,12 +171,6 @@ def row(
         adv=float(experience.adv[p, g, start]),  # that of its first sampled token, as `step.sample_advantages` has it
         influence=influence,
     )
-
-
-def bounds(rollout: Rollout, b: int) -> tuple[int, int]:
-    """The columns of row b from its first sampled token to behind its last."""
-    sampled = rollout.mask[b].nonzero().flatten()
-    return int(sampled[0]), int(sampled[-1]) + 1
 
 
 def token_texts(ids: Sequence[int], start: int, decode: Decode) -> list[str]:

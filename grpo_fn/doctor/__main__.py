@@ -1,6 +1,7 @@
 """python -m grpo_fn.doctor: flags only. As in `run`, nothing in here can be bound by gin, and imports wait."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
@@ -49,13 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags().error(f"--timeout {args.timeout:g}: wanted a number of seconds above 0")
     if args.gin_param and not args.gin_file:
         flags().error("--gin_param: wanted --gin_file with it")
-    from grpo_fn.doctor import examine
+    from grpo_fn.doctor import examine, report
 
     question = examine.Question(
         model=args.model, gin_files=args.gin_file, gin_params=args.gin_param, deadline=args.timeout
     )
     try:
-        return examine.print_findings(examine.examine(question), as_json=args.json)
+        found = examine.examine(question)
+        print(json.dumps(report.findings_as_json(found)) if args.json else report.findings_table(found))
+        return report.findings_exit_code(found)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,6 +1,7 @@
 """What to think of a machine, from facts about it: what a process that looked came back with, to findings."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from grpo_fn.doctor.report import DoctorFinding, State
@@ -15,6 +16,8 @@ STATE_BYTES = 16  # a parameter that trains: float32 weight, gradient and two mo
 FREE_SHARE = 0.9  # of a device's memory; less is free where another process is at work
 
 Facts = Mapping[str, Any]
+_device_finding, _host_finding = partial(DoctorFinding, "devices"), partial(DoctorFinding, "host")
+_engine_finding, _model_finding = partial(DoctorFinding, "engines"), partial(DoctorFinding, "model")
 
 
 class Reply(NamedTuple):
@@ -31,25 +34,32 @@ def devices(reply: Reply) -> Iterator[DoctorFinding]:
     """torch's build, its devices and their links, of `probe_devices.device_facts`."""
     if reply.facts is None:
         todo = "install torch again for this machine's driver (docs/install.md), or see what nvidia-smi says"
-        yield DoctorFinding("devices", "torch", State.BROKEN, reply.trouble, todo)
+        yield _device_finding("torch", State.BROKEN, reply.trouble, todo)
         return
     facts = reply.facts
-    built = " ".join(f"{name} {facts[key]}" for name, key in _BUILT.items() if facts[key] is not None)
-    yield DoctorFinding("devices", "torch", State.OK, f"{facts['torch']}, {built or 'built for CPU'}")
+    parts = ("CUDA", "cuDNN", "NCCL")
+    built = " ".join(f"{name} {facts[name.lower()]}" for name in parts if facts[name.lower()] is not None)
+    yield _device_finding("torch", State.OK, f"{facts['torch']}, {built or 'built for CPU'}")
     if facts["trouble"]:
         todo = f"update the driver, or install a torch built for a CUDA older than {facts['cuda']}"
-        yield DoctorFinding("devices", "CUDA", State.BROKEN, facts["trouble"], todo)
+        yield _device_finding("CUDA", State.BROKEN, facts["trouble"], todo)
     elif not facts["devices"]:
-        yield DoctorFinding("devices", "GPU", State.OK, "none that torch can use: everything runs on the CPU")
+        yield _device_finding("GPU", State.OK, "none that torch can use: everything runs on the CPU")
     else:
         seen = f"{len(facts['devices'])} devices; the tests of grpo_fn have run on CPU alone"
-        yield DoctorFinding("devices", "CUDA", State.UNTESTED, seen, "watch loss/logprob_diff_mean of the first steps")
+        yield _device_finding("CUDA", State.UNTESTED, seen, "watch loss/logprob_diff_mean of the first steps")
     for i, device in enumerate(facts["devices"]):
         yield _device(i, device)
-    yield from _links(facts)
-
-
-_BUILT = {"CUDA": "cuda", "cuDNN": "cudnn", "NCCL": "nccl"}
+    if len(facts["devices"]) < 2:
+        return
+    if facts["nccl"] is None:
+        todo = "install a torch that is built with NCCL: without it GPUs cannot train together"
+        yield _device_finding("NCCL", State.BROKEN, "not in this torch", todo)
+    if apart := sorted({tuple(sorted(pair)) for pair in facts["apart"]}):
+        seen = f"none between {', '.join(f'cuda:{a} and cuda:{b}' for a, b in apart)}: they talk through host memory"
+        yield _device_finding("peer access", State.WARNING, seen, "slower, not wrong: see nvidia-smi topo -m")
+    else:
+        yield _device_finding("peer access", State.OK, "between all devices")
 
 
 def _device(i: int, device: Facts) -> DoctorFinding:
@@ -58,36 +68,19 @@ def _device(i: int, device: Facts) -> DoctorFinding:
     bf16 = "bf16" if device["bf16"] else "no bf16"
     seen = f"{device['name']}, capability {major}.{minor}, {gb(free)} of {gb(total)} free, {bf16}"
     if free < FREE_SHARE * total:
-        return DoctorFinding(
-            "devices", f"cuda:{i}", State.WARNING, seen, "another process holds the rest: see nvidia-smi"
-        )
+        return _device_finding(f"cuda:{i}", State.WARNING, seen, "another process holds the rest: see nvidia-smi")
     if not device["bf16"]:
         todo = "compute in float32 or lay scale/fp16.gin over the run, not scale/bf16.gin"
-        return DoctorFinding("devices", f"cuda:{i}", State.WARNING, seen, todo)
-    return DoctorFinding("devices", f"cuda:{i}", State.OK, seen)
-
-
-def _links(facts: Facts) -> Iterator[DoctorFinding]:
-    if len(facts["devices"]) < 2:
-        return
-    if facts["nccl"] is None:
-        todo = "install a torch that is built with NCCL: without it GPUs cannot train together"
-        yield DoctorFinding("devices", "NCCL", State.BROKEN, "not in this torch", todo)
-    if apart := sorted({tuple(sorted(pair)) for pair in facts["apart"]}):
-        seen = f"none between {', '.join(f'cuda:{a} and cuda:{b}' for a, b in apart)}: they talk through host memory"
-        yield DoctorFinding("devices", "peer access", State.WARNING, seen, "slower, not wrong: see nvidia-smi topo -m")
-    else:
-        yield DoctorFinding("devices", "peer access", State.OK, "between all devices")
+        return _device_finding(f"cuda:{i}", State.WARNING, seen, todo)
+    return _device_finding(f"cuda:{i}", State.OK, seen)
 
 
 def check_all_reduce(reply: Reply, count: int) -> DoctorFinding:
     """Of `probe_devices.time_all_reduce` over so many devices."""
     if reply.facts is None:
         todo = "NCCL_DEBUG=INFO names the link; if NCCL_P2P_DISABLE=1 helps it is peer access (docs/cluster.md)"
-        return DoctorFinding("devices", "all-reduce", State.BROKEN, reply.trouble, todo)
-    return DoctorFinding(
-        "devices", "all-reduce", State.OK, f"{count} devices, {reply.facts['seconds'] * 1e3:.3g} ms for 4 MB"
-    )
+        return _device_finding("all-reduce", State.BROKEN, reply.trouble, todo)
+    return _device_finding("all-reduce", State.OK, f"{count} devices, {reply.facts['seconds'] * 1e3:.3g} ms for 4 MB")
 
 
 # -- the host
@@ -96,7 +89,7 @@ def check_all_reduce(reply: Reply, count: int) -> DoctorFinding:
 def check_host(reply: Reply, *, parameters: int, gpus: int, vllm: bool) -> Iterator[DoctorFinding]:
     """Of `doctor.probe_host.host_facts`, for a model of so many parameters (0 where none is known)."""
     if reply.facts is None:
-        yield DoctorFinding("host", "host", State.WARNING, reply.trouble, "look at memory, disk and limits by hand")
+        yield _host_finding("host", State.WARNING, reply.trouble, "look at memory, disk and limits by hand")
         return
     facts = reply.facts
     yield _threads(facts)
@@ -119,18 +112,17 @@ def check_host(reply: Reply, *, parameters: int, gpus: int, vllm: bool) -> Itera
 
 def _enough(subject: str, got: int | float, need: int | float, seen: str, why: str, todo: str) -> DoctorFinding:
     if got < need:
-        return DoctorFinding("host", subject, State.WARNING, f"{seen}, {why}", todo)
-    return DoctorFinding("host", subject, State.OK, seen)
+        return _host_finding(subject, State.WARNING, f"{seen}, {why}", todo)
+    return _host_finding(subject, State.OK, seen)
 
 
 def _threads(facts: Facts) -> DoctorFinding:
     cpus, threads = facts["cpus"], facts["threads"]
-    if threads is None:
-        return DoctorFinding("host", "processors", State.OK, f"{cpus}; OMP_NUM_THREADS not set")
-    if not threads.isdecimal() or not 1 <= int(threads) <= cpus:
-        todo = f"OMP_NUM_THREADS between 1 and {cpus}; {cpus} divided by the ranks of a host is a good start"
-        return DoctorFinding("host", "processors", State.WARNING, f"{cpus}; OMP_NUM_THREADS={threads}", todo)
-    return DoctorFinding("host", "processors", State.OK, f"{cpus}; OMP_NUM_THREADS={threads}")
+    seen = f"{cpus}; OMP_NUM_THREADS" + (" not set" if threads is None else f"={threads}")
+    if threads is None or (threads.isdecimal() and 1 <= int(threads) <= cpus):
+        return _host_finding("processors", State.OK, seen)
+    todo = f"OMP_NUM_THREADS between 1 and {cpus}; {cpus} divided by the ranks of a host is a good start"
+    return _host_finding("processors", State.WARNING, seen, todo)
 
 
 # -- the model
@@ -140,63 +132,56 @@ def check_transformers(reply: Reply, *, gpus_without_bf16: bool) -> Iterator[Doc
     """Of `probe_transformers.open_in_transformers`."""
     if reply.facts is None:
         todo = "mend the folder: it needs config.json, model*.safetensors and the tokenizer's files, all of one model"
-        yield DoctorFinding("model", "transformers", State.BROKEN, reply.trouble, todo)
+        yield _model_finding("transformers", State.BROKEN, reply.trouble, todo)
         return
     facts = reply.facts
     dtypes = ", ".join(sorted(facts["dtypes"]))
     template = "with" if facts["template"] else "without"
     size = f"{facts['parameters']:,} parameters in {dtypes}"
     seen = f"{facts['architecture']}, {size}, {facts['tokens']} tokens, {template} a chat template"
-    yield DoctorFinding("model", "transformers", State.OK, seen)
+    yield _model_finding("transformers", State.OK, seen)
     if facts["forward"]:
         todo = "nothing, if training starts: only what depends on values was not tried"
-        yield DoctorFinding("model", "forward pass", State.WARNING, f"not tried: {facts['forward']}", todo)
+        yield _model_finding("forward pass", State.WARNING, f"not tried: {facts['forward']}", todo)
     if gpus_without_bf16 and "BF16" in facts["dtypes"]:
         todo = "compute in float32 or lay scale/fp16.gin over the run"
-        yield DoctorFinding(
-            "model", "weights", State.WARNING, "stored in bfloat16, which a GPU here cannot compute in", todo
-        )
+        yield _model_finding("weights", State.WARNING, "stored in bfloat16, which a GPU here cannot compute in", todo)
 
 
 def check_flash_attention(reply: Reply) -> DoctorFinding:
     """Whether flash-attn, which is there, imports: where it does not, transformers may not either."""
     if reply.facts is None:
         todo = "build it against this torch: pip install --no-build-isolation --force-reinstall --no-deps flash-attn"
-        return DoctorFinding("engines", "flash-attn", State.BROKEN, reply.trouble, todo)
-    return DoctorFinding("engines", "flash-attn", State.OK, f"{reply.facts['version']} imports")
+        return _engine_finding("flash-attn", State.BROKEN, reply.trouble, todo)
+    return _engine_finding("flash-attn", State.OK, f"{reply.facts['version']} imports")
 
 
 def vllm_alone(reply: Reply) -> DoctorFinding:
     """Of `probe_vllm.open_in_vllm` where vLLM does not import, or was given no folder."""
     if reply.facts is None:
         todo = "an environment of its own (docs/install.md), or uninstall it: only its own sampler needs it"
-        return DoctorFinding("engines", "vLLM", State.BROKEN, reply.trouble, todo)
-    return DoctorFinding(
-        "engines", "vLLM", State.OK, f"{reply.facts['version']} imports, for {reply.facts['platform']}"
-    )
+        return _engine_finding("vLLM", State.BROKEN, reply.trouble, todo)
+    return _engine_finding("vLLM", State.OK, f"{reply.facts['version']} imports, for {reply.facts['platform']}")
 
 
 def check_vllm(facts: Facts, *, wanted: bool) -> DoctorFinding:
     """Of `probe_vllm.open_in_vllm` with a folder, which is broken or doubtful by whether vLLM is `wanted`."""
+    finding = partial(_model_finding, "vLLM")
     bad = State.BROKEN if wanted else State.WARNING
     instead = "use the local sampler (local_sampler.local)"
     if "refused" in facts:
-        return DoctorFinding(
-            "model", "vLLM", bad, facts["refused"], f"another model or another vLLM; otherwise {instead}"
-        )
+        return finding(bad, facts["refused"], f"another model or another vLLM; otherwise {instead}")
     seen = f"{facts['architecture']}, head_dim {facts['head_dim']}, {facts['dtype']}, {facts['positions']} positions"
     if not facts["generates"]:
-        return DoctorFinding("model", "vLLM", bad, f"{seen}: it does not generate text", "a causal language model")
+        return finding(bad, f"{seen}: it does not generate text", "a causal language model")
     if facts["head_dims"] is not None and facts["head_dim"] not in facts["head_dims"]:
         sizes = ", ".join(map(str, facts["head_dims"]))
         todo = f"on a CPU a model whose head_dim is one of {sizes}; otherwise {instead}"
-        return DoctorFinding("model", "vLLM", bad, f"{seen}: vLLM's CPU attention does not take that head_dim", todo)
+        return finding(bad, f"{seen}: vLLM's CPU attention does not take that head_dim", todo)
     if not facts["native"]:
         seen = f"{seen}, through vLLM's transformers backend"
-        return DoctorFinding(
-            "model", "vLLM", State.UNTESTED, seen, f"compare loss/logprob_diff_mean of the first steps; or {instead}"
-        )
-    return DoctorFinding("model", "vLLM", State.OK, seen)
+        return finding(State.UNTESTED, seen, f"compare loss/logprob_diff_mean of the first steps; or {instead}")
+    return finding(State.OK, seen)
 
 
 def gb(size: int | float) -> str:

@@ -1,10 +1,10 @@
 """What `python -m grpo_fn.doctor` looks at. It does without torch itself: that may be what is broken."""
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ from platform import python_version
 
 from packaging.utils import canonicalize_name
 
-from grpo_fn.doctor import checks, report, versions
+from grpo_fn.doctor import checks, versions
 from grpo_fn.doctor.checks import Reply
 from grpo_fn.doctor.report import DoctorFinding, State
 from grpo_fn.doctor.subprocess_probe import call_in_subprocess
@@ -47,22 +47,22 @@ def examine(question: Question) -> list[DoctorFinding]:
     gpus = (replies["devices"].facts or {}).get("devices", [])
     parameters = (replies["transformers"].facts or {}).get("parameters", 0) if folder else 0
     uses_vllm = "vllm" in wanted["packages"]
+    all_reduce = []
+    if gpus:
+        arguments = ("cuda", str(len(gpus)), str(question.deadline))
+        probe = "grpo_fn.doctor.probe_devices:time_all_reduce"
+        reply = call_in_subprocess(probe, *arguments, deadline=question.deadline)
+        all_reduce = [checks.check_all_reduce(reply, len(gpus))]
     return [
         *refused,
         *packages(installed_versions(), wanted["packages"]),
         *checks.devices(replies["devices"]),
-        *([checks.check_all_reduce(all_reduce_seconds(len(gpus), question.deadline), len(gpus))] if gpus else []),
+        *all_reduce,
         *checks.check_host(replies["host"], parameters=parameters, gpus=len(gpus), vllm=uses_vllm),
         *engines(replies),
         *([unusable] if unusable else []),
         *(model_findings(replies, gpus, uses_vllm or not question.gin_files) if folder else []),
     ]
-
-
-def print_findings(found: Sequence[DoctorFinding], *, as_json: bool) -> int:
-    """Print what was found, for people or for scripts; returns the exit code."""
-    print(json.dumps(report.findings_as_json(found)) if as_json else report.findings_table(found))
-    return report.findings_exit_code(found)
 
 
 def configuration(question: Question) -> tuple[Mapping, list[DoctorFinding]]:
@@ -83,14 +83,11 @@ def folder_trouble(model: str) -> DoctorFinding | None:
     """Why there is no folder of this name to look into; None where there is one, or no name."""
     if not model or Path(model).is_dir():
         return None
+    finding = partial(DoctorFinding, "model", "folder")
     if not Path(model).exists() and HUB_NAME.fullmatch(model) and not model.startswith("."):
         todo = "download it, and give its folder with --model"
-        return DoctorFinding(
-            "model", "folder", State.WARNING, f"{model} is no folder here; hub names are not looked at", todo
-        )
-    return DoctorFinding(
-        "model", "folder", State.BROKEN, f"got {model}, wanted a folder that exists", "correct the name"
-    )
+        return finding(State.WARNING, f"{model} is no folder here; hub names are not looked at", todo)
+    return finding(State.BROKEN, f"got {model}, wanted a folder that exists", "correct the name")
 
 
 def probe_replies(folder: str, deadline: int | float) -> dict[str, Reply]:
@@ -117,13 +114,6 @@ def is_installed(name: str) -> bool:
     """Whether a module is installed. A folder of its name on the path, a package without a file, is none."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
-
-
-def all_reduce_seconds(count: int, deadline: int | float) -> Reply:
-    """A sum over all GPUs."""
-    return call_in_subprocess(
-        "grpo_fn.doctor.probe_devices:time_all_reduce", "cuda", str(count), str(deadline), deadline=deadline
-    )
 
 
 # -- packages

@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,20 @@ ELEMENTS = 1 << 20  # of the tensor that is summed
 
 
 def device_facts() -> dict[str, Any]:
-    """Versions as built, and every device with its memory in bytes. `trouble` is why there is no CUDA device."""
+    """Versions as built, and every device with its memory in bytes.
+
+    `apart` are pairs that cannot read each other's memory; `trouble` is why there is no CUDA device.
+    """
     there = torch.cuda.is_available()
     devices = [_device(i) for i in range(torch.cuda.device_count())] if there else []
+    pairs = permutations(range(len(devices)), 2)
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if there else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if there and dist.is_nccl_available() else None,
-        "threads": torch.get_num_threads(),
         "devices": devices,
-        "apart": _apart(len(devices)),
+        "apart": [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)],
         "trouble": "" if there or torch.version.cuda is None else _trouble(),
     }
 
@@ -36,12 +40,6 @@ def _device(i: int) -> dict[str, Any]:
     with torch.cuda.device(i):
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return {"name": about.name, "capability": [about.major, about.minor], "free": free, "total": total, "bf16": bf16}
-
-
-def _apart(count: int) -> list[list[int]]:
-    """Pairs that cannot read each other's memory."""
-    pairs = ((a, b) for a in range(count) for b in range(count) if a != b)
-    return [[a, b] for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
 
 
 def _trouble() -> str:

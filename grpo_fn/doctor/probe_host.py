@@ -16,13 +16,15 @@ USED = (Path("/sys/fs/cgroup/memory.current"), Path("/sys/fs/cgroup/memory/memor
 
 def host_facts(folder: str) -> dict[str, Any]:
     """Sizes in bytes. `disk` is free on the file system of `folder`, or of the nearest parent that exists."""
+    path = Path(folder).expanduser().resolve()
+    existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
     memory = psutil.virtual_memory()
     return {
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "memory": memory.total,
         "memory_free": min(memory.available, _left_in_group(memory.total)),
-        "disk_free": shutil.disk_usage(_existing(Path(folder))).free,
+        "disk_free": shutil.disk_usage(existing).free,
         "shared": shutil.disk_usage(SHARED).total if SHARED.is_dir() else None,
         "shared_free": shutil.disk_usage(SHARED).free if SHARED.is_dir() else None,
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],  # -1 for any number
@@ -37,8 +39,3 @@ def _left_in_group(total: int) -> int:
         except (OSError, ValueError):  # not this version of control groups; the word "max"
             continue
     return total
-
-
-def _existing(path: Path) -> Path:
-    path = path.expanduser().resolve()
-    return next(candidate for candidate in (path, *path.parents) if candidate.exists())

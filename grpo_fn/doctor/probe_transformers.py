@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo_fn.shell.model import hf, load_weights
@@ -14,8 +13,7 @@ from grpo_fn.shell.model import hf, load_weights
 def open_in_transformers(folder: str) -> dict[str, Any]:
     """Config, tokenizer, the files' headers against the model's shape, and a forward pass that computes nothing.
 
-    `bytes` are those of the weights in the files. Raises ValueError for what training would refuse, and whatever the
-    model raises on four tokens on the meta device.
+    Raises ValueError for what training would refuse, and whatever the model raises on four tokens on the meta device.
     """
     config = hf.Pretrained(folder).config()
     tokenizer = hf.load_tokenizer(folder)
@@ -28,19 +26,17 @@ def open_in_transformers(folder: str) -> dict[str, Any]:
         "dtypes": dict(Counter(entry.dtype for entry in stored.values())),
         "tokens": len(tokenizer),
         "template": tokenizer.chat_template is not None,
-        "forward": _forward(_shape(config)),
+        "forward": _forward(config),
     }
 
 
-def _shape(config: PretrainedConfig) -> nn.Module:
-    """The model with all of it on the meta device, buffers too; eager attention, which every architecture has."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+def _forward(config: PretrainedConfig) -> str:
+    """Empty where it went through, or why that cannot be seen on the meta device.
 
-
-def _forward(model: nn.Module) -> str:
-    """Empty where it went through, or why that cannot be seen on the meta device."""
+    All of the model is there, buffers too; with eager attention, which every architecture has.
+    """
     with torch.device("meta"), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         inputs = {
             "input_ids": torch.zeros(1, 4, dtype=torch.long),
             "position_ids": torch.arange(4)[None],

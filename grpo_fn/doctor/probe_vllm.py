@@ -20,6 +20,7 @@ def open_in_vllm(folder: str) -> dict[str, Any]:
         config = importlib.import_module("vllm.config").ModelConfig(model=folder, skip_tokenizer_init=True)
     except ValueError as error:
         return found | {"refused": str(error)[:REFUSED]}
+    attention = importlib.import_module("vllm.v1.attention.backends.cpu_attn") if platform.is_cpu() else None
     return found | {
         "architecture": config.architectures[0],
         "native": not config.using_transformers_backend(),
@@ -27,12 +28,5 @@ def open_in_vllm(folder: str) -> dict[str, Any]:
         "dtype": str(config.dtype).removeprefix("torch."),
         "positions": config.max_model_len,
         "head_dim": config.get_head_size(),
-        "head_dims": _head_dims(platform),
+        "head_dims": attention and attention.CPUAttentionBackend.get_supported_head_sizes(),
     }
-
-
-def _head_dims(platform: Any) -> list[int] | None:
-    if not platform.is_cpu():
-        return None
-    attention = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
-    return attention.CPUAttentionBackend.get_supported_head_sizes()

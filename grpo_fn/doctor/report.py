@@ -38,19 +38,16 @@ def findings_exit_code(findings: Iterable[DoctorFinding]) -> int:
 
 def findings_table(findings: Sequence[DoctorFinding]) -> str:
     """Findings for people: under their topics in the order given, each trouble with what to do below it."""
-    widths = [max((len(field) for field in fields), default=0) for fields in _columns(findings)]
+    states = max((len(finding.state.label) for finding in findings), default=0)
+    subjects = max((len(finding.subject) for finding in findings), default=0)
     lines: list[str] = []
     for topic, group in groupby(findings, key=lambda finding: finding.topic):
         lines += ["", topic]
         for finding in group:
-            state, subject = finding.state.label.ljust(widths[0]), finding.subject.ljust(widths[1])
-            lines.append(f"  {state}  {subject}  {one_line(finding.seen)}".rstrip())
-            lines += [f"  {'':{widths[0]}}  -> {one_line(finding.todo)}"] if finding.todo else []
+            line = f"  {finding.state.label:{states}}  {finding.subject:{subjects}}  {one_line(finding.seen)}"
+            lines.append(line.rstrip())
+            lines += [f"  {'':{states}}  -> {one_line(finding.todo)}"] if finding.todo else []
     return "\n".join([*lines[1:], "", summary(findings)])
-
-
-def _columns(findings: Sequence[DoctorFinding]) -> tuple[list[str], list[str]]:
-    return [finding.state.label for finding in findings], [finding.subject for finding in findings]
 
 
 def summary(findings: Sequence[DoctorFinding]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fn.doctor.checks import Reply
+from grpo_fn.doctor.report import one_line
 
 SHOWN = 400  # characters of the end of a process's stderr
 
@@ -43,21 +44,17 @@ def call_in_subprocess(
         except subprocess.TimeoutExpired:
             return Reply(None, f"no answer within {deadline:g} s{_last(output)}")
         finally:
-            _end(process)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has left behind as well
+            process.wait()
         if not out.is_file():
             how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return Reply(None, f"the process that looked {how}{_last(output)}")
         return read_reply(out)
 
 
-def _end(process: subprocess.Popen) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it has left behind as well
-    process.wait()
-
-
 def _last(output: Path) -> str:
-    text = " ".join(output.read_text(errors="replace").split())
+    text = one_line(output.read_text(errors="replace"))
     return f": {text[-SHOWN:]}" if text else ""
 
 

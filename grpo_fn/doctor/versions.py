@@ -6,6 +6,8 @@ tested after the tests have passed with it, not before.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
@@ -73,24 +75,22 @@ TOPIC = "versions"
 
 def check_version(package: Package, version: str | None, *, wanted: bool) -> DoctorFinding:
     """What to think of this version of a package, None where it is not installed. `wanted` is for those of an extra."""
+    finding = partial(DoctorFinding, TOPIC, package.name)
     if version is None:
         if not wanted:
-            return DoctorFinding(TOPIC, package.name, State.ABSENT, f"only for the extra '{package.extra}'")
-        return DoctorFinding(TOPIC, package.name, State.MISSING, f"wanted {package.allowed}", _install(package))
+            return finding(State.ABSENT, f"only for the extra '{package.extra}'")
+        return finding(State.MISSING, f"wanted {package.allowed}", _install(package))
     try:
         parsed = Version(version)
     except InvalidVersion:
-        return DoctorFinding(
-            TOPIC, package.name, State.WARNING, f"{version}, which is no version number", _ground(package)
-        )
+        return finding(State.WARNING, f"{version}, which is no version number", _ground(package))
     if not SpecifierSet(package.allowed).contains(parsed, prereleases=True):
         seen = f"{version}, wanted {package.allowed}"
-        return DoctorFinding(TOPIC, package.name, State.OUTSIDE, seen, _install(package))
-    if not any(_same(parsed, Version(known.version)) for known in package.tested):
-        return DoctorFinding(
-            TOPIC, package.name, State.UNTESTED, f"{version}, tested {tested_versions(package)}", _ground(package)
-        )
-    return DoctorFinding(TOPIC, package.name, State.OK, version)
+        return finding(State.OUTSIDE, seen, _install(package))
+    minor = attrgetter("epoch", "major", "minor")  # repairs aside: 2.13.1 counts as tested where 2.13.0 has been
+    if parsed.is_prerelease or minor(parsed) not in [minor(Version(known.version)) for known in package.tested]:
+        return finding(State.UNTESTED, f"{version}, tested {tested_versions(package)}", _ground(package))
+    return finding(State.OK, version)
 
 
 def requirement_conflicts(
@@ -126,13 +126,6 @@ def version_rows() -> str:
         name = " or ".join([package.name, *package.builds])
         lines.append(f"| {name} | {what} | `{package.allowed}` | {tested_versions(package)} |")
     return "\n".join(lines)
-
-
-def _same(version: Version, known: Version) -> bool:
-    """Repairs aside: 2.13.1 counts as tested where 2.13.0 has been."""
-    return (version.epoch, version.major, version.minor) == (known.epoch, known.major, known.minor) and not (
-        version.is_prerelease
-    )
 
 
 def _ground(package: Package) -> str:

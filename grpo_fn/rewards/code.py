@@ -42,7 +42,7 @@ def all_tests_pass(problem: Problem, completion: Completion, *, run: Runner) -> 
 
 
 def share_of_tests(problem: Problem, completion: Completion, *, run: Runner) -> float | None:
-    """The share of the tests that the program passes, in [0, 1]: k of n asserts are k / n; None as in `passed`.
+    """The share of the tests that the program passes, in [0, 1]: k of n asserts are k / n; None as in `all_tests_pass`.
 
     What ran before a time-out or a crash counts. A program that answers every test and is not proven to the end
     gets 0: it was gone by then, or left processes behind.
@@ -161,10 +161,9 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     found = {}
     for node in filter(_standard, tree.body):
         if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
-                parts = [alias]
-                statement = ast.Import(parts) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, parts, 0)
-                found[alias.asname or alias.name.split(".")[0]] = ast.unparse(statement)
+                found[alias.asname or alias.name.split(".")[0]] = f"{origin}import {ast.unparse(alias)}"
     return found
 
 

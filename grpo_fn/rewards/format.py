@@ -4,6 +4,7 @@ A box is `\boxed{...}` with braces balanced as TeX balances them: an escaped bra
 """
 
 import re
+from collections import deque
 from collections.abc import Sequence
 
 from grpo_fn.core.problem import Completion, Problem
@@ -33,7 +34,7 @@ def answer_tags(problem: Problem, completion: Completion, *, tags: Sequence[str]
 
 
 def answer_tags_by_prompt(problem: Problem, completion: Completion, *, tags: Sequence[str]) -> float:
-    """`tagged`, for a prompt or chat template that has opened the first tag already: the completion is inside of it."""
+    """`answer_tags`, for a prompt or chat template that has opened the first tag already: the completion is inside."""
     return _well_tagged(f"<{tags[0]}>{completion.text}" if tags else "", completion.truncated, tags)
 
 
@@ -48,10 +49,20 @@ def last_box(text: str) -> str | None:
     The last opening decides: an answer retracted by a second box does not count, and of nested boxes the inner one
     does. Time is linear in the text.
     """
-    start = None
-    for opening in _OPENING.finditer(text):
-        start = opening.end()
-    return None if start is None else _balanced(text, start)
+    opening = last_match(_OPENING, text)
+    if opening is None:
+        return None
+    depth = 1
+    for brace in _BRACE.finditer(text, opening.end()):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return text[opening.end() : brace.start()]
+    return None
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last of all matches in the text that do not overlap."""
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 
 def _well_tagged(text: str, truncated: bool, tags: Sequence[str]) -> float:
@@ -63,12 +74,3 @@ def _well_tagged(text: str, truncated: bool, tags: Sequence[str]) -> float:
         return 0.0
     # Outside, inside the first block, between, inside the second, ..., outside; one mark too many is in the last.
     return float(all((place % 2 == 1) == bool(piece.strip()) for place, piece in enumerate(pieces[::2])))
-
-
-def _balanced(text: str, start: int) -> str | None:
-    depth = 1
-    for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return text[start : brace.start()]
-    return None

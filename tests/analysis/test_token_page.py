@@ -50,7 +50,7 @@ def test_what_is_shown_is_what_the_step_sends_back(name, minibatches):
     assert sent.any()
     for row in shown.rows:
         b = row.prompt * 6 + row.sample
-        start, _ = token_report.bounds(taken.groups.rollout, b)
+        start = int(taken.groups.rollout.mask[b].nonzero()[0])
         for t, token in enumerate(row.tokens, start):
             assert (token.signal is not None) == bool(seen.batch.mask[b, t])
             if token.signal is not None:

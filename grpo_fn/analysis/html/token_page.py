@@ -18,8 +18,7 @@ from grpo_fn.analysis.html.templates import source, template
 from grpo_fn.analysis.token_report import ReportRow, Sums, Token, TokenReport, signal_size
 
 SCRIPT = source("token_page.js")
-NAMES = {"kl": "KL to the reference", "adv": "advantage", "logp": "log-prob", "entropy": "entropy"}
-IN_NATS = ("kl", "logp", "entropy")
+TITLES = {"kl": "KL to the reference, nats", "adv": "advantage", "logp": "log-prob, nats", "entropy": "entropy, nats"}
 CLIPS = {"clip_low": "at the lower bound", "clip_high": "at the upper bound"}
 
 
@@ -104,14 +103,9 @@ def tooltip_columns(tokens: Sequence[Token]) -> list[tuple[str, list[str]]]:
     there = [token for token in tokens if token.signal is not None]
     names = list(dict.fromkeys(name for token in there for name in token.figures if name not in CLIPS))
     found = [("dlogp", [direction_label(t.signal) for t in there]), ("clipped", [clip_label(t) for t in there])]
-    found += [(diagnostic_title(name), [figure(t.figures.get(name)) for t in there]) for name in names]
+    found += [(TITLES.get(name, name), [figure(t.figures.get(name)) for t in there]) for name in names]
     found += [("token id", [str(t.id) for t in there])]
     return found if there else []
-
-
-def diagnostic_title(name: str) -> str:
-    """What a diagnostic is called, with its unit."""
-    return f"{NAMES.get(name, name)}{', nats' if name in IN_NATS else ''}"
 
 
 def direction_label(signal: float) -> str:

@@ -1,12 +1,9 @@
 r"""Is the answer right? math-verify behind two functions with three verdicts: 1 right, 0 wrong, None unscorable.
 
-Which text is the answer is decided in `answer`, and what is not worth reading in `screen`. What goes into math-verify's
-parser is always one short answer in one `\boxed{}`: bare LaTeX parses wrongly there (`2\sqrt{6}` as 2), and its own
-search merges neighbouring boxes and takes a number in passing for the answer.
-
-Numbers, and tuples, lists, intervals and matrices of them, are compared here; the rest by math-verify, once the values
-at two points do not differ. Its way with numbers is 6 decimals (1e-7 = 2e-7), and to prove two of them unequal it
-simplifies their difference, which can take for ever. So can turning a parsed answer into text: nothing here does that.
+Which text is the answer is decided in `extract`, what is not worth reading in `screen`, and what has the same value in
+`equivalence`. What goes into math-verify's parser is always one short answer in one `\boxed{}`: bare LaTeX parses
+wrongly there (`2\sqrt{6}` as 2), and its own search merges neighbouring boxes and takes a number in passing for the
+answer. No parsed answer is turned into text: that can take for ever.
 
 A model can still write what takes too long. math-verify's time-outs are signals and work in the main thread only, so
 they are off: text from a model is scored in processes that can be killed. The row is then unscorable.
@@ -26,21 +23,14 @@ from math_verify import LatexExtractionConfig, grader, parse, parser
 from sympy import Basic, Float, Integer, MatrixBase
 
 from grpo_fn.core.problem import Completion, Problem
-from grpo_fn.rewards.math.equivalence import (
-    comparable_part,
-    equal,
-    equation_sides,
-    is_plain,
-    is_written_out,
-    stated_value,
-)
+from grpo_fn.rewards.math import equivalence
 from grpo_fn.rewards.math.extract import LONGEST_ANSWER, last_value, marked_answer, plain_answer
 from grpo_fn.rewards.math.screen import is_costly, is_evasive, is_worked_out
 
 # math-verify warns once per process that its time-outs are off; they are meant to be.
 parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
 
-# Units are taken away in `answer`: the parser takes the t of "4t" for one.
+# Units are taken away in `extract`: the parser takes the t of "4t" for one.
 _LATEX = LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
 _LATEX = replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False))
 _LITERAL = re.compile(r"([+-]?)(?:([0-9]+)|([1-9][0-9]{0,2}(?:,[0-9]{3})+)|([0-9]*\.[0-9]+))")
@@ -93,15 +83,17 @@ def _verdict(gold: str, answer: str) -> _Verdict:
     if given is None:
         return _WRONG
     try:
-        wanted = stated_value(wanted)
-        given = comparable_part(wanted, given)
-        right = given is not None and equal(wanted, given)
+        wanted = equivalence.stated_value(wanted)
+        given = equivalence.comparable_part(wanted, given)
+        right = given is not None and equivalence.equal(wanted, given)
     except MemoryError:
         raise
     except Exception:  # two things that cannot be compared are not equal
         return _WRONG
-    finished = right and is_worked_out(gold, answer) and (is_written_out(given) or not is_plain(wanted))
-    return _Verdict(float(finished), float(right))
+    if not right:
+        return _WRONG
+    finished = is_worked_out(gold, answer) and (equivalence.is_written_out(given) or not equivalence.is_plain(wanted))
+    return _Verdict(float(finished), 1.0)
 
 
 @lru_cache(maxsize=2048)
@@ -127,7 +119,7 @@ def _parsed(text: str) -> Any:
     except Exception:
         return None
     # Where the whole does not parse, the parser makes do with what follows the last of two equals signs.
-    whole = equation_sides(first) or not _CHAIN.search(text)
+    whole = equivalence.equation_sides(first) or not _CHAIN.search(text)
     return first if whole and isinstance(first, Basic | MatrixBase) else None
 
 

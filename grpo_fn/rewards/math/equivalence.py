@@ -11,39 +11,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import sympy
 from math_verify import verify
-from sympy import (
-    Basic,
-    Eq,
-    Expr,
-    FiniteSet,
-    Float,
-    Integer,
-    Interval,
-    MatrixBase,
-    Mul,
-    Number,
-    Pow,
-    Rational,
-    Symbol,
-    Tuple,
-    UnevaluatedExpr,
-    nan,
-    solve,
-    zoo,
-)
 from sympy.core.function import AppliedUndef
-from sympy.core.relational import Relational
-from sympy.logic.boolalg import And
 
-_HUNDREDTH = UnevaluatedExpr(Rational(1, 100))  # how the parser reads a percent sign
-_POINTS = (Rational(7391, 10007), Rational(-13627, 10009))  # nowhere in particular
+_HUNDREDTH = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # how the parser reads a percent sign
+_POINTS = (sympy.Rational(7391, 10007), sympy.Rational(-13627, 10009))  # nowhere in particular
 
 
 def equation_sides(relation: Any) -> list[Any]:
     """a, b and c of "a = b = c"; nothing for what is no equation."""
-    links = relation._unsorted_args if isinstance(relation, And) else [relation]
-    if not all(isinstance(link, Eq) for link in links):
+    links = relation._unsorted_args if isinstance(relation, sympy.And) else [relation]
+    if not all(isinstance(link, sympy.Eq) for link in links):
         return []
     return [links[0].lhs, *(link.rhs for link in links)]
 
@@ -61,16 +40,16 @@ def comparable_part(gold: Any, answer: Any) -> Any:
     no answer at all. An equation that ends in "= 0" is no answer to a gold of 0, unless what it says is 0 has a name.
     """
     each = equation_sides(answer)
-    if isinstance(gold, Expr):
+    if isinstance(gold, sympy.Expr):
         answer, each = _single(answer), [_single(side) for side in each]
     numbers = [side for side in each if _is_number(side)]
     if any(not _same_number(numbers[-1], number) for number in numbers):
         return None
     if not each:
         return answer
-    if isinstance(gold, Relational | And):
+    if isinstance(gold, sympy.Rel | sympy.And):
         between = all(equal(each[-1], side) for side in each[1:-1])
-        return Eq(each[0], each[-1], evaluate=False) if between else None
+        return sympy.Eq(each[0], each[-1], evaluate=False) if between else None
     if _is_number(gold):
         ends = [each[0], each[-1]] if gold == 0 else []
         sound = all(map(_is_name, ends)) and not any(_is_circular(each[0], side) for side in each[1:-1])
@@ -84,52 +63,54 @@ def equal(gold: Any, answer: Any) -> bool:
     answer = comparable_part(gold, answer)
     if _is_number(gold) or answer is None:
         return _is_number(answer) and _same_number(gold, answer)
-    if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
+    if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
         return gold.shape == answer.shape and all(map(equal, gold.flat(), answer.flat()))
-    if isinstance(gold, Interval) and isinstance(answer, Interval):
+    if isinstance(gold, sympy.Interval) and isinstance(answer, sympy.Interval):
         same_ends = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
         return same_ends and equal(gold.start, answer.start) and equal(gold.end, answer.end)
     items, given = _items(gold), _items(answer)
     if items and given:
-        return len(items) == len(given) and _paired(items, given, anyhow=isinstance(gold, FiniteSet))
+        return len(items) == len(given) and _paired(items, given, anyhow=isinstance(gold, sympy.FiniteSet))
     if gold == answer:
         return True
-    if isinstance(gold, Expr) and isinstance(answer, Expr) and _differ(gold, answer):
+    if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr) and _differ(gold, answer):
         return False
-    if isinstance(gold, Eq) and isinstance(answer, Eq) and _misses(gold, answer):
+    if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq) and _misses(gold, answer):
         return False
     return verify([gold], [answer], timeout_seconds=None, raise_on_error=True)
 
 
 def is_plain(value: Any) -> bool:
     """An integer, a fraction or a decimal, perhaps with a percent sign."""
-    return isinstance(value, Number) or (_is_number(value) and isinstance(_percent(value), Number))
+    return isinstance(value, sympy.Number) or (_is_number(value) and isinstance(_percent(value), sympy.Number))
 
 
 def is_written_out(value: Any) -> bool:
     """A number, a power of one, or a product with a power as in 3 * 10^8: no sum or product is left to be done."""
-    if isinstance(value, Mul):
-        others = [factor for factor in value.args if not isinstance(factor, Number)]
+    if isinstance(value, sympy.Mul):
+        others = [factor for factor in value.args if not isinstance(factor, sympy.Number)]
         return bool(others) and all(factor == _HUNDREDTH or _is_power(factor) for factor in others)
-    return isinstance(value, Number) or _is_power(value)
+    return isinstance(value, sympy.Number) or _is_power(value)
 
 
 def _is_power(value: Any) -> bool:
-    return isinstance(value, Pow) and isinstance(value.exp, Integer) and (value.base.is_Number or _is_power(value.base))
+    if not (isinstance(value, sympy.Pow) and isinstance(value.exp, sympy.Integer)):
+        return False
+    return value.base.is_Number or _is_power(value.base)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Expr) and bool(value.is_number)
+    return isinstance(value, sympy.Expr) and bool(value.is_number)
 
 
 def _single(value: Any) -> Any:
     """What a list of one holds: braces around a number make one."""
-    return value.args[0] if isinstance(value, FiniteSet) and len(value) == 1 else value
+    return value.args[0] if isinstance(value, sympy.FiniteSet) and len(value) == 1 else value
 
 
 def _is_name(side: Any) -> bool:
     """A number, f(3), or letters alone."""
-    return _is_number(side) or isinstance(side, AppliedUndef) or side.atoms(Number) <= {Integer(-1)}
+    return _is_number(side) or isinstance(side, AppliedUndef) or side.atoms(sympy.Number) <= {sympy.Integer(-1)}
 
 
 def _is_circular(name: Any, side: Any) -> bool:
@@ -139,9 +120,9 @@ def _is_circular(name: Any, side: Any) -> bool:
 
 def _items(value: Any) -> Sequence[Any]:
     """What a list, a point or an open interval holds, in the order it was written in."""
-    if isinstance(value, Interval) and value.left_open and value.right_open:
+    if isinstance(value, sympy.Interval) and value.left_open and value.right_open:
         return [value.start, value.end]
-    return getattr(value, "_unsorted_args", value.args) if isinstance(value, FiniteSet | Tuple) else []
+    return getattr(value, "_unsorted_args", value.args) if isinstance(value, sympy.FiniteSet | sympy.Tuple) else []
 
 
 def _paired(gold: Sequence[Any], answer: Sequence[Any], *, anyhow: bool) -> bool:
@@ -157,7 +138,7 @@ def _paired(gold: Sequence[Any], answer: Sequence[Any], *, anyhow: bool) -> bool
     return True
 
 
-def _same_number(gold: Expr, answer: Expr) -> bool:
+def _same_number(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     """The gold's percent sign may be left out; where only the answer has one, the gold's size says what it means."""
     share, given = _percent(gold), _percent(answer)
     if share is None and given is None:
@@ -167,67 +148,67 @@ def _same_number(gold: Expr, answer: Expr) -> bool:
     return _close(share, answer if given is None else given) or (given is None and _close(share / 100, answer))
 
 
-def _percent(number: Expr) -> Expr | None:
+def _percent(number: sympy.Expr) -> sympy.Expr | None:
     """x of "x percent"; None without a percent sign."""
-    if not (isinstance(number, Mul) and _HUNDREDTH in number.args):
+    if not (isinstance(number, sympy.Mul) and _HUNDREDTH in number.args):
         return None
-    return Mul(*(factor for factor in number.args if factor != _HUNDREDTH))
+    return sympy.Mul(*(factor for factor in number.args if factor != _HUNDREDTH))
 
 
-def _close(gold: Expr, answer: Expr) -> bool:
+def _close(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     """Equal; where there are decimals, to 6 places and to a thousandth of the number."""
     if gold == answer:
-        return gold not in (nan, zoo)
-    if isinstance(gold, Rational) and isinstance(answer, Rational):
+        return gold not in (sympy.nan, sympy.zoo)
+    if isinstance(gold, sympy.Rational) and isinstance(answer, sympy.Rational):
         return False
     x, y = gold.evalf(30), answer.evalf(30)
     if not (x.is_finite and y.is_finite):
         return False
     gap, size = abs(x - y), max(abs(x), abs(y))
-    allowed = min(1e-6, 1e-3 * size) if gold.has(Float) or answer.has(Float) else 1e-20 * size
+    allowed = min(1e-6, 1e-3 * size) if gold.has(sympy.Float) or answer.has(sympy.Float) else 1e-20 * size
     return bool(gap <= allowed)
 
 
-def _differ(gold: Expr, answer: Expr) -> bool:
+def _differ(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     """Have the two different values at one of the points? Words, which are symbols, have none."""
-    if isinstance(gold, Symbol) or isinstance(answer, Symbol):
+    if isinstance(gold, sympy.Symbol) or isinstance(answer, sympy.Symbol):
         return False
     points = (_spread(gold.free_symbols | answer.free_symbols, start) for start in _POINTS)
     return any(_apart(_value(gold, at), _value(answer, at)) for at in points)
 
 
-def _misses(gold: Eq, answer: Eq) -> bool:
+def _misses(gold: sympy.Eq, answer: sympy.Eq) -> bool:
     """Does the answer fail at a point where the gold holds?"""
-    if not all(isinstance(side, Expr) for side in [*gold.args, *answer.args]):
+    if not all(isinstance(side, sympy.Expr) for side in [*gold.args, *answer.args]):
         return False
     found = _solution(gold)
     at = {**_spread(answer.free_symbols, _POINTS[0]), **found}
-    return bool(found) and _apart(Integer(0), _value(answer.lhs - answer.rhs, at))
+    return bool(found) and _apart(sympy.Integer(0), _value(answer.lhs - answer.rhs, at))
 
 
 @lru_cache(maxsize=256)
-def _solution(gold: Eq) -> Mapping[str, Expr]:
+def _solution(gold: sympy.Eq) -> Mapping[str, sympy.Expr]:
     """A point where the gold holds, by name; empty where none is found."""
     first, *rest = sorted(gold.free_symbols, key=lambda symbol: symbol.name)
     at = _spread(gold.free_symbols, _POINTS[0])
     try:
-        roots = solve(gold.subs({symbol: at[symbol.name] for symbol in rest}), first)
+        roots = sympy.solve(gold.subs({symbol: at[symbol.name] for symbol in rest}), first)
     except NotImplementedError:
         roots = []
     return {**at, first.name: roots[0]} if roots else {}
 
 
-def _spread(symbols: Iterable[Basic], start: Rational) -> dict[str, Expr]:
+def _spread(symbols: Iterable[sympy.Basic], start: sympy.Rational) -> dict[str, sympy.Expr]:
     """A value for each name: symbols of one name may differ in what the parser assumes of them."""
     names = sorted({symbol.name for symbol in symbols})
     return {name: start * (place + 2) / (place + 1) for place, name in enumerate(names)}
 
 
-def _value(side: Expr, at: Mapping[str, Expr]) -> Expr:
+def _value(side: sympy.Expr, at: Mapping[str, sympy.Expr]) -> sympy.Expr:
     return side.evalf(20, subs={symbol: at[symbol.name] for symbol in side.free_symbols})
 
 
-def _apart(gold: Expr, answer: Expr) -> bool:
+def _apart(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     """Not the same number; an unknown function is none, and decides nothing in a gold."""
     if not (gold.is_number and answer.is_number):
         return bool(gold.is_number)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from grpo_fn.rewards.format import has_box, last_box
+from grpo_fn.rewards.format import has_box, last_box, last_match
 
 LONGEST_ANSWER = 256  # characters; the longest gold of MATH has 159
 
@@ -45,7 +45,7 @@ def marked_answer(text: str) -> str | None:
     if has_box(text):
         return last_box(text)
     for marker in (_HASHES, _SAID):
-        if mark := _last(marker, text):
+        if mark := last_match(marker, text):
             return _SENTENCE_END.split(text[mark.end() : mark.end() + 2 * LONGEST_ANSWER].lstrip(), maxsplit=1)[0]
     return None
 
@@ -55,7 +55,7 @@ def last_value(text: str) -> str | None:
 
     Time is linear in the text.
     """
-    number = _last(_LAST_NUMBER, text)
+    number = last_match(_LAST_NUMBER, text)
     if number is None:
         return None
     first = max(0, number.start() - LONGEST_ANSWER)
@@ -72,10 +72,6 @@ def plain_answer(answer: str) -> str:
     """
     for pattern, by in _REWRITES:
         answer = pattern.sub(by, answer)
-    return _without_unit(answer)
-
-
-def _without_unit(answer: str) -> str:
     number, words = answer, ""
     if unit := _LAST_TEXT.search(answer):
         number, words = answer[: unit.start()], unit[1]
@@ -88,17 +84,6 @@ def _without_unit(answer: str) -> str:
         return number
     exact = re.fullmatch(rf"[+-]?{_UNSIGNED}", number)
     return str(Fraction(number.replace(",", "")) * _SCALES[scale.group().lower()]) if exact else answer
-
-
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    found = None
-    for match in pattern.finditer(text):
-        found = match
-    return found
-
-
-def _joined(number: re.Match[str]) -> str:
-    return "".join(number.group().split())
 
 
 def _without_commas(text: re.Match[str]) -> str:
@@ -114,28 +99,10 @@ def _repeating(decimal: re.Match[str]) -> str:
     return rf"\frac{{{exact.numerator}}}{{{exact.denominator}}}"
 
 
-_SIGNS = {
-    **{
-        "−": "-",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "÷": "/",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "°": r"^\circ ",
-        "±": r"\pm ",
-    },
-    **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ", "√": r"\sqrt "},
-    **{
-        "²": "^{2}",
-        "³": "^{3}",
-        "½": r"\frac{1}{2}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-        "…": "...",
-        "\u200b": "",
-    },
-}
+_SIGNS = {"−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm ", "…": "...", "\u200b": ""}
+_SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ", "√": r"\sqrt "}
+_SIGNS |= {"²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
+_SIGNS |= {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ "}
 _LEADING_WORDS = "about|approximately|approx|exactly|answer|rs|usd"
 # One after the other: what surrounds an answer goes, and spellings that the parser misreads change.
 _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
@@ -154,7 +121,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         (r",?\s*\\(?:text|mbox)\s*\{[\s,]*(?:and|or)[\s,]*\}", ","),
         (r"(?<=[0-9])(?:,?\\[,;:! ]|\{,\}|~)(?=[0-9]{3}(?![0-9]))", ""),  # thin spaces within a number
         (r"\\!\s*", ""),
-        (r"(?<![0-9.,\\}])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", _joined),
+        (r"(?<![0-9.,\\}])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])", lambda number: number.group().replace(" ", "")),
         (r"\A(?:(?!\\\{)[^(\[])*\Z", _without_commas),
         (r"([0-9]) +([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}"),
         (r"\\[dtc]?frac\s*(\\[A-Za-z]+)\s*([0-9A-Za-z]|(?=\{))", r"\\frac{\1}{\2}"),

@@ -7,6 +7,7 @@ this page meets the deadline of a process that can be killed.
 """
 
 import re
+from itertools import accumulate
 from math import inf, prod
 
 DEEPEST = 10  # brackets within brackets; the deepest gold of MATH has 5
@@ -75,10 +76,11 @@ def is_costly(gold: str, answer: str) -> bool:
 def is_evasive(gold: str, answer: str) -> bool:
     """Does the answer deny itself, stand for many, or name another base than the gold?"""
     bases = _BASE.search(gold), _BASE.search(answer)
+    words = set(_WORDS.findall(answer)).difference(_WORDS.findall(gold))
     return (
         any(evasion.search(answer) and not evasion.search(gold) for evasion in _EVASIONS)
-        or any(_NO_UNIT.search(words) and not _LINK.fullmatch(words) for words in _said(answer) - _said(gold))
-        or bool(bases[0] and bases[1] and int(bases[0].group(1)) != int(bases[1].group(1)))
+        or any(_NO_UNIT.search(text) and not _LINK.fullmatch(text) for text in words)
+        or bool(bases[0] and bases[1] and int(bases[0][1]) != int(bases[1][1]))
     )
 
 
@@ -138,27 +140,17 @@ def _end(tokens: list[str], place: int) -> int:
 def _size(exponent: str) -> float:
     if "^" in exponent or _LARGE.search(exponent):
         return inf
-    whole = _RATIO.sub(lambda ratio: ratio.group(1) or ratio.group(2), exponent)
+    whole = _RATIO.sub(lambda ratio: ratio[1] or ratio[2], exponent)
     return prod((max(1.0, float(digits)) for digits in _DIGITS.findall(whole)), start=1.0)
 
 
 def _depth(tokens: list[str]) -> float:
     """How deep brackets nest; inf where one closes that was not opened."""
-    depth = deepest = 0.0
-    for token in tokens:
-        depth += (token in _OPENS) - (token in _CLOSES)
-        deepest = max(deepest, depth)
-        if depth < 0:
-            return inf
-    return deepest
+    depths = list(accumulate(((token in _OPENS) - (token in _CLOSES) for token in tokens), initial=0))
+    return inf if min(depths) < 0 else max(depths)
 
 
 def _affordable(gold: str) -> float:
     """Numbers are cheap: an integer of d digits may be a power of 2. A product of sums is not, once multiplied out."""
-    return (
-        2 * exponent_bound(gold) + 4 if _LETTER.search(gold) else 4 * max(exponent_bound(gold), float(len(gold))) + 12
-    )
-
-
-def _said(text: str) -> set[str]:
-    return set(_WORDS.findall(text))
+    bound = exponent_bound(gold)
+    return 2 * bound + 4 if _LETTER.search(gold) else 4 * max(bound, float(len(gold))) + 12

@@ -1,8 +1,7 @@
 """Programs that a model wrote, run against tests where they can do no harm and cannot say themselves that they pass.
 
-What happens inside is in `harness`, how it is shut in is in `isolation`; here it is started and
-listened to. docs/sandbox.md says what that guards against and what it does not. Nothing here imports torch: it runs
-in reward workers.
+What happens inside is in `harness`, how it is shut in is in `isolation`; here it is started and listened to.
+docs/sandbox.md says what that guards against and what it does not. It runs in reward workers, without torch.
 """
 
 import marshal
@@ -11,8 +10,8 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,8 @@ def run_program(
         if not value > 0:
             raise ValueError(f"sandbox {name}: got {value}, wanted more than 0")
     secret, start = secrets.token_hex(16), time.monotonic()
-    with isolation(limits) as cell, _life() as life:
+    life, held = os.pipe()  # `life`, which is read inside, hangs up when this process is gone, or done
+    with open(life, "rb"), open(held, "wb"), isolation(limits) as cell:
         settings = {**limits._asdict(), **cell.settings, "life": life, "parent": os.getpid()}
         payload = _modules() + _packed(settings) + _packed({**program._asdict(), "secret": secret})
         output, complaint = _talk(cell, life, payload, wall_seconds + BACKSTOP_SECONDS)
@@ -85,7 +85,14 @@ def run_program(
 
 def strongest_isolation(limits: Limits) -> AbstractContextManager[Cell]:
     """Bubblewrap, or else kernel namespaces; RuntimeError where neither works. Tried out once in a process."""
-    return _strongest()(limits)
+    for isolation in (bubblewrap, namespaces):
+        if not _amiss(isolation):
+            return isolation(limits)
+    raise RuntimeError(
+        f"sandbox: got bubblewrap {_amiss(bubblewrap)!r} and namespaces {_amiss(namespaces)!r}, wanted one of them to "
+        "work: install bubblewrap, allow user namespaces, or accept what docs/sandbox.md says of rlimits alone with "
+        "sandbox.run_program.isolation = @isolation.rlimits_only"
+    )
 
 
 def check_runner(runner: Callable[[Program], Ran]) -> None:
@@ -119,29 +126,6 @@ def _amiss(isolation: Isolation) -> str:
     except (OSError, RuntimeError, ValueError) as error:
         return " ".join(f"{error}".split())
     return ""
-
-
-@lru_cache(maxsize=1)
-def _strongest() -> Isolation:
-    for isolation in (bubblewrap, namespaces):
-        if not _amiss(isolation):
-            return isolation
-    raise RuntimeError(
-        f"sandbox: got bubblewrap {_amiss(bubblewrap)!r} and namespaces {_amiss(namespaces)!r}, wanted one of them to "
-        "work: install bubblewrap, allow user namespaces, or accept what docs/sandbox.md says of rlimits alone with "
-        "sandbox.run_program.isolation = @isolation.rlimits_only"
-    )
-
-
-@contextmanager
-def _life() -> Iterator[int]:
-    """A descriptor that hangs up when this process is gone, or done."""
-    life, held = os.pipe()
-    try:
-        yield life
-    finally:
-        os.close(life)
-        os.close(held)
 
 
 def _talk(cell: Cell, life: int, payload: bytes, seconds: float) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """What shuts a run in, from inside: namespaces, a root folder of its own, rlimits, a filter on system calls.
 
-Runs inside the sandbox under a bare Python. `settings` come from `sandbox`: see `sandbox.Cell`.
+Runs inside the sandbox under a bare Python. `settings` come from `sandbox`: see `isolation.Cell`.
 """
 
 import os
@@ -13,10 +13,8 @@ SIGKILL = 9  # the module that knows imports enum, which takes as long as Python
 INODES = 4096
 
 # linux/sched.h, linux/mount.h, linux/prctl.h, linux/capability.h
-NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = (
-    *(0x00020000, 0x02000000, 0x04000000, 0x08000000),
-    *(0x10000000, 0x20000000, 0x40000000),
-)
+NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
+NEW_USER, NEW_PIDS, NEW_NET = 0x10000000, 0x20000000, 0x40000000
 NOSUID, NODEV, BIND, RECURSIVE, PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 DETACH = 0x2
 SET_DEATH_SIGNAL, SET_DUMPABLE, SET_SECCOMP, SET_NO_NEW_PRIVILEGES = 1, 4, 22, 38

@@ -158,9 +158,8 @@ def serve_calls(requests, replies):
                 continue  # closed, or no stream at all: its own affair
         write_all(replies, data)
 
-    Peer(
-        lambda size: read_exactly(requests, size), answer, {**PROGRAM_OPS, "load": load_module}, lambda value: True
-    ).serve()
+    ops = {**PROGRAM_OPS, "load": load_module}
+    Peer(lambda size: read_exactly(requests, size), answer, ops, lambda value: True).serve()
 
 
 def load_module(sources, names):

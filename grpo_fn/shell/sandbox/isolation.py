@@ -59,10 +59,13 @@ def bubblewrap(limits: Limits) -> Iterator[Cell]:
         for power in ("SETUID", "SETGID", "KILL"):  # to make the program another user's, and to end it
             wrapper += ["--cap-add", f"CAP_{power}"]
     wrapper += _view_for_bwrap(limits.file_mb)
-    with open_filter() as descriptor:
+    reading, writing = os.pipe()  # the filter is read from here
+    with open(reading, "rb"):
+        with open(writing, "wb") as file:
+            file.write(seccomp.program(os.uname().machine, alone=False))
         spare = 1 if user is None else 0  # the judge counts as well where the user is the same
         settings = _settings("enter_nothing", user, processes=limits.processes + spare)
-        yield Cell((*wrapper, "--seccomp", f"{descriptor}", "--"), settings, (descriptor,))
+        yield Cell((*wrapper, "--seccomp", f"{reading}", "--"), settings, (reading,))
 
 
 @contextmanager
@@ -124,15 +127,3 @@ def _view_for_bwrap(file_mb: int) -> list[str]:
         words += ["--symlink", target, path]
     words += ["--dev", "/dev", "--perms", "1777", "--size", f"{file_mb * 2**20}", "--tmpfs", "/tmp"]
     return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
-
-
-@contextmanager
-def open_filter() -> Iterator[int]:
-    """A descriptor to read the filter from."""
-    reading, writing = os.pipe()
-    try:
-        with open(writing, "wb") as file:
-            file.write(seccomp.program(os.uname().machine, alone=False))
-        yield reading
-    finally:
-        os.close(reading)

@@ -71,11 +71,6 @@ class Remote:
         return hash(_plain(self.__peer.ask("held", self))) if self.__holds else self.__number
 
 
-def number_for(peer, value):
-    """The number of an object that this peer's other end has; None for anything else."""
-    return value._Remote__number if isinstance(value, Remote) and value._Remote__peer is peer else None
-
-
 def _plain(value):
     return None if isinstance(value, Remote) else value
 
@@ -119,7 +114,7 @@ class Peer:
 
     def ask(self, op, /, *args, **kwargs):
         """What `op` of the arguments is at the other end; raises what it raised there."""
-        self._send(("ask", op, args, kwargs))
+        self._write(encode(("ask", op, args, kwargs), self._refer))
         while True:
             kind, *rest = self._receive()
             if kind == "value":
@@ -149,9 +144,6 @@ class Peer:
             reply = encode(("raised", *_described(error)), self._refer)
         self._write(reply)
 
-    def _send(self, message):
-        self._write(encode(message, self._refer))
-
     def _write(self, data):
         self.write(len(data).to_bytes(SIZE, "big") + data)
 
@@ -159,8 +151,8 @@ class Peer:
         return Reader(self.read(int.from_bytes(self.read(SIZE), "big")), self._resolve).value()
 
     def _refer(self, value):
-        if (number := number_for(self, value)) is not None:
-            return b"y" + number.to_bytes(SIZE, "big")
+        if isinstance(value, Remote) and value._Remote__peer is self:
+            return b"y" + value._Remote__number.to_bytes(SIZE, "big")
         for kind, bare in BARE.items():
             if isinstance(value, kind):
                 return encode(bare(value), self._refer)
