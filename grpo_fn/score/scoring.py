@@ -12,10 +12,10 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
+from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.problem import RewardFn, verdict_name
 from grpo_fn.score.jsonl_stream import Lines, annotate_row, parse_row
 from grpo_fn.score.reward_spec import known_reward, reward_of
-from grpo_fn.shell.logging.console import CONTROL
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
 from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE, Outcome
 
@@ -130,7 +130,7 @@ def _tell(pool: RewardPool, tally: Counter[str], seconds: float) -> None:
     lost = "".join(f", {count} {cause.replace('_', ' ')}" for cause, count in pool.counts.items() if count)
     print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second): {_counts(tally)}{lost}", file=sys.stderr)
     for text in pool.complaints:
-        print(CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text), file=sys.stderr)
+        print(escape_control(text), file=sys.stderr)
 
 
 def _counts(tally: Mapping[str, int]) -> str:
