@@ -45,6 +45,7 @@ def mean_centered(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float
     Use it when: nearly-solved and nearly-hopeless prompts should not be amplified.
     Peers: TRL `scale_rewards="none"`, OpenRLHF `dr_grpo`.
     """
+    _check_group(reward)
     # sum(R) / n differs from R by an ulp even if all R are equal. Measured from one of them, equal rewards are exact
     # zeros, and so is their mean. The smallest is the one that does not depend on the order of the group.
     least = torch.where(valid, reward, torch.inf).amin()
@@ -103,6 +104,7 @@ def pass_at_k(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, k: int, t
     """
     if k < 1:
         raise ValueError(f"k: got {k}, wanted at least 1")
+    _check_group(reward)
     solved = valid & (reward >= threshold)
     count, won = valid.sum().to(reward.dtype), solved.sum().to(reward.dtype)
     lost = count - won
@@ -131,3 +133,11 @@ def max_rl(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor
     relative = above / torch.where(unit == 0, 1.0, unit)  # in units of the largest nothing overflows or vanishes
     mean = relative.sum() / valid.sum().clamp(min=1)  # at least 1 / n, or all are 0
     return mean_centered(relative, valid) / torch.where(unit == 0, 1.0, mean)
+
+
+def _check_group(reward: Tensor) -> None:
+    if reward.ndim != 1:
+        raise ValueError(
+            f"advantage: got rewards of shape {tuple(reward.shape)}, wanted those of one group, [G]: torch.func.vmap "
+            "takes the function over all groups"
+        )

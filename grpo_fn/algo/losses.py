@@ -190,10 +190,15 @@ def _clipped(r: Float[Tensor, "T"], row: Batch, clip_low: float, clip_high: floa
 
 
 def _adv(row: Batch) -> Float[Tensor, "T"]:
-    return torch.where(row.mask, row.adv, 0.0)
+    return _sampled(row.adv, row)
 
 
 def _sampled(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:
+    if row.mask.ndim != 1:
+        raise ValueError(
+            f"loss: got a mask of shape {tuple(row.mask.shape)}, wanted that of one row, [T]: torch.func.vmap takes "
+            "the function over all rows"
+        )
     return torch.where(row.mask, x, 0.0)
 
 

@@ -17,12 +17,12 @@ class NoSpace(OSError, ValueError):
 def no_space(path: Path, wanted: int) -> NoSpace:
     """The error of a disk at `path` that did not take `wanted` bytes: it has too few, no inode, or a quota."""
     if (free := free_bytes(path)) < wanted:
-        found = f"got {free:,} bytes free, wanted {wanted:,}"
+        text = f"no space left: got {free:,} bytes free, wanted {wanted:,}"
     elif out_of_inodes(path):
-        found = f"got {free:,} bytes and no inode free, wanted one for each new file: there are too many on this disk"
+        text = f"no space left: got {free:,} bytes and no inode free, wanted one for each new file"
     else:
-        found = f"got {free:,} bytes free, wanted {wanted:,}, which were refused all the same: is there a quota?"
-    return NoSpace(errno.ENOSPC, f"no space left: {found}", str(path))
+        text = f"no space left: got {free:,} bytes free, wanted {wanted:,}, refused all the same: is there a quota?"
+    return NoSpace(errno.ENOSPC, text, str(path))
 
 
 def free_bytes(path: Path) -> int:

@@ -141,7 +141,9 @@ def test_a_bad_model_folder(model: Path, data: Path, tmp_path: Path, fault: str)
 def test_a_prompt_too_long_for_the_model_is_found_wherever_it_is(model: Path, data: Path, tmp_path: Path) -> None:
     write_rows(data / "train.jsonl", [*ROWS, {"question": "So? " * 99, "answer": "#### 1"}])
     argv = gsm8k(model, data, tmp_path / "run", STEPS=9)
-    refused(argv, tmp_path, "got 1 of 5 training ones over the 252 tokens", "wanted none", "has 467", "So? So?")
+    refused(
+        argv, tmp_path, "got 1 of 5 training ones over the 252 tokens", "wanted none", "has at least 467", "So? So?"
+    )
 
 
 BAD_NUMBERS = {

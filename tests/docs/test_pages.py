@@ -1,0 +1,29 @@
+"""Pages that quote the program itself: their Python runs, and the tests that they name are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+def test_the_python_of_a_page_runs_from_its_first_block_to_its_last(page: str, capsys) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    exec("\n".join(blocks), {"__name__": page})
+
+
+def test_the_tests_that_a_page_names_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "issues.md").read_text())
+    assert len(named) >= 17
+    missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+    assert not missing
+
+
+def test_the_files_of_the_step_exist() -> None:
+    text = (ROOT / "docs" / "one_step.md").read_text()
+    named = set(re.findall(r"\b((?:\w+/)+\w+\.py)\b", text))
+    assert len(named) > 25
+    assert not [name for name in named if not any((ROOT / top / name).exists() for top in ("", "grpo_fn"))]
