@@ -6,14 +6,18 @@ is broken.
 
 import argparse
 import errno
+import logging
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 
 from grpo_fn.core.display_text import escape_control
 
 EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED = 2, 74, 130  # 74: EX_IOERR of sysexits.h
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# Libraries that warn of themselves as transformers imports them, before the first line of ours.
+QUIET = ("torchao", "torch.utils._pytree")
 BINDINGS = "binding on top of the files; repeatable"
 
 
@@ -27,11 +31,22 @@ def add_gin_flags(
     parser.add_argument("--gin_param", action="append", default=[], metavar="NAME=VALUE", help=params)
 
 
+def add_version_flag(parser: argparse.ArgumentParser) -> None:
+    """--version."""
+    try:
+        text = f"grpo_fn {version('grpo-fn')}"
+    except PackageNotFoundError:
+        text = "grpo_fn, not installed as a package"
+    parser.add_argument("--version", action="version", version=text)
+
+
 def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
     """What `work` returns; 2 and one line for bad input, 74 for a full disk, 130 and `interrupted` for Ctrl-C.
 
     An error with notes is no bad input: they are put on what is raised once work has begun, and it keeps its traceback.
     """
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         return work()
     except (ValueError, OSError) as error:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from grpo_fn.command_line import add_gin_flags, exit_code
+from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code
 
 
 def flags() -> argparse.ArgumentParser:
@@ -34,6 +34,7 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="with --ranks: on so many hosts")
     parser.add_argument("--force", action="store_true", help="resume in a run folder that has another configuration")
+    add_version_flag(parser)
     return parser
 
 

@@ -87,7 +87,7 @@ def train(
     plan = validate(settings)
     if request.dry_run:
         lines = dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts)
-        print(request.config.text, *lines, sep="\n")
+        print(*lines, "", request.config.text, sep="\n")
         return 0
     check_this_machine(settings)
     world = join_world(compute.device, deadline=parallelism.collective_timeout)

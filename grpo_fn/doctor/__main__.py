@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from grpo_fn.command_line import EXIT_INTERRUPTED, add_gin_flags
+from grpo_fn.command_line import EXIT_INTERRUPTED, add_gin_flags, add_version_flag
 
 CODES = """\
 exit codes:
@@ -40,6 +40,7 @@ def flags() -> argparse.ArgumentParser:
         help="seconds that each part may take before it counts as hanging (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object for scripts, instead of the table")
+    add_version_flag(parser)
     return parser
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from grpo_fn.command_line import add_gin_flags, exit_code
+from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code
 
 
 def flags() -> argparse.ArgumentParser:
@@ -30,6 +30,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder for the results (default: evals/<model>-<time>)"
     )
+    add_version_flag(parser)
     return parser
 
 

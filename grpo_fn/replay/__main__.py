@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_fn.command_line import exit_code
+from grpo_fn.command_line import add_version_flag, exit_code
 
 
 def flags() -> argparse.ArgumentParser:
@@ -41,6 +41,7 @@ def flags() -> argparse.ArgumentParser:
         metavar="FILE.html",
         help="write the step's learning signal, token by token, as a page",
     )
+    add_version_flag(parser)
     return parser
 
 

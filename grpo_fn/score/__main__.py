@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_fn.command_line import exit_code
+from grpo_fn.command_line import add_version_flag, exit_code
 
 MOST_WORKERS = 8  # by default: each takes its share of memory
 
@@ -58,6 +58,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory_mb", type=int, default=1024, metavar="MB", help="for one worker (default: %(default)s)"
     )
+    add_version_flag(parser)
     return parser
 
 

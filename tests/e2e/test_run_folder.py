@@ -1,7 +1,12 @@
 """What a run leaves behind: every file that is promised, saying the same things, and enough to launch it again."""
 
+import importlib
 import json
 import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -163,3 +168,28 @@ def test_a_dry_run_says_what_would_be_and_makes_nothing(tmp_path: Path) -> None:
         "disk, one checkpoint",
     ):
         assert line in said
+
+
+def test_the_first_line_is_ours_and_a_dry_run_begins_with_its_numbers(tmp_path: Path) -> None:
+    """In a process of its own: libraries warn of themselves as they are imported."""
+    argv = command(tmp_path / "cache", None, "--dry_run")
+    done = subprocess.run([sys.executable, "-m", "grpo_fn.run", *argv], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith("rows a step ")
+    assert done.stdout.index("at most at once") < done.stdout.index("# The resolved configuration of a run")
+
+
+@pytest.mark.parametrize("module", ["run", "eval.__main__", "score.__main__", "replay.__main__", "doctor.__main__"])
+def test_every_command_says_its_version(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"grpo_fn.{module}").flags().parse_args(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.split() == ["grpo_fn", version("grpo-fn")]
+
+
+def test_the_console_scripts_are_the_commands() -> None:
+    scripts = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts.keys() == {f"grpo-{name}" for name in ("run", "eval", "score", "replay", "doctor")}
+    for target in scripts.values():
+        module, _, name = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))

@@ -146,7 +146,7 @@ def _size(exponent: str) -> float:
 
 def _depth(tokens: list[str]) -> float:
     """How deep brackets nest; inf where one closes that was not opened."""
-    depths = list(accumulate(((token in _OPENS) - (token in _CLOSES) for token in tokens), initial=0))
+    depths = list(accumulate(((token in _OPENS) - (token in _CLOSES) for token in tokens), initial=0.0))
     return inf if min(depths) < 0 else max(depths)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_fn.core.display_text import CONTROL
 from grpo_fn.shell.logging.console import Console, format_number, step_line
 from grpo_fn.shell.process import EXIT_STOPPED, StopRequest
 
