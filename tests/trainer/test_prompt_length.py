@@ -2,7 +2,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.shell.model.tiny_model import byte_tokenizer
