@@ -6,6 +6,7 @@ and bindings to the one are lost on the other. Imports wait until the flags are 
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -56,9 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags().error(f"--ranks {args.ranks} --hosts {args.hosts}: wanted as many ranks on every host")
     if not args.dry_run and args.ranks > 1:
         flags().error("--ranks is for --dry_run; torchrun --nproc-per-node starts ranks")
+    launch = os.environ.get("TORCHELASTIC_RUN_ID")
+    args.run_dir = args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch)
     return exit_code(
-        lambda: launch_training(args), interrupted="interrupted; the same command goes on from the newest checkpoint"
+        lambda: launch_training(args),
+        interrupted=f"interrupted; to go on from the newest checkpoint, or from the start: {command_again(args)}",
     )
+
+
+def command_again(args: argparse.Namespace) -> str:
+    """The command that resumes in the run folder, also where that was named by the time."""
+    given = [("--gin_file", name) for name in args.gin_file] + [("--gin_param", name) for name in args.gin_param]
+    words = [word for pair in (*given, ("--run_dir", str(args.run_dir))) for word in pair]
+    return shlex.join(["python", "-m", "grpo_fn.run", *words])
 
 
 def launch_training(args: argparse.Namespace) -> int:
@@ -69,11 +80,10 @@ def launch_training(args: argparse.Namespace) -> int:
     kwargs = config.kwargs()
     from grpo_fn import train
 
-    launch = os.environ.get("TORCHELASTIC_RUN_ID")
     return train.launch(
         kwargs,
         config=config,
-        run_dir=args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch),
+        run_dir=args.run_dir,
         dry_run=args.dry_run,
         ranks=args.ranks,
         hosts=args.hosts,

@@ -24,7 +24,7 @@ from grpo_fn.trainer import async_eval
 from grpo_fn.trainer.export import export_run
 from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
 from grpo_fn.trainer.recording import check_health, is_due, record, record_evaluation, step_checksums
-from grpo_fn.trainer.run import DATA, EVALUATION, SAMPLING, TrainingRun
+from grpo_fn.trainer.run import DATA, EVALUATION, SAMPLING, TrainingRun, resume_command
 from grpo_fn.trainer.state import BEST, Progress, packed_progress, read_history, restore
 
 
@@ -150,10 +150,11 @@ def end_early(
 ) -> int | None:
     """Wait for evaluations and saves; the exit code of a run that ends before all is done, None otherwise."""
     done, steps = progress.state.step, run.settings.steps
+    again = resume_command(run.run_dir, run.world.size)
     if done == steps and not async_eval.finish_evaluations(run, progress, loggers, stop=halt):
         loggers.saver.wait()
         by = stop.requested or "a signal to another rank"
-        loggers.console.line(f"stopped by {by} before the last evaluation; the same command makes it")
+        loggers.console.line(f"stopped by {by} before the last evaluation; it is made by: {again}")
         return EXIT_STOPPED
     with ErrorContext(run.world, done, loggers.clock), loggers.clock.span("checkpoint"):
         if done < steps and saved < done:  # the signal came between two steps, or before the first
@@ -162,13 +163,13 @@ def end_early(
     if done < steps and fatal:
         rules = ", ".join(found.rule for found in fatal)
         loggers.console.line(
-            f"ended by {rules} (sections.Health.stop) after step {done}, which is saved; the same command goes on "
-            "from here, and ends again when a rule fires anew"
+            f"ended by {rules} (sections.Health.stop) after step {done}, which is saved. To go on, until a rule "
+            f"fires anew: {again}"
         )
         return EXIT_UNHEALTHY
     if done < steps:
         by = stop.requested or "a signal to another rank"
-        loggers.console.line(f"stopped by {by} after step {done}; the same command goes on from here")
+        loggers.console.line(f"stopped by {by} after step {done}. To go on from here: {again}")
         return EXIT_STOPPED
     return None
 

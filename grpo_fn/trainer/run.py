@@ -1,5 +1,7 @@
 """TrainingRun: the pieces of a run, put together by `build`, used by the loop and by replay."""
 
+import os
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -74,3 +76,13 @@ class TrainingRun:
     def held_out(self) -> Sequence[Problem]:
         """The problems of the evaluation."""
         return self.task.test
+
+
+def resume_command(run_dir: Path, ranks: int) -> str:
+    """The command that goes on with a run, whatever it was started with: its folder holds the configuration."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    hosts = f"--nnodes {ranks // here} " if ranks > here else ""
+    launcher = "python" if ranks == 1 else f"torchrun {hosts}--nproc-per-node {here}"
+    return f"{launcher} -m grpo_fn.run " + shlex.join(
+        ["--gin_file", str(run_dir / "config.gin"), "--run_dir", str(run_dir)]
+    )

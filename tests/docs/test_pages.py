@@ -1,9 +1,11 @@
 """Pages that quote the program itself: their Python runs, and the tests that they name are there."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,3 +29,20 @@ def test_the_files_of_the_step_exist() -> None:
     named = set(re.findall(r"\b((?:\w+/)+\w+\.py)\b", text))
     assert len(named) > 25
     assert not [name for name in named if not any((ROOT / top / name).exists() for top in ("", "grpo_fn"))]
+
+
+def test_the_workflow_is_the_check_and_the_citation_has_our_version() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = workflow["jobs"]["check"]["steps"]
+    assert steps[-1] == {"run": ".ci/run"}
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+@pytest.mark.parametrize("page", [".github/CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_links_and_tools_of_a_page_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert links
+    assert not [link for link in links if not ((ROOT / page).parent / link).exists()]
+    assert not [tool for tool in re.findall(r"`?(?:python )?(tools/[\w/.]+\.py)", text) if not (ROOT / tool).exists()]

@@ -1,5 +1,7 @@
 """A run that was interrupted, however often and wherever, ends as one that was not: same weights, same metrics."""
 
+import re
+import shlex
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -99,11 +101,15 @@ def test_tensorboard_forgets_what_a_resume_has_undone(cache: Path, tmp_path: Pat
 def test_a_polite_signal_finishes_the_step_saves_and_says_so(
     cache: Path, whole: Path, tmp_path: Path, number: int
 ) -> None:
-    run, codes = interrupted(cache, tmp_path, [at_phase("generate", 3, number)])
-    assert codes == [75, 0]
+    run = tmp_path / "run"
+    assert finish(command(cache, run), tmp_path / "out", at_phase("generate", 3, number)(run)) == 75
+    said = f"stopped by {signal.Signals(number).name} after step 3. To go on from here: python -m grpo_fn.run "
     log = (run / "log.txt").read_text()
-    assert f"stopped by {signal.Signals(number).name} after step 3" in log
-    assert "resumed after step 3" in log
+    assert said in log
+    assert finish(shlex.split(log.partition(said)[2].splitlines()[0]), tmp_path / "out") == 0, (
+        "the command that it says, as it says it"
+    )
+    assert "resumed after step 3" in (run / "log.txt").read_text()
     assert outcome(run) == outcome(whole)
 
 
@@ -135,7 +141,10 @@ def test_a_second_interrupt_ends_at_once(cache: Path, whole: Path, tmp_path: Pat
 def test_an_interrupt_during_the_set_up_is_not_a_crash(cache: Path, whole: Path, tmp_path: Path) -> None:
     run, codes = interrupted(cache, tmp_path, [at_file(1, within="log.txt", number=signal.SIGINT)])
     assert codes == [130, 0]
-    assert "Traceback" not in (tmp_path / "out").read_text()
+    said = (tmp_path / "out").read_text()
+    assert "Traceback" not in said
+    again = re.search(r"^interrupted; .* from the start: python -m grpo_fn.run (.*)$", said, re.MULTILINE)[1]
+    assert shlex.split(again) == command(cache, run)
     assert outcome(run) == outcome(whole)
 
 
