@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -168,8 +169,8 @@ def test_nothing_that_was_asked_lives_on(modules: Path, tmp_path: Path) -> None:
     )
     reply = call_in_subprocess("grpo_fn.doctor.subprocess_probe:import_version", "stubborn", deadline=3)
     assert reply.facts is None
-    child = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):  # it was killed, which on a busy machine takes a moment
+        psutil.Process(int((tmp_path / "child").read_text())).wait(timeout=10)
 
 
 def test_what_a_process_prints_is_not_taken_for_its_reply(modules: Path) -> None:

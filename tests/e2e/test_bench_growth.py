@@ -17,9 +17,9 @@ def test_there_is_a_row_for_each_point_and_a_verdict_on_each_table() -> None:
     assert [head[0] for head in heads] == ["completions", "length"]
     assert [[row[0] for row in each] for each in rows] == [["8", "16"], ["2", "4"]]
     assert all(float(cell.removesuffix(" s")) > 0 for each in rows for row in each for cell in row[1:3])
-    sampling, training = rows[1][1][3].split(", ")
-    assert 0 < int(sampling.removesuffix("%")) < 100
-    assert 0 < int(training.removesuffix("%")) < 100
+    shares = [int(share.removesuffix("%")) for share in rows[1][1][3].split(", ")]  # at this size one may round to 0
+    assert sum(shares) > 0
+    assert all(0 <= share < 100 for share in shares)
     assert [line.split(" within")[0] for line in printed if "within" in line] == [
         "Linear in completions",
         "Linear in length",

@@ -97,8 +97,6 @@ def _recompute(forward: Forward, contexts: Contexts, *args: Any, **kwargs: Any) 
 
 # -- execution
 
-_compile = partial(torch.compile, dynamic=True)
-
 
 def eager(block: nn.Module) -> None:
     """Run the block as it is written."""
@@ -129,6 +127,10 @@ class CompiledForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledForward":
         return CompiledForward(deepcopy(self.forward, memo), self.which, self.build)
+
+
+def _compile(function: Forward) -> Forward:
+    return torch.compile(function, dynamic=True)
 
 
 class CompiledPart:
