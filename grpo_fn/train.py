@@ -12,9 +12,9 @@ from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.world import Elsewhere, LostRank, join_world, leave_lost
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.build import build
+from grpo_fn.trainer.checks.validate import check_this_machine, dry_run_lines, validate
 from grpo_fn.trainer.loop import run_training
 from grpo_fn.trainer.run import RunRequest
-from grpo_fn.trainer.validate import check_this_machine, dry_run_lines, validate
 
 # Sections that may be others when a run goes on: over which devices the model is spread, what is recorded, and what is
 # complained of; not what is computed.

@@ -1,7 +1,10 @@
-"""Hypothesis profiles, chosen by the environment variable HYPOTHESIS_PROFILE."""
+"""Hypothesis profiles by the environment variable HYPOTHESIS_PROFILE, and the small run that several folders look at."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -12,3 +15,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Tensors in tests are small: a second thread only costs, and one thread keeps the order of sums fixed.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the models that runs make."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def whole(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a small run that nothing interrupted."""
+    from e2e.running import command, finish
+
+    folder = tmp_path_factory.mktemp("whole")
+    code = finish(command(cache, folder / "run"), folder / "out")
+    assert code == 0, (folder / "out").read_text()
+    return folder / "run"

@@ -32,8 +32,8 @@ from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out_only
 from grpo_fn.trainer.build import prepare_data, start_sampler
+from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.model_source import LocatedModel, check_fits, copy_checkpoint_weights, locate
-from grpo_fn.trainer.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.run import EVALUATION
 from grpo_fn.trainer.sections import Compute, Data, Evaluation, Rewards, Sampling
 

@@ -46,11 +46,11 @@ from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
 from grpo_fn.trainer.build import build
+from grpo_fn.trainer.checks.validate import ValidatedPlan, check_this_machine, validate
 from grpo_fn.trainer.loop import take_step
 from grpo_fn.trainer.recording import step_checksums, token_signals, write_signal_page
 from grpo_fn.trainer.run import RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Settings
-from grpo_fn.trainer.validate import ValidatedPlan, check_this_machine, validate
 
 SAME, DIFFERENT = 0, 1
 

@@ -11,7 +11,7 @@ from grpo_fn.config.nodes import comma_list, complain, suggest_name
 from grpo_fn.config.resolve import bad_names, signature, type_problem
 from grpo_fn.core.problem import RewardFn
 from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE
-from grpo_fn.trainer.requirements import check_sandboxes
+from grpo_fn.trainer.checks.requirements import check_sandboxes
 
 
 class RewardSpec(NamedTuple):

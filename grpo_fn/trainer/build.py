@@ -31,10 +31,10 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
+from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Data, Sampling, Settings
 from grpo_fn.trainer.state import has_progress
-from grpo_fn.trainer.validate import ValidatedPlan
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
 

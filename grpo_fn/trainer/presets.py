@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from grpo_fn.algo.step import Stages
 from grpo_fn.config import freeze, load_config
 from grpo_fn.config.parse import GIN_FOLDER
-from grpo_fn.trainer.validate import check_credit
+from grpo_fn.trainer.checks.validate import check_credit
 
 
 def preset_names() -> list[str]:

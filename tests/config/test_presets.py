@@ -14,7 +14,7 @@ from grpo_fn.algo import masking as filters
 from grpo_fn.config import freeze, load_config, parse_gin
 from grpo_fn.config.nodes import Node
 from grpo_fn.run import main
-from grpo_fn.trainer.validate import check_credit, uses_reference
+from grpo_fn.trainer.checks.validate import check_credit, uses_reference
 
 PROJECT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (PROJECT / "gin" / "algo").glob("*.gin"))

@@ -74,10 +74,10 @@ def desk(things: Things, folder: Path, text: str) -> Path:
             shutil.copytree(things.run, folder / name)
     if "--logdir runs" in text and not [*(folder / "runs").iterdir()]:
         shutil.copytree(things.run, folder / "runs" / "x")
-    for entry in [*things.data.iterdir(), ROOT / "tests/e2e/configs/trl.yaml"]:
+    for entry in [*things.data.iterdir(), ROOT / "tests/tools/configs/trl.yaml"]:
         if entry.is_file():
             shutil.copy(entry, folder / entry.name)
-    shutil.copy(ROOT / "tests/e2e/configs/nemo_rl.yaml", folder / "grpo_math_1B.yaml")
+    shutil.copy(ROOT / "tests/tools/configs/nemo_rl.yaml", folder / "grpo_math_1B.yaml")
     return folder
 
 

@@ -30,10 +30,10 @@ TOOLS = {
 }
 # Tools whose work is not for here: their own parser reads the flags.
 PARSED = {
-    "tools/bench": "measures for minutes, on ranks of its own; tests/e2e/test_bench.py runs it",
+    "tools/bench": "measures for minutes, on ranks of its own; tests/tools/test_bench.py runs it",
     "tools/device_check": "wants a GPU; a test of its own runs its small form",
     "tools/lock.py": "asks the package index",
-    "tools/resume_check.py": "starts runs of its own; tests/e2e/test_resume_check.py runs it",
+    "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",
 }
 BROWSER = ("tests/browser/screenshot.py", "tests/browser/tensorboard_page.py")
 

@@ -13,7 +13,8 @@ from grpo_fn.algo import advantage, aggregation, credit, importance, kl, losses,
 from grpo_fn.algo.step import from_sampler, from_trainer
 from grpo_fn.core import checks, sampling
 from grpo_fn.shell.policy.memory import Memory, Part
-from grpo_fn.trainer import plan, validate
+from grpo_fn.trainer import plan
+from grpo_fn.trainer.checks import validate
 from grpo_fn.trainer.plan import Plan
 
 LOSSES, CORRECTIONS, KLS = (bound(room, "logp", "row") for room in (losses, importance, kl))

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from grpo_fn import run
 from grpo_fn.config import freeze, load_config
 from grpo_fn.shell.model import tiny_model
-from grpo_fn.trainer import validate
+from grpo_fn.trainer.checks import validate
 
-CONFIGS = TESTS / "e2e" / "configs"
+CONFIGS = TESTS / "tools" / "configs"
 SAMPLES = {"nemo_rl.yaml": [], "trl.yaml": ["--world", "2"], "trl.py": ["--world", "2", "--rows", "7473"]}
 
 

@@ -290,7 +290,9 @@ def test_knobs_that_cannot_be(trained: Path, tmp_path: Path, fault: str, capsys:
 
 @pytest.mark.usefixtures("no_weights")
 def test_a_task_that_holds_nothing_out(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    over = "from __gin__ import dynamic_registration\nfrom e2e import test_eval\nfrom grpo_fn.trainer import sections\n"
+    over = (
+        "from __gin__ import dynamic_registration\nfrom eval import test_eval\nfrom grpo_fn.trainer import sections\n"
+    )
     over += "sections.Data.task = @test_eval.nothing_held_out\ntest_eval.nothing_held_out.max_value = 5\n"
     (tmp_path / "over.gin").write_text(over)
     files = ["--gin_file", str(trained / "config.gin"), "--gin_file", str(tmp_path / "over.gin")]

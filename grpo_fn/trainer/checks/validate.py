@@ -25,8 +25,8 @@ from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.tasks.task import Task, first
+from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
-from grpo_fn.trainer.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.sections import Settings, model_source
 
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
