@@ -1,4 +1,4 @@
-"""Hypothesis profiles by the environment variable HYPOTHESIS_PROFILE, and the small run that several folders look at."""
+"""Hypothesis profiles (environment variable HYPOTHESIS_PROFILE), and the small run that several folders look at."""
 
 import os
 from collections.abc import Iterator
