@@ -34,6 +34,8 @@ class BackgroundWorker(Executor):
         self._calls: deque[tuple[str, Future[Any], Callable[[], Any]]] = deque()  # the first one is being made
         self._changed = Condition()
         self._closed = False
+        # A new thread's device is the first GPU, whichever this one uses.
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         everywhere, ready = torch.get_num_threads(), Event()
         self._thread = Thread(target=self._run, args=(torch_threads, ready), name=name, daemon=True)
         self._thread.start()
@@ -93,6 +95,8 @@ class BackgroundWorker(Executor):
             raise self.overdue(timeout)
 
     def _run(self, torch_threads: int | None, ready: Event) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         if torch_threads is not None:
             torch.get_num_threads()  # the first call of a thread sets its number to that of all
             torch.set_num_threads(torch_threads)  # here, and for threads yet to come

@@ -161,10 +161,10 @@ def join_world(name: str, *, deadline: float) -> World:
     """
     size, rank, local = (int(os.environ.get(key, at)) for key, at in _TORCHRUN.items())
     device = find_device(name, local if size > 1 else 0)
+    if device.type == "cuda":  # FSDP2, streams and graphs take the current device, not that of their tensors
+        torch.cuda.set_device(device)
     if size == 1:
         return alone(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=deadline)
     try:

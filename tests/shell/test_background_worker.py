@@ -169,3 +169,14 @@ sys.exit(75)
 def test_a_call_that_hangs_does_not_keep_the_process() -> None:
     ran = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (75, "")
+
+
+def test_a_thread_uses_the_card_of_the_thread_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((current_thread().name, device)))
+    worker = BackgroundWorker("saver", timeout=10.0)
+    worker.submit(int).result(10.0)
+    worker.shutdown()
+    assert chosen == [("saver", 3)]

@@ -17,6 +17,7 @@ from crew import CPU, Outcome, crew
 from hypothesis import given, settings
 
 from grpo_fn.shell import world
+from grpo_fn.shell import world as world_module
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.policy.mesh import HOST, REST, Parallelism
 from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, alone, find_device, join_world
@@ -308,6 +309,15 @@ def test_without_torchrun_one_is_alone(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert (join_world("cpu", deadline=1.0).size, join_world("auto", deadline=1.0).rank) == (1, 0)
+
+
+def test_one_process_computes_on_the_card_that_it_was_given(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(world_module, "find_device", lambda name, local: torch.device(name))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert join_world("cuda:1", deadline=1.0).device == torch.device("cuda:1")
+    assert chosen == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize("name", ["cuda:77", "abacus", ""])

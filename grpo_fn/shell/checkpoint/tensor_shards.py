@@ -109,6 +109,15 @@ class _Staged(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
+    """Writes what lies on the CPU already.
+
+    Without copying ahead, which would ask for a CUDA stream in the thread that saves: every rank would take a context
+    on the first GPU for it.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
+
     def storage_meta(self) -> None:
         """No word of the folder's name in the index: it is about to change."""
 

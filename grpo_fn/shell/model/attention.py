@@ -7,6 +7,7 @@ backward pass looks it up again.
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
@@ -118,7 +119,7 @@ class PackedAttention(Layout):
 def choose_kernel(query: Tensor, eager: bool, cap: float | None) -> Attend:
     """The fastest that computes it: kernels for unequal rows are for halves on CUDA, and written for some caps only."""
     if query.device.type == "cuda" and query.dtype in HALVES and not eager:
-        if find_spec("flash_attn") is not None:
+        if flash_varlen_function() is not None:
             return flash_attention
         if cap is None:
             return varlen
@@ -183,10 +184,8 @@ def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec
 ) -> Float[Tensor, "N H E"]:
     """The flash-attn package. A row's queries are the last of its keys, which is how it aligns a causal mask."""
-    from flash_attn import flash_attn_varlen_func
-
     rows = layout.ragged_rows
-    return flash_attn_varlen_func(
+    return flash_varlen_function()(
         query,
         gather_tokens(key, rows.key),
         gather_tokens(value, rows.key),
@@ -199,6 +198,27 @@ def flash_attention(
         window_size=(-1 if how.window is None else how.window - 1, 0),
         softcap=how.cap or 0.0,
     )
+
+
+@cache
+def flash_varlen_function() -> Callable[..., Tensor] | None:
+    """`flash_attn_varlen_func` of the flash-attn package; None, once with a warning, where it cannot be imported.
+
+    The name may be there without it: flash-attn 4 installs `flash_attn.cute` alone, and a wheel built for another
+    torch ends with an OSError.
+    """
+    if find_spec("flash_attn") is None:
+        return None
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        warnings.warn(
+            f"attention runs on torch's kernels, without flash-attn: {type(error).__name__}, {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return flash_attn_varlen_func
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec) -> Float[Tensor, "N H E"]:

@@ -74,10 +74,14 @@ PRODUCTS = frozenset(
         torch.ops.higher_order.flex_attention,
     }
 )
+# Attention over packed rows: operators that exist once the module that defines them is imported.
+PACKED_PRODUCTS = frozenset({"torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward"})
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    schema = getattr(operator, "_schema", None)
+    kept = operator in PRODUCTS or (schema is not None and schema.name in PACKED_PRODUCTS)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _phase(kwargs: dict[str, Any]) -> Phase | None:

@@ -17,7 +17,7 @@ from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.fsdp import ReferenceModel
-from grpo_fn.shell.policy.mesh import DATA, Parallelism, check_precision, shard
+from grpo_fn.shell.policy.mesh import DATA, Parallelism, check_precision, set_group_timeout, shard
 from grpo_fn.shell.world import World
 
 
@@ -101,7 +101,10 @@ def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> Load
     else:
         mesh = parallelism.mesh(world)
         logprob_model = placing.load_sharded(world, mesh, trained=True)
-        data = mesh[DATA]._flatten("data").get_group() if world.size > 1 else None
+        data = None
+        if world.size > 1:
+            data = mesh[DATA]._flatten("data").get_group()
+            set_group_timeout(data, world)
         beside = placing.load_sharded(world, mesh, trained=False) if copied else None
     reference_model = partial(nullcontext, beside) if copied else partial(without_adapters, logprob_model)
     return LoadedModel(

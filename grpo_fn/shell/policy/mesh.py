@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 
 import torch
@@ -69,7 +70,21 @@ class Parallelism:
         if not dist.is_initialized():  # a world of one that wants mixed precision or offload, which FSDP2 provides
             backend = "cuda:nccl,cpu:gloo" if world.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return init_device_mesh(world.device.type, shape, mesh_dim_names=(*DATA, "tensor"))
+        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=(*DATA, "tensor"))
+        for name in mesh.mesh_dim_names:
+            set_group_timeout(mesh.get_group(name), world)
+        return mesh
+
+
+def set_group_timeout(group: dist.ProcessGroup, world: World) -> None:
+    """Give a group of some ranks the deadline of the world: torch makes those of a mesh with 30 minutes.
+
+    Args:
+        group: a group of the default backends.
+        world: the ranks of the run; of one rank alone nothing is waited for.
+    """
+    if world.size > 1:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=world.deadline), group)
 
 
 def check_precision(dtype: torch.dtype, device: torch.device) -> None:

@@ -94,7 +94,9 @@ def _between(step: Callable[[], Any], groups: list[dict[str, Any]]) -> Callable[
         for group in groups:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
         try:
-            with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
+            # With TORCH_COMPILE_DISABLE=1 torchao's fullgraph compilation would find no frame, and raise.
+            eager = on_cpu or torch._dynamo.config.disable
+            with torch.compiler.set_stance("force_eager" if eager else "default"):
                 return step()
         finally:
             for group, rate in zip(groups, rates, strict=True):

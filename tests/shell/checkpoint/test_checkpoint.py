@@ -667,3 +667,22 @@ def test_a_visibly_broken_folder_never_displaces_a_whole_one(root):
 def test_keeping_less_than_the_newest_is_refused(root, last, best):
     with pytest.raises(ValueError, match=f"got keep_last {last}, keep_best {best}; wanted"):
         prune(root, keep_last=last, keep_best=best, metric="m")
+
+
+def test_writing_needs_no_stream_of_a_card(tmp_path, monkeypatch):
+    """In the thread that saves, asking for one takes a context on the first card, on every rank."""
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
+    plan = tensor_shards.assign_pieces([tensor_shards.local_save_plan(tensors)])
+    staged = tensor_shards.stage(tensors, plan.plans[0], {}, pin=False)
+
+    def refuse(*args):
+        raise AssertionError("a stream was asked for")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", refuse)
+    written = tensor_shards.write_shards(tmp_path, plan.plans[0], staged)
+    tensor_shards.write_index(tmp_path, plan.index, [written])
+    monkeypatch.undo()
+    found = {name: torch.zeros_like(x) for name, x in tensors.items()}
+    tensor_shards.load_into_tensors(tmp_path, found)
+    assert all(torch.equal(found[name], x) for name, x in tensors.items())

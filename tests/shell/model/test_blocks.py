@@ -1,6 +1,7 @@
 """What is done to a block changes what it keeps and how fast it runs, never what it computes."""
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +11,9 @@ from policies import mesh_of_one
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
+from grpo_fn.shell.model import blocks as block_changes
 from grpo_fn.shell.model import lora
 from grpo_fn.shell.model.blocks import (
     Change,
@@ -267,3 +270,13 @@ def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...], mesh: ob
     wanted, got = trained(plain), trained(model)
     got = (got[0], {name: grad.full_tensor() for name, grad in got[1].items()})
     assert_equal_runs(got, wanted, 1e-6 if torch_compile in changes else 0.0)
+
+
+def test_attention_over_packed_rows_is_kept_by_selective_checkpointing():
+    """By the name of its operator, which torch has and flash-attn brings."""
+    importlib.import_module("torch.nn.attention.varlen")
+    assert "torch_attn::_varlen_attn" in block_changes.PACKED_PRODUCTS
+    keep, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    assert block_changes._policy(None, torch.ops.torch_attn._varlen_attn.default) is keep
+    assert block_changes._policy(None, torch.ops.aten.mm.default) is keep
+    assert block_changes._policy(None, torch.ops.aten.silu.default) is again

@@ -1,6 +1,7 @@
 """Rows end to end, a prompt read once or in every row, are scored and pulled back as padded rows are."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from functools import lru_cache, partial
@@ -469,8 +470,27 @@ def test_kernels_for_unequal_rows_are_told_of_the_same_rows(kernel, some, window
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", as_torch_has_it)
-        patch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=as_flash_has_it))
+        patch.setattr(attention, "flash_varlen_function", lambda: as_flash_has_it)
         attention.knows_groups.cache_clear()
         got = getattr(attention, kernel)(q, k, v, layout, how)
     attention.knows_groups.cache_clear()
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_flash_attn_without_the_function_for_unequal_rows_is_left_out(monkeypatch, there):
+    """flash-attn 4 installs `flash_attn.cute` in a package that has nothing else."""
+    package = SimpleNamespace(flash_attn_varlen_func=as_flash_has_it) if there else SimpleNamespace()
+    monkeypatch.setattr(attention, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    attention.flash_varlen_function.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found = [attention.flash_varlen_function() for _ in range(3)]
+    finally:
+        attention.flash_varlen_function.cache_clear()
+    assert found == [as_flash_has_it if there else None] * 3
+    said = [str(one.message) for one in seen]
+    assert len(said) == (0 if there else 1), "once"
+    assert all(text.startswith("attention runs on torch's kernels, without flash-attn: ImportError") for text in said)

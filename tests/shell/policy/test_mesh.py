@@ -4,9 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from crew import crew
 
 from grpo_fn.shell.model.blocks import eager, no_checkpointing, torch_compile
 from grpo_fn.shell.policy.mesh import Parallelism, check_precision
+from grpo_fn.shell.world import World
 
 CARDS = {"Tesla V100": (7, 0), "Tesla T4": (7, 5), "A100": (8, 0), "H200": (9, 0)}
 KNOBS = {
@@ -44,3 +46,15 @@ def test_compiled_blocks_are_not_divided_by_tensor(execution):
         Parallelism(tp=2, compile=execution, **KNOBS)
     Parallelism(tp=1, compile=execution, **KNOBS)
     Parallelism(tp=2, compile=eager, **KNOBS)
+
+
+def group_timeouts(world: World) -> list[float]:
+    """Seconds that each group of a mesh waits, and that of all rows."""
+    knobs = {**KNOBS, "dp_shard": 1, "dp_replicate": "rest"}
+    mesh = Parallelism(tp=2, compile=eager, **knobs).mesh(world)
+    groups = [mesh.get_group(name) for name in mesh.mesh_dim_names]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_of_a_mesh_has_the_deadline_of_the_run():
+    assert crew(4, deadline=47.0).run(group_timeouts) == [[47.0] * 3] * 4

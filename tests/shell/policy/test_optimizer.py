@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from policies import mesh_of_one
 from torch import nn
+from torch._dynamo import eval_frame
 from torch.distributed.fsdp import fully_shard
 
 from grpo_fn.shell.policy import optimizer
@@ -220,3 +221,21 @@ def test_8_bits_without_torchao_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(ValueError, match=r"got adamw_8bit without torchao .*pip install 'grpo-fn\[adamw8bit\]'"):
         optimizer.adamw_8bit(net(0).parameters(), **KNOBS)
+
+
+@pytest.mark.parametrize(
+    ("device", "disabled", "stance"),
+    [
+        ("cpu", False, "force_eager"),
+        ("meta", False, "default"),
+        ("meta", True, "force_eager"),
+    ],
+)
+def test_torchao_steps_as_written_where_compiling_is_switched_off(device, disabled, stance):
+    seen = []
+    groups = [{"params": [nn.Parameter(torch.zeros(2, device=device))], "lr": 0.1}]
+    step = optimizer._between(lambda: seen.append(eval_frame._stance.stance), groups)
+    with torch._dynamo.config.patch(disable=disabled):
+        step()
+    assert seen == [stance]
+    assert groups[0]["lr"] == 0.1

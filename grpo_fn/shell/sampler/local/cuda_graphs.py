@@ -5,11 +5,17 @@ what it did when it was captured. Weights are updated in place; where they have 
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
+
+SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's own, in its debug mode for synchronization
+RECOVERS = Version("2.12")  # before, a capture that failed left the allocator in capture mode (pytorch#180395)
 
 Step = Callable[[], None]
 Capture = Callable[[Step], Step]  # a step to its replay; may run the step, does not count as a run
@@ -51,18 +57,30 @@ class Eager:
         """There is nothing to drop."""
 
 
+class UncapturableStep(RuntimeError):
+    """A step that waits for the device: found in its warm-up, before any capture begins."""
+
+
+class BrokenCapture(Exception):
+    """A capture that failed on a torch that cannot go on afterwards. Not a RuntimeError: nothing may run on."""
+
+
 class GraphCache:
-    """Steps by their shape, each captured once. `captures` makes what captures those that are kept together."""
+    """Steps by their shape, each captured once. `captures` makes what captures those that are kept together.
+
+    After the first step that cannot be captured no other is tried: what one shape does, all do.
+    """
 
     def __init__(self, captures: Callable[[], Capture]) -> None:
         self.captures, self.capture = captures, captures()
         self.replays: dict[Hashable, Step] = {}
+        self.refused = False
 
     def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor]) -> None:
         """Run the step, whose inputs are in `state` when it is captured and when it is replayed."""
         if shape not in self.replays:
             before = [x.clone() for x in state]
-            self.replays[shape] = self.capture_graph(step)
+            self.replays[shape] = step if self.refused else self.capture_graph(step)
             for x, was in zip(state, before, strict=True):
                 x.copy_(was)
         self.replays[shape]()
@@ -72,6 +90,7 @@ class GraphCache:
         try:
             return self.capture(step)
         except RuntimeError as error:
+            self.refused = True
             warnings.warn(
                 f"decoding runs as written, not as a CUDA graph: {str(error).splitlines()[0]}",
                 RuntimeWarning,
@@ -87,24 +106,75 @@ class GraphCache:
 
 
 class CudaGraph:
-    """Captures steps on the current CUDA device. One pool serves all: they never run at once, and hand nothing on."""
+    """Captures steps on the current CUDA device.
+
+    One memory pool serves all: they never run at once, and pass nothing on. One side stream, too: cuBLAS keeps a
+    workspace for every stream that it was ever used on, 32 MiB on Hopper.
+    """
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool, self.side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def __call__(self, step: Step) -> Step:
-        """On a stream beside, kernels are chosen and libraries set up before: capturing forbids both."""
-        beside, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        beside.wait_stream(current)
-        with torch.cuda.stream(beside):
-            for _ in range(2):
+        """Capture the step, after two warm-ups on the side stream: kernels are chosen and libraries set up in them.
+
+        Raises:
+            UncapturableStep: the second warm-up waited for the device.
+            BrokenCapture: the capture failed, and this torch cannot go on after that.
+            RuntimeError: the capture failed.
+        """
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.side):
                 step()
-        current.wait_stream(beside)
+                with synchronizations() as found:
+                    step()
+        finally:
+            current.wait_stream(self.side)
+        if found:
+            raise UncapturableStep(f"a step of this model waits for the device {len(found)} times")
         graph = torch.cuda.CUDAGraph()
-        # Other threads (those that write checkpoints) may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            step()
+        try:
+            # Other threads (those that write checkpoints) may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.side, capture_error_mode="thread_local"):
+                step()
+        except Exception as error:
+            torch.cuda.set_stream(current)  # an invalidated capture leaves the side stream current
+            if Version(torch.__version__).release < RECOVERS.release:
+                raise BrokenCapture(
+                    f"got a CUDA graph that could not be captured ({str(error).splitlines()[0]}) on torch "
+                    f"{torch.__version__}, wanted {RECOVERS} or later, which goes on without; or another sampler"
+                ) from error
+            raise
         return graph.replay
+
+
+@contextmanager
+def synchronizations() -> Iterator[list[str]]:
+    """The waits of this thread for the device, one message each, by torch's debug mode for synchronization.
+
+    The mode holds for the whole process and would end other threads' work as an error; so it warns, and warnings of
+    other threads (the training's, beside a sampler) are left out.
+    """
+    found: list[str] = []
+    here, mode = get_ident(), torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if SYNC_WARNING not in str(message):
+                shown(message, *args, **kwargs)
+            elif get_ident() == here:
+                found.append(str(message))
+
+        warnings.showwarning = note
+        warnings.filterwarnings("always", message=f".*{SYNC_WARNING}")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def addresses(model: nn.Module) -> tuple[int, ...]:
