@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from grpo_fn.shell.model import logprob_head
 from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
 
 TEMPERATURES = st.sampled_from([1.0, 0.7, 2.5])
@@ -235,3 +236,52 @@ def test_at_a_vocabulary_of_150k_memory_is_a_quarter_of_the_dense_heads_at_most(
     )
     assert got <= wanted / 4
     assert got >= 16 * 151_936 * 4, "the weight's gradient"
+
+
+# -- halves whose products are float32, as CUDA has them
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """The CPU with CUDA's products of halves that give float32; which of them ran."""
+    ran = []
+    library = torch.library.Library("aten", "IMPL")
+
+    def mm(a, b, dtype, *, out):
+        ran.append("mm")
+        return out.copy_(a.to(dtype) @ b.to(dtype))
+
+    def addmm(total, a, b, dtype, *, beta=1, alpha=1, out):
+        ran.append("addmm")
+        return out.copy_(beta * total + alpha * (a.to(dtype) @ b.to(dtype)))
+
+    library.impl("mm.dtype_out", mm, "CPU")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    monkeypatch.setattr(logprob_head, "_wide_products", lambda halves: True)
+    yield ran
+    library._destroy()
+
+
+@pytest.mark.parametrize("elements", [1, 64, 10**6])
+def test_products_in_float32_take_the_rounding_of_the_logits_away(wide, elements):
+    hidden, weight, target, dlogp, dentropy = inputs(40, 53, 16, torch.bfloat16)
+    hidden = hidden * 4  # logits of some 16, which bfloat16 has to a sixteenth
+    exact = pulled(
+        lambda h, w: dense(h, w, target, 1.0), hidden.double(), weight.double(), dlogp.double(), dentropy.double()
+    )
+    head = lambda h, w: chunked(h, w, target, 1.0, elements)  # noqa: E731
+    got = pulled(head, hidden, weight, dlogp, dentropy)
+    assert {*wide} == {"mm", "addmm"}
+    for x, y in zip(got[0], exact[0], strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=2e-5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprob_head, "_wide_products", lambda halves: False)
+        rounded = pulled(head, hidden, weight, dlogp, dentropy)
+    for x, y, z in zip(got[0], rounded[0], exact[0], strict=True):
+        assert (x.double() - z).abs().max() < 0.01 * (y.double() - z).abs().max()
+    for x, z in zip(got[1], exact[1], strict=True):
+        assert float((x.double() - z).norm() / z.norm()) < 0.01
+
+
+def test_halves_on_a_cpu_and_parts_of_a_weight_have_no_such_products():
+    assert not logprob_head._wide_products(torch.zeros(2, dtype=torch.bfloat16))
