@@ -33,6 +33,7 @@ class RunLoggers:
     evaluator: AsyncEvaluator | None  # beside the training; None: evaluation is the training engine's business
     background: Background
     history: list[health.Line]  # of the metrics, for the rules of health; on the main rank
+    losses: list[str]  # of the newest step whose rewards lost rows, the first of each kind with its reason
 
 
 def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool) -> RunLoggers:
@@ -57,6 +58,7 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
         evaluator=stack.enter_context(nullcontext() if run.evaluator is None else run.evaluator()),
         background=stack.enter_context(Background(run.world, deadline=run.settings.evaluation.timeout)),
         history=[],
+        losses=[],
     )
 
 
@@ -65,12 +67,16 @@ def open_writer(run_dir: Path, world: World, *, start_step: int) -> AsyncWriter:
     return AsyncWriter(MetricsWriter(run_dir, start_step=start_step), deadline=min(world.deadline, LOG))
 
 
-def lost_rows(run: TrainingRun, before: Counter, console: Console | NullLogger) -> dict[str, float]:
+def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[str, float]:
     """How many rows each kind of trouble has cost on all ranks; what rewards complained of goes to the log."""
     mine = ({kind: number - before[kind] for kind, number in run.pool.counts.items()}, [*run.pool.complaints])
     run.pool.complaints.clear()
     parts = run.world.exchange(mine, what="the others' troubles with rewards")
-    for rank, (_, complaints) in enumerate(parts):
-        for complaint in complaints:
-            console.line(complaint if len(parts) == 1 else f"rank {rank}: {complaint}")
+    said = [
+        text if len(parts) == 1 else f"rank {rank}: {text}" for rank, (_, texts) in enumerate(parts) for text in texts
+    ]
+    for text in said:
+        loggers.console.line(text)
+    if said:
+        loggers.losses[:] = said
     return {f"reward/{kind}": float(sum(counts[kind] for counts, _ in parts)) for kind in parts[0][0]}

@@ -215,7 +215,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     if run.world.main:
         with clock.span("log"):
             record(run, step, experience, gains, prng.fold_in(run.key, SAMPLING), loggers.writer)
-    lost = lost_rows(run, troubles, loggers.console)
+    lost = lost_rows(run, troubles, loggers)
     for line in run.sampler.messages():
         loggers.console.line(line)
     times = clock.lap()

@@ -156,12 +156,19 @@ def check_health(run: TrainingRun, step: int, loggers: RunLoggers) -> list[healt
 
 def report_findings(found: Findings, step: int, loggers: RunLoggers) -> list[health.HealthFinding]:
     """Say what was found of a step: what warns, and what ends the run, which is returned."""
-    warned, fatal = found
+    warned, fatal = ([quote_loss(one, loggers.losses) for one in findings] for findings in found)
     every = [*dict.fromkeys([*warned, *fatal])]
     for found in every:
         loggers.console.line(f"health, {found.rule}: {found.text}")
     show(loggers.writer, step, "health", [found._asdict() for found in every])
     return [*fatal]
+
+
+def quote_loss(found: health.HealthFinding, losses: Sequence[str]) -> health.HealthFinding:
+    """The finding; that of `invalid_high` with the first line about the first row that was lost, where there is one."""
+    if found.rule != health.invalid_high.__name__ or not losses:
+        return found
+    return found._replace(text=f"{found.text}. The first: {losses[0].splitlines()[0]}")
 
 
 def is_due(step: int, every: int) -> bool:
