@@ -1,4 +1,4 @@
-"""This process: stop requests by signal, and the C library's memory."""
+"""This process: stop requests by signal, deterministic kernels, and the C library's memory."""
 
 import ctypes
 import os
@@ -44,6 +44,22 @@ class StopRequest:
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
+
+
+def use_deterministic_kernels(wanted: bool) -> None:
+    """Have torch and cuBLAS use kernels that give the same bits again for the same inputs, or whichever is fastest.
+
+    Called before the first product on the device: cuBLAS reads its variable then. The backward pass of flash attention,
+    torch's and the package's, follows torch's switch. An operation that has no such kernel warns and runs all the same.
+
+    Args:
+        wanted: False takes back what True has set.
+    """
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch  # what waits for signals alone does without
+
+    torch.use_deterministic_algorithms(wanted, warn_only=wanted)
 
 
 def keep_freed_memory() -> None:

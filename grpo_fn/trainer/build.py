@@ -21,7 +21,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
-from grpo_fn.shell.process import keep_freed_memory
+from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, spread_score
@@ -39,6 +39,19 @@ from grpo_fn.trainer.state import has_progress
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
 
 
+def prepare_process(device: torch.device, *, deterministic: bool) -> None:
+    """Set what holds for the whole process: no bars of transformers, which kernels, how memory is kept.
+
+    Args:
+        device: of this rank.
+        deterministic: whether kernels have to give the same bits again.
+    """
+    disable_progress_bar()  # one a file: they would bury the lines of the run
+    use_deterministic_kernels(deterministic)
+    if device.type == "cpu":
+        keep_freed_memory()
+
+
 @contextmanager
 def build(
     settings: Settings,
@@ -54,9 +67,7 @@ def build(
     Raises ValueError, before any weights are loaded, for a folder, prompts or a number of ranks that do not fit.
     """
     s = settings
-    disable_progress_bar()  # transformers' bars, one a file: they would bury the lines of the run
-    if world.device.type == "cpu":
-        keep_freed_memory()
+    prepare_process(world.device, deterministic=s.compute.deterministic)
     text = sha256(request.config.text.encode()).hexdigest()  # the fingerprint is blind to changeable sections
     world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
     if (prompts := s.algorithm.prompts) < world.size:

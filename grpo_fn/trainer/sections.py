@@ -50,6 +50,7 @@ class Compute:
     device: str  # "auto", "cpu", "cuda"
     dtype: str  # of the computation; trainable weights are kept in float32
     attention: str  # "sdpa", "flash_attention_2" or "eager"
+    deterministic: bool  # CUDA kernels that give the same bits again; a CPU's do without it
     logprob_model: Callable[..., LogprobModel]
     logits_chunk_elements: int  # logits that live at once in the head
     input_packing: Callable[[nn.Module], InputPacking]  # padded rows, rows end to end, with prompts shared

@@ -197,6 +197,7 @@ def flash_attention(
         causal=True,
         window_size=(-1 if how.window is None else how.window - 1, 0),
         softcap=how.cap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad
 from transformers import PretrainedConfig
 
@@ -23,6 +23,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Gains, Policy, Reward, Rollout, Scores
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.tasks.task import Task, first
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
@@ -61,6 +62,7 @@ def validate(settings: Settings) -> ValidatedPlan:
         s.sampling.temperature,
         s.sampling.allow_biased,
     )
+    check_deterministic(s.compute.deterministic, s.parallelism.compile)
     check_correction(algorithm.objective, algorithm.old_logp)
     check_stale(algorithm.objective, algorithm.old_logp, s.sampling.max_staleness)
     dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model)
@@ -100,6 +102,20 @@ def check_this_machine(settings: Settings) -> None:
     """Raise ValueError for engines and kernels that are not here; a dry run may be about another machine."""
     check_engines([settings.sampling.sampler, settings.evaluation.async_sampler])
     hf.check_attention(settings.compute.attention)
+
+
+def check_deterministic(deterministic: bool, compile_block: Callable[[nn.Module], None]) -> None:
+    """Raise ValueError for deterministic kernels together with compiled blocks, whose code depends on what came before.
+
+    Args:
+        deterministic: `sections.Compute.deterministic`.
+        compile_block: `mesh.Parallelism.compile`, or a partial of it.
+    """
+    if deterministic and torch_compile in (compile_block, getattr(compile_block, "func", None)):
+        raise ValueError(
+            "sections.Compute.deterministic: got True with compiled blocks, whose code is tuned to the sizes that it "
+            "meets first; wanted mesh.Parallelism.compile = @blocks.eager, or False"
+        )
 
 
 def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hosts: int) -> list[str]:

@@ -443,8 +443,9 @@ def as_torch_has_it(q, k, v, *rest, scale, window_size, enable_gqa=False):
     return loop(q, k, v, *rest, scale=scale, window=window_size)
 
 
-def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_size, softcap):
+def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_size, softcap, deterministic):
     assert (dropout_p, causal, softcap) == (0.0, True, 0.0)
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     return loop(q, k, v, *rest, scale=softmax_scale, window=window_size)
 
 

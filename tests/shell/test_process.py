@@ -1,0 +1,79 @@
+"""What is asked of the host."""
+
+import os
+import platform
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from grpo_fn.shell.model.blocks import eager, torch_compile
+from grpo_fn.shell.process import use_deterministic_kernels
+from grpo_fn.shell.sampler.local import decode_step
+from grpo_fn.trainer.checks.validate import check_deterministic
+
+# Two tensors, so that one is not simply given the place of the other.
+FAULTS = """
+import resource, torch
+from grpo_fn.shell.process import keep_freed_memory
+
+KEEP
+def cleared():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    first = torch.ones(1 << 24)
+    second = torch.ones(1 << 24)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize()
+
+for _ in range(20):  # until both have found their places
+    share = cleared() / (8 << 24)
+print(share)
+"""
+
+
+def cleared(keep: str, **settings: str) -> float:
+    """The share of 128 MiB, freed before, that the system had to clear again."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | settings
+    code = FAULTS.replace("KEEP", keep)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    assert ran.returncode == 0, ran.stderr
+    return float(ran.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library is told")
+def test_freed_memory_is_used_again_unless_told_otherwise_from_outside() -> None:
+    """Pages are cleared once, not at each use."""
+    assert cleared("keep_freed_memory()") < 0.1
+    assert cleared("") > 0.9
+    assert cleared("keep_freed_memory()", MALLOC_MMAP_THRESHOLD_="131072") > 0.9
+
+
+# -- deterministic kernels
+
+
+def test_deterministic_kernels_are_what_torch_cublas_and_decoding_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    model = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(decode_step, "capturable", lambda model: True)
+    monkeypatch.setattr(decode_step, "CudaGraph", lambda: lambda step: step)
+    compiled = decode_step.Code(decode_step.attend, lambda token_sampler: token_sampler)
+    monkeypatch.setattr(decode_step, "compile_decode_parts", lambda model: compiled)
+    try:
+        for wanted in (True, False):
+            use_deterministic_kernels(wanted)
+            assert torch.are_deterministic_algorithms_enabled() == wanted
+            assert decode_step.build_engine(model).code is (decode_step.WRITTEN if wanted else compiled)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("how", [torch_compile, partial(torch_compile)])
+def test_deterministic_kernels_and_compiled_blocks_are_refused(how: object) -> None:
+    with pytest.raises(
+        ValueError, match=r"got True with compiled blocks.*wanted mesh\.Parallelism\.compile = @blocks\.eager"
+    ):
+        check_deterministic(True, how)
+    check_deterministic(False, how)
+    check_deterministic(True, eager)
