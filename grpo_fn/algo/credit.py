@@ -24,11 +24,7 @@ EXAMPLES = {"beta": (0.3,), "eps": (1e-4, 1e-9)}  # knobs as tests try them
 
 
 def outcome(
-    reward: Reward,
-    drift: Float[Tensor, "P G T"],
-    mask: Bool[Tensor, "P G T"],
-    *,
-    advantage: Advantage,
+    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, advantage: Advantage
 ) -> Float[Tensor, "P G T"]:
     """A_gt = advantage(R)_g: every token of a sample has the sample's advantage within its group.
 
@@ -41,12 +37,7 @@ def outcome(
 
 
 def outcome_minus_kl(
-    reward: Reward,
-    drift: Float[Tensor, "P G T"],
-    mask: Bool[Tensor, "P G T"],
-    *,
-    advantage: Advantage,
-    beta: float,
+    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, advantage: Advantage, beta: float
 ) -> Float[Tensor, "P G T"]:
     """A_gt = advantage(R - beta sum_t drift_t)_g: the KL to the reference as a part of the sample's reward.
 
@@ -60,11 +51,7 @@ def outcome_minus_kl(
 
 
 def reward_to_go(
-    reward: Reward,
-    drift: Float[Tensor, "P G T"],
-    mask: Bool[Tensor, "P G T"],
-    *,
-    beta: float,
+    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, beta: float
 ) -> Float[Tensor, "P G T"]:
     """A_gt = R_g - beta sum_{s >= t} drift_s: no comparison within the group, and the KL that is still to come.
 
@@ -102,12 +89,7 @@ def per_part(
 
 
 def token_whitened(
-    reward: Reward,
-    drift: Float[Tensor, "P G T"],
-    mask: Bool[Tensor, "P G T"],
-    *,
-    credit: Credit,
-    eps: float,
+    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, credit: Credit, eps: float
 ) -> Float[Tensor, "P G T"]:
     """A = (a - mean a) / (std a + eps), a from `credit`, mean and std over the sampled tokens of all valid rows.
 
@@ -125,12 +107,7 @@ def token_whitened(
 
 
 def row_whitened(
-    reward: Reward,
-    drift: Float[Tensor, "P G T"],
-    mask: Bool[Tensor, "P G T"],
-    *,
-    credit: Credit,
-    eps: float,
+    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, credit: Credit, eps: float
 ) -> Float[Tensor, "P G T"]:
     """A = (a - mean a) / (std a + eps), mean and std over rows, each with the advantage of its first sampled token.
 

@@ -77,10 +77,7 @@ def _count(batch: Batch, share: float) -> int:
 
 
 def _lowest(
-    score: Float[Tensor, "B T"],
-    tie: Float[Tensor, "B T"],
-    candidates: Bool[Tensor, "B T"],
-    count: int,
+    score: Float[Tensor, "B T"], tie: Float[Tensor, "B T"], candidates: Bool[Tensor, "B T"], count: int
 ) -> Bool[Tensor, "B T"]:
     """The `count` candidates with the lowest score; among equal ones those with the lowest `tie`."""
     pairs = torch.stack([score[candidates], tie[candidates]], -1)

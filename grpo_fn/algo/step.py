@@ -125,14 +125,7 @@ def compare_to_own_pass(micro: Batch, logp: Float[Tensor, "b T"], *, reference: 
 
 
 def grpo_step(
-    policy: Policy,
-    sampler: Sampler,
-    stream: Stream,
-    carried: Carry,
-    *,
-    key: Tensor,
-    algo: StepAlgorithm,
-    span: Span,
+    policy: Policy, sampler: Sampler, stream: Stream, carried: Carry, *, key: Tensor, algo: StepAlgorithm, span: Span
 ) -> tuple[Experience, Carry, dict[str, float]]:
     """One GRPO step: sample, score, compute advantages, update. `span` is a context manager that times a phase by name.
 

@@ -18,12 +18,7 @@ def score_serially(fn: RewardFn, problems: Sequence[Problem], completions: Seque
 
 
 def combine(
-    problems: Sequence[Problem],
-    rollout: Rollout,
-    *,
-    parts: Sequence[RewardFn],
-    weights: Sequence[float],
-    score: Scorer,
+    problems: Sequence[Problem], rollout: Rollout, *, parts: Sequence[RewardFn], weights: Sequence[float], score: Scorer
 ) -> Reward:
     """value[p, g] = sum_k weights[k] * parts[k](problems[p], completion p * G + g), dimensionless, float32.
 

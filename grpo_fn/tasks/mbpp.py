@@ -14,14 +14,7 @@ SPLITS = {"prompts": range(1, 11), "test": range(11, 511), "validation": range(5
 
 
 def task(
-    *,
-    data: str,
-    file: str,
-    train: Sequence[str],
-    test: Sequence[str],
-    template: str,
-    shown_tests: int,
-    test_size: int,
+    *, data: str, file: str, train: Sequence[str], test: Sequence[str], template: str, shown_tests: int, test_size: int
 ) -> Task:
     """The problems of `file` in the folder `data`: the splits `train` to train on, the splits `test` held out.
 

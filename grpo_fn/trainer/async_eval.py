@@ -133,11 +133,7 @@ def write_evaluation(
     """On the main rank: an evaluation in the files of the run, at its step; returns its figures."""
     how, (judged, complaints) = run.settings.evaluation, found
     record_evaluation(run.run_dir, step, judged, run.settings.logging.samples_rows, loggers.writer)
-    figures = {
-        **summarise(judged, ks=how.ks, by=how.by),
-        "eval/lag_steps": float(now - step),
-        "eval/seconds": seconds,
-    }
+    figures = {**summarise(judged, ks=how.ks, by=how.by), "eval/lag_steps": float(now - step), "eval/seconds": seconds}
     loggers.writer.amend(step, figures)  # the last one: where they are in the metrics, all of it is there
     for complaint in complaints:
         loggers.console.line(f"evaluation of step {step}: {complaint}")

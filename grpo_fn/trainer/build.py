@@ -141,13 +141,7 @@ def open_and_prepare(
     draws = min(task.size, s.algorithm.prompts * s.steps)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
     prepare_here = partial(
-        prepare_data,
-        checked.source,
-        task,
-        train_problems(task, key, 0, draws),
-        checked.config,
-        s.data,
-        s.sampling,
+        prepare_data, checked.source, task, train_problems(task, key, 0, draws), checked.config, s.data, s.sampling
     )
     enter_folder = partial(
         enter,

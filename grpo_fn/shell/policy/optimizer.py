@@ -20,26 +20,14 @@ SMALLEST = 1e-12  # scale of a block of zeros, as torchao has it
 
 
 def adamw(
-    params: Iterable[nn.Parameter],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    params: Iterable[nn.Parameter], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """AdamW in one fused kernel: the fastest. Two moments of the weight's dtype, 8 bytes a float32 weight."""
     return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
 
 
 def adamw_foreach(
-    params: Iterable[nn.Parameter],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    params: Iterable[nn.Parameter], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """AdamW in one kernel for each operation, for devices without the fused one. While it steps, it holds one more
     copy of the weights."""
@@ -47,13 +35,7 @@ def adamw_foreach(
 
 
 def adamw_8bit(
-    params: Iterable[nn.Parameter],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    params: Iterable[nn.Parameter], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """AdamW whose moments lie in 8 bits between steps, 2 bytes a weight: torchao's, which knows DTensors.
 

@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_process_group
 from vllm.model_executor.model_loader import get_model_loader
