@@ -85,7 +85,7 @@ PAGE = (PROJECT / "docs" / "catalogue.md").read_text(encoding="utf-8")
 
 def test_the_page_is_what_the_docstrings_say():
     assert tables.written(PAGE) == PAGE, (
-        "docs/catalogue.md differs from the docstrings: run python tools/catalogue_page.py"
+        "docs/catalogue.md differs from the docstrings: run python tools/tables/catalogue_page.py"
     )
 
 

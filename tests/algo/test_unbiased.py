@@ -2,7 +2,7 @@
 
 The policy writes T = 2 tokens of V = 3, tabular: one row of logits for the first token, one for the second after each
 first. Expectations are finite sums over the 9 sequences, or over all groups of them, in float64. What is exact is
-proven here; how far off the rest is stands in docs/bias.md, measured by tools/bias_table.py.
+proven here; how far off the rest is stands in docs/bias.md, measured by tools/tables/bias_table.py.
 """
 
 import importlib.util
@@ -267,8 +267,8 @@ def test_a_reward_nobody_can_change_teaches_nothing(f):
 
 
 def tool() -> ModuleType:
-    """tools/bias_table.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("bias_table", PROJECT / "tools" / "bias_table.py")
+    """tools/tables/bias_table.py, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("bias_table", PROJECT / "tools" / "tables" / "bias_table.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -302,7 +302,7 @@ def test_the_docs_show_what_the_tool_measures():
 
 @pytest.mark.slow
 def test_the_docs_show_the_whole_table():
-    command, env = [sys.executable, "tools/bias_table.py"], {**os.environ, "PYTHONPATH": str(PROJECT)}
+    command, env = [sys.executable, "tools/tables/bias_table.py"], {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (PROJECT / "docs" / "bias.md").read_text(encoding="utf-8").endswith(done.stdout)
@@ -322,4 +322,4 @@ def test_the_functions_of_the_catalogue_are_in_the_table():
     known = [(positional, names) for module, positional, names in KINDS if (module, positional) in measured]
     assert len(known) == len(measured)
     absent = [name for _, names in known for name in names if name not in shown]
-    assert not absent, f"docs/bias.md says nothing of {absent}: measure them in tools/bias_table.py"
+    assert not absent, f"docs/bias.md says nothing of {absent}: measure them in tools/tables/bias_table.py"

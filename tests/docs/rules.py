@@ -15,15 +15,15 @@ from docs import desk, doing
 
 # Flags that make a tool small, after the page's, which they win over. No tool is without a line.
 TOOLS = {
-    "tools/bias_table.py": [],
-    "tools/catalogue_page.py": ["--check"],
+    "tools/tables/bias_table.py": [],
+    "tools/tables/catalogue_page.py": ["--check"],
     "tools/compare.py": [],
     "tools/export.py": [],
     "tools/import_config": [],
     "tools/compare_algorithms.py": [],
     "tools/make_tiny_model.py": [],
     "tools/report": [],
-    "tools/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
+    "tools/tables/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
     "tools/sweep": [],
     "tools/bench/bench_rewards.py": ["--rows", "1"],
     "experiments/vmap_sweep/idea.py": ["--policies", "2", "--rows", "2", "--repeats", "1"],

@@ -22,7 +22,7 @@ ALL = [each for page in pages() for each in commands(page)]
 FIRST = {each.text: each for each in reversed(ALL)}  # a line that stands on several pages is done once
 # Seconds of CPU that a test of every run cannot have. Flags are read by the tool's own parser all the same.
 SLOW = {
-    "python tools/bias_table.py": "17 s; tests/algo/test_unbiased.py holds its tables against the page",
+    "python tools/tables/bias_table.py": "17 s; tests/algo/test_unbiased.py holds its tables against the page",
     "OMP_NUM_THREADS=1 python experiments/vmap_sweep/idea.py --repeats 5": "6 s",
     "OMP_NUM_THREADS=1 python tools/bench/bench_rewards.py --data DIR --rows 600": "6 s",
 }

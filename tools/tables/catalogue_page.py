@@ -1,7 +1,7 @@
 """Writes the tables of docs/catalogue.md from the docstrings of the functions they list.
 
-python tools/catalogue_page.py            rewrite the tables in the page
-python tools/catalogue_page.py --check    exit 1 if the page is not what would be written
+python tools/tables/catalogue_page.py            rewrite the tables in the page
+python tools/tables/catalogue_page.py --check    exit 1 if the page is not what would be written
 
 A table stands between `<!-- functions of MODULE (DATA, ...) -->` and `<!-- end -->`: the public functions of
 grpo_fn/algo/MODULE.py with these positional parameters, in the order of the file. A line of it is made of the
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "catalogue.md"
 TABLE = re.compile(r"^<!-- functions of (\w+) \(([\w, ]+)\) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 LABELS = {"Use it when": "use it when", "Peers": "peers"}
@@ -107,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = PAGE.read_text(encoding="utf-8")
     wanted = written(page)
     if check and page != wanted:
-        print("docs/catalogue.md: got tables that differ from the docstrings, run python tools/catalogue_page.py")
+        print(
+            "docs/catalogue.md: got tables that differ, run python tools/tables/catalogue_page.py"
+        )
         return 1
     if not check:
         PAGE.write_text(wanted, encoding="utf-8")

@@ -1,6 +1,6 @@
 """Measure the bias of every estimator by enumerating all outcomes, and print the table that docs/bias.md shows.
 
-python tools/bias_table.py
+python tools/tables/bias_table.py
 
 A policy writes at most T = 2 tokens of V = 3; token 0 ends a row. So 7 rows can come out, and the expectation of any
 update is a finite sum over all groups, or all steps of two groups. It is compared with the exact gradient of the

@@ -1,7 +1,7 @@
 """Every preset of gin/algo on the arithmetic task, some seeds each, and the table of what came of it.
 
-python tools/preset_table.py --runs DIR                     run what is missing, print the table
-python tools/preset_table.py --runs DIR --table_only        print the table of the runs that are there
+python tools/tables/preset_table.py --runs DIR                     run what is missing, print the table
+python tools/tables/preset_table.py --runs DIR --table_only        print the table of the runs that are there
 
 A run is `python -m grpo_fn.run --gin_file run/arithmetic.gin --gin_file algo/NAME.gin --gin_param SEED=S ...`; one that
 was stopped goes on where it stopped. No preset is left out, whatever it does.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from grpo_fn.core.json_lines import metrics_by_step
 
-ALGOS = Path(__file__).resolve().parents[1] / "gin" / "algo"
+ALGOS = Path(__file__).resolve().parents[2] / "gin" / "algo"
 DEADLINE = 3600.0  # seconds for one run
 
 
