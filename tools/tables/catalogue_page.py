@@ -107,9 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = PAGE.read_text(encoding="utf-8")
     wanted = written(page)
     if check and page != wanted:
-        print(
-            "docs/catalogue.md: got tables that differ, run python tools/tables/catalogue_page.py"
-        )
+        print("docs/catalogue.md: got tables that differ, run python tools/tables/catalogue_page.py")
         return 1
     if not check:
         PAGE.write_text(wanted, encoding="utf-8")
