@@ -174,3 +174,10 @@ _call_store(30)
     done = run([sys.executable, "-c", program], environment())
     assert (done.returncode, done.stdout) == (71, "still there\n"), done.stderr
     assert "for the rendezvous host to answer, wanted at most 1.5" in done.stderr
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_ALLOC_CONF": "x"}, {"PYTORCH_CUDA_ALLOC_CONF": "x"}])
+def test_the_allocator_grows_its_segments_unless_it_was_configured(given: dict[str, str]) -> None:
+    env = {"PATH": "p", **given}
+    agent.grow_segments(env)
+    assert env == {"PATH": "p", **(given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})}

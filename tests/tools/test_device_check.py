@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import device_check
@@ -75,7 +76,17 @@ def test_a_check_that_fails_hangs_or_dies_is_reported_and_the_next_begins_in_a_f
 
 def test_no_check_begins_after_the_limit() -> None:
     got = list(apart([fake("fine"), fake("fine")], NOWHERE, -1.0))
-    assert [(outcome.state, outcome.said) for outcome in got] == [(FAILED, "the -1 s of the run were over")] * 2
+    assert [(outcome.state, outcome.said) for outcome in got] == [(LEFT_OUT, "the -1 s of the run were over")] * 2
+
+
+def test_every_check_belongs_to_one_of_three_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = []
+    for part in device_check.PARTS:
+        assert device_check.main(["--part", part, "--list"]) == 0
+        listed.append([line.split()[0] for line in capsys.readouterr().out.splitlines()])
+    assert all(listed)
+    assert [*chain(*listed)] == [check.name for check in device_check.CHECKS]
+    assert [check.name for check in device_check.selected("prng,step", "steps")] == ["step"]
 
 
 def test_a_failure_is_the_exit_code_and_a_missed_goal_is_not(

@@ -1,6 +1,9 @@
-"""Everything that only a GPU can show, in one command and under 8 minutes: correctness, speed, memory.
+"""Everything that only a GPU can show, in three commands of at most nine minutes each: correctness, speed, whole steps.
 
-    python tools/device_check [--only NAME,...] [--out experiments/device/RESULTS.md]
+    python tools/device_check --part correctness --out experiments/device/RESULTS-correctness.md
+    python tools/device_check --part speed --out experiments/device/RESULTS-speed.md
+    python tools/device_check --part steps --out experiments/device/RESULTS-steps.md
+    python tools/device_check --only NAME,...          # some checks alone; without either, all of them
     python tools/device_check --device cpu --tiny      # toy shapes: does the command work? Its figures mean nothing
 
 Weights are random, in the shapes of Qwen2.5-0.5B and 1.5B, and are made here; nothing is downloaded and no tokenizer is
@@ -13,7 +16,8 @@ carry its wheel:
     pip install --no-index --no-deps --find-links wheels trl datasets     # for the comparison with TRL, and their needs
 
 Each check has a deadline; one that fails, hangs or runs out of memory is reported and the others go on in a fresh
-process. The exit code is 1 when a check failed. A goal that is missed is marked and is no failure.
+process; one that had no time to begin is left out. The exit code is 1 when a check failed. A goal that is missed is
+marked and is no failure.
 """
 
 import argparse
@@ -34,48 +38,56 @@ MACHINE = Check(name="machine", what="the device and the versions", where="devic
 CHECKS = [
     Check(
         name="prng",
+        part="correctness",
         what="keys and draws are those of the CPU, bit for bit, and of torch's own Philox",
         where="device_prng:randomness",
         deadline=60,
     ),
     Check(
         name="gradients",
+        part="correctness",
         what="the objective's gradients against the functional oracle on the CPU, in float32 and bfloat16",
         where="device_exact:gradients",
         deadline=60,
     ),
     Check(
         name="rows",
+        part="correctness",
         what="rows end to end, and prompts read once, against padded rows",
         where="device_exact:rows",
         deadline=60,
     ),
     Check(
         name="head",
+        part="correctness",
         what="log-probs chunk by chunk against dense ones: values, gradients, memory",
         where="device_exact:head",
         deadline=60,
     ),
     Check(
         name="decode",
+        part="correctness",
         what="sampled tokens and log-probs against a forward pass without a cache; the same key again",
         where="device_decode:exact",
         deadline=90,
     ),
     Check(
         name="fp16",
+        part="correctness",
         what="float16 with dynamic loss scaling makes a step",
         where="device_exact:float16",
         deadline=60,
     ),
     Check(
         name="offload",
+        part="correctness",
         what="weights, gradients and moments on the host: the same step",
         where="device_exact:offload",
         deadline=60,
     ),
     Check(
         name="compiled",
+        part="correctness",
         what="compiled blocks against eager ones",
         where="device_exact:compiled",
         deadline=120,
@@ -83,18 +95,21 @@ CHECKS = [
     ),
     Check(
         name="train-0.5b",
+        part="speed",
         what="training, 0.5B, rows of 1,152 tokens",
         where="device_speed:train_half",
         deadline=90,
     ),
     Check(
         name="train-1.5b",
+        part="speed",
         what="training, 1.5B, rows of 1,152 tokens",
         where="device_speed:train_large",
         deadline=120,
     ),
     Check(
         name="train-1.5b-compiled",
+        part="speed",
         what="the same with compiled blocks",
         where="device_speed:train_large_compiled",
         deadline=150,
@@ -102,24 +117,28 @@ CHECKS = [
     ),
     Check(
         name="decode-0.5b",
+        part="speed",
         what="sampling 256 rows, 0.5B, and transformers' generate on the same prompts",
         where="device_decode:speed_half",
         deadline=120,
     ),
     Check(
         name="decode-1.5b",
+        part="speed",
         what="the same, 1.5B",
         where="device_decode:speed_large",
         deadline=120,
     ),
     Check(
         name="step",
+        part="steps",
         what="whole GRPO steps, 0.5B, 32 prompts x 16 samples x 512 tokens: phases and their memory",
         where="device_step:grpo",
         deadline=120,
     ),
     Check(
         name="memory",
+        part="steps",
         what="1.5B with LoRA inside a hard cap of 8 GB, whole GRPO steps",
         where="device_memory:capped",
         deadline=120,
@@ -127,6 +146,7 @@ CHECKS = [
     ),
     Check(
         name="continuous",
+        part="steps",
         what="the same prompts in transformers' continuous batching, 0.5B",
         where="device_decode:continuous",
         deadline=90,
@@ -135,6 +155,7 @@ CHECKS = [
     ),
     Check(
         name="trl",
+        part="steps",
         what="TRL's GRPOTrainer with transformers' generation on the work of `step`",
         where="device_trl:steps",
         deadline=240,
@@ -142,6 +163,7 @@ CHECKS = [
     ),
     Check(
         name="vllm",
+        part="steps",
         what="vLLM in the process: pushes verified and probed, sleep frees memory",
         where="device_vllm:colocated",
         deadline=240,
@@ -150,6 +172,7 @@ CHECKS = [
     ),
     Check(
         name="decode-vllm",
+        part="steps",
         what="the prompts of `decode-0.5b` in vLLM",
         where="device_vllm:speed",
         deadline=240,
@@ -157,6 +180,8 @@ CHECKS = [
         alone=True,
     ),
 ]
+
+PARTS = ("correctness", "speed", "steps")
 
 Runner = Callable[[Sequence[Check], Setting, float], Iterator[Outcome]]
 
@@ -168,11 +193,12 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy shapes")
+    parser.add_argument("--part", choices=PARTS, help="the checks of one command of nine minutes")
     parser.add_argument("--only", default="", metavar="NAME,...", help="these checks alone")
     parser.add_argument("--list", action="store_true", help="name the checks and end")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table there, too")
     parser.add_argument(
-        "--limit", type=float, default=480.0, metavar="S", help="begin no check after that (default 480)"
+        "--limit", type=float, default=520.0, metavar="S", help="begin no check after that (default 520)"
     )
     return parser
 
@@ -181,14 +207,15 @@ def main(argv: Sequence[str] | None = None, *, run: Runner = apart) -> int:
     """Do the checks, print a line for each as it ends, then the table. 1 when one failed."""
     argv = sys.argv[1:] if argv is None else argv
     args = flags().parse_args(argv)
-    chosen = selected(args.only)
+    chosen = selected(args.only, args.part)
     if args.list:
-        print(*(f"{check.name:<20} {check.what}" for check in CHECKS), sep="\n")
+        print(*(f"{check.name:<20} {check.what}" for check in chosen), sep="\n")
         return 0
     if args.device == "cpu" and not args.tiny:
         flags().error("got --device cpu, wanted --tiny with it: the real shapes would take hours")
     if find_spec("grpo_fn") is None:  # not installed: the clone itself
         sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as tools/launch sets it
     with scratch() as folder:
         setting = Setting(device=args.device, tiny=args.tiny, scratch=folder)
         outcomes = list(announced(run([MACHINE, *chosen], setting, args.limit), 1 + len(chosen)))
@@ -201,12 +228,12 @@ def main(argv: Sequence[str] | None = None, *, run: Runner = apart) -> int:
     return int(any(outcome.state == FAILED for outcome in outcomes))
 
 
-def selected(names: str) -> list[Check]:
-    """The checks of these names, all without any. Ends the program for a name that there is not."""
+def selected(names: str, part: str | None) -> list[Check]:
+    """The checks of these names and this part, all without either. Ends the program for a name that there is not."""
     wanted = [name for name in names.split(",") if name]
     if odd := {*wanted} - {check.name for check in CHECKS}:
         flags().error(f"--only: got {', '.join(sorted(odd))}, wanted some of {', '.join(c.name for c in CHECKS)}")
-    return [check for check in CHECKS if not wanted or check.name in wanted]
+    return [check for check in CHECKS if (not wanted or check.name in wanted) and part in (None, check.part)]
 
 
 @contextmanager

@@ -253,8 +253,8 @@ def compiled(setting: Setting) -> list[Figure]:
     """Compiled blocks on batches of three widths, and how often they were compiled anew."""
     model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
     batch, _, signal = asked(setting, model)
-    width = batch.mask.shape[1]
-    widths = [width, width - 7, width - 12]
+    width, first = batch.mask.shape[1], int(batch.mask.int().argmax(-1).max())  # the longest prompt's end
+    widths = [width, (width + first + 1) // 2, first + 1]
     made = partial(built, setting, model, torch.bfloat16, temperature=TEMPERATURE)
     fast, plain = made(compile=blocks.torch_compile), made()
     worst = 0.0

@@ -45,6 +45,7 @@ class Check:
     what: str
     where: str
     deadline: float  # seconds
+    part: str = ""  # the command that it belongs to
     only_cuda: str = ""
     alone: bool = False
 
@@ -87,11 +88,11 @@ def here(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[Ou
 
 
 def apart(checks: Sequence[Check], setting: Setting, limit: float) -> Iterator[Outcome]:
-    """In processes of their own; after `limit` seconds no further check is begun."""
+    """In processes of their own; after `limit` seconds no further check is begun: the rest is left out."""
     begun, waiting = time.monotonic(), [*checks]
     while waiting:
         if time.monotonic() - begun > limit:
-            yield from (Outcome(check, FAILED, (), f"the {limit:g} s of the run were over", 0.0) for check in waiting)
+            yield from (Outcome(check, LEFT_OUT, (), f"the {limit:g} s of the run were over", 0.0) for check in waiting)
             return
         together = [*takewhile(lambda check: not check.alone, waiting)] or waiting[:1]
         for outcome in in_one_process(together, setting, begun + limit):

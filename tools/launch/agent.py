@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -169,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     os.environ[AGENT] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    grow_segments(os.environ)
     stop = Stop(grace)
     for number in (*ASKED, TOLD):
         signal.signal(number, stop)
@@ -187,6 +188,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = f"{args.nnodes} at {args.rdzv_endpoint or 'this host'}"
         print(f"error: got no rendezvous of the hosts ({lost}), wanted {wanted}", file=sys.stderr)
         return LOST
+
+
+def grow_segments(env: MutableMapping[str, str]) -> None:
+    """Have torch's CUDA allocator grow its segments, unless the user has configured it.
+
+    Packed micro-batches never have the same number of tokens twice: blocks of fixed sizes would leave a nearly full
+    card in fragments.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
+        env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def seconds(name: str, text: str) -> float:
