@@ -74,9 +74,9 @@ def leave_one_out_normalized(
     equal others, and A without bound; with the group's in reserve |A| <= n / sqrt(n - 1) for any rewards and any eps.
     std with n - 1 - `ddof` in its denominator for the others and n - `ddof` for the group; `eps` in units of reward.
 
-    Use it when: you compare with NeMo-RL.
-    Peers: NeMo-RL `use_leave_one_out_baseline` with normalised rewards: the others' std alone, 0 or rounding noise
-    for the one sample that differs, A = 18,040 for [2.0, 0.3 x 7].
+    Use it when: you want NeMo-RL's idea for rewards of any scale; `leave_one_out_others_std` is its formula.
+    Peers: none; NeMo-RL divides by the others' std alone, rounding noise for the one sample that differs from equal
+    others: A = 18,040 for [2.0, 0.3 x 7].
     """
     dev = mean_centered(reward, valid)
     unit = dev.abs().amax()
@@ -88,6 +88,35 @@ def leave_one_out_normalized(
     whole = masked.std(relative, valid, dim=-1, ddof=ddof)
     ahead = relative * count / (count - 1).clamp(min=1)
     return torch.where(unit == 0, 0.0, ahead / (torch.maximum(loo, whole) + eps / safe))
+
+
+def leave_one_out_others_std(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, eps: float) -> Float[Tensor, "G"]:
+    """A_i = (R_i - mean of the others) / (std of the others + eps); not divided where the others' std is 0.
+
+    NeMo-RL's `use_leave_one_out_baseline` with `normalize_rewards`, line by line: the std of m others has m - 1 in its
+    denominator and is 0 for one. One right of 16 gets +1, since its others are alike; one of two right
+    gets 3.615. Not bounded: others that are almost alike make A as large as the range of the rewards over `eps`. NeMo-RL
+    takes the variance as mean R^2 - (mean R)^2, whose rounding makes equal others differ for rewards such as 0.3.
+
+    Use it when: you reproduce a NeMo-RL run, with rewards of 0 and 1.
+    Peers: NeMo-RL `adv_estimator.name: grpo`, eps 1e-6.
+
+    Args:
+        reward: rewards of one group, [G].
+        valid: which of them could be scored, [G].
+        eps: added to the std, in units of the reward.
+
+    Returns:
+        The advantages, [G].
+    """
+    ahead = leave_one_out(reward, valid)
+    others = valid & ~torch.eye(len(reward), dtype=torch.bool, device=reward.device)  # [G, G]: row i is without i
+    # Above the others' smallest and in units of their range, so that close rewards keep their digits.
+    above = torch.where(others, reward - masked.min(reward.expand_as(others), others, dim=-1).unsqueeze(-1), 0.0)
+    unit = above.amax(-1)
+    safe = torch.where(unit == 0, 1.0, unit)
+    std = unit * masked.std(above / safe.unsqueeze(-1), others, dim=-1, ddof=1)
+    return torch.where(unit == 0, ahead, ahead / (std + eps))
 
 
 def pass_at_k(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, k: int, threshold: float) -> Float[Tensor, "G"]:

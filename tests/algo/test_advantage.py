@@ -17,6 +17,7 @@ from grpo_fn.testing import advantages, groups
 
 ALL = bound(advantage, "reward", "valid")
 ZERO_SUM = {"group_normalized", "mean_centered", "leave_one_out", "pass_at_k", "max_rl"}
+UNBOUNDED = {"leave_one_out_others_std"}  # as published; bounded for rewards of 0 and 1
 SHIFT_INVARIANT = {"group_normalized", "mean_centered", "leave_one_out", "leave_one_out_normalized"}
 SCALE_INVARIANT = {"group_normalized", "leave_one_out_normalized"}  # as eps -> 0
 SCALE_EQUIVARIANT = {"mean_centered", "leave_one_out"}
@@ -51,8 +52,9 @@ def close(got: Tensor, wanted: Tensor, tol: float = 1e-9) -> None:
 @each(ALL)
 @pytest.mark.parametrize("invariant", advantages.INVARIANTS, ids=lambda invariant: invariant.__name__)
 def test_holds_what_every_advantage_holds(f, invariant):
+    bounded = invariant is not advantages.advantages_are_bounded or f.func.__name__ not in UNBOUNDED
     with profile(max_examples=quarter()):
-        invariant(f, number)
+        invariant(f, number if bounded else st.sampled_from([0.0, 1.0]))
 
 
 @each(ALL)
@@ -208,6 +210,38 @@ def test_leave_one_out_normalized_as_a_scalar_loop(rewards, ddof):
     rest = [rewards[:i] + rewards[i + 1 :] for i in range(n)]
     wanted = [(x - statistics.fmean(o)) / (max(std(o), whole) + 1e-4) for x, o in zip(rewards, rest, strict=True)]
     close(advantage.leave_one_out_normalized(r, v, eps=1e-4, ddof=ddof), group(wanted)[0], 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("right", "size", "wanted"),
+    [(1, 16, (1.0, -1 / 15)), (15, 16, (1 / 15, -1.0)), (2, 16, (3.61478, -0.50918)), (8, 16, (1.03280, -1.03280))]
+    + [(1, 2, (1.0, -1.0)), (1, 3, (1.0, -0.70711)), (0, 16, (None, 0.0)), (16, 16, (0.0, None))],
+)
+def test_the_others_std_divides_as_in_nemo_rl(right, size, wanted):
+    """Golden values, of NeMo-RL's own arithmetic in float64; None: there is no such sample."""
+    reward = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
+    adv = advantage.leave_one_out_others_std(reward, torch.ones(size, dtype=torch.bool), eps=1e-6)
+    for got, value in zip((adv[:right], adv[right:]), wanted, strict=True):
+        assert len(got) == 0 if value is None else got.tolist() == pytest.approx([value] * len(got), abs=1e-5)
+    if size > 2:
+        close(adv, leave_one_out_std_as_written(reward), 1e-7)
+
+
+@given(st.lists(number, min_size=3, max_size=8))
+def test_the_others_std_as_a_scalar_loop(rewards):
+    r, v = group(rewards)
+    rest = [rewards[:i] + rewards[i + 1 :] for i in range(len(rewards))]
+    wanted = [
+        (x - statistics.fmean(o)) / (1.0 if max(o) == min(o) else statistics.stdev(o) + 1e-4)
+        for x, o in zip(rewards, rest, strict=True)
+    ]
+    close(advantage.leave_one_out_others_std(r, v, eps=1e-4), group(wanted)[0], 1e-7)
+
+
+def test_the_others_std_has_no_bound():
+    """Why UNBOUNDED names it: one sample apart from others that are almost alike."""
+    reward = torch.tensor([2.0, 0.3, 0.3, 0.30001], dtype=torch.float64)
+    assert advantage.leave_one_out_others_std(reward, torch.ones(4, dtype=torch.bool), eps=1e-9)[0] > 1e5
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(1, 5))

@@ -27,7 +27,7 @@ OBJECTIVE = {"token_loss", "kl", "loss_aggregation", "beta", "entropy_bonus"}
 WITH_A_REFERENCE = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 # What is there to be composed and in none of the presets.
 SPARE = {
-    advantage: {"leave_one_out_normalized"},
+    advantage: {"leave_one_out_normalized", "leave_one_out_others_std"},
     filters: set(),
     losses: {"dual_clip", "sequence_ratio_token"},
     kl: {"k1_ratio"},

@@ -20,7 +20,10 @@ KINDS = [
     (
         advantage,
         ("reward", "valid"),
-        {"group_normalized", "mean_centered", "leave_one_out", "leave_one_out_normalized", "pass_at_k", "max_rl"},
+        {
+            *("group_normalized", "mean_centered", "leave_one_out", "leave_one_out_normalized"),
+            *("leave_one_out_others_std", "pass_at_k", "max_rl"),
+        },
     ),
     (
         credit,

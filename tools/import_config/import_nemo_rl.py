@@ -257,13 +257,12 @@ def nemo_advantage(key: Reader, draft: Draft) -> None:
     elif not others:
         normalized(draft, 1e-6)
     else:
-        draft.knobs["credit.outcome.advantage"] = "@advantage.leave_one_out_normalized"
-        draft.knobs |= {f"advantage.leave_one_out_normalized.{k}": v for k, v in (("eps", 1e-6), ("ddof", 1))}
+        draft.knobs["credit.outcome.advantage"] = "@advantage.leave_one_out_others_std"
+        draft.knobs["advantage.leave_one_out_others_std.eps"] = 1e-6
         draft.note(
             DIFFERS,
             f"{place}normalize_rewards",
-            "eps 1e-6 and ddof 1 as there; where the others' std is smaller than the group's, the group's divides: one "
-            "good sample among equal ones is not blown up",
+            "eps 1e-6 as there; equal rewards have a std of exactly 0 here, where rounding leaves NeMo-RL a divisor",
         )
 
 
