@@ -93,10 +93,10 @@ def leave_one_out_normalized(
 def leave_one_out_others_std(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, eps: float) -> Float[Tensor, "G"]:
     """A_i = (R_i - mean of the others) / (std of the others + eps); not divided where the others' std is 0.
 
-    NeMo-RL's `use_leave_one_out_baseline` with `normalize_rewards`, line by line: the std of m others has m - 1 in its
-    denominator and is 0 for one. One right of 16 gets +1, since its others are alike; one of two right
-    gets 3.615. Not bounded: others that are almost alike make A as large as the range of the rewards over `eps`. NeMo-RL
-    takes the variance as mean R^2 - (mean R)^2, whose rounding makes equal others differ for rewards such as 0.3.
+    NeMo-RL's `use_leave_one_out_baseline` with `normalize_rewards`: the std of m others has m - 1 in its denominator
+    and is 0 for one. One right of 16 gets +1, since its others are alike; one of two right gets 3.615. Not bounded:
+    others that are almost alike make A as large as the range of the rewards over `eps`. NeMo-RL takes the variance as
+    mean R^2 - (mean R)^2, whose rounding makes equal others differ for rewards such as 0.3.
 
     Use it when: you reproduce a NeMo-RL run, with rewards of 0 and 1.
     Peers: NeMo-RL `adv_estimator.name: grpo`, eps 1e-6.

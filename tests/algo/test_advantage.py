@@ -214,8 +214,15 @@ def test_leave_one_out_normalized_as_a_scalar_loop(rewards, ddof):
 
 @pytest.mark.parametrize(
     ("right", "size", "wanted"),
-    [(1, 16, (1.0, -1 / 15)), (15, 16, (1 / 15, -1.0)), (2, 16, (3.61478, -0.50918)), (8, 16, (1.03280, -1.03280))]
-    + [(1, 2, (1.0, -1.0)), (1, 3, (1.0, -0.70711)), (0, 16, (None, 0.0)), (16, 16, (0.0, None))],
+    [
+        *[
+            (1, 16, (1.0, -0.25820)),
+            (15, 16, (0.25820, -1.0)),
+            (2, 16, (3.61477, -0.37893)),
+            (8, 16, (1.03279, -1.03279)),
+        ],
+        *[(1, 2, (1.0, -1.0)), (1, 3, (1.0, -0.70711)), (0, 16, (None, 0.0)), (16, 16, (0.0, None))],
+    ],
 )
 def test_the_others_std_divides_as_in_nemo_rl(right, size, wanted):
     """Golden values, of NeMo-RL's own arithmetic in float64; None: there is no such sample."""
