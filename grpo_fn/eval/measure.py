@@ -30,7 +30,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.sampler.interface import EngineSampler, SamplerContext
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device
-from grpo_fn.tasks.task import held_out_only
+from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import prepare_data, start_sampler
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.model_source import LocatedModel, check_fits, copy_checkpoint_weights, locate
@@ -113,8 +113,8 @@ def measure(
 def problems_for(
     source: hf.ModelSource, config: PretrainedConfig, data: Data, sampling: Sampling, count: int
 ) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
-    """The model's folder, its tokenizer, and those of the first `count` held-out problems that leave room to answer."""
-    asked = held_out_only(data.task().test[:count])
+    """The model's folder, its tokenizer, and those of `count` held-out problems that leave room to answer."""
+    asked = sample_tests(held_out_only(data.task().test), count)
     if not asked.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
     disable_progress_bar()

@@ -1,6 +1,7 @@
 """Tasks: an endless keyed stream of training problems and a fixed held-out set; prompt templates, rules for rows."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from grpo_fn.core.problem import Problem
 # Held-out problems are numbered from here, far above any training index: no test problem shares a uid, and with it
 # the sampler's randomness, with a training draw.
 TEST_UID = 1 << 31
+# Fields of a problem by which held-out problems are alike when a limit leaves some of them out.
+STRATA = ("task", "source", "level")
 
 Predicate = Callable[[Problem], bool]
 FrozenKey = tuple[tuple[int, ...], torch.dtype]
@@ -85,6 +88,45 @@ def first(task: Task, test_size: int) -> Task:
     if test_size < 0:
         raise ValueError(f"test_size: got {test_size}, wanted 0 for all held-out problems, or how many")
     return task._replace(test=task.test[: test_size or None])
+
+
+def sample_tests(task: Task, count: int) -> Task:
+    """The task with `count` of its held-out problems: a share of every part, source and level, in their own order.
+
+    Problems are alike in their `STRATA`. Every kind gives its first problem before any gives a second, the largest kind
+    first; then each gives in proportion to its size, from its front. So a smaller count takes some of what a larger one
+    takes, and problems of one kind alone are taken from the front. A note says how many of each kind are left where
+    there are several.
+
+    Args:
+        task: the task.
+        count: held-out problems to keep; as many as there are, or more, keeps all.
+
+    Returns:
+        The task, its held-out problems with the uids they had.
+    """
+    if count >= len(task.test):
+        return task
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for place, problem in enumerate(task.test):
+        kinds.setdefault(_kind(problem), []).append(place)
+    order = [
+        ((j > 0, (j + 0.5) / len(places) if j else -len(places), places[0]), place)
+        for places in kinds.values()
+        for j, place in enumerate(places)
+    ]
+    kept = sorted(place for _, place in sorted(order)[:count])
+    chosen = task._replace(test=tuple(task.test[place] for place in kept))
+    if len(kinds) == 1:
+        return chosen
+    left = Counter(map(_kind, chosen.test))
+    shares = [f"{left[kind]} of {len(places)} {' '.join(kind) or 'others'}" for kind, places in kinds.items()]
+    return with_notes(chosen, f"evaluating {count} of {len(task.test)} held-out problems: {list_places(shares)}")
+
+
+def _kind(problem: Problem) -> tuple[str, ...]:
+    """What sets problems apart when some of them are chosen."""
+    return tuple(f"{name} {problem.meta[name]}" for name in STRATA if name in problem.meta)
 
 
 def with_notes(task: Task, *lines: str) -> Task:

@@ -14,7 +14,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.math import correct
 from grpo_fn.tasks import arithmetic, gsm8k
-from grpo_fn.tasks.task import TEST_UID, filter_rows, from_rows, held_out_only, train_problems, with_notes
+from grpo_fn.tasks.task import TEST_UID, filter_rows, from_rows, held_out_only, sample_tests, train_problems, with_notes
 
 seeds = st.integers(0, 2**31 - 1)
 
@@ -356,3 +356,44 @@ def test_the_published_files_have_7473_and_1319_rows():
     assert (task.size, len(task.test)) == (7473, 1319)
     assert {problem.meta["row"] for problem in train_problems(task, key(0), 0, 7473)} == set(range(7473))
     assert all(re.fullmatch(r"-?\d+(\.\d+)?", problem.answer) for problem in task.test)
+
+
+# A limit on the held-out problems
+
+
+def tests_of(kinds):
+    return held_out_only([Problem(0, f"q{i}", "", meta) for i, meta in enumerate(kinds)])
+
+
+GSM8K_MATH = [{"task": "gsm8k"}] * 1319 + [{"task": "math", "level": 1 + i % 5} for i in range(500)]
+
+
+def test_eight_problems_of_gsm8k_and_math_are_of_both_and_of_every_level():
+    task = sample_tests(tests_of(GSM8K_MATH), 8)
+    assert [problem.meta.get("level") for problem in task.test] == [None, None, None, 1, 2, 3, 4, 5]
+    assert [problem.uid - TEST_UID for problem in task.test] == [0, 1, 2, 1319, 1320, 1321, 1322, 1323]
+    (note,) = task.notes
+    assert note.startswith("evaluating 8 of 1819 held-out problems: 3 of 1319 task gsm8k, 1 of 100 task math level 1, ")
+
+
+def test_a_thousand_problems_keep_the_shares_of_all():
+    kept = sample_tests(tests_of(GSM8K_MATH), 1000).test
+    assert abs(sum(problem.meta["task"] == "gsm8k" for problem in kept) - 1000 * 1319 / 1819) < 3
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3)), min_size=1, max_size=30), st.data())
+def test_a_limit_takes_every_kind_and_more_of_it_takes_more(drawn, data):
+    task = tests_of([{"source": source, "level": level} for source, level in drawn])
+    count = data.draw(st.integers(1, len(drawn)))
+    kept = sample_tests(task, count).test
+    assert kept == tuple(problem for problem in task.test if problem in kept)
+    assert len(kept) == count
+    assert {problem.uid for problem in kept} <= {problem.uid for problem in sample_tests(task, count + 1).test}
+    kinds = [{(problem.meta["source"], problem.meta["level"]) for problem in some} for some in (task.test, kept)]
+    assert kinds[0] == kinds[1] if count >= len(kinds[0]) else len(kinds[1]) == count
+
+
+@given(st.integers(1, 20), st.integers(1, 25))
+def test_problems_of_one_kind_are_taken_from_the_front(size, count):
+    task = held_out_only([Problem(0, f"q{i}", "", {"source": "a"}) for i in range(size)])
+    assert sample_tests(task, count) == task._replace(test=task.test[:count])

@@ -25,7 +25,7 @@ from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate
-from grpo_fn.tasks.task import Task, first
+from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
 from grpo_fn.trainer.sections import Settings, model_source
@@ -67,7 +67,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     check_stale(algorithm.objective, algorithm.old_logp, s.sampling.max_staleness)
     dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model)
     config = source.config()
-    task = first(s.data.task(), s.evaluation.problems)
+    task = sample_tests(s.data.task(), s.evaluation.problems)
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
     parts = reward_parts(s.rewards.reward, task.test[0])
     check_credit(algorithm.credit, algorithm.group_size, parts)
