@@ -20,7 +20,9 @@ from gin.config_parser import BindingStatement, BlockDeclaration, ConfigParser, 
 from grpo_fn.config.nodes import Bindings, Macro, Reference, comma_list, complain, full_name, functions, suggest_name
 from grpo_fn.config.resolve import bad_names, knobs_of
 
-GIN_FOLDER = Path(__file__).resolve().parents[2] / "gin"
+PACKAGE = Path(__file__).resolve().parents[1]
+# Inside the package in a wheel, beside it in a checkout.
+GIN_FOLDER = PACKAGE / "gin" if (PACKAGE / "gin").is_dir() else PACKAGE.parent / "gin"
 DYNAMIC = "__gin__.dynamic_registration"
 DYNAMIC_LINE = "from __gin__ import dynamic_registration"
 NAME = re.compile(r"([A-Za-z_]\w*/)*([A-Za-z_]\w*\.)*[A-Za-z_]\w*")

@@ -41,7 +41,9 @@ def write_export(
         "wall_seconds": round(progress.seconds, 2),
     }
     write_json(run.run_dir / "summary.json", summary)
+    signal = run.run_dir / "signal" / f"step_{progress.state.step}.html"
+    shown = f"; its last step token by token in {signal}" if signal.exists() else ""
     console.line(
         f"held-out accuracy {progress.accuracy_before:.3f} before, {progress.accuracy:.3f} after "
-        f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}"
+        f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}{shown}"
     )

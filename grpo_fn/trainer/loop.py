@@ -214,7 +214,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
                 loggers.writer.do(f"the digests of step {step}", partial(checksums.append, run.run_dir, line))
     if run.world.main:
         with clock.span("log"):
-            record(run, step, experience, gains, prng.fold_in(run.key, SAMPLING), loggers.writer)
+            record(run, step, experience, gains, prng.fold_in(run.key, SAMPLING), loggers)
     lost = lost_rows(run, troubles, loggers)
     for line in run.sampler.messages():
         loggers.console.line(line)

@@ -1,6 +1,6 @@
 """What a step shows of itself: rows for tables, its signal token by token, and the lens that every preset holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from grpo_fn.core.types import Gains, Scores
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import eval_store, rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
+from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import NullLogger, markdown_table
 from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.trainer import presets
@@ -74,9 +75,9 @@ def compare_presets(
     return rows, cosine
 
 
-def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter) -> None:
+def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, loggers: RunLoggers) -> None:
     """Store the rollout; put distributions, a few samples and the lens where TensorBoard shows them."""
-    how = run.settings.logging
+    how, writer = run.settings.logging, loggers.writer
     adv = sample_advantages(seen.adv, seen.groups)
     problems, rollout, reward = seen.groups
     there = tree_map_only(Tensor, Tensor.cpu, (rollout, reward, adv))
@@ -88,18 +89,43 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
     if is_due(step, how.samples_every):
         show(writer, step, "samples", sample_rows(seen, how.samples_rows))
     if is_due(step, how.compare_presets_every):
-        rows, cosine = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key)
-        show(writer, step, "lens/presets", rows)
-        writer.image(step, "lens/cosines", page.heat_map(cosine, cell=16))
-    if is_due(step, how.token_report_every):
-        record_signal(run, step, seen, gains, writer)
+        look("the lens", step, loggers.console, partial(record_presets, run, step, seen, gains, key, writer))
+    if is_due(step, how.token_report_every) or (how.token_report_every and step == run.settings.steps):
+        look("the token page", step, loggers.console, partial(record_signal, run, step, seen, gains, loggers))
 
 
-def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, writer: AsyncWriter) -> None:
+def look(what: str, step: int, console: Console | NullLogger, view: Callable[[], None]) -> None:
+    """Make a view of a step that nothing depends on. One that fails is left out, with a line in the log.
+
+    Args:
+        what: the view, for that line.
+        step: of the run.
+        console: of the run.
+        view: makes it; an OSError, the disk's business, is raised.
+    """
+    try:
+        view()
+    except OSError:
+        raise
+    except Exception as error:
+        console.line(f"step {step}: {what} is left out: {type(error).__name__}: {error}".splitlines()[0])
+
+
+def record_presets(
+    run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter
+) -> None:
+    """What every preset would have made of the step, as a table and their cosines."""
+    rows, cosine = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key)
+    show(writer, step, "lens/presets", rows)
+    writer.image(step, "lens/cosines", page.heat_map(cosine, cell=16))
+
+
+def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, loggers: RunLoggers) -> None:
     """The learning signal token by token: RUN/signal/step_N.html, and its strongest tokens in TensorBoard."""
-    shown, note = token_signals(run, seen, gains)
+    (shown, note), writer = token_signals(run, seen, gains), loggers.writer
     path = run.run_dir / "signal" / f"step_{step}.html"
-    writer.do(f"the signal of step {step}", partial(write_signal_page, path, run.run_dir, step, shown, note))
+    write = partial(write_signal_page, path, run.run_dir, step, shown, note)
+    writer.do(f"the signal of step {step}", partial(look, "the token page", step, loggers.console, write))
     show(writer, step, "signal/strongest", token_report.strongest_tokens(shown, count=STRONGEST))
     writer.image(step, "signal/rows", token_report.signal_strip(shown, columns=COLUMNS, cell=CELL))
 

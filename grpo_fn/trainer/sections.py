@@ -157,7 +157,7 @@ class Logging:
     samples_rows: int
     checksums_every: int  # of each step's quantities, for replay
     compare_presets_every: int  # what every preset would have made of the step
-    token_report_every: int  # the learning signal token by token, as a page and in TensorBoard
+    token_report_every: int  # and the last step: the signal token by token, a page and TensorBoard
     token_report_rows: int  # the most influential ones
     profile_steps: Sequence[int]  # of which torch.profiler keeps a trace
     mirror: Mirror  # metrics elsewhere, too
