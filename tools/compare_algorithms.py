@@ -303,8 +303,8 @@ def disagreement_sections(seen: Seen, apart: Tensor, show: int) -> list[str]:
         unit = float(mine.abs().max())
         parts = [f"<p><b>{seen.names[i]}</b></p>" + token_view(seen, b, mine[i], unit) for i in pair]
         said = (
-            f"Reward {reward(seen, b):.2f}. Blue: the token is made less likely, orange: more likely, as the signal is "
-            "that of a loss; each preset's signal is scaled to norm 1 over the step."
+            f"Reward {reward(seen, b):.2f}. Blue, line above: the update pushes the token up; red, line below: down. "
+            "Under the pointer is dlogp, negative for up; each preset's signal is scaled to norm 1 over the step."
         )
         sections.append(page.html_section(f"Where they disagree: row {b}", said, *parts))
     return sections

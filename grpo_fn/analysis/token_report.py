@@ -240,7 +240,7 @@ def signal_size(signal: float) -> float:
 def signal_strip(shown: TokenReport, *, columns: int, cell: int) -> Float[Tensor, "3 h w"]:
     """The signal as a picture: a line for each row shown, a square for each of its first `columns` tokens.
 
-    Blue is pushed up, orange down, white neither; the strongest token of the step has the full colour.
+    Blue is pushed up, red down, white neither; the strongest token of the step has the full colour.
     """
     lines = [row.tokens[:columns] for row in shown.rows]
     values = torch.zeros(len(lines), max(len(line) for line in lines))

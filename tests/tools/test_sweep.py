@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from experiments.vmap_sweep.test_idea import (  # its tests are run here, too
 from experiments.vmap_sweep.test_idea import (
     test_policies_that_differ_go_different_ways as test_policies_that_differ_go_different_ways,
 )
+from grpo_fn.core.display_text import escape_control
 
 TOOL = Path(tool.__file__).parent
 BASE = ["--gin_file", "run/arithmetic.gin", "--gin_file", str(SMALL)]
@@ -148,6 +150,26 @@ def test_a_setting_is_its_seeds_together_and_the_best_comes_first(values, lowest
     assert [bool(one.scores) for one in found] == sorted((bool(one.scores) for one in found), reverse=True)
 
 
+@given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12))
+def test_a_cell_of_the_markdown_table_reads_as_its_text(text) -> None:
+    """Without character entities of its own, on one line, and rendered as the text alone."""
+    cell = sweep_table.markdown_cell(text)
+    wanted = escape_control(text).replace("\n", "\\n")
+    assert "\n" not in cell
+    assert len(re.findall(r"(?<!\\)\|", cell)) == 0
+    assert wanted in cell.replace("\\|", "|")
+    assert cell == wanted or cell[0] == cell[-1] == "`"
+
+
+def test_the_markdown_table_is_readable_as_it_stands() -> None:
+    rows = [{"optimizer.adamw.lr": "3e-6", "a.b": "'x & <b> | y'", "n": 2, "mean": "0.51"}]
+    assert sweep_table.table_markdown(rows).splitlines() == [
+        "| optimizer.adamw.lr | a.b | n | mean |",
+        "| --- | --- | --- | --- |",
+        "| 3e-6 | `'x & <b> \\| y'` | 2 | 0.51 |",
+    ]
+
+
 # Running them ---------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +205,11 @@ def test_trials_run_beside_one_another_a_failure_stops_none_and_a_second_call_re
     last = [metrics(out / "trials" / row["trial"])[-1]["eval/accuracy"] for row in done]
     assert [float(row["eval/accuracy"]) for row in done] == last
     assert float(rows[0]["mean"]) == pytest.approx(sum(last) / 2, abs=1e-3)
-    assert "| SEED |" not in (out / "table.md").read_text()
+    table = (out / "table.md").read_text()
+    assert "| SEED |" not in table
+    assert "| `sections.Compute.device`" not in table
+    assert "| `'cpu'` |" in table
+    assert "&" not in table
 
     events = EventAccumulator(str(out / "tensorboard" / done[0]["trial"])).Reload()
     assert events.Scalars("final/eval/accuracy")[0].value == pytest.approx(last[0])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from grpo_fn.analysis.html.escape import escape_text
 
-COLOURS = ("#3b6ea8", "#d67846", "#3f8f63", "#8a63b5", "#a8861b", "#b8457a", "#3f93a3", "#6b6f76")
+COLOURS = tuple(f"var(--series-{i})" for i in range(8))  # of colors.css
 WIDTH, HEIGHT = 560.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 12.0, 12.0, 26.0
 POINTS = 300  # of one line; more are averaged
@@ -107,7 +107,7 @@ def axes(place: Place, across: Sequence[float], up: Sequence[float]) -> Iterator
     """A line across for every tick of y, and the numbers."""
     for y in up:
         left, at = place(place.x.low, y)
-        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e2e5e9"/>'
+        yield f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" style="stroke:var(--line)"/>'
         yield text(LEFT - 6, at + 4, f"{y:.4g}", "end")
     for x in across:
         left, _ = place(x, place.y.low)
@@ -116,7 +116,9 @@ def axes(place: Place, across: Sequence[float], up: Sequence[float]) -> Iterator
 
 def text(x: float, y: float, words: str, anchor: str) -> str:
     """Small grey words."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="#5c646d">{words}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" style="fill:var(--soft)">{words}</text>'
+    )
 
 
 def curve(line: Line, place: Place) -> Iterator[str]:
@@ -124,14 +126,15 @@ def curve(line: Line, place: Place) -> Iterator[str]:
     if line.low:
         for piece in pieces(line.x, line.low, line.high):
             around = [place(x, low) for x, low, _ in piece] + [place(x, high) for x, _, high in reversed(piece)]
-            yield f'<polygon points="{joined(around)}" fill="{line.colour}" fill-opacity="0.15"/>'
+            yield f'<polygon points="{joined(around)}" style="fill:{line.colour}" fill-opacity="0.18"/>'
     for piece in pieces(line.x, line.y):
         points = joined([place(*p) for p in piece])
-        yield f'<polyline points="{points}" fill="none" stroke="{line.colour}" stroke-width="1.5"/>'
+        yield f'<polyline points="{points}" fill="none" style="stroke:{line.colour}" stroke-width="1.5"/>'
         for x, y in piece:
             left, top = place(x, y)
             said = escape_text(f"{line.name}, step {x:.6g}: {y:.4g}")
-            yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="2" fill="{line.colour}"><title>{said}</title></circle>'
+            at = f'cx="{left:.1f}" cy="{top:.1f}" r="2" style="fill:{line.colour}"'
+            yield f"<circle {at}><title>{said}</title></circle>"
 
 
 def pieces(*columns: Sequence[float]) -> list[list[tuple[float, ...]]]:

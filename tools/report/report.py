@@ -41,9 +41,9 @@ CURVES = [  # title, metric, and what is good to know while looking at it
 STYLE = """<style>
 body { max-width: 78rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(24rem, 1fr)); gap: 1rem; }
-figure { margin: 0; } figcaption { font-weight: 600; } figcaption span { font-weight: 400; color: #5c646d; }
-svg { width: 100%; height: auto; } .legend, .none { font-size: 12px; color: #5c646d; }
-td, th { text-align: left; vertical-align: top; border-bottom: 1px solid #e2e5e9; overflow-wrap: anywhere; }
+figure { margin: 0; } figcaption { font-weight: 600; } figcaption span { font-weight: 400; color: var(--soft); }
+svg { width: 100%; height: auto; } .legend, .none { font-size: 12px; color: var(--soft); }
+td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 .wide { overflow-x: auto; } .said { max-height: 14rem; overflow-y: auto; min-width: 16rem; }
 </style>"""
 SHOWN = 1500  # characters of a prompt or a completion

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from sweep_runner import INTERRUPTED, STOPPED, UNHEALTHY, exit_file, folder, output
 from sweep_spec import Trial
 
+from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.json_lines import metrics_by_step
 
 SEEDS = ("SEED", "train.train.seed")  # what a setting is repeated over
@@ -70,12 +72,11 @@ def settings(outcomes: Sequence[Outcome], lowest: bool) -> list[Setting]:
 def report(out: Path, outcomes: Sequence[Outcome], metric: str, lowest: bool) -> str:
     """Write the tables and what TensorBoard shows; returns the table in markdown."""
     from grpo_fn.shell.atomic_io import write_bytes
-    from grpo_fn.shell.logging.metrics_writer import markdown_table
 
     rows = [figures(one) for one in settings(outcomes, lowest)]
     each = [{"trial": one.trial.name, **one.trial.values, "state": one.state, metric: one.value} for one in outcomes]
     unfinished = [one for one in outcomes if one.state != "done"]
-    said = [f"{metric} at the end, {'lowest' if lowest else 'highest'} mean first", "", markdown_table(rows)]
+    said = [f"{metric} at the end, {'lowest' if lowest else 'highest'} mean first", "", table_markdown(rows)]
     said += ["", *(f"{one.state}: {one.trial.name}, see {output(out, one.trial)}" for one in unfinished)]
     text = "\n".join(said).rstrip() + "\n"
     write_bytes(out / "table.md", text.encode())
@@ -97,6 +98,27 @@ def figures(one: Setting) -> dict[str, Any]:
         "max": f"{max(scores):.4g}" if scores else "",
         "missing": one.missing,
     }
+
+
+def table_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a markdown table that reads well unrendered, too: no character entities.
+
+    A cell that holds more than a number is code, which no markup acts in; its bars are escaped.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [[markdown_cell(str(row.get(name, ""))) for name in columns] for row in rows]
+    shown = [[markdown_cell(name) for name in columns], ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
+
+
+def markdown_cell(text: str) -> str:
+    """A text as a cell of a markdown table: as it is where it is a plain word or number, else as code."""
+    text = escape_control(text.encode("utf-8", "replace").decode()).replace("\n", "\\n")
+    if re.fullmatch(r"[\w.+-]*", text) and "__" not in text:
+        return text
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    pad = " " if text[0] == "`" or text[-1] == "`" else ""
+    return f"{fence}{pad}{text}{pad}{fence}".replace("|", "\\|")
 
 
 def comma_separated(rows: Sequence[Mapping[str, Any]]) -> str:

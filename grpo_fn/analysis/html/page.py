@@ -1,5 +1,6 @@
 """Self-contained HTML: one file, no script, no network. Numbers as colours, with the numbers still there to read."""
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -10,13 +11,23 @@ from torch import Tensor
 
 from grpo_fn.analysis.html.templates import source, template
 
-BLUE, ORANGE = (59, 110, 168), (214, 120, 70)
+
+def _theme_color(name: str) -> tuple[int, int, int]:
+    """Red, green and blue of a colour of `colors.css`, in the light theme."""
+    found = re.search(rf"--{name}: (\d+) (\d+) (\d+)", source("colors.css"))
+    if found is None:
+        raise ValueError(f"got colors.css without --{name}, wanted it as three numbers")
+    red, green, blue = map(int, found.groups())
+    return red, green, blue
+
+
+UP, DOWN = _theme_color("up"), _theme_color("down")
 
 
 def html_page(title: str, sections: Sequence[str]) -> str:
     """The whole page; the sections are HTML."""
     return template("document.html.j2").render(
-        title=title, style=source("page.css"), sections=[Markup(part) for part in sections]
+        title=title, colors=source("colors.css"), style=source("page.css"), sections=[Markup(part) for part in sections]
     )
 
 
@@ -26,15 +37,16 @@ def html_section(title: str, note: str, *parts: str) -> str:
 
 
 def diverging_color(x: float) -> tuple[int, int, int]:
-    """Red, green and blue of a number: -1 orange, 0 white, 1 blue; beyond it stays."""
+    """Red, green and blue of a number: -1 red, 0 white, 1 blue; beyond it stays."""
     share = min(1.0, abs(x))
-    red, green, blue = (round(255 + share * (c - 255)) for c in (BLUE if x > 0 else ORANGE))
+    red, green, blue = (round(255 + share * (c - 255)) for c in (UP if x > 0 else DOWN))
     return red, green, blue
 
 
-def colour(x: float) -> str:
-    """`diverging_color` for a style sheet."""
-    return "rgb({}, {}, {})".format(*diverging_color(x))
+def push_attributes(x: float, classes: str) -> Markup:
+    """The class and style that lay an element on the colour of a number in [-1, 1]: blue above 0, red below."""
+    side = "u" if x > 0 else "d" if x < 0 else ""
+    return Markup(' class="{}" style="--s:{}"').format(f"{classes}{side}".strip(), f"{min(1.0, abs(x)):.3g}")
 
 
 def heat_map(values: Float[Tensor, "H W"], *, cell: int) -> Float[Tensor, "3 h w"]:
@@ -54,8 +66,17 @@ def bars(names: Sequence[str], values: Sequence[float], *, digits: int) -> str:
 
 
 def colored_tokens(texts: Sequence[str], values: Sequence[float | None], *, unit: float) -> str:
-    """Tokens on the colour of value / unit, their numbers under the pointer; those without a value are the prompt."""
+    """Sampled tokens on the colour of dlogp / unit: blue where it is negative, which pushes the token up, red above 0.
+
+    Args:
+        texts: of the tokens.
+        values: dlogp of each token, shown under the pointer; None for the prompt.
+        unit: the |dlogp| that has the full colour.
+
+    Returns:
+        HTML.
+    """
     return PIECES.tokens(texts, values, unit)
 
 
-PIECES = template("pieces.html.j2").make_module({"colour": colour})
+PIECES = template("pieces.html.j2").make_module({"push": push_attributes})

@@ -28,6 +28,7 @@ def token_page(shown: TokenReport, *, title: str, note: str) -> str:
     return template("token_page.html.j2").render(
         title=printable(title),
         note=printable(note),
+        colors=source("colors.css"),
         style=source("token_page.css"),
         script=SCRIPT,
         digest=b64encode(sha256(SCRIPT.encode()).digest()).decode(),
