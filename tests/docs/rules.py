@@ -17,6 +17,7 @@ from docs import desk, doing
 TOOLS = {
     "tools/tables/bias_table.py": [],
     "tools/tables/catalogue_page.py": ["--check"],
+    "tools/tables/gin_pages.py": ["--check"],
     "tools/compare.py": [],
     "tools/export.py": [],
     "tools/import_config": [],
