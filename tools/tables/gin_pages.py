@@ -149,7 +149,7 @@ def knob_sections(base: Bindings, targets: Sequence[Callable[..., Any]]) -> Iter
         if not (found := knobs(target)):
             continue
         bound = base.knobs.get(("", target), {})
-        yield f"## {gin_name(target)}\n\n{first_line(target)} (`{target.__module__}`)\n"
+        yield f"## {gin_name(target)}\n\n{cell(first_line(target))} (`{target.__module__}`)\n"
         yield "| knob | type | in base.gin | |\n|---|---|---|---|"
         for knob in found:
             value = code(shown(bound[knob.name])) if knob.name in bound else ""
