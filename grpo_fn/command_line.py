@@ -40,6 +40,17 @@ def add_version_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", action="version", version=text)
 
 
+def launcher_command(ranks: int) -> str:
+    """The start of a command on so many ranks: `python`, or `torchrun` with this launch's hosts and processes.
+
+    Args:
+        ranks: processes of the run, over all hosts.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    hosts = f"--nnodes {ranks // here} " if ranks > here else ""
+    return "python" if ranks == 1 else f"torchrun {hosts}--nproc-per-node {here}"
+
+
 def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
     """What `work` returns; 2 and one line for bad input, 74 for a full disk, 130 and `interrupted` for Ctrl-C.
 

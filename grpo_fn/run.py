@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code
+from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code, launcher_command
 
 
 def flags() -> argparse.ArgumentParser:
@@ -66,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_again(args: argparse.Namespace) -> str:
-    """The command that resumes in the run folder, also where that was named by the time."""
+    """The command that resumes in the run folder, also where that was named by the time; with the launcher."""
     given = [("--gin_file", name) for name in args.gin_file] + [("--gin_param", name) for name in args.gin_param]
     words = [word for pair in (*given, ("--run_dir", str(args.run_dir))) for word in pair]
-    return shlex.join(["python", "-m", "grpo_fn.run", *words])
+    return f"{launcher_command(int(os.environ.get('WORLD_SIZE', 1)))} -m grpo_fn.run {shlex.join(words)}"
 
 
 def launch_training(args: argparse.Namespace) -> int:
