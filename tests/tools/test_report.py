@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import report as tool
+import report_runs
 from e2e.running import metrics
 
 from grpo_fn.core.display_text import escape_control
@@ -108,6 +109,55 @@ def test_every_number_of_a_curve_is_under_the_pointer(whole: Path, other: Path, 
     assert not [title for title in titles if title.startswith("other, step 5")]
 
 
+def changed(whole: Path, path: Path, *, knobs: dict[str, int], figures: dict[str, float]) -> Path:
+    """A copy of the run with other knobs, and figures added to those of every step."""
+    shutil.copytree(whole, path, ignore=shutil.ignore_patterns("checkpoints", "model"))
+    text = (path / "run.json").read_text()
+    for name, value in knobs.items():
+        assert f'"{name}": 0' in text
+        text = text.replace(f'"{name}": 0', f'"{name}": {value}')
+    (path / "run.json").write_text(text)
+    rows = [{name: x + figures.get(name, 0.0) for name, x in row.items()} for row in metrics(whole)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_seeds_of_one_configuration_are_their_mean_and_a_band(whole: Path, tmp_path: Path) -> None:
+    more = changed(whole, tmp_path / "more", knobs={"train.train.seed": 7}, figures={"reward/mean": 0.5})
+    titles = made([whole, more], tmp_path).titles
+    for row in metrics(whole)[1:]:
+        assert f"mean of run, more, step {row['step']}: {row['reward/mean'] + 0.25:.4g}" in titles
+    assert not [title for title in titles if title.startswith(("run, step", "more, step"))]
+    html = (tmp_path / "out" / "page.html").read_text()
+    assert "their mean, in a band" in html
+    assert "<polygon" in html.split("<figure>")[1]  # of the reward
+    made([whole], tmp_path)
+    assert "their mean, in a band" not in (tmp_path / "out" / "page.html").read_text()
+
+
+def test_parts_of_the_reward_truncation_and_clips_are_curves_and_kl_where_there_is_a_reference(
+    whole: Path, tmp_path: Path
+) -> None:
+    made([whole], tmp_path)
+    html = (tmp_path / "out" / "page.html").read_text()
+    for metric in (
+        "reward/named",
+        "reward/digits",
+        "generation/truncated",
+        "loss/clip_low",
+        "loss/clip_high",
+        "loss/kl",
+    ):
+        assert html.count(f"<span>{metric}, ") == 1, metric
+    for metric in ("reward/std", "reward/timeouts"):
+        assert f"<span>{metric}, " not in html
+    none = changed(whole, tmp_path / "none", knobs={}, figures={})
+    rows = [row | {"loss/kl": 0.0} if "loss/kl" in row else row for row in metrics(whole)]
+    (none / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made([none], tmp_path)
+    assert "<span>loss/kl, " not in (tmp_path / "out" / "page.html").read_text()
+
+
 def test_knobs_that_differ_are_listed_and_no_others(whole: Path, other: Path, tmp_path: Path) -> None:
     page = made([whole, other], tmp_path)
     assert page.under("knob") == [{"knob": "optimizer.adamw.lr", "run": "0.001", "other": "0.002"}]
@@ -138,7 +188,7 @@ def test_hostile_samples_are_text_and_nothing_is_fetched(
     whole: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"prompt": HOSTILE, "text": HOSTILE * 99, "answer": "1", "reward": None, "advantage": None}]
-    monkeypatch.setattr(tool.rollout_store, "load_rollouts", lambda path: rows)
+    monkeypatch.setattr(report_runs.rollout_store, "load_rollouts", lambda path: rows)
     page = made([other], tmp_path)
     assert "<script>alert(1)</script>" in page.text
     assert "script" not in page.tags
@@ -154,7 +204,7 @@ def test_no_control_character_of_a_sample_a_warning_or_a_name_is_on_the_page(
     """Such as reverse the direction of what follows, or move the cursor where the page is printed."""
     text = f"before{code}after"
     rows = [{"prompt": text, "text": text, "answer": text, "reward": 1.0, "advantage": 0.5}]
-    monkeypatch.setattr(tool.rollout_store, "load_rollouts", lambda path: rows)
+    monkeypatch.setattr(report_runs.rollout_store, "load_rollouts", lambda path: rows)
     with open(other / "log.txt", "a", encoding="utf-8") as log:
         log.write(f"2026-01-31 12:00:00 health, invalid_high: {text}\n")
     renamed = other.rename(tmp_path / f"run{code}name") if code != "\x00" else other
@@ -165,7 +215,7 @@ def test_no_control_character_of_a_sample_a_warning_or_a_name_is_on_the_page(
 
 
 def test_samples_are_those_with_the_largest_and_smallest_advantages(whole: Path, tmp_path: Path) -> None:
-    step, rows = tool.newest(whole / "rollouts")
+    step, rows = report_runs.newest_samples(whole / "rollouts")
     found = [float(row["advantage"]) for row in made([whole], tmp_path, "--samples", "5").under("prompt")]
     adv = sorted((row["advantage"] for row in rows), reverse=True)
     assert step == 6
@@ -178,7 +228,7 @@ def test_a_run_that_has_only_begun_has_a_page(whole: Path, tmp_path: Path) -> No
     shutil.copy(whole / "run.json", tmp_path / "new")
     page = made([tmp_path / "new"], tmp_path)
     assert page.under("run")[0]["steps"] == "0 of 6"
-    assert page.text.count("not measured") == len(tool.CURVES)
+    assert page.text.count("not measured") == len(tool.CURVES) - 1  # all but KL, of which nothing is known
 
 
 def test_a_folder_that_a_process_works_in_is_going_on(other: Path, tmp_path: Path) -> None:
@@ -222,7 +272,7 @@ def test_bad_input_is_one_line(
 def test_a_broken_line_inside_is_refused_and_a_torn_last_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0, "a": null}\n{"st')
-    assert [row["step"] for row in tool.metrics(tmp_path)] == [0.0]
+    assert [row["step"] for row in report_runs.read_metrics(tmp_path)] == [0.0]
     path.write_bytes(b'{"step": 0}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, wanted a JSON object with a step"):
-        tool.metrics(tmp_path)
+        report_runs.read_metrics(tmp_path)

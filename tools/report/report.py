@@ -6,33 +6,37 @@ RUN is a run folder, finished or going on. The page is one HTML file without scr
 """
 
 import argparse
-import fcntl
-import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import plots
+import report_runs
+from report_runs import Run, series
 
 from grpo_fn.analysis import health
 from grpo_fn.analysis.html import page
 from grpo_fn.analysis.html.escape import escape_text
-from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.shell.atomic_io import write_bytes
-from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER
-from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.metrics_writer import markdown_cell
-from grpo_fn.shell.logging.tensorboard_layout import read_hparams
 
+KL = "loss/kl"
+SEEDS = ("train.train.seed", "tiny_model.Recipe.seed")  # what a configuration is repeated over
+SEEDS_NOTE = "Runs that differ in their seeds alone are their mean, in a band from the smallest to the largest. "
+NOT_PARTS = {
+    *(f"reward/{name}" for name in ("mean", "min", "max", "std", "correct_rate", "invalid")),
+    *(f"reward/{name}" for name in health.LOST_TO),
+}
 CURVES = [  # title, metric, and what is good to know while looking at it
     ("Reward", "reward/mean", "mean of the scorable samples of a step"),
     ("Held-out accuracy", "eval/accuracy", "greedy answers, with the 95 % interval"),
-    ("KL to the reference", "loss/kl", "nats a token"),
+    ("KL to the reference", KL, "nats a token"),
     ("Entropy", "loss/entropy", "nats a token"),
     ("Length", "generation/length_mean", "sampled tokens a completion"),
+    ("Truncated", "generation/truncated", "share of completions cut off at the limit of tokens"),
+    ("Clipped low", "loss/clip_low", "share of tokens whose gradient the lower bound removes"),
+    ("Clipped high", "loss/clip_high", "share of tokens whose gradient the upper bound removes"),
     ("Log-prob gap", "loss/logprob_diff_mean", "trainer against sampler, nats; only rounding should be left"),
     ("Gradient norm", "loss/grad_norm", "before clipping"),
     ("Groups without signal", "advantage/zero_variance_groups", "share of groups with equal rewards only"),
@@ -40,28 +44,13 @@ CURVES = [  # title, metric, and what is good to know while looking at it
 ]
 STYLE = """<style>
 body { max-width: 78rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(24rem, 1fr)); gap: 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } figcaption span { font-weight: 400; color: var(--soft); }
 svg { width: 100%; height: auto; } .legend, .none { font-size: 12px; color: var(--soft); }
 td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } .said { max-height: 14rem; overflow-y: auto; min-width: 16rem; }
+.wide { overflow-x: auto; } .long { max-height: 14rem; overflow-y: auto; min-width: 16rem; }
 </style>"""
 SHOWN = 1500  # characters of a prompt or a completion
-WARNINGS = 50  # of a run, the newest
-
-
-class Run(NamedTuple):
-    """What a run folder holds, as far as it has come."""
-
-    name: str
-    path: Path
-    rows: list[dict[str, float]]  # metrics.jsonl: NaN where it has null
-    knobs: dict[str, int | float | str]
-    summary: dict[str, Any] | None
-    working: bool  # whether a process is in it
-    warnings: list[str]
-    step: int | None  # whose samples these are
-    samples: list[dict[str, Any]]
 
 
 def flags() -> argparse.ArgumentParser:
@@ -83,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.samples < 0:
             raise ValueError(f"--samples: got {args.samples}, wanted at least 0")
-        names = named(args.runs)
-        runs = [read(path, name, args.samples) for path, name in zip(args.runs, names, strict=True)]
+        names = report_runs.distinct_names(args.runs)
+        runs = [report_runs.read_run(path, name, args.samples) for path, name in zip(args.runs, names, strict=True)]
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(args.out, report(runs).encode("utf-8", "replace"))
     except (ValueError, OSError) as error:
@@ -92,85 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"written to {args.out}")
     return 0
-
-
-# -- reading
-
-
-def named(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them apart. Raises ValueError for one given twice."""
-    whole = [path.resolve() for path in paths]
-    if len({*whole}) < len(whole):
-        raise ValueError(f"got {len(whole)} runs of which some are the same, wanted each once")
-    for depth in range(1, max(len(path.parts) for path in whole) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in whole]
-        if len({*names}) == len(names):
-            break
-    return names
-
-
-def read(path: Path, name: str, samples: int) -> Run:
-    """All there is in the folder. Raises ValueError for one that is no run's."""
-    summary = path / "summary.json"
-    if not (path / MARKER).is_file():
-        raise ValueError(f"got {path} without {MARKER}, wanted a run folder")
-    step, rows = newest(path / "rollouts")
-    return Run(
-        name=name,
-        path=path,
-        rows=metrics(path),
-        knobs=read_hparams(path),
-        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
-        working=held(path / LOCK),
-        warnings=warned(path / "log.txt"),
-        step=step,
-        samples=telling(rows, samples),
-    )
-
-
-def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl. A last line that is not whole is being written; another one raises ValueError."""
-    return [health.history_line(step, row) for step, row in metrics_by_step(run_dir, torn_end=True).items()]
-
-
-def held(lock: Path) -> bool:
-    """Whether a process works in the run's folder."""
-    if not lock.is_file():
-        return False
-    with open(lock, "rb") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        return False
-
-
-def warned(log: Path) -> list[str]:
-    """The newest lines of log.txt that warn, with their time."""
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.is_file() else []
-    return [line for line in lines if warns(line)][-WARNINGS:]
-
-
-def warns(line: str) -> bool:
-    """Whether a rule of health speaks here: `2026-01-31 12:00:00 health, kl_high: ...`, or has ended the run."""
-    return re.match(r"\S+ \S+ (health, |ended by )", line) is not None
-
-
-def newest(root: Path) -> tuple[int | None, list[dict[str, Any]]]:
-    """The newest step whose samples are there, and its rows; the run may be deleting older ones."""
-    for step in reversed(rollout_store.rollout_steps(root) if root.is_dir() else []):
-        try:
-            return step, rollout_store.load_rollouts(root / f"step_{step:06d}.jsonl.gz")
-        except FileNotFoundError:
-            continue
-    return None, []
-
-
-def telling(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The rows with the largest and the smallest advantages, half and half."""
-    ranked = sorted(rows, key=lambda row: math.inf if row["advantage"] is None else -row["advantage"])
-    low = min(count // 2, len(ranked) // 2)
-    return ranked[: count - low] + ranked[len(ranked) - low :] if len(ranked) > count else ranked
 
 
 # -- the page
@@ -185,26 +95,26 @@ def report(runs: Sequence[Run]) -> str:
 
 
 def colours(runs: Sequence[Run]) -> dict[str, str]:
-    """Each run's colour."""
-    return {run.name: plots.colour(i) for i, run in enumerate(runs)}
+    """Each run's colour; those that differ in their seeds alone share one."""
+    return {run.name: plots.colour(i) for i, those in enumerate(seed_groups(runs).values()) for run in those}
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """A row for each run: how far it is and what came of it."""
+    """A row for each run: how far it is and its results."""
     head = ["run", "state", "steps", "ranks", "seed", "held-out before", "after", "95 %", "best", "problems"]
     head += ["reward, first steps", "last steps", "hours"]
     rows = [
-        [f"{plots.swatch(colours(runs)[run.name])} {escape_text(run.name)}", *map(escape_text, told(run))]
+        [f"{plots.swatch(colours(runs)[run.name])} {escape_text(run.name)}", *map(escape_text, summary_cells(run))]
         for run in runs
     ]
-    said = (
+    note = (
         "Accuracy is that of greedy answers to held-out problems, before training and at the newest evaluation, with "
         "its 95 % interval. The rewards are means over the first and the last tenth of the steps. Hours are of work."
     )
-    return page.html_section("Summary", said, table(head, rows))
+    return page.html_section("Summary", note, table(head, rows))
 
 
-def told(run: Run) -> list[str]:
+def summary_cells(run: Run) -> list[str]:
     """The figures of a run, as text; a dash for what is not known (yet)."""
     judged = series(run, "eval/accuracy")
     ends = [series(run, f"eval/accuracy_{end}")[-1:] for end in ("low", "high")]
@@ -236,22 +146,53 @@ def number(points: Sequence[tuple[float, float]], digits: int) -> str:
     return f"{points[0][1]:.{digits}f}" if points else "-"
 
 
-def series(run: Run, metric: str) -> list[tuple[float, float]]:
-    """(step, value) of the finite values."""
-    return [(row["step"], row[metric]) for row in run.rows if math.isfinite(row.get(metric, math.nan))]
-
-
 def curves(runs: Sequence[Run]) -> str:
     """A figure for each metric, all runs in it."""
-    figures = []
-    for title, metric, said in CURVES:
-        drawn = plots.plot([line(run, metric, colours(runs)[run.name]) for run in runs], label=f"{title}: {metric}")
-        caption = f"<figcaption>{escape_text(title)} <span>{escape_text(f'{metric}, {said}')}</span></figcaption>"
+    sets, figures = seed_groups(runs), []
+    tint = {name: plots.colour(i) for i, name in enumerate(sets)}
+    for title, metric, note in shown_curves(runs):
+        lines = [curve for name, those in sets.items() if (curve := group_line(name, those, metric, tint[name]))]
+        drawn = plots.plot(lines, label=f"{title}: {metric}")
+        caption = f"<figcaption>{escape_text(title)} <span>{escape_text(f'{metric}, {note}')}</span></figcaption>"
         figures.append(f"<figure>{caption}{drawn}</figure>")
-    said = f"The numbers are under the pointer. Of more than {plots.POINTS} steps, neighbours are averaged."
-    return page.html_section(
-        "Curves", said, plots.legend(colours(runs)), f'<div class="plots">{"".join(figures)}</div>'
-    )
+    seeds = SEEDS_NOTE if len(sets) < len(runs) else ""
+    note = f"The numbers are under the pointer. {seeds}Of more than {plots.POINTS} steps, neighbours are averaged."
+    return page.html_section("Curves", note, plots.legend(tint), f'<div class="plots">{"".join(figures)}</div>')
+
+
+def shown_curves(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+    """The curves of the page: `CURVES` and one for each part of the reward; KL where a run has a reference."""
+    names = {name for run in runs for row in run.rows for name in row}
+    parts = sorted(name for name in names if name.startswith("reward/") and name not in NOT_PARTS)
+    referenced = any(y != 0 for run in runs for _, y in series(run, KL))
+    curves = [CURVES[0], *((name.removeprefix("reward/"), name, "mean of this part of the reward") for name in parts)]
+    return curves + [one for one in CURVES[1:] if one[1] != KL or referenced]
+
+
+def seed_groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs whose knobs differ in the seed alone, under the name that the legend has for them."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        knobs = {name: value for name, value in run.knobs.items() if name not in SEEDS}
+        found.setdefault(repr(sorted(knobs.items(), key=str)), []).append(run)
+    return {
+        those[0].name if len(those) == 1 else f"mean of {', '.join(run.name for run in those)}": those
+        for those in found.values()
+    }
+
+
+def group_line(name: str, runs: Sequence[Run], metric: str, colour: str) -> plots.Line | None:
+    """The curve of one run, or the mean over seeds with a band from the smallest to the largest.
+
+    A step is drawn where every run has it.
+    """
+    if len(runs) == 1:
+        return line(runs[0], metric, colour)
+    there = [dict(series(run, metric)) for run in runs]
+    steps = sorted(set.intersection(*(set(points) for points in there)))
+    values = [[points[step] for points in there] for step in steps]
+    means = [math.fsum(those) / len(those) for those in values]
+    return plots.Line(name, colour, steps, means, [min(those) for those in values], [max(those) for those in values])
 
 
 def line(run: Run, metric: str, colour: str) -> plots.Line:
@@ -281,8 +222,8 @@ def seconds(runs: Sequence[Run]) -> str:
         for run, parts in split.items()
     ]
     head = ["run", "", *names]
-    said = "Mean seconds a step, phase by phase; other is what no phase covers. Evaluation before training counts too."
-    return page.html_section("Time", said, plots.legend(tint), table(head, bars, wide=1))
+    note = "Mean seconds a step, phase by phase; other is what no phase covers. Evaluation before training counts too."
+    return page.html_section("Time", note, plots.legend(tint), table(head, bars, wide=1))
 
 
 def phases(run: Run) -> dict[str, float]:
@@ -303,12 +244,12 @@ def differences(runs: Sequence[Run]) -> str:
     )
     if len(runs) == 1:
         return page.html_section("Configuration", "", f"<details><summary>{len(names)} knobs</summary>{body}</details>")
-    said = f"{len(unlike)} of {len(names)} knobs differ." if unlike else f"All {len(names)} knobs are alike."
-    return page.html_section("Configuration", said, body if unlike else "")
+    note = f"{len(unlike)} of {len(names)} knobs differ." if unlike else f"All {len(names)} knobs are alike."
+    return page.html_section("Configuration", note, body if unlike else "")
 
 
 def warnings(runs: Sequence[Run]) -> str:
-    """What the rules of health have said."""
+    """What the rules of health have found."""
     listed = [
         f"<h3>{escape_text(run.name)}</h3>"
         f"<ul>{''.join(f'<li>{markdown_cell(text)}</li>' for text in run.warnings)}</ul>"
@@ -316,8 +257,9 @@ def warnings(runs: Sequence[Run]) -> str:
         if run.warnings
     ]
     quiet = [run.name for run in runs if not run.warnings]
-    said = f"From log.txt, the newest {WARNINGS} of a run." + (f" None in {', '.join(quiet)}." if quiet else "")
-    return page.html_section("Warnings", said, *listed)
+    note = f"From log.txt, the newest {report_runs.WARNINGS} of a run."
+    note += f" None in {', '.join(quiet)}." if quiet else ""
+    return page.html_section("Warnings", note, *listed)
 
 
 def samples(runs: Sequence[Run]) -> str:
@@ -325,15 +267,15 @@ def samples(runs: Sequence[Run]) -> str:
     parts = []
     for run in runs:
         rows = [
-            [f'<div class="said">{shown(row[name])}</div>' for name in ("prompt", "text")]
+            [f'<div class="long">{shown(row[name])}</div>' for name in ("prompt", "text")]
             + [shown(str(row["answer"])), *(signed(row[name]) for name in ("reward", "advantage"))]
             for row in run.samples
         ]
         if rows:
             parts.append(f"<h3>{escape_text(run.name)}, step {run.step}</h3>")
             parts.append(table(["prompt", "completion", "answer", "reward", "advantage"], rows))
-    said = "Of the newest stored step, the samples with the largest and the smallest advantages."
-    return page.html_section("Samples", said, *parts)
+    note = "Of the newest stored step, the samples with the largest and the smallest advantages."
+    return page.html_section("Samples", note, *parts)
 
 
 def shown(text: str) -> str:
