@@ -16,9 +16,9 @@ from grpo_fn.trainer.checks.validate import check_this_machine, dry_run_lines, v
 from grpo_fn.trainer.loop import run_training
 from grpo_fn.trainer.run import RunRequest
 
-# Sections that may be others when a run goes on: over which devices the model is spread, what is recorded, and what is
-# complained of; not what is computed.
-CHANGEABLE = ("parallelism", "logging", "health")
+# What may be another when a run goes on: over which devices the model is spread, what is recorded, what is complained
+# of, and how many steps there are; not what is computed in a step.
+CHANGEABLE = ("parallelism", "logging", "health", "steps")
 
 
 def launch(kwargs: Mapping[str, Any], **request: Any) -> int:

@@ -34,7 +34,7 @@ from grpo_fn.trainer.async_eval import open_evaluator
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Data, Sampling, Settings
-from grpo_fn.trainer.state import has_progress
+from grpo_fn.trainer.state import check_steps, has_progress
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
 
@@ -152,6 +152,7 @@ def open_and_prepare(
         force=request.force or not has_progress(request.run_dir),  # a start that failed has left nothing to lose
         need_bytes=checked.plan.need_bytes(),
     )
+    world.agree(partial(check_steps, request.run_dir, s.steps), what="looking at the checkpoints")
     if isinstance(s.model, str):  # all there to be looked at before a run folder is made
         prepared = world.together(prepare_here, what="looking at model and data")
         world.agree(enter_folder, what="opening the run folder")

@@ -64,6 +64,15 @@ def line_gaps(run_dir: Path, step: int, checksums_every: int) -> list[str]:
     return found
 
 
+def check_steps(run_dir: Path, wanted: int) -> None:
+    """Raise ValueError for a run folder that has gone further than `wanted` steps."""
+    done = max(store.steps(run_dir / "checkpoints"), default=0)
+    if done > wanted:
+        raise ValueError(
+            f"steps: got {wanted} for {run_dir}, wanted {done} or more, which it has made, or another folder"
+        )
+
+
 def has_progress(run_dir: Path) -> bool:
     """Whether a run folder holds anything that a run has found out."""
     metrics = run_dir / "metrics.jsonl"

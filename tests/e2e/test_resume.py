@@ -250,10 +250,25 @@ def test_another_configuration_is_refused_and_goes_on_when_forced(cache: Path, w
     said = (tmp_path / "out").read_text()
     assert "-STEPS = 6" in said
     assert "+STEPS = 8" in said
+    assert "read by: optimizer.linear_decay.total = %STEPS, train.train.steps = %STEPS" in said
     assert outcome(run) == before
     assert finish(command(cache, run, "--force", STEPS=8), tmp_path / "out") == 0
     assert [row["step"] for row in metrics(run)] == list(range(9))
     assert outcome(run)["summary"]["steps"] == 8
+
+
+def test_more_steps_alone_go_on_and_end_as_if_they_had_been_asked_for_at_first(cache: Path, tmp_path: Path) -> None:
+    constant = {"sections__PolicyUpdate__schedule": "@optimizer.constant"}  # no other knob reads STEPS then
+    for name, asked in (("run", (4, 6)), ("whole", (6,))):
+        for steps in asked:
+            argv = command(cache, tmp_path / name, STEPS=steps, **constant)
+            assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    rows, wanted = (metrics(tmp_path / name) for name in ("run", "whole"))
+    assert [row["loss/objective"] for row in rows[1:]] == [row["loss/objective"] for row in wanted[1:]]
+    weights = [tmp_path / name / "model" / "model.safetensors" for name in ("run", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert finish(command(cache, tmp_path / "run", STEPS=3, **constant), tmp_path / "out") == 2
+    assert f"steps: got 3 for {tmp_path / 'run'}, wanted 6 or more, which it has made" in (tmp_path / "out").read_text()
 
 
 @pytest.mark.parametrize("now", [{"layers": 1}, {"layers": 2, "intermediate": 48}])

@@ -8,6 +8,7 @@ import difflib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,6 +129,10 @@ def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
     diff = [*difflib.unified_diff(before, config_text.splitlines(), n=0, lineterm="")]
     changes = [line for line in diff[2:] if not line.startswith("@@")]  # the first two name the files
     shown = changes[:SHOWN] + ([f"... and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else [])
+    names = {match[1] for line in changes if (match := re.match(r"[-+](\w+) = ", line))}
+    readers = [line for line in config_text.splitlines() if {*re.findall(r"%(\w+)", line)} & names]
+    if readers:
+        shown += [f"read by: {', '.join(readers)}"]
     listing = "\n  ".join(shown or [f"the same text; fingerprint {there}, now {fingerprint}"])
     raise ValueError(
         f"got run folder {run_dir} of another configuration, wanted the same one (- there, + now):\n  {listing}\n"
