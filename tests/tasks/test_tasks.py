@@ -361,7 +361,7 @@ def test_the_published_files_have_7473_and_1319_rows():
 # A limit on the held-out problems
 
 
-def tests_of(kinds):
+def made_of(kinds):
     return held_out_only([Problem(0, f"q{i}", "", meta) for i, meta in enumerate(kinds)])
 
 
@@ -369,7 +369,7 @@ GSM8K_MATH = [{"task": "gsm8k"}] * 1319 + [{"task": "math", "level": 1 + i % 5} 
 
 
 def test_eight_problems_of_gsm8k_and_math_are_of_both_and_of_every_level():
-    task = sample_tests(tests_of(GSM8K_MATH), 8)
+    task = sample_tests(made_of(GSM8K_MATH), 8)
     assert [problem.meta.get("level") for problem in task.test] == [None, None, None, 1, 2, 3, 4, 5]
     assert [problem.uid - TEST_UID for problem in task.test] == [0, 1, 2, 1319, 1320, 1321, 1322, 1323]
     (note,) = task.notes
@@ -377,13 +377,13 @@ def test_eight_problems_of_gsm8k_and_math_are_of_both_and_of_every_level():
 
 
 def test_a_thousand_problems_keep_the_shares_of_all():
-    kept = sample_tests(tests_of(GSM8K_MATH), 1000).test
+    kept = sample_tests(made_of(GSM8K_MATH), 1000).test
     assert abs(sum(problem.meta["task"] == "gsm8k" for problem in kept) - 1000 * 1319 / 1819) < 3
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 3)), min_size=1, max_size=30), st.data())
 def test_a_limit_takes_every_kind_and_more_of_it_takes_more(drawn, data):
-    task = tests_of([{"source": source, "level": level} for source, level in drawn])
+    task = made_of([{"source": source, "level": level} for source, level in drawn])
     count = data.draw(st.integers(1, len(drawn)))
     kept = sample_tests(task, count).test
     assert kept == tuple(problem for problem in task.test if problem in kept)

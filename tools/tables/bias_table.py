@@ -243,6 +243,7 @@ class Comparison(NamedTuple):
 
 group_normalized = partial(advantage.group_normalized, eps=1e-4, ddof=1)
 leave_one_out_normalized = partial(advantage.leave_one_out_normalized, eps=1e-4, ddof=1)
+leave_one_out_others_std = partial(advantage.leave_one_out_others_std, eps=1e-6)
 pass_at_2 = partial(advantage.pass_at_k, k=2, threshold=1.0)
 to_go = partial(credit.reward_to_go, beta=0.0)
 compared = partial(credit.outcome, advantage=advantage.leave_one_out)
@@ -291,6 +292,7 @@ def graded() -> dict[str, Signal]:
         "`leave_one_out`": by_group(advantage.leave_one_out),
         "`group_normalized`": by_group(group_normalized),
         "`leave_one_out_normalized`": by_group(leave_one_out_normalized),
+        "`leave_one_out_others_std`": by_group(leave_one_out_others_std),
         "`max_rl`": by_group(advantage.max_rl),
         "`token_whitened` of `reward_to_go`, steps of 2 rows": whitened(credit.token_whitened, to_go, 1),
         "`token_whitened` of `leave_one_out`, steps of 2 x 2": whitened(credit.token_whitened, compared, 2),
@@ -303,7 +305,8 @@ def whitened(over_a_step: Callable, inner: Callable, size: int) -> Signal:
 
 
 def binary() -> dict[str, Signal]:
-    found = (advantage.leave_one_out, group_normalized, leave_one_out_normalized, advantage.max_rl)
+    normalized = (group_normalized, leave_one_out_normalized, leave_one_out_others_std)
+    found = (advantage.leave_one_out, *normalized, advantage.max_rl)
     named = {f"`{getattr(f, 'func', f).__name__}`": by_group(f, "solved") for f in found}
     return named | {"`pass_at_k`, k = 2": by_group(pass_at_2, "solved")}
 

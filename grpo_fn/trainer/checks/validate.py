@@ -27,6 +27,7 @@ from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
+from grpo_fn.trainer.checks.try_out import try_credit, try_objective, try_token_sampler
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
 from grpo_fn.trainer.sections import Settings, model_source
 
@@ -57,6 +58,8 @@ def validate(settings: Settings) -> ValidatedPlan:
     s, algorithm = settings, settings.algorithm
     profiler.check_profile_steps(s.logging.profile_steps, s.steps)
     check_sandboxes([s.rewards.reward, *s.evaluation.graders])
+    try_token_sampler(s.sampling.token_sampler, s.sampling.temperature)
+    try_objective(algorithm)
     check_full_support(
         partial(s.sampling.token_sampler, temperature=s.sampling.temperature),
         s.sampling.temperature,
@@ -70,6 +73,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     task = sample_tests(s.data.task(), s.evaluation.problems)
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
     parts = reward_parts(s.rewards.reward, task.test[0])
+    try_credit(algorithm, parts)
     check_credit(algorithm.credit, algorithm.group_size, parts)
     updates = algorithm.epochs * algorithm.minibatches
     own_pass = own_pass_suffices(algorithm.old_logp, updates, algorithm.credit, algorithm.token_mask, parts)

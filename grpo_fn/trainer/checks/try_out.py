@@ -1,0 +1,157 @@
+"""The functions of a configuration, called on a toy step before anything expensive starts.
+
+One that cannot be called as the trainer calls it, or returns something else than the trainer needs, ends the run with
+one line: the knob, the function by module and name, got and wanted.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+
+from grpo_fn.algo.step import Algorithm
+from grpo_fn.core.batch import count
+from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.core.types import Batch, Gains, Reward, Rollout, Scores
+
+T = TypeVar("T")
+
+GROUPS, TOKENS = 2, 3  # of the toy step; its samples have the configured group size, its first column is the prompt
+PER_TOKEN = ("ratio", "clip_low", "clip_high", "correction", "kl", "entropy")  # what an objective returns besides
+
+
+def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> None:
+    """Raise ValueError unless the token sampler draws a token and its log-prob for every row.
+
+    Args:
+        token_sampler: (logits `[B, V]`, u `[B]`, *, temperature) -> (token `[B]`, logp `[B]`).
+        temperature: that of the sampling.
+    """
+    logits, u = torch.linspace(-1, 1, 20).view(4, 5), torch.tensor([0.1, 0.4, 0.6, 0.9])
+
+    def problem(found: Any) -> str | None:
+        if not (isinstance(found, tuple) and len(found) == 2):
+            return shown_type(found)
+        return wrong_tensor(found[0], (4,), torch.long) or wrong_tensor(found[1], (4,), torch.float32)
+
+    _try(
+        "sections.Sampling.token_sampler",
+        token_sampler,
+        lambda: token_sampler(logits, u, temperature=temperature),
+        problem,
+        wanted="(token [B] of integers, logp [B] in nats) for (logits [B, V], u [B])",
+    )
+
+
+def try_objective(algorithm: Algorithm) -> None:
+    """Raise ValueError unless the objective, its token loss included, gives a value, a gradient and its diagnostics.
+
+    Args:
+        algorithm: its `objective` and `group_size`.
+    """
+    batch = toy_batch(algorithm.group_size)
+    shape = tuple(batch.mask.shape)
+
+    def value(scores: Scores) -> tuple[Tensor, Any]:
+        return algorithm.objective(scores, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))
+
+    def problem(found: tuple[Scores, tuple[Tensor, Any]]) -> str | None:
+        signal, (objective, seen) = found
+        if not isinstance(seen, dict):
+            return f"{shown_type(seen)} of diagnostics"
+        if missing := [name for name in PER_TOKEN if name not in seen]:
+            return f"no diagnostic {', '.join(missing)}"
+        parts = {"value": (objective, ()), "gradient": (signal.logp, shape), **{n: (seen[n], shape) for n in PER_TOKEN}}
+        wrong = {name: wrong_tensor(x, size, torch.float32) for name, (x, size) in parts.items()}
+        return next((f"{name}: {text}" for name, text in wrong.items() if text), None)
+
+    _try(
+        "step.Algorithm.objective",
+        algorithm.objective,
+        lambda: grad_and_value(value, has_aux=True)(Scores(batch.logp_old + 0.1, torch.ones(shape))),
+        problem,
+        wanted=f"a finite value and gradient, and [B, T] of each of {', '.join(PER_TOKEN)}: a token loss takes "
+        "(logp [T], row) and returns (loss [T], {ratio, clip_low, clip_high})",
+    )
+
+
+def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
+    """Raise ValueError unless credit, filters and token mask return what a step needs of them.
+
+    Args:
+        algorithm: its `credit`, `filters`, `token_mask` and `group_size`.
+        parts: the names of the reward's parts.
+    """
+    size, batch = algorithm.group_size, toy_batch(algorithm.group_size)
+    mask = batch.mask.view(GROUPS, size, -1)
+    value = torch.arange(GROUPS * size, dtype=torch.float32).view(GROUPS, size) / (GROUPS * size)
+    reward = Reward(value, torch.ones_like(value, dtype=torch.bool), dict.fromkeys(parts, value))
+    adv = batch.adv.view(mask.shape)
+    ended = torch.zeros(len(batch.mask), dtype=torch.bool)
+    rollout = Rollout(batch.tokens, batch.mask, batch.logp_sampled, ended, ("",) * len(ended))
+    keys = torch.arange(2 * len(ended)).view(-1, 2)
+    asked = [
+        ("credit", algorithm.credit, lambda f: f(reward, torch.zeros(mask.shape), mask), mask.shape, torch.float32),
+        *(("filters", one, lambda f: f(rollout, adv), (GROUPS, size), torch.bool) for one in algorithm.filters),
+        ("token_mask", algorithm.token_mask, lambda f: f(batch, keys), batch.mask.shape, torch.bool),
+    ]
+    for knob, function, call, shape, dtype in asked:
+        _try(
+            f"step.Algorithm.{knob}",
+            function,
+            lambda call=call, function=function: call(function),
+            lambda found, shape=shape, dtype=dtype: wrong_tensor(found, tuple(shape), dtype),
+            wanted=f"{'booleans' if dtype is torch.bool else 'finite numbers'} of shape {list(shape)}",
+        )
+
+
+def toy_batch(group_size: int) -> Batch:
+    """GROUPS groups of rows of one prompt token and TOKENS sampled ones; advantages of both signs, no two alike."""
+    rows, width = GROUPS * group_size, 1 + TOKENS
+    number = torch.arange(rows * width, dtype=torch.float32).view(rows, width)
+    mask = torch.arange(width).expand(rows, width) > 0
+    logp = -1.0 - number / number.numel()
+    adv = (number / number.numel() - 0.5) * mask
+    return Batch(number.long(), mask, logp, logp, logp - 0.1, adv, ~mask & mask)
+
+
+def wrong_tensor(found: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """What is wrong with a tensor that is to have this shape and kind of numbers, and to be finite; None if nothing."""
+    if not isinstance(found, Tensor):
+        return shown_type(found)
+    kinds = (found.dtype is torch.bool, found.is_floating_point())
+    if kinds != (dtype is torch.bool, dtype.is_floating_point):
+        return f"a tensor of {str(found.dtype).removeprefix('torch.')}"
+    if tuple(found.shape) != shape:
+        return f"a tensor of shape {list(found.shape)}"
+    return None if found.isfinite().all() else "a tensor with numbers that are not finite"
+
+
+def shown_type(found: Any) -> str:
+    """The type of what was returned, and its length where it is a tuple."""
+    return f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, tuple) else "")
+
+
+def own_functions(value: Any) -> Iterator[str]:
+    """The functions in a knob's value, at any depth, as module.name; those of a user come without ours."""
+    if callable(value):
+        function, knobs = function_and_knobs(value)
+        yield f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+        value = [*knobs.values()]
+    for item in value if isinstance(value, list | tuple) else ():
+        yield from own_functions(item)
+
+
+def _try(knob: str, function: Any, call: Callable[[], T], problem: Callable[[T], str | None], *, wanted: str) -> None:
+    names = [*own_functions(function)]
+    users = [name for name in names if not name.startswith("grpo_fn.")]
+    try:
+        got = problem(call())
+    except Exception as error:
+        if isinstance(error, ValueError) and not users:
+            raise  # ours say what they got and wanted
+        got = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    if got is not None:
+        raise ValueError(f"{knob}: got {got} from {', '.join(users or names[:1])} on a toy step, wanted {wanted}")
