@@ -95,10 +95,19 @@ def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[
     return {**extent_and_std("advantage/", stat(adv, valid)), "advantage/zero_variance_groups": silent}
 
 
-def of_learning(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """Per-token diagnostics of the objective, over every micro-batch and epoch of a step."""
+def of_learning(stats: Mapping[str, Stat], *, reference: bool) -> dict[str, float]:
+    """Per-token diagnostics of the objective, over every micro-batch and epoch of a step.
+
+    Args:
+        stats: statistics by name, as `diagnose` makes them.
+        reference: whether "kl" is one to a reference policy, `loss/kl`; else it is one to pi_old, `loss/approx_kl`.
+
+    Returns:
+        The metrics by name.
+    """
     return {
-        **{f"loss/{name}": float(stats[name].mean) for name in ("kl", "entropy", "clip_low", "clip_high")},
+        "loss/kl" if reference else "loss/approx_kl": float(stats["kl"].mean),
+        **{f"loss/{name}": float(stats[name].mean) for name in ("entropy", "clip_low", "clip_high")},
         **extent("loss/ratio_", stats["ratio"]),
         "loss/correction_mean": float(stats["correction"].mean),
         "loss/importance_masked_frac": float(stats["importance_masked"].mean),
@@ -152,6 +161,7 @@ class UpdateResult(NamedTuple):
     ratio: Float[Tensor, "N"]  # of the sampled tokens
     update: dict[str, float]
     batch: Batch  # with the log-probs that it was compared with
+    micro_batches: int  # whose gradients were added up
 
 
 def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, Stat]:
@@ -171,16 +181,27 @@ def mismatch_before_update(batch: Batch, learned: list[UpdateResult]) -> dict[st
     return mismatch(batch.logp_old - batch.logp_sampled, batch.mask)
 
 
-def summarise_updates(batch: Batch, learned: list[UpdateResult]) -> dict[str, float]:
-    """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last."""
+def summarise_updates(batch: Batch, learned: list[UpdateResult], *, reference: bool) -> dict[str, float]:
+    """Metrics of a step's updates: statistics merged, the optimizer's own figures from the last.
+
+    Args:
+        batch: all rows of the step.
+        learned: its updates, none of a refused step.
+        reference: whether there is a reference policy, to which `loss/kl` is measured.
+
+    Returns:
+        The metrics by name.
+    """
+    taken = {"system/micro_batches": float(sum(step.micro_batches for step in learned))}
     if not learned:  # a refused step
-        return {"loss/objective": 0.0}
+        return {"loss/objective": 0.0, **taken}
     stats = merge_all([step.stats for step in learned])
     if not stats:  # every sample was unscorable: there was nothing to learn from
-        return {"loss/objective": 0.0, **learned[-1].update}
+        return {"loss/objective": 0.0, **taken, **learned[-1].update}
     return {
         "loss/objective": sum(step.objective for step in learned) / len(learned),
-        **of_learning(stats),
+        **taken,
+        **of_learning(stats, reference=reference),
         **of_mismatch(mismatch_before_update(batch, learned)),
         **learned[-1].update,
     }

@@ -136,8 +136,8 @@ def grpo_step(
     groups, fresh, carried, figures = algo.group_sampling(explore, carried)  # o ~ pi_old(. | q), r
     sampler.rest()  # the device is the trainer's now
     with span("train"):
-        logp_old, logp_ref = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
-        logp_ref = logp_old if logp_ref is None else logp_ref
+        logp_old, reference = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
+        logp_ref = logp_old if reference is None else reference
         adv, batch = compute_advantages(groups, logp_old, logp_ref, carried.gains, key=key, stages=algo)  # A
         signal = (adv != 0).any(-1).any(-1).sum()
         learned = [
@@ -148,7 +148,7 @@ def grpo_step(
         batch = learned[0].batch if len(learned) == 1 else batch
     with span("sync"):
         sampler.load(policy)  # pi_old <- pi_theta
-    found = metrics.summarise_updates(batch, learned)
+    found = metrics.summarise_updates(batch, learned, reference=reference is not None)
     return (
         Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])),
         carried._replace(gains=next_gains(carried.gains, found, algo)),
@@ -212,11 +212,10 @@ def row_keys(groups: Groups, key: Tensor) -> Tensor:
 
 def next_gains(gains: Gains, figures: dict[str, float], algo: StepAlgorithm) -> Gains:
     """The gains of the next step; those of a step that learned nothing stay."""
-    if "loss/kl" not in figures:
+    kl = figures.get("loss/kl", figures.get("loss/approx_kl"))
+    if kl is None:
         return gains
-    return Gains(
-        algo.kl_control(gains.kl, figures["loss/kl"]), algo.entropy_control(gains.entropy, figures["loss/entropy"])
-    )
+    return Gains(algo.kl_control(gains.kl, kl), algo.entropy_control(gains.entropy, figures["loss/entropy"]))
 
 
 def update_policy(
@@ -242,7 +241,7 @@ def update_policy(
         )
         batch = batch._replace(logp_old=old(batch.logp_old), logp_ref=ref(batch.logp_ref))
     merged = (metrics.merge_all(stats), metrics.merge_all(apart))
-    return metrics.UpdateResult(objective, *merged, torch.cat(ratio), policy.update(), batch)
+    return metrics.UpdateResult(objective, *merged, torch.cat(ratio), policy.update(), batch, len(parts))
 
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)

@@ -95,6 +95,7 @@ class PolicyUpdate:
     """How the weights are updated."""
 
     micro_tokens: int  # tokens that a device reads in one micro-batch, at most
+    min_micro_batches: int  # that an update accumulates, where it has rows enough
     optimizer: Optimizer
     schedule: Schedule  # update -> factor of the learning rate
     loss_scale: LossScale
@@ -102,7 +103,7 @@ class PolicyUpdate:
     max_grad_norm: float
 
     def __post_init__(self) -> None:
-        check_positive(micro_tokens=self.micro_tokens)
+        check_positive(micro_tokens=self.micro_tokens, min_micro_batches=self.min_micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,11 @@ def test_the_share_of_groups_without_signal_counts_groups_of_zeros():
 def test_learnings_figures():
     numbers = {"kl": [0.5, 1.5], "entropy": [2.0], "clip_low": [0.0, 1.0], "clip_high": [0.0], "ratio": [0.5, 2.0]}
     numbers |= {"correction": [0.0, 1.5], "importance_masked": [1.0, 0.0]}
-    got = metrics.of_learning({name: of(torch.tensor(x)) for name, x in numbers.items()})
+    stats = {name: of(torch.tensor(x)) for name, x in numbers.items()}
+    got = metrics.of_learning(stats, reference=True)
+    without = metrics.of_learning(stats, reference=False)
+    assert {**without, "loss/kl": without["loss/approx_kl"]} == {**got, "loss/approx_kl": 1.0}
+    assert "loss/kl" not in without
     assert got == {
         **{"loss/kl": 1.0, "loss/entropy": 2.0, "loss/clip_low": 0.5, "loss/clip_high": 0.0},
         **{"loss/ratio_mean": 1.25, "loss/ratio_min": 0.5, "loss/ratio_max": 2.0},

@@ -47,7 +47,9 @@ KEYS = {
     *(f"loss/ratio_{name}" for name in ("mean", "min", "max")),
     *(f"loss/{name}" for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl", "mismatch_ess")),
     *("loss/correction_mean", "loss/importance_masked_frac", "optimizer/lr", "optimizer/step"),
+    "system/micro_batches",
 }
+NO_REFERENCE = (KEYS - {"loss/kl"}) | {"loss/approx_kl"}
 ALWAYS = {"loss/objective", "loss/grad_norm", "loss/kl_coef_multiplier", "loss/entropy_coef_multiplier"}
 MEASURED_WHILE_LEARNING = {name for name in KEYS if name.startswith("loss/")} - ALWAYS
 
@@ -249,6 +251,7 @@ def test_the_size_of_micro_batches_does_not_matter(seed, one, other):
         policy, sampler = pair(reference=torch.zeros(WORDS))
         how = algo(beta=0.1, epochs=2, minibatches=3, micro_tokens=micro_tokens, devices=devices)
         _, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
+        assert figures.pop("system/micro_batches") == len(policy.seen)
         results.append((policy.table, figures))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-9, atol=1e-9)
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-6, abs=1e-9)
@@ -304,7 +307,9 @@ def test_without_a_reference_the_old_policy_stands_in():
     _, figures = step(policy, sampler, algo())
     for micro in policy.seen:
         torch.testing.assert_close(micro.logp_ref, micro.logp_old, rtol=0, atol=0, equal_nan=True)
-    assert figures["loss/kl"] == pytest.approx(0.0, abs=1e-12)
+    assert figures["loss/approx_kl"] == pytest.approx(0.0, abs=1e-12)
+    assert "loss/kl" not in figures
+    assert figures["system/micro_batches"] == len(policy.seen)
 
 
 def test_a_reference_pulls_the_policy_towards_itself():
@@ -334,7 +339,7 @@ def test_a_step_reports_the_same_figures_every_time(beta):
     policy, sampler = pair(reference=torch.zeros(WORDS) if beta else None)
     for epochs in (1, 2):
         _, figures = step(policy, sampler, algo(beta=beta, epochs=epochs))
-        assert figures.keys() == KEYS
+        assert figures.keys() == (KEYS if beta else NO_REFERENCE)
         assert all(type(x) is float and x == x for x in figures.values())
 
 

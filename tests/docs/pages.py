@@ -123,7 +123,7 @@ def is_command(span: str) -> bool:
 
 
 def is_program(word: str) -> bool:
-    return word.rsplit("/", 1)[-1] in OURS + OTHERS or word.endswith((".sh", ".sbatch", ".ps1"))
+    return word.rsplit("/", 1)[-1] in OURS + OTHERS or word.endswith((".sh", ".sbatch"))
 
 
 def unfenced(text: str) -> Iterator[tuple[int, str]]:

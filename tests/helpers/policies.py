@@ -49,6 +49,7 @@ def local(
         "dropout_modules": [],
         "seed": 0,
         "micro_tokens": 30,
+        "min_micro_batches": 1,
         "optimizer": partial(adamw, **DEFAULTS),
         "schedule": constantly,
         "loss_scale": controllers.constant_loss_scale,

@@ -156,6 +156,7 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
         dropout_modules=placed.dropout_modules,
         seed=0,
         micro_tokens=size.micro_tokens,
+        min_micro_batches=1,
         optimizer=partial(optimizer.adamw, lr=1e-6, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),
         schedule=partial(optimizer.constant, warmup=0),
         loss_scale=controllers.constant_loss_scale,

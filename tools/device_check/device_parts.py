@@ -171,6 +171,7 @@ def built(
         dropout_modules=placed.dropout_modules,
         seed=0,
         micro_tokens=micro_tokens,
+        min_micro_batches=1,
         optimizer=partial(optimizer.adamw, lr=lr, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),
         schedule=partial(optimizer.constant, warmup=0),
         loss_scale=scaling,

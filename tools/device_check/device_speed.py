@@ -129,6 +129,7 @@ def estimated(bench: Bench, micro_tokens: int, width: int) -> int:
         width=width,
         logits_chunk_elements=model["logits_chunk_elements"],
         cache=0,
+        local_sampler=True,
     )
     return memory.peak()
 

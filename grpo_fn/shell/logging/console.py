@@ -23,12 +23,13 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float | int]) -> str:
     def seconds(name: str) -> str:
         return f"{metrics[name]:.1f}s" if name in metrics else "-"
 
+    kl = "approx_kl" if "loss/approx_kl" in metrics else "kl"  # to pi_old, where there is no reference
     shape = f"{show('generation/prompts', 0)} prompts x {show('generation/group_size', 0)}"
     parts = [
         f"step {step}/{steps}",
         f"[generate] {shape} = {show('generation/rows', 0)} ({seconds('time/generate')})",
         f"[reward] mean {show('reward/mean', 2)} std {show('reward/std', 2)}",
-        f"[train] loss {show('loss/objective', 3)} kl {show('loss/kl', 3)} grad {show('loss/grad_norm', 2)}",
+        f"[train] loss {show('loss/objective', 3)} {kl} {show(f'loss/{kl}', 3)} grad {show('loss/grad_norm', 2)}",
         f"[time] {seconds('time/total')}",
     ]
     if "eval/accuracy" in metrics:

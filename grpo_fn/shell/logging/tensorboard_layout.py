@@ -27,6 +27,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
     "Health": {
         "trainer against sampler, nats": lines("loss/(logprob_diff_(mean|max)|mismatch_kl)"),
         "KL to the reference": lines("loss/kl"),
+        "KL to the policy that sampled": lines("loss/approx_kl"),
         "entropy": lines("loss/entropy"),
         "gradient norm before clipping": lines("loss/grad_norm"),
         "ratio to the sampling policy": lines("loss/ratio_(mean|min|max)"),
@@ -58,6 +59,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "gains of the controllers": lines("loss/(kl|entropy)_coef_multiplier"),
         "learning rate": lines("optimizer/lr"),
         "updates": lines("optimizer/step"),
+        "micro-batches a step": lines("system/micro_batches"),
     },
     "Generation": {
         "length, tokens": lines("generation/length_(mean|min|max)", "eval/length_mean"),

@@ -52,6 +52,7 @@ class FSDPPolicy:
         dropout_modules: list[nn.Module],  # of adapters: on while training, off whenever log-probs are asked for
         seed: int,
         micro_tokens: int,
+        min_micro_batches: int,
         optimizer: Optimizer,
         schedule: Schedule,
         loss_scale: LossScale,
@@ -69,6 +70,7 @@ class FSDPPolicy:
         self.loss_scale = loss_scale
         self.max_grad_norm = max_grad_norm
         self.micro_tokens = micro_tokens
+        self.min_micro_batches = min_micro_batches
         self.updates = self.skipped = self.good_steps = self.passes = 0
         self.scale = initial_scale
         self._noted: StepChecksums | None = None
@@ -107,8 +109,23 @@ class FSDPPolicy:
         return scores, pullback
 
     def split_rows(self, batch: Batch) -> list[Int[Tensor, "b"]]:
-        """The rows of micro-batches of `micro_tokens` tokens a device, counted as the model reads them."""
-        return self._parts(self.logprob_model, batch.tokens, batch.mask)
+        """The rows of micro-batches of `micro_tokens` tokens a device at most, counted as the model reads them.
+
+        Smaller ones where that makes fewer than `min_micro_batches` and there are rows enough for more.
+
+        Args:
+            batch: the rows of one update.
+
+        Returns:
+            Row numbers of each micro-batch; -1 for a row that reads nothing.
+        """
+        tokens = self.micro_tokens
+        parts = self._parts(self.logprob_model, batch.tokens, batch.mask, tokens)
+        wanted = min(self.min_micro_batches, -(-int(batch.mask.any(-1).sum()) // self.devices))
+        while len(parts) < wanted and tokens > 1:
+            tokens = max(1, tokens * len(parts) // wanted)
+            parts = self._parts(self.logprob_model, batch.tokens, batch.mask, tokens)
+        return parts
 
     def set_accumulation_steps(self, parts: int) -> None:
         """So many pullbacks come before the next update: copies of the model add their gradients up in the last."""
@@ -137,7 +154,7 @@ class FSDPPolicy:
     def _logp(self, logprob_model: LogprobModel, rollout: Rollout) -> Float[Tensor, "B T"]:
         check_rows(rollout.mask)
         out = torch.zeros_like(rollout.logp_sampled)
-        for rows in self._parts(logprob_model, rollout.tokens, rollout.mask):
+        for rows in self._parts(logprob_model, rollout.tokens, rollout.mask, self.micro_tokens):
             some = rows.clamp(min=0)
             mask = rollout.mask[some] & (rows >= 0)[:, None]
             width = int(lengths(mask).max())
@@ -146,9 +163,11 @@ class FSDPPolicy:
                 out[:, :width].index_add_(0, some, self._gathered(logp, len(rows)))
         return out
 
-    def _parts(self, logprob_model: LogprobModel, tokens: Tensor, mask: Tensor) -> list[Int[Tensor, "b"]]:
+    def _parts(
+        self, logprob_model: LogprobModel, tokens: Tensor, mask: Tensor, micro_tokens: int
+    ) -> list[Int[Tensor, "b"]]:
         with self.world.talking("asking how the model reads rows"):
-            return logprob_model.parts(tokens, mask, self.micro_tokens, self.devices)
+            return logprob_model.parts(tokens, mask, micro_tokens, self.devices)
 
     def update(self) -> dict[str, float]:
         """Clip the global gradient norm, step, clear; without any gradient, weights and moments stay as they are.

@@ -30,6 +30,7 @@ class Arrangement(NamedTuple):
     offload: bool
     offload_reference: bool
     reference: bool  # there is a second, frozen copy
+    local_sampler: bool = True  # which needs whole weights in this process; an engine has its own
 
 
 class Passing(NamedTuple):
@@ -87,7 +88,7 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
     Kept: weights that train in float32, frozen ones in the dtype of the computation, each device its part; of what
     trains the gradients in float32 and the `moments`, in bytes as the optimizer has them. Gathered: the root, which
     stays, and the blocks: all of them unless they are given back after the forward pass, else the largest and
-    `prefetch` more like it. A sampler beside gathered weights has a whole copy of its own.
+    `prefetch` more like it. A local sampler beside gathered weights has a whole copy of its own.
     """
     trained = sum(w.part for w in weights if w.trained)
     frozen = sum(w.part for w in weights if not w.trained)
@@ -98,7 +99,7 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
         Part("optimizer state", moments, how.offload),
         Part("reference copy", how.reference * how.width * (trained + frozen), how.offload_reference),
         Part("reference, gathered root", how.reference * how.gathers * how.width * root),
-        Part("sampler's own copy", how.gathers * how.width * whole),
+        Part("sampler's own copy", how.local_sampler * how.gathers * how.width * whole),
     )
     training = (
         Part("gradients", WIDE * trained, how.offload),
@@ -126,7 +127,19 @@ def sizes_by_block(weights: Iterable[Weight]) -> Counter[int | None]:
     return sizes
 
 
-def logit_bytes(elements: int, vocabulary: int, hidden: int, tokens: int, width: int) -> int:
-    """Of the head's backward pass: a chunk of logits several times over, and the gradient of the head's matrix."""
+def logit_bytes(elements: int, vocabulary: int, hidden: int, tokens: int, width: int, *, trained: bool) -> int:
+    """Of the head's backward pass: a chunk of logits several times over, and the gradient of a head that trains.
+
+    Args:
+        elements: logits in a chunk.
+        vocabulary: rows of the head's matrix.
+        hidden: its columns.
+        tokens: of a micro-batch.
+        width: bytes of a number in the dtype that is computed in.
+        trained: whether the head's matrix has a gradient; under adapters it has none.
+
+    Returns:
+        Bytes.
+    """
     chunk = min(max(1, elements // vocabulary), tokens) * vocabulary
-    return chunk * (width + LOGITS_WIDE * WIDE) + vocabulary * hidden * (WIDE + width)
+    return chunk * (width + LOGITS_WIDE * WIDE) + trained * vocabulary * hidden * (WIDE + width)

@@ -40,10 +40,12 @@ def device_memory(
     width: int,
     logits_chunk_elements: int,
     cache: int,
+    local_sampler: bool,
 ) -> Memory:
     """What one device of the `mesh` (replicate, shard, tensor) holds, rows being about `width` tokens wide.
 
-    `cache` is the sampler's, in bytes. Under tensor parallelism activations are counted as without it: too many.
+    `cache` is the sampler's, in bytes; a `local_sampler` has weights in this process. Under tensor parallelism
+    activations are counted as without it: too many.
     """
     replicate, shard, tensor = mesh
     text = config.get_text_config()
@@ -57,13 +59,21 @@ def device_memory(
         offload=scale.offload,
         offload_reference=scale.offload_reference,
         reference=reference and adapters is None,
+        local_sampler=local_sampler,
     )
     rows = max(1, micro_tokens // width)
     passing = Passing(
         activation_bytes(
             config, adapters, scale.activation_checkpointing, dtype=dtype, attention=attention, rows=rows, width=width
         ),
-        logit_bytes(logits_chunk_elements, text.vocab_size, text.hidden_size, rows * width, dtype.itemsize),
+        logit_bytes(
+            logits_chunk_elements,
+            text.vocab_size,
+            text.hidden_size,
+            rows * width,
+            dtype.itemsize,
+            trained=adapters is None,
+        ),
         cache,
     )
     return per_device([weight for weight, _ in parts], moment_bytes(optimizer, parts), passing, how)

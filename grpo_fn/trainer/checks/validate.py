@@ -19,12 +19,14 @@ from grpo_fn.algo.credit import Credit
 from grpo_fn.algo.step import from_trainer
 from grpo_fn.core.batch import count
 from grpo_fn.core.checks import check_positive
+from grpo_fn.core.partials import uses_of
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Gains, Policy, Reward, Rollout, Scores
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate
+from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_out import try_credit, try_objective, try_token_sampler
@@ -126,6 +128,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
     """The plan of a run on so many ranks, evenly on so many hosts, with the memory of one device."""
     plan = replace(checked.plan, ranks=ranks)
     mesh = settings.parallelism.shape(ranks, ranks // hosts)
+    local = any(uses_of(local_sampler.local, [settings.sampling.sampler]))
     memory = memory_estimate.device_memory(
         checked.config,
         settings.lora,
@@ -138,10 +141,14 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         micro_tokens=settings.policy.micro_tokens,
         width=settings.sampling.max_new_tokens,
         logits_chunk_elements=settings.compute.logits_chunk_elements,
-        cache=plan.kv_bytes(),
+        cache=plan.kv_bytes() if local else 0,
+        local_sampler=local,
     )
     shape = "replicate {} x shard {} x tensor {}".format(*mesh)
-    return [*replace(plan, arrangement=shape, memory=memory).lines(), *checked.task.notes]
+    engine = (
+        [] if local else ["  nor counted: the sampler's engine, which has a share of the device or devices of its own"]
+    )
+    return [*replace(plan, arrangement=shape, memory=memory).lines(), *engine, *checked.task.notes]
 
 
 def reward_parts(reward: Callable[..., Reward], problem: Problem) -> list[str]:

@@ -331,6 +331,7 @@ def test_the_policy_scores_what_the_sampler_drew_with_the_same_module_as_the_sam
         drawing.model,
         temperature=0.8,
         micro_tokens=10**4,
+        min_micro_batches=1,
         logits_chunk_elements=10**4,
         input_packing=packed_input.pack_shared_prompts,
     )

@@ -163,6 +163,17 @@ def test_and_in_float64_at_any_temperature_size_and_token_budget(name, which, se
     assert_same(grads(mine), grads(oracle), IN_FLOAT64[name])
 
 
+@pytest.mark.parametrize("least", [1, 2, 3, 5, 6, 9])
+def test_an_update_accumulates_as_many_micro_batches_as_wanted_where_there_are_rows(least):
+    batch = batch_for(sorted(MODELS)[0], 0, 6)
+    policy = local(MODELS[sorted(MODELS)[0]](V), micro_tokens=10**6, min_micro_batches=least)
+    parts = policy.split_rows(batch)
+    learning = batch.mask.any(-1).nonzero()[:, 0].tolist()
+    assert sorted(row for part in parts for row in part.tolist() if row >= 0 and batch.mask[row].any()) == learning
+    assert len(parts) >= min(least, len(learning))
+    assert least > 1 or len(parts) == 1
+
+
 @settings(max_examples=max(5, EXAMPLES // 4))
 @given(st.sampled_from(sorted(MODELS)), st.integers(0, 20), st.booleans())
 def test_any_cotangent_is_pulled_back_alike(name, seed, silent):

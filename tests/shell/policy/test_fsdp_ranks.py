@@ -212,7 +212,14 @@ def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
     placed: LoadedModel = load_and_shard(world, placing, reference=reference)
     enlivened(placed.logprob_model.model)
     chosen = {
-        **{"micro_tokens": 30, "max_grad_norm": 1e9, "schedule": unmoved, "seed": 0, "initial_scale": 1.0},
+        **{
+            "micro_tokens": 30,
+            "min_micro_batches": 1,
+            "max_grad_norm": 1e9,
+            "schedule": unmoved,
+            "seed": 0,
+            "initial_scale": 1.0,
+        },
         **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": controllers.constant_loss_scale},
     }
     own = {

@@ -236,6 +236,7 @@ def built(world: World, folder: str, case: Case, *, reference: bool = False, lim
         dropout_modules=placed.dropout_modules,
         seed=0,
         micro_tokens=30,
+        min_micro_batches=1,
         optimizer=partial(adamw, **STEP, eps=eps),
         schedule=unmoved,
         loss_scale=controllers.constant_loss_scale,

@@ -141,6 +141,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         dropout_modules=placed.dropout_modules,
         seed=0,
         micro_tokens=plan.micro_tokens,
+        min_micro_batches=1,
         # Not as small an eps as usual: Adam would turn the rounding of tiny gradients into steps as long as others.
         optimizer=partial(adamw, lr=0.02, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.0),
         schedule=unmoved,
