@@ -53,6 +53,7 @@ def forks(problem, completion, *, disguise):
     parent = os.getpid()
     if os.fork() == 0 and disguise:
         os.getpid = lambda: parent
+        time.sleep(0.05)
     return float(len(completion.text))
 
 

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct(">I")
@@ -35,7 +36,8 @@ LONGEST_TRACE = 8000
 def serve_requests(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer requests until there are no more."""
     functions: dict[bytes, Any] = {}
-    process = os.getpid()
+    forked: list[bool] = []
+    os.register_at_fork(after_in_child=lambda: forked.append(True))
     while (message := read_message(requests)) is not None:
         payload, rows = pickle.loads(message)
         if payload not in functions:
@@ -44,7 +46,7 @@ def serve_requests(requests: BinaryIO, replies: BinaryIO) -> None:
         for index, row in enumerate(rows):
             with report_imports(replies):
                 reply = score_row(index, functions[payload], row)
-            if os.getpid() != process:  # the reward forked, and this is the child: its parent answers
+            if forked:  # by the reward, and this is the child: its parent answers
                 os._exit(0)
             write_message(replies, reply)
 
@@ -147,10 +149,17 @@ def private_stream(fd: int, mode: str, replacement: int) -> BinaryIO:
     return stream
 
 
+def detach_children(nothing: int, *streams: BinaryIO) -> None:
+    """Leave a child that a reward forks no way to read a request or to answer one: it gets `nothing` instead."""
+    for stream in streams:
+        os.register_at_fork(after_in_child=partial(os.dup2, nothing, stream.fileno()))
+
+
 def main(act: Callable[[BinaryIO, BinaryIO], None]) -> None:
-    """Serve on standard input and output, out of reach of a reward function that prints or reads."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
+    """Serve on standard input and output, out of reach of a reward function that prints, reads or forks."""
+    nothing = os.open(os.devnull, os.O_RDWR)
     requests, replies = private_stream(0, "rb", nothing), private_stream(1, "wb", 2)
+    detach_children(nothing, requests, replies)
     confine(int(sys.argv[1]))
     try:
         act(requests, replies)
