@@ -49,6 +49,11 @@ def raises_an_unprintable_one(problem, completion):
     raise Unprintable
 
 
+def length_of_text_in_a_while(problem, completion):
+    time.sleep(0.1)
+    return float(len(completion.text))
+
+
 def forks(problem, completion, *, disguise):
     parent = os.getpid()
     if os.fork() == 0 and disguise:

@@ -17,6 +17,7 @@ from pool_rewards import (
     forks,
     hands_on,
     length_of_text,
+    length_of_text_in_a_while,
     not_a_number,
     obeys,
     own_process,
@@ -70,9 +71,8 @@ def test_a_reward_may_say_that_it_cannot_score(pool):
 def test_a_reward_that_forks_and_leaves_its_child_going_on_ends_nothing(pool, disguise):
     """In disguise the child has its parent's process number: its late answers must not be those of the next call."""
     texts = ["x" * i for i in range(12)]
-    for fn in (partial(forks, disguise=disguise), length_of_text):
+    for fn in (partial(forks, disguise=disguise), length_of_text_in_a_while):
         assert lost(pool, fn, *asked(*texts)) == ([float(len(text)) for text in texts], {})
-        time.sleep(0.2)  # the children's time to answer
 
 
 def test_a_bool_of_numpy_is_a_reward_and_an_array_of_them_is_none():
