@@ -1,4 +1,4 @@
-"""Any file or dataset whose rows have a prompt and an answer.
+"""Any file or dataset whose rows have a prompt (text or chat messages) and an answer.
 
 A *source* is a function without arguments that returns problems, such as `read_problems` with its knobs bound by gin. A
 task is made of sources; each may have fields, a template and a reader of its own (gin scopes keep them apart).
@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from grpo_fn.core import prng
+from grpo_fn.core.conversation import chat_prompt, is_message_list, read_messages
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, text_field
@@ -34,8 +35,17 @@ def task(*, train: Sequence[Source], test: Sequence[Source]) -> Task:
     """The problems of the sources `train`, with those of the sources `test` held out, one source after the other.
 
     Training rows that repeat an earlier one (prompt and answer), have no answer or are held-out problems are left
-    out and noted; a held-out one without an answer is refused. Without training sources the task can be evaluated
-    on, or be a part of a mixture, and no more. Raises ValueError when there are no sources, or no training rows left.
+    out and noted. Without training sources the task can be evaluated on, or be a part of a mixture, and no more.
+
+    Args:
+        train: sources of training rows.
+        test: sources of held-out problems.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: without any source, without training rows left, or for a held-out row without an answer.
     """
     tests = all_answered(_all(test))
     if train:
@@ -50,7 +60,17 @@ def hold_out(*, rows: Sequence[Source], test_size: int) -> Task:
     """The problems of the sources, `test_size` of them held out, the same ones in every run, and the rest to train on.
 
     Which ones is decided by a fixed shuffle of the rows that have an answer and repeat no earlier one; a larger
-    `test_size` extends a smaller. Raises ValueError for a test_size that leaves nothing on a side.
+    `test_size` extends a smaller.
+
+    Args:
+        rows: sources of rows.
+        test_size: held-out problems.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: for a `test_size` that leaves no training row, or holds out none.
     """
     every, notes = drop_duplicates(_all(rows))
     usable = drop_unanswered(with_notes(from_rows(every, ()), *notes))
@@ -73,11 +93,28 @@ def read_problems(
     template: str,
     size: int,
 ) -> list[Problem]:
-    """The first `size` rows that `read` finds, 0 for all, as problems.
+    """The first rows that `read` finds, as problems.
 
-    The prompt is `template` with `{prompt}` replaced by the text of `prompt_field`. The answer is what `gold` makes of
-    `answer_field`, empty where it makes nothing. `meta` holds the `meta_fields` as they are, `source`, which is a name
-    of your choice, and `row`, counted from 0. Raises ValueError naming file and line for a row without the fields.
+    A field of chat messages (`[{"role": "user", "content": ...}, ...]`) is a prompt as well as text is: the template
+    goes round the last user message, and a chat template turns all of them into tokens. Where prompt and answer are the
+    same field, its last message is the assistant's: the answer, and no part of the prompt.
+
+    Args:
+        read: a reader of rows with its knobs bound: `readers.file`, `readers.hub` or one of your own.
+        source: a name of your choice, kept in `meta["source"]`.
+        prompt_field: the field with the prompt, text or chat messages.
+        answer_field: the field with the answer.
+        meta_fields: fields kept in `meta` as they are, beside `source` and `row`, counted from 0.
+        gold: makes the answer of what `answer_field` holds (of the last message's text, for messages).
+        template: holds `{prompt}`, in whose place the prompt's text stands.
+        size: rows to read; 0 for all.
+
+    Returns:
+        The problems, in the order of the rows; an answer is empty where `gold` makes nothing of the field.
+
+    Raises:
+        ValueError: for a row without the fields or with messages that are none, with file and line; for a source
+            without rows, a template without `{prompt}`, a negative `size`.
     """
     templates.check_template(template, ["prompt"])
     if size < 0:
@@ -88,9 +125,9 @@ def read_problems(
     fields = dict.fromkeys((prompt_field, answer_field, *meta_fields))
     found = []
     for number, row in enumerate(islice(read(list(fields)), size or None)):
-        prompt = templates.fill_template(template, {"prompt": text_field(row, prompt_field)})
+        prompt, answer = _prompt_and_answer(row, prompt_field, answer_field, template)
         meta = {"row": number, "source": source, **{field: row.value[field] for field in meta_fields}}
-        found.append(Problem(0, prompt, _gold(row, answer_field, gold), meta))
+        found.append(Problem(0, prompt, _gold(row.where, answer_field, answer, gold), meta))
     if not found:
         raise ValueError(f"{source}: got no rows, wanted at least one")
     return found
@@ -99,7 +136,14 @@ def read_problems(
 def field_text(value: Any) -> str | None:
     """A text as it is, a whole number without a decimal point (27.0 is "27"), others as Python has them.
 
-    None for null. Raises ValueError for anything else.
+    Args:
+        value: what a field of a row holds.
+
+    Returns:
+        The text; None for null.
+
+    Raises:
+        ValueError: for anything else.
     """
     match value:
         case None:
@@ -118,10 +162,31 @@ def _all(sources: Sequence[Source]) -> list[Problem]:
     return [problem for source in sources for problem in source()]
 
 
-def _gold(row: Row, field: str, gold: Callable[[Any], str | None]) -> str:
-    if isinstance(row.value[field], str):
-        text_field(row, field)
+def _prompt_and_answer(row: Row, prompt_field: str, answer_field: str, template: str) -> tuple[str, Any]:
+    """The prompt, and what `gold` is given."""
+
+    def fill(text: str) -> str:
+        return templates.fill_template(template, {"prompt": text})
+
+    answer = row.value[answer_field]
+    if isinstance(answer, str):
+        text_field(row, answer_field)
+    if not is_message_list(row.value[prompt_field]):
+        return fill(text_field(row, prompt_field)), answer
     try:
-        return (gold(row.value[field]) or "").strip()
+        messages = read_messages(row.value[prompt_field])
+        if answer_field == prompt_field:
+            last = messages.pop()
+            if last["role"] != "assistant":
+                raise ValueError(f"last message: got one of {last['role']!r}, wanted the answer, one of 'assistant'")
+            answer = last["content"]
+        return chat_prompt(messages, fill), answer
+    except ValueError as error:
+        raise ValueError(f"{row.where}: {prompt_field!r}: {error}") from error
+
+
+def _gold(where: str, field: str, value: Any, gold: Callable[[Any], str | None]) -> str:
+    try:
+        return (gold(value) or "").strip()
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{row.where}: {field!r}: {error}") from error
+        raise ValueError(f"{where}: {field!r}: {error}") from error

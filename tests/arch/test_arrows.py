@@ -66,10 +66,11 @@ IMPURE = set(  # noqa: C405
         "psutil",
     ]
 )
-READS_FILES = {"tasks", "rewards", "core.json_lines"}  # these may use pathlib and json
+READS_FILES = {"tasks", "rewards", "core.json_lines", "core.conversation"}  # these may use pathlib and json
 # Reward workers and --help start without torch, and so does what looks at machines on which it may be broken.
 NO_TORCH = {
     "core.problem",
+    "core.conversation",
     "core.display_text",
     "core.json_lines",
     "core.partials",

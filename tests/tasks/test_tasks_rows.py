@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import sys
 from functools import partial
 from types import ModuleType
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from published import published
 
 from grpo_fn.core import prng
+from grpo_fn.core.conversation import Conversation
 from grpo_fn.core.problem import Problem
 from grpo_fn.rewards.format import last_box
 from grpo_fn.tasks import gsm8k, mixture, readers, rows
@@ -48,6 +50,11 @@ def numbers(first, last, **changes):
 def write(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return str(path)
+
+
+def chat(*turns):
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": roles[role], "content": content} for role, content in turns]
 
 
 # Problems
@@ -141,6 +148,59 @@ def test_knobs_that_make_no_sense_are_refused(knobs, want):
 def test_a_source_without_rows_is_refused():
     with pytest.raises(ValueError, match="mine: got no rows"):
         source(name="mine")()
+
+
+# Chat messages
+
+
+def test_one_user_message_is_its_text_in_the_template():
+    (found,) = source({"q": chat(("u", "Who?")), "a": "Tom"}, template="Say: {prompt}")()
+    assert (found.prompt, type(found.prompt), found.answer) == ("Say: Who?", str, "Tom")
+
+
+def test_messages_are_a_conversation_whose_last_message_has_the_template():
+    turns = (("s", "Be brief."), ("u", "Who?"), ("a", "Tom."), ("u", "And \u00e9?"))
+    (found,) = source({"q": chat(*turns), "a": 7}, template="{prompt} Box it.")()
+    assert isinstance(found.prompt, Conversation)
+    assert found.prompt.messages == chat(*turns[:-1], ("u", "And \u00e9? Box it."))
+    assert "\u00e9" in found.prompt
+    assert pickle.loads(pickle.dumps(found)).prompt.messages == found.prompt.messages
+
+
+def test_the_last_message_of_the_assistant_is_the_answer_where_one_field_holds_both():
+    row = {"messages": chat(("u", "6 * 7?"), ("a", "It is 42. #### 42"))}
+    fields = {"prompt_field": "messages", "answer_field": "messages"}
+    (found,) = source(row, **fields, gold=gsm8k.gsm8k_answer)()
+    assert (found.prompt, found.answer) == ("6 * 7?", "42")
+    with pytest.raises(ValueError, match=r"here:1: 'messages': last message: got one of 'user', wanted the answer"):
+        source({"messages": chat(("u", "6 * 7?"))}, **fields)()
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "6 *"}, {"type": "text", "text": " 7?"}]
+    assert source({"q": [{"role": "user", "content": parts, "name": None}], "a": "42"})()[0].prompt == "6 * 7?"
+
+
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        (
+            [{"from": "human", "value": "6 * 7?"}],
+            r"message 0: got the keys (from, value|value, from), wanted role, content",
+        ),
+        ([{"role": "tool", "content": "42"}], "message 0: got the role 'tool', wanted one of system, developer, user"),
+        (chat(("u", "6 * 7?"), ("a", "42")), "last message: got one of 'assistant', wanted one of 'user'"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
+            "message 0: got content .*image.*, wanted text, or a list of text parts",
+        ),
+        ([{"role": "user", "content": 7}], "message 0: got content 7, wanted text"),
+        ([{"role": "user", "content": "\ud800"}], r"message 0: got '\\ud800', wanted Unicode text"),
+    ],
+)
+def test_messages_that_are_none_are_refused_with_file_line_and_field(messages, fault):
+    with pytest.raises(ValueError, match=f"here:2: 'q': {fault}"):
+        source({"q": "fine", "a": "1"}, {"q": messages, "a": "42"})()
 
 
 # Tasks

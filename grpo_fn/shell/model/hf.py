@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +20,10 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from grpo_fn.core.conversation import Conversation
 from grpo_fn.shell.atomic_io import flush_file, flush_tree
 
-# A prompt to the token ids that the completion follows: encode_prompt, with_system, bare.
+# A prompt to the token ids that the completion follows: encode_prompt, with_system, bare_prompt.
 Encode = Callable[[PreTrainedTokenizerBase, str], list[int]]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -140,29 +141,71 @@ def empty_model(config: PretrainedConfig) -> nn.Module:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids the completion follows: the chat template with one user turn where there is one, else the bare text."""
-    return (
-        bare_prompt(tokenizer, prompt)
-        if tokenizer.chat_template is None
-        else _apply_chat_template(tokenizer, ("user", prompt))
-    )
+    """Token ids of a prompt in the tokenizer's chat template, as one user turn; without a template, of the bare text.
+
+    Args:
+        tokenizer: the policy's.
+        prompt: text, or a Conversation, whose messages are the turns.
+
+    Returns:
+        The ids which the completion follows.
+
+    Raises:
+        ValueError: for a Conversation where the tokenizer has no chat template.
+    """
+    if isinstance(prompt, Conversation):
+        return _apply_chat_template(tokenizer, prompt.messages)
+    if tokenizer.chat_template is None:
+        return bare_prompt(tokenizer, prompt)
+    return _apply_chat_template(tokenizer, [{"role": "user", "content": prompt}])
 
 
 def bare_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """The text alone, whatever template there is: for base models, and templates that hold a whole chat themselves."""
+    """Token ids of the text alone, whatever template there is: for base models, and prompts that hold a whole chat.
+
+    Args:
+        tokenizer: the policy's.
+        prompt: text.
+
+    Returns:
+        The ids which the completion follows.
+
+    Raises:
+        ValueError: for a Conversation, whose messages need a chat template.
+    """
+    if isinstance(prompt, Conversation):
+        raise ValueError("encode_prompt: got chat messages for hf.bare_prompt, wanted text, or hf.encode_prompt")
     return tokenizer(prompt, add_special_tokens=True)["input_ids"]
 
 
 def with_system(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str) -> list[int]:
-    """The chat template with a system turn and the user's. Raises ValueError for a tokenizer without a template."""
+    """Token ids of a prompt in the tokenizer's chat template, after a system turn.
+
+    Args:
+        tokenizer: the policy's.
+        prompt: text, one user turn, or a Conversation without a system message, whose messages are the turns.
+        system: the text of the system turn.
+
+    Returns:
+        The ids which the completion follows.
+
+    Raises:
+        ValueError: for a tokenizer without a chat template, and for a Conversation that has a system message.
+    """
+    turns = prompt.messages if isinstance(prompt, Conversation) else [{"role": "user", "content": prompt}]
+    if turns[0]["role"] == "system":
+        raise ValueError("with_system: got messages that begin with a system message, wanted hf.encode_prompt for them")
+    return _apply_chat_template(tokenizer, [{"role": "system", "content": system}, *turns])
+
+
+def _apply_chat_template(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> list[int]:
     if tokenizer.chat_template is None:
-        raise ValueError("encode: got a system prompt for a tokenizer without a chat template, wanted one that has it")
-    return _apply_chat_template(tokenizer, ("system", system), ("user", prompt))
-
-
-def _apply_chat_template(tokenizer: PreTrainedTokenizerBase, *turns: tuple[str, str]) -> list[int]:
-    chat = [{"role": role, "content": content} for role, content in turns]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        roles = " and ".join(turn["role"] for turn in turns)
+        raise ValueError(
+            f"encode_prompt: got {roles} messages for a tokenizer without a chat template, wanted one that has it"
+        )
+    chat = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return chat["input_ids"]
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[int]:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 from fakes import MODELS, VOCABULARY, qwen2_tied, tokenizer
 
+from grpo_fn.core.conversation import chat_prompt
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.tiny_model import CHAT_TEMPLATE
 from grpo_fn.shell.world import find_device
@@ -199,12 +201,32 @@ def test_with_a_chat_template_the_prompt_is_one_user_turn(tmp_path: Path):
 
 def test_a_system_turn_comes_first_and_needs_a_template():
     chatty = deepcopy(tokenizer())
-    with pytest.raises(ValueError, match="got a system prompt for a tokenizer without a chat template"):
+    with pytest.raises(ValueError, match="got system and user messages for a tokenizer without a chat template"):
         hf.with_system(chatty, "Tom", system="Be brief.")
     chatty.chat_template = CHAT_TEMPLATE
     wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
     assert hf.with_system(chatty, "Tom", system="Be brief.") == tokenizer()(wanted)["input_ids"]
     assert hf.bare_prompt(chatty, "Tom") == tokenizer()("Tom")["input_ids"]
+
+
+def test_the_messages_of_a_conversation_are_the_turns_of_the_chat_template():
+    chatty, messages = (
+        deepcopy(tokenizer()),
+        [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Tom"}],
+    )
+    prompt = chat_prompt(messages, str)
+    with pytest.raises(ValueError, match="got system and user messages for a tokenizer without a chat template"):
+        hf.encode_prompt(chatty, prompt)
+    chatty.chat_template = CHAT_TEMPLATE
+    wanted = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nTom<|im_end|>\n<|im_start|>assistant\n"
+    assert hf.encode_prompt(chatty, prompt) == tokenizer()(wanted)["input_ids"]
+    assert hf.encode_prompt(chatty, pickle.loads(pickle.dumps(prompt))) == tokenizer()(wanted)["input_ids"]
+    with pytest.raises(ValueError, match="got messages that begin with a system message"):
+        hf.with_system(chatty, prompt, system="Be brief.")
+    with pytest.raises(ValueError, match=r"got chat messages for hf\.bare_prompt"):
+        hf.bare_prompt(chatty, prompt)
+    more = chat_prompt([*messages[1:], {"role": "assistant", "content": "has 12"}, *messages[1:]], str)
+    assert hf.with_system(chatty, more, system="Brief.")[: len(ids := hf.encode_prompt(chatty, prompt)) - 4] == ids[:-4]
 
 
 def test_tokens_are_padded_on_the_left():
