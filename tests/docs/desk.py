@@ -135,7 +135,10 @@ def small_run(argv: Sequence[str], things: Things) -> list[str]:
     recipe = next((str(Path(name)) for name in files if "experiments/" in name), "")
     recipe = recipe[recipe.find("experiments/") :]
     if needs_model(files, given):
-        bound = {"MODEL": things.model, "DATA": data("DATA", argv, things)} | SMALL
+        rows = (
+            {"DATA": data("DATA", argv, things)} if all("/" in name for name in files) else {}
+        )  # the reader's own file
+        bound = {"MODEL": things.model} | rows | SMALL
         if "qwen" in recipe:
             bound["GSM8K"] = data("GSM8K", argv, things)
         bound |= MORE.get(recipe, {})

@@ -129,6 +129,8 @@ def script(argv: Sequence[str], place: Place, site: Site) -> None:
         python(["python", *ranks(given)], place, site)
     elif name in PARSED:
         flags_alone([name, *given], place, site)
+    elif "/" not in name and not (place.folder / name).is_symlink():  # the page's own
+        well(forked(doing.start, [name, *given], things=place.things, site=site), name)
     elif name in BROWSER:
         without_a_browser([name, *given], place, site)
     else:

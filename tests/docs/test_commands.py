@@ -67,14 +67,17 @@ def done(things: Things, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 def leaves_something(each: Command) -> bool:
     """Whether a later command of its page may look at what it has made."""
-    return each.text not in SLOW and any(f"--{flag}" in each.text for flag in ("run_dir", "out", "signal"))
+    own = re.fullmatch(r"python \w+\.py", each.text) is not None
+    return each.text not in SLOW and (own or any(f"--{flag}" in each.text for flag in ("run_dir", "out", "signal")))
 
 
 def modules(text: str) -> dict[str, str]:
-    """From name to text: Python that a page says is in a file of the reader's, `with this in mine.py`."""
+    """From name to text: Python and gin that a page says is in a file of the reader's, `with this in mine.py`."""
     lines = text.splitlines()
-    found = [block for block in blocks(text) if block.language == "python"]
-    named = [(re.search(r"this in `(\w+\.py)`", " ".join(lines[max(0, b.line - 4) : b.line - 1])), b) for b in found]
+    found = [block for block in blocks(text) if block.language in ("python", "gin")]
+    named = [
+        (re.search(r"this in `(\w+\.(?:py|gin))`", " ".join(lines[max(0, b.line - 4) : b.line - 1])), b) for b in found
+    ]
     return {name[1]: "\n".join(block.lines) + "\n" for name, block in named if name}
 
 
