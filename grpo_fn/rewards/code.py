@@ -33,7 +33,18 @@ def all_tests_pass(problem: Problem, completion: Completion, *, run: Runner) -> 
     """1 iff the program passes every test, proven by the sandbox, else 0; None for tests that no program can pass.
 
     Those are: none at all, tests that do not parse, and tests whose own objects cannot be handed to a program. The
-    program is `program_of(completion.text)`; an empty one is wrong. Raises what `run` raises when it cannot run.
+    program is `program_of(completion.text)`; an empty one is wrong.
+
+    Args:
+        problem: the problem, with `tests` and perhaps `setup` in `meta`, and a reference program or "" as its answer.
+        completion: the completion that holds the program.
+        run: runs a program against its tests: `sandbox.run_program` with its knobs.
+
+    Returns:
+        1.0 or 0.0; None for a problem that cannot be scored.
+
+    Raises:
+        Exception: what `run` raises when it cannot run.
     """
     ran = _ran(problem, completion, run)
     if ran is None or (None in ran.verdicts and False not in ran.verdicts):
@@ -46,6 +57,17 @@ def share_of_tests(problem: Problem, completion: Completion, *, run: Runner) -> 
 
     What ran before a time-out or a crash counts. A program that answers every test and is not proven to the end
     gets 0: it was gone by then, or left processes behind.
+
+    Args:
+        problem: the problem, as in `all_tests_pass`.
+        completion: the completion that holds the program.
+        run: runs a program against its tests: `sandbox.run_program` with its knobs.
+
+    Returns:
+        The share, in [0, 1]; None for a problem that cannot be scored.
+
+    Raises:
+        Exception: what `run` raises when it cannot run.
     """
     ran = _ran(problem, completion, run)
     if ran is None or None in ran.verdicts:
@@ -60,6 +82,12 @@ def program_of(text: str) -> str:
 
     A fence is a line of at least three backquotes or tildes, closed by a line of as many of the same, or by the end of
     the text. A block loses the indentation of its fence.
+
+    Args:
+        text: text of a completion.
+
+    Returns:
+        The program's source; "" for an empty text or block.
     """
     blocks = list(_blocks(text.splitlines(keepends=True)))
     marked = [code for language, code in blocks if language.lower() in _PYTHON]

@@ -13,7 +13,16 @@ from grpo_fn.core.types import Reward, Rollout
 
 
 def score_serially(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
-    """The plain scorer: one row after the other, in this process. For rewards that cannot hang."""
+    """The plain scorer: one row after the other, in this process. For rewards that cannot hang.
+
+    Args:
+        fn: a reward that is no coroutine function.
+        problems: one for each row.
+        completions: the rows, as many as problems.
+
+    Returns:
+        The reward of each row; None for one that cannot be scored.
+    """
     return [fn(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
 
 
@@ -27,7 +36,18 @@ def combine(
     no sample invalid, so who compares parts one by one (GDPO) gives each of them a weight. Parts are named after
     their functions.
 
-    Raises ValueError unless there is one weight per part, at least one part, distinct parts and whole groups.
+    Args:
+        problems: the P problems of the batch.
+        rollout: their completions, P * G rows, the G of a problem one after the other.
+        parts: reward functions, (problem, completion) -> float, or None for what cannot be scored.
+        weights: factor of each part.
+        score: applies one part to all rows: the reward pool's, or `score_serially`.
+
+    Returns:
+        The reward: `value` and `valid` [P, G], and the unweighted `parts` [P, G] by name.
+
+    Raises:
+        ValueError: for no parts, not one weight per part, the same part twice, or rows that are no whole groups.
     """
     if not parts or len(parts) != len(weights):
         raise ValueError(f"reward parts: got {len(parts)} parts and {len(weights)} weights, wanted one weight per part")
@@ -50,7 +70,14 @@ def combine(
 
 
 def completions_of(rollout: Rollout) -> list[Completion]:
-    """Every row's text, its length in sampled tokens, and whether it ran into the limit."""
+    """Every row's text, its length in sampled tokens, and whether it ran into the limit.
+
+    Args:
+        rollout: B rows.
+
+    Returns:
+        B completions, in the order of the rows.
+    """
     lengths, truncated = rollout.mask.sum(-1).tolist(), rollout.truncated.tolist()
     return [Completion(*row) for row in zip(rollout.text, lengths, truncated, strict=True)]
 
@@ -63,7 +90,15 @@ def part_names(parts: Sequence[RewardFn]) -> list[str]:
     """The functions' names, `module.name` where two share one or the name is taken; an object has its class's name.
 
     A wrapper goes by the name of what it wraps, as `unwrap_reward` has it.
-    Raises ValueError when two parts are one function.
+
+    Args:
+        parts: reward functions.
+
+    Returns:
+        A name for each of them, all different.
+
+    Raises:
+        ValueError: when two parts are one function.
     """
     bare = [unwrap_reward(fn) for fn in parts]
     short = [getattr(fn, "__name__", type(fn).__name__) for fn in bare]

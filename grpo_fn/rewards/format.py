@@ -16,7 +16,15 @@ _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 
 
 def boxed(problem: Problem, completion: Completion) -> float:
-    r"""1 iff the completion ended by itself and holds exactly one `\boxed{...}`, closed and not empty; else 0."""
+    r"""1 iff the completion ended by itself and holds exactly one `\boxed{...}`, closed and not empty; else 0.
+
+    Args:
+        problem: not read.
+        completion: the completion that is judged.
+
+    Returns:
+        1.0 or 0.0.
+    """
     text = completion.text
     if completion.truncated or len(_MENTION.findall(text)) != 1:
         return 0.0
@@ -28,26 +36,61 @@ def answer_tags(problem: Problem, completion: Completion, *, tags: Sequence[str]
 
     Every tag opens once and closes once, no block is empty, and nothing but white space stands outside of the blocks.
     `("think", "answer")` is the format of DeepSeek-R1 (arXiv:2501.12948, table 1). Time is linear in the text.
-    Raises ValueError for tags that are no names, or not all different.
+
+    Args:
+        problem: not read.
+        completion: the completion that is judged.
+        tags: names of the tags, in order, without brackets.
+
+    Returns:
+        1.0 or 0.0.
+
+    Raises:
+        ValueError: for tags that are no names, or not all different.
     """
     return _well_tagged(completion.text, completion.truncated, tags)
 
 
 def answer_tags_by_prompt(problem: Problem, completion: Completion, *, tags: Sequence[str]) -> float:
-    """`answer_tags`, for a prompt or chat template that has opened the first tag already: the completion is inside."""
+    """`answer_tags`, for a prompt or chat template that has opened the first tag already: the completion is inside.
+
+    Args:
+        problem: not read.
+        completion: the completion that is judged, without the first opening tag.
+        tags: names of the tags, in order, without brackets; the prompt opens the first.
+
+    Returns:
+        1.0 or 0.0.
+
+    Raises:
+        ValueError: as `answer_tags`.
+    """
     return _well_tagged(f"<{tags[0]}>{completion.text}" if tags else "", completion.truncated, tags)
 
 
 def has_box(text: str) -> bool:
-    r"""Does the text open a `\boxed{`, closed or not?"""
+    r"""Test for an opened `\boxed{`, closed or not.
+
+    Args:
+        text: any text.
+
+    Returns:
+        True iff it holds `\boxed{` or `\fbox{`.
+    """
     return _OPENING.search(text) is not None
 
 
 def last_box(text: str) -> str | None:
-    r"""What is inside the last `\boxed{`; None when there is none or the last one never closes.
+    r"""Content of the last `\boxed{`; None when there is none or the last one never closes.
 
     The last opening decides: an answer retracted by a second box does not count, and of nested boxes the inner one
     does. Time is linear in the text.
+
+    Args:
+        text: text of a completion or of a solution.
+
+    Returns:
+        The text between the braces, as it is; None without a closed last box.
     """
     opening = last_match(_OPENING, text)
     if opening is None:
@@ -61,7 +104,15 @@ def last_box(text: str) -> str | None:
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last of all matches in the text that do not overlap."""
+    """The last of all matches in the text that do not overlap.
+
+    Args:
+        pattern: a compiled regular expression.
+        text: the text that is searched.
+
+    Returns:
+        The last match; None where there is none.
+    """
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
 
 

@@ -14,7 +14,18 @@ def soft_overlong_punishment(problem: Problem, completion: Completion, *, max_le
 
     R = ((max_length - cache_length) - length) / cache_length in between: DAPO (arXiv:2503.14476, eq. 13), which adds
     it to the verdict and lets it begin at 16,384 of 20,480 tokens: max_length 20480, cache_length 4096 (section 4.1).
-    Raises ValueError unless 0 < cache_length <= max_length.
+
+    Args:
+        problem: not read.
+        completion: the completion; its `length` counts sampled tokens.
+        max_length: length from which the reward is -1, tokens.
+        cache_length: length of the interval before `max_length` in which the reward falls, tokens.
+
+    Returns:
+        The reward, in [-1, 0].
+
+    Raises:
+        ValueError: unless 0 < cache_length <= max_length.
     """
     if not 0 < cache_length <= max_length:
         raise ValueError(f"cache_length: got {cache_length} with max_length {max_length}, wanted 1 to max_length")
@@ -37,7 +48,24 @@ def cosine_length(
 
     `right_...` where the verdict is 1, `wrong_...` where it is less, `exceeded` from max_length on, None where the
     verdict is None. The cosine reward of Yeo et al. (arXiv:2502.03373), who take 2, 1, -10, 0 and -10: short right
-    answers over long ones, and thinking longer over being wrong soon. Raises ValueError unless max_length > 0.
+    answers over long ones, and thinking longer over being wrong soon.
+
+    Args:
+        problem: the problem, passed to `verdict`.
+        completion: the completion; its `length` counts sampled tokens.
+        verdict: the reward that says right (1 or more) or wrong.
+        max_length: length at which the cosine ends, tokens.
+        right_empty: reward of a right completion of no token.
+        right_full: limit of the reward of a right completion at `max_length`.
+        wrong_empty: reward of a wrong completion of no token.
+        wrong_full: limit of the reward of a wrong completion at `max_length`.
+        exceeded: reward of a completion of `max_length` tokens or more, right or wrong.
+
+    Returns:
+        The reward; None where the verdict is None.
+
+    Raises:
+        ValueError: unless max_length >= 1.
     """
     if max_length < 1:
         raise ValueError(f"max_length: got {max_length}, wanted at least 1")
@@ -55,7 +83,18 @@ def repeated_ngrams(problem: Problem, completion: Completion, *, ngram: int, max
 
     Yeo et al. (arXiv:2502.03373), the scalar form of their code. A word is what white space separates, in lower case:
     a reward knows the text and not its tokens. In scripts that do not space words it therefore sees little.
-    Raises ValueError unless ngram >= 1 and max_penalty >= 0.
+
+    Args:
+        problem: not read.
+        completion: the completion; its text is split into words.
+        ngram: words of an n-gram.
+        max_penalty: bound of the penalty, in units of the reward.
+
+    Returns:
+        The reward, in (-max_penalty, 0].
+
+    Raises:
+        ValueError: unless ngram >= 1 and max_penalty >= 0.
     """
     if ngram < 1 or not max_penalty >= 0:
         raise ValueError(f"got ngram {ngram} and max_penalty {max_penalty}, wanted ngram >= 1 and max_penalty >= 0")

@@ -15,6 +15,15 @@ def with_timeout(
     The function itself keeps no time: nothing can stop a Python function from inside the process it runs in. In a gin
     file, for a judge that is slower than the rest: `judge/wrappers.with_timeout.reward = @mine.judge`,
     `judge/wrappers.with_timeout.seconds = 60.0`, and `@judge/wrappers.with_timeout` among the parts.
+
+    Args:
+        problem: the problem of the row.
+        completion: the completion of the row.
+        reward: the wrapped reward.
+        seconds: wall clock for one row, seconds; `RewardPool` reads it instead of its `timeout_per_completion`.
+
+    Returns:
+        What `reward` returns: its value, None, or an awaitable of it.
     """
     return reward(problem, completion)
 
@@ -22,8 +31,16 @@ def with_timeout(
 def seconds_of(fn: Any) -> float | None:
     """The seconds that `with_timeout` gives this reward, the least where it is put around twice; None where it is not.
 
-    Looks through knobs and through every wrapper that calls what it wraps `reward`. Raises ValueError for seconds
-    that are not more than 0.
+    Looks through knobs and through every wrapper that calls what it wraps `reward`.
+
+    Args:
+        fn: a reward, plain or with knobs and wrappers around it.
+
+    Returns:
+        Seconds of wall clock for one row, or None.
+
+    Raises:
+        ValueError: for seconds that are not more than 0.
     """
     found = []
     while fn is not None:
@@ -39,7 +56,16 @@ def seconds_of(fn: Any) -> float | None:
 def by_task(problem: Problem, completion: Completion, *, rewards: Mapping[str, RewardFn]) -> float | None:
     """The reward that `rewards` names for the problem's part of the mixture, `meta["task"]`.
 
-    Raises ValueError for a problem of no part, or of one without a reward.
+    Args:
+        problem: a problem of a mixture, with its part's name in `meta["task"]`.
+        completion: its completion.
+        rewards: the reward of each part, by the part's name.
+
+    Returns:
+        The value of that reward; None for what cannot be scored.
+
+    Raises:
+        ValueError: for a problem of no part, or of one without a reward.
     """
     name = problem.meta.get("task")
     if name not in rewards:

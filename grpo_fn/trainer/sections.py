@@ -36,22 +36,22 @@ TO_SAMPLER = ("token_sampler", "encode", "max_new_tokens", "max_rows", "stop")
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What the problems are and how their prompts become tokens."""
+    """Problems and prompt encoding: the task, its prompts as tokens, and the rule for prompts that are too long."""
 
-    task: Callable[[], Task]
-    encode_prompt: hf.Encode
-    overlong_prompts: Callable[..., tuple[Task, int]]  # what becomes of prompts that leave no room for an answer
+    task: Callable[[], Task]  # makes the task: training problems and the held-out set
+    encode_prompt: hf.Encode  # (tokenizer, prompt) -> token ids
+    overlong_prompts: Callable[..., tuple[Task, int]]  # rule for prompts that leave no room for an answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """What the model computes on, in and with."""
+    """Device, precision and kernels of the model's computation."""
 
     device: str  # "auto", "cpu", "cuda"
     dtype: str  # of the computation; trainable weights are kept in float32
     attention: str  # "sdpa", "flash_attention_2" or "eager"
     deterministic: bool  # CUDA kernels that give the same bits again; a CPU's do without it
-    logprob_model: Callable[..., LogprobModel]
+    logprob_model: Callable[..., LogprobModel]  # (model, *, temperature, logits_chunk_elements, input_packing)
     logits_chunk_elements: int  # logits that live at once in the head
     input_packing: Callable[[nn.Module], InputPacking]  # padded rows, rows end to end, with prompts shared
     SUPPLIED: ClassVar = {"logprob_model": ("temperature", "logits_chunk_elements", "input_packing")}
@@ -62,15 +62,14 @@ class Compute:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn for training."""
+    """Sampling of the training completions: the engine, its limits and the distribution that it draws from."""
 
-    # (context, tokenizer, *, token_sampler, encode, max_new_tokens, max_rows, stop) -> sampler
-    sampler: Callable[..., EngineSampler]
+    sampler: Callable[..., EngineSampler]  # makes the engine from context, tokenizer and the knobs TO_SAMPLER
     max_rows: int  # sequences decoded at once by one engine
     token_sampler: TokenSampler  # (logits, u, *, temperature) -> (token, log-prob)
     temperature: float  # of the sampler and of the trainer's log-probs
-    max_new_tokens: int
-    stop: Sequence[str]
+    max_new_tokens: int  # most tokens of a completion
+    stop: Sequence[str]  # texts that end a completion; the end-of-sequence token always does
     allow_biased: bool  # draws that are not from softmax(logits / temperature)
     max_staleness: int  # batches sampled ahead of the training; 0: none
     timeout: float  # seconds that a step waits for its completions
@@ -83,24 +82,24 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """What completions are worth, and the workers that find out."""
+    """The reward of completions, and the processes that compute it."""
 
     reward: Callable[..., Reward]  # (problems, rollout, *, score) -> Reward
-    pool: Callable[[], RewardPool]
+    pool: Callable[[], RewardPool]  # makes the pool of worker processes
     SUPPLIED: ClassVar = {"reward": ("score",)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyUpdate:
-    """How the weights are updated."""
+    """Weight updates: micro-batches, optimizer, learning-rate schedule, loss scale and gradient clipping."""
 
     micro_tokens: int  # tokens that a device reads in one micro-batch, at most
     min_micro_batches: int  # that an update accumulates, where it has rows enough
-    optimizer: Optimizer
+    optimizer: Optimizer  # (trainable parameters) -> torch optimizer
     schedule: Schedule  # update -> factor of the learning rate
-    loss_scale: LossScale
-    initial_scale: float
-    max_grad_norm: float
+    loss_scale: LossScale  # (scale, good steps, finite) -> (scale, good steps), after each update
+    initial_scale: float  # loss scale of the first update; 1: none
+    max_grad_norm: float  # gradients of a larger global L2 norm are scaled down to it
 
     def __post_init__(self) -> None:
         check_positive(micro_tokens=self.micro_tokens, min_micro_batches=self.min_micro_batches)
@@ -108,7 +107,7 @@ class PolicyUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What the policy is asked on held-out problems, how the answers are judged, and who answers."""
+    """Evaluation on held-out problems: how many of them, the graders, the samples and the engine."""
 
     every: int  # steps; 0: only before and after the training
     problems: int  # held-out problems, at most
@@ -118,8 +117,7 @@ class Evaluation:
     token_sampler: TokenSampler  # of the samples
     extract_answer: AnswerExtractor | None  # completion -> answer, for maj@k and the tables
     by: Sequence[str]  # problem fields to report separately
-    # An engine of its own, which answers while training goes on. None: the training's, which waits for it.
-    async_sampler: Callable[..., EngineSampler] | None
+    async_sampler: Callable[..., EngineSampler] | None  # an engine beside the training; None: its own, in turn
     max_rows: int  # sequences that async_sampler decodes at once
     timeout: float  # seconds that an evaluation by async_sampler may take
     SUPPLIED: ClassVar = {"async_sampler": TO_SAMPLER}
@@ -139,10 +137,10 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """When checkpoints are written and which of them stay."""
+    """Checkpoints: the interval between them and the number that is kept."""
 
     every: int  # steps
-    keep_last: int
+    keep_last: int  # newest checkpoints kept
     keep_best: int  # by held-out accuracy
 
     def __post_init__(self) -> None:
@@ -151,11 +149,11 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Logging:
-    """What is recorded besides the metrics, and how often, in steps; 0 is never."""
+    """Records besides the metrics; their intervals are in steps, 0 for never."""
 
     keep_rollouts: int  # of the newest steps
     samples_every: int  # tables of completions in TensorBoard
-    samples_rows: int
+    samples_rows: int  # completions in each of those tables
     checksums_every: int  # of each step's quantities, for replay
     compare_presets_every: int  # what every preset would have made of the step
     token_report_every: int  # and the last step: the signal token by token, a page and TensorBoard
@@ -168,7 +166,7 @@ class Logging:
 class Health:
     """Rules that watch the metrics."""
 
-    warn: Sequence[health.Rule]
+    warn: Sequence[health.Rule]  # what these find is logged
     stop: Sequence[health.Rule]  # what these find ends the run, saved
 
     def __post_init__(self) -> None:

@@ -54,12 +54,27 @@ def correct(problem: Problem, completion: Completion) -> float | None:
     is". A last box that never closes, an answer longer than `LONGEST_ANSWER` and no marked answer at all are wrong.
     Worked out means that a gold which is a plain number gets a number, a fraction or a power, not the sum to be done,
     and that no function is left to be evaluated which the gold does not use: to copy the question is no answer.
+
+    Args:
+        problem: the problem; its answer is the gold, LaTeX or plain text.
+        completion: the completion with the answer.
+
+    Returns:
+        1.0, 0.0 or None.
     """
     return _judge(problem.answer, marked_answer(completion.text)).strict
 
 
 def lenient(problem: Problem, completion: Completion) -> float | None:
-    """1 iff the answer equals the gold, worked out or not; without a marked answer, the last number or its formula."""
+    """1 iff the answer equals the gold, worked out or not; without a marked answer, the last number or its formula.
+
+    Args:
+        problem: the problem; its answer is the gold, LaTeX or plain text.
+        completion: the completion with the answer.
+
+    Returns:
+        1.0, 0.0, or None when the gold itself cannot be parsed.
+    """
     answer = marked_answer(completion.text)
     return _judge(problem.answer, last_value(completion.text) if answer is None else answer).lenient
 
