@@ -53,8 +53,18 @@ def task(*, max_value: int, operations: int, test_size: int) -> Task:
 
     Training draws a content uniformly among the rest and words it at random: `size` counts those contents.
     The held-out set has one problem per held-out content; it depends on the knobs alone, and a larger `test_size`
-    extends a smaller one. Raises ValueError for a max_value below 2, no operations, or a test_size that leaves nothing
-    on a side.
+    extends a smaller one.
+
+    Args:
+        max_value: largest operand.
+        operations: additions and subtractions in each problem.
+        test_size: held-out problems.
+
+    Returns:
+        The task; problems bring `changes` and `values` in `meta`, for `worked_solution`.
+
+    Raises:
+        ValueError: for a max_value below 2, no operations, or a test_size that leaves nothing on a side.
     """
     if max_value < 2 or operations < 1:
         raise ValueError(f"got max_value {max_value} and operations {operations}, wanted at least 2 and at least 1")
@@ -69,7 +79,15 @@ def task(*, max_value: int, operations: int, test_size: int) -> Task:
 
 @lru_cache(maxsize=4)
 def expression_contents(*, max_value: int, operations: int) -> tuple[Content, ...]:
-    """Every content with operands in 1..max_value that never goes below zero."""
+    """Every content with operands in 1..max_value that never goes below zero.
+
+    Args:
+        max_value: largest operand.
+        operations: changes in each content.
+
+    Returns:
+        The contents, in a fixed order.
+    """
     operands = range(1, max_value + 1)
     changes = product("+-", operands)
     every = (Content(start, tail) for start, tail in product(operands, product(changes, repeat=operations)))
@@ -80,21 +98,44 @@ def expression_contents(*, max_value: int, operations: int) -> tuple[Content, ..
 def split_contents(
     *, max_value: int, operations: int, test_size: int
 ) -> tuple[tuple[Content, ...], tuple[Content, ...]]:
-    """(held out, trained on): the contents in a fixed shuffled order, cut at `test_size`."""
+    """(held out, trained on): the contents in a fixed shuffled order, cut at `test_size`.
+
+    Args:
+        max_value: largest operand.
+        operations: changes in each content.
+        test_size: contents held out.
+
+    Returns:
+        The held-out contents and the others.
+    """
     every = expression_contents(max_value=max_value, operations=operations)
     shuffled = [every[i] for i in prng.permutation(_split_key(0), len(every)).tolist()]
     return tuple(shuffled[:test_size]), tuple(shuffled[test_size:])
 
 
 def worked_solution(problem: Problem) -> str:
-    r"""A solution that shows its working: `7+5=12 12-3=9 \boxed{9}`."""
+    r"""A solution that shows its working: `7+5=12 12-3=9 \boxed{9}`.
+
+    Args:
+        problem: a problem of `arithmetic.task`.
+
+    Returns:
+        The text of a right completion.
+    """
     changes, values = problem.meta["changes"], problem.meta["values"]
     steps = (f"{x}{op}{b}={y}" for x, (op, b), y in zip(values[:-1], changes, values[1:], strict=True))
     return f"{' '.join(steps)} {answer_only(problem)}"
 
 
 def answer_only(problem: Problem) -> str:
-    r"""A solution that states the answer alone: `\boxed{9}`."""
+    r"""A solution that states the answer alone: `\boxed{9}`.
+
+    Args:
+        problem: a problem with an answer.
+
+    Returns:
+        The text of a right completion.
+    """
     return rf"\boxed{{{problem.answer}}}"
 
 
@@ -102,6 +143,14 @@ def demonstrations(task: Task, key: Tensor, *, worked_share: float) -> Iterator[
     """Endless (prompt, completion) pairs for a supervised warm start, from the training side alone.
 
     A share of them shows the working, the others state the answer alone; all are right.
+
+    Args:
+        task: a task of this module.
+        key: key of the draws.
+        worked_share: probability that a completion shows the working, in [0, 1].
+
+    Returns:
+        The pairs, without end.
     """
     style = frozen_key(prng.fold_in(key, _STYLE))
     for index in count_from():
@@ -111,7 +160,16 @@ def demonstrations(task: Task, key: Tensor, *, worked_share: float) -> Iterator[
 
 
 def corpus(task: Task, key: Tensor, count: int) -> list[str]:
-    """`count` training prompts with both of their solutions, as text to train a tokenizer on."""
+    """`count` training prompts with both of their solutions, as text to train a tokenizer on.
+
+    Args:
+        task: a task of this module.
+        key: key of the draws.
+        count: training problems.
+
+    Returns:
+        `count` texts.
+    """
     problems = (task.train(key, index) for index in range(count))
     return [f"{problem.prompt} {worked_solution(problem)} {answer_only(problem)}" for problem in problems]
 

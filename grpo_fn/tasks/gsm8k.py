@@ -11,10 +11,19 @@ from grpo_fn.tasks.task import Task, first, from_rows
 def task(*, data: str, template: str, test_size: int) -> Task:
     r"""The problems of `train.jsonl` and `test.jsonl` in the folder `data`, each put to the model as `template` says.
 
-    `template` holds `{question}`; other braces in it, as of `\boxed{}`, stand for themselves. The held-out set is the
-    first `test_size` rows of the test file, in its order; 0 and numbers beyond the end of the file both mean all of
-    it. Raises ValueError naming file and line for a missing or empty file, a row without the fields and an answer
-    without `####`; also for a template without `{question}` and a negative test_size.
+    The held-out set is the first rows of the test file, in its order.
+
+    Args:
+        data: folder with both files.
+        template: text of a prompt; holds `{question}`. Other braces, as of `\boxed{}`, stand for themselves.
+        test_size: held-out problems; 0 and numbers beyond the end of the file both mean all of it.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: for a missing or empty file, a row without the fields or an answer without `####`, naming file and
+            line; for a template without `{question}` and a negative test_size.
     """
     templates.check_template(template, ["question"])
     train, test = (
@@ -25,7 +34,14 @@ def task(*, data: str, template: str, test_size: int) -> Task:
 
 
 def gsm8k_answer(answer: str) -> str | None:
-    """What follows the last `####` of a published answer, without thousands commas; None where nothing does."""
+    """The final answer of a published solution: the text after its last `####`, without thousands commas.
+
+    Args:
+        answer: the `answer` field of a row.
+
+    Returns:
+        The answer; None where nothing follows, or there is no `####`.
+    """
     return answer.rpartition("####")[2].replace(",", "").strip() or None if "####" in answer else None
 
 

@@ -29,14 +29,26 @@ def task(
 ) -> Task:
     r"""The problems of the files `train` and `test` in the folder `data`, put to the model as `template` says.
 
-    Training asks the rows of the named `levels`, 1 to 5 and None for the two published rows that have none, and
-    `subjects`. The held-out set is the first `test_size` rows of its file, 0 for all, of every level and subject.
-    `template` holds `{problem}`. The answer is the row's own, or where it has no such field, as in the original files,
-    the last `\boxed{}` of its solution; `meta` holds `level` and `subject`.
+    The held-out set is the first rows of its file, of every level and subject. The answer is the row's own, or where
+    it has no such field, as in the original files, the last `\boxed{}` of its solution; `meta` holds `level` and
+    `subject`. A training row without an answer is left out and noted (two of the published ones have an empty box); a
+    held-out one is refused.
 
-    A training row without an answer is left out and noted (two of the published ones have an empty box); a held-out
-    one is refused. Raises ValueError naming file and line for a row without the fields or with another level, for a
-    level or subject of which there is no row, and for knobs as `gsm8k.task` does.
+    Args:
+        data: folder with the files.
+        train: names of the files to train on, JSON lines.
+        test: name of the held-out file, JSON lines.
+        levels: levels of the training rows, 1 to 5; None for the two published rows that have none.
+        subjects: subjects of the training rows, as the files name them.
+        template: text of a prompt; holds `{problem}`. Other braces, as of `\boxed{}`, stand for themselves.
+        test_size: held-out problems; 0 and numbers beyond the end of the file both mean all of it.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: for a row without the fields or with another level, naming file and line; for a level or subject of
+            which there is no row, a held-out row without an answer, and as `gsm8k.task` for the other knobs.
     """
     templates.check_template(template, ["problem"])
     read = partial(jsonl_rows, Path(data), fields=("problem",))

@@ -18,15 +18,25 @@ def task(
 ) -> Task:
     """The problems of `file` in the folder `data`: the splits `train` to train on, the splits `test` held out.
 
-    Splits are prompts (task_id 1 to 10), test (11 to 510), validation (511 to 600) and train (601 to 974). `template`
-    holds `{text}` and, when `shown_tests` is not 0, `{tests}`: the first `shown_tests` asserts, a line each. Without
-    any the model has to guess the function's name. The answer is the reference program; `meta` holds `tests`, every
-    assert, and `setup`, code to run after the program and before them. Either published file will do:
-    `mbpp.jsonl`, or `sanitized-mbpp.jsonl`, whose `test_imports` are the setup. Line ends become \\n.
+    Splits are prompts (task_id 1 to 10), test (11 to 510), validation (511 to 600) and train (601 to 974). The answer
+    is the reference program; `meta` holds `tests`, every assert, and `setup`, code to run after the program and before
+    them. Line ends become \\n.
 
-    The held-out set is the first `test_size` rows of its splits, 0 for all. Raises ValueError naming file and line
-    for a row without the fields, without asserts or with another task_id; for an unknown split, one on both sides,
-    one without rows; and for knobs as `gsm8k.task` does.
+    Args:
+        data: folder with the file.
+        file: either published file: `mbpp.jsonl`, or `sanitized-mbpp.jsonl`, whose `test_imports` are the setup.
+        train: splits to train on, at least one.
+        test: splits held out.
+        template: text of a prompt; holds `{text}` and, when `shown_tests` is not 0, `{tests}`: asserts, a line each.
+        shown_tests: asserts in the prompt, the first ones; with 0 the model has to guess the function's name.
+        test_size: held-out problems, the first of their splits; 0 and more than there are both mean all of them.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: for a row without the fields, without asserts or with another task_id, naming file and line; for an
+            unknown split, one on both sides, one without rows, and a template or number that does not fit.
     """
     _check_splits(train, test)
     if shown_tests < 0:

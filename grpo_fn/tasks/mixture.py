@@ -41,10 +41,19 @@ def task(*, tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, int |
     """The named tasks in one stream, in the ratio of their weights, with all of their held-out problems.
 
     `meta["task"]` names a problem's part, in training and in the held-out set, which has one part after the other in
-    the order given. A part of weight 0 is never drawn: it adds its held-out problems. `size` is the number of training
-    rows of the parts that are drawn. A training row of one part that is a held-out problem of another is left out and
-    noted. Raises ValueError when names differ, for weights that are negative, not finite or all 0, whose ratio takes
-    blocks of more than `LARGEST_BLOCK` draws, and for a weight on a task without training rows.
+    the order given. `size` is the number of training rows of the parts that are drawn. A training row of one part that
+    is a held-out problem of another is left out and noted.
+
+    Args:
+        tasks: function that makes each part, by the part's name.
+        weights: weight of each part in the stream, by the same names; a part of weight 0 adds held-out problems alone.
+
+    Returns:
+        The mixture, which notes its shares.
+
+    Raises:
+        ValueError: when names differ, for weights as `whole_counts`, for a weight on a task without training rows, and
+            what a part raises, with its name.
     """
     if set(tasks) != set(weights):
         raise ValueError(
@@ -65,8 +74,14 @@ def task(*, tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, int |
 def whole_counts(weights: Sequence[int | float]) -> tuple[int, ...]:
     """The smallest whole numbers in the ratio of the weights; a float counts as the decimal it is printed as.
 
-    Raises ValueError for weights that are negative, not finite or all 0, and when the numbers add up to more than
-    `LARGEST_BLOCK`.
+    Args:
+        weights: finite numbers from 0 up, not all of them 0.
+
+    Returns:
+        Draws of each part in a block.
+
+    Raises:
+        ValueError: for other weights, and when the numbers add up to more than `LARGEST_BLOCK`.
     """
     numbers = all(isinstance(weight, int | float) and isfinite(weight) and weight >= 0 for weight in weights)
     if not numbers or not any(weights):
@@ -84,7 +99,16 @@ def whole_counts(weights: Sequence[int | float]) -> tuple[int, ...]:
 
 
 def part_at(key: Tensor, index: int, counts: tuple[int, ...]) -> tuple[int, int]:
-    """Whose turn it is at `index` of the stream under `key`, and how many turns that part had before."""
+    """The part that is drawn at `index` of the stream under `key`, and its place in its own stream.
+
+    Args:
+        key: key of the order of the stream.
+        index: place in the stream, from 0.
+        counts: draws of each part in a block.
+
+    Returns:
+        (number of the part, draws that it had before).
+    """
     block, there = divmod(index, sum(counts))
     at_once = -(-_AT_ONCE // sum(counts))
     part, before = _blocks(frozen_key(key), block // at_once, at_once, counts)[block % at_once][there]

@@ -14,7 +14,19 @@ Length = Callable[[str], int]
 
 
 def refuse(task: Task, length: Length, limit: int) -> tuple[Task, int]:
-    """The task as it is. Raises ValueError, naming the longest prompt, when a row or held-out problem is over it."""
+    """The task as it is: a prompt over the limit, among rows or held-out problems, is an error.
+
+    Args:
+        task: the task.
+        length: tokens of a prompt as the sampler counts them.
+        limit: most tokens that a prompt may have.
+
+    Returns:
+        (the task, 0).
+
+    Raises:
+        ValueError: when a row or held-out problem is over the limit, naming the longest prompt.
+    """
     _check("training", task.rows, length, limit)
     _check("held-out", task.test, length, limit)
     return task, 0
@@ -23,8 +35,18 @@ def refuse(task: Task, length: Length, limit: int) -> tuple[Task, int]:
 def drop(task: Task, length: Length, limit: int) -> tuple[Task, int]:
     """The task without the training rows over the limit, which are noted. A held-out problem over it is refused.
 
-    So a benchmark has the same problems for every model and every `max_new_tokens`. Raises ValueError for a
-    generated task: nothing can be left out of it.
+    So a benchmark has the same problems for every model and every `max_new_tokens`.
+
+    Args:
+        task: the task.
+        length: tokens of a prompt as the sampler counts them.
+        limit: most tokens that a prompt may have.
+
+    Returns:
+        (the task, training rows left out).
+
+    Raises:
+        ValueError: for a held-out problem over the limit, when no row is left, and for a generated task.
     """
     _check("held-out", task.test, length, limit)
     return _without_long_rows(task, length, limit)
@@ -33,7 +55,18 @@ def drop(task: Task, length: Length, limit: int) -> tuple[Task, int]:
 def drop_both(task: Task, length: Length, limit: int) -> tuple[Task, int]:
     """As `drop`, and held-out problems over the limit are left out and noted too.
 
-    The number is that of both. Accuracy is then comparable between runs that held out the same ones only.
+    Accuracy is then comparable between runs that held out the same ones only.
+
+    Args:
+        task: the task.
+        length: tokens of a prompt as the sampler counts them.
+        limit: most tokens that a prompt may have.
+
+    Returns:
+        (the task, training rows and held-out problems left out, together).
+
+    Raises:
+        ValueError: when no row or no held-out problem is left, and for a generated task.
     """
     left, rows = _without_long_rows(task, length, limit)
     over = [str(i) for i, problem in enumerate(task.test) if length(problem.prompt) > limit]

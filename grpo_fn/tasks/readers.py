@@ -13,8 +13,19 @@ from grpo_fn.tasks.task import list_places
 def jsonl_rows(folder: Path, name: str, *, fields: Sequence[str]) -> list[Row]:
     """The objects of the file `name` in `folder`, one a line, each with text in all of `fields`.
 
-    Blank lines are skipped. Raises ValueError naming file and line for a line that is not such an object, and for a
-    folder or a file that is missing, unreadable or empty.
+    Blank lines are skipped.
+
+    Args:
+        folder: folder of the file.
+        name: name of the file.
+        fields: fields that have to hold text.
+
+    Returns:
+        The rows, in the order of the file.
+
+    Raises:
+        ValueError: for a line that is not such an object, naming file and line, and for a folder or a file that is
+            missing, unreadable or empty.
     """
     if not folder.is_dir():
         beside = folder_listing(folder.parent) if folder.parent.is_dir() else "no such folder either"
@@ -31,7 +42,18 @@ def jsonl_rows(folder: Path, name: str, *, fields: Sequence[str]) -> list[Row]:
 
 
 def json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
-    """The objects of a file, one a line, as they are read; `fields` is what an error says they should hold."""
+    """The objects of a file, one a line, as they are read.
+
+    Args:
+        path: path of the file.
+        fields: fields that an error names as wanted; they are not checked.
+
+    Returns:
+        The rows, in the order of the file.
+
+    Raises:
+        ValueError: for a line that is no object, naming file and line, and for a file that is unreadable or empty.
+    """
     row = None
     try:
         for row in json_rows(path, wanted=f"an object with {', '.join(fields)}"):
@@ -43,7 +65,18 @@ def json_lines(path: Path, fields: Sequence[str]) -> Iterator[Row]:
 
 
 def text_field(row: Row, field: str) -> str:
-    """The text in a field. Raises ValueError with the fields that there are when it holds none, or half a character."""
+    """The text in a field.
+
+    Args:
+        row: one row of a file.
+        field: name of the field.
+
+    Returns:
+        The text, as it is.
+
+    Raises:
+        ValueError: when the field holds no text, with the fields that there are, or half a character.
+    """
     value = row.value.get(field)
     if not isinstance(value, str):
         raise ValueError(f"{row.where}: got the fields {', '.join(row.value) or 'none'}, wanted text in {field!r}")
@@ -57,16 +90,32 @@ def text_field(row: Row, field: str) -> str:
 
 
 def folder_listing(folder: Path) -> str:
-    """The names in a folder, the first ten of them."""
+    """The names in a folder, the first ten of them.
+
+    Args:
+        folder: path of a folder that exists.
+
+    Returns:
+        The names, sorted, for a message; "nothing" for an empty folder.
+    """
     return list_places(sorted(path.name for path in folder.iterdir())) or "nothing"
 
 
 def file(fields: Sequence[str], *, path: str) -> Iterator[Row]:
     """The rows of a .jsonl file (.json where it holds an object a line) or a .parquet file.
 
-    A `*` or `?` in the file name stands for all files that match, in the order of their names. Parquet needs pyarrow,
-    and reads the named fields alone. Raises ValueError with what is there when nothing is at `path`, and naming file
-    and line (row) for one that is no object or lacks a field.
+    Parquet needs pyarrow, and reads the named fields alone.
+
+    Args:
+        fields: fields that every row has to have.
+        path: path of the file; `*` or `?` in its name stand for all files that match, in the order of their names.
+
+    Returns:
+        The rows, as they are read.
+
+    Raises:
+        ValueError: for another kind of file; when nothing is at `path`, with what is there; for a row that is no object
+            or lacks a field, naming file and line (row).
     """
     for found in _files(Path(path).expanduser()):
         reader = _READERS.get(found.suffix)
@@ -78,8 +127,18 @@ def file(fields: Sequence[str], *, path: str) -> Iterator[Row]:
 def hub(fields: Sequence[str], *, name: str, config: str, split: str, revision: str) -> Iterator[Row]:
     """The rows of a split of a hub dataset, or of a folder that the `datasets` library can load; needs that library.
 
-    `config` and `revision` may be empty: the default ones. A split can be cut as the library allows, `train[:1000]`.
-    Raises ValueError when there is no such dataset or split, and when its rows lack a field.
+    Args:
+        fields: fields that every row has to have.
+        name: name of the dataset, or path of a folder.
+        config: configuration of the dataset; "" for the default one.
+        split: split, which can be cut as the library allows: `train[:1000]`.
+        revision: commit, branch or tag; "" for the default one.
+
+    Returns:
+        The rows, as they are read.
+
+    Raises:
+        ValueError: when the library, dataset or split is not there, and when its rows lack a field.
     """
     datasets = _library("datasets")
     try:

@@ -40,9 +40,18 @@ def from_rows(rows: Sequence[Problem], test: Sequence[Problem]) -> Task:
     """The task that walks `rows` epoch by epoch, each epoch in its own keyed order.
 
     Stream index i draws `rows[permutation(fold_in(key, i // size))[i % size]]`; the problem's uid is i and
-    `meta["row"]` names the row (its place in `rows` where it has no number yet), so the same row drawn in two epochs
-    is asked with different randomness. A training row whose prompt is that of a held-out problem, spaces and line
-    ends aside, is left out and noted. Raises ValueError when there are no rows, or none are left.
+    `meta["row"]` names the row (its place in `rows` where it has no number), so one row has other randomness in another
+    epoch. A training row whose prompt is that of a held-out problem, white space aside, is left out and noted.
+
+    Args:
+        rows: training problems.
+        test: held-out problems, in their order.
+
+    Returns:
+        The task, its problems numbered.
+
+    Raises:
+        ValueError: when there are no rows, or none are left.
     """
     if len(rows) == 0:
         raise ValueError("a task needs training rows: got none, wanted at least one")
@@ -60,20 +69,43 @@ def from_rows(rows: Sequence[Problem], test: Sequence[Problem]) -> Task:
 
 
 def generated_task(train: Callable[[Tensor, int], Problem], test: Sequence[Problem], size: int) -> Task:
-    """The task whose problems are made as they are drawn; `size` is what it calls an epoch."""
+    """The task whose problems are made as they are drawn; `size` is what it calls an epoch.
+
+    Args:
+        train: (key, index) -> the training problem with `uid == index`; never a held-out one.
+        test: held-out problems, in their order.
+        size: training problems per epoch.
+
+    Returns:
+        The task; `filter_rows` refuses it.
+    """
     return Task(train, number_tests(test), size, (), _narrow_nothing, ())
 
 
 def held_out_only(test: Sequence[Problem]) -> Task:
-    """The task with a held-out set alone: to evaluate on, or as a part of a mixture; drawing from it raises."""
+    """The task with a held-out set alone: to evaluate on, or as a part of a mixture; drawing from it raises.
+
+    Args:
+        test: held-out problems, in their order.
+
+    Returns:
+        The task, of size 0.
+    """
     return Task(_no_training, number_tests(test), 0, (), _narrow_empty, ())
 
 
 def filter_rows(task: Task, predicate: Predicate) -> tuple[Task, int]:
     """The task without the training rows for which the predicate is false, and their number.
 
-    The rows that stay keep their `meta["row"]`; held-out problems stay all. Raises ValueError when no row stays, and
-    for a task that makes its problems as they are drawn.
+    Args:
+        task: the task.
+        predicate: problem -> True for a training row that stays.
+
+    Returns:
+        (the task with the numbers that its rows had and all held-out problems, training rows left out).
+
+    Raises:
+        ValueError: when no row stays, and for a task that makes its problems as they are drawn.
     """
     kept = task.narrow(task, predicate)
     left_out = task.size - kept.size
@@ -81,9 +113,17 @@ def filter_rows(task: Task, predicate: Predicate) -> tuple[Task, int]:
 
 
 def first(task: Task, test_size: int) -> Task:
-    """The task with the first `test_size` of its held-out problems; 0 and more than there are both mean all of them.
+    """The task with the first `test_size` of its held-out problems.
 
-    Raises ValueError below 0.
+    Args:
+        task: the task.
+        test_size: held-out problems to keep; 0 and more than there are both mean all of them.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: for a test_size below 0.
     """
     if test_size < 0:
         raise ValueError(f"test_size: got {test_size}, wanted 0 for all held-out problems, or how many")
@@ -95,8 +135,7 @@ def sample_tests(task: Task, count: int) -> Task:
 
     Problems are alike in their `STRATA`. Every kind gives its first problem before any gives a second, the largest kind
     first; then each gives in proportion to its size, from its front. So a smaller count takes some of what a larger one
-    takes, and problems of one kind alone are taken from the front. A note says how many of each kind are left where
-    there are several.
+    takes. A note says how many of each kind are left where there are several.
 
     Args:
         task: the task.
@@ -130,48 +169,114 @@ def _kind(problem: Problem) -> tuple[str, ...]:
 
 
 def with_notes(task: Task, *lines: str) -> Task:
-    """The task with more lines for the log."""
+    """The task with more lines for the log.
+
+    Args:
+        task: the task.
+
+    Returns:
+        The task; its `notes` end with `lines`.
+    """
     return task._replace(notes=(*task.notes, *lines))
 
 
 def number_rows(rows: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The rows, each with its place in `meta["row"]` unless it has a number already."""
+    """The rows, each with its place in `meta["row"]` unless it has a number already.
+
+    Args:
+        rows: training problems.
+
+    Returns:
+        The same problems in the same order.
+    """
     return tuple(problem._replace(meta={"row": i, **problem.meta}) for i, problem in enumerate(rows))
 
 
 def number_tests(test: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The held-out problems with uids `TEST_UID, TEST_UID + 1, ...` in their given order."""
+    """The held-out problems with uids `TEST_UID, TEST_UID + 1, ...` in their given order.
+
+    Args:
+        test: held-out problems.
+
+    Returns:
+        The same problems in the same order.
+    """
     return tuple(problem._replace(uid=TEST_UID + i) for i, problem in enumerate(test))
 
 
 def train_problems(task: Task, key: Tensor, start: int, count: int) -> tuple[Problem, ...]:
-    """Training problems `start, ..., start + count - 1` of the stream under `key`."""
+    """Training problems `start, ..., start + count - 1` of the stream under `key`.
+
+    Args:
+        task: the task.
+        key: key of the stream.
+        start: index of the first one.
+        count: problems.
+
+    Returns:
+        `count` problems.
+    """
     return tuple(task.train(key, index) for index in range(start, start + count))
 
 
 def normalize_prompt(prompt: str) -> str:
-    """What two prompts have in common when only their spaces and line ends differ."""
+    """The prompt with every run of white space as one space, to compare prompts.
+
+    Args:
+        prompt: text of a prompt.
+
+    Returns:
+        The text to compare.
+    """
     return " ".join(prompt.split())
 
 
 def place_of(problem: Problem) -> str:
-    """Where a row stands: its part of a mixture and its source, if it has them, and its number."""
+    """A row's place, for people: its part of a mixture and its source, if it has them, and its number.
+
+    Args:
+        problem: a problem, with some of `task`, `source` and `row` in `meta`.
+
+    Returns:
+        These, with a space between them.
+    """
     return " ".join(str(problem.meta[name]) for name in ("task", "source", "row") if name in problem.meta)
 
 
 def list_places(places: Sequence[str]) -> str:
-    """The first ten, and how many more there are."""
+    """The first ten places, and how many more there are.
+
+    Args:
+        places: names of places, any number.
+
+    Returns:
+        A list for a message; "" for none.
+    """
     shown = ", ".join(places[:10])
     return f"{shown} and {len(places) - 10} more" if len(places) > 10 else shown
 
 
 def frozen_key(key: Tensor) -> FrozenKey:
-    """A key as a hashable value, for caches; `thawed_key` turns it back."""
+    """A key as a hashable value, for caches; `thawed_key` turns it back.
+
+    Args:
+        key: a key of `prng`.
+
+    Returns:
+        (the key's words, its dtype).
+    """
     return tuple(key.tolist()), key.dtype
 
 
 def thawed_key(frozen: FrozenKey) -> Tensor:
-    """The CPU key that `frozen_key` froze."""
+    """The CPU key that `frozen_key` froze.
+
+    Args:
+        frozen: what `frozen_key` gave.
+
+    Returns:
+        The key, on the CPU.
+    """
     words, dtype = frozen
     return torch.tensor(words, dtype=dtype)
 
@@ -213,9 +318,14 @@ def _order(frozen: FrozenKey, epoch: int, size: int) -> Tensor:
 
 
 def check_template(template: str, names: Sequence[str]) -> None:
-    r"""Raise ValueError unless the template holds `{name}` for each of `names`.
+    r"""Check that the template holds `{name}` for each of `names`.
 
-    Braces that are none of these stand for themselves, as in `\boxed{}`.
+    Args:
+        template: text of a prompt; braces that are none of these stand for themselves, as in `\boxed{}`.
+        names: fields that it has to hold.
+
+    Raises:
+        ValueError: when one is missing.
     """
     for name in names:
         if f"{{{name}}}" not in template:
@@ -223,13 +333,31 @@ def check_template(template: str, names: Sequence[str]) -> None:
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
-    """The template with every `{name}` replaced by its value, once: what a value says is not looked at again."""
+    """The template with every `{name}` replaced by its value, once: what a value says is not looked at again.
+
+    Args:
+        template: text of a prompt, with `{name}` for each field.
+        values: text of each field, by name.
+
+    Returns:
+        The prompt.
+    """
     places = "|".join(re.escape(f"{{{name}}}") for name in values)
     return re.sub(places, lambda found: values[found.group()[1:-1]], template)
 
 
 def drop_unanswered(task: Task) -> Task:
-    """The task without the training rows whose answer is empty: no completion of theirs could be scored."""
+    """The task without the training rows whose answer is empty: no completion of theirs could be scored.
+
+    Args:
+        task: a task with rows.
+
+    Returns:
+        The task, with a note when rows were left out.
+
+    Raises:
+        ValueError: when no row is left.
+    """
     without = [place_of(problem) for problem in task.rows if not problem.answer]
     if not without:
         return task
@@ -238,7 +366,17 @@ def drop_unanswered(task: Task) -> Task:
 
 
 def all_answered(test: Sequence[Problem]) -> Sequence[Problem]:
-    """The held-out problems themselves. A benchmark is whole: raises ValueError when an answer is empty."""
+    """The held-out problems themselves, all of them with an answer: a benchmark is whole.
+
+    Args:
+        test: held-out problems.
+
+    Returns:
+        The same problems.
+
+    Raises:
+        ValueError: when an answer is empty, with the places of those problems.
+    """
     without = [place_of(problem) for problem in number_rows(test) if not problem.answer]
     if without:
         raise ValueError(f"held-out rows: got no answer in {list_places(without)} (counted from 0), wanted one in each")
@@ -246,7 +384,14 @@ def all_answered(test: Sequence[Problem]) -> Sequence[Problem]:
 
 
 def drop_duplicates(rows: Sequence[Problem]) -> tuple[list[Problem], tuple[str, ...]]:
-    """The rows without those that repeat the prompt and the answer of an earlier one, and a note if there are any."""
+    """The rows without those that repeat the prompt and the answer of an earlier one, and a note if there are any.
+
+    Args:
+        rows: training problems.
+
+    Returns:
+        (the rows that are left, in their order; notes for the task).
+    """
     left: dict[tuple[str, str], Problem] = {}
     again = [place_of(row) for row in rows if left.setdefault((row.prompt, row.answer), row) is not row]
     notes = (f"left out {len(again)} rows that repeat an earlier one: {list_places(again)}",) if again else ()

@@ -20,7 +20,11 @@ MODES = ("offline", "online")
 
 
 def none() -> Mirror:
-    """No mirror."""
+    """No mirror.
+
+    Returns:
+        A context for a run folder that does nothing.
+    """
     return nullcontext
 
 
@@ -29,7 +33,16 @@ def wandb(*, project: str, mode: str) -> Mirror:
 
     Offline, everything stays in RUN_DIR/wandb until `wandb sync RUN_DIR/wandb/offline-run-*`. A run that resumes goes
     on under its id (RUN_DIR/wandb/id); steps that it takes again are there twice, distinguished by `global_step`.
-    Raises ValueError when the package is not there or `mode` is not one of MODES.
+
+    Args:
+        project: project of the run in Weights & Biases.
+        mode: "offline" or "online".
+
+    Returns:
+        The mirror: (run folder) -> context.
+
+    Raises:
+        ValueError: when the package is not there or `mode` is another.
     """
     if mode not in MODES:
         raise ValueError(f"tracker.wandb.mode: got {mode!r}, wanted one of {', '.join(MODES)}")

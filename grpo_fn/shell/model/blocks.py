@@ -43,13 +43,20 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def no_checkpointing(block: nn.Module) -> None:
-    """Keep every activation for the backward pass."""
+    """Keep every activation for the backward pass.
+
+    Args:
+        block: a transformer block, left as it is.
+    """
 
 
 def full_checkpointing(block: nn.Module) -> None:
     """Keep what enters the block alone; the backward pass runs it once more, dropout's noise included.
 
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
+
+    Args:
+        block: a transformer block, changed in place.
     """
     block.forward = partial(_recompute, block.forward, noop_context_fn)
 
@@ -58,6 +65,9 @@ def selective_checkpointing(block: nn.Module) -> None:
     """Keep the results of matrix products and attention; recompute the rest, which is cheap, from them.
 
     Operators inside compiled code are not seen one by one: of a compiled block everything is recomputed.
+
+    Args:
+        block: a transformer block, changed in place.
     """
     block.forward = partial(_recompute, block.forward, partial(create_selective_checkpoint_contexts, _policy))
 
@@ -103,11 +113,19 @@ def _recompute(forward: Forward, contexts: Contexts, *args: Any, **kwargs: Any) 
 
 
 def eager(block: nn.Module) -> None:
-    """Run the block as it is written."""
+    """Run the block as it is written.
+
+    Args:
+        block: a transformer block, left as it is.
+    """
 
 
 def torch_compile(block: nn.Module) -> None:
-    """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written."""
+    """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written.
+
+    Args:
+        block: a transformer block, changed in place.
+    """
     block.forward = CompiledForward(block.forward, _uncached, _compile)
 
 

@@ -38,8 +38,13 @@ class LogprobModel(nn.Module):
     """A causal language model that is asked for scores, not for logits.
 
     It is the root of whatever shards the model: embedding, last norm and head belong to it, and are whole while its
-    forward runs. About `logits_chunk_elements` logits live at once. `input_packing` is how the model is shown the
-    rows: padded, or end to end.
+    forward runs.
+
+    Args:
+        model: a causal language model of Hugging Face.
+        temperature: of the softmax, which divides the logits.
+        logits_chunk_elements: logits that live at once in the head, about.
+        input_packing: (model) -> layout of the rows in the model's input: padded, or end to end.
     """
 
     def __init__(

@@ -34,13 +34,12 @@ A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Which layers get an adapter, and how large: `targets` is "all-linear" (every linear layer of the blocks, the head
-    not among them) or names such as ("q_proj", "v_proj"). Dropout is a probability, on what enters A."""
+    """Low-rank adapters: their size, scale and dropout, and the layers that have one."""
 
-    rank: int
-    alpha: float
-    dropout: float
-    targets: Sequence[str] | str
+    rank: int  # rows of A and columns of B
+    alpha: float  # B A is multiplied by alpha / rank
+    dropout: float  # probability, on the input of A
+    targets: Sequence[str] | str  # "all-linear", every linear layer of the blocks, or names: ("q_proj", "v_proj")
 
     def __post_init__(self) -> None:
         if self.rank < 1:

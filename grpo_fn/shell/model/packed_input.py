@@ -54,17 +54,38 @@ class InputPacking(Protocol):
 
 
 def pad_rows(model: nn.Module) -> InputPacking:
-    """Rows as they are, to the width of the longest."""
+    """Rows as they are, to the width of the longest.
+
+    Args:
+        model: a causal language model of Hugging Face.
+
+    Returns:
+        The layout of rows in its input.
+    """
     return PaddedInput()
 
 
 def pack_rows(model: nn.Module) -> InputPacking:
-    """No padding; every row reads its own prompt."""
+    """No padding; every row reads its own prompt.
+
+    Args:
+        model: a causal language model of Hugging Face; its attention is made to take a layout of rows.
+
+    Returns:
+        The layout of rows in its input.
+    """
     return PackedInput(model, each_reads_its_prompt)
 
 
 def pack_shared_prompts(model: nn.Module) -> InputPacking:
-    """No padding, and a prompt that several rows begin with is read once."""
+    """No padding, and a prompt that several rows begin with is read once.
+
+    Args:
+        model: a causal language model of Hugging Face; its attention is made to take a layout of rows.
+
+    Returns:
+        The layout of rows in its input.
+    """
     return PackedInput(model, share_prompts)
 
 

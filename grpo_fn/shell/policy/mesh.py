@@ -23,16 +23,15 @@ DATA = ("replicate", "shard")
 class Parallelism:
     """The mesh and what is done to save memory on each device.
 
-    `dp_replicate` copies of the model, each held in parts by `dp_shard` devices, every matrix product shared by `tp`
-    devices: the three multiply to the number of ranks. A number may be "rest", what is left of all ranks, or "host",
-    what is left of this host's. With dp_replicate 1 and dp_shard "rest" this is FULL_SHARD (ZeRO-3); without
+    dp_replicate, dp_shard and tp multiply to the number of ranks. A number may be "rest", what is left of all ranks, or
+    "host", what is left of this host's. With dp_replicate 1 and dp_shard "rest" this is FULL_SHARD (ZeRO-3); without
     `reshard_after_forward` SHARD_GRAD_OP (ZeRO-2); with dp_shard 1 and dp_replicate "rest" NO_SHARD (DDP); with
     dp_shard "host" and dp_replicate "rest" HYBRID_SHARD. (ZeRO: arXiv:1910.02054; FSDP: arXiv:2304.11277.)
     """
 
-    dp_replicate: int | str
-    dp_shard: int | str
-    tp: int
+    dp_replicate: int | str  # copies of the model
+    dp_shard: int | str  # devices that hold a copy in parts
+    tp: int  # devices that share every matrix product
     reshard_after_forward: bool  # False keeps gathered weights from forward to backward: faster, more memory
     offload: bool  # parameters, gradients and optimizer state on the host, moved to the device when needed
     offload_reference: bool  # the frozen copy, where there is one, on the host

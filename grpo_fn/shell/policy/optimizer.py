@@ -22,15 +22,40 @@ SMALLEST = 1e-12  # scale of a block of zeros, as torchao has it
 def adamw(
     params: Iterable[nn.Parameter], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """AdamW in one fused kernel: the fastest. Two moments of the weight's dtype, 8 bytes a float32 weight."""
+    """AdamW in one fused kernel: the fastest. Two moments of the weight's dtype, 8 bytes a float32 weight.
+
+    Args:
+        params: parameters that train.
+        lr: learning rate; the schedule multiplies it.
+        beta1: decay of the first moment, per step.
+        beta2: decay of the second moment, per step.
+        eps: added to the root of the second moment.
+        weight_decay: coefficient of the decay of matrices: p -= lr weight_decay p in each step.
+
+    Returns:
+        The optimizer.
+    """
     return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, fused=True)
 
 
 def adamw_foreach(
     params: Iterable[nn.Parameter], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """AdamW in one kernel for each operation, for devices without the fused one. While it steps, it holds one more
-    copy of the weights."""
+    """AdamW in one kernel for each operation, for devices without the fused one.
+
+    While it steps, it holds one more copy of the weights.
+
+    Args:
+        params: parameters that train.
+        lr: learning rate; the schedule multiplies it.
+        beta1: decay of the first moment, per step.
+        beta2: decay of the second moment, per step.
+        eps: added to the root of the second moment.
+        weight_decay: coefficient of the decay of matrices: p -= lr weight_decay p in each step.
+
+    Returns:
+        The optimizer.
+    """
     return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, foreach=True)
 
 
@@ -44,7 +69,19 @@ def adamw_8bit(
     fewer than 4096 numbers, or not a multiple of 256, keeps its moments in float32. Compiled on CUDA, one kernel for
     each shape; run as written on the CPU.
 
-    Raises ValueError where torchao is not installed.
+    Args:
+        params: parameters that train.
+        lr: learning rate; the schedule multiplies it.
+        beta1: decay of the first moment, per step.
+        beta2: decay of the second moment, per step.
+        eps: added to the root of the second moment.
+        weight_decay: coefficient of the decay of matrices: p -= lr weight_decay p in each step.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: where torchao is not installed.
     """
     try:
         from torchao.optim import AdamW8bit
@@ -151,12 +188,30 @@ def _like(moment: Tensor, local: Tensor) -> Tensor:
 
 
 def constant(step: int, *, warmup: int) -> float:
-    """Multiplier of the learning rate at `step` (from 0): linear from 1/(warmup+1) to 1, then 1."""
+    """Multiplier of the learning rate: linear from 1/(warmup+1) to 1, then 1.
+
+    Args:
+        step: optimizer step, from 0.
+        warmup: steps with a smaller rate.
+
+    Returns:
+        The multiplier, in (0, 1].
+    """
     return min(1.0, (step + 1) / (warmup + 1))
 
 
 def linear_decay(step: int, *, warmup: int, total: int, final: float) -> float:
-    """Linear warm-up as in `constant`, then linear from 1 to `final` at step `total`."""
+    """Multiplier of the learning rate: warm-up as in `constant`, then linear from 1 to `final` at step `total`.
+
+    Args:
+        step: optimizer step, from 0.
+        warmup: steps with a smaller rate before the decay.
+        total: step from which the multiplier is `final`.
+        final: multiplier at the end.
+
+    Returns:
+        The multiplier.
+    """
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1, total - warmup))

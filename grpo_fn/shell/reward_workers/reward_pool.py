@@ -87,16 +87,24 @@ class RewardJob:
 
 
 class RewardPool:
-    """`workers` processes that score rows within `timeout_per_completion` seconds of wall clock and `memory_mb` MB.
+    """Worker processes that score rows, each row within a time limit and each process within a memory limit.
 
     A context manager; `score` is a `grpo_fn.core.problem.Scorer`, and any thread may ask: one after the other, in the
     order in which they came. A reward must be a pure function of problem and completion, plain or async: equal rows are
-    scored once. `wrappers.with_timeout` gives a reward a deadline of its own. An exception in a reward stops
-    everything, or with `stop_on_error` False makes its row None.
+    scored once.
 
     `counts` says how many rows were lost so far, and to what: `timeouts`, `worker_crashes` (the memory limit included),
     `protocol_errors` (a malformed reply) and `exceptions` of the reward. `complaints` holds a text on the first row
     lost to each of these, at most COMPLAINTS different ones; clear it once logged.
+
+    Args:
+        workers: processes.
+        timeout_per_completion: wall clock of a row, seconds; `wrappers.with_timeout` gives a reward one of its own.
+        memory_mb: address space of each process, MB.
+        stop_on_error: True: an exception in a reward stops everything; False: it makes its row None.
+
+    Raises:
+        ValueError: for a number that is not more than 0.
     """
 
     def __init__(self, *, workers: int, timeout_per_completion: float, memory_mb: int, stop_on_error: bool) -> None:

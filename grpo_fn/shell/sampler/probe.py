@@ -25,10 +25,10 @@ class Mismatch(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """How it is asked, and what is too much."""
+    """A check of an engine's log-probs against the policy's: prompt, completion and the largest gap that passes."""
 
     prompt_tokens: int  # at least so many where the model has as many positions: longer than a block of cached prefixes
-    new_tokens: int
+    new_tokens: int  # that each engine draws; `max_new_tokens` where that is less
     max_gap: float  # mean |logp of the policy - logp of the sampler| that still passes, in nats
 
     def __post_init__(self) -> None:

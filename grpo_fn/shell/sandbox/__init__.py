@@ -60,15 +60,27 @@ def run_program(
     output_kb: int,
     isolation: Isolation,
 ) -> Ran:
-    """Run a program against its tests, shut in by `isolation`: `strongest_isolation`, or one of `isolation`.
+    """Run a program against its tests, shut in.
 
-    `wall_seconds` are for program and tests together, without the start of Python; `cpu_seconds` and `memory_mb`
-    (address space) are for each process of it; `processes` counts its processes and threads; `file_mb` is for one
-    file and for all of the scratch folder; `output_kb` for what it prints and answers, together. A lower limit that
-    the calling process has holds instead.
+    A lower limit that the calling process has holds instead.
 
-    Raises ValueError for a limit that is not more than 0; RuntimeError where the isolation cannot be had here, or the
-    harness does not start in it: that says nothing about the program.
+    Args:
+        program: sources, setup and tests.
+        wall_seconds: wall clock of program and tests together, without the start of Python, seconds.
+        cpu_seconds: CPU time of each process of it, seconds.
+        memory_mb: address space of each process of it, MB.
+        processes: its processes and threads.
+        file_mb: size of one file, and of all of the scratch folder, MB.
+        output_kb: size of all that it prints and answers, KB.
+        isolation: `strongest_isolation`, or one of the module `isolation`.
+
+    Returns:
+        A verdict for each test, whether they are proven, and what was printed.
+
+    Raises:
+        ValueError: for a limit that is not more than 0.
+        RuntimeError: where the isolation cannot be had here, or the harness does not start in it: that says nothing
+            about the program.
     """
     limits = Limits(wall_seconds, cpu_seconds, memory_mb, processes, file_mb, output_kb)
     for name, value in limits._asdict().items():
@@ -84,7 +96,17 @@ def run_program(
 
 
 def strongest_isolation(limits: Limits) -> AbstractContextManager[Cell]:
-    """Bubblewrap, or else kernel namespaces; RuntimeError where neither works. Tried out once in a process."""
+    """Bubblewrap, or else kernel namespaces. Tried out once in a process.
+
+    Args:
+        limits: limits of one run.
+
+    Returns:
+        A context that gives the cell of the run.
+
+    Raises:
+        RuntimeError: where neither works.
+    """
     for isolation in (bubblewrap, namespaces):
         if not _amiss(isolation):
             return isolation(limits)

@@ -24,7 +24,16 @@ def check_here() -> None:
 def nccl(*, host: str, chunk_bytes: int, seconds: float) -> "Nccl":
     """Broadcast from this rank's GPU to those of the servers; vLLM is installed beside the trainer.
 
-    `host` is this machine as the servers reach it. A broadcast that takes longer than `seconds` loses its server.
+    Args:
+        host: name or address of this machine as the servers reach it.
+        chunk_bytes: size of a chunk of weights, bytes; a chunk is larger by less than a tensor.
+        seconds: longest broadcast of a chunk; a server that takes longer is lost.
+
+    Returns:
+        The transfer.
+
+    Raises:
+        ValueError: for a chunk_bytes below 1, and where a GPU or vLLM is missing.
     """
     return Nccl(host, chunk_bytes, seconds)
 

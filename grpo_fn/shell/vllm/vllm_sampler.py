@@ -63,13 +63,28 @@ def colocated_sampler(
 ) -> "VllmSampler":
     """A sampler whose engine shares process and device with the training.
 
-    `max_rows` are decoded at once; `max_model_len` is prompt and completion together, None for what the model can.
-    `extra` are further fields of vLLM's SamplingParams; those that may bias need `allow_biased`. On a GPU the engine
-    has `gpu_memory_utilization` of the memory while it is awake, on CPU `kv_cache_bytes` beside the weights.
-    `tensor_parallel` neighbouring ranks are one engine together. `enforce_eager` compiles nothing. One call of the
-    engine may take `generate_timeout` seconds.
+    Args:
+        context: the model that is trained, and its surroundings.
+        tokenizer: of the model.
+        token_sampler: sampling.greedy, categorical or nucleus, which vLLM draws as.
+        encode: (tokenizer, prompt) -> token ids.
+        max_new_tokens: most tokens of a completion.
+        stop: texts that end a completion.
+        max_rows: rows decoded at once.
+        max_model_len: most tokens of prompt and completion together; None: the model's positions.
+        extra: further fields of vLLM's SamplingParams.
+        allow_biased: True takes fields in `extra` that may bias the draws.
+        tensor_parallel: neighbouring ranks that are one engine together.
+        gpu_memory_utilization: fraction of the GPU's memory that the engine has while it is awake.
+        kv_cache_bytes: size of the KV cache on a CPU, beside the weights, bytes.
+        enforce_eager: True compiles nothing.
+        generate_timeout: longest call of the engine, seconds.
 
-    Raises ValueError, before the engine is started, for what vLLM does not draw.
+    Returns:
+        The sampler, its engine started.
+
+    Raises:
+        ValueError: before the engine is started, for what vLLM does not draw; where it does not open the model.
     """
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
     check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)
@@ -103,7 +118,24 @@ def dedicated_sampler(
 ) -> "VllmSampler":
     """A sampler whose engine is elsewhere: `engine` makes what talks to it (vllm_servers.DedicatedEngine).
 
-    The other knobs and errors are those of `colocated_sampler`.
+    Args:
+        context: the model that is trained, and its surroundings.
+        tokenizer: of the model.
+        token_sampler: sampling.greedy, categorical or nucleus, which vLLM draws as.
+        encode: (tokenizer, prompt) -> token ids.
+        max_new_tokens: most tokens of a completion.
+        stop: texts that end a completion.
+        max_rows: rows that an evaluation by itself asks for at once; the servers bound what they decode.
+        max_model_len: most tokens of prompt and completion together; None: the model's positions.
+        extra: further fields of vLLM's SamplingParams.
+        allow_biased: True takes fields in `extra` that may bias the draws.
+        engine: (world, dtype) -> the client of the engine.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        ValueError: for what vLLM does not draw, before there is an engine.
     """
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
     check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)

@@ -44,21 +44,30 @@ class UpdatedServer(NamedTuple):
 
 
 class DedicatedEngine:
-    """An engine of vLLM servers at `servers`, each started with tools/launch/vllm_server.sh. Every rank has one.
+    """An engine of vLLM servers, each started with tools/launch/vllm_server.sh. Every rank has one.
 
-    `transfer` carries the weights. A server draws nothing while it takes them in; `pause` says what becomes of requests
-    at work there. "wait": they end first, so each comes from one version of the weights, and a run can be repeated.
-    "keep": they go on with the new weights where they stopped, which is faster, and mixes versions;
-    `EngineCompletion.oldest` tells. At most `max_requests` are under way from one rank, each one completion; servers
-    queue what they cannot hold.
-
-    All waiting ends: after `request_seconds` for a completion (the server's queue and a swap included), after
-    `swap_seconds` for a step of a swap ("wait" waits for the longest completion), and after `server_timeout` seconds
-    without any server, with a RuntimeError that names all of them. Servers that are out are looked at every
-    `check_seconds`. Before the first push all of them are waited for, at most `server_timeout` seconds.
+    A server draws nothing while it takes weights in; `pause` says what becomes of requests at work there. "wait": they
+    end first, so each comes from one version of the weights, and a run can be repeated. "keep": they go on with the new
+    weights where they stopped, which is faster, and mixes versions (`EngineCompletion.oldest`). Servers queue what they
+    cannot hold. Before the first push all servers are waited for.
 
     `complaints` are warnings for the log; clear it once logged. The key that servers want comes from the environment
     (VLLM_API_KEY): no file of the run holds it.
+
+    Args:
+        world: the ranks of the run.
+        dtype: of the computation; the servers have to compute in it.
+        servers: addresses of the servers, all different.
+        transfer: makes the carrier of the weights.
+        pause: "wait" or "keep".
+        max_requests: requests under way from one rank, each one completion.
+        request_seconds: longest wait for a completion, the server's queue and a swap included, seconds.
+        swap_seconds: longest step of a swap, seconds; with "wait" that of the longest completion.
+        check_seconds: interval between two looks at servers that are out, seconds.
+        server_timeout: longest wait for a server to be in, seconds; a RuntimeError then names all of them.
+
+    Raises:
+        ValueError: for knobs that make no sense.
     """
 
     ranks = 1

@@ -76,8 +76,16 @@ class Transfer(Protocol):
 def file_transfer(*, folder: str, chunk_bytes: int, keep: bool) -> "File":
     """Through safetensors files in a folder that trainer and servers share, under one user.
 
-    With `keep` the newest weights stay there until the next ones are sent, and a server that comes back in between is
-    given them; without, it waits for the next ones. /dev/shm is memory: with `keep` it holds the whole model.
+    Args:
+        folder: path of the folder. /dev/shm is memory: with `keep` it holds the whole model.
+        chunk_bytes: size of a file, bytes; a file is larger by less than a tensor.
+        keep: True keeps the newest weights for a server that comes back; False: it waits for the next ones.
+
+    Returns:
+        The transfer.
+
+    Raises:
+        ValueError: for a folder that is not there and a chunk_bytes below 1.
     """
     return File(folder, chunk_bytes, keep)
 

@@ -80,7 +80,23 @@ def local(
     stop: Sequence[str],
     max_rows: int,
 ) -> "LocalSampler":
-    """A sampler from a module in this process: no engine besides torch and transformers."""
+    """A sampler from a module in this process: no engine besides torch and transformers.
+
+    Args:
+        context: the model that is trained, and its surroundings.
+        tokenizer: of the model.
+        token_sampler: (logits [B, V], uniform numbers [B]) -> (tokens [B], log-probs [B]).
+        encode: (tokenizer, prompt) -> token ids.
+        max_new_tokens: most tokens of a completion.
+        stop: texts that end a completion.
+        max_rows: rows decoded at once; bounds the KV cache.
+
+    Returns:
+        The sampler.
+
+    Raises:
+        ValueError: for limits below 1 and stop strings that would stop at once or letter by letter.
+    """
     return LocalSampler(
         context.full_model(), tokenizer, token_sampler, encode, max_new_tokens, stop, max_rows, context.on_completion
     )
