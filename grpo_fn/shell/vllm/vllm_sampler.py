@@ -66,7 +66,7 @@ def colocated_sampler(
     Args:
         context: the model that is trained, and its surroundings.
         tokenizer: of the model.
-        token_sampler: sampling.greedy, categorical or nucleus, which vLLM draws as.
+        token_sampler: sampling.greedy, sampling.categorical or sampling.nucleus; vLLM draws from the same.
         encode: (tokenizer, prompt) -> token ids.
         max_new_tokens: most tokens of a completion.
         stop: texts that end a completion.
@@ -121,11 +121,11 @@ def dedicated_sampler(
     Args:
         context: the model that is trained, and its surroundings.
         tokenizer: of the model.
-        token_sampler: sampling.greedy, categorical or nucleus, which vLLM draws as.
+        token_sampler: sampling.greedy, sampling.categorical or sampling.nucleus; vLLM draws from the same.
         encode: (tokenizer, prompt) -> token ids.
         max_new_tokens: most tokens of a completion.
         stop: texts that end a completion.
-        max_rows: rows that an evaluation by itself asks for at once; the servers bound what they decode.
+        max_rows: rows that `grpo_fn.eval` asks for at once; a server bounds by itself what it decodes at once.
         max_model_len: most tokens of prompt and completion together; None: the model's positions.
         extra: further fields of vLLM's SamplingParams.
         allow_biased: True takes fields in `extra` that may bias the draws.

@@ -49,7 +49,8 @@ class DedicatedEngine:
     A server draws nothing while it takes weights in; `pause` says what becomes of requests at work there. "wait": they
     end first, so each comes from one version of the weights, and a run can be repeated. "keep": they go on with the new
     weights where they stopped, which is faster, and mixes versions (`EngineCompletion.oldest`). Servers queue what they
-    cannot hold. Before the first push all servers are waited for.
+    cannot hold. Before the first push all servers are waited for. Without any server for too long a RuntimeError names
+    all of them.
 
     `complaints` are warnings for the log; clear it once logged. The key that servers want comes from the environment
     (VLLM_API_KEY): no file of the run holds it.
@@ -59,12 +60,12 @@ class DedicatedEngine:
         dtype: of the computation; the servers have to compute in it.
         servers: addresses of the servers, all different.
         transfer: makes the carrier of the weights.
-        pause: "wait" or "keep".
+        pause: "wait": requests at work end before new weights; "keep": they go on with them.
         max_requests: requests under way from one rank, each one completion.
         request_seconds: longest wait for a completion, the server's queue and a swap included, seconds.
-        swap_seconds: longest step of a swap, seconds; with "wait" that of the longest completion.
+        swap_seconds: longest step of a swap, seconds; with "wait" one step lasts until the longest completion ends.
         check_seconds: interval between two looks at servers that are out, seconds.
-        server_timeout: longest wait for a server to be in, seconds; a RuntimeError then names all of them.
+        server_timeout: longest time without any server, and wait for all before the first push, seconds.
 
     Raises:
         ValueError: for knobs that make no sense.
