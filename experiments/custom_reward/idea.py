@@ -10,7 +10,7 @@ STEP = re.compile(r"(?<![0-9])([0-9]{1,6}) ?([+-]) ?([0-9]{1,6}) ?= ?([0-9]{1,6}
 def right_steps(problem: Problem, completion: Completion) -> float:
     """The share of a word problem's steps that the completion works out in order, of all the steps that it writes.
 
-    1 for `5+1=6 6+5=11 11+3=14`, 0 for the bare answer; whoever writes every equation there is gets little.
+    1 for `5+1=6 6+5=11 11+3=14`, 0 for the bare answer; a completion that writes every equation there is gets little.
     """
     values, changes = problem.meta["values"], problem.meta["changes"]
     wanted = [f"{x}{op}{b}={y}" for x, (op, b), y in zip(values[:-1], changes, values[1:], strict=True)]

@@ -46,7 +46,7 @@ def score_file(
     fn = reward_of(named, knobs)
     tally: Counter[str] = Counter()
     try:
-        with _source(input) as source, _sink(output) as sink, _telling(pool, tally, source) as bar, pool:
+        with _source(input) as source, _sink(output) as sink, _progress(pool, tally, source) as bar, pool:
             lines = Lines(source, "standard input" if input is None else str(input))
             for batch in score_lines(lines, pool, fn, needs=named.needs, suffix=suffix):
                 outcomes = [(line, _meaning(outcome, named.none)) for line, outcome in batch]
@@ -113,7 +113,7 @@ def _sink(path: Path | None) -> BinaryIO:
 
 
 @contextmanager
-def _telling(pool: RewardPool, tally: Counter[str], source: BinaryIO) -> Iterator[tqdm]:
+def _progress(pool: RewardPool, tally: Counter[str], source: BinaryIO) -> Iterator[tqdm]:
     """A progress bar on a terminal; at the end a line, and what went wrong with the first rows lost."""
     started, about = time.monotonic(), os.fstat(source.fileno())
     size = about.st_size if stat.S_ISREG(about.st_mode) else None
@@ -122,10 +122,10 @@ def _telling(pool: RewardPool, tally: Counter[str], source: BinaryIO) -> Iterato
             yield bar
     finally:
         if not isinstance(sys.exception(), BrokenPipeError):
-            _tell(pool, tally, time.monotonic() - started)
+            _print_summary(pool, tally, time.monotonic() - started)
 
 
-def _tell(pool: RewardPool, tally: Counter[str], seconds: float) -> None:
+def _print_summary(pool: RewardPool, tally: Counter[str], seconds: float) -> None:
     rows = tally.total()
     lost = "".join(f", {count} {cause.replace('_', ' ')}" for cause, count in pool.counts.items() if count)
     print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second): {_counts(tally)}{lost}", file=sys.stderr)

@@ -43,7 +43,7 @@ def finite_and_zero_where_invalid(f: Advantage, rewards: Rewards) -> None:
     for_all(groups(rewards), holds)
 
 
-def invalid_samples_move_nobody(f: Advantage, rewards: Rewards) -> None:
+def invalid_samples_do_not_affect_others(f: Advantage, rewards: Rewards) -> None:
     """The others get what they would get without them."""
 
     def holds(group: Group) -> None:
@@ -120,7 +120,7 @@ def advantages_are_bounded(f: Advantage, rewards: Rewards) -> None:
 
 INVARIANTS = (
     finite_and_zero_where_invalid,
-    invalid_samples_move_nobody,
+    invalid_samples_do_not_affect_others,
     constant_group_is_exactly_zero,
     a_reward_that_is_not_finite_shows,
     order_does_not_matter,

@@ -40,7 +40,7 @@ class Data:
 
     task: Callable[[], Task]  # makes the task: training problems and the held-out set
     encode_prompt: hf.Encode  # (tokenizer, prompt) -> token ids
-    overlong_prompts: Callable[..., tuple[Task, int]]  # rule for prompts that leave no room for an answer
+    overlong_prompts: Callable[..., tuple[Task, int]]  # rule for prompts that leave no space for an answer
 
 
 @dataclass(frozen=True, kw_only=True)

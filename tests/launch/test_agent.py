@@ -135,9 +135,9 @@ def test_a_worker_that_does_not_stop_is_given_up() -> None:
 
 def test_workers_that_end_by_themselves_are_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "trap 'exit 1' TERM; echo; for i in 1 2 3 4 5 6; do sleep 0.05; done; exit 75"
-    assert stopped(program, agent.TOLD, 20.0) == [75]
+    assert stopped(program, agent.FINAL_EXIT, 20.0) == [75]
     monkeypatch.setattr(agent, "OTHERS", 0.05)
-    assert stopped("trap 'exit 1' TERM; echo; while :; do sleep 0.05; done", agent.TOLD, 20.0) == [1]
+    assert stopped("trap 'exit 1' TERM; echo; while :; do sleep 0.05; done", agent.FINAL_EXIT, 20.0) == [1]
 
 
 def test_a_second_interrupt_kills_what_would_still_save() -> None:
@@ -168,7 +168,7 @@ for _ in range(100): _call_store(0.03)  # many that are answered, for longer tog
 worker = subprocess.Popen(["sleep", "30"])
 _call_store(4)
 print("still there", flush=True)
-worker.kill()  # and nobody reaps it: the thread that would is waiting
+worker.kill()  # and it is not reaped: the thread that would do so is waiting
 _call_store(30)
 """
     done = run([sys.executable, "-c", program], environment())

@@ -1,4 +1,4 @@
-"""worker.py: `python -m` with a word to the agent, and never a rank without one."""
+"""worker.py: `python -m` with a signal to the agent, and never a rank without one."""
 
 import json
 import os
@@ -15,13 +15,13 @@ WORKER = LAUNCH / "worker.py"
 # An agent: starts the worker, says its number, and counts the SIGUSR1 that it gets.
 AGENT = """
 import os, signal, subprocess, sys
-told = []
-signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+received = []
+signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
 os.environ["GRPO_FN_AGENT"] = str(os.getpid() + int(sys.argv[1]))
 worker = subprocess.Popen([sys.executable, *sys.argv[2:]])
 print(worker.pid, flush=True)
 code = worker.wait()
-print(code, len(told))
+print(code, len(received))
 """
 
 
@@ -32,7 +32,7 @@ def agent(tmp_path: Path, module: str, *args: str, off: int = 0) -> subprocess.P
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 71, 75, 130])
-def test_the_agent_hears_of_final_exit_codes_and_of_no_others(tmp_path: Path, code: int) -> None:
+def test_the_agent_is_signalled_for_final_exit_codes_only(tmp_path: Path, code: int) -> None:
     out, _ = agent(tmp_path, f"import sys; sys.exit({code})").communicate(timeout=60)
     assert out.splitlines()[-1] == f"{code} {int(code in (2, 75))}"
 
@@ -43,7 +43,7 @@ def test_an_exception_keeps_its_traceback_and_its_code(tmp_path: Path) -> None:
     assert "KeyError: 'here'" in err
 
 
-def test_nobody_but_the_agent_is_signalled(tmp_path: Path) -> None:
+def test_no_process_but_the_agent_is_signalled(tmp_path: Path) -> None:
     out, _ = agent(tmp_path, "import sys; sys.exit(75)", off=1).communicate(timeout=60)
     assert out.splitlines()[-1] == "75 0"
 
@@ -85,6 +85,6 @@ def is_running(pid: int) -> bool:
 def test_the_signal_is_one_that_the_agent_listens_to() -> None:
     from tools.launch import agent as module
 
-    assert module.TOLD == signal.SIGUSR1
+    assert module.FINAL_EXIT == signal.SIGUSR1
     assert f"FINAL = {module.FINAL}" in WORKER.read_text()
     assert f'AGENT = "{module.AGENT}"' in WORKER.read_text()

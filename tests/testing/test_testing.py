@@ -92,7 +92,7 @@ def made_for(rewards, reward, valid):
 
 ADVANTAGE_FAULTS = [
     (plain_normalized, advantages.constant_group_is_exactly_zero),
-    (counts_the_invalid, advantages.invalid_samples_move_nobody),
+    (counts_the_invalid, advantages.invalid_samples_do_not_affect_others),
     (against_the_first, advantages.order_does_not_matter),
     (others_std, advantages.advantages_are_bounded),
     (looks_at_the_data, advantages.groups_do_not_leak),

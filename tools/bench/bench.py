@@ -7,7 +7,7 @@
 
 `trl`: completions per second and peak memory against TRL's GRPOTrainer, program against program. `growth`: how a step
 grows with the number and the length of completions. `scaling`: what more ranks gain. `checkpoint`: what a save takes
-from a step. Prints markdown, or writes it with --out. `--help` after the name tells what each can be told.
+from a step. Prints markdown, or writes it with --out. `--help` after the name lists the flags of each.
 """
 
 import argparse
@@ -38,10 +38,10 @@ def flags() -> argparse.ArgumentParser:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     named = parser.add_subparsers(dest="what", required=True)
-    for name, (bench, told) in BENCHES.items():
+    for name, (bench, add_flags) in BENCHES.items():
         about = (bench.__doc__ or "").splitlines()[0]
         own = named.add_parser(name, allow_abbrev=False, description=about, help=about)
-        told(own)
+        add_flags(own)
         own.add_argument("--out", type=Path, metavar="FILE", help="write the markdown there as well")
     return parser
 

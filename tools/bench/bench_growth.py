@@ -67,7 +67,7 @@ class Taken(NamedTuple):
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """What `growth` can be told."""
+    """The flags of `growth`."""
     parser.add_argument("--completions", default="64,128,256,512,1024", metavar="N,...", help="of the shortest length")
     parser.add_argument("--lengths", default="32,64,128,256", metavar="T,...", help="of the fewest completions")
     parser.add_argument("--size", choices=[*SIZES], default="usual")
@@ -76,7 +76,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def growth(args: argparse.Namespace) -> Iterator[str]:
     """Time per step at growing numbers and lengths of completions, and whether it is linear in both."""
-    completions, lengths = (sorted(map(int, told.split(","))) for told in (args.completions, args.lengths))
+    completions, lengths = (sorted(map(int, flag.split(","))) for flag in (args.completions, args.lengths))
     more = [Point(n, lengths[0]) for n in completions]
     longer = [Point(completions[0], n) for n in lengths]
     found = measured(SIZES[args.size], {*more, *longer}, slots=completions[0], steps=args.steps)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """What `scaling` and `checkpoint` can be told."""
+    """The flags of `scaling` and `checkpoint`."""
     parser.add_argument("--ranks", default=None, metavar="N,...", help="numbers of ranks (default: 1,2; checkpoint: 1)")
     parser.add_argument("--scale", default="scale/no_shard.gin", metavar="FILE", help="laid over base.gin")
     parser.add_argument("--size", choices=[*SIZES], default="small")

@@ -65,10 +65,10 @@ def of_phase(one: Measured, name: str) -> list[float]:
     return one.phases.get(name, [0.0] * len(one.seconds))
 
 
-def ours(told: dict[str, Any], folder: Path, *, warm_up: int, threads: int, deadline: float) -> Measured:
+def ours(shared: dict[str, Any], folder: Path, *, warm_up: int, threads: int, deadline: float) -> Measured:
     """`python -m grpo_fn.run` on the work, timed by its own metrics."""
     folder.mkdir()
-    (folder / "bench.gin").write_text(bench_work.gin(told))
+    (folder / "bench.gin").write_text(bench_work.gin(shared))
     run = folder / "run"
     command = [sys.executable, "-m", "grpo_fn.run", "--gin_file", str(folder / "bench.gin"), "--run_dir", str(run)]
     used = watched(command, folder, run / "metrics.jsonl", threads=threads, deadline=deadline)
@@ -76,7 +76,7 @@ def ours(told: dict[str, Any], folder: Path, *, warm_up: int, threads: int, dead
 
 
 def of_ours(metrics: Mapping[int, dict[str, float | None]], warm_up: int, used: Used) -> Measured:
-    """What metrics.jsonl tells. time/total is from the end of one step's record to the end of the next one's.
+    """The figures of metrics.jsonl. time/total is from the end of one step's record to the end of the next one's.
 
     The evaluation that ends every run of ours is no part of a step: the other side has none.
     """
@@ -94,10 +94,10 @@ def of_ours(metrics: Mapping[int, dict[str, float | None]], warm_up: int, used: 
     )
 
 
-def trl(told: dict[str, Any], folder: Path, *, python: Path, warm_up: int, threads: int, deadline: float) -> Measured:
+def trl(shared: dict[str, Any], folder: Path, *, python: Path, warm_up: int, threads: int, deadline: float) -> Measured:
     """GRPOTrainer on the work, timed by a callback (bench_trl_side.py)."""
     folder.mkdir()
-    (folder / "work.json").write_text(json.dumps(told))
+    (folder / "work.json").write_text(json.dumps(shared))
     out = folder / "out.json"
     command = [str(python), str(TOOLS / "bench_trl_side.py"), str(folder / "work.json"), str(out)]
     used = watched(command, folder, out, threads=threads, deadline=deadline)

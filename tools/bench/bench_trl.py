@@ -31,7 +31,7 @@ BARS = {"tiny": Bar(None, None), "arithmetic": Bar(2.5, None), "small": Bar(3.0,
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """What `trl` can be told."""
+    """The flags of `trl`."""
     parser.add_argument(
         "--scale", default="arithmetic,small", metavar="NAME,...", help=f"of {', '.join(bench_work.SCALES)}"
     )
@@ -54,9 +54,9 @@ def trl(args: argparse.Namespace) -> Iterable[str]:
     versions: dict[str, dict[str, str]] = {}
     for name in args.scale.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            told, ours, theirs = fought(args, bench_work.SCALES[name], python, Path(folder))
+            shared, ours, theirs = fought(args, bench_work.SCALES[name], python, Path(folder))
         versions = {"ours": ours.versions, "TRL": theirs.versions}
-        yield from chapter(name, told, args, ours, theirs)
+        yield from chapter(name, shared, args, ours, theirs)
     yield from settings(args, versions)
 
 
@@ -73,14 +73,14 @@ def environment(home: Path) -> Path:
 def fought(
     args: argparse.Namespace, work: bench_work.Work, python: Path, folder: Path
 ) -> tuple[dict[str, Any], Measured, Measured]:
-    """What both sides were told, and what was measured of ours and of theirs, each started `rounds` times in turn."""
+    """The settings that both sides share, and the figures of each, started `rounds` times in turn."""
     steps = args.warm_up + ceil(args.steps / args.rounds)
-    told = bench_work.make(work, steps, folder)
-    told |= {"trl_generation": args.trl_generation, "trl_rows": args.trl_rows}
+    shared = bench_work.make(work, steps, folder)
+    shared |= {"trl_generation": args.trl_generation, "trl_rows": args.trl_rows}
     same = {"warm_up": args.warm_up, "threads": args.threads, "deadline": args.timeout}
     sides = {
-        "ours": partial(bench_sides.ours, told, **same),
-        "trl": partial(bench_sides.trl, told, python=python, **same),
+        "ours": partial(bench_sides.ours, shared, **same),
+        "trl": partial(bench_sides.trl, shared, python=python, **same),
     }
     found: dict[str, list[Measured]] = {side: [] for side in sides}
     for number in range(args.rounds):
@@ -89,24 +89,24 @@ def fought(
             print(
                 f"{side}, start {number + 1}: {found[side][-1].rate():.1f} completions/s", file=sys.stderr, flush=True
             )
-    return told, bench_sides.together(found["ours"]), bench_sides.together(found["trl"])
+    return shared, bench_sides.together(found["ours"]), bench_sides.together(found["trl"])
 
 
 # -- what is printed
 
 
 def chapter(
-    name: str, told: dict[str, Any], args: argparse.Namespace, ours: Measured, theirs: Measured
+    name: str, work: dict[str, Any], args: argparse.Namespace, ours: Measured, theirs: Measured
 ) -> Iterable[str]:
     """What one scale came to."""
     yield f"## {name}"
     yield ""
     yield (
-        f"{told['parameters']:,} parameters, random; {told['prompts']} x {told['group_size']} completions of up to "
-        f"{told['new_tokens']} tokens after prompts of {told['prompt_tokens']:.1f}; {len(ours.seconds)} steps of each "
+        f"{work['parameters']:,} parameters, random; {work['prompts']} x {work['group_size']} completions of up to "
+        f"{work['new_tokens']} tokens after prompts of {work['prompt_tokens']:.1f}; {len(ours.seconds)} steps of each "
         f"side; starts of each, in turn: {args.rounds}, each with {args.warm_up} to warm up; threads: {args.threads}; "
-        f"tokens of a micro-batch of ours: {told['micro_tokens']:,}, logits of a chunk of its head: "
-        f"{told['logits_chunk_elements']:,}."
+        f"tokens of a micro-batch of ours: {work['micro_tokens']:,}, logits of a chunk of its head: "
+        f"{work['logits_chunk_elements']:,}."
     )
     yield ""
     yield from against(BARS[name], ours, theirs)

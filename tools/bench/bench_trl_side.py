@@ -24,40 +24,42 @@ def main(work: Path, out: Path) -> int:
     from bench_reward import trl as reward
     from transformers import AutoTokenizer
 
-    told = json.loads(work.read_text())
+    shared = json.loads(work.read_text())
     seen = noting(transformers.TrainerCallback)(out)
     trainer = trl.GRPOTrainer(
-        model=told["model"],
-        args=trl.GRPOConfig(**settings(told, out.parent / "trl")),
+        model=shared["model"],
+        args=trl.GRPOConfig(**settings(shared, out.parent / "trl")),
         reward_funcs=reward,
         train_dataset=datasets.load_dataset(
-            "json", data_files=told["prompts_file"], split="train", cache_dir=str(out.parent / "datasets")
+            "json", data_files=shared["prompts_file"], split="train", cache_dir=str(out.parent / "datasets")
         ),
-        processing_class=AutoTokenizer.from_pretrained(told["model"], padding_side="left"),
+        processing_class=AutoTokenizer.from_pretrained(shared["model"], padding_side="left"),
         callbacks=[seen],
     )
     trainer.train()
     used = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
-    out.write_text(json.dumps(record(seen.ends, trainer.state.log_history, told["prompts"] * told["group_size"], used)))
+    out.write_text(
+        json.dumps(record(seen.ends, trainer.state.log_history, shared["prompts"] * shared["group_size"], used))
+    )
     return 0
 
 
-def settings(told: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What GRPOConfig is told: the work, and the fastest that it has for a CPU."""
-    rows = told["prompts"] * told["group_size"]
-    micro = told["trl_rows"] or rows
-    continuous = told["trl_generation"] == "continuous"
+def settings(shared: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The fields of GRPOConfig: the work, and the fastest that it has for a CPU."""
+    rows = shared["prompts"] * shared["group_size"]
+    micro = shared["trl_rows"] or rows
+    continuous = shared["trl_generation"] == "continuous"
     return {
         "output_dir": str(folder),
-        # The work, as it is told to the other side.
-        "max_steps": told["steps"],
+        # The work, as the other side gets it.
+        "max_steps": shared["steps"],
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": rows // micro,
-        "num_generations": told["group_size"],
-        "max_completion_length": told["new_tokens"],
-        "learning_rate": told["lr"],
+        "num_generations": shared["group_size"],
+        "max_completion_length": shared["new_tokens"],
+        "learning_rate": shared["lr"],
         "lr_scheduler_type": "constant",
-        "adam_beta2": told["beta2"],
+        "adam_beta2": shared["beta2"],
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "num_iterations": 1,
@@ -91,11 +93,11 @@ def noting(base: type) -> type:
         def __init__(self, out: Path) -> None:
             self.out, self.ends = out, []
 
-        def on_train_begin(self, *told: Any, **others: Any) -> None:
+        def on_train_begin(self, *args: Any, **others: Any) -> None:
             self.out.write_text(json.dumps(BEGUN))
             self.ends.append(time.perf_counter())
 
-        def on_step_end(self, *told: Any, **others: Any) -> None:
+        def on_step_end(self, *args: Any, **others: Any) -> None:
             self.ends.append(time.perf_counter())
 
     return Noting
@@ -104,7 +106,7 @@ def noting(base: type) -> type:
 def record(ends: list[float], logged: list[dict[str, Any]], rows: int, used: dict[str, str]) -> dict[str, Any]:
     """What is written down: each step's seconds, from the end of the one before; its rows and their mean length.
 
-    Raises ValueError when what TRL logged does not tell the length of every step's completions.
+    Raises ValueError when what TRL logged lacks the length of every step's completions.
     """
     lengths = [line["completions/mean_length"] for line in logged if "completions/mean_length" in line]
     if len(lengths) != len(ends) - 1:

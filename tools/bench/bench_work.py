@@ -50,7 +50,7 @@ LR, BETA2 = 1e-6, 0.99
 
 
 def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
-    """Write the model and the prompts of so many steps to `folder`; returns what both sides are told."""
+    """Write the model and the prompts of so many steps to `folder`; returns the settings that both sides share."""
     key = prng.key(0, device="cpu")
     tokenizer = tiny_model.train_tokenizer(texts(work, key), vocabulary=work.shape.vocabulary)
     model = tiny_model.random_model(work.shape, seed=0, eos=tokenizer.eos_token_id)
@@ -122,9 +122,9 @@ def words(key: torch.Tensor, count: int) -> list[str]:
     return ["".join(LETTERS[i] for i in row[:n]) for row, n in zip(letters, lengths, strict=True)]
 
 
-def gin(told: dict[str, Any]) -> str:
+def gin(shared: dict[str, Any]) -> str:
     """Our run file."""
-    return GIN.format(**told)
+    return GIN.format(**shared)
 
 
 GIN = """# Written by tools/bench trl.

@@ -238,10 +238,10 @@ def selected(names: str, part: str | None) -> list[Check]:
 
 @contextmanager
 def scratch() -> Iterator[str]:
-    """A folder for models, in the host's memory where there is room; gone afterwards."""
+    """A folder for models, in the host's memory where there is space; gone afterwards."""
     memory = Path("/dev/shm")
-    roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**34
-    with tempfile.TemporaryDirectory(prefix="device_check-", dir=memory if roomy else None) as folder:
+    spacious = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2**34
+    with tempfile.TemporaryDirectory(prefix="device_check-", dir=memory if spacious else None) as folder:
         yield folder
 
 

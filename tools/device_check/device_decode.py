@@ -83,7 +83,7 @@ class Asking(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What came of drawing the same rows in several ways; shares of tokens, and nats."""
+    """The same rows drawn in several ways, compared; shares of tokens, and nats."""
 
     same: float  # as the uncached forward pass draws them
     mean: float  # log-probs from the uncached

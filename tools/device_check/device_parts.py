@@ -236,7 +236,7 @@ def even(problem: Problem, completion: Completion) -> float:
 
 
 def wait(device: str) -> None:
-    """Until the device has done all that it was told."""
+    """Until the device has done all work queued on it."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -69,7 +69,7 @@ class Figure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a check."""
+    """The result of a check."""
 
     check: Check
     state: str
@@ -154,7 +154,7 @@ def work(pipe: Connection, checks: Sequence[Check], setting: Setting) -> None:
             if outcome.state == FAILED:
                 return
             tidy()
-    except (EOFError, ConnectionError):  # nobody is waiting any more
+    except (EOFError, ConnectionError):  # the parent has ended
         return
 
 
@@ -171,7 +171,7 @@ def attempted(check: Check, setting: Setting, *, stacks: bool = False) -> Outcom
         state, figures, said = LEFT_OUT, (), str(reason)
     except Exception as error:
         traceback.print_exc()
-        state, figures, said = FAILED, (), told(error)
+        state, figures, said = FAILED, (), one_line(error)
     finally:
         if stacks:
             faulthandler.cancel_dump_traceback_later()
@@ -184,7 +184,7 @@ def found(where: str) -> Callable[[Setting], Sequence[Figure]]:
     return getattr(importlib.import_module(module), name)
 
 
-def told(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """The error in one line."""
     lines = str(error).split("\n")
     return f"{type(error).__name__}: {lines[0][:300]}" if lines[0] else type(error).__name__

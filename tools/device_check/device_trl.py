@@ -19,14 +19,14 @@ def steps(setting: Setting) -> list[Figure]:
     note = Path(setting.scratch) / "step.json"
     if not note.is_file():
         raise LeftOut("nothing to compare with: `step` did not come to its end in this run")
-    told = json.loads(note.read_text())
-    work = told["work"]
-    _, took = trained(setting, told["model"], work)
+    measured = json.loads(note.read_text())
+    work = measured["work"]
+    _, took = trained(setting, measured["model"], work)
     tokens = work["prompts"] * work["size"] * work["new"]
     return [
         Figure("TRL, end to end", tokens / took, "tokens/s"),
         Figure("TRL, a step", took, "s"),
-        Figure("grpo_fn is faster", took / told["seconds"], "x", at_least=3.0),
+        Figure("grpo_fn is faster", took / measured["seconds"], "x", at_least=3.0),
     ]
 
 
@@ -49,7 +49,7 @@ def trained(setting: Setting, model: str, work: dict[str, int]) -> list[float]:
 
 
 def settings(setting: Setting, work: dict[str, int], folder: Path) -> dict[str, Any]:
-    """What GRPOConfig is told: the same work; bfloat16 over float32 weights, nothing computed twice."""
+    """The fields of GRPOConfig: the same work; bfloat16 over float32 weights, nothing computed twice."""
     on_cpu = setting.device == "cpu"
     rows = work["prompts"] * work["size"]
     micro = min(32, rows)
@@ -126,7 +126,7 @@ def noting() -> Any:
         def __init__(self) -> None:
             self.ends: list[float] = []
 
-        def note(self, *told: Any, **others: Any) -> None:
+        def note(self, *args: Any, **others: Any) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.ends.append(time.perf_counter())

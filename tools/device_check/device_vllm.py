@@ -68,8 +68,8 @@ def speed(setting: Setting) -> list[Figure]:
     prompts, size, prompt, new = WORK
     shape = sized(setting, QWEN_HALF)
     place = context(setting, folder(setting, shape), torch.bfloat16)
-    room = 2 * prompts * size * (prompt + new) * shape.kv_bytes(2)
-    sampler = engine_in(place, prompt=prompt, new=new, tokens=prompt + new, rows=prompts * size, cache=room)
+    cache_bytes = 2 * prompts * size * (prompt + new) * shape.kv_bytes(2)
+    sampler = engine_in(place, prompt=prompt, new=new, tokens=prompt + new, rows=prompts * size, cache=cache_bytes)
     try:
         tokens, took = timed(setting, sampler, problems(0, prompts), size)
     finally:

@@ -5,7 +5,7 @@ python tools/import_config trl.json --world 8 --rows 7473 > run.gin     TRL: the
 
 A TRL file is JSON, YAML, or Python: a dict literal, or a call GRPOConfig(...) of literals. --world is the number of
 processes and --rows that of training rows, which TRL's own file does not hold. What means something else here, what was
-left out and what nobody knows is written to stderr and into the gin file as comments. docs/from_trl.md and
+left out and which keys are unknown is written to stderr and into the gin file as comments. docs/from_trl.md and
 docs/from_nemo_rl.md say the same in words. Exit codes: 0 done, 2 bad input.
 """
 

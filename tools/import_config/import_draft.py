@@ -76,7 +76,7 @@ def literal(value: Any) -> str:
 
 
 class Reader:
-    """The original's keys, each taken once; those that nobody took are listed in the end."""
+    """The original's keys, each taken once; those not taken are listed in the end."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.values = dict(leaves(config))
@@ -121,7 +121,7 @@ class Reader:
         return known[value]
 
     def rest(self, draft: Draft, reasons: Mapping[str, str], quiet: Sequence[str]) -> None:
-        """Note every key that was not taken: those of one reason together, those that nobody knows one by one."""
+        """Note every key that was not taken: those of one reason together, unknown ones one by one."""
         why = {**reasons, "|".join(quiet): "about logging, files or processes"}
         left: dict[str, list[str]] = {}
         for key in sorted(self.values.keys() - self.taken):

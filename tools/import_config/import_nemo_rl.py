@@ -160,7 +160,7 @@ def nemo_batches(key: Reader, draft: Draft) -> None:
     draft.note(
         DIFFERS,
         "policy.max_total_sequence_length",
-        f"{total} tokens of prompt and completion there; here {longest} new tokens, and a prompt that leaves no room "
+        f"{total} tokens of prompt and completion there; here {longest} new tokens, and a prompt that leaves no space "
         "for them in the model's positions is refused",
     )
     if key("grpo.use_dynamic_sampling", bool, False):

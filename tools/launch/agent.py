@@ -10,10 +10,10 @@ starts them again when they end with 2, 75 or 76:
   health, 71 the other hosts were lost, 128 + n killed by signal n;
 - SIGTERM, SIGINT and SIGHUP are passed to the workers, which then have GRACE seconds (an environment variable, 120 when
   it is not set) to save; a second SIGINT kills them;
-- a worker that ends with 2, 75 or 76 ends the launch (worker.py tells the agent so): trying again would not help.
+- a worker that ends with 2, 75 or 76 ends the launch (worker.py signals it to the agent): trying again would not help.
 
 And the ranks get a store of their own at every restart: torchrun shares its own with them, in which the addresses of
-the attempt before are still written, and the new ranks then call ports that nobody listens at (pytorch#135712).
+the attempt before are still written, and the new ranks then call ports at which no process listens (pytorch#135712).
 """
 
 import contextlib
@@ -35,8 +35,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 BAD_INPUT, LOST, STOPPED, UNHEALTHY = 2, 71, 75, 76
 FINAL = (BAD_INPUT, UNHEALTHY, STOPPED)  # said by one rank, true for all of them
-TOLD = signal.SIGUSR1  # a worker's word that its exit code is final
-ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FINAL_EXIT = signal.SIGUSR1  # from a worker whose exit code is final
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AGENT = "GRPO_FN_AGENT"  # environment variable with the agent's process id, for worker.py
 OTHERS = 10.0  # seconds that the other workers of this host have to end by themselves after one's exit code was final
 POLL = 0.05
@@ -48,13 +48,13 @@ class Stop:
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
-        self.codes: list[int] | None = None  # of the workers, negative for a signal; None while nobody wants to stop
+        self.codes: list[int] | None = None  # of the workers, negative for a signal; None until a stop is requested
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         workers = psutil.Process().children()
         if self.codes is None:
             self.codes = []
-            self._let_end(workers, told=number == TOLD)
+            self._let_end(workers, final_exit=number == FINAL_EXIT)
         elif number == signal.SIGINT:
             for worker in workers:
                 worker.kill()
@@ -65,8 +65,8 @@ class Stop:
         # torchrun knows this exception from its own handlers: it kills what is left and leaves the rendezvous open.
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
-    def _let_end(self, workers: Sequence[psutil.Process], *, told: bool) -> None:
-        if told:
+    def _let_end(self, workers: Sequence[psutil.Process], *, final_exit: bool) -> None:
+        if final_exit:
             self._wait(workers, OTHERS)
         for worker in workers:
             if exit_code(worker.pid) is None:
@@ -82,8 +82,8 @@ class Stop:
 class StoreWatch(threading.Thread):
     """Ends the agent with LOST when the rendezvous host has gone without a word.
 
-    torch waits for that host's answer without a deadline in some places, and then hears neither its workers end nor a
-    signal. A call of its store that lasts longer than read_timeout, while no worker of this host runs, is such a wait.
+    torch waits for that host's answer without a deadline in some places, and then notices neither a worker's end nor
+    a signal. A call of its store longer than read_timeout, while no worker of this host runs, is such a wait.
     """
 
     def __init__(self, read_timeout: float) -> None:
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     grow_segments(os.environ)
     stop = Stop(grace)
-    for number in (*ASKED, TOLD):
+    for number in (*STOP_SIGNALS, FINAL_EXIT):
         signal.signal(number, stop)
     StoreWatch(read_timeout).start()
     try:
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SignalException as left:
         print(f"{left}; workers ended with {stop.codes}", file=sys.stderr)
-        # Nobody was at work: there was nothing to save, and the same command goes on.
+        # No worker was running: there was nothing to save, and the same command goes on.
         return verdict(stop.codes) if stop.codes else STOPPED
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)

@@ -9,7 +9,7 @@
 # TRANSFER (nccl or file, default file: as vllm_servers.DedicatedEngine.transfer of the run),
 # KV_CACHE_BYTES (without a GPU only, default 1 GiB), VLLM_API_KEY (asked of clients on the routes that vLLM guards).
 #
-# Whoever reaches the port can replace the weights: the routes for that have no key. Keep it inside a network you trust.
+# Any process that reaches the port can replace the weights: the routes for that have no key. Keep it inside a network you trust.
 set -euo pipefail
 
 fail() {

@@ -1,4 +1,4 @@
-"""Runs a module as `python -m` would, and tells the agent when the exit code is one that trying again cannot mend.
+"""Runs a module as `python -m` would, and signals the agent when a retry cannot change the exit code.
 
 Started by agent.py, once per rank. It is one process: the module gets every signal itself.
 """
@@ -23,13 +23,13 @@ def main() -> None:
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        if end.code in FINAL and os.getppid() == agent:  # an orphan's parent is somebody else
+        if end.code in FINAL and os.getppid() == agent:  # an orphan's parent is another process
             os.kill(agent, signal.SIGUSR1)
         raise
 
 
 def die_with_parent() -> None:
-    """A rank without its agent would keep its device and its port until somebody finds it."""
+    """A rank without its agent would keep its device and its port until it is killed by hand."""
     with contextlib.suppress(OSError, AttributeError):  # no prctl here
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

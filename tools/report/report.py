@@ -289,7 +289,7 @@ def signed(value: float | None) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, wide: int | None = None) -> str:
-    """Cells of HTML under a row of names; the column `wide` takes the room that is left."""
+    """Cells of HTML under a row of names; the column `wide` takes the width that is left."""
     widths = "".join(
         f"<col{' style=' + chr(34) + 'width:50%' + chr(34) if i == wide else ''}>" for i in range(len(head))
     )

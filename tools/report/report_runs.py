@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them apart. Raises ValueError for one given twice."""
+    """The last parts of the paths, as many as it takes to distinguish them. Raises ValueError for one given twice."""
     whole = [path.resolve() for path in paths]
     if len({*whole}) < len(whole):
         raise ValueError(f"got {len(whole)} runs of which some are the same, wanted each once")

@@ -1,4 +1,4 @@
-"""A small grid or random search over gin values, some runs at a time, and the table of what came of it.
+"""A small grid or random search over gin values, some runs at a time, and the table of their results.
 
 python tools/sweep --gin_file run/arithmetic.gin --grid optimizer.adamw.lr=1e-5,5e-5 --grid SEED=0,1,2 --out DIR
 python tools/sweep --report --out DIR
@@ -8,7 +8,7 @@ DIR/trials/NAME, made by `python -m grpo_fn.run`. The same command again keeps t
 that were interrupted and tries those that failed once more. DIR/table.md and table.csv have a line a setting over its
 seeds (SEED, train.train.seed), best first; DIR/trials.csv one a trial; DIR/tensorboard fills TensorBoard's HPARAMS tab.
 
-Exit codes: 0 all done, 1 some trial failed, 2 bad input, 75 stopped by SIGTERM or SIGINT, which every trial was told.
+Exit codes: 0 all done, 1 some trial failed, 2 bad input, 75 stopped by SIGTERM or SIGINT, passed to every trial.
 """
 
 import argparse

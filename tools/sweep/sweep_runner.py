@@ -15,9 +15,9 @@ from typing import NamedTuple
 from sweep_spec import Trial, params
 
 STOPPED, UNHEALTHY = 75, 76
-INTERRUPTED = (STOPPED, -signal.SIGTERM)  # a trial that had not begun to listen has nothing to save
+INTERRUPTED = (STOPPED, -signal.SIGTERM)  # a trial without its signal handlers yet has nothing to save
 POLL = 0.2  # seconds between looks at the running trials
-GRACE = 600.0  # seconds that a trial which was told to stop has for saving
+GRACE = 600.0  # seconds that a trial has for saving after its SIGTERM
 TAIL = 12  # last lines shown of a trial that failed
 
 
@@ -36,14 +36,14 @@ class Runner:
         self.args = args
         self.left = [one for one in trials if not (folder(args.out, one) / "summary.json").exists()]
         self.running: list[Running] = []
-        self.told = math.inf  # when a signal came
+        self.stopped_at = math.inf  # when the first signal came
 
     def work(self) -> bool:
-        """Run what is not done; whether it was told to stop."""
-        before = {number: signal.signal(number, self._told) for number in (signal.SIGTERM, signal.SIGINT)}
+        """Run what is not done; whether a signal stopped it."""
+        before = {number: signal.signal(number, self._note_stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            while self.running or (self.left and self.told == math.inf):
-                while self.left and self.told == math.inf and len(self.running) < self.args.jobs:
+            while self.running or (self.left and self.stopped_at == math.inf):
+                while self.left and self.stopped_at == math.inf and len(self.running) < self.args.jobs:
                     self.running.append(start(self.args, self.left.pop(0)))
                 time.sleep(POLL)
                 self.running = [one for one in self.running if not self._over(one)]
@@ -52,14 +52,14 @@ class Runner:
                 one.process.kill()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self.told < math.inf
+        return self.stopped_at < math.inf
 
-    def _told(self, number: int, frame: FrameType | None) -> None:
-        self.told = min(self.told, time.monotonic())
+    def _note_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stopped_at = min(self.stopped_at, time.monotonic())
 
     def _over(self, one: Running) -> bool:
-        """Whether a trial has ended; says how. One past its deadline is told to stop, and killed when it does not."""
-        code, late = one.process.poll(), time.monotonic() - min(self.told, one.since + self.args.timeout)
+        """Whether a trial has ended; says how. One past its deadline gets SIGTERM, then SIGKILL."""
+        code, late = one.process.poll(), time.monotonic() - min(self.stopped_at, one.since + self.args.timeout)
         if code is not None:
             exit_file(self.args.out, one.trial).write_text(f"{code}\n")
             say(f"{one.trial.name}: {ending(self.args.out, one.trial, code)}")

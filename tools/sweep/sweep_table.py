@@ -1,4 +1,4 @@
-"""What came of a sweep: the tables over its seeds, as text, CSV and TensorBoard's HPARAMS tab."""
+"""Results of a sweep: the tables over its seeds, as text, CSV and TensorBoard's HPARAMS tab."""
 
 import ast
 import csv

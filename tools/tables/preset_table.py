@@ -1,4 +1,4 @@
-"""Every preset of gin/algo on the arithmetic task, some seeds each, and the table of what came of it.
+"""Every preset of gin/algo on the arithmetic task, some seeds each, and the table of the results.
 
 python tools/tables/preset_table.py --runs DIR                     run what is missing, print the table
 python tools/tables/preset_table.py --runs DIR --table_only        print the table of the runs that are there

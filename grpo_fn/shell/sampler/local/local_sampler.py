@@ -194,7 +194,7 @@ class LocalSampler:
         if self.on_completion is None:
             return None
 
-        def tell(row: int, tokens: list[int], stopped: bool) -> None:
+        def report(row: int, tokens: list[int], stopped: bool) -> None:
             self.on_completion(problems[row // group_size], completion_of_row(self.tokenizer, tokens, stopped=stopped))
 
-        return tell
+        return report
