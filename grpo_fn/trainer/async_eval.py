@@ -13,9 +13,10 @@ from math import isfinite
 from torch import Tensor
 
 from grpo_fn.analysis import health
-from grpo_fn.analysis.evaluation import GradedAnswer, summarise
+from grpo_fn.analysis.evaluation import GradedAnswer, grader_names, summarise
 from grpo_fn.core import sampling
 from grpo_fn.shell.checkpoint import store
+from grpo_fn.shell.logging.step_line import evaluation_line
 from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool, ScoringInterrupted
 from grpo_fn.shell.sampler.interface import EngineSampler
@@ -116,8 +117,9 @@ def record_if_done(
     before = [line for line in loggers.history if line["step"] <= step]
     loggers.history[:] = amend_history(loggers.history, step, figures)
     where = "before training" if step == 0 else f"evaluation of step {step}"
+    grader = grader_names(run.settings.evaluation.graders)[0]
     loggers.console.line(
-        f"{where}: accuracy {figures[BEST]:.3f} on {len(run.held_out)} held-out problems, "
+        f"{where}: {evaluation_line(figures, grader)} on {len(run.held_out)} held-out problems, "
         f"{figures['eval/seconds']:.1f} s beside the training, known after step {now}"
     )
     found = run.world.agree(

@@ -4,6 +4,7 @@ from functools import partial
 
 from torch import Tensor
 
+from grpo_fn.analysis.evaluation import grader_names
 from grpo_fn.shell.atomic_io import write_json
 from grpo_fn.shell.checkpoint.store import prune
 from grpo_fn.shell.logging.console import Console
@@ -42,8 +43,9 @@ def write_export(
     }
     write_json(run.run_dir / "summary.json", summary)
     signal = run.run_dir / "signal" / f"step_{progress.state.step}.html"
+    grader = grader_names(run.settings.evaluation.graders)[0]
     shown = f"; its last step token by token in {signal}" if signal.exists() else ""
     console.line(
-        f"held-out accuracy {progress.accuracy_before:.3f} before, {progress.accuracy:.3f} after "
+        f"held-out accuracy by {grader} {progress.accuracy_before:.3f} before, {progress.accuracy:.3f} after "
         f"{progress.state.step} steps, {progress.seconds:.0f} s; model in {run.run_dir / 'model'}{shown}"
     )

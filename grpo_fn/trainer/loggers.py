@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from grpo_fn.analysis import health
+from grpo_fn.analysis.evaluation import grader_names
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
@@ -47,7 +48,8 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
     run.world.mark = profiler.mark
     console, writer = NullLogger(Console), NullLogger(AsyncWriter, MetricsWriter)
     if main:
-        console = Console(run_dir / "log.txt", run.settings.steps, start)
+        grader = grader_names(run.settings.evaluation.graders)[0]
+        console = Console(run_dir / "log.txt", run.settings.steps, start, grader=grader)
         writer = open_writer(run_dir, run.world, start_step=0 if first else start + 1)
     return RunLoggers(
         console=stack.enter_context(console),

@@ -9,13 +9,14 @@ from math import nan
 
 from grpo_fn.algo.step import AT_THE_START, Experience, Span, grpo_step
 from grpo_fn.analysis import health
-from grpo_fn.analysis.evaluation import summarise
+from grpo_fn.analysis.evaluation import grader_names, summarise
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.logging import system_metrics, tensorboard_layout
+from grpo_fn.shell.logging.step_line import evaluation_line
 from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
@@ -89,7 +90,10 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
         figures = evaluate_policy(run, 0, loggers)
     loggers.writer.scalars(0, {**figures, **loggers.clock.lap()})
     loggers.history.append(health.history_line(0, figures))
-    loggers.console.line(f"before training: accuracy {figures[BEST]:.3f} on {len(run.held_out)} held-out problems")
+    grader = grader_names(run.settings.evaluation.graders)[0]
+    loggers.console.line(
+        f"before training: {evaluation_line(figures, grader)} on {len(run.held_out)} held-out problems"
+    )
     return Progress(RunState(0, run.settings.seed), AT_THE_START, figures[BEST], figures[BEST], 0, 0.0)
 
 

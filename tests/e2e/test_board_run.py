@@ -16,8 +16,9 @@ from tensorboard.plugins.hparams import metadata
 
 from grpo_fn.shell.logging.tensorboard_layout import LAYOUT, MEASURES, read_hparams
 
-# Charts of what this run does not measure: no compiler, no dynamic sampling, problems of one kind.
+# Charts of what this run does not measure: no reference, no compiler, no dynamic sampling, problems of one kind.
 ELSEWHERE = {
+    "KL to the reference",
     *{"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"},
     *{"evaluation beside the training, steps late", "seconds of an evaluation beside the training"},
     *{"engine", "engine against policy after a push, nats", "seconds of the engine"},

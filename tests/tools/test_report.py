@@ -146,16 +146,16 @@ def test_parts_of_the_reward_truncation_and_clips_are_curves_and_kl_where_there_
         "generation/truncated",
         "loss/clip_low",
         "loss/clip_high",
-        "loss/kl",
     ):
         assert html.count(f"<span>{metric}, ") == 1, metric
     for metric in ("reward/std", "reward/timeouts"):
         assert f"<span>{metric}, " not in html
     none = changed(whole, tmp_path / "none", knobs={}, figures={})
-    rows = [row | {"loss/kl": 0.0} if "loss/kl" in row else row for row in metrics(whole)]
-    (none / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made([none], tmp_path)
-    assert "<span>loss/kl, " not in (tmp_path / "out" / "page.html").read_text()
+    for shown, kl in ((False, 0.0), (True, 0.1)):  # a reference that every step equals, and another
+        rows = [row | {"loss/kl": kl} if row["step"] else row for row in metrics(whole)]
+        (none / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        made([none], tmp_path)
+        assert ("<span>loss/kl, " in (tmp_path / "out" / "page.html").read_text()) == shown
 
 
 def test_knobs_that_differ_are_listed_and_no_others(whole: Path, other: Path, tmp_path: Path) -> None:

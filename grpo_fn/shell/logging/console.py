@@ -1,10 +1,11 @@
-"""What a person watching sees: a bar with the time left on a terminal, plain lines elsewhere, all of it in log.txt."""
+"""The console of a run: a progress bar on a terminal, plain lines elsewhere, all of them in log.txt with the time."""
 
 import io
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -12,48 +13,31 @@ from pathlib import Path
 from tqdm import tqdm
 
 from grpo_fn.core.display_text import escape_control
+from grpo_fn.shell.logging.step_line import Metrics, evaluation_line, step_line
 
-
-def step_line(step: int, steps: int, metrics: Mapping[str, float | int]) -> str:
-    """One step at a glance; `step` counts from 1 here, and what a step did not measure shows as `-`."""
-
-    def show(name: str, digits: int) -> str:
-        return format_number(metrics[name], digits) if name in metrics else "-"
-
-    def seconds(name: str) -> str:
-        return f"{metrics[name]:.1f}s" if name in metrics else "-"
-
-    kl = "approx_kl" if "loss/approx_kl" in metrics else "kl"  # to pi_old, where there is no reference
-    shape = f"{show('generation/prompts', 0)} prompts x {show('generation/group_size', 0)}"
-    parts = [
-        f"step {step}/{steps}",
-        f"[generate] {shape} = {show('generation/rows', 0)} ({seconds('time/generate')})",
-        f"[reward] mean {show('reward/mean', 2)} std {show('reward/std', 2)}",
-        f"[train] loss {show('loss/objective', 3)} {kl} {show(f'loss/{kl}', 3)} grad {show('loss/grad_norm', 2)}",
-        f"[time] {seconds('time/total')}",
-    ]
-    if "eval/accuracy" in metrics:
-        parts.append(f"[eval] accuracy {show('eval/accuracy', 3)}")
-    return "  ".join(parts)
-
-
-def format_number(value: float | int, digits: int) -> str:
-    """Fixed point, unless that would show a small number as zero or a large one as a row of digits."""
-    if value != 0 and digits and (abs(value) < 0.5 * 10**-digits or abs(value) >= 1e6):
-        return f"{value:.0e}"
-    return f"{value:.{digits}f}"
+RECENT = 10  # steps whose time says how long the others take
 
 
 class Console(AbstractContextManager):
     """Lines for people, and the count of steps done. Everything is appended to `log_path` with the local time.
 
     A stream that takes no more (`| head`, a closed terminal, a full disk) is given up with a line in the log.
+
+    Args:
+        log_path: log.txt.
+        steps: steps of the run.
+        start: steps done before.
+        grader: the name of the grader that decides the accuracy.
+        stream: None for standard output.
     """
 
-    def __init__(self, log_path: Path, steps: int, start: int, *, stream: io.TextIOBase | None = None) -> None:
+    def __init__(
+        self, log_path: Path, steps: int, start: int, *, grader: str, stream: io.TextIOBase | None = None
+    ) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._log = open(log_path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self._steps, self._done = steps, start
+        self._steps, self._done, self._grader = steps, start, grader
+        self._seconds: deque[float] = deque(maxlen=RECENT)  # of the newest steps
         self._bar: tqdm | None = None
         if self._stream is not None:  # None: standard output was closed before Python began
             self._attempt(self._open_bar)
@@ -64,10 +48,16 @@ class Console(AbstractContextManager):
         self._record(text)
         self._attempt(partial(self._show, text))
 
-    def step(self, metrics: Mapping[str, float | int]) -> None:
-        """Count one more step as done and show its line."""
+    def step(self, metrics: Metrics) -> None:
+        """Count one more step as done and show its line, and one more where the policy was evaluated after it."""
         self._done += 1
-        self.line(step_line(self._done, self._steps, metrics))
+        if "time/total" in metrics:
+            self._seconds.append(metrics["time/total"])
+        left = self._steps - self._done
+        eta = left * sum(self._seconds) / len(self._seconds) if left and self._seconds else None
+        self.line(step_line(self._done, self._steps, metrics, eta))
+        if "eval/accuracy" in metrics:
+            self.line(f"step {self._done}/{self._steps}  held-out {evaluation_line(metrics, self._grader)}")
         if self._bar is not None:
             self._attempt(partial(self._bar.update, 1))
 

@@ -81,7 +81,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
     },
 }
 
-MEASURES = ["eval/accuracy", "reward/mean", "reward/correct_rate", "loss/kl", "loss/entropy", "generation/length_mean"]
+MEASURES = ["eval/accuracy", "reward/mean", "reward/correct_rate", "loss/entropy", "generation/length_mean"]
 
 
 def write_run_header(writer: MetricsWriter | AsyncWriter | NullLogger, run_dir: Path) -> None:

@@ -7,31 +7,34 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.core.display_text import CONTROL
-from grpo_fn.shell.logging.console import Console, format_number, step_line
+from grpo_fn.shell.logging.console import Console
+from grpo_fn.shell.logging.step_line import LINE as LONGEST
+from grpo_fn.shell.logging.step_line import format_number, short_count, short_time, step_line
 from grpo_fn.shell.process import EXIT_STOPPED, StopRequest
 
 METRICS = {
-    "generation/prompts": 32,
-    "generation/group_size": 16.0,
-    "generation/rows": 512.0,
-    "time/generate": 0.41,
+    "generation/length_mean": 31.4,
+    "generation/truncated": 0.016,
+    "generation/tokens_per_second": 3140.0,
     "reward/mean": 0.3125,
-    "reward/std": 0.4635,
-    "loss/objective": 0.0421,
+    "reward/min": 0.0,
+    "reward/max": 1.1,
+    "reward/invalid": 0.0,
+    "reward/correct": 0.25,
+    "reward/boxed": 0.625,
     "loss/kl": 0.0031,
     "loss/grad_norm": 1.2349,
-    "time/total": 0.94,
 }
-LINE = (
-    "step 12/100  [generate] 32 prompts x 16 = 512 (0.4s)  [reward] mean 0.31 std 0.46  "
-    "[train] loss 0.042 kl 0.003 grad 1.23  [time] 0.9s"
-)
+LINE = "step 12/100  reward 0.31 [0.00, 1.10]  correct 0.25 boxed 0.62  len 31 trunc 2%  kl 0.003 grad 1.23  3.1k tok/s"
+TIMES = {"time/generate": 0.41, "time/score": 0.02, "time/train": 0.5, "time/total": 0.94}
+opened = partial(Console, grader="correct")
 
 
 class Terminal(io.StringIO):
@@ -42,14 +45,53 @@ class Terminal(io.StringIO):
 
 
 def test_a_step_reads_as_promised():
-    assert step_line(12, 100, METRICS) == LINE
-    assert step_line(12, 100, {**METRICS, "eval/accuracy": 0.85}) == LINE + "  [eval] accuracy 0.850"
+    assert step_line(12, 100, METRICS, None) == LINE.replace("  kl 0.003 grad 1.23", "")  # 111 characters with it
+    few = {name: value for name, value in METRICS.items() if name not in ("reward/correct", "reward/boxed")}
+    assert step_line(12, 100, few, 83.0) == LINE.replace("  correct 0.25 boxed 0.62", "") + "  eta 1m23s"
+    assert step_line(12, 100, TIMES, None) == "step 12/100  gen 0.4 score 0.0 train 0.5 of 0.9s"
+    assert step_line(12, 100, {}, None) == "step 12/100"
 
 
-def test_what_was_not_measured_shows_as_a_dash():
-    shown = step_line(1, 2, {name: value for name, value in METRICS.items() if name != "loss/kl"})
-    assert "kl - grad" in shown
-    assert step_line(1, 2, {}).count("-") == 10
+def test_the_kl_between_equal_policies_is_no_number():
+    assert step_line(1, 2, {"loss/approx_kl": 3e-14, "loss/grad_norm": 0.5}, None) == "step 1/2  grad 0.50"
+    assert step_line(1, 2, {"loss/approx_kl": 2e-4, "loss/grad_norm": 0.5}, None) == "step 1/2  kl 2e-04 grad 0.50"
+
+
+@given(
+    st.dictionaries(st.text("abc_", min_size=1, max_size=40), st.floats(0, 1), max_size=12),
+    st.floats(0, 1e7),
+    st.floats(-1e9, 1e9),
+)
+def test_a_step_fits_a_line_and_keeps_what_moves(parts, eta, mean):
+    named = {f"reward/{name}": value for name, value in parts.items()}
+    shown = step_line(99_999, 100_000, {**METRICS, **TIMES, **named, "reward/mean": mean}, eta)
+    assert len(shown) <= LONGEST
+    assert all(said in shown for said in ("step 99999/100000  reward ", "len 31 trunc 2%", "3.1k tok/s", "eta "))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.4, "0s"), (59.6, "1m00s"), (200.0, "3m20s"), (7500.0, "2h05m"), (273_600.0, "3d04h")],
+)
+def test_a_time_is_short(seconds, shown):
+    assert short_time(seconds) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(940.2, "940"), (3140.0, "3.1k"), (18_049.0, "18k"), (1.25e6, "1.2M")])
+def test_a_count_is_short(value, shown):
+    assert short_count(value) == shown
+
+
+def test_an_evaluation_has_a_line_with_its_grader_and_the_time_left_is_that_of_recent_steps(tmp_path):
+    stream = io.StringIO()
+    with opened(tmp_path / "log.txt", 100, 0, stream=stream) as console:
+        for seconds in (1000.0, *[2.0] * 10):  # the first one compiled
+            console.step(
+                {"time/total": seconds, "eval/accuracy": 0.85, "eval/accuracy_low": 0.8, "eval/accuracy_high": 0.9}
+            )
+    *_, step, measured = stream.getvalue().splitlines()
+    assert step == "step 11/100  of 2.0s  eta 2m58s"
+    assert measured == "step 11/100  held-out accuracy 0.850 (95 %: 0.800 to 0.900) by correct"
 
 
 @given(st.floats(-1e300, 1e300) | st.sampled_from([float("nan"), float("inf"), -float("inf")]), st.integers(1, 4))
@@ -63,12 +105,13 @@ def test_a_number_is_short_and_never_shows_something_as_nothing(value, digits):
 
 def test_lines_go_to_the_stream_and_with_a_time_to_the_log(tmp_path):
     stream = io.StringIO()
-    with Console(tmp_path / "log.txt", 100, 11, stream=stream) as console:
+    with opened(tmp_path / "log.txt", 100, 11, stream=stream) as console:
         console.line("two\nlines")
         console.step(METRICS)
-    with Console(tmp_path / "log.txt", 100, 12, stream=stream) as console:  # a resumed run appends
+    with opened(tmp_path / "log.txt", 100, 12, stream=stream) as console:  # a resumed run appends
         console.step(METRICS)
-    shown = ["two", "lines", LINE, LINE.replace("12/", "13/")]
+    line = step_line(12, 100, METRICS, None)
+    shown = ["two", "lines", line, line.replace("12/", "13/")]
     assert stream.getvalue().splitlines() == shown
     logged = (tmp_path / "log.txt").read_text().splitlines()
     assert [line[20:] for line in logged] == shown
@@ -81,7 +124,7 @@ def test_a_stream_that_takes_no_more_is_given_up_once_and_the_log_goes_on(tmp_pa
         def write(self, text: str) -> int:
             raise BrokenPipeError(32, "Broken pipe")
 
-    with Console(tmp_path / "log.txt", 3, 0, stream=Full()) as console:
+    with opened(tmp_path / "log.txt", 3, 0, stream=Full()) as console:
         console.line("one")
         console.step(METRICS)
     log = (tmp_path / "log.txt").read_text()
@@ -93,7 +136,8 @@ def test_a_stream_that_takes_no_more_is_given_up_once_and_the_log_goes_on(tmp_pa
 @pytest.mark.parametrize("output", ["| true", ">/dev/full", ">&-"])
 def test_standard_output_that_is_gone_ends_no_program(tmp_path, output):
     code = "import sys, time; from pathlib import Path; from grpo_fn.shell.logging.console import Console\n"
-    code += "time.sleep(0.2); console = Console(Path(sys.argv[1]), 1, 0); console.line('one'); console.line('two')"
+    code += "time.sleep(0.2); console = Console(Path(sys.argv[1]), 1, 0, grader='correct')\n"
+    code += "console.line('one'); console.line('two')"
     shell = f"set -o pipefail; {shlex.join([sys.executable, '-c', code, str(tmp_path / 'log.txt')])} {output}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -102,11 +146,11 @@ def test_standard_output_that_is_gone_ends_no_program(tmp_path, output):
 
 def test_a_terminal_gets_a_bar_with_the_time_left_as_well(tmp_path):
     stream = Terminal()
-    with Console(tmp_path / "log.txt", 3, 1, stream=stream) as console:
+    with opened(tmp_path / "log.txt", 3, 1, stream=stream) as console:
         console.step(METRICS)
         console.step(METRICS)
     shown = stream.getvalue()
-    assert LINE.replace("12/100", "2/3") in shown
+    assert step_line(2, 3, METRICS, None) in shown
     assert re.search(r"3/3 \[\d\d:\d\d<\d\d:\d\d", shown)
     assert len((tmp_path / "log.txt").read_text().splitlines()) == 2  # the bar stays out of the log
 
@@ -116,7 +160,7 @@ def test_no_text_drives_the_terminal_or_breaks_the_encoding(tmp_path_factory, te
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", newline="")
     log = tmp_path_factory.mktemp("log") / "log.txt"
-    with Console(log, 1, 0, stream=stream) as console:
+    with opened(log, 1, 0, stream=stream) as console:
         console.line(text)
     shown = raw.getvalue().decode("ascii")
     assert shown.endswith("\n")

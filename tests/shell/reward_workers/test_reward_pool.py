@@ -303,12 +303,12 @@ def test_a_turn_ends_when_what_is_watched_can_be_read(pool):
 
 def test_time_that_the_caller_takes_between_turns_is_not_the_workers():
     with (
-        RewardPool(workers=1, timeout_per_completion=1.0, memory_mb=1024, stop_on_error=True) as pool,
-        pool.job(partial(takes, seconds=1.6)) as job,
+        RewardPool(workers=1, timeout_per_completion=2.0, memory_mb=1024, stop_on_error=True) as pool,
+        pool.job(partial(takes, seconds=2.4)) as job,
     ):
         job.add(*(column[0] for column in asked("a")))
         pool.turn(job, watching=())  # it is ready
-        time.sleep(1.1)
+        time.sleep(2.2)
         outcomes = []
         while job:
             pool.turn(job, watching=())
