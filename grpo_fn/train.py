@@ -56,8 +56,17 @@ def train(
         steps: of the algorithm; each samples `algorithm.prompts` problems.
         seed: of everything random.
         lora: adapters; None trains all parameters.
-        data, compute, sampling, rewards, algorithm, policy, parallelism, evaluation, checkpoints, logging, health: the
-            sections, each a typed value with its own knobs.
+        data: the task, and how prompts become tokens.
+        compute: device, dtype, attention and head of the model.
+        sampling: sampler, temperature and limits of the training completions.
+        rewards: the reward and the processes that compute it.
+        algorithm: prompts and group size, advantage, objective, filters: the GRPO step.
+        policy: optimizer, schedule, micro-batches, gradient clipping.
+        parallelism: over which ranks the model is spread, and how.
+        evaluation: what is measured on held-out problems, and when.
+        checkpoints: when the run is saved, and which checkpoints stay.
+        logging: samples, token pages, checksums, profiles, mirrors.
+        health: the rules that warn or end the run.
 
     Returns:
         0 when all steps are done, EXIT_STOPPED when a signal asked to stop, EXIT_UNHEALTHY when a rule of `health.stop`

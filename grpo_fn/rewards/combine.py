@@ -29,7 +29,7 @@ def score_serially(fn: RewardFn, problems: Sequence[Problem], completions: Seque
 def combine(
     problems: Sequence[Problem], rollout: Rollout, *, parts: Sequence[RewardFn], weights: Sequence[float], score: Scorer
 ) -> Reward:
-    """value[p, g] = sum_k weights[k] * parts[k](problems[p], completion p * G + g), dimensionless, float32.
+    """Weighted sum of several rewards: `value[p, g] = sum_k weights[k] * parts[k](problem p, completion p * G + g)`.
 
     A sample is valid when every part with a non-zero weight could score it; the value of an invalid one is 0. In
     `parts` what could not be scored is 0 as well: read it where `valid`. A part of weight 0 is only logged: it makes
@@ -44,7 +44,7 @@ def combine(
         score: applies one part to all rows: the reward pool's, or `score_serially`.
 
     Returns:
-        The reward: `value` and `valid` [P, G], and the unweighted `parts` [P, G] by name.
+        The reward, float32 and dimensionless: `value` and `valid` [P, G], and the unweighted `parts` [P, G] by name.
 
     Raises:
         ValueError: for no parts, not one weight per part, the same part twice, or rows that are no whole groups.

@@ -1,5 +1,6 @@
 """The documentation builds without a warning, and says of the program what the program says."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -17,6 +18,31 @@ DOCS = ROOT / "docs"
 FOREIGN = {"CUDA out of memory"}
 
 
+# Modules whose public functions docs/api.md has.
+LIBRARY = [
+    f"grpo_fn.{name}"
+    for name in (
+        *(
+            "algo.advantage",
+            "algo.aggregation",
+            "algo.controllers",
+            "algo.credit",
+            "algo.group_sampling",
+            "algo.importance",
+        ),
+        *("algo.kl", "algo.losses", "algo.masking", "algo.objective", "algo.step"),
+        *("rewards.code", "rewards.combine", "rewards.format", "rewards.length", "rewards.math", "rewards.wrappers"),
+        *("tasks.mixture", "tasks.readers", "tasks.rows", "tasks.task", "trainer.sections"),
+    )
+]
+
+
+def public_functions(module: str) -> list[str]:
+    """Functions and classes that a module defines."""
+    found = vars(importlib.import_module(module)).items()
+    return [name for name, value in found if getattr(value, "__module__", "") == module and name[:1] != "_"]
+
+
 def test_the_site_builds_and_warns_of_nothing(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="NOT TESTED: the site needs mkdocs-material: pip install 'grpo-fn[test]'")
     done = subprocess.run(
@@ -30,6 +56,12 @@ def test_the_site_builds_and_warns_of_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "site" / "troubleshooting" / "index.html").exists()
     metrics = (tmp_path / "site" / "metrics" / "index.html").read_text()
     assert all(f"<code>{name}</code>" in metrics for name in ("loss/kl", "eval/accuracy", "system/memory_gb"))
+    reference = (tmp_path / "site" / "api" / "index.html").read_text()
+    of_page = set(re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), re.MULTILINE))
+    named = {f"{module}.{name}" for module in LIBRARY for name in public_functions(module)}
+    assert len(named) > 100
+    assert not [name for name in named if name.rpartition(".")[0] not in of_page and name not in of_page]
+    assert not [name for name in named if f'id="{name}"' not in reference]
 
 
 @pytest.mark.parametrize("name", ["sections.Sampling.max_rows", "loss/kl", "advantage.group_normalized", "grpo_fn.run"])

@@ -30,13 +30,13 @@ EOS = "<|endoftext|>"
 class Shape:
     """Sizes of a Qwen2 with tied embeddings."""
 
-    vocabulary: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    positions: int
+    vocabulary: int  # entries of the embedding
+    hidden: int  # width
+    layers: int  # blocks of attention and MLP
+    heads: int  # of attention
+    kv_heads: int  # of keys and values; divides `heads`
+    intermediate: int  # width of the MLP
+    positions: int  # longest sequence, in tokens
 
     def config(self, eos: int) -> Qwen2Config:
         return Qwen2Config(
@@ -59,9 +59,9 @@ class Shape:
 class WarmStart:
     """Supervised steps on a task's training demonstrations: cross-entropy of the completion and EOS, AdamW."""
 
-    steps: int
-    rows: int
-    lr: float
+    steps: int  # optimizer updates
+    rows: int  # demonstrations a step
+    lr: float  # peak of a warm-up and a decay
     worked_share: float  # of the demonstrations, the share that shows its working
 
 
@@ -69,13 +69,13 @@ class WarmStart:
 class Recipe:
     """What decides every byte of the model: the arithmetic task's knobs, the shape, the warm start and the seed."""
 
-    max_value: int
-    operations: int
-    test_size: int
-    shape: Shape
-    warm_start: WarmStart
-    seed: int
-    cache: str
+    max_value: int  # largest number of a word problem
+    operations: int  # steps of a word problem
+    test_size: int  # held-out problems, which no demonstration shows
+    shape: Shape  # of the model
+    warm_start: WarmStart  # supervised steps before the run
+    seed: int  # of weights and demonstrations
+    cache: str  # folder that models are kept in; ~ is the home
 
     def _task(self) -> arithmetic.Task:
         return arithmetic.task(max_value=self.max_value, operations=self.operations, test_size=self.test_size)
