@@ -129,7 +129,7 @@ def test_float32_gives_what_float64_gives(f, step):
 @COSTLY
 @given(steps(), st.floats(-100, 100, width=32))
 def test_a_step_of_equal_rewards_that_did_not_drift_is_exactly_zero_in_float32(f, step, value):
-    """But for reward_to_go by itself, which compares with nobody: there each token has the reward."""
+    """But for reward_to_go by itself, which has no baseline: there each token has the reward."""
     reward, drift, mask = cast(step, torch.float32)
     equal = torch.full_like(reward.value, value)
     step = Reward(equal, reward.valid, dict.fromkeys(reward.parts, equal)), torch.zeros_like(drift), mask

@@ -1,6 +1,6 @@
 """How a step is dealt out to micro-batches changes nothing: every preset, from rewards to learning signals.
 
-Whoever computes a step judges the whole of it first, so credit, marks and totals are the step's before its rows are
+Every rank of a step judges the whole of it first, so credit, marks and totals are the step's before its rows are
 dealt out. Then rows may go to any number of micro-batches, in any company and order: each token's signal is the same.
 """
 
@@ -84,7 +84,7 @@ def test_tokens_are_marked_among_those_of_the_step(name, seed, micro_tokens, sha
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parts_of_a_step_judged_by_themselves_learn_something_else(name):
-    """Why whoever shares the work still judges the whole: two who each judge their own prompts learn another step."""
+    """Why ranks that share the work still judge the whole: if each judges its own prompts, they learn another step."""
     step, how = rich_step(1, 3), preset(name)
     whole = learn(how, step).signals
     apart = sum(learn(how, step, only=prompts).signals for prompts in ([0], [1, 2]))

@@ -69,7 +69,7 @@ def test_there_are_presets():
     assert set(LOOPED) >= KNOWN_PRESETS
 
 
-def test_a_preset_without_a_scalar_loop_is_told_by_name():
+def test_a_preset_without_a_scalar_loop_is_named():
     with pytest.raises(LookupError, match=r"got no scalar loop of gin/algo/novel\.gin, wanted novel in"):
         loop_of("novel")
 

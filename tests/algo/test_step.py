@@ -291,12 +291,12 @@ def test_one_update_finds_the_old_policy_in_its_own_pass(reference, correct, see
         how = with_correction(correct, beta=beta, micro_tokens=micro_tokens, min_groups_with_signal=minimum, **changes)
         experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
         seen.append((policy, experience, figures))
-    (one, wanted, told), (other, got, same) = seen
+    (one, wanted, first), (other, got, same) = seen
     assert torch.equal(one.table, other.table)
-    assert told == same
+    assert first == same
     assert "logp" in one.log
     assert "logp" not in other.log
-    trained = not told["train/skipped_step"]
+    trained = not first["train/skipped_step"]
     for name in ("logp_old", "logp_ref") if trained else ():
         mask = wanted.batch.mask
         assert torch.equal(getattr(got.batch, name)[mask], getattr(wanted.batch, name)[mask])
@@ -357,7 +357,7 @@ def test_a_step_in_which_nothing_could_be_scored_changes_nothing_and_says_so():
     assert figures.keys() == (KEYS - gone) | {"reward/broken"}
 
 
-def test_a_row_that_could_not_be_scored_moves_nobody():
+def test_a_row_that_could_not_be_scored_does_not_affect_the_others():
     def sometimes(problem: Problem, completion: Completion) -> float | None:
         return None if completion.length == LIMIT else likes_two(problem, completion)
 

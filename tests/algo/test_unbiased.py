@@ -257,7 +257,7 @@ def test_dividing_by_std_points_elsewhere():
 
 
 @each(ADVANTAGES)
-def test_a_reward_nobody_can_change_teaches_nothing(f):
+def test_a_constant_reward_teaches_nothing(f):
     theta = policy(0)
     got = expected_signal(theta, torch.full((9,), 0.1).double(), FULL, f, row_sum, 3, losses.reinforce)
     assert (got == 0).all()

@@ -68,7 +68,7 @@ def column(name: str, values: list) -> list[dict]:
 # Every rule -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_rule_of_the_room_is_tested_here() -> None:
+def test_every_rule_of_the_module_is_tested_here() -> None:
     found = {name for name, f in public(health).items() if signature(f)[0] == ("history",)} - {"trim_history", "at"}
     assert found == set(RULES)
     assert {name: set(signature(getattr(health, name))[1]) for name in RULES} == {n: set(k) for n, k in KNOBS.items()}
@@ -330,7 +330,7 @@ def test_knobs_that_work_are_not() -> None:
 KL = RULES["kl_high"]
 
 
-def told(history: list[dict]) -> list[int]:
+def reported_steps(history: list[dict]) -> list[int]:
     """The steps at which the rule was news."""
     return [i for i in range(len(history)) if health.new_findings([KL], history[: i + 1])]
 
@@ -339,7 +339,7 @@ def told(history: list[dict]) -> list[int]:
 def test_a_finding_is_news_when_it_begins_and_when_it_begins_anew_after_a_calm(high) -> None:
     history = column("loss/kl", [1.0 if one else 0.1 for one in high])
     wanted = [i for i, one in enumerate(high) if one and not any(high[max(0, i - health.CALM) : i])]
-    assert told(history) == wanted
+    assert reported_steps(history) == wanted
 
 
 @given(histories)

@@ -1,4 +1,4 @@
-"""What is shown of a token is what the step told it, and a page shows any text as text."""
+"""What is shown of a token is the signal that it got in the step, and a page shows any text as text."""
 
 import base64
 import hashlib
@@ -279,7 +279,7 @@ def test_a_signal_that_is_not_finite_comes_first_and_spoils_no_other(odd):
     assert token_report.signal_strip(shown, columns=5, cell=2).isfinite().all()
 
 
-def test_a_step_that_tells_nobody_anything_is_a_page_too():
+def test_a_step_without_any_signal_is_a_page_too():
     seen, scores = step(["a"], [["some", "other"]])
     none = torch.zeros_like(seen.batch.mask)
     silent = seen._replace(batch=seen.batch._replace(mask=none))

@@ -196,7 +196,7 @@ def test_every_token_can_be_read_in_light_and_dark(chrome: Chrome, page: Path, d
 
 
 @pytest.mark.parametrize("vision", ["none", "deuteranopia", "protanopia", "tritanopia"])
-def test_up_and_down_are_told_apart_by_any_eyes(chrome: Chrome, page: Path, vision: str) -> None:
+def test_up_and_down_differ_for_any_colour_vision(chrome: Chrome, page: Path, vision: str) -> None:
     """As Chromium draws the page for them: the ends of the legend differ, and both from its middle."""
     chrome.open(page)
     chrome.devtools("Emulation.setEmulatedVisionDeficiency", type=vision)

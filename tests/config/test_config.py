@@ -1,4 +1,4 @@
-"""Configuration: what a gin file says is what the root receives, and every mistake is told in a line of its own."""
+"""Configuration: what a gin file says is what the root receives, and every mistake is reported in a line of its own."""
 
 import os
 import pickle
@@ -274,7 +274,7 @@ def test_a_name_that_two_files_use_differently_is_refused() -> None:
     assert "got fm, which stands for difflib and for fixture_module" in message
 
 
-# Mistakes, each told with its name.
+# Mistakes, each reported with its name.
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_files_are_found_in_the_gin_folder_without_a_word(
     monkeypatch.setattr(parse, "GIN_FOLDER", tmp_path)
     monkeypatch.setattr(gin.config, "_LOCATION_PREFIXES", ["", str(tmp_path)])
     assert load_config(["whole.gin"], [], root="fixture_module.anything").kwargs() == {"value": 4}
-    assert caplog.records == []  # gin's own reader logs an error for every place it looks in vain
+    assert caplog.records == []  # gin's own reader logs an error for every place without the file
 
 
 @pytest.mark.parametrize("param", ["STEPS", "=3", "1X=3", "a b=3", "fm.root.=3", "--x=3"])
@@ -444,7 +444,7 @@ def test_what_a_taker_does_not_take_may_be_unbound_and_what_it_takes_may_not() -
     assert "NEVER" not in str(caught.value)
 
 
-def test_a_mistake_in_a_name_is_one_whoever_takes_it() -> None:
+def test_a_mistake_in_a_name_is_refused_for_a_taker_too() -> None:
     for params in (["fm.root.stps=1"], ["fm.root.rate=%RATE", "RTE=1"]):
         with pytest.raises(ValueError, match=r"stps|RTE"):
             taken(RUN, *params)

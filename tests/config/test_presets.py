@@ -116,7 +116,7 @@ def test_a_preset_is_ready_to_run(name, capsys, tmp_path):
 
 
 def test_what_no_preset_uses_is_known():
-    """A function without a preset is one that nobody has seen train."""
+    """A function without a preset is one that no run has trained with."""
     used = set().union(*(named(stage) for name in PRESETS for stage in algorithm(name).values()))
     for module, spare in SPARE.items():
         assert {name for name, f in public(module).items() if f not in used} == spare

@@ -36,7 +36,7 @@ budgets = st.tuples(st.one_of(st.integers(1, 8), st.integers(1, 30)), st.integer
 
 
 def numbered(batch: Batch) -> Batch:
-    """The batch with its row numbers as advantages, so that a row can be told wherever it goes."""
+    """The batch with its row numbers as advantages, so that a row can be recognised wherever it goes."""
     numbers = torch.arange(len(batch.adv), dtype=torch.float64)
     return batch._replace(adv=numbers[:, None].expand(batch.adv.shape))
 

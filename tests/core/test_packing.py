@@ -61,7 +61,7 @@ def test_no_device_reads_more_than_its_budget_but_for_a_row_that_does_so_alone(d
 
 
 @given(grouped(), st.integers(1, 4))
-def test_rows_that_read_one_prompt_are_together_where_a_device_has_room_for_them(drawn, devices):
+def test_rows_that_read_one_prompt_are_together_where_a_device_has_space_for_them(drawn, devices):
     batch = numbered(drawn[1])
     spans, whole = share_prompts(batch.tokens, batch.mask), read(batch, list(range(len(batch.mask))), share_prompts)
     where = {

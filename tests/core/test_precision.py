@@ -2,7 +2,7 @@
 
 `U` is float32's unit roundoff. The bounds are stated in units of it and hold for every function that the catalogue has;
 a new one is held to them the moment it exists. Where a function branches (a clip, a trust region) rounding may take the
-other branch: the float32 result has to lie between the float64 results of inputs that nobody could tell apart.
+other branch: the float32 result has to lie between the float64 results of inputs that float32 cannot distinguish.
 """
 
 import math
@@ -23,7 +23,7 @@ from grpo_fn.algo import advantage, aggregation, credit, kl, losses
 from grpo_fn.core.types import Batch, Reward, Totals
 
 U = 2.0**-24  # 6e-8
-APART = 2e-6  # nats: a log-ratio carries an error of a few U, and nobody could tell such neighbours apart
+APART = 2e-6  # nats: a log-ratio carries an error of a few U, which cannot distinguish such neighbours
 ADVANTAGES = bound(advantage, "reward", "valid")
 LOSSES = bound(losses, "logp", "row")
 KLS = bound(kl, "logp", "row")

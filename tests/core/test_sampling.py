@@ -38,7 +38,7 @@ def tables(draw, rows: int | None = None):
 
 
 def clear_cut(so: bool) -> None:
-    """Pass over a case in which float32 cannot tell on which side of top_p a mass lies."""
+    """Pass over a case in which float32 does not decide on which side of top_p a mass lies."""
     if not so:
         reject()
 

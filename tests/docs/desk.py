@@ -167,7 +167,7 @@ def with_files(files: Sequence[str], argv: Sequence[str]) -> list[str]:
     return [*argv[:last], *files, *argv[last:]]
 
 
-def environment(things: Things, heard: Path) -> dict[str, str]:
+def environment(things: Things, notes: Path) -> dict[str, str]:
     """Of a command: the stand-ins first, nothing that a batch system left."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC", "CUDA_", "GRPO_FN_"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "RUN_DIR", "PORT", "MODULE", "PYTHON"):
@@ -179,6 +179,6 @@ def environment(things: Things, heard: Path) -> dict[str, str]:
         "SLURM_JOB_NODELIST": "node-[1-9]",
         "SLURM_NNODES": "1",
     }
-    fake = {"FAKE": str(heard), "FAKE_STATE": "RUNNING", "FAKE_GPUS": "1", "FAKE_SHORT": "", "FAKE_NODES": "node-1"}
-    own = {"HEARD": str(heard), "PYTHON": str(things.bin / "python"), "OMP_NUM_THREADS": "1", "SERVED": "2"}
+    fake = {"FAKE": str(notes), "FAKE_STATE": "RUNNING", "FAKE_GPUS": "1", "FAKE_SHORT": "", "FAKE_NODES": "node-1"}
+    own = {"NOTES": str(notes), "PYTHON": str(things.bin / "python"), "OMP_NUM_THREADS": "1", "SERVED": "2"}
     return kept | job | fake | own

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
     folder: Path
     things: Things
-    notes: Path  # what stand-ins heard, and what programs print
+    notes: Path  # what stand-ins were called with, and what programs print
 
     def site(self, env: Mapping[str, str], read: Path, out: Path) -> Site:
         env = desk.environment(self.things, self.notes) | env

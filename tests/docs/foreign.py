@@ -1,4 +1,4 @@
-"""Programs that are not ours and are not run, why, and what is looked at: whatever of ours they are told of exists."""
+"""Programs that are not ours and are not run, why, and what is looked at: whatever of ours is named to them exists."""
 
 import json
 import re
@@ -106,7 +106,7 @@ def wandb(argv: Sequence[str], place: Place, site: Site) -> None:
 
 
 def touch(argv: Sequence[str], place: Place, site: Site) -> None:
-    """make's mark that an environment is ready, which nobody made here."""
+    """make's mark that an environment is ready, which was not made here."""
     assert argv[-1] in (".venv/ready", ".venv-vllm/ready"), argv
 
 

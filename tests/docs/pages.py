@@ -36,7 +36,7 @@ class Stage(NamedTuple):
     env: dict[str, str]
     argv: list[str]
     read: str  # standard input: a file, "|" for the stage before, "" for nothing
-    write: str  # standard output: a file, "|" for the next stage, "" for whoever looks
+    write: str  # standard output: a file, "|" for the next stage, "" for the terminal
 
 
 class Block(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from docs.doing import PATIENCE, Place, Site, begun, forked, well
 from docs.foreign import FOREIGN, pip, venv
-from docs.launchers import checks, found, heard, ranks, server, submitted
+from docs.launchers import agent_arguments, checks, found, ranks, server, submitted
 from docs.pages import ROOT, pipelines
 
 from docs import desk, doing
@@ -165,7 +165,7 @@ def launched(argv: Sequence[str], place: Place, site: Site) -> None:
     elif path.name == "vllm_server.sh":
         server(path, given, place, site.env)
     else:
-        python(["python", *heard([str(path), *given], place, site.env)], place, site)
+        python(["python", *agent_arguments([str(path), *given], place, site.env)], place, site)
 
 
 def torchrun(argv: Sequence[str], place: Place, site: Site) -> None:

@@ -74,14 +74,14 @@ def executable(path: Path, text: str) -> None:
 
 
 PYTHON = """#!/usr/bin/env bash
-if [[ $1 == *tools/launch/agent.py ]]; then printf '%s\\0' "$@" >"$HEARD/agent"; exit; fi
-if [[ $1 == -m && $2 == vllm.* ]]; then printf '%s\\0' "$@" >"$HEARD/vllm"; exec "{python}" "{serve}" "$PORT"; fi
+if [[ $1 == *tools/launch/agent.py ]]; then printf '%s\\0' "$@" >"$NOTES/agent"; exit; fi
+if [[ $1 == -m && $2 == vllm.* ]]; then printf '%s\\0' "$@" >"$NOTES/vllm"; exec "{python}" "{serve}" "$PORT"; fi
 if [[ $1 == -c && $2 == *vllm* ]]; then exit; fi
 exec "{python}" "$@"
 """
 # As Slurm starts a script: a copy, in the environment of a job.
 SBATCH = """#!/usr/bin/env bash
-printf '%s\\0' "$@" >"$HEARD/sbatch"
+printf '%s\\0' "$@" >"$NOTES/sbatch"
 while [[ $1 == --* ]]; do
   case $1 in --nodes=*) nodes=${1#*=} ;; --gpus-per-node=*) export FAKE_GPUS=${1#*=} ;; esac
   shift
@@ -89,7 +89,7 @@ done
 export SLURM_NNODES=${nodes:-1} SLURM_SUBMIT_DIR=$PWD
 FAKE_NODES=$(seq -s, -f node-%g "$SLURM_NNODES") exec bash "$@"
 """
-# Well until nobody waits for it any more.
+# Healthy until no process waits for it any more.
 SERVE = """
 import os
 import sys

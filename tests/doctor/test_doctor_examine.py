@@ -55,7 +55,7 @@ def ran(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | environment, cwd=ROOT)
 
 
-def told(*flags: str, **environment: str) -> tuple[int, dict[tuple[str, str], dict]]:
+def json_findings(*flags: str, **environment: str) -> tuple[int, dict[tuple[str, str], dict]]:
     """The exit code, and the findings by topic and subject, as scripts get them."""
     done = ran("--json", *flags, **environment)
     reply = json.loads(done.stdout)
@@ -80,7 +80,7 @@ def opened(folder: Path) -> DoctorFinding:
 
 
 def test_a_good_folder_on_this_machine(good: Path) -> None:
-    code, found = told("--model", str(good))
+    code, found = json_findings("--model", str(good))
     assert found["model", "transformers"]["state"] == "ok"
     assert "25,248 parameters in F32" in found["model", "transformers"]["seen"]
     assert ("model", "forward pass") not in found
@@ -92,7 +92,7 @@ def test_a_good_folder_on_this_machine(good: Path) -> None:
         assert bool(row["todo"]) == (row["state"] not in ("ok", "absent")), row
 
 
-def test_help_imports_nothing_and_tells_the_exit_codes() -> None:
+def test_help_imports_nothing_and_lists_the_exit_codes() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "grpo_fn.doctor", "--help"],
         capture_output=True,
@@ -124,7 +124,7 @@ def test_bad_flags_are_named(flags: list[str], capsys: pytest.CaptureFixture) ->
 
 def test_a_torch_that_does_not_import_is_a_finding(modules: Path) -> None:
     (modules / "torch.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')")
-    code, found = told()
+    code, found = json_findings()
     assert code == 2
     assert found["devices", "torch"]["state"] == "broken"
     assert "libcudart.so.99" in found["devices", "torch"]["seen"]
@@ -134,7 +134,7 @@ def test_a_torch_that_does_not_import_is_a_finding(modules: Path) -> None:
 def test_a_vllm_that_never_ends_its_import_is_a_finding(modules: Path) -> None:
     (modules / "vllm.py").write_text("import time; time.sleep(600)")
     (modules / "torch.py").write_text("raise ImportError('not needed here')")
-    code, found = told("--timeout", "10")
+    code, found = json_findings("--timeout", "10")
     assert code == 2
     assert found["engines", "vLLM"]["state"] == "broken"
     assert "no answer within 10 s" in found["engines", "vLLM"]["seen"]
@@ -202,7 +202,7 @@ def test_a_torch_of_another_version_is_named(version: str, state: str, todo: str
     assert todo in finding.todo
 
 
-def test_every_package_of_the_matrix_is_told_once() -> None:
+def test_every_package_of_the_matrix_is_listed_once() -> None:
     subjects = [each.subject for each in examine.packages({}, []) if each.state is not State.WARNING]
     assert subjects == [package.name for package in (versions.PYTHON, *versions.PACKAGES)]
 

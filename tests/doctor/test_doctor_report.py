@@ -25,9 +25,9 @@ def test_the_exit_code_is_that_of_the_worst(rows: list[DoctorFinding]) -> None:
 
 @given(found)
 def test_scripts_read_what_people_read(rows: list[DoctorFinding]) -> None:
-    told = json.loads(json.dumps(report.findings_as_json(rows)))
-    assert told["exit"] == report.findings_exit_code(rows)
-    assert [row["seen"] for row in told["findings"]] == [row.seen for row in rows]
+    parsed = json.loads(json.dumps(report.findings_as_json(rows)))
+    assert parsed["exit"] == report.findings_exit_code(rows)
+    assert [row["seen"] for row in parsed["findings"]] == [row.seen for row in rows]
     table = report.findings_table(rows)
     for row in rows:
         assert report.one_line(row.seen) in table

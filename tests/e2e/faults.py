@@ -66,15 +66,15 @@ class Doom:
     harm: Harm
 
 
-def after(calls: int, room: Any, name: str, then: Callable[..., Any]) -> None:
-    """Replace `room.name` by `then(real, *args, **kwargs)` for the call with that number alone, counted from 1."""
-    real, left = getattr(room, name), [calls]
+def after(calls: int, module: Any, name: str, then: Callable[..., Any]) -> None:
+    """Replace `module.name` by `then(real, *args, **kwargs)` for the call with that number alone, counted from 1."""
+    real, left = getattr(module, name), [calls]
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         return then(real, *args, **kwargs) if left[0] == 0 else real(*args, **kwargs)
 
-    setattr(room, name, counted)
+    setattr(module, name, counted)
 
 
 def generating(calls: int, harm: Harm) -> None:

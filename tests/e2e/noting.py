@@ -26,9 +26,13 @@ def package() -> ModuleType:
     module.tensorboard = SimpleNamespace(patch=patch, unpatch=watched.clear)  # type: ignore[attr-defined]
     module.Settings = SimpleNamespace  # type: ignore[attr-defined]
 
-    def init(*, dir: str, **told: Any) -> SimpleNamespace:
+    def init(*, dir: str, **settings: Any) -> SimpleNamespace:
         (path,) = watched
-        note = {"watched": path, "rank": os.environ.get("RANK"), **{k: v for k, v in told.items() if k != "settings"}}
+        note = {
+            "watched": path,
+            "rank": os.environ.get("RANK"),
+            **{k: v for k, v in settings.items() if k != "settings"},
+        }
         (Path(dir) / "wandb" / f"opened-{os.environ.get('RANK')}-{os.getpid()}").write_text(json.dumps(note))
         return SimpleNamespace(finish=lambda exit_code: None)
 

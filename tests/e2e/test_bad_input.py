@@ -216,5 +216,5 @@ def test_a_run_folder_that_cannot_be_made(cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_hub_name_that_cannot_be_reached(data: Path, tmp_path: Path) -> None:
-    argv = gsm8k("nobody/no-such-model", data, tmp_path / "run")
-    refused(argv, tmp_path, "got model 'nobody/no-such-model'", "wanted", doom=NoNetwork())
+    argv = gsm8k("no-such-user/no-such-model", data, tmp_path / "run")
+    refused(argv, tmp_path, "got model 'no-such-user/no-such-model'", "wanted", doom=NoNetwork())

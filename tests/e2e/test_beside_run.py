@@ -37,7 +37,7 @@ LATE = {"eval/lag_steps", "eval/seconds"}
 Harm = Callable[[], None]
 
 
-def told(folder: Path) -> dict[str, Any]:
+def comparable(folder: Path) -> dict[str, Any]:
     """All of a finished run that does not depend on when an evaluation came."""
     found = outcome(folder)
     rows = [{name: value for name, value in row.items() if name not in LATE} for row in found["metrics"]]
@@ -50,7 +50,7 @@ def arguments(cache: Path, folder: Path, **changes: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def midst(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of the run with its evaluations in its midst."""
+    """The outcome of the run with its evaluations in its midst."""
     folder = tmp_path_factory.mktemp("midst")
     assert finish(command(cache, folder / "run", **CHANGES), folder / "out") == 0, (folder / "out").read_text()
     return outcome(folder / "run")
@@ -175,7 +175,7 @@ def test_it_measures_what_evaluation_in_the_midst_measures(
     """Bit for bit, however late it comes. Evaluations are due every second step: one of four looks is waited for."""
     argv = arguments(cache, tmp_path / "run")
     assert finish(argv, tmp_path / "out", Coming(looks)) == 0, (tmp_path / "out").read_text()
-    assert told(tmp_path / "run") == midst
+    assert comparable(tmp_path / "run") == midst
     assert len({row["eval/pass@1"] for row in midst["metrics"] if "eval/pass@1" in row}) > 2  # policies do differ
     assert len({row["eval/accuracy"] for row in midst["metrics"] if "eval/accuracy" in row}) > 1
     came = {row["step"]: row["eval/lag_steps"] for row in metrics(tmp_path / "run") if "eval/lag_steps" in row}
@@ -201,7 +201,7 @@ def test_two_ranks_train_beside_one_evaluation(cache: Path, tmp_path: Path) -> N
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     assert job(ours, 2, arguments(cache, ours / "run")).code == 0
     assert job(theirs, 2, command(cache, theirs / "run", **CHANGES)).code == 0
-    found, wanted = told(ours / "run"), outcome(theirs / "run")
+    found, wanted = comparable(ours / "run"), outcome(theirs / "run")
     assert found == wanted
 
 
@@ -220,7 +220,7 @@ def test_asked_to_stop_it_does_not_wait_and_makes_the_evaluation_again(
     assert store.meta(tmp_path / "run" / "checkpoints" / "step_3")["pending"] == [2]
     assert "eval/accuracy" not in metrics(tmp_path / "run")[2]
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    assert {**told(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
+    assert {**comparable(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
 
 
 def test_asked_to_stop_while_one_is_due_and_one_at_work_both_are_made_again(
@@ -229,7 +229,7 @@ def test_asked_to_stop_while_one_is_due_and_one_at_work_both_are_made_again(
     folder, codes = interrupted(cache, tmp_path, [Never(1, AtPhase("generate", 4, signal.SIGTERM))])
     assert codes == [75, 0]
     assert "stopped by SIGTERM after step 4" in (tmp_path / "out").read_text()
-    assert told(folder) == midst
+    assert comparable(folder) == midst
 
 
 @pytest.mark.parametrize(("but", "pending"), [(0, 0), (3, 6)])
@@ -244,9 +244,9 @@ def test_the_first_and_the_last_one_are_no_others(
     newest = store.steps(tmp_path / "run" / "checkpoints")[-1]
     assert store.meta(tmp_path / "run" / "checkpoints" / f"step_{newest}")["pending"] == [pending]
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    assert told(tmp_path / "run") == midst
+    assert comparable(tmp_path / "run") == midst
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()  # of a run that is done: nothing
-    assert told(tmp_path / "run") == midst
+    assert comparable(tmp_path / "run") == midst
     assert (tmp_path / "run" / "log.txt").read_text().count("evaluation of step 6: accuracy") == 1
 
 
@@ -261,12 +261,12 @@ class Waiting:
 
         line = Console.line
 
-        def heard(console: Console, text: str) -> None:
+        def stop_after_line(console: Console, text: str) -> None:
             line(console, text)
             if text == self.text:
                 signal.raise_signal(signal.SIGTERM)
 
-        Console.line = heard
+        Console.line = stop_after_line
 
 
 def test_with_a_newer_checkpoint_the_older_weights_are_measured(
@@ -283,7 +283,7 @@ def test_with_a_newer_checkpoint_the_older_weights_are_measured(
     assert store.steps(tmp_path / "run" / "checkpoints") == [2, 3]
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert store.steps(tmp_path / "run" / "checkpoints") == [6]
-    assert {**told(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
+    assert {**comparable(tmp_path / "run"), "kept": None} == {**midst, "kept": None}
 
 
 def test_weights_that_are_gone_are_named_and_the_run_goes_on(
@@ -297,7 +297,7 @@ def test_weights_that_are_gone_are_named_and_the_run_goes_on(
         "the evaluation of step 2 is lost, its weights are not there any more: manifest.json is missing"
         in (tmp_path / "run" / "log.txt").read_text()
     )
-    found = told(tmp_path / "run")
+    found = comparable(tmp_path / "run")
     assert found["metrics"][2].keys() == midst["metrics"][1].keys()
     found["metrics"].pop(2)
     assert found["metrics"] == [row for row in midst["metrics"] if row["step"] != 2]
@@ -324,7 +324,7 @@ def test_killed_at_any_moment(
         planned = [Coming(looks, doom(Path(where) / "run")) for doom, looks in dooms]
         folder, codes = interrupted(cache, Path(where), planned, sections__Checkpoints__every=every)
         assert set(codes) <= {0, -KILL}
-        assert {**told(folder), "kept": None} == {**midst, "kept": None}
+        assert {**comparable(folder), "kept": None} == {**midst, "kept": None}
 
 
 # -- an evaluation that fails
@@ -340,7 +340,7 @@ def test_what_it_raises_ends_the_run_with_its_name_and_the_same_command_goes_on(
     assert "in the evaluation of step 2, beside the training" in said
     assert "at step 3, phase evaluate" in said or "at step 4, phase evaluate" in said
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    assert told(tmp_path / "run") == midst
+    assert comparable(tmp_path / "run") == midst
 
 
 def test_a_hang_meets_the_deadline(cache: Path, tmp_path: Path) -> None:
@@ -358,5 +358,5 @@ def test_asked_on_two_ranks_both_stop_and_go_on(cache: Path, tmp_path: Path) -> 
     first = job(halves, 2, argv, doom=Doom(1, partial(between_steps, 3), ASK))
     assert set(first.codes(0).values()) == {75}, first.everything()
     assert job(tmp_path / "second", 2, argv).code == 0
-    assert told(halves / "run") == told(whole / "run")
+    assert comparable(halves / "run") == comparable(whole / "run")
     assert json.loads((halves / "run" / "summary.json").read_text())["ranks"] == 2

@@ -64,7 +64,7 @@ def resumed_after(over: Job) -> int:
 def killed(cache: Path, folder: Path, ranks: int, rank: int, place: str, executed: bool = False) -> None:
     doom = Doom(rank, PLANS[place], KILL)
     over = doomed(cache, folder, ranks, doom, executed=executed)
-    survivors_said_so(over, doom, within=GRACE)  # a dead rank is noticed at once: nobody waits for the deadline
+    survivors_said_so(over, doom, within=GRACE)  # a dead rank is noticed at once: no rank waits for the deadline
     if place in ("staging", "writing", "sealing"):
         assert resumed_after(over) == 2  # and not after 4, which was never complete
 

@@ -60,7 +60,7 @@ def test_a_run_on_programs_resumes_exactly_and_judges_every_time_alike(params: l
     assert outcome(tmp_path / "again") == outcome(tmp_path / "whole")
 
 
-def test_the_runs_own_reward_tells_reference_programs_from_others(params: list[str]) -> None:
+def test_the_runs_own_reward_separates_reference_programs_from_others(params: list[str]) -> None:
     kwargs = load_config(["run/mbpp_code.gin"], params).kwargs()
     passed, share = kwargs["rewards"].reward.keywords["parts"]
     for problem in kwargs["data"].task().test[:3]:

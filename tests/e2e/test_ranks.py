@@ -1,4 +1,4 @@
-"""How many ranks there are, and how the model is spread over them, is nobody's business but the shell's."""
+"""How many ranks there are, and how the model is spread over them, matters to the shell alone."""
 
 import math
 import shutil
@@ -136,9 +136,9 @@ def refused(over: Job, ranks: int, *said: str) -> None:
     assert 2 in codes.values(), over.everything()
     assert set(codes.values()) <= {2, -15}, over.everything()  # the first to go may take the others with it
     lines = {rank: over.said(0, rank).strip() for rank in range(ranks)}
-    told = [rank for rank, text in lines.items() if text]
-    assert told
-    for rank in told:
+    reporting = [rank for rank, text in lines.items() if text]
+    assert reporting
+    for rank in reporting:
         assert lines[rank].startswith(f"rank {rank}: error: "), lines[rank]
         assert lines[rank].count("error:") == 1, lines[rank]
         for text in said:

@@ -234,15 +234,15 @@ def test_the_job_goes_to_slurm_with_a_run_folder_that_the_next_one_finds(tmp_pat
 
 
 def test_the_launchers_of_one_host_start_what_they_say(tmp_path: Path) -> None:
-    listen = f'if [[ $1 == *agent.py ]]; then printf "%s\\n" "$@" >"{tmp_path}/heard"; exit; fi'
+    listen = f'if [[ $1 == *agent.py ]]; then printf "%s\\n" "$@" >"{tmp_path}/agent_args"; exit; fi'
     listening = program(tmp_path, "python", f'#!/usr/bin/env bash\n{listen}\nexec "{sys.executable}" "$@"\n')
     for name, ranks, files in (("qwen_math_2gpu", 2, 1), ("gsm8k_lora_8gb", 1, 2)):
         done = run([RECIPES / name / "launch.sh", "--dry_run"], environment(PYTHON=str(listening)), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        heard = (tmp_path / "heard").read_text().splitlines()
-        assert f"--nproc-per-node={ranks}" in heard
-        assert heard[-3:] == ["--run_dir", f"runs/{name}", "--dry_run"]
-        named = [Path(heard[i + 1]) for i, word in enumerate(heard) if word == "--gin_file"]
+        agent_args = (tmp_path / "agent_args").read_text().splitlines()
+        assert f"--nproc-per-node={ranks}" in agent_args
+        assert agent_args[-3:] == ["--run_dir", f"runs/{name}", "--dry_run"]
+        named = [Path(agent_args[i + 1]) for i, word in enumerate(agent_args) if word == "--gin_file"]
         assert len(named) == files
         assert all(path.exists() and path.resolve().parent == RECIPES / name for path in named)
 
@@ -265,7 +265,7 @@ def evaluated(folder: Path, *, training: str, server: str = 'exec "$REAL" "$SERV
     (folder / "server.py").write_text(SERVER)
     lines = [
         "#!/usr/bin/env bash",
-        'if [[ $1 == *agent.py ]]; then printf "%s\\n" "$@" >"$FOLDER/heard"; ' + training + "; fi",
+        'if [[ $1 == *agent.py ]]; then printf "%s\\n" "$@" >"$FOLDER/agent_args"; ' + training + "; fi",
         "if [[ $* == *find_spec* || $* == *version* ]]; then exit 0; fi",
         "if [[ $2 == vllm.* ]]; then",
         '  echo $$ >"$FOLDER/server"; echo "$CUDA_VISIBLE_DEVICES" >"$FOLDER/card"',
@@ -297,11 +297,11 @@ def test_the_evaluation_server_is_there_while_the_training_is(code: int, tmp_pat
     done = run(QWEN, env, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert over(tmp_path)
-    asked, heard = ((tmp_path / name).read_text().splitlines() for name in ("asked", "heard"))
+    asked, agent_args = ((tmp_path / name).read_text().splitlines() for name in ("asked", "agent_args"))
     assert {"a/model", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.15", env["PORT"]} <= {*asked}
     assert any("grpo_file" in word for word in asked)  # not NCCL, which takes no card twice
     assert (tmp_path / "card").read_text() == "1\n"
-    assert heard[-4:] == [*QWEN[1:], "--gin_param", f'EVAL_SERVERS=["http://127.0.0.1:{env["PORT"]}"]']
+    assert agent_args[-4:] == [*QWEN[1:], "--gin_param", f'EVAL_SERVERS=["http://127.0.0.1:{env["PORT"]}"]']
 
 
 def test_a_signal_is_the_trainings_and_the_server_stays_until_that_has_saved(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_without_an_evaluation_server_there_is_no_training(
     assert done.returncode == 2
     for part in said:
         assert part in done.stderr
-    assert not (tmp_path / "heard").exists()
+    assert not (tmp_path / "agent_args").exists()
     assert over(tmp_path)
 
 
@@ -361,7 +361,7 @@ def test_a_check_that_there_is_not_is_refused() -> None:
 
 
 def documented(text: str) -> set[str]:
-    """The names of ours in the tables of a README: `room.function.knob`, of any module that gin files import."""
+    """The names of ours in the tables of a README: `module.function.knob`, of any module that gin files import."""
     return set(re.findall(r"`([a-z_]+(?:\.[A-Za-z_0-9]+){1,2})(?:`| =)", text))
 
 

@@ -79,7 +79,7 @@ def test_every_file_event_of_a_checkpoint_is_survived(cache: Path, whole: Path, 
 def test_a_log_that_cannot_be_written_ends_the_run_before_a_checkpoint_claims_it(
     cache: Path, whole: Path, tmp_path: Path, step: int
 ) -> None:
-    """Step 4 has a checkpoint, which waits for the log; after step 3 the next step hears of it."""
+    """Step 4 has a checkpoint, which waits for the log; after step 3 the next step raises it."""
     argv = command(cache, tmp_path / "run")
     assert finish(argv, tmp_path / "out", FullDisk(step)) == 1
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(step))
@@ -176,7 +176,7 @@ def test_a_broken_checkpoint_is_named_and_skipped(
     assert outcome(run) == outcome(whole)
 
 
-def test_nothing_but_broken_checkpoints_is_refused_until_told_to_start_over(
+def test_nothing_but_broken_checkpoints_is_refused_until_a_forced_start(
     cache: Path, whole: Path, tmp_path: Path
 ) -> None:
     run = copied(whole, tmp_path)
@@ -195,7 +195,7 @@ def test_nothing_but_broken_checkpoints_is_refused_until_told_to_start_over(
 
 
 @pytest.mark.parametrize("all_of_it", [True, False])
-def test_checkpoints_that_are_gone_are_missed_until_told_to_start_over(
+def test_checkpoints_that_are_gone_are_missed_until_a_forced_start(
     cache: Path, whole: Path, tmp_path: Path, all_of_it: bool
 ) -> None:
     run = copied(whole, tmp_path)

@@ -113,7 +113,7 @@ def test_what_was_sampled_is_stored_with_its_rewards(whole: Path) -> None:
     assert sum(row["length"] for row in rows) == measured["generation/tokens"]
 
 
-def test_the_summary_and_the_log_say_what_came_of_it(whole: Path) -> None:
+def test_the_summary_and_the_log_hold_the_results(whole: Path) -> None:
     summary = json.loads((whole / "summary.json").read_text())
     assert summary.keys() >= {"accuracy_before", "accuracy_after", "wall_seconds", "steps", "seed"}
     rows = metrics(whole)

@@ -34,7 +34,7 @@ def totals(batch: Batch) -> Totals:
 
 
 def scores(logp: Tensor) -> Scores:
-    """Scores with an entropy that is easy to tell from anything else."""
+    """Scores with an entropy that is easy to distinguish from anything else."""
     return Scores(logp=logp, entropy=-logp)
 
 

@@ -91,7 +91,7 @@ class Crew:
             waiting = {end: rank for rank, end in enumerate(self.ends) if rank not in found}
             for end in wait(list(waiting), timeout=max(0.0, until - time.monotonic())):
                 rank = waiting[end]
-                found[rank] = self._heard(rank)
+                found[rank] = self._receive(rank)
                 if found[rank].failed:
                     until = min(until, time.monotonic() + grace)
         late = Outcome(None, "Hung", "did not answer in time", "", patience, None, "")
@@ -111,7 +111,7 @@ class Crew:
             end.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _heard(self, rank: int) -> Outcome:
+    def _receive(self, rank: int) -> Outcome:
         try:
             value, error, text, trace, seconds = pickle.loads(self.ends[rank].recv_bytes())
         except (EOFError, ConnectionResetError):

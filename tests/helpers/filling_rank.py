@@ -113,6 +113,6 @@ def seen(folder: Path, size: int) -> dict[str, object]:
     return {**filled(folder, size), "adapters": detached}
 
 
-def told(world: World, models: list[Path]) -> list[dict[str, object]]:
+def seen_of_all(world: World, models: list[Path]) -> list[dict[str, object]]:
     """What it saw of every model."""
     return [seen(folder, world.size) for folder in models]

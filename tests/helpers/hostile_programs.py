@@ -197,7 +197,7 @@ def f(x): return x * x
 import ctypes
 if ctypes.CDLL(None).mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None) != 0: raise OSError
 def f(x): return x * x
-#: allocates where nobody counts
+#: allocates uncounted memory
 import ctypes
 libc = ctypes.CDLL(None)
 if libc.shmget(0, 10**6, 0o1600) < 0 and libc.memfd_create(b"m", 0) < 0: raise OSError

@@ -36,7 +36,7 @@ def raises(problem, completion):
     return 1.0
 
 
-def raises_what_it_is_told(problem, completion):
+def raises_its_text(problem, completion):
     raise ValueError(f"got {completion.text}")
 
 

@@ -1,6 +1,6 @@
 """A server that speaks vLLM's HTTP on a thread, with weights, versions and pauses, and with faults on demand.
 
-What it draws is a function of (weights, prompt, seed), so an answer tells which weights it was drawn with.
+What it draws is a function of (weights, prompt, seed), so an answer shows which weights it was drawn with.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """What the server that forks runs and ranks has done before it forks: they neither load nor build it once more each.
 
-The server imports this module and nothing else, whoever starts it: `crew` or `e2e.running`.
+The server imports this module and nothing else, whether `crew` or `e2e.running` starts it.
 """
 
 import gc
@@ -29,6 +29,6 @@ NEEDED = (
 
 for name in NEEDED:
     import_module(name)
-get_checkpoint_conversion_mapping("qwen2")  # a thousand patterns, compiled for whoever opens a model first
+get_checkpoint_conversion_mapping("qwen2")  # a thousand patterns, compiled by the process that opens a model first
 gc.collect()
-gc.freeze()  # nobody has to look at all of this again whenever garbage is collected
+gc.freeze()  # no process scans all of this again whenever garbage is collected

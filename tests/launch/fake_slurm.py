@@ -15,7 +15,7 @@ while [[ $1 == --* ]]; do srun_options+=("$1"); shift; done
 trap 'kill -KILL "${pids[@]}"' TERM
 pids=()
 for ((node = 0; node < SLURM_NNODES; node++)); do
-  if [[ -n ${FAKE_CODE:-} ]]; then # a step that runs until it is told, and ends with this code
+  if [[ -n ${FAKE_CODE:-} ]]; then # a step that runs until SIGTERM, and ends with this code
     bash -c 'trap "exit $FAKE_CODE" TERM; touch "$FAKE/running"; while [[ -z $FAKE_SHORT ]]; do sleep 0.05; done
              exit $FAKE_CODE' &
   else

@@ -101,13 +101,13 @@ def program(folder: Path, name: str, text: str) -> Path:
 
 def listening_python(folder: Path) -> Path:
     """A Python that writes down what agent.py was called with, NUL between arguments, and is itself for all else."""
-    listen = f'if [[ $1 == *tools/launch/agent.py ]]; then printf "%s\\0" "$@" >"{folder}/heard"; exit; fi'
+    listen = f'if [[ $1 == *tools/launch/agent.py ]]; then printf "%s\\0" "$@" >"{folder}/agent_arguments"; exit; fi'
     return program(folder, "listening_python", f'#!/usr/bin/env bash\n{listen}\nexec "{sys.executable}" "$@"\n')
 
 
-def heard(folder: Path) -> list[str]:
+def agent_arguments(folder: Path) -> list[str]:
     """What that Python was called with."""
-    return (folder / "heard").read_bytes().decode().split("\0")[:-1]
+    return (folder / "agent_arguments").read_bytes().decode().split("\0")[:-1]
 
 
 def documented(start: str) -> list[str]:

@@ -80,7 +80,7 @@ def test_two_pods_meet_train_and_stop_together(two_hosts: list[Host], tmp_path: 
     program(tmp_path / "bin", "python", f'#!/usr/bin/env bash\nexec "{environment()["PYTHON"]}" "$@"\n')
     given = [arg for arg in flags(tmp_path, STEPS=100_000) if arg not in ("--run_dir", str(tmp_path / "run"))]
     with ExitStack() as stack:
-        # The second pod is first: until pod 0 is there, nobody answers under its name.
+        # The second pod is first: until pod 0 is there, no host answers under its name.
         late, early = (stack.enter_context(pod(two_hosts[n], n, tmp_path, given)) for n in (1, 0))
         early.until(lambda: len(steps(tmp_path / "run")) >= 2)
         early.process.send_signal(signal.SIGTERM)

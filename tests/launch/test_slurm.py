@@ -15,10 +15,10 @@ from launch.launching import (
     LAUNCH,
     ROOT,
     Started,
+    agent_arguments,
     documented,
     environment,
     flags,
-    heard,
     listening_python,
     program,
     run,
@@ -47,14 +47,14 @@ def summary(run_dir: Path, restart: int = 0) -> dict:
     return json.loads((run_dir / f"job_4242_{restart}.json").read_text())
 
 
-def ended(slurm: Path, code: int, *, told: bool, **more: str) -> tuple[int, dict, bool]:
+def ended(slurm: Path, code: int, *, terminate: bool, **more: str) -> tuple[int, dict, bool]:
     """Exit code, summary and whether it was queued again, of a job whose step ends with `code`."""
     (slurm / "run").mkdir()
     (slurm / "run" / "run.json").touch()
-    short = "" if told else "yes"
+    short = "" if terminate else "yes"
     env = environment(slurm / "bin", **job(slurm, FAKE_CODE=str(code), FAKE_SHORT=short, **more))
     with Started(["bash", slurm / "slurm_script", *flags(slurm)], env, slurm / "log", cwd=slurm) as launch:
-        if told:
+        if terminate:
             launch.until((slurm / "running").exists)
             launch.process.send_signal(signal.SIGTERM)
         got = launch.code()
@@ -64,7 +64,7 @@ def ended(slurm: Path, code: int, *, told: bool, **more: str) -> tuple[int, dict
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "more", "again"),
+    ("code", "terminate", "more", "again"),
     [
         (75, True, {}, True),  # saved
         (71, True, {}, True),  # not saved, but the newest checkpoint is there
@@ -81,16 +81,16 @@ def ended(slurm: Path, code: int, *, told: bool, **more: str) -> tuple[int, dict
     ],
 )
 def test_a_preempted_job_is_queued_again_and_no_other(
-    slurm: Path, code: int, told: bool, more: dict[str, str], again: bool
+    slurm: Path, code: int, terminate: bool, more: dict[str, str], again: bool
 ) -> None:
-    got, record, requeued = ended(slurm, code, told=told, **more)
+    got, record, requeued = ended(slurm, code, terminate=terminate, **more)
     assert (got, requeued) == (code, again), (slurm / "log").read_text()
     assert (record["exit_code"], record["requeued"]) == (code, again)
     assert record["restarts"] == int(more.get("SLURM_RESTART_COUNT", "0"))
 
 
 def test_the_summary_says_what_the_job_was(slurm: Path) -> None:
-    _, record, _ = ended(slurm, 0, told=False)
+    _, record, _ = ended(slurm, 0, terminate=False)
     head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert record["git_commit"].removesuffix("+changes") == head
     assert record["nodes"] == ["localhost", "node-b"]
@@ -102,7 +102,7 @@ def test_the_summary_says_what_the_job_was(slurm: Path) -> None:
 def test_the_record_is_written_though_slurm_repeats_its_signal(slurm: Path) -> None:
     hurried = "if [[ $1 == *job_summary.py ]]; then kill -TERM $$; fi"
     python = program(slurm, "python", f'#!/usr/bin/env bash\n{hurried}\nexec "{environment()["PYTHON"]}" "$@"\n')
-    assert ended(slurm, 75, told=True, PYTHON=str(python))[2]
+    assert ended(slurm, 75, terminate=True, PYTHON=str(python))[2]
 
 
 def test_the_summary_of_a_run_that_made_no_folder_lies_beside_it(slurm: Path) -> None:
@@ -123,7 +123,7 @@ def test_every_argument_arrives_on_every_node_as_it_was_given(
     env |= {"PYTHON": str(listening_python(folder)), "RUN_DIR": str(folder / "run")}
     done = run(["bash", LAUNCH / "slurm.sbatch", "--gin_file", "f", *given], env, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert heard(folder) == [
+    assert agent_arguments(folder) == [
         *("tools/launch/agent.py", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d"),
         *("--rdzv-endpoint=node-a:24242", "--rdzv-id=4242"),
         *("--rdzv-conf=is_host=1,join_timeout=600,read_timeout=300", "-m", "launch.stand_in"),
@@ -141,8 +141,11 @@ def test_the_documented_commands_start_what_they_say(slurm: Path) -> None:
         env = environment(slurm / "bin", **job(slurm, nodes=nodes, FAKE_GPUS=asked["--gpus-per-node"]))
         env |= {"PYTHON": str(listening_python(slurm)), "RUN_DIR": str(slurm / "run")}
         assert run(["bash", slurm / "slurm_script", *given.split()], env, cwd=slurm).returncode == 0
-        assert heard(slurm)[1:3] == [f"--nnodes={asked['--nodes']}", f"--nproc-per-node={asked['--gpus-per-node']}"]
-        assert heard(slurm)[-len(given.split()) - 2 : -2] == given.split()
+        assert agent_arguments(slurm)[1:3] == [
+            f"--nnodes={asked['--nodes']}",
+            f"--nproc-per-node={asked['--gpus-per-node']}",
+        ]
+        assert agent_arguments(slurm)[-len(given.split()) - 2 : -2] == given.split()
 
 
 def test_the_run_folder_is_the_jobs_unless_one_is_given(slurm: Path) -> None:
@@ -150,7 +153,7 @@ def test_the_run_folder_is_the_jobs_unless_one_is_given(slurm: Path) -> None:
         env = environment(slurm / "bin", **job(slurm, nodes="node-a", **more))
         done = run(["bash", slurm / "slurm_script", "--gin_file=f", *given], env | {"PYTHON": str(python)}, cwd=slurm)
         assert done.returncode == 0, done.stderr
-        return heard(slurm)[heard(slurm).index("--gin_file=f") + 1 :]
+        return agent_arguments(slurm)[agent_arguments(slurm).index("--gin_file=f") + 1 :]
 
     python, given = listening_python(slurm), str(slurm / "given")
     assert folder_of(RUN_DIR=given) == ["--run_dir", given]

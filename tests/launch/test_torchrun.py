@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from launch.launching import (
     LAUNCH,
     Started,
+    agent_arguments,
     documented,
     environment,
     flags,
-    heard,
     listening_python,
     program,
     run,
@@ -36,7 +36,7 @@ def bin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(bin_dir: Path, *given: str, **env: str) -> list[str]:
     done = run([SCRIPT, *given], environment(bin_dir, PYTHON=str(bin_dir / "listening_python"), **env))
     assert done.returncode == 0, done.stderr
-    return heard(bin_dir)[1:]
+    return agent_arguments(bin_dir)[1:]
 
 
 @settings(max_examples=15)

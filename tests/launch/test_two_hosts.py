@@ -41,7 +41,7 @@ def test_a_host_that_disappears_and_comes_back_is_taken_in_again(two_hosts: list
         here, there = start_all(stack, two_hosts, command, tmp_path)
         here.until(lambda: len(steps(run_dir)) >= 3)
         assert {line["host"] for line in trace(run_dir)} == {"grpo-0", "grpo-1"}
-        second.reach(False)  # nobody hears it die: no connection is closed
+        second.reach(False)  # its end goes unnoticed: no connection is closed
         assert second.kill() >= 2
         there.process.wait(60)
         before = len(steps(run_dir))

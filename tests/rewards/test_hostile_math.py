@@ -179,7 +179,7 @@ def test_lenient_is_no_easier_to_fool(pool):
 
 
 @pytest.mark.parametrize("fn", [correct, lenient])
-def test_a_megabyte_is_wrong_and_disturbs_nobody(pool, fn):
+def test_a_megabyte_is_wrong_and_disturbs_no_other_row(pool, fn):
     texts = [mark % text for text in LARGE.values() for mark in (r"\boxed{%s}", "the answer is %s", "%s")]
     assert unscorable(texts, assert_never_right(pool, fn, "42", texts)) == []
 
@@ -266,7 +266,7 @@ def test_a_random_soup_is_never_right(pool, gold, texts):
     assert_never_right(pool, correct, gold, [rf"\boxed{{{text}}}" for text in texts])
 
 
-def test_a_bomb_that_nobody_knew_costs_its_own_row():
+def test_an_unknown_bomb_costs_its_own_row():
     texts = [rf"\boxed{{{place}}}" for place in range(30)]
     texts[10] = "sleep"
     with RewardPool(workers=2, timeout_per_completion=2.0, memory_mb=1024, stop_on_error=True) as pool:

@@ -1,6 +1,6 @@
 """Code rewards: which text is the program, which names of the tests are its, and what a verdict is worth.
 
-Nothing is run here: the runner says what it is told to. The real one is in tests/shell/sandbox/test_sandbox.py.
+Nothing is run here: the runner returns given verdicts. The real one is in tests/shell/sandbox/test_sandbox.py.
 """
 
 import ast
@@ -87,7 +87,7 @@ def test_the_program_is_found_in_linear_time(text):
     assert time.process_time() - start < 2.0
 
 
-# What a runner is told to say, and what it was asked.
+# A runner that returns these verdicts, and what it was asked.
 def asked(verdicts, proven=True, *, seen=None):
     def run(program: Program) -> Ran:
         if seen is not None:

@@ -54,7 +54,7 @@ def test_a_cache_that_does_not_fit_is_refused(most, cache):
         overlong(1, most, cache)
 
 
-def told(problem, completion):
+def named_verdict(problem, completion):
     """The verdict that the text names."""
     return {"right": 1.0, "wrong": 0.0, "nearly": 0.5}.get(completion.text)
 
@@ -63,7 +63,9 @@ NUMBERS = {"right_empty": 2.0, "right_full": 1.0, "wrong_empty": -10.0, "wrong_f
 
 
 def cosine(text, length, max_length):
-    return cosine_length(ASKED, Completion(text, length, False), verdict=told, max_length=max_length, **NUMBERS)
+    return cosine_length(
+        ASKED, Completion(text, length, False), verdict=named_verdict, max_length=max_length, **NUMBERS
+    )
 
 
 ENDS = {"right": (2.0, 1.0), "wrong": (-10.0, 0.0), "nearly": (-10.0, 0.0)}  # empty, full

@@ -63,7 +63,7 @@ async def later(problem, completion, *, unit):
     return float(completion.text == problem.meta["wanted"] + unit)
 
 def nowhere(limits):
-    raise RuntimeError("no room here")
+    raise RuntimeError("no isolation here")
 
 def of_prompt(problem, completion):
     return float(completion.text == problem.prompt + problem.answer)
@@ -425,7 +425,7 @@ REFUSED = {
     "output that is there": (["mine.obeys", "--output", "mine.py"], "--output: got mine.py, which holds something"),
     "itself": (["mine.obeys", "--input", "mine.py", "--output", "mine.py"], "--output: got mine.py"),
     "no tests": (["code"], "standard input:1: got the fields 'completion', wanted a list of asserts in 'tests' or"),
-    "no sandbox": (["code", "--reward_param", "run.isolation=@mine.nowhere"], "error: no room here"),
+    "no sandbox": (["code", "--reward_param", "run.isolation=@mine.nowhere"], "error: no isolation here"),
     "a needed field": (["math"], "standard input:1: got the fields 'completion', wanted text or a number in 'answer'"),
 }
 

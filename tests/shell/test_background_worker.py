@@ -17,7 +17,7 @@ from grpo_fn.shell.background_worker import BackgroundWorker
 
 SOON = 20.0  # seconds
 
-# A product is a piece of work for a team of threads. Nobody has any before the first.
+# A product is a piece of work for a team of threads. No thread has one before the first.
 TEAMS = """
 import threading, torch
 from grpo_fn.shell.background_worker import BackgroundWorker
@@ -81,7 +81,7 @@ def worker() -> BackgroundWorker:
 
 
 @given(st.lists(st.integers() | st.just(ValueError("bad")), max_size=9))
-def test_calls_are_made_in_their_order_and_each_has_what_came_of_it(brought: list) -> None:
+def test_calls_are_made_in_their_order_and_each_has_its_result(brought: list) -> None:
     def made(value: object) -> object:
         at.append((current_thread().name, value))
         if isinstance(value, Exception):
@@ -91,7 +91,7 @@ def test_calls_are_made_in_their_order_and_each_has_what_came_of_it(brought: lis
     at: list[tuple[str, object]] = []
     with BackgroundWorker("the worker", timeout=SOON) as worker:
         futures = [worker.submit(made, value, what=f"{value}") for value in brought]
-        worker.wait()  # which is nobody's error
+        worker.wait()  # which raises no call's error
         assert all(future.done() for future in futures)
         assert at == [("the worker", value) for value in brought]
         for future, value in zip(futures, brought, strict=True):

@@ -41,8 +41,8 @@ def cleared(keep: str, **settings: str) -> float:
     return float(ran.stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library is told")
-def test_freed_memory_is_used_again_unless_told_otherwise_from_outside() -> None:
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only the GNU C library is configured")
+def test_freed_memory_is_used_again_unless_the_environment_sets_otherwise() -> None:
     """Pages are cleared once, not at each use."""
     assert cleared("keep_freed_memory()") < 0.1
     assert cleared("") > 0.9

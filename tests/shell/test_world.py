@@ -1,4 +1,4 @@
-"""Ranks that talk: whoever asks is told the same, an error on one is an error on all, and nobody waits for ever."""
+"""Ranks that exchange objects: all get the same, an error on one is an error on all, and no rank waits for ever."""
 
 import os
 import re
@@ -29,8 +29,8 @@ SIZES = [2, 4]
 sizes = st.sampled_from(SIZES)
 
 
-def told(world: World, f: Any) -> tuple[str, str, Any]:
-    """What came of it, an error as its type's name and its text."""
+def outcome_of(world: World, f: Any) -> tuple[str, str, Any]:
+    """The result, an error as its type's name and its text."""
     try:
         return "", "", f()
     except (ValueError, OSError, RuntimeError) as error:
@@ -87,8 +87,8 @@ def raising(world: World, how: str, bad: set[int]) -> tuple[str, str, Any]:
             raise ValueError(f"bad weather at {world.rank}")
         return 10 * world.rank
 
-    outcome = told(world, partial(getattr(world, how), f, what="looking out"))
-    world.exchange(None, what="the next thing")  # and whatever came of it, they are still in step
+    outcome = outcome_of(world, partial(getattr(world, how), f, what="looking out"))
+    world.exchange(None, what="the next thing")  # whatever the outcome, they are still in step
     return *outcome, ran
 
 
@@ -110,7 +110,7 @@ def test_together_returns_each_its_own_unless_any_raised(size, bad):
 
 @QUICK
 @given(sizes, st.sets(st.integers(0, 3)))
-def test_agree_asks_the_main_rank_alone_and_tells_all(size, bad):
+def test_agree_asks_the_main_rank_alone_and_all_get_its_answer(size, bad):
     for rank, (error, text, value, ran) in enumerate(crew(size).run(raising, "agree", bad)):
         assert ran == ([0] if rank == 0 else [])
         if 0 not in bad:
@@ -122,7 +122,7 @@ def test_agree_asks_the_main_rank_alone_and_tells_all(size, bad):
 
 
 def same_as(world: World, brought: Sequence[Any]) -> tuple[str, str, Any]:
-    return told(world, partial(world.same, brought[world.rank], what="the seed"))
+    return outcome_of(world, partial(world.same, brought[world.rank], what="the seed"))
 
 
 @QUICK
@@ -138,7 +138,7 @@ def test_same_raises_on_all_and_names_the_first_that_differs(data, size):
             assert error == ""
 
 
-def test_alone_nobody_is_asked():
+def test_alone_no_other_rank_is_asked():
     one = alone(CPU)
     assert (one.rank, one.size, one.main) == (0, 1, True)
     assert one.exchange("x", what="") == ["x"]
@@ -165,7 +165,7 @@ def late(world: World, sleeper: int, deadline: float) -> tuple[str, str, Any, fl
         time.sleep(3 * deadline)
         return "", "", None, 0.0
     begun = time.monotonic()
-    outcome = told(small, partial(small.exchange, None, what="the verdicts"))
+    outcome = outcome_of(small, partial(small.exchange, None, what="the verdicts"))
     return *outcome, time.monotonic() - begun
 
 
@@ -185,7 +185,7 @@ def gone(world: World, dead: int) -> None:
     """One rank dies; who finds out goes, too, as a run does, which is how those that do not talk to it find out."""
     if world.rank == dead:
         os._exit(3)
-    error, text, _ = told(world, partial(world.exchange, None, what="the verdicts"))
+    error, text, _ = outcome_of(world, partial(world.exchange, None, what="the verdicts"))
     os.write(2, f"{error}: {text}".encode())
     os._exit(EXIT_LOST)
 
@@ -231,7 +231,7 @@ def own_fault(world: World) -> tuple[str, str, Any]:
         with world.talking("a product"):
             torch.ones(2, 3) @ torch.ones(2, 3)
 
-    return told(world, wrong)
+    return outcome_of(world, wrong)
 
 
 def test_an_error_of_the_program_is_not_taken_for_a_lost_rank():
@@ -266,7 +266,7 @@ def alone_in_a_world_of_two(world: World, port: int, rank: int) -> tuple[str, st
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    return told(world, partial(join_world, "cpu", deadline=1.0))
+    return outcome_of(world, partial(join_world, "cpu", deadline=1.0))
 
 
 def free_port() -> int:
@@ -369,7 +369,7 @@ sizes_of_mesh = st.one_of(st.integers(-1, 5), st.sampled_from([REST, HOST, "all"
 
 @given(sizes_of_mesh, sizes_of_mesh, st.integers(0, 4), st.integers(1, 12), st.integers(1, 4))
 def test_a_shape_is_right_or_refused(replicate, shard, tensor, ranks, on_host):
-    error, text, shape = told(alone(CPU), partial(scale(replicate, shard, tensor).shape, ranks, on_host))
+    error, text, shape = outcome_of(alone(CPU), partial(scale(replicate, shard, tensor).shape, ranks, on_host))
     if error:
         assert (error, bool(re.match(r"parallelism: got .*, wanted ", text))) == ("ValueError", True)
         return

@@ -114,7 +114,7 @@ def test_a_task_of_nothing_but_held_out_rows_is_refused_and_none_in_common_says_
     assert from_rows(rows(2), [Problem(0, "else", "", {})]).notes == ()
 
 
-def test_a_long_list_of_rows_is_told_in_short():
+def test_a_long_list_of_rows_is_shortened():
     (note,) = from_rows(rows(40), rows(30)).notes
     assert note.endswith(
         "left out 30 training rows that are held-out problems: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 20 more"

@@ -295,7 +295,7 @@ def test_every_kind_of_file_gives_the_same_rows_with_file_and_line(tmp_path, suf
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
-def test_a_field_that_is_not_there_is_told_with_those_that_are(tmp_path, suffix):
+def test_a_field_that_is_not_there_is_named_with_those_that_are(tmp_path, suffix):
     path = WRITERS[suffix](tmp_path / f"a.{suffix}", LINES)
     with pytest.raises(ValueError, match=rf"a\.{suffix}.*: got the fields q, a, extra, wanted also question, answer"):
         list(readers.file(["question", "q", "answer"], path=path))

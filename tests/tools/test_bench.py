@@ -19,9 +19,9 @@ import bench_trl_side
 import bench_work
 import pytest
 from crew import crew
+from e2e.running import finish
 from hypothesis import given
 from hypothesis import strategies as st
-from running import finish
 
 USED = bench_sides.Used(peak=3e9, before=1e9, processor=12.0)
 CELLS = Callable[..., list[list[str]]]
@@ -56,7 +56,7 @@ def test_scaling_has_a_row_for_each_number_of_ranks(printed: CELLS, monkeypatch:
     assert one[1].endswith("(1.00x)")
     assert one[3] == "0%"
     assert re.fullmatch(r"\d+%", two[3])
-    assert int(two[3][:-1]) > 0, "two ranks have something to tell each other"
+    assert int(two[3][:-1]) > 0, "two ranks have something to exchange"
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_the_evaluation_that_ends_a_run_of_ours_is_in_no_step(seconds: list[floa
 
 
 def test_our_side_runs_and_the_table_is_made(tmp_path: Path, printed: CELLS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our program on the tiny scale, forked from the server that has everything imported; TRL's side is told."""
+    """Our program on the tiny scale, forked from the server that has everything imported; TRL's side is simulated."""
 
     def forked(command: list[str], folder: Path, begun: Path, *, threads: int, deadline: float) -> bench_sides.Used:
         assert command[:3] == [sys.executable, "-m", "grpo_fn.run"]
@@ -135,14 +135,14 @@ def test_our_side_runs_and_the_table_is_made(tmp_path: Path, printed: CELLS, mon
         assert begun.exists()
         return USED
 
-    def told(told: dict[str, Any], folder: Path, *, warm_up: int, **settings: Any) -> bench_sides.Measured:
-        rows = [json.loads(line) for line in Path(told["prompts_file"]).read_text().splitlines()]
-        assert len(rows) == told["prompts"] * told["steps"] + 1
+    def simulated(shared: dict[str, Any], folder: Path, *, warm_up: int, **settings: Any) -> bench_sides.Measured:
+        rows = [json.loads(line) for line in Path(shared["prompts_file"]).read_text().splitlines()]
+        assert len(rows) == shared["prompts"] * shared["steps"] + 1
         folder.mkdir()
-        return bench_sides.of_trl(noted(folder / "out.json", [1.0] * told["steps"], monkeypatch), warm_up, USED)
+        return bench_sides.of_trl(noted(folder / "out.json", [1.0] * shared["steps"], monkeypatch), warm_up, USED)
 
     monkeypatch.setattr(bench_sides, "watched", forked)
-    monkeypatch.setattr(bench_sides, "trl", told)
+    monkeypatch.setattr(bench_sides, "trl", simulated)
     out = tmp_path / "trl.md"
     tiny = ("--scale", "tiny", "--steps", "1", "--warm_up", "1", "--rounds", "1", "--trl_python", sys.executable)
     rows = {row[0]: row[1:] for row in printed("trl", *tiny, "--timeout", "120", "--out", str(out))}
@@ -172,12 +172,14 @@ def test_a_program_is_watched_until_it_ends(tmp_path: Path) -> None:
     """What it held before it said that it begins, and the most that it held later; and what it printed if it fails."""
     begun, held = tmp_path / "begun", 300_000_000
     begin = f"from time import sleep; from pathlib import Path; sleep(.5); Path({str(begun)!r}).touch(); sleep(.5); "
-    told = {"threads": 1, "deadline": 60.0}
-    used = bench_sides.watched([sys.executable, "-c", begin + f"x = b'1' * {held}; sleep(.2)"], tmp_path, begun, **told)
+    limits = {"threads": 1, "deadline": 60.0}
+    used = bench_sides.watched(
+        [sys.executable, "-c", begin + f"x = b'1' * {held}; sleep(.2)"], tmp_path, begun, **limits
+    )
     assert 0 < used.before < used.peak - held / 2
     assert 0 <= used.processor < 5
     with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*so it is"):
-        bench_sides.watched([sys.executable, "-c", "print('so it is'); exit(3)"], tmp_path, begun, **told)
+        bench_sides.watched([sys.executable, "-c", "print('so it is'); exit(3)"], tmp_path, begun, **limits)
     slow = [sys.executable, "-c", "import time; time.sleep(60)"]
     with pytest.raises(TimeoutError, match="not over after 0 s"):
         bench_sides.watched(slow, tmp_path, begun, threads=1, deadline=0.3)

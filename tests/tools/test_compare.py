@@ -126,7 +126,7 @@ def test_other_problems_are_refused_with_how_many_match(tmp_path: Path, capsys: 
     assert said(capsys, one, two, "--intersection").startswith("2 problems\n")
 
 
-def test_another_prompt_is_another_problem_unless_the_uid_is_to_tell(
+def test_another_prompt_is_another_problem_unless_the_uid_is_to_decide(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, two = evaluated(tmp_path / "one", [1.0, 0.0]), evaluated(tmp_path / "two", [0.0, 1.0], prompt="Q:")

@@ -485,7 +485,7 @@ PACKAGES += [
 ]
 
 
-def room(name: str) -> ModuleType | None:
+def imported_module(name: str) -> ModuleType | None:
     """The module that gin files import under that name."""
     found = [f"{place}.{name}" for place in ("grpo_fn", *PACKAGES) if find_spec(f"{place}.{name}")]
     return import_module(found[0]) if found else None
@@ -506,7 +506,7 @@ def test_a_page_names_only_functions_and_knobs_that_there_are(path: Path) -> Non
     assert len(named) > 20
     for name in named:
         place, function, *knob = name.split(".")
-        module = room(place)
+        module = imported_module(place)
         assert module is not None, name
         assert hasattr(module, function), name
         assert not knob or knob[0] in signature(getattr(module, function)).parameters, name

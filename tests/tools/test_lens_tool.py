@@ -56,7 +56,7 @@ def test_a_stored_step_comes_back_as_it_was(whole: Path) -> None:
     [
         (["nowhere", "--step", "1"], "got nowhere without config.gin, wanted a run folder"),
         (["RUN", "--step", "99"], "got --step 99, wanted one whose rollout is stored: [1, 2, 3, 4, 5, 6]"),
-        (["RUN", "--step", "1", "--parameters", "nonsense"], "got 'nonsense', wanted part of a name such as"),
+        (["RUN", "--step", "1", "--parameters", "no_such_part"], "got 'no_such_part', wanted part of a name such as"),
         (["RUN", "--step", "1", "--policy", "RUN/rollouts"], "got"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sweeps: which trials there are, how they run beside one another and go on, and the table of what came of them."""
+"""Sweeps: which trials there are, how they run beside one another and go on, and the table of their results."""
 
 import csv
 import json
@@ -124,7 +124,7 @@ def test_a_dry_run_names_the_trials_and_makes_nothing(tmp_path, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# What is made of what came of them ------------------------------------------------------------------------------------
+# What is made of the results ------------------------------------------------------------------------------------------
 
 
 def outcomes(values: dict[tuple[str, str], float]) -> list[sweep_table.Outcome]:

@@ -1,4 +1,4 @@
-"""Work beside the training: one at a time, heard of alike on every rank, and never the end of the process."""
+"""Work beside the training: one at a time, noticed alike on every rank, and never the end of the process."""
 
 import signal
 import subprocess
@@ -236,7 +236,7 @@ def test_a_deadline_that_cannot_be_met_is_refused(deadline: float) -> None:
 # -- on many ranks
 
 
-def heard(world: World, value: str, seconds: float) -> tuple[list[Any], int]:
+def poll_until_over(world: World, value: str, seconds: float) -> tuple[list[Any], int]:
     """What each look found until it was over, on this rank, and how often this rank worked."""
     ran, found = [], []
 
@@ -252,8 +252,8 @@ def heard(world: World, value: str, seconds: float) -> tuple[list[Any], int]:
         return found, len(ran)
 
 
-def test_every_rank_hears_the_same_and_the_main_one_alone_works() -> None:
-    (found, worked), *others = crew(2).run(heard, "done", 0.3)
+def test_every_rank_gets_the_same_and_the_main_one_alone_works() -> None:
+    (found, worked), *others = crew(2).run(poll_until_over, "done", 0.3)
     assert found[0] is None
     assert found[-1] == ("done",)
     assert worked == 1
@@ -284,7 +284,7 @@ def test_where_it_fails_every_rank_fails_and_may_begin_anew(hang: bool, error: t
     assert name == error.__name__
     assert text in said
     assert after == (8,)
-    for name, heard_of, after in others:
+    for name, reported, after in others:
         assert name == Elsewhere.__name__
-        assert heard_of == f"rank 0: {said}"
+        assert reported == f"rank 0: {said}"
         assert after == (8,)

@@ -17,7 +17,7 @@ from grpo_fn.trainer import plan
 from grpo_fn.trainer.checks import validate
 from grpo_fn.trainer.plan import Plan
 
-LOSSES, CORRECTIONS, KLS = (bound(room, "logp", "row") for room in (losses, importance, kl))
+LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, importance, kl))
 WEIGHTS = bound(aggregation, "mask", "totals")
 ADVANTAGES = bound(advantage, "reward", "valid")
 
@@ -79,7 +79,7 @@ CLIP_COV = partial(masking.clip_cov_tokens, low=1.0, high=5.0, share=0.01)
         (from_trainer, 1, OUTCOME, CLIP_COV, False),
     ],
 )
-def test_an_update_finds_the_old_policy_itself_where_nobody_asks_before(old_logp, updates, how, mark, found):
+def test_an_update_finds_the_old_policy_itself_where_it_was_not_needed_before(old_logp, updates, how, mark, found):
     assert validate.own_pass_suffices(old_logp, updates, how, mark, ()) is found
 
 

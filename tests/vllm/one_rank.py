@@ -1,4 +1,4 @@
-"""A rank of a torchrun job that trains and samples: argv is a model folder, tensor_parallel, and where to tell.
+"""A rank of a torchrun job that trains and samples: argv is a model folder, tensor_parallel, and its output folder.
 
 It has a process group of its own, as the trainer has; the engine is made in it, pushed to twice and closed, and the
 group goes on.
@@ -27,7 +27,7 @@ from grpo_fn.shell.world import World, join_world
 TEXTS = ["Tom has", "a", "7 + 7", "He buys 30 more. " * 20]
 
 
-def told(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
+def measure(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
     """What this rank found."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     config = AutoConfig.from_pretrained(folder)
@@ -76,6 +76,6 @@ def losing(real: Any, method: str, kwargs: dict[str, Any]) -> Any:
 if __name__ == "__main__":
     folder, ranks, out = sys.argv[1:]
     world = join_world("cpu", deadline=120.0)
-    found = told(world, folder, int(ranks))
+    found = measure(world, folder, int(ranks))
     Path(out, f"{world.rank}.json").write_text(json.dumps(found))
     world.leave()

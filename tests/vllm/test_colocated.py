@@ -203,13 +203,13 @@ def test_stop_strings_need_an_engine_that_knows_them(one: Case) -> None:
 
 
 def test_a_row_may_be_as_long_as_the_model_allows(plain: Case) -> None:
-    room = POSITIONS - plain.sampler.max_new_tokens
-    rollout = plain.sampler.sample(asked(["7" * room]), 1, key=KEY)
+    longest = POSITIONS - plain.sampler.max_new_tokens
+    rollout = plain.sampler.sample(asked(["7" * longest]), 1, key=KEY)
     assert rollout.tokens.shape[1] <= POSITIONS
     with pytest.raises(
-        ValueError, match=f"got problem 100 with {room + 1} prompt tokens .* wanted at most {POSITIONS}"
+        ValueError, match=f"got problem 100 with {longest + 1} prompt tokens .* wanted at most {POSITIONS}"
     ):
-        plain.sampler.sample(asked(["7" * (room + 1)]), 1, key=KEY)
+        plain.sampler.sample(asked(["7" * (longest + 1)]), 1, key=KEY)
 
 
 # -- pushes
@@ -283,7 +283,7 @@ def test_fifty_pushes_hold_no_more_memory_than_ten(plain: Case) -> None:
 
 
 def test_minus_zero_is_as_good_as_zero(plain: Case) -> None:
-    """The packed layout cannot tell them apart, and they compute the same."""
+    """The packed layout does not distinguish them, and they compute the same."""
     refill(plain.model, 11)
     with torch.no_grad():
         plain.model.model.layers[0].mlp.up_proj.weight[:7] = -0.0

@@ -274,16 +274,16 @@ def test_what_a_killed_server_was_asked_another_one_answers_and_it_is_taken_back
     processes[1].kill()
     thread.join(120)
     assert found == calm
-    told = servers.figures()
-    assert told["engine/servers"] == 1
-    assert told["engine/requests_retried"] >= 1
+    figures = servers.figures()
+    assert figures["engine/servers"] == 1
+    assert figures["engine/requests_retried"] >= 1
     assert any(processes[1].url in text for text in servers.complaints)
 
     processes[1].log.write_text("")
     processes[1].start()
     processes[1].wait()
     both_well(servers)
-    processes[0].kill()  # now it has to answer itself, with the weights that nobody has pushed since
+    processes[0].kill()  # now it has to answer itself, with the weights that were not pushed since
     assert servers.generate(asks, how=how) == calm
 
 

@@ -25,9 +25,9 @@ def examined(folder: Path) -> tuple[int, dict[str, dict]]:
     done = subprocess.run(
         [sys.executable, "-m", "grpo_fn.doctor", *flags], capture_output=True, text=True, timeout=2 * DEADLINE
     )
-    told = json.loads(done.stdout)
-    assert told["exit"] == done.returncode
-    return done.returncode, {row["subject"]: row for row in told["findings"] if row["topic"] == "model"}
+    parsed = json.loads(done.stdout)
+    assert parsed["exit"] == done.returncode
+    return done.returncode, {row["subject"]: row for row in parsed["findings"] if row["topic"] == "model"}
 
 
 def test_a_folder_opens_in_both_engines(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ CLOSE = 1e-4
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["an engine in each", "one engine over both"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
-    """How many ranks an engine has, and what every rank told."""
+    """How many ranks an engine has, and what every rank reported."""
     folder = tmp_path_factory.mktemp("job")
     # Four heads of queries and one of keys and values: those are held by both ranks, the queries divided.
     seat_of(small("qwen2", tied=True, num_attention_heads=4, hidden_size=128), folder / "model", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: whoever reads them gets every bit, and no rank's death leaves half of one."""
+"""Checkpoints of several ranks: every reader gets every bit, and no rank's death leaves half of one."""
 
 import errno
 import os
@@ -246,13 +246,13 @@ WRITE, SEAL, COMMIT, AFTER = "write", "seal", "commit", "after"
 
 def harmed(patch: pytest.MonkeyPatch, harm: Callable[[], None], place: str) -> None:
     """Let the harm come at that place of the next save."""
-    room, name = {
+    module, name = {
         WRITE: (tensor_shards, "write_shards"),
         SEAL: (async_saver, "seal"),
         COMMIT: (store, "commit"),
         AFTER: (store, "commit"),
     }[place]
-    real = getattr(room, name)
+    real = getattr(module, name)
 
     def then(*args: Any) -> Any:
         if place == AFTER:
@@ -262,7 +262,7 @@ def harmed(patch: pytest.MonkeyPatch, harm: Callable[[], None], place: str) -> N
         harm()
         return real(*args)
 
-    patch.setattr(room, name, then)
+    patch.setattr(module, name, then)
 
 
 def save_two(world: World, root: Path, deadline: float, rank: int, place: str, harm: Callable[[], None]) -> None:
@@ -340,8 +340,8 @@ def test_a_disk_that_fails_one_rank_is_named_on_all_and_stops_none(
 ) -> None:
     root = tmp_path / "checkpoints"
     error = OSError(code, os.strerror(code))
-    told = crew(2).run(fail_then_save, root, rank, place, error)
-    for i, (kind, text) in enumerate(told):
+    outcomes = crew(2).run(fail_then_save, root, rank, place, error)
+    for i, (kind, text) in enumerate(outcomes):
         if code == errno.ENOSPC:
             assert kind == atomic_io.NoSpace.__name__
             assert f"rank {rank}: no space left" in text
@@ -369,7 +369,7 @@ def offer_sum(world: World, root: Path) -> str:
 
 
 def test_what_one_rank_cannot_save_is_refused_on_all(tmp_path: Path) -> None:
-    told = crew(2).run(offer_sum, tmp_path / "checkpoints")
-    assert told[0].startswith("Elsewhere: rank 1: ValueError: got odd placed")
-    assert told[1].startswith("ValueError: got odd placed")
+    outcomes = crew(2).run(offer_sum, tmp_path / "checkpoints")
+    assert outcomes[0].startswith("Elsewhere: rank 1: ValueError: got odd placed")
+    assert outcomes[1].startswith("ValueError: got odd placed")
     assert_state(tmp_path / "checkpoints" / "step_1", 1)

@@ -1,4 +1,4 @@
-"""What is written beside the training is what would have been written at once, in its order, or the run hears of it."""
+"""What is written beside the training is what would have been written at once, in its order, or the run fails."""
 
 import threading
 import time
@@ -84,7 +84,7 @@ def broken() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_after_what_could_not_be_written_nothing_is_and_the_next_step_hears_of_it(tmp_path: Path) -> None:
+def test_after_what_could_not_be_written_nothing_is_and_the_next_step_raises_it(tmp_path: Path) -> None:
     writer = opened(tmp_path)
     writer.scalars(0, {})
     writer.do("the rollout of step 1", broken)

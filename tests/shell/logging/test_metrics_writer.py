@@ -151,7 +151,7 @@ def test_a_last_line_of_zeros_is_torn_and_a_broken_line_inside_is_not_ours(tmp_p
     path.write_bytes(b'{"step": 0}\n{"step": 1, "a": 1}\n{"step": 1, "a": 2}\n{"step": 2}')
     rewind(path, 5)  # the newline alone was lost, and a line came twice
     assert path.read_bytes() == b'{"step": 0}\n{"step": 1, "a": 2}\n{"step": 2}\n'
-    for bad in (b"nonsense", b"[1]", b'{"loss": 1}', b'{"step": null}'):
+    for bad in (b"no json", b"[1]", b'{"loss": 1}', b'{"step": null}'):
         path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}\n')
         with pytest.raises(ValueError, match=r"metrics\.jsonl:2: got .*, wanted a JSON object with a step"):
             rewind(path, 5)

@@ -14,7 +14,7 @@ SECONDS = st.floats(0, 1e4, allow_nan=False)
 
 
 class Clock:
-    """Stands still until it is told to go on."""
+    """Stands still until it is advanced."""
 
     def __init__(self, start: float) -> None:
         self.now = start

@@ -102,7 +102,7 @@ def test_a_run_that_fails_is_failed_there_and_the_writers_are_as_before(package:
     opened.__enter__()
     assert theirs.EventFileWriter is not before
     error = RuntimeError("broken")
-    assert opened.__exit__(RuntimeError, error, None) is False  # it goes on to whoever catches it
+    assert opened.__exit__(RuntimeError, error, None) is False  # it is raised to the caller
     assert theirs.EventFileWriter is before
     assert exits(kept(tmp_path)) == [1]
 

@@ -102,7 +102,7 @@ def test_a_file_is_not_a_folder(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_config_tells_the_size_without_the_weights(name: str, tmp_path: Path):
+def test_the_config_gives_the_size_without_the_weights(name: str, tmp_path: Path):
     model = MODELS[name](VOCABULARY)
     hf.export(model, tokenizer(), tmp_path / "m")
     empty = hf.empty_model(hf.Pretrained(str(tmp_path / "m")).config())

@@ -353,8 +353,8 @@ def test_every_rank_reads_its_rows_alone_and_together_they_are_the_model(folders
     odd = tmp_path / "odd"
     FAMILIES["qwen3_untied"](VOCABULARY + 1).save_pretrained(odd)  # its embedding and head cannot be halved
     models = [folders("gemma2_capped", "4KB"), odd]
-    for told in crew(RANKS).run(filling_rank.told, models):
-        for folder, seen in zip(models, told, strict=True):
+    for seen_by_rank in crew(RANKS).run(filling_rank.seen_of_all, models):
+        for folder, seen in zip(models, seen_by_rank, strict=True):
             wanted = pretrained(folder)
             for key, tensor in wanted.named_parameters():
                 assert torch.equal(seen["full"][f"model.{key}"], tensor), key

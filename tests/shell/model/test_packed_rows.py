@@ -314,8 +314,8 @@ def test_a_model_that_has_adopted_it_computes_what_it_did_without_a_layout(name)
     attention.install(adopted)
     tokens = GROUPS.tokens[:, :9]
     behind = (torch.arange(9) >= torch.tensor([0, 2, 4, 0, 0, 1, 8])[:, None]).long()  # padding on the left
-    for told in ({}, {"attention_mask": behind}):
-        assert torch.equal(model(input_ids=tokens, **told).logits, adopted(input_ids=tokens, **told).logits)
+    for kwargs in ({}, {"attention_mask": behind}):
+        assert torch.equal(model(input_ids=tokens, **kwargs).logits, adopted(input_ids=tokens, **kwargs).logits)
     drawn = [
         m.generate(tokens, attention_mask=behind, max_new_tokens=8, do_sample=False, eos_token_id=None)
         for m in (model, adopted)
@@ -360,12 +360,12 @@ def silent() -> nn.Module:
     return model
 
 
-def deaf() -> nn.Module:
-    """A block that does not hand on what it is told."""
+def dropping_layout() -> nn.Module:
+    """A block that does not hand on the layout."""
     model = FAMILIES["qwen3_untied"](V)
     for layer in model.model.layers:
         forward = layer.forward
-        layer.forward = partial(lambda forward, *args, layout=None, **told: forward(*args, **told), forward)
+        layer.forward = partial(lambda forward, *args, layout=None, **kwargs: forward(*args, **kwargs), forward)
     return model
 
 
@@ -395,7 +395,7 @@ def biased() -> nn.Module:
     [
         (neighbourly, "apart"),
         (silent, "ask for"),
-        (deaf, "Error"),
+        (dropping_layout, "Error"),
         (chunked, "chunked"),
         (sinking, "s_aux"),
         (biased, ""),
@@ -412,8 +412,8 @@ def test_a_model_that_is_not_fit_is_said_to_be_so_and_shown_padded_rows(make, wh
 
 def test_an_attention_that_is_known_by_its_name_alone_is_refused():
     model = FAMILIES["qwen2_tied"](V)
-    model.config._attn_implementation = "somebody_elses"
-    with pytest.raises(ValueError, match="got 'somebody_elses', wanted eager or one of"):
+    model.config._attn_implementation = "unknown_attention"
+    with pytest.raises(ValueError, match="got 'unknown_attention', wanted eager or one of"):
         logprob_model(model, packed_input.pack_shared_prompts)
     logprob_model(model, packed_input.pad_rows)
 
@@ -458,7 +458,7 @@ def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_siz
     st.sampled_from([share_prompts, each_reads_its_prompt]),
     st.sampled_from([1, 2]),
 )
-def test_kernels_for_unequal_rows_are_told_of_the_same_rows(kernel, some, window, share, heads):
+def test_kernels_for_unequal_rows_get_the_same_rows(kernel, some, window, share, heads):
     layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))

@@ -111,8 +111,8 @@ def unfit_on_two(world: World, tokens: Tensor, mask: Tensor) -> Found:
     return got._replace(grads={n: x.full_tensor() for n, x in got.grads.items()})
 
 
-def without_layout(forward: Any, *args: Any, layout: Any = None, **told: Any) -> Any:
-    return forward(*args, **told)
+def without_layout(forward: Any, *args: Any, layout: Any = None, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def test_ranks_agree_that_a_model_is_not_fit_and_go_on():

@@ -390,7 +390,7 @@ def test_neither_padding_nor_neighbours_change_a_rows_scores(name, seed, extra, 
     policy, (tokens, mask) = local(MODELS[name](V)), tokens_and_mask(seed, 4)
     got = policy.vjp(plain(tokens, mask))[0]
     wide = torch.nn.functional.pad(mask, (0, extra))
-    after = wide.flip(-1).cumsum(-1).flip(-1) == 0  # the padding, told from prompts by what follows
+    after = wide.flip(-1).cumsum(-1).flip(-1) == 0  # the padding, distinguished from prompts by what follows
     filled = torch.where(after, filler, torch.nn.functional.pad(tokens, (0, extra)))
     for b in range(4):
         alone = policy.vjp(plain(filled[b : b + 1], wide[b : b + 1]))[0]

@@ -368,18 +368,18 @@ def pulled(world: World, folder: str, case: Case, batch: Batch, signal: Scores) 
 @given(st.data())
 def test_any_number_of_rows_and_any_signal(folders, size, data):
     case, rows = data.draw(cases(size)), data.draw(st.integers(1, 9))
-    heard = data.draw(st.tuples(st.booleans(), st.booleans()))
-    check_pulled(folders, size, case, rows, heard, data.draw(st.integers(0, 9)))
+    signalled = data.draw(st.tuples(st.booleans(), st.booleans()))
+    check_pulled(folders, size, case, rows, signalled, data.draw(st.integers(0, 9)))
 
 
-@pytest.mark.parametrize("heard", [(True, False), (False, True), (False, False)], ids=["logp", "entropy", "none"])
-def test_one_row_for_four_ranks_is_enough_whatever_is_heard_of_it(folders, heard):
-    check_pulled(folders, 4, Case("qwen2_tied", "full_shard"), 1, heard, 3)
+@pytest.mark.parametrize("signalled", [(True, False), (False, True), (False, False)], ids=["logp", "entropy", "none"])
+def test_one_row_for_four_ranks_is_enough_whichever_scores_have_a_signal(folders, signalled):
+    check_pulled(folders, 4, Case("qwen2_tied", "full_shard"), 1, signalled, 3)
 
 
-def check_pulled(folders: Path, size: int, case: Case, rows: int, heard: tuple[bool, bool], seed: int) -> None:
+def check_pulled(folders: Path, size: int, case: Case, rows: int, signalled: tuple[bool, bool], seed: int) -> None:
     batch, g = batch_for(case.model, seed, rows), torch.Generator().manual_seed(seed)
-    signal = Scores(*(loud * torch.randn(batch.mask.shape, generator=g) for loud in heard))  # behind the mask as well
+    signal = Scores(*(on * torch.randn(batch.mask.shape, generator=g) for on in signalled))  # behind the mask as well
     alone = oracle(folders, case)
     right, pullback = alone.vjp(batch)
     pullback(signal)
@@ -388,8 +388,8 @@ def check_pulled(folders: Path, size: int, case: Case, rows: int, heard: tuple[b
     for got, x in zip(scores, right, strict=True):
         torch.testing.assert_close(got, x, rtol=0, atol=5e-6)
         assert (got[~batch.mask] == 0).all()
-    assert still == (not any(heard))
-    if any(heard):
+    assert still == (not any(signalled))
+    if any(signalled):
         assert_same(grads, alone.grads, 1e-6)
     else:
         assert not grads

@@ -105,7 +105,7 @@ def test_dtype_and_shape_enter(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "code"), [(torch.float32, "<I"), (torch.float64, "<Q")])
-def test_nans_and_zeros_are_told_apart(dtype: torch.dtype, code: str) -> None:
+def test_nans_and_zeros_are_distinguished(dtype: torch.dtype, code: str) -> None:
     width = 8 * struct.calcsize(code)
     exponent = 0xFF << 23 if width == 32 else 0x7FF << 52
     words = [0, 1 << (width - 1), exponent, exponent | 1, exponent | 2, exponent | 1 << (width - 1) | 1]
@@ -379,7 +379,7 @@ def test_lines_come_back_and_a_torn_one_does_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "{", "[1]", '{"tokens": "0"}', "\x00"])
-def test_a_line_that_is_none_is_told(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_none_is_reported(tmp_path: Path, line: str) -> None:
     append(tmp_path, {"step": 1})
     with open(tmp_path / "digests.jsonl", "a") as file:
         file.write(line + "\n")

@@ -23,7 +23,7 @@ from pool_rewards import (
     own_process,
     raises,
     raises_an_unprintable_one,
-    raises_what_it_is_told,
+    raises_its_text,
     scaled,
     slowly,
     takes,
@@ -109,7 +109,7 @@ def test_a_lost_worker_costs_its_own_row_only(pool, text, reason):
     assert moved == {reason: 1}
 
 
-def test_a_reward_that_prints_or_reads_stdin_disturbs_nobody(pool):
+def test_a_reward_that_prints_or_reads_stdin_disturbs_no_other_row(pool):
     assert lost(pool, obeys, *asked("print", "fine")) == ([1.0, 1.0], {})
 
 
@@ -165,7 +165,7 @@ def test_a_package_that_is_imported_in_time_costs_nothing_and_is_not_blamed_late
 
 def test_what_a_reward_raises_drives_no_terminal(pool):
     with pytest.raises(RewardError, match=r"ValueError: got \\x1b\[2J\\u202e") as caught:
-        pool.score(raises_what_it_is_told, *asked("\x1b[2J\u202e"))
+        pool.score(raises_its_text, *asked("\x1b[2J\u202e"))
     assert not CONTROL.search(str(caught.value))
 
 
@@ -196,7 +196,7 @@ def test_an_exception_costs_its_row_and_no_process_where_it_is_not_to_stop_every
     assert set(scores[::2]) <= {float(pid) for pid in before}
 
 
-def test_complaints_tell_of_each_kind_of_loss_once_and_are_bounded():
+def test_complaints_name_each_kind_of_loss_once_and_are_bounded():
     with RewardPool(
         workers=1, timeout_per_completion=1.0, memory_mb=1024, stop_on_error=False
     ) as one:  # so rows come in order
@@ -205,7 +205,7 @@ def test_complaints_tell_of_each_kind_of_loss_once_and_are_bounded():
         assert text.startswith("pool_rewards.raises lost problem 0, completion 'bad': KeyError: 'boom'\nTraceback")
         one.score(obeys, *asked("exit"))
         assert one.complaints[1].endswith("completion 'exit': worker died: exit code 0")
-        one.score(raises_what_it_is_told, *asked(*map(str, range(100))))
+        one.score(raises_its_text, *asked(*map(str, range(100))))
         assert len(one.complaints) == COMPLAINTS
         one.complaints.clear()
         one.score(raises, *asked("bad"))
@@ -215,9 +215,9 @@ def test_complaints_tell_of_each_kind_of_loss_once_and_are_bounded():
 @pytest.mark.parametrize(
     ("fn", "text", "reason"),
     [
-        (raises_what_it_is_told, "two\nlines", "ValueError: got two lines"),
-        (raises_what_it_is_told, "x" * 10**6, "ValueError: got xxx"),
-        (raises_what_it_is_told, "\ud800", "ValueError: got \ud800"),
+        (raises_its_text, "two\nlines", "ValueError: got two lines"),
+        (raises_its_text, "x" * 10**6, "ValueError: got xxx"),
+        (raises_its_text, "\ud800", "ValueError: got \ud800"),
         (raises_an_unprintable_one, "", "Unprintable: <exception str() failed>"),
         (not_a_number, "", "ValueError: reward: got float nan, wanted a finite number or None"),
     ],

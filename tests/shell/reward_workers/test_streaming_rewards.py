@@ -1,4 +1,4 @@
-"""Rewards found while others are decoded: the same ones, each found once, and whoever asks waits for less."""
+"""Rewards found while others are decoded: the same ones, each found once, and the caller waits for less."""
 
 import time
 from collections import Counter
@@ -137,19 +137,21 @@ def opened(pool: Any) -> Iterator[StreamingRewards]:
 
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 3), st.sampled_from([0.0, 2e-4]))
-def test_rewards_are_the_same_and_every_row_is_scored_once_whatever_is_told_when(data, steps, prompts, pause) -> None:
+def test_rewards_are_the_same_and_every_row_is_scored_once_whatever_is_reported_when(
+    data, steps, prompts, pause
+) -> None:
     fns = data.draw(st.lists(st.sampled_from(SLOW), min_size=1, max_size=3, unique=True))
     texts = [data.draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=5)) for _ in range(steps)]
     of_step = [rows(range(i * prompts, (i + 1) * prompts), texts[i]) for i in range(steps)]
     pool, plain = Fake(pause=pause), Fake()
     with opened(pool) as one:
-        told = -1
+        reported = -1
         for i, asked in enumerate(of_step):
             until = data.draw(st.integers(i, steps - 1))  # batches are sampled ahead
-            for batch in of_step[max(told + 1, i) : until + 1]:
+            for batch in of_step[max(reported + 1, i) : until + 1]:
                 for row in data.draw(st.permutations(batch))[: data.draw(st.integers(0, len(batch)))]:
                     one.on_completion(*row)
-            told = max(told, until)
+            reported = max(reported, until)
             if data.draw(st.booleans()):
                 time.sleep(5e-4)
             assert step(one, fns, asked) == plainly(fns, [*asked], plain)
@@ -159,7 +161,7 @@ def test_rewards_are_the_same_and_every_row_is_scored_once_whatever_is_told_when
     assert set(pool.scored.values()) == {1}
 
 
-def test_what_is_told_is_scored_before_it_is_asked_for_from_the_third_round_on() -> None:
+def test_what_is_reported_is_scored_before_it_is_asked_for_from_the_third_round_on() -> None:
     pool = Fake()
     with opened(pool) as one:
         for i in range(3):
@@ -214,7 +216,7 @@ def test_an_exception_is_raised_when_its_row_is_asked_for_and_never_for_others()
     assert set(pool.scored.values()) == {1}
 
 
-def test_where_nothing_can_be_foreseen_whoever_asks_finds_out_why() -> None:
+def test_where_nothing_can_be_foreseen_the_caller_gets_the_error() -> None:
     pool = Fake()
 
     def broken(*_: Any, **__: Any) -> list[Outcome]:
@@ -233,7 +235,7 @@ def test_where_nothing_can_be_foreseen_whoever_asks_finds_out_why() -> None:
             step(one, [length_of_text], rows([2], "ab"))
 
 
-def test_a_thread_that_is_gone_is_told_of() -> None:
+def test_a_dead_thread_is_reported() -> None:
     pool = Fake()
     with opened(pool) as one:
         known(one, [length_of_text])
@@ -310,7 +312,7 @@ def test_the_time_of_decoding_is_not_waited_for_again(pool: RewardPool) -> None:
         assert time.monotonic() - began < 0.6 * plain
 
 
-def test_the_end_does_not_wait_for_rows_that_nobody_wants(pool: RewardPool) -> None:
+def test_the_end_does_not_wait_for_rows_that_are_not_wanted(pool: RewardPool) -> None:
     with opened(pool) as one:
         known(one, [partial(takes, seconds=0.002)])
         one._rewards = {streaming.by_name(obeys): obeys}
@@ -323,23 +325,23 @@ def test_the_end_does_not_wait_for_rows_that_nobody_wants(pool: RewardPool) -> N
         pool.score(obeys, *columns(rows([0], ["sleep"])), should_stop=lambda: time.monotonic() > began + 0.1)
 
 
-# -- who is not told
+# -- what is not reported
 
 
-def test_rows_of_the_probe_are_nobodys_business() -> None:
-    module, told = model(), []
-    drawing = replace(sampler(module), on_completion=lambda *row: told.append(row))
+def test_rows_of_the_probe_are_not_reported() -> None:
+    module, reported = model(), []
+    drawing = replace(sampler(module), on_completion=lambda *row: reported.append(row))
     drawing.sample(columns(rows([0], "a"))[0], 1, key=KEY)
-    assert len(told) == 1
+    assert len(reported) == 1
     probed(DataParallelSampler(drawing, ALONE), local(module, temperature=0.7))
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 # -- on many ranks
 
 
 def shared(world: World, prompts: int, group: int) -> tuple[list[Any], Counter[Any], int]:
-    """Three rounds, each rank telling of the problems that it samples: what it found, scored and foresaw."""
+    """Three rounds, each rank reporting the problems that it samples: what it found, scored and foresaw."""
     pool, own = Fake(), rank_share(prompts, world.rank, world.size)
     with opened(pool) as one:
         for i in range(3):

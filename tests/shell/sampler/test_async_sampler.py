@@ -302,16 +302,16 @@ def test_stopped_and_gone_on_with_is_as_if_never_stopped(data, steps, max_stalen
     whole, last, complaints = sound(ranks(1, run, steps, max_staleness, START))[0]
     stops = data.draw(st.lists(st.integers(0, len(steps)), max_size=3).map(sorted))
     bounds = [0, *stops, len(steps)]
-    states, pieces, told = [START] * 3, [], []
+    states, pieces, noted = [START] * 3, [], []
     for start, end in pairwise(bounds):
         found = sound(ranks(data.draw(sizes), run, steps[start:end], max_staleness, states[0]))
         pieces += found[0][0]
-        told += found[0][2]
+        noted += found[0][2]
         states = [state._replace(drained=kept(state.drained)) for _, state, _ in found]
         for other in found[1:]:
             same_seen(other[0], found[0][0])
     same_seen(pieces, whole)
-    assert told == complaints
+    assert noted == complaints
     assert states[0][:2] == last[:2]
     assert all(repr(state.drained) == repr(last.drained) for state in states)
 
@@ -426,11 +426,11 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
     one.refill(since.drained)
     carried, figures, learned = since.carried, [*since.figures], [*since.learned]
     for _ in range(steps):
-        seen, carried, told = grpo_step(policy, one, asked, carried, key=KEY, algo=algo, span=nullcontext)
+        seen, carried, step_figures = grpo_step(policy, one, asked, carried, key=KEY, algo=algo, span=nullcontext)
         own = one.figures()
         own.pop("generation/wait_seconds")
-        told.pop("optimizer/step")  # of the policy, which is a new one
-        figures.append({**told, **own})
+        step_figures.pop("optimizer/step")  # of the policy, which is a new one
+        figures.append({**step_figures, **own})
         learned.append(seen.groups)
     return Trained(policy.table, carried, kept(one.drain()), figures, learned)
 

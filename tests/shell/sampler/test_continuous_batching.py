@@ -145,7 +145,7 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
 # -- compiled steps
 
 
-# Tracing alone tells what has to be built how often; building the code of all parts takes minutes.
+# Tracing alone shows what has to be built how often; building the code of all parts takes minutes.
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["qwen3_untied", "gemma2_capped"])
 def test_compiled_steps_draw_the_same_and_are_not_built_again(name: str, backend: str) -> None:
@@ -232,17 +232,17 @@ def test_no_more_is_held_than_the_rows_at_once_need() -> None:
     assert (s.held.engine.drawn.count, s.held.engine.prompts.count) == (3, 4)
 
 
-# -- who is told
+# -- rows that are reported
 
 
 @pytest.mark.parametrize("max_rows", [3, 64])
 @pytest.mark.parametrize("fit", [True, False])
-def test_every_row_is_told_of_once_as_the_rollout_has_it(max_rows: int, fit: bool) -> None:
-    told: dict[tuple[int, str, int, bool], int] = {}
+def test_every_row_is_reported_once_as_the_rollout_has_it(max_rows: int, fit: bool) -> None:
+    reported: dict[tuple[int, str, int, bool], int] = {}
 
     def on_completion(problem: Problem, completion: Completion) -> None:
         asked = (problem.uid, *completion)
-        told[asked] = told.get(asked, 0) + 1
+        reported[asked] = reported.get(asked, 0) + 1
 
     s = sampler(max_rows=max_rows, on_completion=on_completion)
     if not fit:
@@ -252,10 +252,10 @@ def test_every_row_is_told_of_once_as_the_rollout_has_it(max_rows: int, fit: boo
     for b, text in enumerate(rollout.text):
         row = (100 + b // 3, text, int(rollout.mask[b].sum()), bool(rollout.truncated[b]))
         wanted[row] = wanted.get(row, 0) + 1
-    assert told == wanted
+    assert reported == wanted
 
 
-def test_a_row_is_told_of_before_the_last_one_is_drawn() -> None:
+def test_a_row_is_reported_before_the_last_one_is_drawn() -> None:
     steps: list[int] = []
     s = sampler(max_rows=3, on_completion=lambda problem, completion: steps.append(len(shapes)))
     shapes: list[torch.Size] = []

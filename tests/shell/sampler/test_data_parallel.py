@@ -186,7 +186,7 @@ def on_one(folder: Path, plan: Plan) -> Run:
 
 
 def texts(groups: Groups) -> list[list[int]]:
-    """Every row's prompt and completion; what pads it is not the same, and is nobody's business."""
+    """Every row's prompt and completion; what pads it may differ, and is left out."""
     tokens, mask = groups.rollout.tokens.tolist(), groups.rollout.mask
     ends = (torch.arange(1, mask.shape[1] + 1) * mask).amax(-1).tolist()
     return [row[:end] for row, end in zip(tokens, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""A fingerprint tells weights apart, and is blind to how they are laid out."""
+"""A fingerprint distinguishes weights, and does not depend on how they are laid out."""
 
 import hypothesis.strategies as st
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from grpo_fn.shell.sampler import fingerprint as room
+from grpo_fn.shell.sampler import fingerprint as module
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -56,7 +56,7 @@ def test_what_is_taken_from_one_and_given_to_another_matters(x, step):
 def test_a_large_tensor_is_read_in_pieces(x, at_once):
     whole = weight_fingerprint(x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "AT_ONCE", at_once)
+        patch.setattr(module, "AT_ONCE", at_once)
         assert weight_fingerprint(x) == whole
 
 

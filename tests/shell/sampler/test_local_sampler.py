@@ -352,7 +352,7 @@ def test_top_k_of_one_is_greedy_and_sure():
     assert (best.logp_sampled[best.mask] < -1e-3).all()  # greedy reports the plain softmax
 
 
-def test_a_prompt_without_room_for_the_answer_names_its_problem():
+def test_a_prompt_without_space_for_the_answer_names_its_problem():
     s = sampler(max_new_tokens=60)
     s.sample([problem(1, "a7a7")], 1, key=KEY)
     with pytest.raises(ValueError, match="got problem 3 with 5 prompt tokens and max_new_tokens 60, wanted at most 64"):

@@ -19,7 +19,7 @@ from grpo_fn.shell.sampler.probe import Mismatch, Probe
 from grpo_fn.shell.world import alone
 
 KEY = prng.key(3, device="cpu")
-ROOM = 64
+POSITIONS = 64
 PROBE = Probe(prompt_tokens=20, new_tokens=8, max_gap=1e-3)
 
 
@@ -29,9 +29,9 @@ def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
 
 
 def asked(
-    spread: DataParallelSampler, policy: object, probe: Probe = PROBE, room: int | None = ROOM
+    spread: DataParallelSampler, policy: object, probe: Probe = PROBE, positions: int | None = POSITIONS
 ) -> dict[str, float]:
-    return probe(spread, policy, key=KEY, max_positions=room)
+    return probe(spread, policy, key=KEY, max_positions=positions)
 
 
 def model(name: str = "qwen2_tied") -> nn.Module:
@@ -43,8 +43,8 @@ def model(name: str = "qwen2_tied") -> nn.Module:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_same_weights_pass(name):
     same = model(name)
-    told = asked(DataParallelSampler(sampler(same), alone(CPU)), local(same))
-    assert 0 <= told["engine/probe_gap_mean"] <= told["engine/probe_gap_max"] < 1e-4
+    figures = asked(DataParallelSampler(sampler(same), alone(CPU)), local(same))
+    assert 0 <= figures["engine/probe_gap_mean"] <= figures["engine/probe_gap_max"] < 1e-4
 
 
 @settings(deadline=None)
@@ -74,12 +74,12 @@ def test_log_probs_that_are_no_numbers_are_noticed():
         asked(DataParallelSampler(sampler(broken), alone(CPU)), local(model()))
 
 
-@given(wanted=st.integers(1, 80), room=st.none() | st.integers(24, 64), new=st.integers(1, 30))
-def test_the_prompt_is_as_long_as_asked_for_where_there_is_room(wanted, room, new):
+@given(wanted=st.integers(1, 80), positions=st.none() | st.integers(24, 64), new=st.integers(1, 30))
+def test_the_prompt_is_as_long_as_asked_for_where_there_is_space(wanted, positions, new):
     probe = Probe(prompt_tokens=wanted, new_tokens=new, max_gap=1.0)
-    ids = bare_prompt(tokenizer(), probe.prompt(sampler(model()), room))
-    assert len(ids) >= min(wanted, 1 if room is None else room - 12)
-    assert room is None or len(ids) <= room
+    ids = bare_prompt(tokenizer(), probe.prompt(sampler(model()), positions))
+    assert len(ids) >= min(wanted, 1 if positions is None else positions - 12)
+    assert positions is None or len(ids) <= positions
 
 
 def test_after_every_load_and_among_the_figures():

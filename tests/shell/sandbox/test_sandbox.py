@@ -251,7 +251,7 @@ def test_rlimits_alone_write_nothing_anywhere():
     assert printed(isolation, source).startswith("[] [] {} False")
 
 
-def test_the_program_is_somebody_without_powers(isolation):
+def test_the_program_runs_as_a_user_without_capabilities(isolation):
     source = """
 import ctypes, os
 data = (ctypes.c_uint32 * 6)()
@@ -500,7 +500,7 @@ def test_without_bubblewrap_it_is_namespaces_and_without_both_it_is_refused(monk
         run(sandbox.strongest_isolation, RIGHT["plain"])
 
 
-ALWAYS = ["plain", "mounts", "makes a namespace", "allocates where nobody counts", "kills", "leaves a daemon", "sends"]
+ALWAYS = ["plain", "mounts", "makes a namespace", "allocates uncounted memory", "kills", "leaves a daemon", "sends"]
 ORDINARY = """
 import sys
 sys.path[:0] = [{project!r}, {here!r}]

@@ -86,7 +86,7 @@ def test_alone_files_are_opened_for_reading_only(machine, alone, path, flags):
 
 
 @given(MACHINE, st.booleans(), WORD)
-def test_alone_nobody_elses_limits_are_changed(machine, alone, process):
+def test_alone_the_limits_of_no_other_process_are_changed(machine, alone, process):
     number = rules.PRLIMIT[list(rules.MACHINES).index(machine)]
     assert verdict(machine, number, [process], alone=alone) == (EPERM if alone and process else ALLOWED)
 

@@ -1,4 +1,4 @@
-"""What vLLM is told draws what the house's functions draw, and every row has a seed of its own."""
+"""vLLM's options draw what the package's own functions draw, and every row has a seed of its own."""
 
 from functools import partial
 from typing import Any

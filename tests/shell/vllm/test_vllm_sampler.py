@@ -141,20 +141,20 @@ def test_every_row_is_the_answer_to_its_own_seed(texts: list[str], group_size: i
 
 
 @given(texts=prompts, group_size=st.integers(1, 4), ranks=st.integers(1, 3))
-def test_the_ranks_of_an_engine_tell_of_every_row_once_as_the_rollout_has_it(texts, group_size, ranks) -> None:
-    told: list[list[tuple[Problem, Completion]]] = []
+def test_the_ranks_of_an_engine_report_every_row_once_as_the_rollout_has_it(texts, group_size, ranks) -> None:
+    reported: list[list[tuple[Problem, Completion]]] = []
     asked = problems(texts)
     for rank in range(ranks):
-        told.append([])
+        reported.append([])
         place = alone(CPU)
         place.rank = rank
-        one = sampler(context=context(world=place), on_completion=lambda *row: told[-1].append(row))
+        one = sampler(context=context(world=place), on_completion=lambda *row: reported[-1].append(row))
         one.engine.ranks = ranks
         rollout = one.sample(asked, group_size, key=KEY)
     rows = [problem for problem in asked for _ in range(group_size)]
     right = [*zip(rows, completions_of(rollout), strict=True)]
     for rank in range(ranks):
-        assert sorted(told[rank], key=repr) == sorted(right[rank_share(len(right), rank, ranks)], key=repr)
+        assert sorted(reported[rank], key=repr) == sorted(right[rank_share(len(right), rank, ranks)], key=repr)
 
 
 @settings(max_examples=max(5, EXAMPLES // 5))
@@ -173,15 +173,15 @@ def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: 
         assert torch.equal(got, due)
 
 
-def test_the_engine_is_told_ends_limits_and_how_to_draw() -> None:
+def test_the_engine_gets_ends_limits_and_how_to_draw() -> None:
     engine = Engine()
-    told = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "stop_token_ids": [3, 9]}
+    params = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "stop_token_ids": [3, 9]}
     asking = sampler(engine, ends=[3, 9])
     asking.sample(problems(["a"]), 1, key=KEY)
-    assert engine.asked[-1][1] == told
+    assert engine.asked[-1][1] == params
     replace(asking, token_sampler=greedy, extra={"min_p": 0.1}, stop=("\n",)).sample(problems(["a"]), 1, key=KEY)
     stops = {"stop": ["\n"], "include_stop_str_in_output": True}
-    assert engine.asked[-1][1] == {**told, **stops, "temperature": 0.0, "min_p": 0.1}
+    assert engine.asked[-1][1] == {**params, **stops, "temperature": 0.0, "min_p": 0.1}
 
 
 def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
@@ -191,14 +191,16 @@ def test_a_model_folder_names_the_ends(tmp_path: Path) -> None:
     assert end_tokens(context(folder=str(tmp_path / "model")), tokenizer()) == [5, 11, VOCABULARY - 1]
 
 
-def test_prompts_without_tokens_or_room_are_refused_by_number() -> None:
+def test_prompts_without_tokens_or_space_are_refused_by_number() -> None:
     with pytest.raises(ValueError, match="got problem 101 whose prompt has no tokens"):
         sampler(encode=lambda tokenizer, text: [1] * (text != "b")).sample(problems(["a", "b"]), 1, key=KEY)
-    for limit, room in ((None, POSITIONS), (20, 20)):
+    for limit, positions in ((None, POSITIONS), (20, 20)):
         exact = sampler(encode=lambda tokenizer, text: [1] * len(text), max_model_len=limit)
-        exact.sample(problems(["7" * (room - 6)]), 1, key=KEY)
-        with pytest.raises(ValueError, match=rf"problem 100 with {room - 5} prompt .* wanted at most {room} positions"):
-            exact.sample(problems(["7" * (room - 5)]), 1, key=KEY)
+        exact.sample(problems(["7" * (positions - 6)]), 1, key=KEY)
+        with pytest.raises(
+            ValueError, match=rf"problem 100 with {positions - 5} prompt .* wanted at most {positions} positions"
+        ):
+            exact.sample(problems(["7" * (positions - 5)]), 1, key=KEY)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_bias_is_refused_before_an_engine_is_started() -> None:
 # -- weights
 
 
-def test_every_load_is_a_version_whoever_asks() -> None:
+def test_every_load_is_a_version_for_every_sampler() -> None:
     engine = Engine()
     asking = sampler(engine)
     likeliest = replace(asking, token_sampler=greedy)
@@ -332,14 +334,14 @@ class Stepping:
         return SimpleNamespace(request_id=name, outputs=[done], finished=True)
 
 
-def test_an_answer_is_told_of_in_the_step_that_ends_it(
+def test_an_answer_is_reported_in_the_step_that_ends_it(
     on_cuda: ColocatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, on_answer = Stepping(), []
     on_cuda.llm.llm_engine = engine
     monkeypatch.setattr(ColocatedEngine, "_params", lambda self, how, seed: SimpleNamespace(seed=seed))
     asks = [GenerationRequest((1,), (5, 2)), GenerationRequest((1, 2), (2, 1))]
-    answers = on_cuda.generate(asks, how={}, on_answer=lambda *told: on_answer.append((engine.steps, *told)))
+    answers = on_cuda.generate(asks, how={}, on_answer=lambda *answer: on_answer.append((engine.steps, *answer)))
     places = [(1, 1, 1), (2, 0, 1), (2, 1, 0), (5, 0, 0)]
     assert on_answer == [(step, i, j, answers[i][j]) for step, i, j in places]
     assert all(len(answers[i][j].tokens) == step for step, i, j in places)
@@ -372,7 +374,7 @@ def test_after_a_push_that_failed_only_what_still_sleeps_is_woken(on_cuda: Coloc
     assert on_cuda.ready
 
 
-def test_stale_weights_are_told_by_version_and_numbers(on_cuda: ColocatedEngine) -> None:
+def test_stale_weights_are_reported_with_version_and_numbers(on_cuda: ColocatedEngine) -> None:
     on_cuda._in_folder = lambda: on_cuda._opened
     on_cuda.llm.loses = {"model.norm.weight"}
     with pytest.raises(StaleEngine, match="weights of version 4: got"):

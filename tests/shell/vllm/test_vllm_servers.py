@@ -39,13 +39,13 @@ def weights(version):
 
 
 def expected(version, asks=ASKS):
-    """What every answer has to be, whoever gives it."""
+    """What every answer has to be, from either server."""
     sent = checksum(tensor for _, tensor in weights(version))
     return [[(drawn(sent, ask.prompt, seed, 5), version) for seed in ask.seeds] for ask in asks]
 
 
 def seen(answers):
-    """Of answers, what `expected` tells."""
+    """Of answers, what `expected` has."""
     assert all(a.logp == [-t / 7 for t in a.tokens] and not a.stopped for row in answers for a in row)
     return [[(answer.tokens, answer.oldest) for answer in row] for row in answers]
 
@@ -100,9 +100,9 @@ def test_answers_are_in_order_and_drawn_from_the_weights_last_pushed(two, folder
         assert receipt.version == version
         assert receipt.held == receipt.sent == checksum(tensor for _, tensor in weights(version))
         assert seen(servers.generate(ASKS, how=HOW)) == expected(version)
-    told = servers.figures()
-    assert told.pop("engine/push_seconds") > 0
-    assert told == {
+    figures = servers.figures()
+    assert figures.pop("engine/push_seconds") > 0
+    assert figures == {
         "engine/servers": 2,
         "engine/requests_retried": 0,
         "engine/servers_lost": 0,
@@ -155,8 +155,8 @@ def test_a_server_that_fails_in_a_push_is_out_and_comes_back_with_the_new_weight
     assert one.weights == other.weights == checksum(tensor for _, tensor in weights(1))
     assert one.resting.is_set()
     assert seen(servers.generate(ASKS, how=HOW)) == expected(1)
-    told = servers.figures()
-    assert told["engine/servers"] == 2
+    figures = servers.figures()
+    assert figures["engine/servers"] == 2
     assert any(one.url in text and "is back" in text for text in servers.complaints)
 
 
@@ -166,26 +166,26 @@ def test_what_a_server_is_lost_with_another_one_answers(two, fault):
     servers.push(weights(0), version=0)
     one.faults["/inference/v1/generate"] = fault
     assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
-    told = servers.figures()
-    assert told["engine/requests_retried"] >= 1
-    assert told["engine/servers_lost"] == 1
+    figures = servers.figures()
+    assert figures["engine/requests_retried"] >= 1
+    assert figures["engine/servers_lost"] == 1
     assert any(one.url in text for text in servers.complaints)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_answer_is_told_of_once_and_when_it_comes(two, fault):
+def test_an_answer_is_reported_once_and_when_it_comes(two, fault):
     one, _, servers = two
     servers.push(weights(0), version=0)
     one.faults["/inference/v1/generate"] = fault
     on_answer, thread, open_ = {}, threading.get_ident(), threading.Event()
 
-    def hear(i, j, answer):
+    def note(i, j, answer):
         assert (i, j) not in on_answer
         assert threading.get_ident() != thread
         assert not open_.is_set()  # the call goes on
         on_answer[i, j] = answer
 
-    answers = servers.generate(ASKS, how=HOW, on_answer=hear)
+    answers = servers.generate(ASKS, how=HOW, on_answer=note)
     open_.set()
     assert on_answer == {(i, j): answer for i, row in enumerate(answers) for j, answer in enumerate(row)}
 
@@ -194,11 +194,11 @@ def test_where_an_answer_is_not_wanted_the_others_are_called_off(two):
     _, _, servers = two
     servers.push(weights(0), version=0)
 
-    def hear(i, j, answer):
+    def note(i, j, answer):
         raise ScoringInterrupted("asked to stop")
 
     with pytest.raises(ScoringInterrupted, match="asked to stop"):
-        servers.generate(ASKS, how=HOW, on_answer=hear)
+        servers.generate(ASKS, how=HOW, on_answer=note)
     assert seen(servers.generate(ASKS, how=HOW)) == expected(0)
 
 
@@ -482,21 +482,21 @@ def test_files_of_a_trainer_that_was_killed_are_swept(folder):
 class Pair(World):
     """One of two ranks, as threads."""
 
-    def __init__(self, rank, told):
+    def __init__(self, rank, shared):
         super().__init__(0, 1, torch.device("cpu"), deadline=30.0)
-        self.rank, self.size, self.told = rank, 2, told
+        self.rank, self.size, self.shared = rank, 2, shared
 
     def agree(self, f, *, what):
         if self.main:
-            self.told.put(f())
-        found = self.told.get(timeout=10)
-        self.told.put(found)
+            self.shared.put(f())
+        found = self.shared.get(timeout=10)
+        self.shared.put(found)
         return found
 
 
 def test_one_rank_sends_and_all_go_through_the_weights_and_draw(folder):
-    stubs, told = [Stub(), Stub()], queue.Queue()
-    ranks = [engine(stubs, folder, world=Pair(rank, told)) for rank in range(2)]
+    stubs, shared = [Stub(), Stub()], queue.Queue()
+    ranks = [engine(stubs, folder, world=Pair(rank, shared)) for rank in range(2)]
     for version in range(2):
         passed, receipts = [], []
 
@@ -505,9 +505,9 @@ def test_one_rank_sends_and_all_go_through_the_weights_and_draw(folder):
                 passed.append(one[0])
                 yield one
 
-        for rank in ranks:  # rank 0 first: what it leaves in the queue is what rank 1 hears
+        for rank in ranks:  # rank 0 first: what it leaves in the queue is what rank 1 gets
             receipts.append(rank.push(gathered(), version=version))
-        told.get()
+        shared.get()
         assert receipts[0] == receipts[1]
         assert len(passed) == 2 * len([*weights(version)])
         assert [seen(rank.generate(ASKS, how=HOW)) for rank in ranks] == [expected(version)] * 2
