@@ -1,6 +1,8 @@
 """What a gin file says, without gin: references, macros, and the functions with knobs that they resolve to."""
 
 import difflib
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +76,13 @@ def used_macros(bindings: Bindings) -> set[str]:
 def full_name(target: Any) -> str:
     """`package.module.function`: the name by which workers and relaunched files find it."""
     return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', repr(target))}"
+
+
+def search_working_folder() -> None:
+    """Let modules of the working folder be imported by tools and console scripts too, not under `python -m` alone."""
+    here = os.getcwd()
+    if not {"", here} & {*sys.path}:
+        sys.path.append(here)
 
 
 def suggest_name(name: str, choices: Iterable[str]) -> str:

@@ -17,7 +17,17 @@ import gin
 from gin import config_parser
 from gin.config_parser import BindingStatement, BlockDeclaration, ConfigParser, ImportStatement, IncludeStatement
 
-from grpo_fn.config.nodes import Bindings, Macro, Reference, comma_list, complain, full_name, functions, suggest_name
+from grpo_fn.config.nodes import (
+    Bindings,
+    Macro,
+    Reference,
+    comma_list,
+    complain,
+    full_name,
+    functions,
+    search_working_folder,
+    suggest_name,
+)
 from grpo_fn.config.resolve import bad_names, knobs_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -39,6 +49,7 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
 
     gin keeps its state in the module; it is empty again when this returns or raises.
     """
+    search_working_folder()
     bindings, imports = Bindings(), []
     for file in gin_files:
         scan_imports(file, (), bindings, imports)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from grpo_fn.config.nodes import comma_list, complain, suggest_name
+from grpo_fn.config.nodes import comma_list, complain, search_working_folder, suggest_name
 from grpo_fn.config.resolve import bad_names, signature, type_problem
 from grpo_fn.core.problem import RewardFn
 from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE
@@ -110,6 +110,7 @@ def _function(name: str) -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
     if not module or not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"got {name!r}, wanted {comma_list(NAMES)} or module.function{suggest_name(name, NAMES)}")
+    search_working_folder()
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
