@@ -13,7 +13,7 @@ from catalogue import public, signature
 from hypothesis import assume, given
 
 import grpo_fn
-from grpo_fn.analysis import health
+from grpo_fn.analysis import health, health_trends
 
 # One value of every knob of every rule.
 KNOBS = {
@@ -28,8 +28,19 @@ KNOBS = {
     "entropy_collapsed": {"share": 0.25, "window": 3},
     "length_exploded": {"times": 2.0, "window": 3},
     "reward_without_accuracy": {"evaluations": 3, "rise": 0.02, "fall": 0.05},
+    # More steps than the healthy histories have: a reward that moves by 4 % around one value is flat, if they go on.
+    "reward_flat": {"steps": 44, "rise": 0.01, "solved": 0.9},
+    "reward_falling": {"window": 3, "fall": 0.2},
+    "generation_slow": {"share": 0.5, "window": 3},
+    "loss_spike": {"times": 4.0, "window": 5},
 }
-RULES = {name: partial(getattr(health, name), **knobs) for name, knobs in KNOBS.items()}
+FUNCTIONS = {
+    name: f
+    for module in (health, health_trends)
+    for name, f in public(module).items()
+    if f.__module__ == module.__name__ and signature(f)[0] == ("history",)
+}
+RULES = {name: partial(FUNCTIONS[name], **knobs) for name, knobs in KNOBS.items()}
 each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 # A line that makes each rule speak when the history is made of such lines, and what it is made of when all is well.
@@ -45,6 +56,7 @@ WELL = {
     "reward/invalid": 0.0,
     "generation/truncated": 0.05,
     "generation/length_mean": 60.0,
+    "generation/tokens_per_second": 1000.0,
     "optimizer/overflows": 2.0,
     "eval/accuracy": 0.5,
 }
@@ -69,9 +81,8 @@ def column(name: str, values: list) -> list[dict]:
 
 
 def test_every_rule_of_the_module_is_tested_here() -> None:
-    found = {name for name, f in public(health).items() if signature(f)[0] == ("history",)} - {"trim_history", "at"}
-    assert found == set(RULES)
-    assert {name: set(signature(getattr(health, name))[1]) for name in RULES} == {n: set(k) for n, k in KNOBS.items()}
+    assert FUNCTIONS.keys() - {"trim_history", "at"} == set(RULES)
+    assert {name: set(signature(FUNCTIONS[name])[1]) for name in RULES} == {n: set(k) for n, k in KNOBS.items()}
 
 
 @each_rule
@@ -269,6 +280,33 @@ def test_only_how_far_the_reward_rose_counts(shift) -> None:
     assert RULES["reward_without_accuracy"](gamed([0.5, 0.2], [[0.9 + shift, 0.9 + shift, 0.1, 0.1]])[:-1]) is None
 
 
+@given(st.lists(st.floats(-5.0, 5.0), min_size=44, max_size=60), st.floats(0.0, 1.0), st.floats(0.001, 1.0))
+def test_a_flat_reward_is_one_whose_halves_are_alike_and_that_is_not_solved(rewards, right, rise) -> None:
+    history = [{**one, "reward/correct_rate": right} for one in column("reward/mean", rewards)]
+    halves = [math.fsum(part) / 22 for part in (rewards[-44:-22], rewards[-22:])]
+    assume(abs(abs(halves[0] - halves[1]) - rise) > 1e-9)
+    said = partial(health_trends.reward_flat, steps=44, rise=rise, solved=0.9)(history)
+    assert (said is not None) == (abs(halves[0] - halves[1]) < rise and right < 0.9)
+
+
+@given(st.lists(st.floats(-5.0, 5.0), min_size=1, max_size=24), st.floats(0.01, 3.0))
+def test_a_falling_reward_is_below_the_best_window_before(rewards, fall) -> None:
+    means = [math.fsum(rewards[i : i + 3]) / 3 for i in range(len(rewards) - 2)]
+    drop = max(means[:-3], default=-math.inf) - means[-1] if len(means) > 3 else -math.inf
+    assume(abs(drop - fall) > 1e-9)
+    said = partial(health_trends.reward_falling, window=3, fall=fall)(column("reward/mean", rewards))
+    assert (said is not None) == (drop > fall)
+
+
+@given(st.lists(st.floats(-1.0, 1.0), min_size=5, max_size=12), st.floats(-1e3, 1e3), st.floats(1.0, 20.0))
+def test_a_spike_is_further_from_the_median_than_times_the_furthest_before(losses, newest, times) -> None:
+    before = sorted(losses[-5:])
+    spread = max(abs(value - before[2]) for value in before)
+    assume(abs(abs(newest - before[2]) - times * spread) > 1e-9)
+    said = partial(health_trends.loss_spike, times=times, window=5)(column("loss/objective", [*losses, newest]))
+    assert (said is not None) == (spread > 0 and abs(newest - before[2]) > times * spread)
+
+
 # What it says ---------------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(grpo_fn.__file__).parent
@@ -284,6 +322,10 @@ SPEAKING = {
     "entropy_collapsed": column("loss/entropy", [1.0] * 3 + [0.01] * 3),
     "length_exploded": column("generation/length_mean", [10.0] * 3 + [90.0] * 3),
     "reward_without_accuracy": gamed([0.5, 0.2], [[0.1, 0.9]]),
+    "reward_flat": column("reward/mean", [0.3] * 44),
+    "reward_falling": column("reward/mean", [0.8] * 3 + [0.5] * 3),
+    "generation_slow": column("generation/tokens_per_second", [100.0] * 3 + [40.0] * 3),
+    "loss_spike": column("loss/objective", [0.1, 0.2, 0.1, 0.2, 0.1, 3.0]),
 }
 
 
@@ -314,11 +356,19 @@ def test_every_knob_that_a_rule_advises_exists(name) -> None:
         ("entropy_collapsed", {"window": 1000}, "window: got 1000, wanted 1 to 64"),
         ("length_exploded", {"times": 0.0}, "times: got 0.0"),
         ("reward_without_accuracy", {"evaluations": 1}, "wanted evaluations >= 2"),
+        ("reward_flat", {"steps": 1}, "steps: got 1, wanted at least 2"),
+        ("reward_flat", {"solved": 0.0}, "share: got 0.0"),
+        ("reward_flat", {"rise": 0.0}, "rise: got 0.0"),
+        ("reward_falling", {"fall": -1.0}, "fall: got -1.0"),
+        ("reward_falling", {"window": 65}, "window: got 65, wanted 1 to 64"),
+        ("generation_slow", {"share": 2.0}, "share: got 2.0"),
+        ("loss_spike", {"times": math.inf}, "times: got inf"),
+        ("loss_spike", {"window": 1}, "window: got 1, wanted at least 2"),
     ],
 )
 def test_knobs_that_cannot_work_are_refused_before_there_is_any_history(name, knobs, complaint) -> None:
     with pytest.raises(ValueError, match=f"{name}: .*{complaint}"):
-        health.check_rules([partial(getattr(health, name), **{**KNOBS[name], **knobs})])
+        health.check_rules([partial(FUNCTIONS[name], **{**KNOBS[name], **knobs})])
 
 
 def test_knobs_that_work_are_not() -> None:
@@ -375,7 +425,9 @@ def test_what_is_forgotten_moves_no_rule(rule, length) -> None:
             "optimizer/overflows": float(i),
             "loss/entropy": math.exp(-i / 100),
             "generation/length_mean": 1.0 + i,
-            "reward/mean": i / length,
+            "reward/mean": i / length - (i > length - 20),
+            "generation/tokens_per_second": 1000.0 / (1 + i),
+            "loss/objective": i % 7 + 99.0 * (i == length - 1),
             **({"eval/accuracy": 1 - i / length} if i % 20 == 0 else {}),
         }
         for i in range(length)

@@ -90,7 +90,11 @@ RECIPES_SINCE: dict[str, dict[str, str | None]] = {
         "rewards.reward.weights.1": None,
     },
 }
-RULES_SINCE = 1  # at the end of sections.Health.warn: health.invalid_high
+# At the end of sections.Health.warn.
+RULES_SINCE = [
+    "@health.invalid_high",
+    *(f"@health_trends.{name}" for name in ("reward_flat", "reward_falling", "generation_slow", "loss_spike")),
+]
 
 
 @cache
@@ -149,12 +153,12 @@ def flat(value: Any, path: str, out: dict[str, str]) -> dict[str, str]:
 
 
 def without_rules_since(values: dict[str, str]) -> dict[str, str]:
-    """The values without the last RULES_SINCE rules of health that warn."""
+    """The values without RULES_SINCE."""
     if "health.warn" not in values:
         return values
-    kept = int(values["health.warn"].removeprefix("list[").removesuffix("]")) - RULES_SINCE
-    since = tuple(f"health.warn.{kept + i}" for i in range(RULES_SINCE))
-    assert [values[place] for place in since] == ["@health.invalid_high"]
+    kept = int(values["health.warn"].removeprefix("list[").removesuffix("]")) - len(RULES_SINCE)
+    since = tuple(f"health.warn.{kept + i}" for i in range(len(RULES_SINCE)))
+    assert [values[place] for place in since] == RULES_SINCE
     rest = {path: value for path, value in values.items() if not path.startswith(since)}
     return rest | {"health.warn": f"list[{kept}]"}
 
