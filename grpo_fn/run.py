@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -74,6 +75,9 @@ def command_again(args: argparse.Namespace) -> str:
 
 def launch_training(args: argparse.Namespace) -> int:
     """The run's exit code. Raises ValueError or OSError for bad input."""
+    if not args.dry_run and os.environ.get("RANK", "0") == "0":
+        with suppress(OSError, ValueError):  # a console that is gone ends no run
+            print(f"reading {', '.join(args.gin_file)}; the run folder is {args.run_dir}", flush=True)
     from grpo_fn.config import load_config
 
     config = load_config(args.gin_file, args.gin_param)

@@ -15,6 +15,7 @@ from grpo_fn.trainer.build import build
 from grpo_fn.trainer.checks.validate import check_this_machine, dry_run_lines, validate
 from grpo_fn.trainer.loop import run_training
 from grpo_fn.trainer.run import RunRequest
+from grpo_fn.trainer.start_lines import report_start
 
 # What may be another when a run goes on: over which devices the model is spread, what is recorded, what is complained
 # of, and how many steps there are; not what is computed in a step.
@@ -100,7 +101,10 @@ def train(
         return 0
     check_this_machine(settings)
     world = join_world(compute.device, deadline=parallelism.collective_timeout)
-    with build(settings, plan, request, world, enter=open_run, started=started) as run:
+    report = report_start(world, started)
+    if world.size > 1:
+        report(f"all {world.size} ranks have met")
+    with build(settings, plan, request, world, enter=open_run, started=started, report=report) as run:
         code = run_training(run)
     world.leave()
     return code

@@ -51,6 +51,7 @@ from grpo_fn.trainer.loop import take_step
 from grpo_fn.trainer.recording import step_checksums, token_signals, write_signal_page
 from grpo_fn.trainer.run import RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Settings
+from grpo_fn.trainer.start_lines import no_report
 
 SAME, DIFFERENT = 0, 1
 
@@ -142,7 +143,7 @@ def build_replay(
     """The pieces of the run, which leave the run folder alone."""
     request = RunRequest(config, asked.run_dir, dry_run=False, ranks=1, hosts=1, force=False)
     check_this_machine(settings)
-    return build(settings, checked, request, world, enter=read_only_run, started=time.perf_counter())
+    return build(settings, checked, request, world, enter=read_only_run, started=time.perf_counter(), report=no_report)
 
 
 def read_only_run(run_dir: Path, **_: Any) -> bool:

@@ -18,7 +18,7 @@ from grpo_fn.algo.step import StepAlgorithm, StepKnobs, compare_as_given, compar
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.problem import Problem
-from grpo_fn.shell.model import hf
+from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
@@ -34,6 +34,7 @@ from grpo_fn.trainer.async_eval import open_evaluator
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Data, Sampling, Settings
+from grpo_fn.trainer.start_lines import StartReport, rank_line
 from grpo_fn.trainer.state import check_steps, has_progress
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
@@ -61,6 +62,7 @@ def build(
     *,
     enter: Callable[..., object],
     started: float,
+    report: StartReport,
 ) -> Iterator[TrainingRun]:
     """The pieces of a run, until the context is left. `enter` takes the run folder, before a model is made or loaded.
 
@@ -74,15 +76,19 @@ def build(
         raise ValueError(f"prompts: got {prompts} a step for {world.size} ranks, wanted at least one for each of them")
     s.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))  # before anything is made
     key = prng.key(s.seed, device="cpu")
-    folder, tokenizer, task = open_and_prepare(s, checked, request, world, enter=enter)
+    folder, tokenizer, task = open_and_prepare(s, checked, request, world, enter=enter, report=report)
+    report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
     loaded = world.together(partial(load_and_shard, world, spec, reference=checked.reference), what="loading the model")
     policy = build_policy(s, loaded, world)
+    if getattr(s.parallelism.compile, "func", s.parallelism.compile) is not blocks.eager:
+        report("blocks are compiled in the first step, which takes longer for it")
     pool = s.rewards.pool()
     streaming = StreamingRewards(pool)
     context = sampler_context(spec, world, loaded.decoding, streaming.on_completion)
     token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
+    report(f"starting the sampler, {getattr(s.sampling.sampler, 'func', s.sampling.sampler).__name__}")
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
     probe = s.sampling.probe and partial(
         s.sampling.probe, key=prng.fold_in(key, PROBING), max_positions=positions(checked.config)
@@ -109,6 +115,7 @@ def build(
             pool=pool,
             score=spread_score(pool.score, world),
             plan=[*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes],
+            ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )
 
@@ -134,7 +141,13 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
 
 
 def open_and_prepare(
-    settings: Settings, checked: ValidatedPlan, request: RunRequest, world: World, *, enter: Callable[..., object]
+    settings: Settings,
+    checked: ValidatedPlan,
+    request: RunRequest,
+    world: World,
+    *,
+    enter: Callable[..., object],
+    report: StartReport,
 ) -> "PreparedModel":
     """Enter the run folder, and look at the model's folder and all prompts; in the order that wastes least."""
     s, task = settings, checked.task
@@ -153,13 +166,17 @@ def open_and_prepare(
         need_bytes=checked.plan.need_bytes(),
     )
     world.agree(partial(check_steps, request.run_dir, s.steps), what="looking at the checkpoints")
+    looking = f"looking at the prompts of {draws} draws and {len(task.test)} held-out problems"
     if isinstance(s.model, str):  # all there to be looked at before a run folder is made
+        report(looking)
         prepared = world.together(prepare_here, what="looking at model and data")
         world.agree(enter_folder, what="opening the run folder")
         return prepared
     # To be made, which takes time: not before the run folder is known to be ours.
     world.agree(enter_folder, what="opening the run folder")
+    report("making the model, or finding it in its cache")
     world.agree(checked.source.folder, what="making the model")
+    report(looking)
     return world.together(prepare_here, what="looking at model and data")
 
 

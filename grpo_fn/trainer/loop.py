@@ -50,7 +50,7 @@ def run_training(run: TrainingRun) -> int:
         loggers = open_loggers(run, stack, start, first=first)
         stop = stack.enter_context(StopRequest())
         halt = partial(stop_requested, run, stop, loggers)
-        for line in messages:
+        for line in (*run.ranks, *messages):
             loggers.console.line(line)
         run.sampler.load(run.policy)
         fatal: list[health.HealthFinding] = []
@@ -86,6 +86,7 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
         with loggers.clock.span("checkpoint"):
             save_checkpoint(run, progress, loggers)
         return progress
+    loggers.console.line(f"evaluating {len(run.held_out)} held-out problems before training")
     with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
         figures = evaluate_policy(run, 0, loggers)
     loggers.writer.scalars(0, {**figures, **loggers.clock.lap()})
@@ -230,7 +231,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         "generation/tokens_per_second": figures["generation/tokens"] / generating,
         **lost,
         **run.sampler.figures(),
-        **system_metrics.usage(),
+        **system_metrics.usage(run.world),
         **times,
     }
     with clock.span("log"):  # in the next step's time: this one's is among what is written

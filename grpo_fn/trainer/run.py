@@ -65,6 +65,7 @@ class TrainingRun:
     pool: RewardPool
     score: Scorer
     plan: Sequence[str]  # the numbers of the run, for the log
+    ranks: Sequence[str]  # a line for each rank, for the log
     started: float  # time.perf_counter() when the program began to work
 
     @property

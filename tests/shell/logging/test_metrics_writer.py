@@ -23,6 +23,7 @@ from grpo_fn.shell.atomic_io import to_json
 from grpo_fn.shell.logging import rollout_store, system_metrics
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter, markdown_table, rewind
 from grpo_fn.shell.logging.rollout_store import rollout_steps
+from grpo_fn.shell.world import World, alone
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -286,11 +287,39 @@ def test_keeping_none_stores_none_and_less_is_refused(tmp_path):
         rollout_store.store_rollouts(tmp_path, 1, problems, 3, rollout, reward, adv, keep=1)
 
 
-def test_usage_names_memory_and_one_set_of_gauges_per_gpu():
-    found = system_metrics.usage()
+def test_usage_names_the_memory_of_the_process():
+    found = system_metrics.usage(alone(torch.device("cpu")))
     assert 0.01 < found["system/memory_gb"] < 1000
-    for i in range(torch.cuda.device_count()):
-        assert found[f"system/gpu{i}_memory_gb"] <= found[f"system/gpu{i}_memory_peak_gb"]
     compiler = {"system/compiled_graphs", "system/recompilations"}  # once something in this process has loaded it
     assert compiler & found.keys() in (set(), compiler)
-    assert found.keys() - compiler - {"system/memory_gb"} == {n for n in found if n.startswith("system/gpu")}
+    assert found.keys() - compiler == {"system/memory_gb"}
+
+
+class TwoCards(World):
+    """Rank 0 of two, each with a card; the other one has twice the memory in use."""
+
+    def __init__(self, device):
+        self.rank, self.size, self.device = 0, 2, device
+
+    def exchange(self, mine, *, what):
+        return [mine, {name: 2 * value for name, value in mine.items()}]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_usage_has_one_set_of_gauges_for_the_card_of_every_rank(monkeypatch, measured):
+    asked = []
+
+    def utilization(device):
+        asked.append(device)
+        if not measured:
+            raise ModuleNotFoundError("pynvml")
+        return 40
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3e9)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5e9)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    found = system_metrics.usage(TwoCards(torch.device("cuda", 1)))
+    cards = {name.removeprefix("system/"): value for name, value in found.items() if name.startswith("system/gpu")}
+    memory = {"gpu0_memory_gb": 3.0, "gpu0_memory_peak_gb": 5.0, "gpu1_memory_gb": 6.0, "gpu1_memory_peak_gb": 10.0}
+    assert cards == memory | ({"gpu0_utilization": 40.0, "gpu1_utilization": 80.0} if measured else {})
+    assert asked == [torch.device("cuda", 1)]

@@ -1,0 +1,71 @@
+"""The first lines of a run: what is being done, with the seconds since the start, and one line for each rank."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+import torch
+
+from grpo_fn.shell.world import World
+from grpo_fn.trainer.sections import Settings
+
+StartReport = Callable[[str], None]
+
+
+def report_start(world: World, started: float) -> StartReport:
+    """Prints a line with the seconds since the start, on the main rank alone.
+
+    Args:
+        world: the ranks.
+        started: `time.perf_counter()` when the program began to work.
+
+    Returns:
+        A function of the line's text.
+    """
+
+    if not world.main:
+        return no_report
+
+    def report(text: str) -> None:
+        with suppress(OSError, ValueError):  # a console that is gone ends no run
+            print(f"{time.perf_counter() - started:5.1f} s  {text}", flush=True)
+
+    return report
+
+
+def no_report(text: str) -> None:
+    """Prints nothing: of a rank other than 0, and of a replay, which starts no run."""
+
+
+def rank_line(settings: Settings, world: World) -> str:
+    """This rank in one line: host, device with its memory, strategy, precision, attention, blocks, rows a step.
+
+    Args:
+        settings: of the run.
+        world: the ranks.
+
+    Returns:
+        Text of about 110 characters.
+    """
+    compute, algo, parallelism = settings.compute, settings.algorithm, settings.parallelism
+    shape = parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    mesh = " x ".join(f"{name} {size}" for name, size in zip(("replicate", "shard", "tensor"), shape, strict=True))
+    compile_ = getattr(parallelism.compile, "func", parallelism.compile)
+    rows = algo.prompts * algo.group_size
+    return (
+        f"rank {world.rank}  {socket.gethostname()}  {device_text(world.device)}  {mesh}"
+        f"{', offload' if parallelism.offload else ''}  {compute.dtype}, {compute.attention}, {compile_.__name__}  "
+        f"{rows // (algo.minibatches * world.size)} of {rows // algo.minibatches} rows an update, at least "
+        f"{settings.policy.min_micro_batches} micro-batch"
+    )
+
+
+def device_text(device: torch.device) -> str:
+    """A device with its memory in GB of 1e9 bytes: a card's name, or the threads of a CPU."""
+    if device.type != "cuda":
+        return f"{device} ({torch.get_num_threads()} threads, {psutil.virtual_memory().total / 1e9:.0f} GB)"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{device} ({properties.name}, {properties.total_memory / 1e9:.0f} GB)"

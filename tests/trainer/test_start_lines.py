@@ -1,0 +1,62 @@
+"""The first lines of a run: progress on the main rank alone, and one line for each rank."""
+
+import re
+import time
+
+import pytest
+import torch
+
+from grpo_fn.config import load_config
+from grpo_fn.shell.world import World, alone
+from grpo_fn.trainer import sections
+from grpo_fn.trainer.start_lines import device_text, no_report, rank_line, report_start
+
+CPU = torch.device("cpu")
+
+
+def one_of_two(rank: int) -> World:
+    """A rank that exchanges nothing."""
+    world = alone(CPU)
+    world.rank, world.size = rank, 2
+    return world
+
+
+@pytest.fixture(scope="module")
+def settings() -> sections.Settings:
+    files = ["run/arithmetic.gin", "scale/full_shard.gin"]
+    return sections.Settings(**load_config(files, ["sections.PolicyUpdate.min_micro_batches=4"]).kwargs())
+
+
+def test_a_rank_is_one_line_with_its_device_mesh_precision_and_share_of_the_rows(settings, monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    line = rank_line(settings, one_of_two(1))
+    assert re.fullmatch(
+        r"rank 1  \S+  cpu \(\d+ threads, \d+ GB\)  replicate 1 x shard 2 x tensor 1  float32, sdpa, eager  "
+        r"192 of 384 rows an update, at least 4 micro-batch",
+        line,
+    )
+
+
+def test_a_card_has_its_name_and_memory(monkeypatch) -> None:
+    class Card:
+        name, total_memory = "NVIDIA H100", 80 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card())
+    assert device_text(torch.device("cuda", 3)) == "cuda:3 (NVIDIA H100, 80 GB)"
+
+
+def test_the_main_rank_reports_with_the_seconds_since_the_start(capsys) -> None:
+    report_start(alone(CPU), time.perf_counter() - 65.0)("loading the model")
+    assert re.fullmatch(r" 65\.\d s  loading the model\n", capsys.readouterr().out)
+    assert report_start(one_of_two(1), 0.0) is no_report
+    no_report("loading the model")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_console_that_is_gone_ends_no_start(monkeypatch) -> None:
+    class Gone:
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    report_start(alone(CPU), 0.0)("loading the model")
