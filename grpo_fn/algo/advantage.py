@@ -21,10 +21,19 @@ def group_normalized(
     """A = (R - mean R) / (std R + eps), std with n - `ddof` in its denominator over the n valid samples.
 
     GRPO's outcome supervision (arXiv:2402.03300, section 4.1.2). Unchanged by shifting the rewards, and by scaling
-    them as long as eps is small against std. `eps` has the unit of the reward.
+    them as long as eps is small against std.
 
     Use it when: you want GRPO as published, or rewards of unknown scale.
     Peers: TRL `scale_rewards="group"`, verl `grpo`, OpenRLHF `group_norm`; eps 1e-4, 1e-6, 1e-9, all with ddof 1.
+
+    Args:
+        reward: rewards of one group, [G].
+        valid: which of them could be scored, [G].
+        eps: added to the std, in units of the reward.
+        ddof: subtracted from n in the denominator of the variance: 0 population, 1 sample.
+
+    Returns:
+        The advantages, [G], dimensionless.
     """
     dev = mean_centered(reward, valid)
     # Measured in units of the largest deviation, squares neither overflow nor vanish, whatever the reward's unit.
@@ -44,6 +53,13 @@ def mean_centered(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float
 
     Use it when: nearly-solved and nearly-hopeless prompts should not be amplified.
     Peers: TRL `scale_rewards="none"`, OpenRLHF `dr_grpo`.
+
+    Args:
+        reward: rewards of one group, [G].
+        valid: which of them could be scored, [G].
+
+    Returns:
+        The advantages, [G], in units of the reward.
     """
     _check_group(reward)
     # sum(R) / n differs from R by an ulp even if all R are equal. Measured from one of them, equal rewards are exact
@@ -60,6 +76,13 @@ def leave_one_out(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float
 
     Use it when: you want the unbiased policy gradient, small groups most of all.
     Peers: verl, OpenRLHF `rloo`.
+
+    Args:
+        reward: rewards of one group, [G].
+        valid: which of them could be scored, [G].
+
+    Returns:
+        The advantages, [G], in units of the reward.
     """
     count = valid.sum().to(reward.dtype)
     return mean_centered(reward, valid) * (count / (count - 1).clamp(min=1))
@@ -72,11 +95,20 @@ def leave_one_out_normalized(
 
     Leave-one-out in mean *and* std, as NeMo-RL has it. The others' std alone is 0 for the one sample that differs from
     equal others, and A without bound; with the group's in reserve |A| <= n / sqrt(n - 1) for any rewards and any eps.
-    std with n - 1 - `ddof` in its denominator for the others and n - `ddof` for the group; `eps` in units of reward.
 
     Use it when: you want NeMo-RL's idea for rewards of any scale; `leave_one_out_others_std` is its formula.
     Peers: none; NeMo-RL divides by the others' std alone, rounding noise for the one sample that differs from equal
     others: A = 18,040 for [2.0, 0.3 x 7].
+
+    Args:
+        reward: rewards of one group, [G].
+        valid: which of them could be scored, [G].
+        eps: added to the std, in units of the reward.
+        ddof: subtracted from the count in the denominator of the variance: n - 1 - ddof for the others, n - ddof for
+            the group.
+
+    Returns:
+        The advantages, [G], dimensionless.
     """
     dev = mean_centered(reward, valid)
     unit = dev.abs().amax()
@@ -126,10 +158,22 @@ def pass_at_k(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, k: int, t
     group-relative advantage of "one of k solves it" (arXiv:2508.10751, eq. 14 and 15), which draws all groups of k that
     there are: little signal where most samples solve the problem already. With k = 1 they are (R - mean) / std of 0/1
     rewards. A group in which any k samples hold a solved one gets 0, and so does one of fewer than k samples. Bounded
-    by sqrt(n / k - 1). Raises ValueError unless k >= 1.
+    by sqrt(n / k - 1).
 
     Use it when: one right answer in k tries is what counts, or entropy collapses.
     Peers: verl `grpo_passk` is another formula: only the best sample learns (arXiv:2503.19595).
+
+    Args:
+        reward: rewards of one group, [G].
+        valid: which of them could be scored, [G].
+        k: number of tries of which one has to solve the problem.
+        threshold: smallest reward that counts as solved, in units of the reward.
+
+    Returns:
+        The advantages, [G], dimensionless.
+
+    Raises:
+        ValueError: k is less than 1.
     """
     if k < 1:
         raise ValueError(f"k: got {k}, wanted at least 1")
@@ -155,6 +199,13 @@ def max_rl(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor
     the group's smallest reward, which keeps the bound.
 
     Use it when: hard problems, rarely solved, should count most; rewards are not negative.
+
+    Args:
+        reward: rewards of one group, [G].
+        valid: which of them could be scored, [G].
+
+    Returns:
+        The advantages, [G], dimensionless.
     """
     least = torch.where(valid, reward, torch.inf).amin().clamp(max=0.0)
     above = torch.where(valid, reward - least, 0.0)

@@ -19,6 +19,13 @@ def token_mean(mask: Bool[Tensor, "B T"], totals: Totals) -> Float[Tensor, "B T"
 
     Use it when: every token should count alike; long rows then count more.
     Peers: verl `token-mean`, TRL `dapo`.
+
+    Args:
+        mask: which tokens were sampled, [B, T].
+        totals: sampled tokens and rows of the whole optimizer step.
+
+    Returns:
+        The weight of each token, [B, T]; 0 where ~mask.
     """
     return mask / totals.tokens.clamp(min=1)
 
@@ -31,6 +38,13 @@ def sequence_mean(mask: Bool[Tensor, "B T"], totals: Totals) -> Float[Tensor, "B
 
     Use it when: every row should count alike; long wrong rows are then punished less per token.
     Peers: verl `seq-mean-token-mean`, TRL `grpo`.
+
+    Args:
+        mask: which tokens were sampled, [B, T].
+        totals: sampled tokens and rows of the whole optimizer step.
+
+    Returns:
+        The weight of each token, [B, T]; 0 where ~mask.
     """
     length = mask.sum(-1, keepdim=True).clamp(min=1)
     return mask / (totals.rows.clamp(min=1) * length)
@@ -44,5 +58,13 @@ def constant_length(mask: Bool[Tensor, "B T"], totals: Totals, *, max_length: in
 
     Use it when: you want the policy gradient without a length bias.
     Peers: verl `seq-mean-token-sum-norm`, TRL `dr_grpo`.
+
+    Args:
+        mask: which tokens were sampled, [B, T].
+        totals: sampled tokens and rows of the whole optimizer step.
+        max_length: L, in tokens: the longest completion allowed, or 1.
+
+    Returns:
+        The weight of each token, [B, T]; 0 where ~mask.
     """
     return mask / (totals.rows.clamp(min=1) * max_length)

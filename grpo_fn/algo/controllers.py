@@ -18,6 +18,13 @@ def constant_gain(gain: float, measured: float) -> float:
     """The gain as it is.
 
     Use it when: always, but for what the others are for.
+
+    Args:
+        gain: the factor of this step, dimensionless.
+        measured: KL or entropy of this step, in nats a token; not read.
+
+    Returns:
+        The gain of the next step.
     """
     return gain
 
@@ -26,11 +33,23 @@ def adaptive_kl(gain: float, measured: float, *, target: float, rate: float, lim
     """gain (1 + rate e), e = measured / target - 1 clipped to [-limit, limit]: more KL than wanted raises its price.
 
     The proportional controller of Ziegler et al. (arXiv:1909.08593, section 2.2), with rate 0.1 and limit 0.2 there.
-    Their KL is a whole sequence's, ours a token's. Raises ValueError unless target > 0 and 0 <= rate limit < 1, which
-    keeps the gain positive.
+    Their KL is a whole sequence's, ours a token's. The gain stays positive.
 
     Use it when: runs should be compared at one KL.
     Peers: verl `AdaptiveKLController`, OpenRLHF: rate = rows / horizon, KL of a sequence.
+
+    Args:
+        gain: the factor of this step, dimensionless.
+        measured: mean KL of this step, in nats a token.
+        target: KL wanted, in nats a token.
+        rate: relative change of the gain per unit of e.
+        limit: largest |e|.
+
+    Returns:
+        The gain of the next step.
+
+    Raises:
+        ValueError: target is not above 0, or rate * limit not in [0, 1).
     """
     if target <= 0 or not 0 <= rate * limit < 1:
         raise ValueError(f"target, rate, limit: got {target}, {rate}, {limit}, wanted target > 0, 0 <= rate limit < 1")
@@ -41,10 +60,23 @@ def adaptive_entropy(gain: float, measured: float, *, target: float, step: float
     """gain + step below the target entropy, gain - step above it, within [0, highest]: a bonus as large as it must be.
 
     After Skywork-OR1 (arXiv:2505.22312, section 3.2.5), which begins at 0 and switches the bonus off while entropy is
-    above the target; here it only comes down by steps. Raises ValueError unless step > 0 and highest >= 0.
+    above the target; here it only comes down by steps.
 
     Use it when: entropy falls too far, and no bonus fits the whole run.
     Peers: there the bonus is off while entropy is above the target.
+
+    Args:
+        gain: the factor of this step, dimensionless.
+        measured: mean entropy of this step, in nats a token.
+        target: entropy wanted, in nats a token.
+        step: change of the gain at each step.
+        highest: largest gain.
+
+    Returns:
+        The gain of the next step.
+
+    Raises:
+        ValueError: step is not above 0, or highest is below 0.
     """
     if step <= 0 or highest < 0:
         raise ValueError(f"step, highest: got {step}, {highest}, wanted step > 0 and highest >= 0")
@@ -52,7 +84,16 @@ def adaptive_entropy(gain: float, measured: float, *, target: float, step: float
 
 
 def constant_loss_scale(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
-    """The scale as it is: for float32 and bfloat16, whose gradients need none."""
+    """The scale as it is: for float32 and bfloat16, whose gradients need none.
+
+    Args:
+        scale: the factor on the loss at this step.
+        good_steps: finite steps in a row before this one.
+        finite: whether the gradient of this step was finite.
+
+    Returns:
+        The scale, and the finite steps in a row with this one.
+    """
     return scale, good_steps + 1 if finite else 0
 
 
@@ -71,6 +112,19 @@ def dynamic_loss_scale(
 
     Micikevicius et al., Mixed Precision Training (arXiv:1710.03740), section 3.2, dynamic form. Powers of two for
     growth and backoff change no bit of a gradient that neither overflows nor vanishes.
+
+    Args:
+        scale: the factor on the loss at this step.
+        good_steps: finite steps in a row before this one, since the scale last changed.
+        finite: whether the gradient of this step was finite.
+        growth: factor on the scale after `interval` finite steps in a row.
+        backoff: factor on the scale after a step that overflowed.
+        interval: finite steps in a row before the scale grows.
+        low: smallest scale.
+        high: largest scale.
+
+    Returns:
+        The scale of the next step, and the finite steps in a row since it last changed.
     """
     if not finite:
         return max(low, scale * backoff), 0

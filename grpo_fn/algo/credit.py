@@ -32,6 +32,15 @@ def outcome(
 
     Use it when: always, but for what the others are for.
     Peers: all.
+
+    Args:
+        reward: rewards of the step, value, valid and each part [P, G].
+        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
+        mask: which tokens were sampled, [P, G, T].
+        advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
+
+    Returns:
+        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     return over_tokens(vmap(advantage)(reward.value, reward.valid), mask)
 
@@ -45,6 +54,16 @@ def outcome_minus_kl(
 
     Use it when: the KL should be a part of what samples are compared by; exact for the KL of whole sequences.
     Peers: verl, OpenRLHF: KL in the reward, k1.
+
+    Args:
+        reward: rewards of the step, value, valid and each part [P, G].
+        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
+        mask: which tokens were sampled, [P, G, T].
+        advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
+        beta: coefficient of the KL, in units of the reward per nat.
+
+    Returns:
+        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     value = reward.value - beta * zero_outside_mask(drift, mask).sum(-1)
     return over_tokens(vmap(advantage)(value, reward.valid), mask)
@@ -59,6 +78,15 @@ def reward_to_go(
 
     Use it when: inside `token_whitened`.
     Peers: OpenRLHF `reinforce`.
+
+    Args:
+        reward: rewards of the step, value, valid and each part [P, G].
+        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
+        mask: which tokens were sampled, [P, G, T].
+        beta: coefficient of the KL, in units of the reward per nat.
+
+    Returns:
+        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     to_go = zero_outside_mask(drift, mask).flip(-1).cumsum(-1).flip(-1)
     return torch.where(mask & reward.valid[..., None], reward.value[..., None] - beta * to_go, 0.0)
@@ -75,11 +103,23 @@ def per_part(
     """A_gt = sum_k weights[k] advantage(R^k)_g: each part of the reward is compared within the group by itself.
 
     GDPO (arXiv:2601.05242, eq. 4 and 7): normalised after the sum, different mixtures of parts can come out the same;
-    before it they do not; wrap it in `row_whitened` for eq. 6. Parts without a weight do not count. Raises ValueError
-    for a weight of a part that there is not, and for no weight at all.
+    before it they do not; wrap it in `row_whitened` for eq. 6. Parts without a weight do not count.
 
     Use it when: the reward has parts of different scale or difficulty.
     Peers: verl `gdpo`, NeMo-RL.
+
+    Args:
+        reward: rewards of the step, value, valid and each part [P, G].
+        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
+        mask: which tokens were sampled, [P, G, T].
+        advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
+        weights: weight of each part of the reward, by the part's name.
+
+    Returns:
+        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
+
+    Raises:
+        ValueError: there is no weight, or one of a part that the reward does not have.
     """
     unknown = sorted(weights.keys() - reward.parts.keys())
     if unknown or not weights:
@@ -99,6 +139,16 @@ def token_whitened(
 
     Use it when: REINFORCE++, and around `outcome(mean_centered)` its baseline form.
     Peers: verl `reinforce_plus_plus(_baseline)`, also for GDPO (`masked_whiten`); std with N - 1 there.
+
+    Args:
+        reward: rewards of the step, value, valid and each part [P, G].
+        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
+        mask: which tokens were sampled, [P, G, T].
+        credit: (reward, drift, mask) -> [P, G, T], the advantages to be whitened.
+        eps: added to the std, in units of the advantages from `credit`.
+
+    Returns:
+        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     adv = credit(reward, drift, mask)
     counted = mask & reward.valid[..., None]
@@ -116,6 +166,16 @@ def row_whitened(
 
     Use it when: GDPO; or whitening that long rows do not dominate.
     Peers: TRL-GDPO; verl's `gdpo` whitens over tokens.
+
+    Args:
+        reward: rewards of the step, value, valid and each part [P, G].
+        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
+        mask: which tokens were sampled, [P, G, T].
+        credit: (reward, drift, mask) -> [P, G, T], the advantages to be whitened.
+        eps: added to the std, in units of the advantages from `credit`.
+
+    Returns:
+        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
     adv = credit(reward, drift, mask)
     mean, std = moments(first_token(adv, mask)[reward.valid & mask.any(-1)])
@@ -123,22 +183,53 @@ def row_whitened(
 
 
 def over_tokens(adv: Float[Tensor, "P G"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:
-    """A sample's advantage at each of its sampled tokens, 0 elsewhere."""
+    """A sample's advantage at each of its sampled tokens, 0 elsewhere.
+
+    Args:
+        adv: advantage of each sample, [P, G].
+        mask: which tokens were sampled, [P, G, T].
+
+    Returns:
+        The advantage of each token, [P, G, T].
+    """
     return torch.where(mask, repeat(adv, "p g -> p g t", t=mask.shape[-1]), 0.0)
 
 
 def first_token(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B"]:
-    """The value at each row's first sampled token; at its first column when there is none."""
+    """The value at each row's first sampled token; at its first column when there is none.
+
+    Args:
+        x: one value a token, [..., T].
+        mask: which tokens were sampled, [..., T].
+
+    Returns:
+        One value a row, [...].
+    """
     return x.gather(-1, mask.int().argmax(-1, keepdim=True))[..., 0]
 
 
 def zero_outside_mask(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """The value where `mask`, 0 elsewhere."""
+    """The value where `mask`, 0 elsewhere.
+
+    Args:
+        x: one value a token, [..., T].
+        mask: which values to keep, [..., T].
+
+    Returns:
+        The values, [..., T].
+    """
     return torch.where(mask, x, 0.0)
 
 
 def moments(values: Float[Tensor, "N"]) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Mean and population standard deviation, in float64; 0 of no values, and exactly 0 deviation of equal ones."""
+    """Mean and population standard deviation, in float64; 0 of no values, and exactly 0 deviation of equal ones.
+
+    Args:
+        values: the numbers, [N].
+
+    Returns:
+        Mean and std, scalars in float64.
+    """
     x = values.double()
     if not len(x):
         return x.sum(), x.sum()
@@ -155,6 +246,15 @@ def standardise(
 
     So it stays exactly 0 what the groups of a step leave at 0 when they cancel out: their mean is then 0 but for
     rounding, which among subnormal numbers is absolute. A std of 0 gives 0 everywhere, nan gives nan.
+
+    Args:
+        x: one value a token, [..., T].
+        mean: to be subtracted, a scalar.
+        std: to be divided by, a scalar.
+        eps: added to the std, in units of x.
+
+    Returns:
+        The standardised values, [..., T], dimensionless.
     """
     far, limits = x.double() - mean, torch.finfo(x.dtype)
     near = far.abs() <= (64 * limits.eps * std).clamp(min=limits.tiny)

@@ -22,7 +22,16 @@ class GroupBatch(NamedTuple):
 
 
 def keep_all(explore: Explore, carried: Carry, *, prompts: int) -> GroupBatch:
-    """The next `prompts` problems, whatever comes of them."""
+    """The next `prompts` problems, whatever comes of them.
+
+    Args:
+        explore: (first, count) -> groups: samples and scores problems first, ..., first + count - 1 of the stream.
+        carried: what the step before left: the place in the stream, and groups that wait.
+        prompts: groups to learn from in a step.
+
+    Returns:
+        `prompts` groups to learn from, all of them fresh, and the place in the stream moved on.
+    """
     groups = explore(carried.drawn, prompts)
     return GroupBatch(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
 
@@ -34,8 +43,16 @@ def dynamic(explore: Explore, carried: Carry, *, prompts: int, max_gen_batches: 
     beyond `prompts` are not: they wait for the next step, which takes them first and so is never more than one step
     behind its samples. When there are too few, the groups without signal that came first fill the step up.
 
-    Reports `generation/batches`, `generation/accepted` (share of the sampled groups that carry signal),
-    `generation/carried_over_groups` (groups of the step before) and `generation/zero_variance_fill`.
+    Args:
+        explore: (first, count) -> groups: samples and scores problems first, ..., first + count - 1 of the stream.
+        carried: what the step before left: the place in the stream, and groups that wait.
+        prompts: groups to learn from in a step.
+        max_gen_batches: largest number of times that `prompts` problems are sampled in a step.
+
+    Returns:
+        `prompts` groups to learn from; all groups sampled; what waits for the next step; and `generation/batches`,
+        `generation/accepted` (share of the sampled groups that carry signal), `generation/carried_over_groups` (groups
+        of the step before) and `generation/zero_variance_fill` (groups without signal).
     """
     waited = [] if carried.waiting is None else [carried.waiting]
     found = sum(len(part.problems) for part in waited)

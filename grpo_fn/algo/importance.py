@@ -30,6 +30,13 @@ def no_correction(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
 
     Use it when: sampler and trainer are one module, or the ratio does it (docs/catalogue.md).
     Peers: verl, OpenRLHF, NeMo-RL by default.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
+        row: the row, each field [T].
+
+    Returns:
+        Ones, [T].
     """
     return torch.ones_like(logp)
 
@@ -38,11 +45,21 @@ def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Flo
     """min(w, cap): unbiased where no w exceeds cap, a bias in the place of a large variance where some do.
 
     Truncated importance sampling (TIS; Ionides 2008) between sampler and trainer is Yao et al. 2025, "Your efficient
-    RL framework secretly brings you off-policy RL training" (https://fengyao.notion.site/off-policy-rl); peers cap at
-    2. Raises ValueError unless cap >= 1.
+    RL framework secretly brings you off-policy RL training" (https://fengyao.notion.site/off-policy-rl); peers use 2.
 
     Use it when: another engine samples; stale samples. Start here, cap 2.
     Peers: TRL `token_truncate`, verl `rollout_is="token"`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
+        row: the row, each field [T].
+        cap: largest weight.
+
+    Returns:
+        The weight of each token, [T]; 1 where ~mask.
+
+    Raises:
+        ValueError: cap is less than 1.
     """
     _check_cap(cap)
     return _token(row).clamp(max=cap)
@@ -51,11 +68,22 @@ def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Flo
 def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
     """w where low <= w <= high, else 0: a token on which the two disagree too much, either way, teaches nothing.
 
-    IcePop (Ring-1T, arXiv:2510.18855): a token that is kept keeps its weight w; 0.5 to 5 there. Raises ValueError
-    unless 0 <= low <= 1 <= high.
+    IcePop (Ring-1T, arXiv:2510.18855): a token that is kept keeps its weight w; 0.5 to 5 there.
 
     Use it when: a few tokens are far off (mixtures of experts): they should not teach at all; 0.5 to 5.
     Peers: TRL `token_mask`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
+        row: the row, each field [T].
+        low: smallest weight that is kept.
+        high: largest weight that is kept.
+
+    Returns:
+        The weight of each token, [T]; 1 where ~mask.
+
+    Raises:
+        ValueError: not 0 <= low <= 1 <= high.
     """
     _check_range(low, high)
     return _within(_token(row), low, high)
@@ -66,10 +94,21 @@ def sequence_truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: floa
 
     The row's importance ratio is the product of all w_t, which grows or vanishes with its length; its |o|-th root is
     biased and comparable between short rows and long ones, as GSPO (arXiv:2507.18071, section 4.1) argues for the
-    ratio of the loss. Raises ValueError unless cap >= 1.
+    ratio of the loss.
 
     Use it when: the loss has a sequence's ratio (GSPO).
     Peers: TRL `sequence_truncate` is exp of the sum: it grows with the row's length.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
+        row: the row, each field [T].
+        cap: largest weight.
+
+    Returns:
+        The weight of each token, [T]; 1 where ~mask.
+
+    Raises:
+        ValueError: cap is less than 1.
     """
     _check_cap(cap)
     return _sequence(row).clamp(max=cap)
@@ -79,11 +118,22 @@ def sequence_masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, 
     """w_s where low <= w_s <= high, else 0: a row on which the two disagree too much on average teaches nothing.
 
     w_s as in `sequence_truncated_weight`. Geometric sequence masking (Liu, Li et al. 2025, "When speed kills
-    stability", part 3, https://richardli.xyz/rl-collapse); what is kept keeps its weight, as in IcePop. Raises
-    ValueError unless 0 <= low <= 1 <= high.
+    stability", part 3, https://richardli.xyz/rl-collapse); what is kept keeps its weight, as in IcePop.
 
     Use it when: whole rows are off; w_s lies near 1, so a narrow range.
     Peers: verl's geometric rejection; TRL `sequence_mask` is exp of the sum.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
+        row: the row, each field [T].
+        low: smallest weight that is kept.
+        high: largest weight that is kept.
+
+    Returns:
+        The weight of each token, [T]; 1 where ~mask.
+
+    Raises:
+        ValueError: not 0 <= low <= 1 <= high.
     """
     _check_range(low, high)
     return _within(_sequence(row), low, high)
@@ -92,12 +142,23 @@ def sequence_masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, 
 def off_policy_sequence_mask(logp: Float[Tensor, "T"], row: Batch, *, delta: float) -> Float[Tensor, "T"]:
     """0 where A < 0 and mean_t (logp_sampled - logp) > delta, else 1: no lessons from mistakes already unlearnt.
 
-    DeepSeek-V3.2 (arXiv:2512.02556, section 3.1, eq. 8 and 9), in nats a token. It looks at the policy as it is at
+    DeepSeek-V3.2 (arXiv:2512.02556, section 3.1, eq. 8 and 9). It looks at the policy as it is at
     this very update, so it holds back stale samples and late epochs as well, whatever logp_old is. The paper does not
-    say its delta; 0.5 is where TRL's documentation starts. Raises ValueError unless delta >= 0.
+    say its delta; 0.5 is where TRL's documentation starts.
 
     Use it when: stale samples, many updates a rollout.
     Peers: TRL `off_policy_mask_threshold`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        delta: largest row mean of logp_sampled - logp at which tokens with A < 0 are kept, in nats a token.
+
+    Returns:
+        The weight of each token, [T]: 0 or 1, 1 where ~mask.
+
+    Raises:
+        ValueError: delta is less than 0.
     """
     if not delta >= 0:
         raise ValueError(f"delta: got {delta}, wanted at least 0, or samples of the policy itself are masked")
@@ -114,6 +175,15 @@ def weight_and_mask(
     weight_and_mask(weight=truncated_weight, mask=off_policy_sequence_mask).
 
     Use it when: a truncation and a mask at once; not their product, which would square a w that is kept.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        weight: (logp, row) -> [T], the weight of a token that is kept.
+        mask: (logp, row) -> [T], 0 for a token that is left out.
+
+    Returns:
+        The weight of each token, [T].
     """
     return torch.where(mask(logp, row) == 0, 0.0, weight(logp, row))
 
@@ -153,10 +223,18 @@ def _check_range(low: float, high: float) -> None:
 def log_ratio(
     logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
 ) -> Float[Tensor, "*B T"]:
-    """logp - base where `mask`, 0 elsewhere; in nats.
+    """logp - base where `mask`, 0 elsewhere.
 
     Whatever stands behind the mask, infinities and nan included, changes neither the value nor a gradient: the choice
     is made before anything multiplies, so no 0 * inf arises on the way back.
+
+    Args:
+        logp: log-probs under the policy, [..., T], in nats.
+        base: log-probs under what it is compared with, [..., T], in nats.
+        mask: which tokens were sampled, [..., T].
+
+    Returns:
+        The log-ratios, [..., T], in nats.
     """
     return torch.where(mask, logp - base, 0.0)
 
@@ -166,6 +244,12 @@ def capped_exp(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
 
     Beyond, `exp` overflows, and inf * 0 in a product with a zero advantage would be nan. Half of the range leaves room
     for a product of two ratios. The gradient there is zero: one such token would outweigh all others together.
+
+    Args:
+        log_r: log-ratios, [..., T], in nats.
+
+    Returns:
+        The log-ratios clamped from above, [..., T], in nats.
     """
     return log_r.clamp(max=math.log(torch.finfo(log_r.dtype).max) / 2 - 1)
 
@@ -173,5 +257,14 @@ def capped_exp(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
 def ratio(
     logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
 ) -> Float[Tensor, "*B T"]:
-    """r = exp(logp - base) where `mask`, 1 elsewhere; always finite for finite inputs."""
+    """r = exp(logp - base) where `mask`, 1 elsewhere; always finite for finite inputs.
+
+    Args:
+        logp: log-probs under the policy, [..., T], in nats.
+        base: log-probs under what it is compared with, [..., T], in nats.
+        mask: which tokens were sampled, [..., T].
+
+    Returns:
+        The ratios, [..., T], dimensionless.
+    """
     return capped_exp(log_ratio(logp, base, mask)).exp()

@@ -25,6 +25,13 @@ def k3(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     policies.
 
     Peers: verl `low_var_kl`, OpenRLHF `k3`, TRL without `use_bias_correction_kl`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+
+    Returns:
+        The estimate at each token, [T]; 0 where ~mask.
     """
     # expm1(x) >= x holds in floating point too, whereas exp(x) - x - 1 cancels to small negative numbers.
     x = capped_exp(log_ratio(row.logp_ref, logp, row.mask))
@@ -37,12 +44,27 @@ def k2(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     In the loss of REINFORCE++ with baseline (arXiv:2501.03262v9, eq. 8).
 
     Peers: verl `mse`, and `k3+` in its gradient; OpenRLHF `k2`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+
+    Returns:
+        The estimate at each token, [T]; 0 where ~mask.
     """
     return log_ratio(row.logp_ref, logp, row.mask) ** 2 / 2
 
 
 def k1_ratio(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
-    """r * k1 = -r x, in nats, differentiated through r: unbiased in value and gradient, on- and off-policy."""
+    """r * k1 = -r x, in nats, differentiated through r: unbiased in value and gradient, on- and off-policy.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+
+    Returns:
+        The estimate at each token, [T]; 0 where ~mask.
+    """
     return ratio(logp, row.logp_old, row.mask) * log_ratio(logp, row.logp_ref, row.mask)
 
 
@@ -53,5 +75,12 @@ def k3_ratio(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     (logp - logp_ref) grad log pi, that of k2 exactly; the difference from k3 is there although r is 1.
 
     Peers: TRL `use_bias_correction_kl`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+
+    Returns:
+        The estimate at each token, [T]; 0 where ~mask.
     """
     return ratio(logp, row.logp_old, row.mask) * k3(logp, row)

@@ -33,6 +33,13 @@ def reinforce(logp: Float[Tensor, "T"], row: Batch) -> Loss:
 
     Use it when: exactly one step on fresh samples.
     Peers: RLOO and REINFORCE losses.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r = ratio(logp, row.logp_old, row.mask)
     return -_adv(row) * _sampled(logp, row), _seen(r, False, False)
@@ -46,6 +53,15 @@ def clipped_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip
 
     Use it when: more than one optimizer step a rollout, or a sampler that lags.
     Peers: TRL `epsilon`, `epsilon_high`; verl `clip_ratio_low`, `clip_ratio_high`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
+        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     return _clipped(ratio(logp, row.logp_old, row.mask), row, clip_low, clip_high)
 
@@ -53,10 +69,23 @@ def clipped_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip
 def dual_clip(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float, cap: float) -> Loss:
     """`clipped_ratio`, at most -cap A where A < 0: a bad token that became very likely gives no unbounded loss.
 
-    Dual-clip PPO (arXiv:1912.09729), cap = 3 there. Raises ValueError unless cap > 1.
+    Dual-clip PPO (arXiv:1912.09729), cap = 3 there.
 
     Use it when: a bad token may have become very likely: stale samples.
     Peers: verl always does (`clip_ratio_c=3`), TRL `delta`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
+        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
+        cap: largest ratio that counts where A < 0, dimensionless.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
+
+    Raises:
+        ValueError: cap is not above 1.
     """
     if cap <= 1:
         raise ValueError(f"cap: got {cap}, wanted more than 1, or bad tokens teach nothing on-policy")
@@ -76,6 +105,15 @@ def sequence_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, cli
     Use it when: mixtures of experts, long rows; with `sequence_mean`.
     Peers: TRL `importance_sampling_level="sequence"`; TRL's sampler correction of the same name is exp(sum), not of
     the mean.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
+        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
     return _clipped(capped_exp(_row_mean(log_r, row)).exp(), row, clip_low, clip_high)
@@ -89,6 +127,15 @@ def sequence_ratio_token(logp: Float[Tensor, "T"], row: Batch, *, clip_low: floa
 
     Use it when: GSPO with an A of each token.
     Peers: verl `gspo` is this form; ms-swift `sequence_token`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
+        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask).detach()
     own = log_ratio(logp, logp.detach(), row.mask)
@@ -103,6 +150,14 @@ def cispo(logp: Float[Tensor, "T"], row: Batch, *, clip_high: float) -> Loss:
 
     Use it when: no token should lose its gradient, many steps a rollout.
     Peers: TRL and ms-swift take `epsilon_high` itself as the cap (5.0); verl clips both sides.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        clip_high: the weight is at most 1 + clip_high, dimensionless.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r = ratio(logp, row.logp_old, row.mask)
     weight = r.detach().clamp(max=1 + clip_high)
@@ -113,10 +168,22 @@ def sapo(logp: Float[Tensor, "T"], row: Batch, *, tau_positive: float, tau_negat
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive where A > 0, else tau_negative: a clip with soft edges.
 
     SAPO (arXiv:2511.20347). The gradient fades as r leaves 1 on either side and is never cut off, so both
-    clip diagnostics are 0. Raises ValueError unless both are positive.
+    clip diagnostics are 0.
 
     Use it when: a clip with soft edges.
     Peers: TRL, verl, AReaL `sapo`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        tau_positive: steepness of the sigmoid where A > 0.
+        tau_negative: steepness of the sigmoid elsewhere.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
+
+    Raises:
+        ValueError: one of the two is not above 0.
     """
     if min(tau_positive, tau_negative) <= 0:
         raise ValueError(f"tau: got {tau_positive} and {tau_negative}, wanted more than 0")
@@ -133,6 +200,15 @@ def gmpo(logp: Float[Tensor, "T"], row: Batch, *, log_low: float, log_high: floa
 
     Use it when: outliers among ratios; with `sequence_mean`.
     Peers: verl `geo_mean`, TRL `GMPOTrainer`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        log_low: log r counts as at least -log_low where A < 0, in nats.
+        log_high: log r counts as at most log_high where A > 0, in nats.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     log_r, adv = log_ratio(logp, row.logp_old, row.mask), _adv(row)
     high, low = (adv > 0) & (log_r > log_high), (adv < 0) & (log_r < -log_low)
@@ -149,6 +225,15 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
 
     Use it when: rare tokens should be free to grow; sampler and trainer disagree.
     Peers: verl `dppo_tv`: around logp_old, sg[min(r, 20)] logp in the place of r.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        delta: how far p may move in the direction of A before the gradient ends, 0 to 1.
+        kappa: coefficient of the penalty (log r)^2, per nat squared.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r, log_r = ratio(logp, row.logp_sampled, row.mask), log_ratio(logp, row.logp_sampled, row.mask)
     adv = _adv(row)
@@ -164,6 +249,15 @@ def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high
 
     Use it when: entropy collapses; with `masking.clip_cov_tokens`.
     Peers: verl `clip_cov`: an unkeyed permutation of each rank's minibatch.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        clip_low: the ratio is clipped to at least 1 - clip_low, dimensionless.
+        clip_high: the ratio is clipped to at most 1 + clip_high, dimensionless.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r = ratio(logp, row.logp_old, row.mask)
     return _clipped(r, row._replace(adv=torch.where(row.selected, 0.0, row.adv)), clip_low, clip_high)
@@ -177,6 +271,14 @@ def kl_cov(logp: Float[Tensor, "T"], row: Batch, *, coef: float) -> Loss:
 
     Use it when: entropy collapses; with `masking.kl_cov_tokens`.
     Peers: verl `kl_cov`.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+        coef: coefficient of |log r|, per nat.
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
     r = capped_exp(log_r).exp()

@@ -24,6 +24,13 @@ def no_tokens(batch: Batch, key: Int[Tensor, "B 2"]) -> Bool[Tensor, "B T"]:
     """No token at all.
 
     Use it when: always, but for what the others are for.
+
+    Args:
+        batch: all rows of the step, each field [B, T].
+        key: one random key a row, [B, 2]; not read.
+
+    Returns:
+        False for every token, [B, T].
     """
     return torch.zeros_like(batch.mask)
 
@@ -38,6 +45,19 @@ def clip_cov_tokens(
     logp and its own means; this draws once a step. A share above 0 marks at least one candidate, if there is any.
 
     Use it when: the loss is `losses.clip_cov`.
+
+    Args:
+        batch: all rows of the step, each field [B, T].
+        key: one random key a row, [B, 2].
+        low: lower end of the range of cov, exclusive, in nats.
+        high: upper end of the range of cov, exclusive, in nats.
+        share: fraction of the step's sampled tokens, 0 to 1.
+
+    Returns:
+        True where the loss is to treat a token apart, [B, T].
+
+    Raises:
+        ValueError: share is not between 0 and 1.
     """
     cov = _covariance(batch)
     draw = _draws(batch, key)
@@ -47,9 +67,20 @@ def clip_cov_tokens(
 def kl_cov_tokens(batch: Batch, key: Int[Tensor, "B 2"], *, share: float) -> Bool[Tensor, "B T"]:
     """`share` of the step's tokens, those with the highest cov; for losses.kl_cov.
 
-    KL-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 10 and 13), cov as in `clip_cov_tokens`. `key` breaks ties.
+    KL-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 10 and 13), cov as in `clip_cov_tokens`.
 
     Use it when: the loss is `losses.kl_cov`.
+
+    Args:
+        batch: all rows of the step, each field [B, T].
+        key: one random key a row, [B, 2]; breaks ties.
+        share: fraction of the step's sampled tokens, 0 to 1.
+
+    Returns:
+        True where the loss is to treat a token apart, [B, T].
+
+    Raises:
+        ValueError: share is not between 0 and 1.
     """
     highest_first = -_covariance(batch)
     return _lowest(highest_first, _draws(batch, key), batch.mask, _count(batch, share))
@@ -96,6 +127,13 @@ def drop_truncated(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor
 
     Use it when: a truncated answer should be no evidence against its reasoning.
     Peers: TRL `mask_truncated_completions`.
+
+    Args:
+        rollout: the step's samples, B = P * G rows.
+        adv: advantage of each token, [P, G, T]; only its shape is read.
+
+    Returns:
+        True for the samples that are kept, [P, G].
     """
     return rearrange(~rollout.truncated, "(p g) -> p g", p=len(adv))
 
@@ -107,5 +145,12 @@ def drop_incomparable(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Ten
 
     Use it when: groups without signal would only dilute the mean; cheaper than sampling more
     (`group_sampling.dynamic`).
+
+    Args:
+        rollout: the step's samples, B = P * G rows; not read.
+        adv: advantage of each token, [P, G, T].
+
+    Returns:
+        True for the samples that are kept, [P, G].
     """
     return repeat((adv != 0).any(-1).any(-1), "p -> p g", g=adv.shape[1])

@@ -28,15 +28,26 @@ def policy_objective(
 
     Differentiate it by `grad_and_value(partial(policy_objective, batch=..., ...), has_aux=True)(scores)`; the gradient
     is the learning signal, also a Scores. Without a bonus the entropy is only read: its gradient is exactly zero.
-    `gains` multiplies both coefficients; a controller moves it from step to step.
 
-    `importance_correction` gives c, what a token is worth when the sampler was not pi_old. It weighs the token loss
-    alone, as in TRL and verl: the KL and the bonus are there to hold the policy back, and a mask must not let go of it
-    on the tokens where sampler and trainer are furthest apart. The denominators in w stay the step's: what a mask takes
-    away makes the step shorter, not the other tokens louder.
+    The correction c weighs the token loss alone, as in TRL and verl: KL and bonus hold the policy back, and a mask must
+    not let go of it where sampler and trainer are furthest apart. The denominators in w stay the step's: what a mask
+    takes away makes the step shorter, not the other tokens louder.
 
-    Also returns, per token and detached, the loss's diagnostics, "correction" (c), "kl" (the k3 value, whatever `kl`
-    and `beta` are) and "entropy" in nats. Shapes `[B, T]`, B at least 1.
+    Args:
+        scores: log-probs and entropies under the policy, [B, T] each, in nats; B at least 1.
+        batch: the micro-batch, each field [B, T].
+        totals: sampled tokens and rows of the whole optimizer step, the denominators in w.
+        gains: what beta and entropy_bonus are multiplied with in this step, dimensionless.
+        token_loss: (logp [T], row) -> loss [T] and diagnostics, of one row.
+        importance_correction: (logp [T], row) -> c [T], a token's weight where the sampler was not pi_old.
+        kl: (logp [T], row) -> KL estimate [T], of one row.
+        loss_aggregation: (mask [B, T], totals) -> w [B, T].
+        beta: coefficient of the KL, per nat; 0: none.
+        entropy_bonus: coefficient of the entropy, per nat; 0: none.
+
+    Returns:
+        The objective, a scalar; and per token, [B, T] and detached, the loss's diagnostics, "correction" (c), "kl" (k3
+        in nats, whatever `kl` and `beta` are) and "entropy" (nats).
     """
     loss, seen = vmap(token_loss)(scores.logp, batch)
     correction = vmap(importance_correction)(scores.logp, batch).detach()

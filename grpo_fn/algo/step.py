@@ -62,8 +62,9 @@ class StepKnobs(Stages):
 class Algorithm(StepKnobs):
     """The `algorithm` section of a configuration: what makes a GRPO relative, its functions and its numbers.
 
-    Raises ValueError for numbers below 1, prompts that do not split into whole minibatches, and more groups with signal
-    wanted than a step has.
+    Raises:
+        ValueError: a number is below 1, prompts do not split into whole minibatches, or more groups with signal are
+            wanted than a step has.
     """
 
     prompts: int  # a step
@@ -97,7 +98,15 @@ class Experience(NamedTuple):
 
 
 def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
-    """logp_old = logp_sampled: exact when sampler and trainer compute alike, as the local sampler does."""
+    """logp_old = logp_sampled: exact when sampler and trainer compute alike, as the local sampler does.
+
+    Args:
+        policy: the policy that learns; not read.
+        rollout: the step's samples, B = P * G rows.
+
+    Returns:
+        logp_old, [B, T], in nats.
+    """
     return rollout.logp_sampled
 
 
@@ -106,19 +115,40 @@ def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
 
     One more pass, unless a run whose steps have one update lets that find it (`compare_to_own_pass`).
     The policy as it is before this step's first update: groups that waited a step count as its own.
+
+    Args:
+        policy: the policy that learns.
+        rollout: the step's samples, B = P * G rows.
+
+    Returns:
+        logp_old, [B, T], in nats.
     """
     return policy.logp(rollout)
 
 
 def compare_as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
-    """Compare with the log-probs that the batch came with."""
+    """Compare with the log-probs that the batch came with.
+
+    Args:
+        micro: a micro-batch, each field [b, T].
+        logp: its log-probs under the policy at this update, [b, T], in nats; not read.
+
+    Returns:
+        The micro-batch as it is.
+    """
     return micro
 
 
 def compare_to_own_pass(micro: Batch, logp: Float[Tensor, "b T"], *, reference: bool) -> Batch:
     """Compare with the policy as the update itself finds it: `from_trainer` without its pass, for steps of one update.
 
-    Without a `reference` it is that, too.
+    Args:
+        micro: a micro-batch, each field [b, T].
+        logp: its log-probs under the policy at this update, [b, T], in nats.
+        reference: whether the policy has a frozen reference; without one logp_ref is logp, too.
+
+    Returns:
+        The micro-batch with logp_old = logp, a constant to the gradient.
     """
     old = logp.detach()
     return micro._replace(logp_old=old, logp_ref=micro.logp_ref if reference else old)
@@ -127,10 +157,22 @@ def compare_to_own_pass(micro: Batch, logp: Float[Tensor, "b T"], *, reference: 
 def grpo_step(
     policy: Policy, sampler: Sampler, stream: Stream, carried: Carry, *, key: Tensor, algo: StepAlgorithm, span: Span
 ) -> tuple[Experience, Carry, dict[str, float]]:
-    """One GRPO step: sample, score, compute advantages, update. `span` is a context manager that times a phase by name.
+    """One GRPO step: sample, score, compute advantages, update.
 
     A step in which fewer than `min_groups_with_signal` groups have a token with an advantage is refused: no update, no
     KL, no entropy bonus, `train/skipped_step` 1.
+
+    Args:
+        policy: pi_theta, updated in place.
+        sampler: draws from pi_old; takes the new weights at the end.
+        stream: (first, count) -> problems first, ..., first + count - 1.
+        carried: what the step before left; AT_THE_START for the first.
+        key: random key of the step, [2].
+        algo: the functions and numbers of the step.
+        span: name -> context manager that times a phase.
+
+    Returns:
+        What the step learned from, what it leaves for the next one, and its metrics by name.
     """
     explore = partial(sample_and_score, sampler, stream, key=key, algo=algo, span=span)
     groups, fresh, carried, figures = algo.group_sampling(explore, carried)  # o ~ pi_old(. | q), r
@@ -168,7 +210,23 @@ def grpo_step(
 def sample_and_score(
     sampler: Sampler, stream: Stream, first: int, problems: int, *, key: Tensor, algo: StepAlgorithm, span: Span
 ) -> Groups:
-    """Sample the next problems of the stream and score what came."""
+    """Sample the next problems of the stream and score what came.
+
+    Args:
+        sampler: draws the completions.
+        stream: (first, count) -> problems first, ..., first + count - 1.
+        first: number of the first problem.
+        problems: number of problems, P.
+        key: random key of the step, [2].
+        algo: the functions and numbers of the step.
+        span: name -> context manager that times a phase.
+
+    Returns:
+        The P problems with G samples each, and their rewards [P, G].
+
+    Raises:
+        ValueError: fields of the rollout or of the rewards do not fit together.
+    """
     asked = tuple(stream(first, problems))
     with span("generate"):
         rollout = sampler.sample(asked, algo.group_size, key=key)
@@ -188,7 +246,22 @@ def compute_advantages(
     key: Tensor,
     stages: Stages,
 ) -> tuple[Float[Tensor, "P G T"], Batch]:
-    """Every token's advantage, and the rows b = p * G + g to learn from."""
+    """Every token's advantage, and the rows b = p * G + g to learn from.
+
+    Args:
+        groups: P problems, their samples and rewards.
+        logp_old: log-probs under pi_old, [B, T], in nats.
+        logp_ref: log-probs under the reference, [B, T], in nats.
+        gains: `gains.kl` multiplies logp_old - logp_ref.
+        key: random key of the step, [2].
+        stages: the functions of the step.
+
+    Returns:
+        The advantage of each token, [P, G, T], and the rows to learn from, each field [B, T].
+
+    Raises:
+        ValueError: an advantage of a token to learn from is not finite.
+    """
     _, rollout, reward = groups
     mask, drift = (by_group(x, len(reward.value)) for x in (rollout.mask, logp_old - logp_ref))
     adv = stages.credit(reward, gains.kl * drift, mask)
@@ -199,19 +272,44 @@ def compute_advantages(
 
 
 def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tensor, "P G"]:
-    """Each sample's advantage, which is that of its first sampled token."""
+    """Each sample's advantage, which is that of its first sampled token.
+
+    Args:
+        adv: advantage of each token, [P, G, T].
+        groups: P problems, their samples and rewards.
+
+    Returns:
+        The advantage of each sample, [P, G].
+    """
     return first_token(adv, by_group(groups.rollout.mask, len(adv)))
 
 
 def row_keys(groups: Groups, key: Tensor) -> Tensor:
-    """fold_in(key, uid, g) of every row, `[B, 2]`, whatever batch the row is in."""
+    """fold_in(key, uid, g) of every row, whatever batch the row is in.
+
+    Args:
+        groups: P problems, their samples and rewards.
+        key: random key, [2].
+
+    Returns:
+        One key a row, [B, 2].
+    """
     size = groups.reward.value.shape[1]
     uid = torch.tensor([problem.uid for problem in groups.problems]).repeat_interleave(size)
     return prng.fold_in(key, uid, torch.arange(size).repeat(len(groups.problems))).to(groups.rollout.tokens.device)
 
 
 def next_gains(gains: Gains, figures: dict[str, float], algo: StepAlgorithm) -> Gains:
-    """The gains of the next step; those of a step that learned nothing stay."""
+    """The gains of the next step; those of a step that learned nothing stay.
+
+    Args:
+        gains: those of this step.
+        figures: metrics of this step, by name.
+        algo: its controllers of KL and entropy.
+
+    Returns:
+        The gains of the next step.
+    """
     kl = figures.get("loss/kl", figures.get("loss/approx_kl"))
     if kl is None:
         return gains
@@ -221,7 +319,18 @@ def next_gains(gains: Gains, figures: dict[str, float], algo: StepAlgorithm) -> 
 def update_policy(
     policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: StepAlgorithm
 ) -> metrics.UpdateResult:
-    """Accumulate the batch's gradient in micro-batches, then take one optimizer step."""
+    """Accumulate the batch's gradient in micro-batches, then take one optimizer step.
+
+    Args:
+        policy: pi_theta, updated in place.
+        batch: the rows of one optimizer step, each field [B, T].
+        totals: its sampled tokens and rows with any.
+        gains: what the coefficients of the objective are multiplied with.
+        algo: the functions and numbers of the step.
+
+    Returns:
+        The objective, per-token statistics, and the batch with the log-probs that it was compared with.
+    """
     objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
     parts = algo.split(batch)
     policy.set_accumulation_steps(len(parts))
