@@ -118,8 +118,13 @@ def evaluate(
 def final_answer(text: str) -> str | None:
     r"""The marked answer in one spelling: `plain_answer`, without spaces, `\left`, `\right` and commas within a number.
 
-    Answers that are equal as mathematics, yet written otherwise, are different votes: 0.5, 1/2 and `\frac{1}{2}`. One
-    longer than `LONGEST_ANSWER` is none, as it is to the judges.
+    Answers that are equal as mathematics, yet written otherwise, are different votes: 0.5, 1/2 and `\frac{1}{2}`.
+
+    Args:
+        text: a completion.
+
+    Returns:
+        The answer; None where none is marked, or it is longer than `LONGEST_ANSWER` characters, as for the judges.
     """
     answer = marked_answer(text)
     if answer is None or len(answer) > LONGEST_ANSWER:

@@ -14,12 +14,25 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-Line = Mapping[str, float]
-History = Sequence[Line]
+from grpo_fn.analysis.metric_history import (
+    FIRST,
+    LAST,
+    History,
+    Line,
+    at,
+    check_above_zero,
+    check_share,
+    check_window,
+    finite_series,
+    is_finite_number,
+    last,
+    means_at_ends,
+    newest_value,
+    stable_mean,
+)
+
 Rule = Callable[[History], str | None]
 
-# What is remembered of a run: its beginning, which some rules compare with, and its newest lines.
-FIRST, LAST = 64, 1024
 # A rule has to hold its peace for so many lines before it is news again.
 CALM = 10
 
@@ -83,7 +96,15 @@ def rule_name(rule: Rule) -> str:
 
 
 def kl_high(history: History, *, limit: float) -> str | None:
-    """loss/kl > limit nats a token."""
+    """loss/kl > limit.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        limit: largest mean KL to the reference, in nats a token.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+    """
     check_above_zero("limit", limit)
     value = newest_value(history, "loss/kl")
     if value is None or value <= limit:
@@ -96,7 +117,15 @@ def kl_high(history: History, *, limit: float) -> str | None:
 
 
 def grad_norm_high(history: History, *, limit: float) -> str | None:
-    """loss/grad_norm > limit, before clipping."""
+    """loss/grad_norm > limit, before clipping.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        limit: largest gradient norm.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+    """
     check_above_zero("limit", limit)
     value = newest_value(history, "loss/grad_norm")
     if value is None or value <= limit:
@@ -110,7 +139,15 @@ def grad_norm_high(history: History, *, limit: float) -> str | None:
 
 
 def logprob_diff_high(history: History, *, limit: float) -> str | None:
-    """loss/logprob_diff_mean > limit nats: trainer and sampler disagree about the tokens that were sampled."""
+    """loss/logprob_diff_mean > limit: trainer and sampler disagree about the tokens that were sampled.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        limit: largest mean |logp - logp_sampled|, in nats a token.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+    """
     check_above_zero("limit", limit)
     value = newest_value(history, "loss/logprob_diff_mean")
     if value is None or value <= limit:
@@ -124,9 +161,19 @@ def logprob_diff_high(history: History, *, limit: float) -> str | None:
 
 
 def not_finite(history: History, *, groups: Sequence[str]) -> str | None:
-    """A metric of these groups ("loss", "reward") that is NaN or infinite.
+    """A metric of these groups that is NaN or infinite.
 
     The gradient norm of a step that float16 skipped because it overflowed is none: `overflowing` counts those.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        groups: beginnings of metric names before "/", such as "loss" and "reward".
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+
+    Raises:
+        ValueError: groups is empty, or a string.
     """
     if not groups or isinstance(groups, str):
         raise ValueError(f"groups: got {groups!r}, wanted a list such as ['loss', 'reward']")
@@ -155,7 +202,16 @@ def not_finite(history: History, *, groups: Sequence[str]) -> str | None:
 
 
 def few_groups_with_signal(history: History, *, share: float, steps: int) -> str | None:
-    """advantage/zero_variance_groups >= share in each of the last `steps` steps."""
+    """advantage/zero_variance_groups >= share in each of the last `steps` steps.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        share: fraction of the groups from which the rule is met, above 0 to 1.
+        steps: steps in a row, 1 to 64.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+    """
     check_share(share)
     values = last(history, "advantage/zero_variance_groups", steps)
     if not values or min(values) < share or newest_value(history, "reward/invalid") == 1:  # `invalid_high` says why
@@ -170,7 +226,16 @@ def few_groups_with_signal(history: History, *, share: float, steps: int) -> str
 
 
 def invalid_high(history: History, *, share: float, steps: int) -> str | None:
-    """reward/invalid >= share in each of the last `steps` steps."""
+    """reward/invalid >= share in each of the last `steps` steps.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        share: fraction of the rows from which the rule is met, above 0 to 1.
+        steps: steps in a row, 1 to 64.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+    """
     check_share(share)
     values = last(history, "reward/invalid", steps)
     if not values or min(values) < share:
@@ -186,7 +251,16 @@ def invalid_high(history: History, *, share: float, steps: int) -> str | None:
 
 
 def truncated_high(history: History, *, share: float, steps: int) -> str | None:
-    """generation/truncated >= share in each of the last `steps` steps."""
+    """generation/truncated >= share in each of the last `steps` steps.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        share: fraction of the rows from which the rule is met, above 0 to 1.
+        steps: steps in a row, 1 to 64.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+    """
     check_share(share)
     values = last(history, "generation/truncated", steps)
     if not values or min(values) < share:
@@ -199,7 +273,15 @@ def truncated_high(history: History, *, share: float, steps: int) -> str | None:
 
 
 def overflowing(history: History, *, steps: int) -> str | None:
-    """optimizer/overflows rose in each of the last `steps` steps (float16): the weights hardly move."""
+    """optimizer/overflows rose in each of the last `steps` steps (float16): the weights hardly move.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        steps: steps in a row, 1 to 64.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+    """
     check_window("steps", steps)
     values = finite_series(history[-LAST:], "optimizer/overflows")[-steps - 1 :]
     if len(values) <= steps or any(after <= before for before, after in pairwise(values)):
@@ -216,7 +298,16 @@ def overflowing(history: History, *, steps: int) -> str | None:
 
 
 def entropy_collapsed(history: History, *, share: float, window: int) -> str | None:
-    """The mean loss/entropy of the last `window` steps < share * that of the first `window`."""
+    """The mean loss/entropy of the last `window` steps < share * that of the first `window`.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        share: fraction of the entropy at the beginning, above 0 to 1.
+        window: steps of a mean, 1 to 64.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+    """
     check_share(share)
     ends = means_at_ends(history, "loss/entropy", window)
     if ends is None or ends[1] >= share * ends[0]:
@@ -229,7 +320,16 @@ def entropy_collapsed(history: History, *, share: float, window: int) -> str | N
 
 
 def length_exploded(history: History, *, times: float, window: int) -> str | None:
-    """The mean generation/length_mean of the last `window` steps > times * that of the first `window`."""
+    """The mean generation/length_mean of the last `window` steps > times * that of the first `window`.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        times: largest ratio to the length at the beginning.
+        window: steps of a mean, 1 to 64.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+    """
     check_above_zero("times", times)
     ends = means_at_ends(history, "generation/length_mean", window)
     if ends is None or ends[1] <= times * ends[0]:
@@ -247,6 +347,18 @@ def reward_without_accuracy(history: History, *, evaluations: int, rise: float, 
 
     Between that best and the newest evaluation, the mean reward/mean of the second half of the steps lies more than
     `rise` above that of the first half.
+
+    Args:
+        history: the run's lines of metrics, oldest first.
+        evaluations: newest evaluations looked at, at least 2.
+        rise: how much reward/mean has to rise, in units of the reward.
+        fall: how much eval/accuracy has to fall, a fraction.
+
+    Returns:
+        What was seen and what to do about it; None where the rule is not met.
+
+    Raises:
+        ValueError: evaluations is below 2, or rise or fall below 0.
     """
     if evaluations < 2 or rise < 0 or fall < 0:
         raise ValueError(
@@ -268,65 +380,3 @@ def reward_without_accuracy(history: History, *, evaluations: int, rise: float, 
         "that part's weight in combine.combine.weights, raise objective.policy_objective.beta, and take the best "
         "checkpoint (sections.Checkpoints.keep_best)"
     )
-
-
-# Reading a history ----------------------------------------------------------------------------------------------------
-
-
-def is_finite_number(value: float | None) -> bool:
-    """Whether it is there and a number."""
-    return value is not None and math.isfinite(value)
-
-
-def finite_series(history: History, name: str) -> list[float]:
-    """The finite values of a metric, oldest first."""
-    return [one[name] for one in history if is_finite_number(one.get(name))]
-
-
-def newest_value(history: History, name: str) -> float | None:
-    """The metric of the newest line; None when that line lacks it, or it is not finite."""
-    value = history[-1].get(name) if history else None
-    return value if is_finite_number(value) else None
-
-
-def last(history: History, name: str, count: int) -> list[float]:
-    """The last `count` values; none when there are fewer. Raises ValueError unless 1 <= count <= FIRST."""
-    check_window("steps", count)
-    values = finite_series(history[-LAST:], name)[-count:]
-    return values if len(values) == count else []
-
-
-def means_at_ends(history: History, name: str, window: int) -> tuple[float, float] | None:
-    """Means of the first and the last `window` values; None while they would overlap."""
-    check_window("window", window)
-    values = finite_series(history, name)
-    return (stable_mean(values[:window]), stable_mean(values[-window:])) if len(values) >= 2 * window else None
-
-
-def stable_mean(values: Sequence[float]) -> float:
-    """The mean; values that only differ in rounding do not move it out of their range."""
-    return min(max(values), max(min(values), math.fsum(value / len(values) for value in values)))
-
-
-def at(history: History) -> str:
-    """The step of the newest line, ready to follow a number."""
-    step = newest_value(history, "step")
-    return "" if step is None else f" at step {step:.0f}"
-
-
-def check_above_zero(name: str, value: float) -> None:
-    """Raise ValueError unless the knob is a number above 0."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}: got {value}, wanted a number above 0")
-
-
-def check_share(value: float) -> None:
-    """Raise ValueError unless the knob is a share above 0."""
-    if not 0 < value <= 1:
-        raise ValueError(f"share: got {value}, wanted more than 0 and at most 1")
-
-
-def check_window(name: str, value: int) -> None:
-    """Raise ValueError unless the knob counts lines that are remembered."""
-    if not 1 <= value <= FIRST:
-        raise ValueError(f"{name}: got {value}, wanted 1 to {FIRST}: no more of a run's beginning is remembered")

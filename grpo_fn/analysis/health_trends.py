@@ -5,9 +5,9 @@ As in `health`, a rule is `(history, *, knobs) -> str | None`. These look at the
 
 from statistics import median
 
-from grpo_fn.analysis.health import (
+from grpo_fn.analysis.health import SLOWER
+from grpo_fn.analysis.metric_history import (
     LAST,
-    SLOWER,
     History,
     at,
     check_above_zero,

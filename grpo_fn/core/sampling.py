@@ -22,7 +22,15 @@ BLOCK = 256  # entries of the vocabulary that are looked at one by one
 
 
 def greedy(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"]) -> Draw:
-    """The most likely token (the lowest id among equals) and its logp under softmax(logits); `u` is not looked at."""
+    """The most likely token (the lowest id among equals) and its logp under softmax(logits).
+
+    Args:
+        logits: unnormalised log-probabilities, [*B, V].
+        u: not read; [*B].
+
+    Returns:
+        The token, [*B], and its log-prob, [*B], in nats.
+    """
     logp = torch.log_softmax(logits.float(), dim=-1)
     token = logp.argmax(dim=-1)
     return token, logp.gather(-1, token[..., None])[..., 0]
@@ -34,7 +42,16 @@ def categorical(logits: Float[Tensor, "*B V"], u: Float[Tensor, "*B"], *, temper
     token = min {i : p_0 + ... + p_i > u}. Probabilities below the spacing of u (2^-24 in float32) are met as often as
     the rounding of the sum lets them; a token of probability zero is never returned.
 
-    Raises ValueError unless 0 < temperature < inf.
+    Args:
+        logits: unnormalised log-probabilities, [*B, V].
+        u: uniform numbers on [0, 1), [*B].
+        temperature: divides the logits, dimensionless.
+
+    Returns:
+        The token, [*B], and its log-prob under the distribution it was drawn from, [*B], in nats.
+
+    Raises:
+        ValueError: not 0 < temperature < inf.
     """
     return _invert(_tempered(logits, temperature), u)
 
@@ -47,9 +64,20 @@ def nucleus(
     Both cuts look at logits x only, so that equal ones share their fate. Top-k keeps x_i >= the k-th largest; top-p,
     with p renormalised after top-k, keeps i when sum {p_j : x_j > x_i} < top_p (Holtzman, Buys, Du, Forbes and Choi
     2020, "The curious case of neural text degeneration"), which always includes the likeliest. The order is that of
-    transformers and vLLM. top_k = 0 and top_p = 1 switch a cut off; a top_p < 1 costs a sort of the vocabulary.
+    transformers and vLLM. A top_p < 1 costs a sort of the vocabulary.
 
-    Raises ValueError unless 0 < temperature < inf, top_k >= 0 and 0 < top_p <= 1.
+    Args:
+        logits: unnormalised log-probabilities, [*B, V].
+        u: uniform numbers on [0, 1), [*B].
+        temperature: divides the logits, dimensionless.
+        top_k: number of likeliest tokens kept; 0: all.
+        top_p: probability mass kept, above 0 to 1; 1: all.
+
+    Returns:
+        The token, [*B], and its log-prob under the distribution it was drawn from, [*B], in nats.
+
+    Raises:
+        ValueError: not 0 < temperature < inf, top_k >= 0 and 0 < top_p <= 1.
     """
     if top_k < 0:
         raise ValueError(f"top_k: got {top_k}, wanted at least 0 (0 keeps every token)")

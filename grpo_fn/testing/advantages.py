@@ -20,10 +20,15 @@ Rewards = SearchStrategy[float]
 
 
 def check_advantage(advantage: Advantage, *, rewards: Rewards | None = None) -> None:
-    """Raises unless every invariant of INVARIANTS holds for `advantage`, its knobs bound, over groups of `rewards`.
+    """Check that every invariant of INVARIANTS holds for an advantage function, over groups of rewards.
 
-    `rewards` draws one finite reward, by default from -100 to 100; name the values of your own reward when the
-    function is made for them, as `st.sampled_from([0.0, 1.0])`.
+    Args:
+        advantage: (reward [G], valid [G]) -> [G], its knobs bound.
+        rewards: draws one finite reward, from -100 to 100 where it is None; name the values of your own reward when the
+            function is made for them, as `st.sampled_from([0.0, 1.0])`.
+
+    Raises:
+        AssertionError: an invariant does not hold, on the example that is shown.
     """
     for invariant in INVARIANTS:
         invariant(advantage, finite_floats() if rewards is None else rewards)

@@ -15,7 +15,14 @@ MASKS = st.tuples(st.integers(1, 6), st.integers(1, 6)).flatmap(masks)
 
 
 def check_weights(weigh: Weigh) -> None:
-    """Raises unless every invariant of INVARIANTS holds for `weigh`, its knobs bound."""
+    """Check that every invariant of INVARIANTS holds for a loss aggregation.
+
+    Args:
+        weigh: (mask [B, T], totals) -> [B, T], its knobs bound.
+
+    Raises:
+        AssertionError: an invariant does not hold, on the example that is shown.
+    """
     for invariant in INVARIANTS:
         invariant(weigh)
 

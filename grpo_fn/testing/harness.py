@@ -43,7 +43,15 @@ def simplest_example(examples: SearchStrategy[Any]) -> Any:
 
 
 def check_claim(holds: bool, what: str) -> None:
-    """Raises AssertionError with `what` was got and wanted, unless it holds."""
+    """Check that a claim holds.
+
+    Args:
+        holds: whether it does.
+        what: got and wanted, as the message says it.
+
+    Raises:
+        AssertionError: the claim does not hold; its message is `what`.
+    """
     if not holds:
         raise AssertionError(what)
 

@@ -19,9 +19,15 @@ Estimator = Callable[[Tensor, Batch], Tensor]
 
 
 def check_kl(kl: Estimator) -> None:
-    """Raises unless every invariant of INVARIANTS holds for `kl`, its knobs bound.
+    """Check that every invariant of INVARIANTS holds for a KL estimator.
 
     Whether its value and its gradient estimate the KL without bias is not found out here: see docs/catalogue.md.
+
+    Args:
+        kl: (logp [T], row) -> [T], its knobs bound.
+
+    Raises:
+        AssertionError: an invariant does not hold, on the example that is shown.
     """
     for invariant in INVARIANTS:
         invariant(as_loss(kl))

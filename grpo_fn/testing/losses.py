@@ -21,7 +21,14 @@ DIAGNOSTICS = {"ratio", "clip_low", "clip_high"}
 
 
 def check_token_loss(loss: TokenLoss) -> None:
-    """Raises unless every invariant of INVARIANTS holds for `loss`, its knobs bound."""
+    """Check that every invariant of INVARIANTS holds for a token loss.
+
+    Args:
+        loss: (logp [T], row) -> loss [T] and diagnostics, its knobs bound.
+
+    Raises:
+        AssertionError: an invariant does not hold, on the example that is shown.
+    """
     for invariant in INVARIANTS:
         invariant(loss)
 

@@ -30,13 +30,23 @@ def check_reward(
     deadline: float | int = 5.0,
     memory_mb: int = 1024,
 ) -> None:
-    """Raises unless `reward` is fit for a run, whatever a model writes.
+    """Check that a reward is fit for a run, whatever a model writes.
 
     It is found by its name in another process; never raises; returns a finite number within `bounds`, or None; takes
-    at most `deadline` seconds and `memory_mb` MB a row; and says the same of equal rows, in any order, again and in
-    every process. `problems` draws what it is asked about, `completions(problem)` what a model wrote to that. Every
-    text of `hostile` is tried besides: they break parsers, and blow up what computes or runs them; a reward that has
-    to, and lets a run's deadline save it, is checked with HOSTILE alone. `deadline` and `memory_mb` are gin/base.gin's.
+    at most `deadline` and `memory_mb` a row; and says the same of equal rows, in any order, again and in every process.
+
+    Args:
+        reward: (problem, completion) -> a number or None, its knobs bound.
+        problems: draws what it is asked about; None: `text_problems()`.
+        completions: problem -> strategy that draws what a model wrote to it.
+        hostile: texts tried besides, which break parsers and blow up what computes or runs them; HOSTILE alone for a
+            reward that has to run them and lets a run's deadline save it.
+        bounds: lowest and highest value of the reward.
+        deadline: seconds a row; by default that of gin/base.gin.
+        memory_mb: address space of each worker in MB; by default that of gin/base.gin.
+
+    Raises:
+        AssertionError: the reward is not fit; the message shows the row.
     """
     asked = texts.text_problems() if problems is None else problems
     rows, problem = texts.text_rows(asked, completions), simplest_example(asked)
@@ -57,7 +67,16 @@ def found_by_name(reward: RewardFn) -> None:
 
 
 def check_value_and_time(score: Score, row: TextRow, bounds: Bounds) -> None:
-    """The row gets a number within bounds or None. That the number is finite is the worker's own demand."""
+    """Check that a row gets a number within bounds or None. That the number is finite is the worker's own demand.
+
+    Args:
+        score: rows -> values, under a deadline.
+        row: a problem and a completion of it.
+        bounds: lowest and highest value of the reward.
+
+    Raises:
+        AssertionError: the value is out of bounds.
+    """
     (value,) = score([row])
     fits = value is None or bounds[0] <= value <= bounds[1]
     check_claim(fits, f"got {value} on {row}, wanted within {bounds}, or None")
