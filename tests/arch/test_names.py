@@ -6,6 +6,8 @@ import tokenize
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 # Names that several modules give to what is the same thing in each, and why.
 SHARED = {
@@ -20,7 +22,28 @@ IRREGULAR = {
     *("kept", "known", "left", "lost", "made", "meant", "met", "put", "said", "seen", "sent", "set", "shown", "split"),
     *("spread", "taken", "told", "worn", "written"),
 }
+# Metaphors for what has a standard term (reported, received, no rank, space), in strings and comments of the package.
 PRIVATE = re.compile(r"\b(told|heard|nobody|whoever|somebody|voice|house|rooms)\b", re.IGNORECASE)
+# The same in its identifiers and everywhere else, also as a word inside snake_case.
+PLAIN = re.compile(
+    r"(?<![a-z])(told|tells?|telling|heard|hears?|hearing|nobodys?|somebodys?|whoever|voices?|houses?|rooms?"
+    r"|came[\s_]of|in[\s_]vain|nonsense)(?![a-z])",
+    re.IGNORECASE,
+)
+PLACES = (
+    "tests/**/*.py",
+    "tests/**/*.sh",
+    "tools/**/*.py",
+    "tools/**/*.sh",
+    "docs/**/*.md",
+    "README.md",
+    "CONTRIBUTING.md",
+    "gin/**/*.gin",
+)
+# Files in which such a word is meant, and why.
+MEANT = {
+    "tests/arch/test_names.py": "the words themselves",
+}
 
 
 def public_definitions() -> dict[str, list[tuple[str, bool]]]:
@@ -73,3 +96,36 @@ def test_docstrings_comments_and_messages_are_without_private_words() -> None:
                 if token.type in (tokenize.STRING, tokenize.COMMENT) and (word := PRIVATE.search(token.string)):
                     found.append(f"{path.relative_to(ROOT)}:{token.start[0]}: {word[0]}")
     assert not found, "\n".join(found)
+
+
+def test_identifiers_of_the_package_are_without_private_words() -> None:
+    found = []
+    for path in sorted((ROOT / "grpo_fn").rglob("*.py")):
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                if token.type == tokenize.NAME and PLAIN.search(token.string):
+                    found.append(f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string}")
+    assert not found, "\n".join(found)
+
+
+def test_tests_tools_pages_and_gin_files_are_without_private_words() -> None:
+    paths = sorted({path for place in PLACES for path in ROOT.glob(place)})
+    assert len(paths) > 300
+    found = defaultdict(list)
+    for path in paths:
+        text = path.read_text()
+        for word in PLAIN.finditer(text):
+            found[str(path.relative_to(ROOT))].append(f"{text.count(chr(10), 0, word.start()) + 1}: {word[0]}")
+    left = [f"{file}:{line}" for file, lines in found.items() if file not in MEANT for line in lines]
+    assert not left, "\n".join(left)
+    assert found.keys() >= MEANT.keys(), "an exception that is none any more"
+
+
+@pytest.mark.parametrize("text", ["test_a_row_is_told_of", "_HEARD", "what\ncame of it", "nobodys_error", "Room for"])
+def test_a_private_word_is_found_in_names_and_texts(text: str) -> None:
+    assert PLAIN.search(text)
+
+
+@pytest.mark.parametrize("text", ["headroom", "tellers", "household", "invoice", "captain vainly", "became often"])
+def test_a_word_that_only_holds_one_is_none(text: str) -> None:
+    assert not PLAIN.search(text)

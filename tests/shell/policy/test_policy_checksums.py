@@ -291,7 +291,7 @@ def sent(rollout: Rollout, signal: Tensor, cuts: list[int]) -> list[tuple[Batch,
 
 
 @given(st.integers(0, 2**32), st.integers(0, 3), st.lists(st.integers(0, 6), max_size=3).map(sorted))
-def test_padding_and_micro_batches_are_nobodys_business(seed: int, extra: int, cuts: list[int]) -> None:
+def test_padding_and_micro_batches_change_no_checksum(seed: int, extra: int, cuts: list[int]) -> None:
     rollout, reward, adv, old = step(seed)
     wanted = checksums.of_step(rollout, reward, adv, old, sent(rollout, old, []))
     pad = partial(torch.nn.functional.pad, pad=(0, extra), value=3)
