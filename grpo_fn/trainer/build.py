@@ -18,7 +18,7 @@ from grpo_fn.algo.step import StepAlgorithm, StepKnobs, compare_as_given, compar
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.problem import Problem
-from grpo_fn.shell.model import blocks, hf
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
@@ -34,7 +34,7 @@ from grpo_fn.trainer.async_eval import open_evaluator
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Data, Sampling, Settings
-from grpo_fn.trainer.start_lines import StartReport, rank_line
+from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
 from grpo_fn.trainer.state import check_steps, has_progress
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
@@ -70,25 +70,19 @@ def build(
     """
     s = settings
     prepare_process(world.device, deterministic=s.compute.deterministic)
-    text = sha256(request.config.text.encode()).hexdigest()  # the fingerprint is blind to changeable sections
-    world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
-    if (prompts := s.algorithm.prompts) < world.size:
-        raise ValueError(f"prompts: got {prompts} a step for {world.size} ranks, wanted at least one for each of them")
-    s.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))  # before anything is made
+    check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
     folder, tokenizer, task = open_and_prepare(s, checked, request, world, enter=enter, report=report)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
     loaded = world.together(partial(load_and_shard, world, spec, reference=checked.reference), what="loading the model")
     policy = build_policy(s, loaded, world)
-    if getattr(s.parallelism.compile, "func", s.parallelism.compile) is not blocks.eager:
-        report("blocks are compiled in the first step, which takes longer for it")
     pool = s.rewards.pool()
     streaming = StreamingRewards(pool)
     context = sampler_context(spec, world, loaded.decoding, streaming.on_completion)
     token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
-    report(f"starting the sampler, {getattr(s.sampling.sampler, 'func', s.sampling.sampler).__name__}")
+    report(sampler_line(s))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
     probe = s.sampling.probe and partial(
         s.sampling.probe, key=prng.fold_in(key, PROBING), max_positions=positions(checked.config)
@@ -118,6 +112,15 @@ def build(
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )
+
+
+def check_ranks(settings: Settings, request: RunRequest, world: World) -> None:
+    """Raise ValueError for ranks that were started differently, too many of them, or a number no mesh has."""
+    text = sha256(request.config.text.encode()).hexdigest()  # the fingerprint is blind to changeable sections
+    world.same((text, torch.__version__, world.device.type), what="configuration, torch and device")
+    if (prompts := settings.algorithm.prompts) < world.size:
+        raise ValueError(f"prompts: got {prompts} a step for {world.size} ranks, wanted at least one for each of them")
+    settings.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
 
 
 def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Tensor) -> ModelSpec:

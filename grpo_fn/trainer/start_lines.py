@@ -9,6 +9,8 @@ from contextlib import suppress
 import psutil
 import torch
 
+from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.shell.model import blocks
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.sections import Settings
 
@@ -53,7 +55,7 @@ def rank_line(settings: Settings, world: World) -> str:
     compute, algo, parallelism = settings.compute, settings.algorithm, settings.parallelism
     shape = parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     mesh = " x ".join(f"{name} {size}" for name, size in zip(("replicate", "shard", "tensor"), shape, strict=True))
-    compile_ = getattr(parallelism.compile, "func", parallelism.compile)
+    compile_, _ = function_and_knobs(parallelism.compile)
     rows = algo.prompts * algo.group_size
     return (
         f"rank {world.rank}  {socket.gethostname()}  {device_text(world.device)}  {mesh}"
@@ -61,6 +63,13 @@ def rank_line(settings: Settings, world: World) -> str:
         f"{rows // (algo.minibatches * world.size)} of {rows // algo.minibatches} rows an update, at least "
         f"{settings.policy.min_micro_batches} micro-batch"
     )
+
+
+def sampler_line(settings: Settings) -> str:
+    """The sampler that is started, and whether the first step compiles."""
+    name = function_and_knobs(settings.sampling.sampler)[0].__name__
+    compiles = function_and_knobs(settings.parallelism.compile)[0] is not blocks.eager
+    return f"starting the sampler, {name}" + ("; blocks are compiled in the first step" if compiles else "")
 
 
 def device_text(device: torch.device) -> str:

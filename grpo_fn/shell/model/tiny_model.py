@@ -67,7 +67,7 @@ class WarmStart:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What decides every byte of the model: the arithmetic task's knobs, the shape, the warm start and the seed."""
+    """The recipe of a tiny model, which decides its every byte: arithmetic task, shape, warm start and seed."""
 
     max_value: int  # largest number of a word problem
     operations: int  # steps of a word problem
