@@ -10,27 +10,11 @@ trained whole are written as they were trained, in float32. Everything happens i
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
-
-from grpo_fn.shell.atomic_io import check_space
-from grpo_fn.shell.checkpoint import store
-from grpo_fn.shell.model import hf, lora
-from grpo_fn.trainer.model_source import (
-    WEIGHTS,
-    LocatedModel,
-    adapters,
-    check_fits,
-    locate,
-    run_of,
-    weights_of,
-    with_adapters,
-)
+from grpo_fn.command_line import exit_code
 
 
 def flags() -> argparse.ArgumentParser:
@@ -47,68 +31,22 @@ def flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Find, check, write; returns the exit code."""
     args = flags().parse_args(argv)
+    return exit_code(partial(export, args), interrupted="interrupted")
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write the folder. Raises ValueError or OSError for bad input."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from grpo_fn.trainer.export import export_adapter, export_whole, find_run_checkpoint
+
     disable_progress_bar()
-    try:
-        found = of_a_run(args.source)
-        if args.out.exists():
-            raise ValueError(f"got {args.out}, which exists; wanted a free name")
-        (export_adapter if args.adapter else export)(found, args.out)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    found = find_run_checkpoint(args.source)
+    if args.out.exists():
+        raise ValueError(f"got {args.out}, which exists; wanted a free name")
+    (export_adapter if args.adapter else export_whole)(found, args.out)
     print(f"{found.path} written to {args.out}")
     return 0
-
-
-def of_a_run(name: str) -> LocatedModel:
-    """The checkpoint, or the newest whole one of a run. Raises ValueError where there is none."""
-    warn, run = partial(print, file=sys.stderr), run_of(name)
-    if run is None:
-        raise ValueError(f"got {name}, wanted a run folder or a checkpoint in one")
-    if Path(name).absolute() != run:
-        return locate(name, warn=warn)
-    root = run / "checkpoints"
-    for step in reversed(store.steps(root)):
-        try:
-            return locate(str(root / f"step_{step}"), warn=warn)
-        except ValueError as error:
-            warn(f"skipped: {error}")
-    raise ValueError(f"got run folder {run} without a whole checkpoint, wanted one that has saved")
-
-
-def export(found: LocatedModel, out: Path) -> None:
-    """Write the whole model, adapters merged."""
-    config, folder = found.source.config(), found.source.folder()
-    check_fits(found.checkpoint, config)
-    model = hf.empty_model(config)
-    model.generation_config = hf.generation_config(folder, config)
-    weights = whole(found.checkpoint, folder)
-    check_space(out, sum(x.nbytes for x in weights.values()) + 2**20)
-    hf.export_model_folder(model, weights, hf.load_tokenizer(folder), out)
-
-
-def whole(saved: Path, folder: str) -> Mapping[str, Tensor]:
-    """Every weight under its plain name."""
-    trained, how = store.read_tensors(saved, WEIGHTS), adapters(saved)
-    return (
-        trained if how is None else dict(lora.merge_adapters(with_adapters(weights_of(opened(folder)), trained), how))
-    )
-
-
-def opened(folder: str) -> nn.Module:
-    """The model in the dtype of its files."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").requires_grad_(False)
-
-
-def export_adapter(found: LocatedModel, out: Path) -> None:
-    """Write the adapters alone. Raises ValueError where there are none."""
-    if (how := adapters(found.checkpoint)) is None:
-        raise ValueError(f"got --adapter for {found.path}, wanted a checkpoint of a run with LoRA")
-    check_fits(found.checkpoint, found.source.config())
-    tensors = store.read_tensors(found.checkpoint, WEIGHTS)
-    building = out.with_name(f".{out.name}-new")
-    lora.adapter_folder(tensors, how, found.source.folder(), building)
-    building.rename(out)
 
 
 if __name__ == "__main__":

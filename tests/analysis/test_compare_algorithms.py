@@ -9,7 +9,7 @@ import torch
 from batches import dealt
 from fakes import WORDS, TablePolicy, TableSampler, problem, table_scores
 from hypothesis import given
-from row_gradients import influence, noise_scale, row_gradients
+from lens.row_gradients import influence, noise_scale, row_gradients
 from strategies import tensors
 from torch.func import grad
 

@@ -1,6 +1,7 @@
 """Bad input ends with one message that says what was got and what was wanted, before anything is made or begun."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +68,7 @@ def gsm8k(model: Path | str, data: Path, run_dir: Path, **changes: object) -> li
 def refused(argv: list[str], folder: Path, *said: str, doom: Callable[[], None] | None = None, wanted: int = 2) -> None:
     """The command ends with 2, or the code that is `wanted`, and one message holding all of `said`; no run folder."""
     code = finish(argv, folder / "out", doom)
-    out = (folder / "out").read_text()
+    out = re.sub(r"\A(reading .*\n| *\d+\.\d s  .*\n)*", "", (folder / "out").read_text())  # what was begun before
     assert code == wanted, out
     assert out.startswith("error: "), out
     assert "Traceback" not in out

@@ -7,6 +7,7 @@ import compare_algorithms as tool
 import pytest
 import torch
 from e2e.running import board, command, finish
+from lens import lens
 from test_page import Reader
 
 from grpo_fn.shell.logging import rollout_store
@@ -28,8 +29,8 @@ def test_every_preset_is_seen_in_a_stored_step(whole: Path, capsys: pytest.Captu
 
 def test_on_policy_the_presets_without_a_clip_of_their_own_agree_on_direction(whole: Path, capsys) -> None:
     args = tool.flags().parse_args([str(whole), "--step", "2", "--on_policy"])
-    seen = tool.look(args)
-    cosine = dict(zip(seen.names, tool.compare_algorithms.cosines(seen.signal)[0].tolist(), strict=True))
+    seen = lens.look(args)
+    cosine = dict(zip(seen.names, lens.compare_algorithms.cosines(seen.signal)[0].tolist(), strict=True))
     assert cosine["this run"] == pytest.approx(1.0)
     assert cosine["dr_grpo"] == pytest.approx(1.0)  # what the small run is
     assert cosine["cispo"] < 1 - 1e-6
