@@ -242,7 +242,7 @@ def log_ratio(
 def capped_exp(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
     """Log-ratios of at most half the largest exponent of their dtype (44 in float32, 354 in float64).
 
-    Beyond, `exp` overflows, and inf * 0 in a product with a zero advantage would be nan. Half of the range leaves room
+    Beyond, `exp` overflows, and inf * 0 in a product with a zero advantage would be nan. Half of the range leaves space
     for a product of two ratios. The gradient there is zero: one such token would outweigh all others together.
 
     Args:

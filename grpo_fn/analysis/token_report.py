@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo.step import Experience
-from grpo_fn.analysis.html import page
+from grpo_fn.analysis.html.heat_map import heat_map
 from grpo_fn.core.batch import count
 from grpo_fn.core.batch import minibatches as parted
 from grpo_fn.core.types import Batch, Gains, Scores, Totals
@@ -247,4 +247,4 @@ def signal_strip(shown: TokenReport, *, columns: int, cell: int) -> Float[Tensor
     unit = shown.sums.largest or 1.0
     for value, line in zip(values, lines, strict=True):
         value[: len(line)] = torch.tensor([-(token.signal or 0.0) / unit for token in line]).nan_to_num(nan=0.0)
-    return page.heat_map(values, cell=cell)
+    return heat_map(values, cell=cell)

@@ -51,7 +51,7 @@ class Program(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What came of a program.
+    """The result of a program.
 
     `verdicts`, one a test: it held, it did not, or None, it cannot be put to any program. `proven`: the judge saw
     every test to its end, with the program alive and nothing of it left behind. `reason` says in a few words why

@@ -99,7 +99,7 @@ def check_host(reply: Reply, *, parameters: int, gpus: int, vllm: bool) -> Itera
     seen = f"{gb(facts['memory_free'])} of {gb(facts['memory'])} free"
     yield _enough("memory", facts["memory_free"], need, seen, why, "free some, or a smaller model; --dry_run estimates")
     need = max(LOW_DISK, training)  # a checkpoint, and the folder at the end
-    seen, todo = f"{gb(facts['disk_free'])} free here", "run where there is room: --run_dir"
+    seen, todo = f"{gb(facts['disk_free'])} free here", "run where there is space: --run_dir"
     yield _enough("disk", facts["disk_free"], need, seen, f"wanted {gb(need)} for checkpoints", todo)
     if facts["shared"] is not None:
         need = LOW_SHARED if gpus > 1 or vllm else 0

@@ -113,7 +113,7 @@ def measure(
 def problems_for(
     source: hf.ModelSource, config: PretrainedConfig, data: Data, sampling: Sampling, count: int
 ) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
-    """The model's folder, its tokenizer, and those of `count` held-out problems that leave room to answer."""
+    """The model's folder, its tokenizer, and those of `count` held-out problems that leave tokens to answer."""
     asked = sample_tests(held_out_only(data.task().test), count)
     if not asked.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")

@@ -185,7 +185,7 @@ def rows_of(rollout: Rollout) -> list[list[tuple[int, bool]]]:
 
 
 def token_label(token: tuple[int, bool] | None, beside: tuple[int, bool] | None, decode: Decode) -> str:
-    """A token as a person would read it; whether it was sampled, if that is what tells it from the one beside it."""
+    """A token as a person would read it; whether it was sampled, if the one beside it differs in that alone."""
     if token is None:
         return "nothing"
     number, sampled = token

@@ -69,7 +69,7 @@ class ReplayRequest:
 
 @dataclass
 class Story:
-    """What came of it."""
+    """The result of a replay."""
 
     first: list[str] = field(default_factory=list)  # about the first difference
     recorded: bool = False  # whether there was anything to compare the step with
@@ -261,7 +261,7 @@ def compare_step(
 
 
 def conclude(asked: ReplayRequest, story: Story) -> int:
-    """Say what came of it; the exit code."""
+    """Print the result; the exit code."""
     if story.first:
         print("first difference: " + "\n  ".join(story.first), flush=True)
         return DIFFERENT

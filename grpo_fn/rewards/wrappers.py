@@ -1,5 +1,6 @@
 """Rewards around rewards: a timeout for one of them, one reward for each task of a mixture."""
 
+import math
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -28,29 +29,31 @@ def with_timeout(
     return reward(problem, completion)
 
 
-def seconds_of(fn: Any) -> float | None:
-    """The seconds that `with_timeout` gives this reward, the least where it is put around twice; None where it is not.
+def seconds_of(fn: Any, default: float) -> float:
+    """The seconds that a row of this reward may take: those of `with_timeout`, the least where it is put around twice.
 
-    Looks through knobs and through every wrapper that calls what it wraps `reward`.
+    Looks through knobs and through every wrapper that calls what it wraps `reward`. The rewards of a `by_task` table
+    share one deadline, the longest of theirs.
 
     Args:
         fn: a reward, plain or with knobs and wrappers around it.
+        default: seconds where there is no `with_timeout`.
 
     Returns:
-        Seconds of wall clock for one row, or None.
+        Seconds of wall clock for one row.
 
     Raises:
         ValueError: for seconds that are not more than 0.
     """
-    found = []
-    while fn is not None:
-        function, knobs = function_and_knobs(fn)
-        found += [knobs["seconds"]] if function is with_timeout else []
-        fn = knobs.get("reward")
-    for seconds in found:
-        if not seconds > 0:
-            raise ValueError(f"wrappers.with_timeout seconds: got {seconds}, wanted more than 0")
-    return min(found, default=None)
+    function, knobs = function_and_knobs(fn)
+    if function is by_task:
+        return max(seconds_of(reward, default) for reward in knobs["rewards"].values())
+    if function is with_timeout:
+        if not knobs["seconds"] > 0:
+            raise ValueError(f"wrappers.with_timeout seconds: got {knobs['seconds']}, wanted more than 0")
+        within = seconds_of(knobs["reward"], math.inf)
+        return min(knobs["seconds"], within)
+    return seconds_of(knobs["reward"], default) if "reward" in knobs else default
 
 
 def by_task(problem: Problem, completion: Completion, *, rewards: Mapping[str, RewardFn]) -> float | None:

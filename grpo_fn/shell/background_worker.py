@@ -58,7 +58,7 @@ class BackgroundWorker(Executor):
         return future
 
     def wait(self, *, timeout: float | None = None) -> None:
-        """Until all that was submitted is done, whatever came of it.
+        """Until all that was submitted is done, also what failed.
 
         Raises TimeoutError, which names the call being made, after `timeout` seconds or else the worker's own.
         """

@@ -88,7 +88,7 @@ class World:
         return value
 
     def same(self, value: Any, *, what: str) -> None:
-        """Raise RuntimeError on all ranks unless they bring the same: going on would deadlock, or train nonsense."""
+        """Raise RuntimeError on all ranks unless they bring the same: they would deadlock, or train on other data."""
         brought = self.exchange(value, what=what)
         if odd := [rank for rank, other in enumerate(brought) if other != brought[0]]:
             raise RuntimeError(f"{what}: got {brought[odd[0]]} on rank {odd[0]}, wanted {brought[0]} as on rank 0")

@@ -1,4 +1,4 @@
-"""Prompts that leave no room for a completion, in one signature: `(task, length, limit) -> (task, rows left out)`.
+"""Prompts that leave no tokens for a completion, in one signature: `(task, length, limit) -> (task, rows left out)`.
 
 `length` counts a prompt's tokens as the sampler will, and `limit` is the most that a prompt may have: the model's
 positions less `max_new_tokens`. A task that makes its problems as they are drawn has no rows to look at: one who has

@@ -273,7 +273,7 @@ def step_algorithm(
 
 
 class PreparedModel(NamedTuple):
-    """A model's folder and tokenizer, and the problems whose prompts leave room for a completion."""
+    """A model's folder and tokenizer, and the problems whose prompts leave tokens for a completion."""
 
     folder: str
     tokenizer: PreTrainedTokenizerBase
@@ -304,7 +304,7 @@ def prepare_data(
 ) -> PreparedModel:
     """Make the model's folder there, and look at every prompt: those of the task, and those `drawn` from it.
 
-    Raises ValueError for a prompt without tokens, and as `overlong_prompts` does for one that leaves no room.
+    Raises ValueError for a prompt without tokens, and as `overlong_prompts` does for one that leaves no tokens.
     """
     folder = source.folder()
     tokenizer = hf.load_tokenizer(folder)

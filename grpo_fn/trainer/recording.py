@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map_only
 from grpo_fn.algo.step import Experience, Stages, sample_advantages
 from grpo_fn.analysis import compare_algorithms, health, token_report
 from grpo_fn.analysis.evaluation import GradedAnswer
-from grpo_fn.analysis.html import page, token_page
+from grpo_fn.analysis.html import token_page
+from grpo_fn.analysis.html.heat_map import heat_map
 from grpo_fn.core import checksums
 from grpo_fn.core.types import Gains, Scores
 from grpo_fn.shell.atomic_io import write_bytes
@@ -117,7 +118,7 @@ def record_presets(
     """What every preset would have made of the step, as a table and their cosines."""
     rows, cosine = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key)
     show(writer, step, "lens/presets", rows)
-    writer.image(step, "lens/cosines", page.heat_map(cosine, cell=16))
+    writer.image(step, "lens/cosines", heat_map(cosine, cell=16))
 
 
 def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, loggers: RunLoggers) -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 
 from grpo_fn.analysis.html import page
+from grpo_fn.analysis.html.heat_map import heat_map
 from grpo_fn.core.display_text import CONTROL, escape_control
 
 VOID = {"meta", "br"}
@@ -88,7 +89,7 @@ def test_colours_are_colours_and_go_by_sign(x):
 
 
 def test_a_picture_is_squares_of_those_colours():
-    pixels = page.heat_map(torch.tensor([[0.0, 1.0], [-1.0, 0.5]]), cell=3)
+    pixels = heat_map(torch.tensor([[0.0, 1.0], [-1.0, 0.5]]), cell=3)
     assert pixels.shape == (3, 6, 6)
     assert pixels[:, 4, 1].tolist() == pytest.approx([c / 255 for c in page.DOWN])
     assert (pixels[:, :3, :3] == 1).all()

@@ -10,7 +10,7 @@ from grpo_fn.config import load_config
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import part_names
 from grpo_fn.rewards.math import correct
-from grpo_fn.rewards.wrappers import seconds_of, with_timeout
+from grpo_fn.rewards.wrappers import by_task, seconds_of, with_timeout
 
 
 def tenth(problem, completion, *, of):
@@ -39,18 +39,28 @@ def test_the_least_of_several_deadlines_counts_whatever_is_between_them(limits, 
         whole = partial(with_timeout, reward=inside, seconds=limit)
         return partial(whole) if knobs else whole
 
-    assert seconds_of(reduce(around, limits, partial(tenth, of=1))) == min(limits)
+    assert seconds_of(reduce(around, limits, partial(tenth, of=1)), 5.0) == min(limits)
 
 
 @pytest.mark.parametrize("fn", [correct, partial(tenth, of=1), partial(halved, reward=correct), len])
-def test_without_one_there_is_none(fn):
-    assert seconds_of(fn) is None
+def test_without_one_the_default_counts(fn):
+    assert seconds_of(fn, 5.0) == 5.0
+
+
+@given(seconds, seconds, seconds)
+def test_the_rewards_of_a_table_share_the_longest_of_their_deadlines(default, one, other):
+    table = {"a": partial(with_timeout, reward=correct, seconds=one), "b": correct}
+    fn = partial(by_task, rewards=table)
+    assert seconds_of(fn, default) == max(one, default)
+    both = partial(by_task, rewards={**table, "b": partial(with_timeout, reward=correct, seconds=other)})
+    assert seconds_of(both, default) == max(one, other)
+    assert seconds_of(partial(with_timeout, reward=both, seconds=default), 1e9) == min(default, max(one, other))
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
 def test_no_time_at_all_is_refused(limit):
     with pytest.raises(ValueError, match=f"seconds: got {limit}, wanted more than 0"):
-        seconds_of(partial(with_timeout, reward=correct, seconds=limit))
+        seconds_of(partial(with_timeout, reward=correct, seconds=limit), 5.0)
 
 
 def test_a_part_keeps_its_name():
@@ -74,5 +84,5 @@ judge/wrappers.with_timeout.seconds = 2.5
 def test_a_gin_file_can_put_it_around_any_reward(tmp_path):
     (tmp_path / "judge.gin").write_text(GIN)
     knobs = load_config([str(tmp_path / "judge.gin")], [], root="grpo_fn.rewards.wrappers.with_timeout").kwargs()
-    assert seconds_of(knobs["reward"]) == 2.5
+    assert seconds_of(knobs["reward"], 5.0) == 2.5
     assert knobs["reward"].keywords["reward"] is correct

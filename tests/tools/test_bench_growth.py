@@ -2,6 +2,7 @@
 
 import argparse
 
+import bench_flags
 import bench_growth
 import pytest
 from bench_growth import Point, Taken
@@ -9,7 +10,7 @@ from bench_growth import Point, Taken
 
 def test_there_is_a_row_for_each_point_and_a_verdict_on_each_table() -> None:
     parser = argparse.ArgumentParser()
-    bench_growth.flags(parser)
+    bench_flags.add_growth_flags(parser)
     args = parser.parse_args(["--size", "tiny", "--completions", "8,16", "--lengths", "2,4", "--steps", "1"])
     printed = list(bench_growth.growth(args))
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed if line.startswith("| ")]

@@ -11,24 +11,25 @@ from a step. Prints markdown, or writes it with --out. `--help` after the name l
 """
 
 import argparse
+import importlib
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import bench_growth
-import bench_ranks
-import bench_trl
-import torch
-import transformers
+from bench_flags import add_growth_flags, add_rank_flags, add_trl_flags
 
+from grpo_fn.command_line import exit_code
+
+# Module and function, which are loaded when it is their turn; the flags; what is measured.
 BENCHES = {
-    "trl": (bench_trl.trl, bench_trl.flags),
-    "growth": (bench_growth.growth, bench_growth.flags),
-    "scaling": (bench_ranks.ranks, bench_ranks.flags),
-    "checkpoint": (bench_ranks.ranks, bench_ranks.flags),
+    "trl": ("bench_trl.trl", add_trl_flags, "completions a second and peak memory against TRL's GRPOTrainer"),
+    "growth": ("bench_growth.growth", add_growth_flags, "time per step at growing numbers and lengths of completions"),
+    "scaling": ("bench_ranks.ranks", add_rank_flags, "what more ranks gain and cost"),
+    "checkpoint": ("bench_ranks.ranks", add_rank_flags, "what a save takes from a step"),
 }
 
 
@@ -38,8 +39,7 @@ def flags() -> argparse.ArgumentParser:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     named = parser.add_subparsers(dest="what", required=True)
-    for name, (bench, add_flags) in BENCHES.items():
-        about = (bench.__doc__ or "").splitlines()[0]
+    for name, (_, add_flags, about) in BENCHES.items():
         own = named.add_parser(name, allow_abbrev=False, description=about, help=about)
         add_flags(own)
         own.add_argument("--out", type=Path, metavar="FILE", help="write the markdown there as well")
@@ -49,12 +49,14 @@ def flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table and write it; returns the exit code."""
     args = flags().parse_args(argv)
-    bench, _ = BENCHES[args.what]
-    try:
-        document = "\n".join([*heading(sys.argv[1:] if argv is None else argv), *bench(args)]) + "\n"
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(partial(measure, args, sys.argv[1:] if argv is None else argv), interrupted="interrupted")
+
+
+def measure(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run the bench. Raises ValueError for flags that do not fit."""
+    module, _, function = BENCHES[args.what][0].partition(".")
+    bench = getattr(importlib.import_module(module), function)
+    document = "\n".join([*heading(argv), *bench(args)]) + "\n"
     print(document, end="")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +71,9 @@ def heading(argv: Sequence[str]) -> list[str]:
 
 def machine() -> str:
     """What the figures were measured on."""
+    import torch
+    import transformers
+
     cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     where = ", ".join(cards) if cards else f"{os.cpu_count()} CPU cores, {platform.processor() or platform.machine()}"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"

@@ -66,14 +66,6 @@ class Taken(NamedTuple):
         return each[0], each[1], sum(each)
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `growth`."""
-    parser.add_argument("--completions", default="64,128,256,512,1024", metavar="N,...", help="of the shortest length")
-    parser.add_argument("--lengths", default="32,64,128,256", metavar="T,...", help="of the fewest completions")
-    parser.add_argument("--size", choices=[*SIZES], default="usual")
-    parser.add_argument("--steps", type=int, default=3, help="measured steps a point, after one to warm up (default 3)")
-
-
 def growth(args: argparse.Namespace) -> Iterator[str]:
     """Time per step at growing numbers and lengths of completions, and whether it is linear in both."""
     completions, lengths = (sorted(map(int, flag.split(","))) for flag in (args.completions, args.lengths))

@@ -20,14 +20,6 @@ from bench_rank import SIZES
 from transformers import AutoModelForCausalLM
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `scaling` and `checkpoint`."""
-    parser.add_argument("--ranks", default=None, metavar="N,...", help="numbers of ranks (default: 1,2; checkpoint: 1)")
-    parser.add_argument("--scale", default="scale/no_shard.gin", metavar="FILE", help="laid over base.gin")
-    parser.add_argument("--size", choices=[*SIZES], default="small")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps, after one to warm up (default 5)")
-
-
 def ranks(args: argparse.Namespace) -> Iterable[str]:
     """Start the ranks; the table, as markdown lines."""
     numbers = [int(n) for n in (args.ranks or ("1" if args.what == "checkpoint" else "1,2")).split(",")]

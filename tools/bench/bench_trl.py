@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import bench_sides
 import bench_work
+from bench_flags import TRL_PYTHON
 from bench_sides import Measured
 
 TOOLS = Path(__file__).resolve().parent
-HOME = TOOLS.parents[1] / ".venv-trl"
+HOME = TOOLS.parents[1] / TRL_PYTHON
 REQUIREMENTS = TOOLS / "trl.requirements.txt"
 
 
@@ -28,21 +29,6 @@ class Bar(NamedTuple):
 
 
 BARS = {"tiny": Bar(None, None), "arithmetic": Bar(2.5, None), "small": Bar(3.0, 1 / 3)}
-
-
-def flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `trl`."""
-    parser.add_argument(
-        "--scale", default="arithmetic,small", metavar="NAME,...", help=f"of {', '.join(bench_work.SCALES)}"
-    )
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of each side, in all (default 10)")
-    parser.add_argument("--warm_up", type=int, default=2, help="steps before them, in every start (default 2)")
-    parser.add_argument("--rounds", type=int, default=2, help="starts of each side, in turn (default 2)")
-    parser.add_argument("--threads", type=int, default=2, help="of each side (default 2)")
-    parser.add_argument("--trl_python", type=Path, metavar="PATH", help=f"with TRL in it (default: {HOME.name}, made)")
-    parser.add_argument("--trl_generation", choices=["regular", "continuous"], default="regular")
-    parser.add_argument("--trl_rows", type=int, default=0, metavar="N", help="a micro-batch of TRL's (default: all)")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one start (default 3600)")
 
 
 def trl(args: argparse.Namespace) -> Iterable[str]:

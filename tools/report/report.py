@@ -18,8 +18,8 @@ from report_runs import Run, series
 from grpo_fn.analysis import health
 from grpo_fn.analysis.html import page
 from grpo_fn.analysis.html.escape import escape_text
+from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.shell.atomic_io import write_bytes
-from grpo_fn.shell.logging.metrics_writer import markdown_cell
 
 KL = "loss/kl"
 SEEDS = ("train.train.seed", "tiny_model.Recipe.seed")  # what a configuration is repeated over

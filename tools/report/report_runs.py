@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from grpo_fn.analysis import health
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.shell.checkpoint.run_dir import LOCK, MARKER
-from grpo_fn.shell.logging import rollout_store
-from grpo_fn.shell.logging.tensorboard_layout import read_hparams
 
 WARNINGS = 50  # of a run, the newest
 
@@ -53,7 +51,7 @@ def read_run(path: Path, name: str, samples: int) -> Run:
         name=name,
         path=path,
         rows=read_metrics(path),
-        knobs=read_hparams(path),
+        knobs=json.loads((path / "run.json").read_bytes()).get("hparams", {}),
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
         working=is_locked(path / LOCK),
         warnings=warning_lines(path / "log.txt"),
@@ -92,6 +90,8 @@ def is_warning(line: str) -> bool:
 
 def newest_samples(root: Path) -> tuple[int | None, list[dict[str, Any]]]:
     """The newest step whose samples are there, and its rows; the run may be deleting older ones."""
+    from grpo_fn.shell.logging import rollout_store  # it loads torch
+
     for step in reversed(rollout_store.rollout_steps(root) if root.is_dir() else []):
         try:
             return step, rollout_store.load_rollouts(root / f"step_{step:06d}.jsonl.gz")

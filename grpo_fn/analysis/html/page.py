@@ -3,11 +3,7 @@
 import re
 from collections.abc import Sequence
 
-import torch
-from einops import repeat
-from jaxtyping import Float
 from markupsafe import Markup
-from torch import Tensor
 
 from grpo_fn.analysis.html.templates import source, template
 
@@ -47,12 +43,6 @@ def push_attributes(x: float, classes: str) -> Markup:
     """The class and style that lay an element on the colour of a number in [-1, 1]: blue above 0, red below."""
     side = "u" if x > 0 else "d" if x < 0 else ""
     return Markup(' class="{}" style="--s:{}"').format(f"{classes}{side}".strip(), f"{min(1.0, abs(x)):.3g}")
-
-
-def heat_map(values: Float[Tensor, "H W"], *, cell: int) -> Float[Tensor, "3 h w"]:
-    """The numbers as squares of `cell` pixels on their colours, for a picture; channels from 0 to 1."""
-    pixels = torch.tensor([[diverging_color(x) for x in row] for row in values.tolist()]) / 255
-    return repeat(pixels, "h w c -> c (h i) (w j)", i=cell, j=cell)
 
 
 def matrix(names: Sequence[str], values: Sequence[Sequence[float]]) -> str:

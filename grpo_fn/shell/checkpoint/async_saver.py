@@ -178,7 +178,7 @@ class AsyncSaver(AbstractContextManager):
             self._shares, self._offers = tensor_shards.assign_pieces(offers), offers
 
     def _stage(self, job: SaveJob, tensors: Mapping[str, Tensor]) -> None:
-        """Copy this rank's pieces. Memory may end on one rank alone, so all hear how it went."""
+        """Copy this rank's pieces. Memory may end on one rank alone, so all exchange the outcome."""
 
         def copied() -> None:
             plan, pin = self._shares.plans[self.world.rank], self.world.device.type == "cuda"

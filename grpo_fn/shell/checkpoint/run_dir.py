@@ -40,7 +40,7 @@ def open_run(
 
     Raises ValueError, and leaves what is there as it is, when the path is a file or a folder of something else, another
     process is in it, its fingerprint differs (unless `force`), or fewer than `need_bytes` are free (NoSpace), those of
-    its checkpoints and models counted, which make room for others.
+    its checkpoints and models counted, which make space for others.
     """
     _check_kind(run_dir)
     there = (path for folder in ("checkpoints", "model") for path in (run_dir / folder).rglob("*"))

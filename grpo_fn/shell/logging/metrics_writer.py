@@ -1,7 +1,6 @@
 """MetricsWriter: metrics.jsonl and TensorBoard under the same names, rewound exactly on resume; and its null object."""
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,14 +11,9 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from grpo_fn.core.display_text import CONTROL
+from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.core.json_lines import step_lines
 from grpo_fn.shell.atomic_io import to_json, write_bytes
-
-# Everything markdown or HTML could act on: ASCII punctuation. Letters, digits and other scripts are left readable.
-ACTIVE = re.compile(r"[!-/:-@\[-`{-~]")
-BREAKS = re.compile(r"\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
-UNPRINTABLE = re.compile(rf"{CONTROL.pattern}|[\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
 class MetricsWriter(AbstractContextManager):
@@ -140,15 +134,6 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
     cells = [columns, *([row.get(name, "") for name in columns] for row in rows)]
     lines = ["| " + " | ".join(markdown_cell(str(value)) for value in line) + " |" for line in cells]
     return "\n".join([lines[0], "|" + " --- |" * len(columns), *lines[1:]])
-
-
-def markdown_cell(text: str) -> str:
-    """A table cell that renders as `text`, up to white space: no markup, no HTML, no link, no image, no table bar.
-
-    Line breaks become <br>, control characters and lone surrogates U+FFFD.
-    """
-    lines = (UNPRINTABLE.sub("\ufffd", line) for line in BREAKS.split(text))
-    return "<br>".join(ACTIVE.sub(lambda match: f"&#{ord(match[0])};", line) for line in lines)
 
 
 class NullLogger(AbstractContextManager):

@@ -56,7 +56,7 @@ class Stopwatch:
 
 
 class ErrorContext(AbstractContextManager):
-    """Adds the step, the phase and the rank to whatever is raised inside, and tells the world where it is."""
+    """Adds step, phase and rank to whatever is raised inside, and keeps the world's record of where it is."""
 
     def __init__(self, world: World, step: int, clock: Stopwatch) -> None:
         self.world, self.step, self.clock = world, step, clock

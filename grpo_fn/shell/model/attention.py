@@ -26,7 +26,7 @@ from grpo_fn.shell.model.attention_layout import Layout, Window
 
 OURS = "+rows"  # behind the name of what stood there before
 EAGER = "eager"
-# What models tell attention besides, none of which changes what it computes. A layout says more than positions do.
+# What models pass to attention besides, none of which changes what it computes. A layout says more than positions do.
 IDLE = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict"}
 )

@@ -245,7 +245,7 @@ def byte_tokenizer(*, chat: bool) -> PreTrainedTokenizerBase:
 def make_random(shape: Shape, path: Path, *, seed: int, chat: bool) -> None:
     """Write a model that knows nothing, with a tokenizer that can spell anything: to try a pipeline on real data.
 
-    Raises ValueError when the shape's vocabulary has no room for the 256 bytes and the special tokens.
+    Raises ValueError when the shape's vocabulary cannot hold the 256 bytes and the special tokens.
     """
     tokenizer = byte_tokenizer(chat=chat)
     if shape.vocabulary < len(tokenizer):

@@ -1,7 +1,7 @@
 """Rewards in worker processes that can be killed: nothing a model writes hangs or crashes the run.
 
-The parent alone keeps the time. A worker answers row by row; one that is late, dies or talks nonsense is killed and
-replaced, and only the row it was working on becomes None.
+The parent alone keeps the time. A worker answers row by row; one that is late, dies or sends a malformed reply is
+killed and replaced, and only the row it was working on becomes None.
 """
 
 import pickle
@@ -60,8 +60,7 @@ class RewardJob:
 
     def __init__(self, fn: RewardFn, deadline: float, report: Callable[[Loss], None] = ignore_loss) -> None:
         self.fn, self.payload, self.report = fn, by_name(fn), report
-        own = seconds_of(fn)
-        self.deadline = deadline if own is None else own
+        self.deadline = seconds_of(fn, deadline)
         self.waiting: deque[PoolRow] = deque()  # not yet with a worker
         self.left = time.monotonic()  # when the pool last looked after its workers
         self._line: deque[PoolRow] = deque()  # outcome not yet taken

@@ -132,7 +132,7 @@ class StreamingRewards:
         return [self._found[payload][row].value for row in asked]
 
     def _judged(self, fn: RewardFn, *columns: Any) -> list[Outcome]:
-        """The pool tells of losses by itself."""
+        """The pool reports losses by itself."""
         return [outcome._replace(loss=None) for outcome in self.pool.judge(fn, *columns)]
 
     # -- who is at which row

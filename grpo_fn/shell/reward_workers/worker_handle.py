@@ -115,7 +115,7 @@ class WorkerHandle:
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self.outgoing = b""  # its end of standard output tells the rest
+            self.outgoing = b""  # the end of its standard output says the rest
 
     def replies(self) -> Iterator[list[Any]]:
         """The complete replies that have come in, one by one: those before a malformed one still count.

@@ -145,7 +145,7 @@ class AsyncSampler:
         self._queue.extend(unpack_batch(batch, self.version, self.world.device) for batch in drained)
 
     def figures(self) -> dict[str, float]:
-        """What there is to tell since it was last asked, the sampler's own included.
+        """Messages since the last call, the sampler's own included.
 
         `generation/staleness` and `generation/staleness_max` of the batches that were used, in versions, and
         `generation/wait_seconds`, for which the steps waited for them.

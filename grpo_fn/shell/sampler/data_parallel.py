@@ -37,7 +37,7 @@ class DataParallelSampler:
     """A sampler of which every rank has one: each samples its share of the problems, and all see every row.
 
     A row depends on (weights, prompt, key, uid, g) alone, so it does not matter which rank samples it. `probe` is asked
-    after every `load` whether sampler and policy agree; what it tells is among the figures.
+    after every `load` whether sampler and policy agree; what it finds is among the figures.
     """
 
     sampler: Any
@@ -67,7 +67,7 @@ class DataParallelSampler:
         self.sampler.rest()
 
     def figures(self) -> dict[str, float]:
-        """What there is to tell since it was last asked."""
+        """Messages since the last call."""
         figures = {**self._probe_figures, **self.sampler.figures()}
         self._probe_figures.clear()
         return figures

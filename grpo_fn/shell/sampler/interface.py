@@ -150,7 +150,7 @@ class InferenceEngine(Protocol):
         """The device is wanted for training: hold as little of it as possible until the next push."""
 
     def figures(self) -> dict[str, float]:
-        """What there is to tell since it was last asked, for the metrics."""
+        """Figures since the last call, for the metrics."""
 
     def close(self) -> None:
         """The engine is not needed any more."""
@@ -173,7 +173,7 @@ def positions(config: PretrainedConfig) -> int | None:
 def check_lengths(
     problems: Sequence[Problem], prompts: Sequence[Sequence[int]], *, max_new_tokens: int, limit: int | None
 ) -> None:
-    """Raise ValueError, naming the problem, for an empty prompt and for one that leaves no room for its completion."""
+    """Raise ValueError, naming the problem, for an empty prompt and one that leaves no tokens for its completion."""
     for problem, ids in zip(problems, prompts, strict=True):
         if not ids:
             raise ValueError(f"got problem {problem.uid} whose prompt has no tokens; wanted at least one")

@@ -118,7 +118,7 @@ def strongest_isolation(limits: Limits) -> AbstractContextManager[Cell]:
 
 
 def check_runner(runner: Callable[[Program], Ran]) -> None:
-    """Check that `runner`, which is `run_program` with its knobs, tells right from wrong here. Costs one program's run.
+    """Check that `runner`, `run_program` with its knobs, can judge a program here. Costs one program's run.
 
     Raises ValueError or RuntimeError that says what is amiss.
     """

@@ -165,7 +165,7 @@ class ColocatedEngine:
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("push: got an engine that keeps cached prefixes of the old weights")
             held = self._held()
-            # If that differs, was it ever to be recognised? The model folder tells.
+            # If that differs, was it ever to be recognised? The model folder shows it.
             known = held == coming.sent or self._opened == self._in_folder()
         receipt = WeightReceipt(version, coming.sent, held if known else None)
         verify_receipt(receipt)

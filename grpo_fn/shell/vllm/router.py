@@ -106,7 +106,7 @@ class Router:
                     member.busy -= 1
 
     def _oldest(self, member: ServerState, found: ServerCompletion, had: str) -> int:
-        """Version of the oldest token; `had` is what the server had when it was asked, for one that does not tell."""
+        """Version of the oldest token; `had` is what the server had when it was asked, for one that does not say it."""
         versions = [label.removeprefix(f"{self.newest.run}-") for label in found.versions or [had]]
         if strange := [one for one in versions if not one.isdigit()]:
             raise Unreachable(f"{member.server.url}: drew with weights {strange}, which are not this run's")

@@ -198,7 +198,7 @@ class VllmSampler:
         self.engine.rest()
 
     def figures(self) -> dict[str, float]:
-        """What the engine tells."""
+        """The engine's messages."""
         return self.engine.figures()
 
     def close(self) -> None:
@@ -234,7 +234,7 @@ class VllmSampler:
     def _on_answer(
         self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: EngineCompletion
     ) -> None:
-        """Tell of a row, on the one of the engine's ranks that has it among the rows that it will score."""
+        """Report a row, on the one of the engine's ranks that has it among the rows that it will score."""
         rows = len(problems) * group_size
         own = range(rows)[rank_share(rows, self.context.world.rank % self.ranks, self.ranks)]
         if p * group_size + g in own:

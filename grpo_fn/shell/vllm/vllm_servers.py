@@ -36,7 +36,7 @@ PAUSES = ("wait", "keep")
 
 
 class UpdatedServer(NamedTuple):
-    """What the rank that gives weights tells the others."""
+    """What the rank that gives weights sends to the others."""
 
     newest: NewestWeights
     receipt: WeightReceipt
@@ -109,7 +109,7 @@ class DedicatedEngine:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same requests bring the same tokens again, whatever else is asked for; the first push tells."""
+        """Whether the same requests bring the same tokens again, whatever else is asked; the first push shows it."""
         return self._swapper.repeatable
 
     @property

@@ -1,4 +1,4 @@
-"""Rows through a fixed number of slots: rows that end make room, rows that wait fill it.
+"""Rows through a fixed number of slots: rows that end free a slot, rows that wait take it.
 
 A prompt goes through the model once, when its first row gets a slot, and stays until its last row has ended. What has
 ended is looked at on the host every so many steps: until then a row that has ended goes on without effect.
@@ -148,7 +148,7 @@ class ContinuousBatching:
         return Shelf(first, slot, prefilled.spans.end, logits)
 
     def place(self, shelf: Shelf) -> None:
-        """As many of the shelf's rows as there is room for; then their first token is drawn."""
+        """As many of the shelf's rows as there are free slots; then their first token is drawn."""
         upto = (shelf.first + len(shelf.slot)) * self.group
         free = (~self.busy).nonzero()[: self.most - int(self.busy.sum()), 0]
         row = torch.arange(self.waiting, min(upto, self.waiting + len(free)))

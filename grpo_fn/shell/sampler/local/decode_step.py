@@ -124,7 +124,7 @@ class DecodeShape(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Room for a call: rows and prompts at once, tokens of the longest completion and the longest prompt."""
+    """Capacity for a call: rows and prompts at once, tokens of the longest completion and the longest prompt."""
 
     rows: int
     new: int
@@ -145,7 +145,7 @@ class DecodeEngine:
         self.at: tuple[int, ...] = ()
 
     def ready(self, need: Need, marks: Marks) -> None:
-        """Have at least that much room, for `need.new` tokens a row, and no row in it."""
+        """Have at least that capacity, for `need.new` tokens a row, and no row in it."""
         rows, prompts = self.sizes.rows(need.rows), self.sizes.rows(need.prompts)
         longest = self.sizes.columns(need.longest)
         if not self.fits(rows, prompts, longest, need.new, len(marks.ends)):

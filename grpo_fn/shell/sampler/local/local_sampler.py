@@ -145,7 +145,7 @@ class LocalSampler:
             self.held.engine.rest()
 
     def figures(self) -> dict[str, float]:
-        """There is nothing to tell."""
+        """There are no messages."""
         return {}
 
     def close(self) -> None:
