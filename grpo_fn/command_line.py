@@ -54,18 +54,20 @@ def launcher_command(ranks: int) -> str:
 def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
     """What `work` returns; 2 and one line for bad input, 74 for a full disk, 130 and `interrupted` for Ctrl-C.
 
-    An error with notes is no bad input: they are put on what is raised once work has begun, and it keeps its traceback.
+    An error with notes is no bad input: they are put on what is raised once work has begun, and it keeps its traceback;
+    a disk that is full by then is one line with the notes all the same.
     """
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         return work()
     except (ValueError, OSError) as error:
-        if getattr(error, "__notes__", None):
+        full, notes = getattr(error, "errno", None) in FULL, getattr(error, "__notes__", [])
+        if notes and not full:
             raise
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"{who}error: {escape_control(str(error))}", file=sys.stderr)
-        return EXIT_FULL if getattr(error, "errno", None) in FULL else EXIT_BAD_INPUT
+        print(f"{who}error: {escape_control('; '.join([str(error), *notes]))}", file=sys.stderr)
+        return EXIT_FULL if full else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -76,10 +76,10 @@ def hung(cache: Path, folder: Path, ranks: int, rank: int, place: str, executed:
     assert min(over.lasted(other) for other in range(ranks) if other != rank) > deadline / 2
 
 
-def failed(cache: Path, folder: Path, ranks: int, doom: Doom, *said: str) -> Job:
+def failed(cache: Path, folder: Path, ranks: int, doom: Doom, *said: str, code: int = 1) -> Job:
     """What a rank can say before it goes is said on all of them, and none was lost."""
     over = doomed(cache, folder, ranks, doom)
-    assert over.codes(0) == dict.fromkeys(range(ranks), 1), over.everything()
+    assert over.codes(0) == dict.fromkeys(range(ranks), code), over.everything()
     for rank in range(ranks):
         for text in (*said, f", rank {rank}"):
             assert text in over.said(0, rank), over.everything()
@@ -103,7 +103,7 @@ def test_nan_on_one_rank_stops_all_before_the_weights_are_touched(cache: Path, t
 
 def full(cache: Path, folder: Path, ranks: int, rank: int) -> None:
     doom = Doom(rank, PLANS["writing"], full_disk)
-    over = failed(cache, folder, ranks, doom, f"rank {rank}: no space left", "step_4", ", phase ")
+    over = failed(cache, folder, ranks, doom, f"rank {rank}: no space left", "step_4", ", phase ", code=74)
     assert resumed_after(over) == 2
 
 

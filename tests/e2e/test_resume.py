@@ -81,7 +81,7 @@ def test_a_log_that_cannot_be_written_ends_the_run_before_a_checkpoint_claims_it
 ) -> None:
     """Step 4 has a checkpoint, which waits for the log; after step 3 the next step raises it."""
     argv = command(cache, tmp_path / "run")
-    assert finish(argv, tmp_path / "out", FullDisk(step)) == 1
+    assert finish(argv, tmp_path / "out", FullDisk(step)) == 74
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(step))
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_2"]
     run, _ = interrupted(cache, tmp_path, [])
