@@ -62,6 +62,20 @@ def forks(problem, completion, *, disguise):
     return float(len(completion.text))
 
 
+def raises_as_it_is_loaded():
+    raise SystemError("<built-in function compile> returned NULL without setting an exception")
+
+
+class Unloadable:
+    """What importing a module under a small memory limit raises now and then, in the place of a MemoryError."""
+
+    def __call__(self, problem, completion):
+        return 1.0
+
+    def __reduce__(self):
+        return raises_as_it_is_loaded, ()
+
+
 def own_process(problem, completion):
     if completion.text == "bad":
         raise KeyError("boom")

@@ -249,7 +249,8 @@ class RewardPool:
                 case ["raised", place, str() as reason, str() as trace, float() as seconds] if _is_next(worker, place):
                     self._lose(worker, job, "exceptions", reason, seconds, trace)
                 case ["failed", str() as trace] if worker.loading:
-                    raise RewardError(f"{_name(job.fn)} could not be loaded in a reward worker:\n{trace}")
+                    where = f"a reward worker of {self.memory_mb} MB"  # too little memory raises more than MemoryError
+                    raise RewardError(f"{_name(job.fn)} could not be loaded in {where}:\n{trace}")
                 case ["importing", str() as package] if not worker.loading:
                     worker.importing = package
                     continue  # on the row's time

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pool_rewards import (
+    Unloadable,
     calls_so_far,
     forks,
     hands_on,
@@ -376,6 +377,12 @@ def test_a_memory_limit_that_nothing_can_start_under_is_named():
         pytest.raises(RuntimeError, match="16 MB"),
     ):
         pool.score(length_of_text, *asked("a"))
+
+
+def test_whatever_loading_a_reward_raises_is_shown_with_the_memory_limit(pool):
+    with pytest.raises(RewardError, match=r"(?s)could not be loaded in a reward worker of 1024 MB:.*SystemError"):
+        pool.score(Unloadable(), *asked("a"))
+    assert pool.score(length_of_text, *asked("ab")) == [2.0]
 
 
 @pytest.mark.parametrize(("knob", "value"), [("workers", 0), ("timeout_per_completion", 0.0), ("memory_mb", -1)])
