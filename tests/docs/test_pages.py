@@ -1,6 +1,9 @@
 """Pages that quote the program itself: their Python runs, and the tests that they name are there."""
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +18,16 @@ def test_the_python_of_a_page_runs_from_its_first_block_to_its_last(page: str, c
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     exec("\n".join(blocks), {"__name__": page})
+
+
+def test_the_notebook_runs_and_prints_what_it_shows() -> None:
+    """In a process of its own: here the types of arguments are checked before the functions see them."""
+    path = ROOT / "docs" / "library.ipynb"
+    code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    script = "\n".join("".join(cell["source"]) for cell in code)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(line for cell in code for out in cell["outputs"] for line in out["text"])
 
 
 def test_the_tests_that_a_page_names_exist() -> None:
