@@ -74,7 +74,7 @@ class Resolver:
         bound = reduce(dict.__or__, (self.bindings.knobs.get((prefix, ref.target), {}) for prefix in prefixes))
         left = () if trail else parameters.keys() - self.wanted
         bound = {knob: value for knob, value in bound.items() if knob not in left}
-        self.problems += missing(ref, label, bound, {*supplied, *left})
+        self.problems += [*missing(ref, label, bound, {*supplied, *left}), *not_taken(ref, label, supplied, trail)]
         by_knob = getattr(ref.target, "SUPPLIED", {}) if trail else self.supplied
         knobs = {k: self.value(bound[k], scope, by_knob.get(k, ()), (*trail, label)) for k in sorted(bound)}
         self.problems += [p for k, item in knobs.items() for p in type_problem(label, parameters.get(k), item)]
@@ -135,6 +135,17 @@ def missing(ref: Reference, label: str, bound: Collection[str], supplied: Collec
         yield f"@{label}(): got no value for {', '.join(data)}, wanted @{label} without (), for its caller to pass them"
     for name in sorted(set(bound) & set(supplied)):
         yield f"{label}: got a binding for {name}, wanted none, as the program passes it"
+
+
+def not_taken(ref: Reference, label: str, supplied: Collection[str], trail: tuple[str, ...]) -> Iterator[str]:
+    """Keyword parameters that the program passes to what is bound here, and that the function does not have."""
+    parameters = signature(ref.target)
+    names = [] if ref.call else [name for name in supplied if name not in parameters]
+    if names and parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        yield (
+            f"{label}: got a function of ({', '.join(parameters)}) in a knob of {trail[-1]}, which passes it "
+            f"{', '.join(names)}; wanted one that takes this too"
+        )
 
 
 def type_problem(label: str, parameter: Parameter | None, value: Any) -> Iterator[str]:

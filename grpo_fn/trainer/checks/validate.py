@@ -20,7 +20,6 @@ from grpo_fn.algo.step import from_trainer
 from grpo_fn.core.batch import count
 from grpo_fn.core.checks import check_positive
 from grpo_fn.core.partials import uses_of
-from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Gains, Policy, Reward, Rollout, Scores
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
@@ -30,6 +29,7 @@ from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_out import try_credit, try_objective, try_token_sampler
+from grpo_fn.trainer.checks.try_rewards import reward_parts, try_rewards
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
 from grpo_fn.trainer.sections import Settings, model_source
 
@@ -74,7 +74,9 @@ def validate(settings: Settings) -> ValidatedPlan:
     config = source.config()
     task = sample_tests(s.data.task(), s.evaluation.problems)
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
-    parts = reward_parts(s.rewards.reward, task.test[0])
+    parts, scored = reward_parts(s.rewards.reward, task.test[0])
+    try_rewards("sections.Rewards.reward", scored, task.test[0], s.rewards.pool)
+    try_rewards("sections.Evaluation.graders", s.evaluation.graders, task.test[0], s.rewards.pool)
     try_credit(algorithm, parts)
     check_credit(algorithm.credit, algorithm.group_size, parts)
     updates = algorithm.epochs * algorithm.minibatches
@@ -149,16 +151,6 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         [] if local else ["  nor counted: the sampler's engine, which has a share of the device or devices of its own"]
     )
     return [*replace(plan, arrangement=shape, memory=memory).lines(), *engine, *checked.task.notes]
-
-
-def reward_parts(reward: Callable[..., Reward], problem: Problem) -> list[str]:
-    """The names of a reward's parts, found by calling it on two empty completions whose scores are all 0."""
-    mask = torch.tensor([[False, True], [False, True]])
-    rollout = Rollout(mask.long(), mask, torch.zeros(2, 2), ~mask[:, 1], ("", ""))
-    found = reward((problem,), rollout, score=lambda fn, problems, completions: [0.0] * len(completions))
-    if not isinstance(found, Reward):
-        raise ValueError(f"reward: got {type(found).__name__} from sections.Rewards.reward, wanted a core.types.Reward")
-    return [*found.parts]
 
 
 def check_credit(credit: Credit, group_size: int, parts: Sequence[str]) -> None:
