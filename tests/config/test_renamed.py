@@ -73,6 +73,7 @@ KNOBS_SINCE = {
     "compute.deterministic": "False",
     "parallelism.compile.mode": "'default'",
     "policy.min_micro_batches": "1",
+    "sampling.max_total_tokens": "None",
 }
 # What recipes have otherwise since they say what their documents do; None: what was there is gone.
 _LORA: dict[str, str | None] = {
@@ -88,6 +89,8 @@ RECIPES_SINCE: dict[str, dict[str, str | None]] = {
     "math_k8s_16gpu-run": {
         "steps": "100",
         "checkpoints.keep_best": "5",
+        "sampling.max_total_tokens": "512",
+        "data.overlong_prompts": "@overlong.drop_both",
         "algorithm.credit.advantage": "@advantage.leave_one_out_others_std",
         "algorithm.credit.advantage.ddof": None,
         "rewards.reward.parts": "list[1]",

@@ -85,6 +85,7 @@ def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows
         token_sampler=partial(sampling.categorical, temperature=1.0),
         encode=partial(random_prompt, place.config.vocab_size, prompt),
         max_new_tokens=new,
+        max_total_tokens=None,
         stop=(),
         max_rows=rows,
         max_model_len=tokens,

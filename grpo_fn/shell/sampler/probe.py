@@ -47,7 +47,7 @@ class Probe:
         `max_positions` is the model's. Raises Mismatch when the mean is over `max_gap` or no number.
         """
         few = min(self.new_tokens, spread.sampler.max_new_tokens)
-        short = replace(spread.sampler, max_new_tokens=few, on_completion=None)
+        short = replace(spread.sampler, max_new_tokens=few, max_total_tokens=None, on_completion=None)
         prompt = self.prompt(short, None if max_positions is None else max_positions - few)
         problems = [Problem(uid, prompt, "", {}) for uid in range(spread.engines)]
         rollout = DataParallelSampler(short, spread.world).sample(problems, 1, key=key)
