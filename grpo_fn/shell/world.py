@@ -82,7 +82,7 @@ class World:
         return value
 
     def agree_at_length(self, f: Callable[[], T], *, what: str) -> T:
-        """As `agree`, for what may take the main rank longer than the deadline: the others hear that it goes on."""
+        """As `agree`, for what may take the main rank longer than the deadline: the others learn that it goes on."""
         if self.size == 1:
             return f()
         if not self.main:
