@@ -123,7 +123,7 @@ def test_bad_input_that_two_ranks_find_is_one_line(tmp_path: Path) -> None:
     done = run([SCRIPT, "--nproc=2", *given], environment(MODULE="grpo_fn.run"))
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert "got 'none' (str), wanted int" in line
+    assert "got 'none', wanted a gin value" in line
     assert not any(word in done.stderr for word in ("signal", "workers", "OMP_NUM_THREADS", "Traceback")), done.stderr
     assert not (tmp_path / "run").exists()
 
