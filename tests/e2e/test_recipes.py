@@ -408,8 +408,9 @@ def test_every_knob_that_its_table_names_is_one_of_the_recipe(name: str) -> None
     rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("|") and line.count("|") >= 4]
     named = {knob for row in rows for knob in documented(row) if knob.count(".") == 2}
     assert named <= known, named - known
-    for part in ("**Claim.**", "**Command.**", "**Result.**"):
+    for part in ("**Claim.**", "**Command.**", "**Result.**", "**What the document says that is not done here.**"):
         assert part in text, part
+    assert text.splitlines()[2].startswith("**If you ran** ")
 
 
 def knob_names(bindings: Any) -> set[str]:
