@@ -16,7 +16,7 @@ from pathlib import Path
 
 from grpo_fn.core.display_text import escape_control
 
-EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED = 2, 74, 130  # 74: EX_IOERR of sysexits.h
+EXIT_ERROR, EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED = 1, 2, 74, 130  # 74: EX_IOERR of sysexits.h
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries that warn of themselves as transformers imports them, before the first line of ours.
 QUIET = ("torchao", "torch.utils._pytree")

@@ -9,6 +9,7 @@ from grpo_fn.shell.checkpoint.run_dir import check_run, open_run
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.sampler.interface import EngineRefused as EngineRefused  # for the command line, which catches it
 from grpo_fn.shell.world import Elsewhere, LostRank, join_world, leave_lost
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.build import build
@@ -24,7 +25,10 @@ CHANGEABLE = ("parallelism", "logging", "health", "steps")
 
 
 def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
-    """Run `train` with the configured arguments; returns the exit code. Ends with EXIT_LOST when a rank is gone."""
+    """Run `train` with the configured arguments; returns the exit code. Ends with EXIT_LOST when a rank is gone.
+
+    Raises EngineRefused when an engine must not be sampled from.
+    """
     try:
         return train(RunRequest(**request), **kwargs)
     except (Elsewhere, LostRank) as error:

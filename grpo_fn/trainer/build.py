@@ -84,9 +84,8 @@ def build(
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
     report(sampler_line(s))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
-    probe = s.sampling.probe and partial(
-        s.sampling.probe, key=prng.fold_in(key, PROBING), max_positions=positions(checked.config)
-    )
+    asked = {"key": prng.fold_in(key, PROBING), "max_positions": positions(checked.config), "dtype": checked.dtype}
+    probe = s.sampling.probe and partial(s.sampling.probe, **asked)
     with closing(sampler), pool, streaming:
         yield TrainingRun(
             settings=s,

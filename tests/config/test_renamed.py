@@ -74,6 +74,9 @@ KNOBS_SINCE = {
     "parallelism.compile.mode": "'default'",
     "policy.min_micro_batches": "1",
     "sampling.max_total_tokens": "None",
+    "sampling.probe.draws": "128",
+    "sampling.probe.max_gap_float32": "0.001",
+    "sampling.probe.min_p_value": "1e-09",
 }
 # What recipes have otherwise since they say what their documents do; None: what was there is gone.
 _LORA: dict[str, str | None] = {
@@ -85,6 +88,7 @@ _LORA: dict[str, str | None] = {
 RECIPES_SINCE: dict[str, dict[str, str | None]] = {
     "gsm8k_lora_8gb-run": _LORA,
     "gsm8k_lora_8gb-one_card": _LORA,
+    "arithmetic_vllm": {"sampling.probe.max_gap": "0.05"},  # float32 has a limit of its own
     "qwen_math_2gpu-run": {"parallelism.compile.mode": "'max-autotune-no-cudagraphs'"},
     "math_k8s_16gpu-run": {
         "steps": "100",

@@ -71,7 +71,11 @@ class WeightReceipt(NamedTuple):
     held: Fingerprint | None
 
 
-class StaleEngine(RuntimeError):
+class EngineRefused(RuntimeError):
+    """An engine must not be sampled from: it ends a run with one line, which says all there is to know."""
+
+
+class StaleEngine(EngineRefused):
     """An engine holds other weights than it was sent."""
 
 
