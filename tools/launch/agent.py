@@ -199,12 +199,21 @@ def launched(args: Namespace, stop: Stop) -> int:
         # No worker was running: there was nothing to save, and the same command goes on.
         return verdict(stop.codes) if stop.codes else STOPPED
     except ChildFailedError as failed:
-        print(failed, file=sys.stderr)
+        print(failures(failed), file=sys.stderr)
         return verdict([failure.exitcode for failure in failed.failures.values()])
     except RendezvousError as lost:
         wanted = f"{args.nnodes} at {args.rdzv_endpoint or 'this host'}"
         print(f"error: got no rendezvous of the hosts ({lost}), wanted {wanted}", file=sys.stderr)
         return LOST
+
+
+def failures(failed: ChildFailedError) -> str:
+    """The ranks of this host that failed in one line, the first of them first."""
+    first, _ = failed.get_first_failure()
+    ranks = sorted(failed.failures, key=lambda rank: (rank != first, rank))
+    codes = {rank: failed.failures[rank].exitcode for rank in ranks}
+    ends = {rank: f"with {code}" if code >= 0 else f"by {signal.Signals(-code).name}" for rank, code in codes.items()}
+    return "error: " + ", ".join(f"rank {rank} ended {how}" for rank, how in ends.items()) + "; the first one says why"
 
 
 def grow_segments(env: MutableMapping[str, str]) -> None:
