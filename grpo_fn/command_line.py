@@ -10,14 +10,17 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from grpo_fn.core.display_text import escape_control
 
-EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED = 2, 74, 130  # 74: EX_IOERR of sysexits.h
+EXIT_ERROR, EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED = 1, 2, 74, 130  # 74: EX_IOERR of sysexits.h
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries that warn of themselves as transformers imports them, before the first line of ours.
 QUIET = ("torchao", "torch.utils._pytree")
+ERRORS = "GRPO_FN_ERRORS"  # environment variable with a folder of the launch: a file for each error that was said
 BINDINGS = "binding on top of the files; repeatable"
 
 
@@ -51,6 +54,25 @@ def launcher_command(ranks: int) -> str:
     return "python" if ranks == 1 else f"torchrun {hosts}--nproc-per-node {here}"
 
 
+def first_on_host(text: str) -> bool:
+    """Whether no other rank of this host has said this in this attempt; True outside of tools/launch/agent.py.
+
+    Args:
+        text: of an error.
+    """
+    folder = os.environ.get(ERRORS)
+    if folder is None:
+        return True
+    said = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {text}"
+    try:
+        os.close(os.open(Path(folder) / sha256(said.encode()).hexdigest(), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:  # the folder is gone: an error that is said twice is better than one that is not
+        return True
+    return True
+
+
 def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
     """What `work` returns; 2 and one line for bad input, 74 for a full disk, 130 and `interrupted` for Ctrl-C.
 
@@ -66,7 +88,9 @@ def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
         if notes and not full:
             raise
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"{who}error: {escape_control('; '.join([str(error), *notes]))}", file=sys.stderr)
+        text = "; ".join([str(error), *notes])
+        if first_on_host(text):
+            print(f"{who}error: {escape_control(text)}", file=sys.stderr)
         return EXIT_FULL if full else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)

@@ -13,7 +13,15 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code, launcher_command
+from grpo_fn.command_line import (
+    EXIT_ERROR,
+    add_gin_flags,
+    add_version_flag,
+    escape_control,
+    exit_code,
+    first_on_host,
+    launcher_command,
+)
 
 
 def flags() -> argparse.ArgumentParser:
@@ -74,7 +82,7 @@ def command_again(args: argparse.Namespace) -> str:
 
 
 def launch_training(args: argparse.Namespace) -> int:
-    """The run's exit code. Raises ValueError or OSError for bad input."""
+    """The run's exit code; an engine that is refused is one line. Raises ValueError or OSError for bad input."""
     if not args.dry_run and os.environ.get("RANK", "0") == "0":
         with suppress(OSError, ValueError):  # a console that is gone ends no run
             print(f"reading {', '.join(args.gin_file)}; the run folder is {args.run_dir}", flush=True)
@@ -84,15 +92,14 @@ def launch_training(args: argparse.Namespace) -> int:
     kwargs = config.kwargs()
     from grpo_fn import train
 
-    return train.launch(
-        kwargs,
-        config=config,
-        run_dir=args.run_dir,
-        dry_run=args.dry_run,
-        ranks=args.ranks,
-        hosts=args.hosts,
-        force=args.force,
-    )
+    request = {name: getattr(args, name) for name in ("run_dir", "dry_run", "ranks", "hosts", "force")}
+    try:
+        return train.launch(kwargs, config=config, **request)
+    except train.EngineRefused as error:  # where in the engine or the probe it was found out is no news to anyone
+        if first_on_host(str(error)):
+            notes = getattr(error, "__notes__", [])
+            print(f"error: {escape_control('; '.join([str(error), *notes]))}", file=sys.stderr, flush=True)
+        return EXIT_ERROR
 
 
 if __name__ == "__main__":

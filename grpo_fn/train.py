@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_fn.algo.step import Algorithm
-from grpo_fn.shell.checkpoint.run_dir import open_run
+from grpo_fn.shell.checkpoint.run_dir import check_run, open_run
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.sampler.interface import EngineRefused as EngineRefused  # for the command line, which catches it
 from grpo_fn.shell.world import Elsewhere, LostRank, join_world, leave_lost
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.build import build
@@ -16,6 +17,7 @@ from grpo_fn.trainer.checks.validate import check_this_machine, dry_run_lines, v
 from grpo_fn.trainer.loop import run_training
 from grpo_fn.trainer.run import RunRequest
 from grpo_fn.trainer.start_lines import report_start
+from grpo_fn.trainer.state import check_steps, has_progress
 
 # What may be another when a run goes on: over which devices the model is spread, what is recorded, what is complained
 # of, and how many steps there are; not what is computed in a step.
@@ -23,7 +25,10 @@ CHANGEABLE = ("parallelism", "logging", "health", "steps")
 
 
 def launch(kwargs: Mapping[str, Any], **request: Any) -> int:
-    """Run `train` with the configured arguments; returns the exit code. Ends with EXIT_LOST when a rank is gone."""
+    """Run `train` with the configured arguments; returns the exit code. Ends with EXIT_LOST when a rank is gone.
+
+    Raises EngineRefused when an engine must not be sampled from.
+    """
     try:
         return train(RunRequest(**request), **kwargs)
     except (Elsewhere, LostRank) as error:
@@ -96,6 +101,9 @@ def train(
     )
     plan = validate(settings)
     if request.dry_run:
+        if not request.force and has_progress(request.run_dir):
+            check_run(request.run_dir, config_text=request.config.text, fingerprint=request.config.fingerprint)
+        check_steps(request.run_dir, steps)
         lines = dry_run_lines(settings, plan, ranks=request.ranks, hosts=request.hosts)
         print(*lines, "", request.config.text, sep="\n")
         return 0

@@ -9,6 +9,8 @@
 # the server, default 8001), SHARE (of the card's memory that it has, default 0.15), READY_SECONDS (to start in, default
 # 900), and what tools/launch/torchrun.sh knows. The server's log is RUN_DIR.server.log. Exit codes: docs/cluster.md.
 set -euo pipefail
+# One host, whose two cards copy to one another over NVLink alone (docs/cluster.md).
+export NCCL_IB_DISABLE=${NCCL_IB_DISABLE:-1} NCCL_P2P_LEVEL=${NCCL_P2P_LEVEL:-NVL}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 run_dir=${RUN_DIR:-runs/qwen_math_2gpu}
 train=("$root/tools/launch/torchrun.sh" --nproc "${NPROC:-2}" --gin_file "$root/experiments/qwen_math_2gpu/run.gin"

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,9 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from grpo_fn.shell.background_worker import BackgroundWorker
+
 T = TypeVar("T")
 
 EXIT_LOST = 71  # EX_OSERR of sysexits.h: another rank is gone or does not answer; the run goes on from its checkpoint
+BEATS = 4  # messages within a deadline from a main rank that is at work while the others wait
 GRACE = 5.0  # seconds that the backend has to raise by itself, which says more, before the watching thread ends it
 
 
@@ -76,6 +80,22 @@ class World:
         if failure is not None:
             raise Elsewhere(f"rank 0: {failure}")
         return value
+
+    def agree_at_length(self, f: Callable[[], T], *, what: str) -> T:
+        """As `agree`, for what may take the main rank longer than the deadline: the others learn that it goes on."""
+        if self.size == 1:
+            return f()
+        if not self.main:
+            while self.exchange(None, what=what)[0]:
+                pass
+            return self.agree(f, what=what)
+        worker = BackgroundWorker(what, timeout=None)
+        making = worker.submit(f, what=what)
+        while not wait([making], timeout=self.deadline / BEATS).done:
+            self.exchange(True, what=what)
+        worker.shutdown(wait=False)
+        self.exchange(False, what=what)
+        return self.agree(making.result, what=what)
 
     def together(self, f: Callable[[], T], *, what: str) -> T:
         """What `f` returns on this rank, once it has returned on every rank; where it raised on one, all raise."""

@@ -1,8 +1,8 @@
 """Prompts that leave no tokens for a completion, in one signature: `(task, length, limit) -> (task, rows left out)`.
 
 `length` counts a prompt's tokens as the sampler will, and `limit` is the most that a prompt may have: the model's
-positions less `max_new_tokens`. A task that makes its problems as they are drawn has no rows to look at: one who has
-the key looks at its draws.
+positions less `max_new_tokens`, or one less than `max_total_tokens`. A task that makes its problems as they are drawn
+has no rows to look at: one who has the key looks at its draws.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,6 +95,6 @@ def _check(side: str, problems: Sequence[Problem], length: Length, limit: int) -
         longest = max(lengths)
         prompt = problems[lengths.index(longest)].prompt
         raise ValueError(
-            f"prompts: got {over} of {len(problems)} {side} ones over the {limit} tokens that max_new_tokens leaves of "
-            f"the model's positions, wanted none; the longest has at least {longest}: {prompt[:80]!r}"
+            f"prompts: got {over} of {len(problems)} {side} ones over the {limit} tokens that are left for a prompt "
+            f"(max_new_tokens, max_total_tokens), wanted none; the longest has at least {longest}: {prompt[:80]!r}"
         )

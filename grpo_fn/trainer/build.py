@@ -84,9 +84,8 @@ def build(
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
     report(sampler_line(s))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
-    probe = s.sampling.probe and partial(
-        s.sampling.probe, key=prng.fold_in(key, PROBING), max_positions=positions(checked.config)
-    )
+    asked = {"key": prng.fold_in(key, PROBING), "max_positions": positions(checked.config), "dtype": checked.dtype}
+    probe = s.sampling.probe and partial(s.sampling.probe, **asked)
     with closing(sampler), pool, streaming:
         yield TrainingRun(
             settings=s,
@@ -178,7 +177,7 @@ def open_and_prepare(
     # To be made, which takes time: not before the run folder is known to be ours.
     world.agree(enter_folder, what="opening the run folder")
     report("making the model, or finding it in its cache")
-    world.agree(checked.source.folder, what="making the model")
+    world.agree_at_length(checked.source.folder, what="making the model")
     report(looking)
     return world.together(prepare_here, what="looking at model and data")
 
@@ -228,6 +227,7 @@ def start_sampler(
         token_sampler=token_sampler,
         encode=data.encode_prompt,
         max_new_tokens=sampling.max_new_tokens,
+        max_total_tokens=sampling.max_total_tokens,
         max_rows=max_rows,
         stop=sampling.stop,
     )
@@ -294,6 +294,21 @@ def prompt_length(
     return len(encode(tokenizer, prompt))
 
 
+def prompt_limit(sampling: Sampling, max_positions: int | None) -> int | None:
+    """Most tokens that a prompt may have, None without a limit.
+
+    Raises ValueError for a `max_total_tokens` beyond the model's positions.
+    """
+    total = sampling.max_total_tokens
+    if total is None:
+        return None if max_positions is None else max_positions - sampling.max_new_tokens
+    if max_positions is not None and total > max_positions:
+        raise ValueError(
+            f"sections.Sampling.max_total_tokens: got {total}, wanted at most the model's {max_positions} positions"
+        )
+    return total - 1
+
+
 def prepare_data(
     source: hf.ModelSource,
     task: Task,
@@ -315,9 +330,9 @@ def prepare_data(
             f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, wanted at least one: is "
             "the prompt empty, or the folder without the tokenizer's files?"
         )
-    if max_positions is None:
+    limit = prompt_limit(sampling, max_positions)
+    if limit is None:
         return PreparedModel(folder, tokenizer, task)
-    limit = max_positions - sampling.max_new_tokens
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out
         overlong.refuse(task._replace(rows=tuple(drawn)), length, limit)
     return PreparedModel(folder, tokenizer, data.overlong_prompts(task, length, limit)[0])

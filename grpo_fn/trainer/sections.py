@@ -31,7 +31,7 @@ from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.tasks.task import Task
 
 # What the program passes to a sampler factory besides the context and the tokenizer.
-TO_SAMPLER = ("token_sampler", "encode", "max_new_tokens", "max_rows", "stop")
+TO_SAMPLER = ("token_sampler", "encode", "max_new_tokens", "max_total_tokens", "max_rows", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class Sampling:
     token_sampler: TokenSampler  # (logits, u, *, temperature) -> (token, log-prob)
     temperature: float  # of the sampler and of the trainer's log-probs
     max_new_tokens: int  # most tokens of a completion
+    max_total_tokens: int | None  # most tokens of a prompt and its completion together; None: no such limit
     stop: Sequence[str]  # texts that end a completion; the end-of-sequence token always does
     allow_biased: bool  # draws that are not from softmax(logits / temperature)
     max_staleness: int  # batches sampled ahead of the training; 0: none
@@ -78,6 +79,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_positive(max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
+        if self.max_total_tokens is not None and self.max_total_tokens < 2:
+            raise ValueError(
+                f"sections.Sampling.max_total_tokens: got {self.max_total_tokens}, wanted None or at least 2, for a "
+                "prompt and its completion"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,11 +55,12 @@ def rank_line(settings: Settings, world: World) -> str:
     compute, algo, parallelism = settings.compute, settings.algorithm, settings.parallelism
     shape = parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     mesh = " x ".join(f"{name} {size}" for name, size in zip(("replicate", "shard", "tensor"), shape, strict=True))
-    compile_, _ = function_and_knobs(parallelism.compile)
+    compile_, how = function_and_knobs(parallelism.compile)
+    blocks_ = f"{compile_.__name__} {how.get('mode', '')}".rstrip()
     rows = algo.prompts * algo.group_size
     return (
         f"rank {world.rank}  {socket.gethostname()}  {device_text(world.device)}  {mesh}"
-        f"{', offload' if parallelism.offload else ''}  {compute.dtype}, {compute.attention}, {compile_.__name__}  "
+        f"{', offload' if parallelism.offload else ''}  {compute.dtype}, {compute.attention}, {blocks_}  "
         f"{rows // (algo.minibatches * world.size)} of {rows // algo.minibatches} rows an update, at least "
         f"{settings.policy.min_micro_batches} micro-batch"
     )

@@ -68,7 +68,16 @@ EVALUATOR = {
 GONE = {"", "cadence", "evaluation", "policy"}  # values that only grouped knobs
 ADDED = {"", "evaluation.max_rows", *(name.lower() for name in ("Data", "Compute", "Sampling", "Rewards", "Policy"))}
 ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
-KNOBS_SINCE = {"compute.deterministic": "False", "policy.min_micro_batches": "1"}  # with values that change nothing
+# With values that change nothing.
+KNOBS_SINCE = {
+    "compute.deterministic": "False",
+    "parallelism.compile.mode": "'default'",
+    "policy.min_micro_batches": "1",
+    "sampling.max_total_tokens": "None",
+    "sampling.probe.draws": "128",
+    "sampling.probe.max_gap_float32": "0.001",
+    "sampling.probe.min_p_value": "1e-09",
+}
 # What recipes have otherwise since they say what their documents do; None: what was there is gone.
 _LORA: dict[str, str | None] = {
     "policy.min_micro_batches": "8",
@@ -79,9 +88,13 @@ _LORA: dict[str, str | None] = {
 RECIPES_SINCE: dict[str, dict[str, str | None]] = {
     "gsm8k_lora_8gb-run": _LORA,
     "gsm8k_lora_8gb-one_card": _LORA,
+    "arithmetic_vllm": {"sampling.probe.max_gap": "0.05"},  # float32 has a limit of its own
+    "qwen_math_2gpu-run": {"parallelism.compile.mode": "'max-autotune-no-cudagraphs'"},
     "math_k8s_16gpu-run": {
         "steps": "100",
         "checkpoints.keep_best": "5",
+        "sampling.max_total_tokens": "512",
+        "data.overlong_prompts": "@overlong.drop_both",
         "algorithm.credit.advantage": "@advantage.leave_one_out_others_std",
         "algorithm.credit.advantage.ddof": None,
         "rewards.reward.parts": "list[1]",

@@ -1,8 +1,13 @@
 """A stand-in for servers: a sampler with a module of its own, which may be asked while the policy trains."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from grpo_fn.core import sampling
 from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, local
 
@@ -21,3 +26,15 @@ def apart(context: SamplerContext, tokenizer: Any, **knobs: Any) -> Apart:
     module = hf.load_model(context.folder, dtype=context.dtype, device=context.world.device, attention="sdpa")
     one = local(replace(context, full_model=lambda: module), tokenizer, **knobs)
     return Apart(**vars(one))
+
+
+def cutting(context: SamplerContext, tokenizer: Any, *, token_sampler: Any, **knobs: Any) -> LocalSampler:
+    """A local sampler with a top-k of 3 of its own, which its log-probs do not show."""
+    return local(context, tokenizer, token_sampler=partial(three_likeliest, token_sampler), **knobs)
+
+
+def three_likeliest(token_sampler: Any, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws, with the log-probs of the whole distribution at temperature 1."""
+    cut = torch.where(logits < logits.topk(3).values[:, -1:], -torch.inf, logits)
+    token, _ = sampling.categorical(cut, u, temperature=1.0)
+    return token, logits.log_softmax(-1).gather(1, token[:, None])[:, 0]

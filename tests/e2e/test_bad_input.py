@@ -204,6 +204,35 @@ def test_no_space_left(cache: Path, tmp_path: Path) -> None:
     refused(command(cache, tmp_path / "run"), tmp_path, *said, doom=FullDisk(), wanted=74)  # the agent tries it again
 
 
+REFUSED = """
+from __gin__ import dynamic_registration
+
+from e2e import engines
+from grpo_fn.shell.sampler import probe
+from grpo_fn.trainer import sections
+
+sections.Sampling.sampler = @engines.cutting
+sections.Sampling.probe = @probe.Probe()
+probe.Probe:
+    prompt_tokens = 20
+    new_tokens = 4
+    max_gap = 0.05
+    max_gap_float32 = 1e-3
+    draws = 128
+    min_p_value = 1e-9
+"""
+
+
+def test_an_engine_that_is_refused_is_one_line_without_a_traceback(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "refused.gin").write_text(REFUSED)
+    argv = [*command(cache, tmp_path / "run"), "--gin_file", str(tmp_path / "refused.gin")]
+    assert finish(argv, tmp_path / "out") == 1, (tmp_path / "out").read_text()
+    said = (tmp_path / "out").read_text()
+    assert "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if "error: " in line]
+    assert line.startswith("error: engine 0 of 1: got draws that the policy's distribution makes with a chance of ")
+
+
 def test_a_run_folder_of_something_else_is_left_alone(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("all of it")

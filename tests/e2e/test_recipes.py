@@ -20,7 +20,9 @@ from e2e.running import TESTS, finish, metrics
 from launch.launching import Started, environment, program, run
 from published import published
 
+from grpo_fn.config import load_config
 from grpo_fn.shell import sandbox
+from grpo_fn.shell.checkpoint.run_dir import write_config
 from grpo_fn.shell.logging import rollout_store
 
 PROJECT = TESTS.parent
@@ -228,21 +230,52 @@ def test_the_job_goes_to_slurm_with_a_run_folder_that_the_next_one_finds(tmp_pat
     folder, *asked = (tmp_path / "asked").read_text().splitlines()
     assert folder == "runs/code_slurm_v100"
     script = asked.index("tools/launch/slurm.sbatch")
-    assert {"--nodes=1", "--gpus-per-node=2"} <= {*asked[:script]}
+    assert {"--nodes=1", "--gpus-per-node=2", "--mem=64G"} <= {*asked[:script]}
     file = "experiments/code_slurm_v100/run.gin"
     assert asked[script + 1 :] == ["--gin_file", file, "--gin_param", "MODEL=a b"]
+    more = {"GRES": "gpu:volta:4", "CONSTRAINT": "v100", "MEM": "0", "NODES": "2"}
+    assert run([launch], environment(tmp_path, **more), cwd=tmp_path).returncode == 0
+    _, *asked = (tmp_path / "asked").read_text().splitlines()
+    options = asked[: asked.index("tools/launch/slurm.sbatch")]
+    assert options[1:] == ["--nodes=2", "--mem=0", "--gres=gpu:volta:4", "--constraint=v100"]
+
+
+def test_a_job_of_another_configuration_is_refused_before_it_is_queued(model: Path, tmp_path: Path) -> None:
+    """More steps alone are queued; a dry run queues nothing."""
+    program(tmp_path, "sbatch", f'#!/usr/bin/env bash\necho "$@" >>"{tmp_path}/asked"\n')
+    given = [part for knob in (f"MODEL={model}", f"DATA={published('mbpp')}") for part in ("--gin_param", knob)]
+    folder = tmp_path / "run"
+    queued = partial(run, env=environment(tmp_path, RUN_DIR=str(folder)), cwd=tmp_path)
+    launch = [RECIPES / "code_slurm_v100" / "launch.sh", *given]
+    dry = queued([*launch, "--dry_run"])
+    assert dry.returncode == 0, dry.stderr
+    assert "memory, each of 2" in dry.stdout
+    assert not (tmp_path / "asked").exists()
+    config = load_config(["experiments/code_slurm_v100/run.gin"], given[1::2])
+    folder.mkdir()
+    write_config(folder, config.text, config.fingerprint, config.hparams)
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    for more in ([], ["--gin_param", "STEPS=80"]):
+        done = queued([*launch, *more])
+        assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "asked").read_text().splitlines()) == 2
+    done = queued([*launch, "--gin_param", "PROMPTS=32"])
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: got run folder {folder} of another configuration, wanted the same one")
+    assert len((tmp_path / "asked").read_text().splitlines()) == 2
 
 
 def test_the_launchers_of_one_host_start_what_they_say(tmp_path: Path) -> None:
     listen = f'if [[ $1 == *agent.py ]]; then printf "%s\\n" "$@" >"{tmp_path}/agent_args"; exit; fi'
     listening = program(tmp_path, "python", f'#!/usr/bin/env bash\n{listen}\nexec "{sys.executable}" "$@"\n')
     for name, ranks, files in (("qwen_math_2gpu", 2, 1), ("gsm8k_lora_8gb", 1, 2)):
-        done = run([RECIPES / name / "launch.sh", "--dry_run"], environment(PYTHON=str(listening)), cwd=tmp_path)
+        local = ["--gin_file", "engine/local.gin"]
+        done = run([RECIPES / name / "launch.sh", *local], environment(PYTHON=str(listening)), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         agent_args = (tmp_path / "agent_args").read_text().splitlines()
         assert f"--nproc-per-node={ranks}" in agent_args
-        assert agent_args[-3:] == ["--run_dir", f"runs/{name}", "--dry_run"]
-        named = [Path(agent_args[i + 1]) for i, word in enumerate(agent_args) if word == "--gin_file"]
+        assert agent_args[-4:] == ["--run_dir", f"runs/{name}", *local]
+        named = [Path(agent_args[i + 1]) for i, word in enumerate(agent_args[:-2]) if word == "--gin_file"]
         assert len(named) == files
         assert all(path.exists() and path.resolve().parent == RECIPES / name for path in named)
 
@@ -375,8 +408,9 @@ def test_every_knob_that_its_table_names_is_one_of_the_recipe(name: str) -> None
     rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("|") and line.count("|") >= 4]
     named = {knob for row in rows for knob in documented(row) if knob.count(".") == 2}
     assert named <= known, named - known
-    for part in ("**Claim.**", "**Command.**", "**Result.**"):
+    for part in ("**Claim.**", "**Command.**", "**Result.**", "**What the document says that is not done here.**"):
         assert part in text, part
+    assert text.splitlines()[2].startswith("**If you ran** ")
 
 
 def knob_names(bindings: Any) -> set[str]:

@@ -58,6 +58,7 @@ def job(folder: Path, *, nodes: str = "localhost,node-b", **more: str) -> dict[s
         "FAKE": str(folder),
         "FAKE_NODES": nodes,
         "FAKE_STATE": "RUNNING",
+        "LOG_DIR": str(folder / "logs"),
         "FAKE_GPUS": "1",
         "FAKE_SHORT": "",
         "SLURM_JOB_ID": "4242",

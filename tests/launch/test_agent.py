@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from launch.launching import environment, run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tools.launch import agent
 
@@ -123,6 +124,15 @@ def stopped(program: str, number: int, grace: float) -> list[int]:
     finally:
         child.kill()
         child.communicate()
+
+
+def test_failures_are_one_line_and_the_first_comes_first() -> None:
+    ended = {0: (-15, 7), 1: (9, 5), 2: (1, 6)}  # rank: exit code, when
+    found = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, (code, _) in ended.items()}
+    for rank, (_, when) in ended.items():
+        found[rank].timestamp = when
+    said = agent.failures(ChildFailedError("worker.py", found))
+    assert said == "error: rank 1 ended with 9, rank 0 ended by SIGTERM, rank 2 ended with 1; the first one says why"
 
 
 def test_a_worker_that_is_asked_to_stop_is_waited_for() -> None:

@@ -99,6 +99,42 @@ def test_the_summary_says_what_the_job_was(slurm: Path) -> None:
     assert record["start"] <= record["end"]
 
 
+def test_the_jobs_folder_has_its_output_and_a_summary_with_the_trainings_figures(slurm: Path) -> None:
+    (slurm / "run").mkdir()
+    rows = [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "time/total": 3.0, "reward/mean": 0.5, "generation/tokens_per_second": 90.0},
+        {"step": 2, "time/total": 5.0, "reward/mean": 0.75, "generation/tokens_per_second": 80.0, "eval/accuracy": 0.5},
+        {"step": 3, "time/total": 4.0, "reward/mean": 0.625, "generation/tokens_per_second": 70.0},
+        {"step": 4, "time/total": 4.0, "reward/mean": 0.6, "generation/tokens_per_second": 70.0, "eval/accuracy": 0.5},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (slurm / "run" / "run.json").touch()
+    (slurm / "run" / "metrics.jsonl").write_text(text + '{"step": 5, "ti')
+    command = ["bash", slurm / "slurm_script", *flags(slurm)]
+    env = environment(slurm / "bin", **job(slurm, FAKE_CODE="75", FAKE_SHORT="yes", PORT="29777"))
+    done = run(command, env, cwd=slurm)
+    assert done.returncode == 75
+    assert summary(slurm / "run")["training"] == {
+        "steps": 4,
+        "seconds_a_step": 4.0,
+        "steps_an_hour": 900.0,
+        "tokens_a_second": 70.0,
+        "reward": 0.6,
+        "best_accuracy": 0.5,
+        "best_step": 2,
+    }
+    folder = slurm / "logs" / "grpo-4242"
+    said = (folder / "training_output.log").read_text()
+    assert "MASTER_ADDR=localhost MASTER_PORT=29777 is where the nodes meet" in said
+    assert sorted(said.splitlines()) == sorted((done.stdout + done.stderr).splitlines())
+    lines = dict(line.split(maxsplit=1) for line in (folder / "job_summary.txt").read_text().splitlines())
+    assert (lines["steps"], lines["best_step"], lines["exit_code"]) == ("4", "2", "75")
+    (slurm / "run" / "metrics.jsonl").write_text("[]\n" + text)
+    assert run(command, env, cwd=slurm).returncode == 75
+    assert "metrics.jsonl" in summary(slurm / "run")["training"]["error"]
+
+
 def test_the_record_is_written_though_slurm_repeats_its_signal(slurm: Path) -> None:
     hurried = "if [[ $1 == *job_summary.py ]]; then kill -TERM $$; fi"
     python = program(slurm, "python", f'#!/usr/bin/env bash\n{hurried}\nexec "{environment()["PYTHON"]}" "$@"\n')

@@ -118,6 +118,24 @@ def test_bad_input_of_the_trainer_is_not_tried_again(tmp_path: Path) -> None:
     assert done.stderr.count("wanted a gin file") == 1
 
 
+def test_bad_input_that_two_ranks_find_is_one_line(tmp_path: Path) -> None:
+    given = ["--gin_file", "run/arithmetic.gin", "--gin_param", "STEPS=none", "--run_dir", str(tmp_path / "run")]
+    done = run([SCRIPT, "--nproc=2", *given], environment(MODULE="grpo_fn.run"))
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert "got 'none', wanted a gin value" in line
+    assert not any(word in done.stderr for word in ("signal", "workers", "OMP_NUM_THREADS", "Traceback")), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_is_printed_once_for_all_ranks(tmp_path: Path) -> None:
+    given = ["--gin_file", "run/arithmetic.gin", "--dry_run", "--run_dir", str(tmp_path / "run")]
+    done = run([SCRIPT, "--nproc=4", *given], environment(MODULE="grpo_fn.run"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rows a step") == done.stdout.count("memory, each of 4") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_last_attempts_exit_code_is_the_ranks_that_failed(tmp_path: Path) -> None:
     done = run([SCRIPT, "--nproc=1", "--max-restarts=0", *flags(tmp_path, FAULT=9)], environment())
     assert done.returncode == 9, done.stderr

@@ -143,6 +143,7 @@ def test_alone_no_other_rank_is_asked():
     assert (one.rank, one.size, one.main) == (0, 1, True)
     assert one.exchange("x", what="") == ["x"]
     one.same(1, what="")
+    assert one.agree_at_length(int, what="") == 0
     assert one.agree(int, what="") == one.together(int, what="") == 0
     for ask in (one.agree, one.together):
         with pytest.raises(ValueError, match=r"^mine$"):
@@ -200,6 +201,32 @@ def test_who_waits_for_a_rank_that_is_gone_says_so_at_once(size):
         assert outcomes[rank].status == EXIT_LOST
         lost = rf"{LostRank.__name__}: rank {rank} of {size} lost another rank after \d+\.\d s in the verdicts: "
         assert re.search(lost, outcomes[rank].said)
+
+
+def at_length(world: World, deadline: float, raises: bool) -> tuple[str, str, Any]:
+    """The main rank is at it for longer than the deadline of a world of its own."""
+    small = World(world.rank, world.size, CPU, deadline=deadline)
+    ran = []
+
+    def f() -> int:
+        ran.append(world.rank)
+        time.sleep(3 * deadline)
+        if raises:
+            raise ValueError("got no disk")
+        return 10 + world.rank
+
+    outcome = outcome_of(small, partial(small.agree_at_length, f, what="making"))
+    small.exchange(None, what="the next thing")
+    return *outcome, ran
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_takes_the_main_rank_longer_than_the_deadline_is_waited_for(size):
+    for rank, (error, _, value, ran) in enumerate(crew(size).run(at_length, 1.0, False)):
+        assert (error, value, ran) == ("", 10, [0] * (rank == 0))
+    first, *others = crew(size).run(at_length, 1.0, True)
+    assert first[:2] == ("ValueError", "got no disk")
+    assert [other[:2] for other in others] == [(Elsewhere.__name__, "rank 0: got no disk")] * (size - 1)
 
 
 def stuck(here: World, rank: int, deadline: float) -> None:

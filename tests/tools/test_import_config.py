@@ -106,6 +106,7 @@ TRL = {
     "fp16": st.booleans(),
     "gradient_checkpointing": st.booleans(),
     "torch_compile": st.booleans(),
+    "torch_compile_mode": st.sampled_from([None, "default", "max-autotune"]),
     "fsdp": st.sampled_from(["", "full_shard auto_wrap", "shard_grad_op offload", ["no_shard"], True]),
     "save_steps": st.sampled_from([100, 0.1]),
     "eval_strategy": st.sampled_from(["no", "steps", "epoch"]),

@@ -1,11 +1,14 @@
 """A prompt far too long for the model is found out from its beginning; every other one is counted to its end."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from grpo_fn.config import load_config
 from grpo_fn.shell.model.tiny_model import byte_tokenizer
-from grpo_fn.trainer.build import BEGINNING, prompt_length
+from grpo_fn.trainer.build import BEGINNING, prompt_length, prompt_limit
+from grpo_fn.trainer.sections import Sampling, Settings
 
 TOKENIZER = byte_tokenizer(chat=False)
 
@@ -23,6 +26,29 @@ def test_a_prompt_fits_exactly_when_its_tokens_do(prompt, positions, characters)
     if exact <= positions:
         assert counted == exact
     assert prompt_length(TOKENIZER, prompt, encode=encode, max_positions=None) == exact
+
+
+def sampling(new: int, total: int | None) -> Sampling:
+    """The section, with these two limits."""
+    config = load_config(
+        ["run/arithmetic.gin"], [f"MAX_NEW_TOKENS={new}", f"sections.Sampling.max_total_tokens={total}"]
+    )
+    return Settings(**config.kwargs()).sampling
+
+
+@pytest.mark.parametrize(
+    ("new", "total", "positions", "most"),
+    [(8, None, None, None), (8, None, 64, 56), (8, 32, None, 31), (8, 32, 64, 31), (60, 64, 64, 63)],
+)
+def test_the_most_tokens_of_a_prompt(new: int, total: int | None, positions: int | None, most: int | None) -> None:
+    assert prompt_limit(sampling(new, total), positions) == most
+
+
+def test_a_total_beyond_the_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_total_tokens: got 65, wanted at most the model's 64 positions"):
+        prompt_limit(sampling(8, 65), 64)
+    with pytest.raises(ValueError, match=r"sections\.Sampling\.max_total_tokens: got 1, wanted None or at least 2"):
+        sampling(8, 1)
 
 
 def test_fifty_megabytes_are_not_tokenized() -> None:

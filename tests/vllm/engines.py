@@ -42,6 +42,7 @@ KNOBS = {
     "token_sampler": partial(categorical, temperature=1.0),
     "encode": encode_prompt,
     "max_new_tokens": 8,
+    "max_total_tokens": None,
     "stop": (),
     "max_rows": 64,
     "max_model_len": None,

@@ -189,6 +189,7 @@ def local(context: SamplerContext, *, prompt_tokens: int, new_tokens: int, max_r
         token_sampler=partial(sampling.categorical, temperature=1.0),
         encode=partial(random_prompt, context.config.vocab_size, prompt_tokens),
         max_new_tokens=new_tokens,
+        max_total_tokens=None,
         stop=(),
         max_rows=max_rows,
     )

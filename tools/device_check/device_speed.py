@@ -53,7 +53,7 @@ def train_large(setting: Setting) -> list[Figure]:
 
 def train_large_compiled(setting: Setting) -> list[Figure]:
     """1.5B, compiled blocks."""
-    return train(setting, sized(setting, QWEN_LARGE), goal=45.0, compile=blocks.torch_compile)
+    return train(setting, sized(setting, QWEN_LARGE), goal=45.0, compile=partial(blocks.torch_compile, mode="default"))
 
 
 class Work(NamedTuple):

@@ -30,11 +30,11 @@ def colocated(setting: Setting) -> list[Figure]:
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
     sampler = engine_in(bench.context(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
     spread = DataParallelSampler(sampler, bench.world)
-    probe = Probe(prompt_tokens=PROMPT, new_tokens=NEW, max_gap=0.1)
+    probe = Probe(prompt_tokens=PROMPT, new_tokens=NEW, max_gap=0.1, max_gap_float32=1e-3, draws=0, min_p_value=1e-9)
     key = prng.key(KEY, device="cpu")
     try:
         spread.load(bench.policy)  # raises StaleEngine where the fingerprints differ
-        first = probe(spread, bench.policy, key=key, max_positions=PROMPT + 2 * NEW)
+        first = probe(spread, bench.policy, key=key, max_positions=PROMPT + 2 * NEW, dtype=torch.bfloat16)
         verified = spread.figures()["engine/verified"]
         shallow = nap(sampler.engine)
         deep = freed(spread.rest)
@@ -48,7 +48,7 @@ def colocated(setting: Setting) -> list[Figure]:
             algo=bench.algo(4, SIZE),
             span=lambda _: nullcontext(),
         )
-        second = probe(spread, bench.policy, key=key, max_positions=PROMPT + 2 * NEW)
+        second = probe(spread, bench.policy, key=key, max_positions=PROMPT + 2 * NEW, dtype=torch.bfloat16)
     finally:
         spread.close()
     require(deep > 0, "sleep: got no memory back")
@@ -85,6 +85,7 @@ def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows
         token_sampler=partial(sampling.categorical, temperature=1.0),
         encode=partial(random_prompt, place.config.vocab_size, prompt),
         max_new_tokens=new,
+        max_total_tokens=None,
         stop=(),
         max_rows=rows,
         max_model_len=tokens,

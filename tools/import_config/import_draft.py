@@ -58,7 +58,7 @@ MODULES = {
     "grpo_fn": "train",
     "grpo_fn.algo": "advantage aggregation credit group_sampling importance kl losses masking objective step",
     "grpo_fn.rewards": "combine length math",
-    "grpo_fn.shell.model": "lora",
+    "grpo_fn.shell.model": "blocks lora",
     "grpo_fn.shell.policy": "fsdp mesh optimizer",
     "grpo_fn.shell.vllm": "vllm_sampler vllm_servers",
     "grpo_fn.trainer": "loop sections",

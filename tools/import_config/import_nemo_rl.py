@@ -155,13 +155,13 @@ def nemo_batches(key: Reader, draft: Draft) -> None:
         "step.Algorithm.group_size": group,
         "step.Algorithm.minibatches": parts,
     }
-    draft.knobs |= {"sections.Sampling.max_new_tokens": "%MAX_NEW_TOKENS"}
+    draft.knobs |= {"sections.Sampling.max_new_tokens": "%MAX_NEW_TOKENS", "sections.Sampling.max_total_tokens": total}
     draft.knobs["sections.PolicyUpdate.micro_tokens"] = micro * total
     draft.note(
         DIFFERS,
         "policy.max_total_sequence_length",
-        f"{total} tokens of prompt and completion there; here {longest} new tokens, and a prompt that leaves no space "
-        "for them in the model's positions is refused",
+        f"a prompt of {total} tokens or more is cut and has no loss there, and is refused here; "
+        "sections.Data.overlong_prompts = @overlong.drop_both leaves it out",
     )
     if key("grpo.use_dynamic_sampling", bool, False):
         draft.knobs["step.Algorithm.group_sampling"] = "@group_sampling.dynamic"

@@ -59,7 +59,7 @@ TRL_QUIET = [
     r"project|trackio_.*|disable_tqdm|remove_unused_columns|do_train|do_eval|do_predict|local_rank|save_strategy|save_only_model",
     r"save_safetensors|load_best_model_at_end|metric_for_best_model|greater_is_better|resume_from_checkpoint|full_determinism",
     r"ds3_gather_for_generation|per_device_eval_batch_size|eval_on_start|eval_delay|ignore_data_skip|wandb_.*|tf32|seed_.*",
-    r"gradient_checkpointing_kwargs.*|torch_compile_.*|include_.*|prediction_loss_only|skip_memory_metrics|use_cpu|no_cuda",
+    r"gradient_checkpointing_kwargs.*|torch_compile_backend|include_.*|prediction_loss_only|skip_memory_metrics|use_cpu|no_cuda",
 ]
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
 WEIGHTS = {"grpo": "sequence_mean", "dr_grpo": "constant_length", "dapo": "token_mean", "bnpo": "token_mean"}
@@ -305,6 +305,9 @@ def trl_device(key: Reader, draft: Draft) -> None:
     if key("bf16", bool, not half) and half:
         raise ValueError("got bf16 and fp16, wanted one of them")
     wanted = {"fp16": half, "bf16": key("bf16", bool, not half), "compiled": key("torch_compile", bool, False)}
+    mode = key("torch_compile_mode", str, None)
+    if wanted["compiled"] and mode is not None:
+        draft.knobs["blocks.torch_compile.mode"] = mode
     wanted["activation_checkpointing"] = key("gradient_checkpointing", bool, True)
     words = key("fsdp", (str, list, bool), "")
     if isinstance(words, bool):

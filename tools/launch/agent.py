@@ -11,20 +11,24 @@ starts them again when they end with 2, 75 or 76:
 - SIGTERM, SIGINT and SIGHUP are passed to the workers, which then have GRACE seconds (an environment variable, 120 when
   it is not set) to save; a second SIGINT kills them;
 - a worker that ends with 2, 75 or 76 ends the launch (worker.py signals it to the agent): trying again would not help.
+  Nothing is said of that, and an error that several ranks find is said once.
 
 And the ranks get a store of their own at every restart: torchrun shares its own with them, in which the addresses of
 the attempt before are still written, and the new ranks then call ports at which no process listens (pytorch#135712).
 """
 
 import contextlib
+import logging
 import os
 import re
 import signal
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 import psutil
@@ -38,6 +42,7 @@ FINAL = (BAD_INPUT, UNHEALTHY, STOPPED)  # said by one rank, true for all of the
 FINAL_EXIT = signal.SIGUSR1  # from a worker whose exit code is final
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AGENT = "GRPO_FN_AGENT"  # environment variable with the agent's process id, for worker.py
+ERRORS = "GRPO_FN_ERRORS"  # with a folder in which ranks note the errors that they have said, once a host
 OTHERS = 10.0  # seconds that the other workers of this host have to end by themselves after one's exit code was final
 POLL = 0.05
 STORE_GRACE = 10.0  # seconds beyond read_timeout that torch has to raise by itself, which says more
@@ -48,12 +53,13 @@ class Stop:
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
+        self.final = False  # whether a worker ended with a code that no retry changes
         self.codes: list[int] | None = None  # of the workers, negative for a signal; None until a stop is requested
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         workers = psutil.Process().children()
         if self.codes is None:
-            self.codes = []
+            self.codes, self.final = [], number == FINAL_EXIT
             self._let_end(workers, final_exit=number == FINAL_EXIT)
         elif number == signal.SIGINT:
             for worker in workers:
@@ -168,26 +174,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     os.environ[AGENT] = str(os.getpid())
+    if args.nproc_per_node.isdigit() and int(args.nproc_per_node) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, and warns of that in four lines
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     grow_segments(os.environ)
     stop = Stop(grace)
     for number in (*STOP_SIGNALS, FINAL_EXIT):
         signal.signal(number, stop)
     StoreWatch(read_timeout).start()
+    logging.getLogger("torch.distributed.elastic.agent.server.api").addFilter(lambda record: not stop.final)
+    with TemporaryDirectory(prefix="grpo_fn-errors-") as errors:
+        os.environ[ERRORS] = errors
+        return launched(args, stop)
+
+
+def launched(args: Namespace, stop: Stop) -> int:
+    """Run torchrun with its arguments; returns the exit code. `stop` knows how the workers ended."""
     try:
         torchrun.run(args)
         return 0
     except SignalException as left:
-        print(f"{left}; workers ended with {stop.codes}", file=sys.stderr)
+        if not stop.final:  # a worker has said why
+            print(f"{left}; workers ended with {stop.codes}", file=sys.stderr)
         # No worker was running: there was nothing to save, and the same command goes on.
         return verdict(stop.codes) if stop.codes else STOPPED
     except ChildFailedError as failed:
-        print(failed, file=sys.stderr)
+        print(failures(failed), file=sys.stderr)
         return verdict([failure.exitcode for failure in failed.failures.values()])
     except RendezvousError as lost:
         wanted = f"{args.nnodes} at {args.rdzv_endpoint or 'this host'}"
         print(f"error: got no rendezvous of the hosts ({lost}), wanted {wanted}", file=sys.stderr)
         return LOST
+
+
+def failures(failed: ChildFailedError) -> str:
+    """The ranks of this host that failed in one line, the first of them first."""
+    first, _ = failed.get_first_failure()
+    ranks = sorted(failed.failures, key=lambda rank: (rank != first, rank))
+    codes = {rank: failed.failures[rank].exitcode for rank in ranks}
+    ends = {rank: f"with {code}" if code >= 0 else f"by {signal.Signals(-code).name}" for rank, code in codes.items()}
+    return "error: " + ", ".join(f"rank {rank} ended {how}" for rank, how in ends.items()) + "; the first one says why"
 
 
 def grow_segments(env: MutableMapping[str, str]) -> None:

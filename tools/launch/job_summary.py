@@ -1,7 +1,8 @@
-"""Writes job_<id>_<restart>.json into a run folder: what a job of a batch system was, and how it ended.
+"""Writes job_<id>_<restart>.json into a run folder: what a job of a batch system was, how it ended and how far it came.
 
-Without torch, and without a word about the job's own figures: those are in metrics.jsonl and summary.json. Where the
-run never came to make its folder (bad input), the summary lies beside it: <run folder>.job_<id>_<restart>.json.
+Without torch. The figures are of metrics.jsonl: steps, seconds a step, tokens a second, the last reward, the best
+held-out accuracy. job_summary.txt in --job_dir says the same in lines. Where the run never came to make its folder (bad
+input), the summary lies beside it: <run folder>.job_<id>_<restart>.json.
 """
 
 import argparse
@@ -11,11 +12,13 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from grpo_fn.shell.atomic_io import write_json  # noqa: E402
+from grpo_fn.core.json_lines import step_lines  # noqa: E402
+from grpo_fn.shell.atomic_io import write_bytes, write_json  # noqa: E402
 
 
 def flags() -> argparse.ArgumentParser:
@@ -24,6 +27,7 @@ def flags() -> argparse.ArgumentParser:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("--job_dir", type=Path, required=True, help="folder of the job's output and job_summary.txt")
     parser.add_argument("--job_id", required=True)
     parser.add_argument("--job_name", required=True)
     parser.add_argument("--restart", type=int, required=True, help="how often the job has been queued again")
@@ -44,9 +48,41 @@ def commit() -> str | None:
         return None
 
 
+def training_figures(run_dir: Path) -> dict[str, Any]:
+    """How far a run has come, and how fast, by its metrics; empty where it has logged nothing.
+
+    Args:
+        run_dir: the run folder.
+
+    Returns:
+        steps, where it stopped; over all of them the mean seconds a step and the steps an hour; the last tokens a
+        second and mean reward; best_accuracy and best_step, where it was evaluated.
+
+    Raises:
+        ValueError: a broken line.
+    """
+    rows = [line.row for line in step_lines(run_dir / "metrics.jsonl", torn_end=True)]
+    if not rows:
+        return {}
+    found = {"steps": rows[-1]["step"]}
+    if seconds := [row["time/total"] for row in rows if row["step"] > 0 and "time/total" in row]:
+        mean = sum(seconds) / len(seconds)
+        found |= {"seconds_a_step": round(mean, 3), "steps_an_hour": round(3600 / mean, 1)}
+    for name, metric in (("tokens_a_second", "generation/tokens_per_second"), ("reward", "reward/mean")):
+        found |= {name: rows[-1][metric]} if metric in rows[-1] else {}
+    measured = [(row["eval/accuracy"], row["step"]) for row in rows if "eval/accuracy" in row]
+    if measured:
+        found["best_accuracy"], found["best_step"] = max(measured, key=lambda one: one[0])
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the summary; returns the exit code."""
     args = flags().parse_args(argv)
+    try:
+        training = training_figures(args.run_dir)
+    except ValueError as error:  # the record of the job is written all the same
+        training = {"error": str(error)}
     now = int(time.time())
     name = f"job_{args.job_id}_{args.restart}.json"
     inside = (args.run_dir / "run.json").exists()  # the trainer refuses a folder with files and without this one
@@ -64,8 +100,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "requeued": args.requeued == "yes",
         "command": args.command,
         "git_commit": commit(),
+        "training": training,
     }
     write_json(path, summary)
+    flat = {**summary, **summary.pop("training")}
+    lines = [f"{name:<16}{' '.join(value) if isinstance(value, list) else value}" for name, value in flat.items()]
+    args.job_dir.mkdir(parents=True, exist_ok=True)
+    write_bytes(args.job_dir / "job_summary.txt", "".join(f"{line}\n" for line in lines).encode())
     print(f"exit code {args.exit_code}; {path}", file=sys.stderr)
     return 0
 

@@ -5,7 +5,8 @@
 #
 # One rank per GPU that nvidia-smi lists; without it NPROC ranks, or one. CUDA_VISIBLE_DEVICES narrows the choice.
 # Environment: PYTHON (default .venv/bin/python, else python3), NPROC, MAX_RESTARTS (default 3), GRACE (seconds to save
-# after SIGTERM, default 120), MODULE (default grpo_fn.run). Exit codes: docs/cluster.md.
+# after SIGTERM, default 120), MODULE (default grpo_fn.run). --dry_run is printed once, for that number of ranks.
+# Exit codes: docs/cluster.md.
 set -euo pipefail
 
 fail() {
@@ -58,6 +59,11 @@ whole_number NPROC "$nproc" 1
 whole_number --max-restarts "$restarts" 0
 "$python" -c 'import importlib.util as i, sys; sys.exit(not (i.find_spec("torch") and i.find_spec("psutil")))' 2>/dev/null ||
   fail "got no torchrun from $python, wanted a Python with this project installed (make .venv/ready, or set PYTHON)"
+
+for word in "$@"; do
+  # Says what so many ranks would do, once, without starting them; --ranks of the user's own comes later and wins.
+  if [[ $word == --dry_run ]]; then exec "$python" -m "${MODULE:-grpo_fn.run}" --ranks "$nproc" "$@"; fi
+done
 
 exec "$python" "$root/tools/launch/agent.py" --standalone --nproc-per-node="$nproc" --max-restarts="$restarts" \
   -m "${MODULE:-grpo_fn.run}" "$@"

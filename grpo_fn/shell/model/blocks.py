@@ -120,13 +120,29 @@ def eager(block: nn.Module) -> None:
     """
 
 
-def torch_compile(block: nn.Module) -> None:
+# Of torch.compile; the first and the last capture no CUDA graphs.
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def torch_compile(block: nn.Module, *, mode: str) -> None:
     """Compile the block, sizes left open. A call of the sampler's, with its keys and values, runs as written.
 
     Args:
         block: a transformer block, changed in place.
+        mode: one of COMPILE_MODES. "reduce-overhead" and "max-autotune" capture a CUDA graph for every size that comes.
+
+    Raises:
+        ValueError: another mode.
     """
-    block.forward = CompiledForward(block.forward, _uncached, _compile)
+    check_compile_mode(mode)
+    block.forward = CompiledForward(block.forward, _uncached, partial(_compile, mode=mode))
+
+
+def check_compile_mode(mode: str) -> None:
+    """Raise ValueError for a mode that torch.compile has not."""
+    if mode not in COMPILE_MODES:
+        wanted = ", ".join(map(repr, COMPILE_MODES))
+        raise ValueError(f"blocks.torch_compile.mode: got {mode!r}, wanted one of {wanted}")
 
 
 def compile_for_decoding(block: nn.Module) -> None:
@@ -151,8 +167,8 @@ class CompiledForward:
         return CompiledForward(deepcopy(self.forward, memo), self.which, self.build)
 
 
-def _compile(function: Forward) -> Forward:
-    return torch.compile(function, dynamic=True)
+def _compile(function: Forward, *, mode: str) -> Forward:
+    return torch.compile(function, dynamic=True, mode=mode)
 
 
 class CompiledPart:
@@ -164,7 +180,7 @@ class CompiledPart:
 
     def __init__(self, function: Forward) -> None:
         self.function = function
-        self.fast: Forward | None = _compile(function)
+        self.fast: Forward | None = _compile(function, mode="default")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.fast is not None:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from grpo_fn.shell.model.blocks import blocks, torch_compile
+from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.shell.model.blocks import blocks, check_compile_mode, torch_compile
 from grpo_fn.shell.world import World
 
 REST, HOST = "rest", "host"
@@ -41,8 +42,11 @@ class Parallelism:
     collective_timeout: float  # seconds that a rank waits for the others
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what does not go together."""
-        if self.tp > 1 and torch_compile in (self.compile, getattr(self.compile, "func", None)):
+        """Raise ValueError for what does not go together, and for a mode that torch.compile has not."""
+        compile_block, knobs = function_and_knobs(self.compile)
+        if compile_block is torch_compile and "mode" in knobs:
+            check_compile_mode(knobs["mode"])
+        if self.tp > 1 and compile_block is torch_compile:
             raise ValueError(  # torch.compile runs into a recursion over DTensors of open sizes (2.13)
                 f"parallelism: got tp {self.tp} with compiled blocks, wanted eager ones (blocks.eager) or tp 1"
             )

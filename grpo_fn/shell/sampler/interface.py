@@ -36,6 +36,11 @@ class GenerationRequest(NamedTuple):
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
+    max_tokens: int | None = None  # of each completion; None: what `how` says
+
+    def fields(self, how: Mapping[str, Any]) -> dict[str, Any]:
+        """`how`, fields of vLLM's SamplingParams, with this request's own limit."""
+        return {**how} if self.max_tokens is None else {**how, "max_tokens": self.max_tokens}
 
 
 class EngineCompletion(NamedTuple):
@@ -66,7 +71,11 @@ class WeightReceipt(NamedTuple):
     held: Fingerprint | None
 
 
-class StaleEngine(RuntimeError):
+class EngineRefused(RuntimeError):
+    """An engine must not be sampled from: it ends a run with one line, which says all there is to know."""
+
+
+class StaleEngine(EngineRefused):
     """An engine holds other weights than it was sent."""
 
 
@@ -170,18 +179,35 @@ def positions(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def check_lengths(
-    problems: Sequence[Problem], prompts: Sequence[Sequence[int]], *, max_new_tokens: int, limit: int | None
-) -> None:
-    """Raise ValueError, naming the problem, for an empty prompt and one that leaves no tokens for its completion."""
+def completion_limits(
+    problems: Sequence[Problem],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    max_total_tokens: int | None,
+    positions: int | None,
+) -> list[int]:
+    """Most tokens of each prompt's completion: `max_new_tokens`, or what its prompt leaves of `max_total_tokens`.
+
+    Raises ValueError, naming the problem, for an empty prompt and one that leaves no tokens for its completion.
+    """
+    limits = []
     for problem, ids in zip(problems, prompts, strict=True):
         if not ids:
             raise ValueError(f"got problem {problem.uid} whose prompt has no tokens; wanted at least one")
-        if limit is not None and len(ids) + max_new_tokens > limit:
+        if max_total_tokens is not None and len(ids) >= max_total_tokens:
+            raise ValueError(
+                f"got problem {problem.uid} with {len(ids)} prompt tokens, wanted fewer than max_total_tokens "
+                f"{max_total_tokens}, which is for prompt and completion together"
+            )
+        limit = max_new_tokens if max_total_tokens is None else min(max_new_tokens, max_total_tokens - len(ids))
+        if positions is not None and len(ids) + limit > positions:
             raise ValueError(
                 f"got problem {problem.uid} with {len(ids)} prompt tokens and max_new_tokens "
-                f"{max_new_tokens}, wanted at most {limit} positions together"
+                f"{limit}, wanted at most {positions} positions together"
             )
+        limits.append(limit)
+    return limits
 
 
 def completion_of_row(tokenizer: PreTrainedTokenizerBase, completion: list[int], *, stopped: bool) -> Completion:

@@ -2,7 +2,8 @@
 
 A few tokens are drawn for a fixed prompt, by each engine, and the policy says what it makes of them. An engine with old
 weights in a corner of it (a tied head, a cache of prefixes), another temperature or another model is found out here,
-whatever its checksums say.
+whatever its checksums say. Then single tokens are drawn many times: one that leaves some out, with log-probs that are
+right, is found out by what it draws (draw_test.py).
 """
 
 from dataclasses import dataclass, replace
@@ -14,53 +15,111 @@ from torch import Tensor
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
+from grpo_fn.shell.sampler.draw_test import count_outside, p_value
+from grpo_fn.shell.sampler.interface import EngineRefused
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 12 + 30 = 42. "
+OPEN = (
+    "Say one word at random:",
+    "Once upon a time there was a",
+    "3, 1, 4, 1, 5, 9, 2, 6,",
+    "Ten animals: a",
+)  # to go on with
 CUT = 8  # characters that go at a time where the text is too long
 
 
-class Mismatch(RuntimeError):
-    """Sampler and policy do not give the same tokens the same log-probabilities."""
+class Mismatch(EngineRefused):
+    """Sampler and policy do not give the same tokens the same log-probabilities, or the same tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A check of an engine's log-probs against the policy's: prompt, completion and the largest gap that passes."""
+    """A check of an engine against the policy, its log-probs and what it draws: sizes, and the limits that pass."""
 
     prompt_tokens: int  # at least so many where the model has as many positions: longer than a block of cached prefixes
     new_tokens: int  # that each engine draws; `max_new_tokens` where that is less
-    max_gap: float  # mean |logp of the policy - logp of the sampler| that still passes, in nats
+    max_gap: float  # mean |logp of the policy - logp of the sampler| that still passes in 16 bits, in nats
+    max_gap_float32: float  # the same where both compute in float32
+    draws: int  # of the first token after each of four prompts, by each engine; 0: what is drawn is not tested
+    min_p_value: float  # of that test; the same for every push
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that make no probe."""
-        if self.prompt_tokens < 1 or self.new_tokens < 1 or not self.max_gap > 0:
+        if self.prompt_tokens < 1 or self.new_tokens < 1 or not (self.max_gap > 0 and self.max_gap_float32 > 0):
             raise ValueError(
                 f"probe: got prompt_tokens {self.prompt_tokens}, new_tokens {self.new_tokens}, max_gap {self.max_gap}, "
-                "wanted at least 1, at least 1, more than 0"
+                f"max_gap_float32 {self.max_gap_float32}, wanted at least 1, at least 1, more than 0, more than 0"
+            )
+        if self.draws < 0 or not 0 < self.min_p_value < 1:
+            raise ValueError(
+                f"probe: got draws {self.draws}, min_p_value {self.min_p_value}, wanted 0 or more, between 0 and 1"
             )
 
     def __call__(
-        self, spread: DataParallelSampler, policy: Policy, *, key: Tensor, max_positions: int | None
+        self,
+        spread: DataParallelSampler,
+        policy: Policy,
+        *,
+        key: Tensor,
+        max_positions: int | None,
+        dtype: torch.dtype,
     ) -> dict[str, float]:
-        """The gap's mean and maximum over the tokens of all engines. Every rank has to take part.
+        """The gap's mean and maximum over the tokens of all engines, the test's p-value. Every rank has to take part.
 
-        `max_positions` is the model's. Raises Mismatch when the mean is over `max_gap` or no number.
+        `max_positions` is the model's, `dtype` what both compute in. Raises Mismatch when the mean is over the limit or
+        no number, and when draws are as unlikely as less than `min_p_value`.
         """
+        figures = self.compare_log_probs(spread, policy, key=key, max_positions=max_positions, dtype=dtype)
+        return {**figures, **(self.compare_draws(spread, policy, key=key) if self.draws else {})}
+
+    def compare_log_probs(
+        self,
+        spread: DataParallelSampler,
+        policy: Policy,
+        *,
+        key: Tensor,
+        max_positions: int | None,
+        dtype: torch.dtype,
+    ) -> dict[str, float]:
+        """The gap's mean and maximum; raises Mismatch as the call does."""
+        limit, knob = (self.max_gap_float32, "_float32") if dtype == torch.float32 else (self.max_gap, "")
         few = min(self.new_tokens, spread.sampler.max_new_tokens)
-        short = replace(spread.sampler, max_new_tokens=few, on_completion=None)
+        short = replace(spread.sampler, max_new_tokens=few, max_total_tokens=None, on_completion=None)
         prompt = self.prompt(short, None if max_positions is None else max_positions - few)
         problems = [Problem(uid, prompt, "", {}) for uid in range(spread.engines)]
         rollout = DataParallelSampler(short, spread.world).sample(problems, 1, key=key)
         gap = (policy.logp(rollout) - rollout.logp_sampled).abs()
         rows = [gap[row][rollout.mask[row]] for row in range(spread.engines)]
         worst, mean = max(enumerate(float(row.mean()) for row in rows), key=lambda x: (x[1] != x[1], x[1]))
-        if not mean <= self.max_gap:
+        if not mean <= limit:
             raise Mismatch(
                 f"engine {worst} of {spread.engines}: got log-probs that are {mean:.3g} nats from the policy's "
-                f"in the mean of {len(rows[worst])} tokens, wanted at most {self.max_gap:g} (probe.Probe.max_gap): it "
-                "samples from other weights, another temperature or in a coarser precision; docs/engines.md"
+                f"in the mean of {len(rows[worst])} tokens, wanted at most {limit:g} (probe.Probe.max_gap{knob}): "
+                "it samples from other weights, another temperature or in a coarser precision; docs/engines.md"
             )
         return {"engine/probe_gap_mean": float(torch.cat(rows).mean()), "engine/probe_gap_max": float(gap.max())}
+
+    def compare_draws(self, spread: DataParallelSampler, policy: Policy, *, key: Tensor) -> dict[str, float]:
+        """The least likely engine's p-value; raises Mismatch as the call does."""
+        engines, sampler = spread.engines, spread.sampler
+        short = replace(sampler, max_new_tokens=1, max_total_tokens=None, on_completion=None)
+        # An engine has neighbouring problems; numbers that the first comparison does not use.
+        problems = [Problem(engines + i, OPEN[i % len(OPEN)], "", {}) for i in range(engines * len(OPEN))]
+        rollout = DataParallelSampler(short, spread.world).sample(problems, self.draws, key=key)
+        logp = policy.logp(rollout)[rollout.mask].view(engines, len(OPEN), self.draws)
+        tokens = rollout.tokens[rollout.mask].view(logp.shape)
+        values = [
+            p_value([count_outside(*pair) for pair in zip(*of_one, strict=True)])
+            for of_one in zip(tokens, logp, strict=True)
+        ]
+        worst, lowest = min(enumerate(values), key=lambda x: x[1])
+        if lowest < self.min_p_value:
+            raise Mismatch(
+                f"engine {worst} of {engines}: got draws that the policy's distribution makes with a chance of "
+                f"{lowest:.2g}, wanted at least {self.min_p_value:g} (probe.Probe.min_p_value): it leaves tokens out "
+                "(top-k, top-p, min-p), or draws at another temperature; docs/engines.md"
+            )
+        return {"engine/probe_draws_p_value": lowest}
 
     def prompt(self, sampler: object, max_positions: int | None) -> str:
         """A text of `prompt_tokens` tokens or a few more; of fewer where they do not fit."""

@@ -113,7 +113,7 @@ class ColocatedEngine:
         engine, done = self.llm.llm_engine, {}
         try:
             for name, (ask, seed) in rows.items():
-                engine.add_request(name, {"prompt_token_ids": [*ask.prompt]}, self._params(how, seed))
+                engine.add_request(name, {"prompt_token_ids": [*ask.prompt]}, self._params(ask.fields(how), seed))
             while len(done) < len(rows):
                 if (waited := time.monotonic() - started) > self.deadline:
                     raise TimeoutError(

@@ -69,7 +69,7 @@ class Router:
         what = f"{sum(len(ask.seeds) for ask in asks)} completions of {len(asks)} prompts"
 
         async def draw(i: int, j: int) -> EngineCompletion:
-            answer = await self._draw(asks[i].prompt, asks[i].seeds[j], how, what)
+            answer = await self._draw(asks[i].prompt, asks[i].seeds[j], asks[i].fields(how), what)
             on_answer(i, j, answer)
             return answer
 

@@ -29,8 +29,8 @@ from grpo_fn.shell.sampler.interface import (
     OnCompletion,
     SamplerContext,
     assemble,
-    check_lengths,
     check_limits,
+    completion_limits,
     completion_of_row,
     ignore_completion,
     never_stop,
@@ -52,6 +52,7 @@ def colocated_sampler(
     max_new_tokens: int,
     stop: Sequence[str],
     max_rows: int,
+    max_total_tokens: int | None,
     max_model_len: int | None,
     extra: Mapping[str, Any],
     allow_biased: bool,
@@ -71,7 +72,8 @@ def colocated_sampler(
         max_new_tokens: most tokens of a completion.
         stop: texts that end a completion.
         max_rows: rows decoded at once.
-        max_model_len: most tokens of prompt and completion together; None: the model's positions.
+        max_total_tokens: most tokens of a prompt and its completion together; None: no such limit.
+        max_model_len: positions that the engine has memory for; None: the model's.
         extra: further fields of vLLM's SamplingParams.
         allow_biased: True takes fields in `extra` that may bias the draws.
         tensor_parallel: neighbouring ranks that are one engine together.
@@ -87,6 +89,7 @@ def colocated_sampler(
         ValueError: before the engine is started, for what vLLM does not draw; where it does not open the model.
     """
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
+    asked += (context.on_completion, max_total_tokens)
     check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)
     how = arguments(
         context,
@@ -99,7 +102,7 @@ def colocated_sampler(
         detokenize=bool(stop),
     )
     engine = ColocatedEngine(context, how, deadline=generate_timeout)
-    return VllmSampler(engine, context, tokenizer, end_tokens(context, tokenizer), *asked, context.on_completion)
+    return VllmSampler(engine, context, tokenizer, end_tokens(context, tokenizer), *asked)
 
 
 def dedicated_sampler(
@@ -111,6 +114,7 @@ def dedicated_sampler(
     max_new_tokens: int,
     stop: Sequence[str],
     max_rows: int,
+    max_total_tokens: int | None,
     max_model_len: int | None,
     extra: Mapping[str, Any],
     allow_biased: bool,
@@ -126,7 +130,8 @@ def dedicated_sampler(
         max_new_tokens: most tokens of a completion.
         stop: texts that end a completion.
         max_rows: rows that `grpo_fn.eval` asks for at once; a server bounds by itself what it decodes at once.
-        max_model_len: most tokens of prompt and completion together; None: the model's positions.
+        max_total_tokens: most tokens of a prompt and its completion together; None: no such limit.
+        max_model_len: positions that the engine has memory for; None: the model's.
         extra: further fields of vLLM's SamplingParams.
         allow_biased: True takes fields in `extra` that may bias the draws.
         engine: (world, dtype) -> the client of the engine.
@@ -138,9 +143,10 @@ def dedicated_sampler(
         ValueError: for what vLLM does not draw, before there is an engine.
     """
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
+    asked += (context.on_completion, max_total_tokens)
     check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)
     made = engine(context.world, context.dtype)
-    return VllmSampler(made, context, tokenizer, end_tokens(context, tokenizer), *asked, context.on_completion)
+    return VllmSampler(made, context, tokenizer, end_tokens(context, tokenizer), *asked)
 
 
 def check_asked(
@@ -175,6 +181,7 @@ class VllmSampler:
     max_model_len: int | None
     extra: Mapping[str, Any]
     on_completion: OnCompletion | None = None  # called with every completion; an engine's ranks share them
+    max_total_tokens: int | None = None  # of a prompt and its completion together
     # Of the weights; other samplers on the same engine count on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
@@ -214,10 +221,15 @@ class VllmSampler:
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""
         prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
-        limit = min(filter(None, (positions(self.context.config), self.max_model_len)), default=None)
-        check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=limit)
+        limits = completion_limits(
+            problems,
+            prompts,
+            max_new_tokens=self.max_new_tokens,
+            max_total_tokens=self.max_total_tokens,
+            positions=min(filter(None, (positions(self.context.config), self.max_model_len)), default=None),
+        )
         seeds = row_seeds(key, [problem.uid for problem in problems], group_size)
-        asks = [GenerationRequest(tuple(ids), of_each) for ids, of_each in zip(prompts, seeds, strict=True)]
+        asks = [GenerationRequest(tuple(ids), *of_each) for ids, *of_each in zip(prompts, seeds, limits, strict=True)]
         on_answer = ignore_completion if self.on_completion is None else partial(self._on_answer, problems, group_size)
         answers = [
             answer for group in self.engine.generate(asks, how=self._how(), on_answer=on_answer) for answer in group

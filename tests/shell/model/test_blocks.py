@@ -3,6 +3,7 @@
 import copy
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from grpo_fn.shell.model import blocks as block_changes
 from grpo_fn.shell.model import lora
 from grpo_fn.shell.model.blocks import (
+    COMPILE_MODES,
     Change,
     CompiledForward,
     blocks,
@@ -27,6 +29,7 @@ from grpo_fn.shell.model.blocks import (
     torch_compile,
 )
 
+compile_block = partial(torch_compile, mode="default")
 ACTIVATIONS = [no_checkpointing, full_checkpointing, selective_checkpointing]
 IDS = torch.arange(22).reshape(2, 11)
 ADAPTERS = lora.LoRA(rank=2, alpha=4.0, dropout=0.5, targets="all-linear")
@@ -120,7 +123,7 @@ def test_so_it_is_with_adapters_and_their_dropout(name: str, change: Change) -> 
     assert_equal_runs(trained(changed(copy.deepcopy(plain), change)), wanted, 0.0)
 
 
-@pytest.mark.parametrize("change", [*ACTIVATIONS, eager, torch_compile])
+@pytest.mark.parametrize("change", [*ACTIVATIONS, eager, compile_block])
 def test_no_name_changes_and_a_copy_is_a_model_of_its_own(change: Change) -> None:
     plain = family("qwen2_tied")
     model = changed(copy.deepcopy(plain), change)
@@ -130,7 +133,7 @@ def test_no_name_changes_and_a_copy_is_a_model_of_its_own(change: Change) -> Non
     with torch.no_grad():
         for p in other.parameters():
             p.zero_()
-    if change is not torch_compile:  # the same there, shown without compiling twice
+    if change is not compile_block:  # the same there, shown without compiling twice
         assert torch.equal(forward(model), forward(plain))
         assert not forward(other).any()
     assert all(bound(block.forward).__self__ is block for block in blocks(other))
@@ -210,7 +213,7 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_untied", "gemma2_capped"])
 def test_a_compiled_model_computes_the_same_and_is_built_once_for_all_blocks_and_sizes(name: str) -> None:
-    plain, model = family(name), changed(family(name), torch_compile)
+    plain, model = family(name), changed(family(name), compile_block)
     before = recompilations()
     for rows, width in ((2, 11), (3, 7), (4, 9)):
         ids = torch.arange(rows * width).reshape(rows, width)
@@ -225,14 +228,45 @@ def test_a_compiled_model_computes_the_same_and_is_built_once_for_all_blocks_and
 def test_recomputing_goes_around_the_compiled_forward() -> None:
     plain, before = family("qwen2_tied"), recompilations().built
     for change in (full_checkpointing, selective_checkpointing):
-        model = changed(copy.deepcopy(plain), torch_compile, change)
+        model = changed(copy.deepcopy(plain), compile_block, change)
         assert all(isinstance(block.forward.args[0], CompiledForward) for block in blocks(model))
         assert_equal_runs(trained(model), trained(plain), 1e-6)
     assert recompilations().built > before  # once: both run the same code inside
 
 
+@pytest.mark.parametrize("mode", COMPILE_MODES)
+def test_the_mode_is_what_torch_compile_is_given(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda function, **how: given.append(how) or function)
+    changed(family("qwen2_tied"), partial(torch_compile, mode=mode))
+    assert given == [{"dynamic": True, "mode": mode}] * len(blocks(family("qwen2_tied")))
+
+
+def test_the_modes_are_torchs_own() -> None:
+    assert set(COMPILE_MODES) <= importlib.import_module("torch._inductor").list_mode_options().keys()
+
+
+@pytest.mark.parametrize("mode", ["max_autotune", ""])
+def test_another_mode_is_refused(mode: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"torch_compile\.mode: got {mode!r}, wanted one of 'default', 'reduce-overhead'"
+    ):
+        block_changes.check_compile_mode(mode)
+
+
+@pytest.mark.slow
+def test_a_mode_that_tunes_computes_the_same() -> None:
+    plain, model = (
+        family("qwen2_tied"),
+        changed(family("qwen2_tied"), partial(torch_compile, mode="max-autotune-no-cudagraphs")),
+    )
+    before = recompilations().built
+    assert_equal_runs(trained(model), trained(plain), 1e-6)
+    assert recompilations().built > before
+
+
 def test_a_call_with_a_cache_runs_as_written() -> None:
-    plain, model = family("mistral"), changed(family("mistral"), torch_compile, full_checkpointing)
+    plain, model = family("mistral"), changed(family("mistral"), compile_block, full_checkpointing)
     before = recompilations()
     settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
     assert torch.equal(model.generate(IDS, **settings), plain.generate(IDS, **settings))
@@ -257,7 +291,7 @@ def mesh() -> object:
     [
         (full_checkpointing,),
         (selective_checkpointing,),
-        pytest.param((torch_compile, full_checkpointing), marks=pytest.mark.slow),
+        pytest.param((compile_block, full_checkpointing), marks=pytest.mark.slow),
     ],
 )
 def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...], mesh: object) -> None:
@@ -269,7 +303,7 @@ def test_hooks_of_fully_shard_stay_outside(changes: tuple[Change, ...], mesh: ob
     assert len(blocks(model)) == 2
     wanted, got = trained(plain), trained(model)
     got = (got[0], {name: grad.full_tensor() for name, grad in got[1].items()})
-    assert_equal_runs(got, wanted, 1e-6 if torch_compile in changes else 0.0)
+    assert_equal_runs(got, wanted, 1e-6 if compile_block in changes else 0.0)
 
 
 def test_attention_over_packed_rows_is_kept_by_selective_checkpointing():

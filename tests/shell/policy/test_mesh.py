@@ -48,6 +48,12 @@ def test_compiled_blocks_are_not_divided_by_tensor(execution):
     Parallelism(tp=2, compile=eager, **KNOBS)
 
 
+def test_a_mode_that_torch_compile_has_not_is_refused_with_the_section():
+    Parallelism(tp=1, compile=partial(torch_compile, mode="max-autotune"), **KNOBS)
+    with pytest.raises(ValueError, match=r"blocks\.torch_compile\.mode: got 'fastest', wanted one of 'default'"):
+        Parallelism(tp=1, compile=partial(torch_compile, mode="fastest"), **KNOBS)
+
+
 def group_timeouts(world: World) -> list[float]:
     """Of how the seconds that each group of a mesh waits differ from the world's; a mesh takes 30 minutes by itself."""
     knobs = {**KNOBS, "dp_shard": 1, "dp_replicate": "rest"}

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from fakes import MODELS, VOCABULARY, problem, qwen2_tied, tokenizer
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from policies import local
 from torch import Tensor, nn
 
@@ -356,6 +356,37 @@ def test_a_prompt_without_space_for_the_answer_names_its_problem():
     s = sampler(max_new_tokens=60)
     s.sample([problem(1, "a7a7")], 1, key=KEY)
     with pytest.raises(ValueError, match="got problem 3 with 5 prompt tokens and max_new_tokens 60, wanted at most 64"):
+        s.sample([problem(2, "a"), problem(3, "a7a7a")], 1, key=KEY)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@settings(max_examples=max(5, EXAMPLES // 10))
+@given(prompts, st.integers(1, 3), st.integers(10, 20), st.integers(1, 4))
+def test_no_row_is_longer_than_the_total_and_one_that_it_cuts_is_truncated(name, texts, group_size, total, max_rows):
+    """A row is the one without the bound, cut where it meets it."""
+    reported: list[tuple[int, bool]] = []
+    asked = problems(texts)
+    assume(max(len(encode_prompt(tokenizer(), text)) for text in texts) < total)
+    bounded = sampler(name=name, max_rows=max_rows, max_total_tokens=total)
+    bounded = replace(bounded, on_completion=lambda problem, done: reported.append((done.length, done.truncated)))
+    whole = sampler(name=name).sample(asked, group_size, key=KEY)
+    rollout = bounded.sample(asked, group_size, key=KEY)
+    cut = 0
+    for b, (tokens, free) in enumerate(zip(completions(rollout), completions(whole), strict=True)):
+        space = total - len(encode_prompt(tokenizer(), texts[b // group_size]))
+        assert tokens == free[:space]
+        assert bool(rollout.truncated[b]) == (len(free) > space or bool(whole.truncated[b]))
+        cut += len(free) > space
+    assert int(rollout.truncated.sum()) >= cut
+    drawn, truncated = rollout.mask.sum(-1).tolist(), rollout.truncated.tolist()
+    assert sorted(reported) == sorted(zip(drawn, truncated, strict=True))
+
+
+def test_a_prompt_that_leaves_nothing_of_the_total_names_its_problem():
+    s = sampler(max_total_tokens=5)
+    assert s.sample([problem(1, "a7a7")], 2, key=KEY).mask.sum(-1).tolist() == [1, 1]
+    wanted = "got problem 3 with 5 prompt tokens, wanted fewer than max_total_tokens 5"
+    with pytest.raises(ValueError, match=wanted):
         s.sample([problem(2, "a"), problem(3, "a7a7a")], 1, key=KEY)
 
 

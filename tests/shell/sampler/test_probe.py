@@ -9,7 +9,7 @@ import torch
 from fakes import MODELS, VOCABULARY, tokenizer
 from hypothesis import given, settings
 from policies import CPU, local
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_fn.core import prng, sampling
 from grpo_fn.shell.model.hf import bare_prompt
@@ -20,7 +20,7 @@ from grpo_fn.shell.world import alone
 
 KEY = prng.key(3, device="cpu")
 POSITIONS = 64
-PROBE = Probe(prompt_tokens=20, new_tokens=8, max_gap=1e-3)
+PROBE = Probe(prompt_tokens=20, new_tokens=8, max_gap=0.05, max_gap_float32=1e-3, draws=64, min_p_value=1e-9)
 
 
 def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
@@ -31,7 +31,7 @@ def sampler(model: nn.Module, temperature: float = 0.7) -> LocalSampler:
 def asked(
     spread: DataParallelSampler, policy: object, probe: Probe = PROBE, positions: int | None = POSITIONS
 ) -> dict[str, float]:
-    return probe(spread, policy, key=KEY, max_positions=positions)
+    return probe(spread, policy, key=KEY, max_positions=positions, dtype=torch.float32)
 
 
 def model(name: str = "qwen2_tied") -> nn.Module:
@@ -76,7 +76,7 @@ def test_log_probs_that_are_no_numbers_are_noticed():
 
 @given(wanted=st.integers(1, 80), positions=st.none() | st.integers(24, 64), new=st.integers(1, 30))
 def test_the_prompt_is_as_long_as_asked_for_where_there_is_space(wanted, positions, new):
-    probe = Probe(prompt_tokens=wanted, new_tokens=new, max_gap=1.0)
+    probe = replace(PROBE, prompt_tokens=wanted, new_tokens=new)
     ids = bare_prompt(tokenizer(), probe.prompt(sampler(model()), positions))
     assert len(ids) >= min(wanted, 1 if positions is None else positions - 12)
     assert positions is None or len(ids) <= positions
@@ -99,7 +99,48 @@ def test_after_every_load_and_among_the_figures():
     assert calls == [policy, policy]
 
 
-@pytest.mark.parametrize("odd", [{"prompt_tokens": 0}, {"new_tokens": 0}, {"max_gap": 0.0}, {"max_gap": float("nan")}])
+def test_the_limit_follows_the_dtype():
+    """A temperature a few hundredths off: far more than float32 rounds, and what 16 bits may be apart."""
+    same = model()
+    spread = DataParallelSampler(sampler(same, temperature=0.69), alone(CPU))
+    with pytest.raises(Mismatch, match=r"wanted at most 0\.001 \(probe\.Probe\.max_gap_float32\)"):
+        asked(spread, local(same, temperature=0.7))
+    figures = PROBE(spread, local(same, temperature=0.7), key=KEY, max_positions=POSITIONS, dtype=torch.bfloat16)
+    assert 1e-3 < figures["engine/probe_gap_mean"] < 0.05
+
+
+def draws_of_the_first(kept: int, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """From the likeliest tokens alone, with the log-probs of the whole distribution."""
+    logits = logits / 0.7
+    cut = torch.where(logits < logits.topk(kept).values[:, -1:], -torch.inf, logits)
+    token, _ = sampling.categorical(cut, u, temperature=1.0)
+    return token, logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_tokens_that_are_never_drawn_are_noticed(name):
+    same = model(name)
+    cutting = replace(sampler(same), token_sampler=partial(draws_of_the_first, 20))
+    with pytest.raises(
+        Mismatch, match=r"engine 0 of 1: got draws .* \(probe\.Probe\.min_p_value\): it leaves tokens out"
+    ):
+        asked(DataParallelSampler(cutting, alone(CPU)), local(same))
+    silent = asked(DataParallelSampler(cutting, alone(CPU)), local(same), replace(PROBE, draws=0))
+    assert silent["engine/probe_gap_max"] < 1e-4
+    whole = replace(sampler(same), token_sampler=partial(draws_of_the_first, VOCABULARY))
+    assert asked(DataParallelSampler(whole, alone(CPU)), local(same))["engine/probe_draws_p_value"] > 1e-9
+
+
+@pytest.mark.parametrize("odd", [{"draws": -1}, {"min_p_value": 0.0}, {"min_p_value": 1.0}])
+def test_numbers_that_make_no_test_of_draws_are_refused(odd):
+    with pytest.raises(ValueError, match="probe: got draws"):
+        replace(PROBE, **odd)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"max_gap_float32": 0.0}, {"prompt_tokens": 0}, {"new_tokens": 0}, {"max_gap": 0.0}, {"max_gap": float("nan")}],
+)
 def test_numbers_that_make_no_probe_are_refused(odd):
     with pytest.raises(ValueError, match="probe: got prompt_tokens"):
         replace(PROBE, **odd)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import MODELS, VOCABULARY, problem, tokenizer
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from torch import Tensor
 
 from grpo_fn.core import prng
@@ -55,6 +55,7 @@ KNOBS = {
         "token_sampler": partial(categorical, temperature=1.0),
         "encode": encode_prompt,
         "max_new_tokens": 6,
+        "max_total_tokens": None,
         "stop": (),
     },
     **{"max_rows": 8, "max_model_len": None, "extra": {}, "allow_biased": False, "tensor_parallel": 1},
@@ -78,7 +79,7 @@ class Engine:
         self, asks: Sequence[GenerationRequest], *, how: Mapping[str, Any], on_answer: OnAnswer
     ) -> list[list[EngineCompletion]]:
         self.asked.append(([*asks], {**how}))
-        answers = [[self.answer(ask, seed, how["max_tokens"]) for seed in ask.seeds] for ask in asks]
+        answers = [[self.answer(ask, seed, ask.fields(how)["max_tokens"]) for seed in ask.seeds] for ask in asks]
         places = [(i, j) for i, row in enumerate(answers) for j in range(len(row))]
         for i, j in random.Random(len(places)).sample(places, len(places)):
             on_answer(i, j, answers[i][j])
@@ -171,6 +172,20 @@ def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: 
     assert found.text == wanted.text
     for got, due in zip(found[:-1], wanted[:-1], strict=True):
         assert torch.equal(got, due)
+
+
+@given(texts=prompts, group_size=st.integers(1, 3), total=st.integers(20, 40))
+def test_no_row_is_longer_than_the_total_and_one_cut_by_it_is_truncated(texts, group_size, total) -> None:
+    lengths = [len(encode_prompt(tokenizer(), text)) for text in texts]
+    assume(max(lengths) < total)
+    engine = Engine()
+    rollout = sampler(engine, max_total_tokens=total).sample(problems(texts), group_size, key=KEY)
+    ((asks, how),) = engine.asked
+    assert [ask.fields(how)["max_tokens"] for ask in asks] == [min(6, total - n) for n in lengths]
+    drawn = rollout.mask.sum(-1)
+    length = torch.tensor(lengths).repeat_interleave(group_size)
+    assert (drawn + length <= total).all()
+    assert torch.equal(rollout.truncated, drawn >= torch.minimum(torch.tensor(6), total - length))
 
 
 def test_the_engine_gets_ends_limits_and_how_to_draw() -> None:

@@ -80,6 +80,7 @@ class ContinuousBatching:
         engine: DecodeEngine,
         prompts: Sequence[list[int]],
         u: Float[Tensor, "R N"],
+        limit: Int[Tensor, "R"],
         *,
         token_sampler: TokenSampler,
         ends: Ends,
@@ -88,7 +89,7 @@ class ContinuousBatching:
         ended: Ended | None,
         check: Callable[[], None],
     ) -> None:
-        self.engine, self.prompts, self.u = engine, prompts, u
+        self.engine, self.prompts, self.u, self.limit = engine, prompts, u, limit
         self.token_sampler, self.stops, self.ended, self.check = token_sampler, ends.stops, ended, check
         self.group = len(u) // len(prompts)
         self.out, self.waiting = empty_rows(u, pad), 0  # rows before `waiting` have had a slot
@@ -156,18 +157,20 @@ class ContinuousBatching:
         self.busy[slot], self.row[slot], self.home[slot] = True, row, shelf.slot[prompt]
         self.start[slot], self.seen[slot] = shelf.length[prompt], 0
         there = [x.to(self.u.device) for x in (slot, row, shelf.length[prompt], prompt)]
-        self.begin(there[0], self.u[there[1]], there[2], shelf.logits[there[3]])
+        self.begin(*there[:3], shelf.logits[there[3]])
         self.waiting, self.shape, self.shelf = self.waiting + len(row), None, None
         if self.waiting < upto:
             last = prompt[-1:]
             logits = shelf.logits[last.to(self.u.device)]
             self.shelf = Shelf(shelf.first + int(last), shelf.slot[last], shelf.length[last], logits)
 
-    def begin(self, slot: Int[Tensor, "m"], u: Float[Tensor, "m N"], length: Int[Tensor, "m"], logits: Tensor) -> None:
-        """New rows in these slots, and their first token."""
+    def begin(self, slot: Int[Tensor, "m"], row: Int[Tensor, "m"], length: Int[Tensor, "m"], logits: Tensor) -> None:
+        """New rows in these slots, behind prompts of `length`, and their first token."""
         none, no = torch.zeros_like(length), torch.zeros(len(slot), dtype=torch.bool, device=slot.device)
         tokens, logp = (x[slot] for x in (self.engine.live.tokens, self.engine.live.logp))
-        new = Live(none, length, length.clone(), none.clone(), no, no.clone(), no.clone(), u, tokens, logp)
+        start, drawn = length.clone(), none.clone()
+        flags = (no, no.clone(), no.clone())
+        new = Live(none, length, start, drawn, self.limit[row], *flags, self.u[row], tokens, logp)
         draw(new, logits, self.token_sampler, self.engine.marks)
         for x, given in zip(self.engine.live, new, strict=True):
             x[slot] = given

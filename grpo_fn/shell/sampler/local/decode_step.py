@@ -45,6 +45,7 @@ class Live(NamedTuple):
     start: Int[Tensor, "S"]  # tokens of its prompt
     length: Int[Tensor, "S"]  # tokens whose keys and values are known, its prompt's included
     drawn: Int[Tensor, "S"]
+    limit: Int[Tensor, "S"]  # most tokens of its completion
     ended: Bool[Tensor, "S"]
     stopped: Bool[Tensor, "S"]  # it ended by itself
     suspect: Bool[Tensor, "S"]  # it may have completed a stop string since that was looked at
@@ -58,7 +59,7 @@ def empty_slots(count: int, new: int, device: torch.device) -> Live:
     number = partial(torch.zeros, dtype=torch.long, device=device)
     flag = partial(torch.zeros, count, dtype=torch.bool, device=device)
     u, logp = (torch.zeros(count, n, device=device) for n in (new, new + 1))
-    return Live(*(number(count) for _ in range(4)), ~flag(), flag(), flag(), u, number(count, new + 1), logp)
+    return Live(*(number(count) for _ in range(5)), ~flag(), flag(), flag(), u, number(count, new + 1), logp)
 
 
 class Marks(NamedTuple):
@@ -70,17 +71,17 @@ class Marks(NamedTuple):
 
 def draw(live: Live, logits: Float[Tensor, "S V"], token_sampler: TokenSampler, marks: Marks) -> None:
     """The next token of every row, from its own u; in place."""
-    limit = live.u.shape[1]
-    token, logp = token_sampler(logits, live.u.gather(1, live.drawn[:, None].clamp(max=limit - 1))[:, 0])
+    width = live.u.shape[1]
+    token, logp = token_sampler(logits, live.u.gather(1, live.drawn[:, None].clamp(max=width - 1))[:, 0])
     going = ~live.ended
-    at = torch.where(going, live.drawn, limit)[:, None]
+    at = torch.where(going, live.drawn, width)[:, None]
     live.tokens.scatter_(1, at, token[:, None])
     live.logp.scatter_(1, at, logp[:, None])
     live.token.copy_(token)
     live.drawn.add_(going)
     live.suspect.logical_or_(going & marks.suspect[token])
     live.stopped.logical_or_(going & marks.ends[token])
-    live.ended.logical_or_(live.stopped | (live.drawn >= limit))
+    live.ended.logical_or_(live.stopped | (live.drawn >= live.limit))
 
 
 def forward_step(

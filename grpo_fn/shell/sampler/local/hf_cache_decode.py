@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -20,6 +20,7 @@ def decode(
     model: nn.Module,
     prompts: Sequence[list[int]],
     u: Float[Tensor, "R N"],
+    limit: Int[Tensor, "R"],
     *,
     token_sampler: TokenSampler,
     ends: Ends,
@@ -30,14 +31,15 @@ def decode(
 ) -> DecodedRows:
     """Completions of every prompt. Whole groups share one prefill; a group that does not fit alone comes in pieces."""
     by_group = rearrange(u, "(p g) n -> p g n", p=len(prompts))
+    limits = rearrange(limit, "(p g) -> p g", p=len(prompts))
     group = by_group.shape[1]
     at_once, width = max(1, slots // group), min(group, slots)
     parts = []
     for i in range(0, len(prompts), at_once):
         for j in range(0, group, width):
-            taken = by_group[i : i + at_once, j : j + width]
+            taken = [x[i : i + at_once, j : j + width] for x in (by_group, limits)]
             some = list(prompts[i : i + at_once])
-            parts.append(batch(model, some, taken, token_sampler=token_sampler, ends=ends, pad=pad, check=check))
+            parts.append(batch(model, some, *taken, token_sampler=token_sampler, ends=ends, pad=pad, check=check))
             if ended is not None:
                 fields = (x.tolist() for x in (parts[-1].tokens, parts[-1].length, parts[-1].stopped))
                 for row, (tokens, n, stopped) in enumerate(zip(*fields, strict=True), i * group + j):
@@ -49,6 +51,7 @@ def batch(
     model: nn.Module,
     prompts: list[list[int]],
     u: Float[Tensor, "P G N"],
+    limit: Int[Tensor, "P G"],
     *,
     token_sampler: TokenSampler,
     ends: Ends,
@@ -57,7 +60,7 @@ def batch(
 ) -> DecodedRows:
     """Rows that begin together, padded on the left."""
     device, (group, new) = u.device, u.shape[1:]
-    u = rearrange(u, "p g n -> (p g) n")
+    u, limit = rearrange(u, "p g n -> (p g) n"), limit.flatten()
     stop = torch.tensor(ends.ids, device=device)
     ids = as_tokens(prompts, pad, device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -72,7 +75,7 @@ def batch(
         token, logp = token_sampler(logits, u[row, t])
         out.tokens[row, t], out.logp[row, t], out.length[row] = token, logp, t + 1
         out.stopped[row] = torch.isin(token, stop) | ends_with_stop(out.tokens[row, : t + 1], ends)
-        live = (~out.stopped[row]).nonzero()[:, 0]
+        live = (~out.stopped[row] & (t + 1 < limit[row])).nonzero()[:, 0]
         if not len(live) or t + 1 == new:
             break
         if len(live) < len(row):

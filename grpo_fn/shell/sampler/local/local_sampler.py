@@ -19,8 +19,8 @@ from grpo_fn.shell.sampler.interface import (
     OnCompletion,
     SamplerContext,
     assemble,
-    check_lengths,
     check_limits,
+    completion_limits,
     completion_of_row,
     never_stop,
     positions,
@@ -79,6 +79,7 @@ def local(
     max_new_tokens: int,
     stop: Sequence[str],
     max_rows: int,
+    max_total_tokens: int | None,
 ) -> "LocalSampler":
     """A sampler from a module in this process: no engine besides torch and transformers.
 
@@ -90,6 +91,7 @@ def local(
         max_new_tokens: most tokens of a completion.
         stop: texts that end a completion.
         max_rows: rows decoded at once; bounds the KV cache.
+        max_total_tokens: most tokens of a prompt and its completion together; None: no such limit.
 
     Returns:
         The sampler.
@@ -97,9 +99,8 @@ def local(
     Raises:
         ValueError: for limits below 1 and stop strings that would stop at once or letter by letter.
     """
-    return LocalSampler(
-        context.full_model(), tokenizer, token_sampler, encode, max_new_tokens, stop, max_rows, context.on_completion
-    )
+    asked = (token_sampler, encode, max_new_tokens, stop, max_rows, context.on_completion)
+    return LocalSampler(context.full_model(), tokenizer, *asked, max_total_tokens=max_total_tokens)
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class LocalSampler:
     max_rows: int  # rows decoded at once; bounds the KV cache
     on_completion: OnCompletion | None = None  # called with every row as soon as it has ended
     check: Callable[[], None] = never_stop  # called every few decode steps; what it raises ends them
+    max_total_tokens: int | None = None  # of a prompt and its completion together
     held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
     overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
@@ -160,20 +162,27 @@ class LocalSampler:
         """G completions of every problem. Row p * G + g draws from fold_in(key, uid, g) and from nothing else."""
         device = next(self.model.parameters()).device
         prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
-        check_lengths(problems, prompts, max_new_tokens=self.max_new_tokens, limit=positions(self.model.config))
+        limits = completion_limits(
+            problems,
+            prompts,
+            max_new_tokens=self.max_new_tokens,
+            max_total_tokens=self.max_total_tokens,
+            positions=positions(self.model.config),
+        )
+        limit = torch.tensor(limits, dtype=torch.long, device=device).repeat_interleave(group_size)
         uid = torch.tensor([p.uid for p in problems], device=device).repeat_interleave(group_size)
         g = torch.arange(group_size, device=device).repeat(len(problems))
         u = prng.uniform(
             prng.fold_in(key.to(device), uid, g), self.max_new_tokens, low=0.0, high=1.0, dtype=torch.float32
         )
         with self.held.alone:
-            decoded = self._decode(prompts, u, self._ended(problems, group_size))
+            decoded = self._decode(prompts, u, limit, self._ended(problems, group_size))
         completions = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
         drawn = torch.arange(self.max_new_tokens, device=device) < decoded.length[:, None]
         return assemble(self.tokenizer, prompts, completions, decoded.logp[drawn], decoded.stopped)
 
-    def _decode(self, prompts: list[list[int]], u: Tensor, ended: Ended | None) -> DecodedRows:
-        """Completions of every prompt, one for each row of u `[P G, N]`."""
+    def _decode(self, prompts: list[list[int]], u: Tensor, limit: Tensor, ended: Ended | None) -> DecodedRows:
+        """Completions of every prompt, one for each row of u `[P G, N]`, each of at most `limit` `[P G]` tokens."""
         size = self.model.config.get_text_config().vocab_size
         stops = self.held.scan_stops(self.tokenizer, self.stop, size)
         how = {
@@ -186,8 +195,8 @@ class LocalSampler:
         }
         made = self.held.decoder(self.model, u.device)
         if made is None:
-            return hf_cache_decode.decode(self.model, prompts, u, **how)
-        return ContinuousBatching(made, prompts, u, **how).run()
+            return hf_cache_decode.decode(self.model, prompts, u, limit, **how)
+        return ContinuousBatching(made, prompts, u, limit, **how).run()
 
     def _ended(self, problems: Sequence[Problem], group_size: int) -> Ended | None:
         """A function that calls `on_completion` for the row with that number; None without `on_completion`."""
