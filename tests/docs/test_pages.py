@@ -30,6 +30,17 @@ def test_the_notebook_runs_and_prints_what_it_shows() -> None:
     assert done.stdout == "".join(line for cell in code for out in cell["outputs"] for line in out["text"])
 
 
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_says_what_it_is_for_before_its_first_command_table_or_section(path: Path) -> None:
+    title, *rest = path.read_text().splitlines()
+    assert title.startswith("# ")
+    first = next(line for line in rest if line.strip())
+    assert re.match(r"[`\w]", first), first
+
+
 def test_the_tests_that_a_page_names_exist() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "issues.md").read_text())
     assert len(named) >= 17
