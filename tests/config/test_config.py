@@ -597,6 +597,9 @@ def test_the_default_run_folder_is_named_after_the_gin_file_and_the_time() -> No
 class FakeTrain:
     """In the place of grpo_fn.train: a root, and a launch that records or raises."""
 
+    class EngineRefused(RuntimeError):
+        """As an engine's guard raises it."""
+
     def __init__(self, launch: Callable[..., int]) -> None:
         self.train, self.SUPPLIED, self.launch = fm.root, fm.SUPPLIED, launch
 
@@ -640,6 +643,13 @@ def test_bad_input_is_a_message_and_a_failure_at_work_keeps_its_traceback(
         error.add_note("in step 3")
         raise error
 
+    def refuse_engine(*_: Any, **__: Any) -> int:
+        error = FakeTrain.EngineRefused("got other weights")
+        error.add_note("in step 3")
+        raise error
+
+    assert launched(monkeypatch, tmp_path, refuse_engine) == 1
+    assert capsys.readouterr().err == "error: got other weights; in step 3\n"
     assert launched(monkeypatch, tmp_path, refuse) == 2
     assert capsys.readouterr().err == "error: got no data\n"
     broken = ["--gin_param", "fm.root.task=@fm.broken_task()", "--gin_param", "fm.broken_task.size=7"]
