@@ -391,9 +391,9 @@ class Job:
         """Seconds from the stroke to a rank's end, in the first attempt."""
         return next(end.at for end in self.ends if (end.attempt, end.rank) == (0, rank)) - self.struck
 
-    def said(self, attempt: int, rank: int) -> str:
-        """What a rank printed."""
-        found = (self.folder / "logs").glob(f"*/attempt_{attempt}/{rank}/std*.log")
+    def said(self, attempt: int, rank: int, stream: str = "std*") -> str:
+        """What a rank printed, on both streams or on `stream` ("stdout", "stderr")."""
+        found = (self.folder / "logs").glob(f"*/attempt_{attempt}/{rank}/{stream}.log")
         return "\n".join(path.read_text() for path in sorted(found))
 
     def everything(self) -> str:

@@ -131,11 +131,11 @@ def test_another_strategy_goes_on_with_the_same_tokens(cache: Path, tmp_path: Pa
 
 
 def refused(over: Job, ranks: int, *said: str) -> None:
-    """Every rank ends with 2 and at most one line, which begins with its name and `error: `; some rank says it all."""
+    """Every rank ends with 2 and at most one line of errors, with its name; one a host says it, whichever was first."""
     codes = over.codes(0)
     assert 2 in codes.values(), over.everything()
     assert set(codes.values()) <= {2, -15}, over.everything()  # the first to go may take the others with it
-    lines = {rank: over.said(0, rank).strip() for rank in range(ranks)}
+    lines = {rank: over.said(0, rank, "stderr").strip() for rank in range(ranks)}
     reporting = [rank for rank, text in lines.items() if text]
     assert reporting
     for rank in reporting:
