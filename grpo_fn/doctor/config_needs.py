@@ -11,6 +11,7 @@ NEEDS = {
     "grpo_fn.shell.vllm": "vllm",
     "grpo_fn.shell.policy.optimizer.adamw_8bit": "torchao",
     "grpo_fn.shell.logging.tracker.wandb": "wandb",
+    "grpo_fn.shell.logging.tracker.trackio": "trackio",
 }
 
 

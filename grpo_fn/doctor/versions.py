@@ -68,6 +68,7 @@ PACKAGES = (
     Package("datasets", ">=3", (), extra="data"),
     Package("pyarrow", ">=17", (), extra="data"),
     Package("wandb", ">=0.31", (), extra="wandb"),
+    Package("trackio", ">=0.43", (), extra="trackio"),
 )
 
 TOPIC = "versions"

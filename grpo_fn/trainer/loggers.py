@@ -3,7 +3,6 @@
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from grpo_fn.analysis import health
@@ -12,6 +11,7 @@ from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter, NullLogger, rewind
+from grpo_fn.shell.logging.mirror_writer import MirrorWriter
 from grpo_fn.shell.logging.profiler import Profiler
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.policy import checksums
@@ -40,8 +40,9 @@ class RunLoggers:
 def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool) -> RunLoggers:
     """The run's console, writer and saver; the latter is the only one that every rank has."""
     run_dir, main = run.run_dir, run.world.main
-    mirrored = partial(stack.enter_context, run.settings.logging.mirror(run_dir))
-    run.world.agree(mirrored, what="opening the mirror")  # before the writer, whose events it follows
+    mirrors: list[MirrorWriter] = []  # one, on the main rank; it opens before the writer, whose events it may follow
+    opened = run.settings.logging.mirror(run_dir)
+    run.world.agree(lambda: mirrors.append(stack.enter_context(opened)), what="opening the mirror")
     if main:
         rewind(run_dir / checksums.FILE, 0 if first else start + 1)
     profiler = Profiler(run_dir / "tensorboard", run.world, run.settings.logging.profile_steps)
@@ -50,7 +51,7 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
     if main:
         grader = grader_names(run.settings.evaluation.graders)[0]
         console = Console(run_dir / "log.txt", run.settings.steps, start, grader=grader)
-        writer = open_writer(run_dir, run.world, start_step=0 if first else start + 1)
+        writer = open_writer(run_dir, run.world, *mirrors, start_step=0 if first else start + 1)
     return RunLoggers(
         console=stack.enter_context(console),
         writer=stack.enter_context(writer),
@@ -64,9 +65,10 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
     )
 
 
-def open_writer(run_dir: Path, world: World, *, start_step: int) -> AsyncWriter:
+def open_writer(run_dir: Path, world: World, mirror: MirrorWriter, *, start_step: int) -> AsyncWriter:
     """The run's metrics and events, written beside the training."""
-    return AsyncWriter(MetricsWriter(run_dir, start_step=start_step), deadline=min(world.deadline, LOG))
+    writer = MetricsWriter(run_dir, start_step=start_step, mirror=mirror)
+    return AsyncWriter(writer, deadline=min(world.deadline, LOG))
 
 
 def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What a step shows of itself: rows for tables, its signal token by token, and the lens that every preset holds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import eval_store, rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
-from grpo_fn.shell.logging.metrics_writer import NullLogger, markdown_table
+from grpo_fn.shell.logging.metrics_writer import NullLogger
 from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.trainer import presets
 from grpo_fn.trainer.loggers import RunLoggers
@@ -88,7 +88,7 @@ def record(run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Ten
     writer.histogram(step, "generation/length", rollout.mask.sum(-1))
     writer.histogram(step, "loss/ratio", seen.ratio)
     if is_due(step, how.samples_every):
-        show(writer, step, "samples", sample_rows(seen, how.samples_rows))
+        writer.table(step, "samples", sample_rows(seen, how.samples_rows))
     if is_due(step, how.compare_presets_every):
         look("the lens", step, loggers.console, partial(record_presets, run, step, seen, gains, key, writer))
     if is_due(step, how.token_report_every) or (how.token_report_every and step == run.settings.steps):
@@ -117,7 +117,7 @@ def record_presets(
 ) -> None:
     """What every preset would have made of the step, as a table and their cosines."""
     rows, cosine = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key)
-    show(writer, step, "lens/presets", rows)
+    writer.table(step, "lens/presets", rows)
     writer.image(step, "lens/cosines", heat_map(cosine, cell=16))
 
 
@@ -127,7 +127,7 @@ def record_signal(run: TrainingRun, step: int, seen: Experience, gains: Gains, l
     path = run.run_dir / "signal" / f"step_{step}.html"
     write = partial(write_signal_page, path, run.run_dir, step, shown, note)
     writer.do(f"the signal of step {step}", partial(look, "the token page", step, loggers.console, write))
-    show(writer, step, "signal/strongest", token_report.strongest_tokens(shown, count=STRONGEST))
+    writer.table(step, "signal/strongest", token_report.strongest_tokens(shown, count=STRONGEST))
     writer.image(step, "signal/rows", token_report.signal_strip(shown, columns=COLUMNS, cell=CELL))
 
 
@@ -165,7 +165,7 @@ def step_checksums(run: TrainingRun, step: int, seen: Experience, noted: StepChe
 def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], rows: int, writer: AsyncWriter) -> None:
     """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
     eval_store.store_evaluation(run_dir / "eval", step, [one.row() for one in judged])
-    show(writer, step, "eval/samples", [one.display_fields() for one in judged[:rows]])
+    writer.table(step, "eval/samples", [one.display_fields() for one in judged[:rows]])
 
 
 def check_health(run: TrainingRun, step: int, loggers: RunLoggers) -> list[health.HealthFinding]:
@@ -187,7 +187,7 @@ def report_findings(found: Findings, step: int, loggers: RunLoggers) -> list[hea
     every = [*dict.fromkeys([*warned, *fatal])]
     for found in every:
         loggers.console.line(f"health, {found.rule}: {found.text}")
-    show(loggers.writer, step, "health", [found._asdict() for found in every])
+    loggers.writer.table(step, "health", [found._asdict() for found in every])
     return [*fatal]
 
 
@@ -201,9 +201,3 @@ def quote_loss(found: health.HealthFinding, losses: Sequence[str]) -> health.Hea
 def is_due(step: int, every: int) -> bool:
     """Whether something that happens every so many steps happens now; 0 is never."""
     return every > 0 and step % every == 0
-
-
-def show(writer: AsyncWriter | NullLogger, step: int, tag: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """Rows as a table in TensorBoard's text tab."""
-    if rows:
-        writer.text(step, tag, markdown_table(rows))

@@ -105,6 +105,12 @@ def wandb(argv: Sequence[str], place: Place, site: Site) -> None:
     assert "RUN_DIR/" + argv[2].partition("/")[2] in (ROOT / "grpo_fn/shell/logging/tracker.py").read_text(), argv
 
 
+def trackio(argv: Sequence[str], place: Place, site: Site) -> None:
+    """The project is the one that a run goes to."""
+    assert argv[1:3] == ["show", "--project"]
+    assert f'tracker.trackio.destination = "{argv[3]}:offline"' in (ROOT / "gin/base.gin").read_text(), argv
+
+
 def touch(argv: Sequence[str], place: Place, site: Site) -> None:
     """make's mark that an environment is ready, which was not made here."""
     assert argv[-1] in (".venv/ready", ".venv-vllm/ready"), argv
@@ -126,4 +132,5 @@ FOREIGN = {
     "scancel": (scontrol, "the same"),
     "touch": (touch, "marks what make would have made"),
     "wandb": (wandb, "would send, to an account"),
+    "trackio": (trackio, "would open a page and stay"),
 }

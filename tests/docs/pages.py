@@ -17,7 +17,20 @@ ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 # What makes a code span a command, and a block that is not fenced as sh one that should be. Names of scripts do, too.
 OURS = ("python", "python3", "python3.11", "pytest", "make", "torchrun", "tensorboard", "mkdocs", "ruff")
 OTHERS = ("pip", "pip3", "uv", "conda", "git", "docker", "kubectl", "sbatch", "srun", "scancel", "scontrol", "squeue")
-OTHERS += ("nvidia-smi", "wandb", "vllm", "hf", "huggingface-cli", "accelerate", "source", ".", "export", "cd", "echo")
+OTHERS += (
+    "nvidia-smi",
+    "wandb",
+    "trackio",
+    "vllm",
+    "hf",
+    "huggingface-cli",
+    "accelerate",
+    "source",
+    ".",
+    "export",
+    "cd",
+    "echo",
+)
 OTHERS += ("cat", "tail", "apt-get", "apt", "curl", "wget", "ssh", "bash", "sh", "dmesg", "kill", "rm", "mkdir", "cp")
 
 

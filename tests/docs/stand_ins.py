@@ -65,6 +65,7 @@ def programs(folder: Path) -> None:
     (folder / "serve.py").write_text(SERVE)
     (folder / "packages").mkdir()
     (folder / "packages" / "wandb.py").write_text(WANDB)
+    (folder / "packages" / "trackio.py").write_text(TRACKIO)
 
 
 def executable(path: Path, text: str) -> None:
@@ -108,16 +109,30 @@ server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Well)
 threading.Timer(float(os.environ["SERVED"]), os._exit, [0]).start()
 server.serve_forever()
 """
+TRACKIO = """
+from types import SimpleNamespace
+
+Histogram = Table = lambda *given, **named: None
+
+
+def init(*, project, name, resume, config, embed, auto_log_gpu, auto_log_cpu):
+    assert project == "grpo_fn" and resume == "allow" and config
+    return SimpleNamespace(log=lambda values, step: None)
+
+
+def finish():
+    pass
+"""
 WANDB = """
 from pathlib import Path
 from types import SimpleNamespace
 
 tensorboard = SimpleNamespace(patch=lambda root_logdir, save: Path(root_logdir).parts, unpatch=lambda: None)
-Settings = SimpleNamespace
+Settings = Table = SimpleNamespace
 
 
-def init(*, project, mode, id, resume, name, dir, config, sync_tensorboard, settings):
+def init(*, entity, project, mode, id, resume, name, dir, config, sync_tensorboard, settings):
     assert mode == "offline" and sync_tensorboard and config
     (Path(dir) / "wandb" / "stand-in").write_text(name)
-    return SimpleNamespace(finish=lambda exit_code: None)
+    return SimpleNamespace(finish=lambda exit_code: None, log=lambda values: None)
 """

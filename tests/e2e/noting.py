@@ -14,7 +14,7 @@ from grpo_fn.shell.logging import tracker as ours
 def mirror() -> ours.Mirror:
     """tracker.wandb, offline."""
     sys.modules["wandb"] = package()
-    return ours.wandb(project="tests", mode="offline")
+    return ours.wandb(destination="tests:offline")
 
 
 def package() -> ModuleType:
@@ -24,7 +24,7 @@ def package() -> ModuleType:
     watched: list[str] = []
     patch = lambda root_logdir, save: watched.append(root_logdir)  # noqa: E731
     module.tensorboard = SimpleNamespace(patch=patch, unpatch=watched.clear)  # type: ignore[attr-defined]
-    module.Settings = SimpleNamespace  # type: ignore[attr-defined]
+    module.Settings = module.Table = SimpleNamespace  # type: ignore[attr-defined]
 
     def init(*, dir: str, **settings: Any) -> SimpleNamespace:
         (path,) = watched
@@ -34,7 +34,7 @@ def package() -> ModuleType:
             **{k: v for k, v in settings.items() if k != "settings"},
         }
         (Path(dir) / "wandb" / f"opened-{os.environ.get('RANK')}-{os.getpid()}").write_text(json.dumps(note))
-        return SimpleNamespace(finish=lambda exit_code: None)
+        return SimpleNamespace(finish=lambda exit_code: None, log=lambda values: None)
 
     module.init = init  # type: ignore[attr-defined]
     return module

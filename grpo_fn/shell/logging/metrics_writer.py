@@ -14,16 +14,18 @@ from torch.utils.tensorboard.summary import hparams
 from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.core.json_lines import step_lines
 from grpo_fn.shell.atomic_io import to_json, write_bytes
+from grpo_fn.shell.logging.mirror_writer import MirrorWriter, Rows
 
 
 class MetricsWriter(AbstractContextManager):
-    """Writes `metrics.jsonl` and `tensorboard/` of a run folder.
+    """Writes `metrics.jsonl` and `tensorboard/` of a run folder, and gives figures and tables to its mirror.
 
     A step's number is that of the step just taken, counted from 0: after k steps a run resumes with `start_step=k`,
     and whatever was recorded for steps >= k is dropped from both. In metrics.jsonl NaN and infinities are null.
     """
 
-    def __init__(self, run_dir: Path, *, start_step: int) -> None:
+    def __init__(self, run_dir: Path, *, start_step: int, mirror: MirrorWriter | None = None) -> None:
+        self._mirror = mirror or MirrorWriter()
         rewind(run_dir / "metrics.jsonl", start_step)
         self._next = start_step
         self._lines = open(run_dir / "metrics.jsonl", "a", encoding="ascii")  # noqa: SIM115 - closed by close()
@@ -67,6 +69,7 @@ class MetricsWriter(AbstractContextManager):
         with self._tensorboard() as board:
             for name, value in values.items():
                 board.add_scalar(name, value, step)
+        self._mirror.scalars(step, values)
 
     def _add_summaries(self, *summaries: Summary) -> None:
         with self._tensorboard() as board:
@@ -74,9 +77,15 @@ class MetricsWriter(AbstractContextManager):
                 board._get_file_writer().add_summary(summary)
 
     def text(self, step: int, tag: str, text: str) -> None:
-        """Markdown for TensorBoard's text tab; put what a model wrote through `markdown_table` first."""
+        """Markdown for TensorBoard's text tab; what a model wrote goes through `table`."""
         with self._tensorboard() as board:
             board.add_text(tag, text.encode("utf-8", "replace").decode("utf-8"), step)
+
+    def table(self, step: int, tag: str, rows: Rows) -> None:
+        """Rows of cells by column: a markdown table in TensorBoard's text tab, a table in the mirror."""
+        if rows:
+            self.text(step, tag, markdown_table(rows))
+            self._mirror.table(step, tag, rows)
 
     def histogram(self, step: int, tag: str, values: Tensor) -> None:
         """Distribution of the finite values; of none there is no histogram."""
@@ -85,6 +94,7 @@ class MetricsWriter(AbstractContextManager):
         if len(flat):
             with self._tensorboard() as board:
                 board.add_histogram(tag, flat.numpy(), step)
+            self._mirror.histogram(step, tag, flat)
 
     def image(self, step: int, tag: str, pixels: Tensor) -> None:
         """A picture `[3, H, W]` of numbers from 0 to 1."""
@@ -128,7 +138,7 @@ def rewind(path: Path, start_step: int) -> None:
         write_bytes(path, kept)
 
 
-def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
+def markdown_table(rows: Rows) -> str:
     """A markdown table of the rows, columns in order of first appearance; the cells show their text and do nothing."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, *([row.get(name, "") for name in columns] for row in rows)]

@@ -1,22 +1,28 @@
-"""The run's TensorBoard stream once more, elsewhere: `(run_dir) -> context`, entered before the events are opened.
+"""Trackers: what TensorBoard shows of a run, once more in Weights & Biases or trackio.
 
-Only the main rank opens it, so a run is one run there, however many ranks share the work.
+A mirror is `(run_dir) -> context -> MirrorWriter`. Only the main rank opens it, so a run is one run there, however many
+ranks share the work.
 """
 
 import importlib
 import importlib.util
+import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from grpo_fn.shell.atomic_io import write_bytes
+from grpo_fn.shell.logging.mirror_writer import MirrorWriter, Rows
 from grpo_fn.shell.logging.tensorboard_layout import read_hparams
 
-Mirror = Callable[[Path], AbstractContextManager[None]]
+Mirror = Callable[[Path], AbstractContextManager[MirrorWriter]]
 
-MODES = ("offline", "online")
+OFFLINE, ONLINE = "offline", "online"
 
 
 def none() -> Mirror:
@@ -25,46 +31,60 @@ def none() -> Mirror:
     Returns:
         A context for a run folder that does nothing.
     """
-    return nullcontext
+    return lambda run_dir: nullcontext(MirrorWriter())
 
 
-def wandb(*, project: str, mode: str) -> Mirror:
-    """Weights & Biases: all that TensorBoard gets, under the same names, as the run RUN_DIR's name in `project`.
+# -- Weights & Biases
+
+
+def wandb(*, destination: str) -> Mirror:
+    """Weights & Biases: scalars, histograms, images and tables of TensorBoard, under the same names, as one run.
 
     Offline, everything stays in RUN_DIR/wandb until `wandb sync RUN_DIR/wandb/offline-run-*`. A run that resumes goes
     on under its id (RUN_DIR/wandb/id); steps that it takes again are there twice, distinguished by `global_step`.
 
     Args:
-        project: project of the run in Weights & Biases.
-        mode: "offline" or "online".
+        destination: project and mode, "PROJECT:offline" or "PROJECT:online"; ENTITY/PROJECT for a team's.
 
     Returns:
         The mirror: (run folder) -> context.
 
     Raises:
-        ValueError: when the package is not there or `mode` is another.
+        ValueError: when the package is not there or `destination` is of another form.
     """
-    if mode not in MODES:
-        raise ValueError(f"tracker.wandb.mode: got {mode!r}, wanted one of {', '.join(MODES)}")
-    if importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            "got sections.Logging.mirror = @tracker.wandb() without the package wandb, wanted it installed "
-            "(pip install 'grpo-fn[wandb]'), or @tracker.none()"
-        )
-    return partial(_mirrored, project=project, mode=mode)
+    project, mode = _destination("wandb", destination, "PROJECT:offline or PROJECT:online")
+    if mode not in (OFFLINE, ONLINE):
+        raise ValueError(f"tracker.wandb.destination: got {destination!r}, wanted PROJECT:offline or PROJECT:online")
+    _wanted("wandb")
+    entity, _, name = project.rpartition("/")
+    return partial(_wandb_run, entity=entity or None, project=name, mode=mode)
+
+
+class _WandbWriter(MirrorWriter):
+    """Tables; scalars, histograms and images come by way of TensorBoard's events."""
+
+    def __init__(self, package: Any, opened: Any) -> None:
+        self._package, self._opened = package, opened
+
+    def table(self, step: int, tag: str, rows: Rows) -> None:
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        cells = [[row.get(name) for name in columns] for row in rows]
+        table = self._package.Table(columns=columns, data=cells, allow_mixed_types=True)
+        self._opened.log({tag: table, "global_step": step})
 
 
 @contextmanager
-def _mirrored(run_dir: Path, *, project: str, mode: str) -> Iterator[None]:
+def _wandb_run(run_dir: Path, *, entity: str | None, project: str, mode: str) -> Iterator[MirrorWriter]:
     package = importlib.import_module("wandb")
     # Given the root, it opens the stream at once and keeps the names as they are; `init` alone waits to find it out.
     package.tensorboard.patch(root_logdir=str((run_dir / "tensorboard").absolute()), save=False)
     with ExitStack() as stack:
         stack.callback(package.tensorboard.unpatch)  # the next run of this process opens a mirror of its own, or none
         opened = package.init(
+            entity=entity,
             project=project,
             mode=mode,
-            id=run_id(run_dir),
+            id=run_id(run_dir, "wandb"),
             resume="allow",
             name=run_dir.resolve().name,
             dir=str(run_dir),
@@ -73,12 +93,103 @@ def _mirrored(run_dir: Path, *, project: str, mode: str) -> Iterator[None]:
             settings=package.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
         stack.push(lambda kind, *error: opened.finish(exit_code=int(kind is not None)))
-        yield
+        yield _WandbWriter(package, opened)
 
 
-def run_id(run_dir: Path) -> str:
+# -- trackio
+
+
+def trackio(*, destination: str) -> Mirror:
+    """trackio: scalars, histograms and tables of TensorBoard, under the same names, as one run of a project.
+
+    Offline, everything goes to trackio's own folder on this machine (TRACKIO_DIR), where `trackio show` finds it. A run
+    that resumes goes on under its name (the run folder's and RUN_DIR/trackio/id); steps that it takes again are there
+    twice.
+
+    Args:
+        destination: project and where it is kept: "PROJECT:offline", "PROJECT:USER/SPACE" for a Hugging Face Space,
+            "PROJECT:http://HOST:PORT" for a trackio server.
+
+    Returns:
+        The mirror: (run folder) -> context.
+
+    Raises:
+        ValueError: when the package is not there or `destination` is of another form.
+    """
+    wanted = "PROJECT:offline, PROJECT:USER/SPACE or PROJECT:http://HOST:PORT"
+    project, place = _destination("trackio", destination, wanted)
+    if place == OFFLINE:
+        target: dict[str, str] = {}
+    elif place.startswith(("http://", "https://")):
+        target = {"server_url": place}
+    elif place.count("/") == 1 and all(place.split("/")):
+        target = {"space_id": place}
+    else:
+        raise ValueError(f"tracker.trackio.destination: got {destination!r}, wanted {wanted}")
+    _wanted("trackio")
+    return partial(_trackio_run, project=project, target=target)
+
+
+class _TrackioWriter(MirrorWriter):
+    """What TensorBoard gets, apart from images and texts."""
+
+    def __init__(self, package: Any, opened: Any) -> None:
+        self._package, self._opened = package, opened
+
+    def scalars(self, step: int, values: Mapping[str, float | int]) -> None:
+        self._opened.log({name: float(value) for name, value in values.items()}, step=step)
+
+    def histogram(self, step: int, tag: str, values: Tensor) -> None:
+        self._opened.log({tag: self._package.Histogram(values.numpy())}, step=step)
+
+    def table(self, step: int, tag: str, rows: Rows) -> None:
+        self._opened.log({tag: self._package.Table(data=[dict(row) for row in rows])}, step=step)
+
+
+@contextmanager
+def _trackio_run(run_dir: Path, *, project: str, target: Mapping[str, str]) -> Iterator[MirrorWriter]:
+    package = importlib.import_module("trackio")
+    name = f"{run_dir.resolve().name}-{run_id(run_dir, 'trackio')[:6]}"
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints where its dashboard is
+        opened = package.init(
+            project=project,
+            name=name,
+            resume="allow",
+            config=read_hparams(run_dir),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+            **target,
+        )
+    try:
+        yield _TrackioWriter(package, opened)
+    finally:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            package.finish()
+
+
+# -- what both need
+
+
+def _destination(tracker: str, destination: str, wanted: str) -> tuple[str, str]:
+    """Project and place of a destination."""
+    project, _, place = destination.partition(":")
+    if not project.strip("/") or not place:
+        raise ValueError(f"tracker.{tracker}.destination: got {destination!r}, wanted {wanted}")
+    return project, place
+
+
+def _wanted(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"got sections.Logging.mirror = @tracker.{package}() without the package {package}, wanted it installed "
+            f"(pip install 'grpo-fn[{package}]'), or @tracker.none()"
+        )
+
+
+def run_id(run_dir: Path, tracker: str) -> str:
     """The run's name there, drawn once and kept in its folder: a copied or repeated run gets another one."""
-    path = run_dir / "wandb" / "id"
+    path = run_dir / tracker / "id"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         write_bytes(path, secrets.token_hex(8).encode())
