@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 
 from grpo_fn.command_line import (
@@ -49,14 +50,18 @@ def flags() -> argparse.ArgumentParser:
 
 
 def default_run_dir(gin_file: str, now: datetime, launch: str | None) -> Path:
-    """runs/<file>-<time>; a run.gin or config.gin goes by the name of its folder.
+    """runs/<file>-<time>; a run.gin or config.gin goes by the name of its folder; -2, -3, ... where that is taken.
 
     Under torchrun the launch's id stands for the time: all ranks have to find the same folder, and a job that is
     started again its own.
     """
     path = Path(gin_file)
     name = path.resolve().parent.name if path.stem in ("run", "config") else path.stem
-    return Path("runs") / f"{name}-{launch or format(now, '%Y%m%d-%H%M%S')}"
+    if launch:
+        return Path("runs") / f"{name}-{launch}"
+    first = Path("runs") / f"{name}-{format(now, '%Y%m%d-%H%M%S')}"
+    later = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([first], later) if not folder.exists())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

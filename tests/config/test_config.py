@@ -587,11 +587,18 @@ def test_help_and_reading_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
 
 
-def test_the_default_run_folder_is_named_after_the_gin_file_and_the_time() -> None:
+def test_the_default_run_folder_is_named_after_the_gin_file_and_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     now = datetime(2026, 1, 2, 3, 4, 5)
     assert run.default_run_dir("gin/run/arithmetic.gin", now, None) == Path("runs/arithmetic-20260102-030405")
     assert run.default_run_dir("experiments/idea/run.gin", now, None) == Path("runs/idea-20260102-030405")
     assert run.default_run_dir("experiments/idea/run.gin", now, "job-7") == Path("runs/idea-job-7")
+    for taken in ("idea-20260102-030405", "idea-20260102-030405-2", "idea-job-7"):
+        (tmp_path / "runs" / taken).mkdir(parents=True)
+    assert run.default_run_dir("experiments/idea/run.gin", now, None) == Path("runs/idea-20260102-030405-3")
+    assert run.default_run_dir("experiments/idea/run.gin", now, "job-7") == Path("runs/idea-job-7")  # it goes on there
 
 
 class FakeTrain:
