@@ -22,6 +22,12 @@ from grpo_fn.trainer.state import check_steps, has_progress
 # What may be another when a run goes on: over which devices the model is spread, what is recorded, what is complained
 # of, and how many steps there are; not what is computed in a step.
 CHANGEABLE = ("parallelism", "logging", "health", "steps")
+# What a macro stands for in a configuration that binds none: algo/dr_grpo.gin wants MAX_NEW_TOKENS of any run file.
+MACROS = {
+    "STEPS": "grpo_fn.train.train.steps",
+    "SEED": "grpo_fn.train.train.seed",
+    "MAX_NEW_TOKENS": "grpo_fn.trainer.sections.Sampling.max_new_tokens",
+}
 
 
 def launch(kwargs: Mapping[str, Any], **request: Any) -> int:

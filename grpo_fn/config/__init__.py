@@ -18,7 +18,7 @@ from grpo_fn.config.dump import collect_hparams, dump
 from grpo_fn.config.freeze import freeze, value_fingerprint
 from grpo_fn.config.nodes import Node
 from grpo_fn.config.parse import parse_gin
-from grpo_fn.config.resolve import knobs_of, resolve
+from grpo_fn.config.resolve import fill_macros, knobs_of, resolve
 
 __all__ = ["Config", "freeze", "load_config", "parse_gin", "value_fingerprint"]
 
@@ -48,12 +48,15 @@ def load_config(
 
     The root's module, and any class below it, may declare `SUPPLIED = {knob: names}`: keyword-only parameters of that
     knob's function which the program passes itself. The root's module may declare `CHANGEABLE = (knob, ...)`, which the
-    fingerprint does not count. A `taker` is another function that takes some of the root's knobs, under their names: it
-    needs no bindings of its own, only what it takes is resolved and called, and the rest may be unbound.
+    fingerprint does not count, and `MACROS = {name: knob}`: a macro that is bound nowhere has the value of that knob,
+    so that a file laid over others need not know whether they use one. A `taker` is another function that takes some of
+    the root's knobs, under their names: it needs no bindings of its own, only what it takes is resolved and called, and
+    the rest may be unbound.
     Raises ValueError, listing all that is missing or wrong at once, or FileNotFoundError.
     """
     bindings = parse_gin(gin_files, gin_params)
     module, target = import_function(root)  # after reading: a typing error must not wait for torch
+    fill_macros(bindings, getattr(module, "MACROS", {}))
     wanted = knobs_of(target if taker is None else import_function(taker)[1])
     assert set(wanted) <= set(knobs_of(target)), f"{taker} takes {wanted}, some of which {root} does not have"
     node = resolve(bindings, target, getattr(module, "SUPPLIED", {}), wanted)

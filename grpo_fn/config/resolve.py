@@ -14,6 +14,7 @@ from grpo_fn.config.nodes import (
     comma_list,
     complain,
     full_name,
+    nested_references,
     suggest_name,
     used_macros,
 )
@@ -45,6 +46,23 @@ def unused_macros(bindings: Bindings) -> Iterator[str]:
             yield f"{name}: nothing uses this macro (bound at {bindings.bound_at[name]}){hint}"
 
 
+def fill_macros(bindings: Bindings, standing_for: Mapping[str, str]) -> None:
+    """Give each macro that is used and not bound the value of the knob that it stands for, which then has the macro.
+
+    `standing_for`: macro -> `package.module.function.knob`. A knob that is not bound has nothing to give.
+    """
+    places = {
+        f"{full_name(target)}.{knob}": (knobs, knob)
+        for (scope, target), knobs in bindings.knobs.items()
+        if not scope
+        for knob in knobs
+    }
+    for name in used_macros(bindings) & standing_for.keys() - bindings.macros.keys():
+        knobs, knob = places.get(standing_for[name], ({}, ""))
+        if knob and Macro(name) not in nested_references(knobs[knob]):
+            bindings.macros[name], knobs[knob] = knobs[knob], Macro(name)
+
+
 class Resolver:
     """Walks from the root and collects what is wrong, so that all of it is reported at once; `...` stands for it."""
 
@@ -60,10 +78,21 @@ class Resolver:
             case Macro():
                 return self.macro(value.name, scope, supplied, trail)
             case dict():
-                return {key: self.value(item, scope, (), trail) for key, item in value.items()}
+                keys = [self.key(key, scope, trail) for key in value]
+                self.problems += [f"{trail[-1]}: got two keys {key!r}" for key in keys if keys.count(key) > 1]
+                return {key: self.value(item, scope, (), trail) for key, item in zip(keys, value.values(), strict=True)}
             case list() | tuple():
                 return type(value)(self.value(item, scope, (), trail) for item in value)
         return value
+
+    def key(self, key: Any, scope: tuple[str, ...], trail: tuple[str, ...]) -> Any:
+        """A key of a dictionary: plain, or a macro for something plain."""
+        found = self.value(key, scope, (), trail)
+        if found is ... or isinstance(found, (str, int, float, bool, type(None))):
+            return found
+        what = f"@{full_name(found.target)}" if isinstance(found, Node) else repr(found)
+        self.problems.append(f"{trail[-1]}: got {what} as a key of a dictionary, wanted text or a number")
+        return ...
 
     def node(self, ref: Reference, scope: tuple[str, ...], supplied: Collection[str], trail: tuple[str, ...]) -> Any:
         label = "/".join([*scope, full_name(ref.target)])

@@ -274,6 +274,31 @@ def test_a_name_that_two_files_use_differently_is_refused() -> None:
     assert "got fm, which stands for difflib and for fixture_module" in message
 
 
+def test_a_macro_that_no_file_binds_stands_for_its_knob(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fm, "MACROS", {"HOW_MANY": "fixture_module.root.steps"}, raising=False)
+    without = RUN.replace("STEPS = 10\n", "").replace("%STEPS", "4")
+    over = "fm.objective.beta = %HOW_MANY\n"
+    config = load_text(f"{without}{over}")
+    assert config.root.knobs["steps"] == config.root.knobs["objective"].knobs["beta"] == 4
+    again = load_text(config.text, "HOW_MANY=6")  # both, as they are tied
+    assert again.root.knobs["steps"] == again.root.knobs["objective"].knobs["beta"] == 6
+    assert load_text(f"{without}{over}", "HOW_MANY=6").root.knobs["steps"] == 4  # bound: it is what it is bound to
+    assert "HOW_MANY: got no value for this macro" in complaint(f"{without.replace('steps = 4', 'rate = 0.1')}{over}")
+    assert "%HOW_MANY: got a circle" in complaint(
+        f"{without.replace('steps = 4', 'steps = %HOW_MANY')}HOW_MANY = %HOW_MANY\n"
+    )
+
+
+def test_a_key_of_a_dictionary_may_be_a_macro_for_text_or_a_number() -> None:
+    config = load_text(f"{RUN}NAME = 'gsm8k'\nfm.root.extra = {{%NAME: 2.0, 'math': %STEPS}}\n")
+    assert config.root.knobs["extra"] == {"gsm8k": 2.0, "math": 10}
+    assert load_text(config.text).root.knobs["extra"] == {"gsm8k": 2.0, "math": 10}
+    twice = complaint(f"{RUN}NAME = 'math'\nfm.root.extra = {{%NAME: 2.0, 'math': %STEPS}}\n")
+    assert "fixture_module.root: got two keys 'math'" in twice
+    wrong = complaint(f"{RUN}fm.root.extra = {{@fm.scale: 2.0}}\n")
+    assert "fixture_module.root: got @fixture_module.scale as a key of a dictionary, wanted text or a number" in wrong
+
+
 # Mistakes, each reported with its name.
 
 

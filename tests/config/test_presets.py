@@ -120,3 +120,30 @@ def test_what_no_preset_uses_is_known():
     used = set().union(*(named(stage) for name in PRESETS for stage in algorithm(name).values()))
     for module, spare in SPARE.items():
         assert {name for name, f in public(module).items() if f not in used} == spare
+
+
+@each_preset
+def test_it_is_laid_over_a_run_file_that_binds_no_macro(tmp_path: Path, name: str) -> None:
+    plain = load_config(["run/arithmetic.gin"], []).text
+    for macro, value in (("MAX_NEW_TOKENS", "24"), ("STEPS", "60"), ("SEED", "3")):
+        plain = re.sub(rf"^{macro} = .*\n", "", plain, flags=re.MULTILINE)
+        plain = re.sub(
+            rf"^(aggregation\.constant_length\.max_length|optimizer\.linear_decay\.total) = %{macro}\n", "", plain
+        )
+        plain = plain.replace(f"%{macro}", value)
+    (tmp_path / "mine.gin").write_text(plain)
+    root = load_config([str(tmp_path / "mine.gin"), f"algo/{name}.gin"], []).root
+    with_macros = load_config(["run/arithmetic.gin", f"algo/{name}.gin"], ["MAX_NEW_TOKENS=24"]).root
+    assert bound("max_length", root) == bound("max_length", with_macros)
+    assert root.knobs["steps"] == 60
+
+
+def bound(knob: str, value: object) -> list[object]:
+    """What every function of a resolved value has for a knob of that name."""
+    match value:
+        case Node():
+            mine = [value.knobs[knob]] if knob in value.knobs else []
+            return mine + [found for one in value.knobs.values() for found in bound(knob, one)]
+        case list() | tuple():
+            return [found for one in value for found in bound(knob, one)]
+    return []
