@@ -10,7 +10,7 @@ macro is a substitution, resolved where it is used, and `@f()` is called once fo
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from grpo_fn.config.dump import collect_hparams, dump
 from grpo_fn.config.freeze import freeze, value_fingerprint
 from grpo_fn.config.nodes import Node
 from grpo_fn.config.parse import parse_gin
+from grpo_fn.config.paths import with_absolute_paths
 from grpo_fn.config.resolve import fill_macros, knobs_of, resolve
 
 __all__ = ["Config", "freeze", "load_config", "parse_gin", "value_fingerprint"]
@@ -30,9 +31,12 @@ class Config:
     """A checked configuration: what the root function will be called with."""
 
     root: Node
-    text: str  # one gin file that needs no include; macros are kept, so STEPS can still be set from the command line
+    # One gin file that needs no include, with absolute paths; macros are kept, so STEPS can still be set from the
+    # command line.
+    text: str
     # Of what the root receives: blind to macro names, import styles, bindings nothing uses, and to what may change
-    # while a run is interrupted.
+    # while a run is interrupted. With relative paths there are two, "AS_WRITTEN/ABSOLUTE": of the same run is what
+    # shares one, so that a run goes on after its folder has moved, and from its own config.gin.
     fingerprint: str
     hparams: Mapping[str, int | float | str]  # the knobs that are bound, each as a number or as text
 
@@ -60,8 +64,15 @@ def load_config(
     wanted = knobs_of(target if taker is None else import_function(taker)[1])
     assert set(wanted) <= set(knobs_of(target)), f"{taker} takes {wanted}, some of which {root} does not have"
     node = resolve(bindings, target, getattr(module, "SUPPLIED", {}), wanted)
-    counted = {knob: value for knob, value in node.knobs.items() if knob not in getattr(module, "CHANGEABLE", ())}
-    return Config(node, dump(bindings), value_fingerprint(replace(node, knobs=counted)), collect_hparams(bindings))
+    placed = with_absolute_paths(bindings)
+    nodes = [node, resolve(placed, target, getattr(module, "SUPPLIED", {}), wanted)] if placed != bindings else [node]
+    fingerprints = dict.fromkeys(counted_fingerprint(one, getattr(module, "CHANGEABLE", ())) for one in nodes)
+    return Config(node, dump(placed), "/".join(fingerprints), collect_hparams(bindings))
+
+
+def counted_fingerprint(node: Node, changeable: Collection[str]) -> str:
+    """Of the root without the knobs that may change while a run is interrupted."""
+    return value_fingerprint(replace(node, knobs={k: value for k, value in node.knobs.items() if k not in changeable}))
 
 
 def import_function(name: str) -> tuple[Any, Callable[..., Any]]:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from grpo_fn import run
 from grpo_fn.config import Config, load_config, parse
+from grpo_fn.config.paths import is_relative_path
 
 HEADER = "from __gin__ import dynamic_registration\nimport fixture_module as fm\n"
 RUN = (
@@ -297,6 +298,51 @@ def test_a_key_of_a_dictionary_may_be_a_macro_for_text_or_a_number() -> None:
     assert "fixture_module.root: got two keys 'math'" in twice
     wrong = complaint(f"{RUN}fm.root.extra = {{@fm.scale: 2.0}}\n")
     assert "fixture_module.root: got @fixture_module.scale as a key of a dictionary, wanted text or a number" in wrong
+
+
+def test_a_stored_configuration_has_absolute_paths_and_is_of_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("here/rows", "here/model", "there", "moved/rows", "moved/model"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "here" / "rows" / "a.jsonl").touch()
+    params = ["MODEL=model", "DATA=rows"]
+    (tmp_path / "gsm8k.gin").write_text(
+        "from __gin__ import dynamic_registration\nfrom grpo_fn.tasks import gsm8k\n"
+        'include "run/gsm8k.gin"\ngsm8k.task.template = "rows"\n'
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    given = load_config(["../gsm8k.gin"], params)
+    assert given.root.knobs["model"] == "model"  # the run uses what it was given
+    for line in (f"DATA = '{tmp_path}/here/rows'", f"MODEL = '{tmp_path}/here/model'", "gsm8k.task.template = 'rows'"):
+        assert f"\n{line}\n" in given.text
+    written, absolute = given.fingerprint.split("/")
+    (tmp_path / "config.gin").write_text(given.text)
+    monkeypatch.chdir(tmp_path / "there")
+    again = load_config([str(tmp_path / "config.gin")], [])
+    assert (again.text, again.fingerprint) == (given.text, absolute)
+    assert load_config(["../gsm8k.gin"], params).fingerprint == written  # nothing of those names is here
+    monkeypatch.chdir(tmp_path / "moved")
+    moved = load_config(["../gsm8k.gin"], params)
+    assert moved.fingerprint.split("/")[0] == written
+    assert moved.fingerprint.split("/")[1] not in (written, absolute)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        *(("rows", True), ("rows/*.jsonl", True), ("./rows", True)),
+        *(("row", False), ("rows/*.csv", False), ("", False), ("~", False), ("/", False)),
+    ],
+)
+def test_a_path_is_relative_where_it_names_what_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, wanted: bool
+) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").touch()
+    (tmp_path / "~").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert is_relative_path(text) is wanted
 
 
 # Mistakes, each reported with its name.

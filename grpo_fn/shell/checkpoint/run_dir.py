@@ -120,7 +120,7 @@ def check_run(run_dir: Path, *, config_text: str, fingerprint: str) -> None:
     Args:
         run_dir: the run folder, which need not be there.
         config_text: the resolved configuration.
-        fingerprint: of it.
+        fingerprint: of it; of the same run are two that share a part between slashes.
     """
     _check_kind(run_dir)
     if (run_dir / MARKER).exists():
@@ -130,12 +130,13 @@ def check_run(run_dir: Path, *, config_text: str, fingerprint: str) -> None:
 def _check_same(run_dir: Path, config_text: str, fingerprint: str) -> None:
     try:
         there = json.loads((run_dir / MARKER).read_bytes())["fingerprint"]
-    except (ValueError, TypeError, KeyError) as error:
+        same = not {*there.split("/")}.isdisjoint(fingerprint.split("/"))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"got {run_dir / MARKER} that names no fingerprint ({error!r}), wanted a run's own: choose another "
             "--run_dir, or pass --force to go on in this one with the new configuration"
         ) from error
-    if there == fingerprint:
+    if same:
         return
     path = run_dir / "config.gin"
     before = path.read_text().splitlines() if path.exists() else []

@@ -40,6 +40,14 @@ def test_a_new_folder_is_laid_out_and_the_second_time_it_is_resumed(folder):
     assert (folder / "metrics.jsonl").read_text() == "kept\n"
 
 
+@pytest.mark.parametrize(("there", "now"), [("f1", "f1/f2"), ("f1/f2", "f1"), ("f1/f2", "f2"), ("f1/f2", "f1/f3")])
+def test_a_run_is_the_same_where_a_fingerprint_is_shared(folder: Path, there: str, now: str) -> None:
+    enter(folder, fingerprint=there)
+    assert enter(folder, fingerprint=now) is True
+    with pytest.raises(ValueError, match="another configuration"):
+        enter(folder, fingerprint="f3/f4" if "f3" not in now else "f4")
+
+
 def test_an_existing_empty_folder_will_do(tmp_path):
     assert enter(tmp_path) is False
 
