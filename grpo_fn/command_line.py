@@ -8,15 +8,19 @@ import argparse
 import errno
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 
 from grpo_fn.core.display_text import escape_control
 
-EXIT_ERROR, EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED = 1, 2, 74, 130  # 74: EX_IOERR of sysexits.h
+EXIT_ERROR, EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 74, 130, 143  # 74: EX_IOERR
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries that warn of themselves as transformers imports them, before the first line of ours.
 QUIET = ("torchao", "torch.utils._pytree")
@@ -74,15 +78,17 @@ def first_on_host(text: str) -> bool:
 
 
 def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
-    """What `work` returns; 2 and one line for bad input, 74 for a full disk, 130 and `interrupted` for Ctrl-C.
+    """What `work` returns; 2 and one line for bad input, 74 for a full disk, 130 or 143 and `interrupted` for a signal.
 
-    An error with notes is no bad input: they are put on what is raised once work has begun, and it keeps its traceback;
-    a disk that is full by then is one line with the notes all the same.
+    SIGINT (Ctrl-C) is 130 and SIGTERM 143; training notes both and saves instead, once it has begun. An error with
+    notes is no bad input: they are put on what is raised once work has begun, and it keeps its traceback; a disk that
+    is full by then is one line with the notes all the same.
     """
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        return work()
+        with sigterm_interrupts():
+            return work()
     except (ValueError, OSError) as error:
         full, notes = getattr(error, "errno", None) in FULL, getattr(error, "__notes__", [])
         if notes and not full:
@@ -92,6 +98,33 @@ def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
         if first_on_host(text):
             print(f"{who}error: {escape_control(text)}", file=sys.stderr)
         return EXIT_FULL if full else EXIT_BAD_INPUT
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as signalled:
         print(interrupted, file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return EXIT_TERMINATED if isinstance(signalled, Terminated) else EXIT_INTERRUPTED
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """While entered, SIGTERM raises Terminated, so that what is said on Ctrl-C is said and what is open is closed.
+
+    A rank that torchrun has started dies of it: it may be waiting for others where Python does not see signals, and
+    torchrun would wait for it in turn. A process with a handler of its own keeps that, and outside of the main thread
+    none can be set.
+    """
+    alone = "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread()
+    if not alone or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
