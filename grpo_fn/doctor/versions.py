@@ -67,8 +67,8 @@ PACKAGES = (
     Package("torchao", ">=0.18,<0.19", (TestedVersion("0.18.0", MAIN),), extra="adamw8bit"),
     Package("datasets", ">=3", (), extra="data"),
     Package("pyarrow", ">=17", (), extra="data"),
-    Package("wandb", ">=0.31", (), extra="wandb"),
-    Package("trackio", ">=0.43", (), extra="trackio"),
+    Package("wandb", ">=0.31", (TestedVersion("0.31.0", MAIN),), extra="wandb"),
+    Package("trackio", ">=0.43", (TestedVersion("0.43.0", MAIN),), extra="trackio"),
 )
 
 TOPIC = "versions"

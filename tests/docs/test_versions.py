@@ -44,6 +44,24 @@ def test_what_the_tests_install_is_what_the_extras_allow() -> None:
             assert each.specifier == allowed[each.name][0], each.name
 
 
+def test_the_extras_of_messages_and_pages_are_there_and_each_is_on_the_install_page() -> None:
+    """A message says `pip install 'grpo-fn[x]'`, which pip takes for what is installed; a page of the clone '.[x]'."""
+    files = [
+        path for folder in ("grpo_fn", "tools", "gin", "docs", "experiments") for path in (ROOT / folder).rglob("*")
+    ]
+    texts = [path.read_text() for path in [ROOT / "README.md", *files] if path.suffix in (".py", ".gin", ".md", ".sh")]
+    named = {
+        each
+        for text in texts
+        for found in re.findall(r"(?:grpo-fn|')\.?\[([\w,]+)\]'", text)
+        for each in found.split(",")
+    }
+    extras = PROJECT["optional-dependencies"].keys()
+    assert {"wandb", "data", "vllm", "flash"} <= named <= {*extras}, named - {*extras}
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert [each for each in extras if f"'.[{each}]'" not in page] == []
+
+
 @pytest.mark.parametrize("package", [versions.PYTHON, *versions.PACKAGES], ids=lambda package: package.name)
 def test_what_was_tested_is_allowed(package: versions.Package) -> None:
     for known in package.tested:
