@@ -25,6 +25,7 @@ def test_every_preset_is_seen_in_a_stored_step(whole: Path, capsys: pytest.Captu
     assert "gdpo: left out, weights: got parts ['boxed', 'correct']" in said  # this run has others
     assert "gradient noise scale" in said
     assert any("Where they disagree" in text for text in page.texts)
+    assert not [text for text in page.texts if "</" in text], "markup that is shown as text"
 
 
 def test_on_policy_the_presets_without_a_clip_of_their_own_agree_on_direction(whole: Path, capsys) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from lens.row_gradients import Noise, influence, noise_scale, row_gradients
+from markupsafe import Markup
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -251,7 +252,7 @@ def disagreement_sections(seen: Seen, apart: Tensor, show: int) -> list[str]:
         k = int(torch.cdist(mine, mine).argmax())
         pair = divmod(k, len(seen.names))
         unit = float(mine.abs().max())
-        parts = [f"<p><b>{seen.names[i]}</b></p>" + token_view(seen, b, mine[i], unit) for i in pair]
+        parts = [Markup("<p><b>{}</b></p>").format(seen.names[i]) + token_view(seen, b, mine[i], unit) for i in pair]
         said = (
             f"Reward {reward(seen, b):.2f}. Blue, line above: the update pushes the token up; red, line below: down. "
             "Under the pointer is dlogp, negative for up; each preset's signal is scaled to norm 1 over the step."

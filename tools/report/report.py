@@ -47,7 +47,8 @@ body { max-width: 78rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } figcaption span { font-weight: 400; color: var(--soft); }
 svg { width: 100%; height: auto; } .legend, .none { font-size: 12px; color: var(--soft); }
-td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: break-word; }
+td:has(.long) { overflow-wrap: anywhere; }
 .wide { overflow-x: auto; } .long { max-height: 14rem; overflow-y: auto; min-width: 16rem; }
 </style>"""
 SHOWN = 1500  # characters of a prompt or a completion
