@@ -124,7 +124,7 @@ def check_attention(name: str) -> None:
     if name.startswith("flash_attention") and find_spec("flash_attn") is None:
         raise ValueError(
             f"attention: got {name!r} without the package flash-attn, wanted it installed "
-            "(pip install 'grpo-fn[flash]'), or attention 'sdpa'"
+            "(pip install --no-build-isolation 'grpo-fn[flash]'), or attention 'sdpa'"
         )
 
 
