@@ -152,8 +152,18 @@ def check_functions(selectors: Sequence[str], at: str, dynamic: bool) -> None:
 
 
 def find(file: str, chain: tuple[Path, ...]) -> Path:
-    """The file gin would open: from the current directory, else from the project's gin folder."""
-    for path in (Path(file), GIN_FOLDER / file):
+    """The file gin would open: from the current directory, else from the project's gin folder.
+
+    A file here of the name that a file of that folder includes is refused: gin would take it in that one's place.
+    """
+    here, ours = Path(file), GIN_FOLDER / file
+    both = bool(chain) and chain[-1].is_relative_to(GIN_FOLDER) and ours.is_file() and here.is_file()
+    if both and not here.samefile(ours):
+        raise ValueError(
+            f"{chain[-1]}: got an include of {file}, and a file {here.absolute()} that gin would read in its place; "
+            "wanted another name for that one"
+        )
+    for path in (here, ours):
         if path.is_file():
             return path
     known = [str(path.relative_to(GIN_FOLDER)) for path in GIN_FOLDER.rglob("*.gin")]

@@ -33,6 +33,7 @@ from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import prepare_data, start_sampler
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
+from grpo_fn.trainer.checks.try_sources import try_task
 from grpo_fn.trainer.model_source import LocatedModel, check_fits, copy_checkpoint_weights, locate
 from grpo_fn.trainer.run import EVALUATION
 from grpo_fn.trainer.sections import Compute, Data, Evaluation, Rewards, Sampling
@@ -114,7 +115,7 @@ def problems_for(
     source: hf.ModelSource, config: PretrainedConfig, data: Data, sampling: Sampling, count: int
 ) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
     """The model's folder, its tokenizer, and those of `count` held-out problems that leave tokens to answer."""
-    asked = sample_tests(held_out_only(data.task().test), count)
+    asked = sample_tests(held_out_only(try_task(data.task).test), count)
     if not asked.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
     disable_progress_bar()

@@ -203,6 +203,13 @@ class Settings:
         check_positive(steps=self.steps)
 
 
-def model_source(model: str | hf.ModelSource) -> hf.ModelSource:
-    """What a configuration binds as its model: a folder or hub name, or something that makes one."""
-    return hf.Pretrained(model) if isinstance(model, str) else model
+def model_source(model: object) -> hf.ModelSource:
+    """Where the model comes from: a folder or hub name, or something that makes one. Raises ValueError for the rest."""
+    if isinstance(model, str):
+        return hf.Pretrained(model)
+    if not all(callable(getattr(model, method, None)) for method in ("config", "folder")):
+        raise ValueError(
+            f"train.train.model: got a {type(model).__name__}, wanted a Hugging Face folder or hub name, or an object "
+            "with config() and folder() (tiny_model.Recipe)"
+        )
+    return model

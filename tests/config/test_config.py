@@ -345,6 +345,17 @@ def test_a_path_is_relative_where_it_names_what_is_here(
     assert is_relative_path(text) is wanted
 
 
+def test_a_file_of_the_working_folder_does_not_take_the_place_of_one_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.gin").write_text('include "run/arithmetic.gin"\n')
+    with pytest.raises(ValueError, match=r"got an include of base\.gin, and a file .*base\.gin that gin would read in"):
+        load_config(["base.gin"], [])
+    (tmp_path / "base.gin").rename(tmp_path / "mine.gin")
+    assert load_config(["mine.gin"], []).root.knobs["steps"] > 0
+
+
 # Mistakes, each reported with its name.
 
 

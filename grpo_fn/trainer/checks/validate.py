@@ -30,6 +30,7 @@ from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_out import try_credit, try_objective, try_token_sampler
 from grpo_fn.trainer.checks.try_rewards import reward_parts, try_rewards
+from grpo_fn.trainer.checks.try_sources import try_optimizer, try_schedule, try_task
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
 from grpo_fn.trainer.sections import Settings, model_source
 
@@ -70,16 +71,18 @@ def validate(settings: Settings) -> ValidatedPlan:
     check_deterministic(s.compute.deterministic, s.parallelism.compile)
     check_correction(algorithm.objective, algorithm.old_logp)
     check_stale(algorithm.objective, algorithm.old_logp, s.sampling.max_staleness)
+    updates = algorithm.epochs * algorithm.minibatches
+    try_optimizer(s.policy.optimizer)
+    try_schedule(s.policy.schedule, updates * s.steps)
     dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model)
     config = source.config()
-    task = sample_tests(s.data.task(), s.evaluation.problems)
+    task = sample_tests(try_task(s.data.task), s.evaluation.problems)
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
     parts, scored = reward_parts(s.rewards.reward, task.test[0])
     try_rewards("sections.Rewards.reward", scored, task.test[0], s.rewards.pool)
     try_rewards("sections.Evaluation.graders", s.evaluation.graders, task.test[0], s.rewards.pool)
     try_credit(algorithm, parts)
     check_credit(algorithm.credit, algorithm.group_size, parts)
-    updates = algorithm.epochs * algorithm.minibatches
     own_pass = own_pass_suffices(algorithm.old_logp, updates, algorithm.credit, algorithm.token_mask, parts)
     return ValidatedPlan(
         source=source,
