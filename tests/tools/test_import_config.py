@@ -95,7 +95,9 @@ TRL = {
     "scale_rewards": st.sampled_from(["group", "batch", "none", "mean", True, False]),
     "mask_truncated_completions": st.booleans(),
     "learning_rate": st.sampled_from([1e-6, "1e-5", 0.0]),
-    "lr_scheduler_type": st.sampled_from(["linear", "cosine", "constant", "constant_with_warmup", "polynomial"]),
+    "lr_scheduler_type": st.sampled_from([*import_trl.SCHEDULES, "polynomial"]),
+    "lr_scheduler_kwargs.min_lr": st.sampled_from([None, 1e-7, 1e-3]),
+    "lr_scheduler_kwargs.min_lr_rate": st.sampled_from([None, 0.1, 2.0]),
     "warmup_ratio": st.sampled_from([0.0, 0.1]),
     "warmup_steps": st.sampled_from([0, 10, 0.05]),
     "optim": st.sampled_from([*import_trl.OPTIMIZERS]),
@@ -388,6 +390,51 @@ def test_an_engine_and_a_correction_are_carried(nemo: bool, name: str, tmp_path:
     given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
     knobs = load_config([str(tmp_path / "made.gin")], given).root.knobs["algorithm"].knobs
     validate.check_correction(*(freeze(knobs[knob], {}) for knob in ("objective", "old_logp")))
+
+
+# -- schedules
+
+MIN_LR = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-5, "warmup_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("flat", "bound"),
+    [
+        ({}, {"": "linear_decay", "warmup": 0, "total": 40, "final": 0.0}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, {"": "constant", "warmup": 0}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_ratio": 0.1}, {"": "constant", "warmup": 4}),
+        ({"lr_scheduler_type": "cosine"}, {"": "cosine_decay", "warmup": 0, "total": 40, "final": 0.0}),
+        (MIN_LR | {"lr_scheduler_kwargs": {"min_lr": 1e-6}}, {"": "cosine_decay", "warmup": 3, "final": 0.1}),
+        (MIN_LR | {"lr_scheduler_kwargs": {"min_lr_rate": 0.2}}, {"": "cosine_decay", "total": 40, "final": 0.2}),
+    ],
+)
+def test_a_schedule_of_trl_is_carried(flat: dict[str, Any], bound: dict[str, Any]) -> None:
+    made = carried({"max_steps": 40, **flat}, nemo=False)
+    assert isinstance(made, import_draft.Draft), made
+    name = bound[""]
+    assert made.knobs["sections.PolicyUpdate.schedule"] == f"@optimizer.{name}"
+    found = {knob: made.knobs.get(f"optimizer.{name}.{knob}") for knob in bound if knob}
+    assert found == {knob: pytest.approx(value) for knob, value in bound.items() if knob}
+    assert "lr_scheduler" not in "\n".join(made.listed())  # as it is there: nothing to say
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"min_lr": 1e-4}, {"min_lr_rate": 2.0}, {"min_lr": 1e-6, "min_lr_rate": 0.1}])
+def test_a_floor_that_is_missing_double_or_above_the_rate_is_refused(kwargs: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"lr_scheduler_kwargs\.min_lr: got \[.*\] of the rate, wanted one of min_lr"):
+        import_trl.from_trl({"max_steps": 40, **MIN_LR, "lr_scheduler_kwargs": kwargs}, 2, None)
+
+
+def test_a_warm_up_of_nemo_rl_counts_steps_and_ours_updates() -> None:
+    stages = [
+        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 50}},
+        {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 10000000000}},
+    ]
+    flat = {"grpo.num_prompts_per_step": 8, "grpo.num_generations_per_prompt": 8, "grpo.max_num_steps": 7}
+    made = carried(nested(flat | {"policy.train_global_batch_size": 16, "policy.scheduler": stages}), nemo=True)
+    assert isinstance(made, import_draft.Draft), made
+    assert made.knobs["step.Algorithm.minibatches"] == 4
+    assert made.knobs["optimizer.constant.warmup"] == 200
+    assert "in 50 steps there; from 1/201 to 1 in 200 updates here" in "\n".join(made.listed())
 
 
 # -- bad files

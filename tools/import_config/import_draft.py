@@ -211,16 +211,14 @@ def adamw(draft: Draft, name: str, **knobs: float) -> None:
             raise ValueError(f"adam {beta}: got {knobs[beta]}, wanted less than 1")
     draft.knobs["sections.PolicyUpdate.optimizer"] = f"@optimizer.{name}"
     draft.knobs |= {f"optimizer.{name}.{knob}": float(value) for knob, value in knobs.items()}
-    if knobs["weight_decay"]:
-        draft.note(DIFFERS, "weight_decay", "on matrices alone here, not on norms and biases")
 
 
-def schedule(draft: Draft, warmup: int, total: int, final: float | None) -> None:
-    name = "constant" if final is None else "linear_decay"
+def schedule(draft: Draft, name: str, warmup: int, total: int, final: float) -> None:
+    """A function of the optimizer module with its knobs; `constant` has no total and no final one."""
     draft.knobs["sections.PolicyUpdate.schedule"] = f"@optimizer.{name}"
     draft.knobs[f"optimizer.{name}.warmup"] = warmup
-    if final is not None:
-        draft.knobs |= {"optimizer.linear_decay.total": total, "optimizer.linear_decay.final": final}
+    if name != "constant":
+        draft.knobs |= {f"optimizer.{name}.total": total, f"optimizer.{name}.final": final}
 
 
 def colocated(draft: Draft, *, share: float, ranks: int, name: str) -> None:

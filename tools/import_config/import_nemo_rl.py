@@ -358,20 +358,25 @@ def nemo_optimizer(key: Reader, draft: Draft) -> None:
         eps=key.positive(f"{place}eps", 1e-8, zero=False),
         weight_decay=key.positive(f"{place}weight_decay", 0.01, zero=True),
     )
+    if draft.knobs["optimizer.adamw.weight_decay"]:
+        draft.note(DIFFERS, "weight_decay", "on matrices alone here, not on norms and biases")
     stages = key("policy.scheduler", list, [])
+    updates = draft.knobs["step.Algorithm.minibatches"]  # of a step; schedules count steps there, updates here
     warm, odd = 0, []
     for stage in stages:
         name = str(stage.get("name", "")).rpartition(".")[2] if isinstance(stage, Mapping) else str(stage)
         kwargs = stage.get("kwargs", {}) if isinstance(stage, Mapping) else {}
         if name == "LinearLR" and isinstance(kwargs, Mapping) and isinstance(kwargs.get("total_iters"), int):
-            warm = max(0, kwargs["total_iters"])
+            warm = max(0, kwargs["total_iters"]) * updates
         elif name not in ("ConstantLR", ""):
             odd.append(name)
     if odd:
         draft.note(LEFT, "policy.scheduler", f"{odd}: constant after the warm-up")
     if warm:
         draft.note(
-            DIFFERS, "policy.scheduler", f"from its start_factor there; from 1/{warm + 1} to 1 in {warm} updates here"
+            DIFFERS,
+            "policy.scheduler",
+            f"from its start_factor in {warm // updates} steps there; from 1/{warm + 1} to 1 in {warm} updates here",
         )
-    schedule(draft, warm, 0, None)
+    schedule(draft, "constant", warm, 0, 0.0)
     draft.knobs["sections.PolicyUpdate.max_grad_norm"] = key.positive("policy.max_grad_norm", 1.0, zero=True) or 1e9

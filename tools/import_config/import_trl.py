@@ -270,7 +270,10 @@ def trl_advantage(key: Reader, draft: Draft) -> None:
 
 OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw")
 OPTIMIZERS |= dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit")
-SCHEDULES = {"linear": 0.0, "cosine": 0.0, "constant": None, "constant_with_warmup": None}
+SCHEDULES = {
+    **{"linear": "linear_decay", "constant": "constant", "constant_with_warmup": "constant"},
+    **{"cosine": "cosine_decay", "cosine_with_min_lr": "cosine_decay"},
+}
 
 
 def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
@@ -287,16 +290,29 @@ def trl_optimizer(key: Reader, draft: Draft, updates: int) -> None:
         eps=key.positive("adam_epsilon", 1e-8, zero=False),
         weight_decay=key.positive("weight_decay", 0.0, zero=True),
     )
+    trl_schedule(key, draft, updates)
+    limit = key.positive("max_grad_norm", 1.0, zero=True)
+    draft.knobs["sections.PolicyUpdate.max_grad_norm"] = limit or 1e9  # 0 is no clipping there
+
+
+def trl_schedule(key: Reader, draft: Draft, updates: int) -> None:
+    """The schedule with its warm-up; the floor of a cosine is in lr_scheduler_kwargs, as a rate or as a share of it."""
     kind = key("lr_scheduler_type", str, "linear")
-    final = key.choice("lr_scheduler_type", "linear", SCHEDULES)
+    name = key.choice("lr_scheduler_type", "linear", SCHEDULES)
+    floor = 0.0
+    if kind == "cosine_with_min_lr":
+        rate, place = key.positive("learning_rate", 1e-6, zero=True), "lr_scheduler_kwargs.min_lr"
+        given = [(f"{place}_rate", 1.0), (place, rate)]
+        shares = [key.positive(name, 0.0, zero=True) / (unit or 1.0) for name, unit in given if name in key.values]
+        if len(shares) != 1 or shares[0] > 1:
+            raise ValueError(
+                f"{place}: got {shares} of the rate, wanted one of min_lr and min_lr_rate, at most the rate"
+            )
+        (floor,) = shares
     warm = key.positive("warmup_steps", 0, zero=True)
     share = key.positive("warmup_ratio", 0.0, zero=True)
     first = warm * updates if 0 < warm < 1 else warm or share * updates
-    schedule(draft, 0 if kind == "constant" else ceil(first), updates, final)
-    if kind == "cosine":
-        draft.note(DIFFERS, "lr_scheduler_type", "there is no cosine: linear to 0 over the same steps")
-    limit = key.positive("max_grad_norm", 1.0, zero=True)
-    draft.knobs["sections.PolicyUpdate.max_grad_norm"] = limit or 1e9  # 0 is no clipping there
+    schedule(draft, name, 0 if kind == "constant" else ceil(first), updates, floor)
 
 
 def trl_device(key: Reader, draft: Draft) -> None:

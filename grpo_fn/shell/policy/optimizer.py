@@ -9,6 +9,7 @@ Decay applies to matrices only, not to norms and biases. Parameters are plain te
 where they lie.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -212,7 +213,27 @@ def linear_decay(step: int, *, warmup: int, total: int, final: float) -> float:
     Returns:
         The multiplier.
     """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    return 1.0 - (1.0 - final) * done
+    return constant(step, warmup=warmup) * (1.0 - (1.0 - final) * _decayed(step, warmup, total))
+
+
+def cosine_decay(step: int, *, warmup: int, total: int, final: float) -> float:
+    """Multiplier of the learning rate: warm-up as in `constant`, then half a cosine from 1 to `final` at step `total`.
+
+    Loshchilov and Hutter, "SGDR", arXiv:1608.03983, without restarts.
+
+    Args:
+        step: optimizer step, from 0.
+        warmup: steps with a smaller rate before the decay.
+        total: step from which the multiplier is `final`.
+        final: multiplier at the end; 0 for a cosine without a floor.
+
+    Returns:
+        The multiplier.
+    """
+    fallen = (1.0 - math.cos(math.pi * _decayed(step, warmup, total))) / 2.0
+    return constant(step, warmup=warmup) * (1.0 - (1.0 - final) * fallen)
+
+
+def _decayed(step: int, warmup: int, total: int) -> float:
+    """The share of the decay that is over, from 0 to 1."""
+    return min(1.0, max(0, step - warmup) / max(1, total - warmup))

@@ -1,6 +1,7 @@
 """Optimizers: each is AdamW as it is written, sharded as whole, and what a checkpoint holds of it brings it back."""
 
 import importlib.util
+import math
 import sys
 
 import hypothesis.strategies as st
@@ -239,3 +240,40 @@ def test_torchao_steps_as_written_where_compiling_is_switched_off(device, disabl
         step()
     assert seen == [stance]
     assert groups[0]["lr"] == 0.1
+
+
+# -- schedules
+
+
+def cosine_loop(step: int, warmup: int, total: int, final: float) -> float:
+    """SGDR without restarts after a linear warm-up, written out."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if step >= total:
+        return final
+    return final + (1 - final) * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+
+
+@given(st.integers(0, 400), st.integers(0, 20), st.integers(1, 300), st.sampled_from([0.0, 0.1, 1.0]))
+def test_a_cosine_falls_from_the_warm_up_to_its_floor(step: int, warmup: int, length: int, final: float) -> None:
+    knobs = {"warmup": warmup, "total": warmup + length, "final": final}
+    found = optimizer.cosine_decay(step, **knobs)
+    assert found == pytest.approx(cosine_loop(step, warmup, warmup + length, final), abs=1e-12)
+    assert min(final, 1 / (warmup + 1)) - 1e-12 <= found <= 1.0
+    if step >= warmup:
+        assert optimizer.cosine_decay(step + 1, **knobs) <= found
+    assert optimizer.linear_decay(step, **knobs) == (
+        (step + 1) / (warmup + 1) if step < warmup else 1.0 - (1.0 - final) * min(1.0, (step - warmup) / length)
+    )
+
+
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_the_cosine_is_that_of_transformers_after_the_warm_up(final: float) -> None:
+    from transformers import get_cosine_with_min_lr_schedule_with_warmup
+
+    theirs = get_cosine_with_min_lr_schedule_with_warmup(
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 5, 40, min_lr_rate=final
+    ).lr_lambdas[0]
+    for step in range(5, 50):
+        ours = optimizer.cosine_decay(step, warmup=5, total=40, final=final)
+        assert ours == pytest.approx(theirs(min(step, 40)), abs=1e-12), step
