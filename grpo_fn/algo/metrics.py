@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.func import vmap
 
+from grpo_fn.algo import kl
 from grpo_fn.algo.importance import capped_exp
 from grpo_fn.core.types import Batch, Reward, Rollout
 
@@ -179,6 +181,20 @@ def mismatch_before_update(batch: Batch, learned: list[UpdateResult]) -> dict[st
     if bool((batch.logp_old == batch.logp_sampled)[batch.mask].all()):
         return learned[0].mismatch
     return mismatch(batch.logp_old - batch.logp_sampled, batch.mask)
+
+
+def start_kl(batch: Batch, logp_start: Float[Tensor, "B T"]) -> dict[str, float]:
+    """The KL of a step's policy, before its updates, to the model that the run started with: the mean k3 of its tokens.
+
+    Args:
+        batch: all rows of the step.
+        logp_start: their log-probs under the start model, in nats.
+
+    Returns:
+        `loss/kl_start`, in nats a token; nothing for a step without tokens to learn from.
+    """
+    found = vmap(kl.k3)(batch.logp_old, batch._replace(logp_ref=logp_start))[batch.mask]
+    return {"loss/kl_start": float(found.mean())} if len(found) else {}
 
 
 def summarise_updates(batch: Batch, learned: list[UpdateResult], *, reference: bool) -> dict[str, float]:

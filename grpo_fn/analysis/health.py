@@ -96,24 +96,25 @@ def rule_name(rule: Rule) -> str:
 
 
 def kl_high(history: History, *, limit: float) -> str | None:
-    """loss/kl > limit.
+    """loss/kl, or without a reference loss/kl_start, > limit.
 
     Args:
         history: the run's lines of metrics, oldest first.
-        limit: largest mean KL to the reference, in nats a token.
+        limit: largest mean KL to the reference or to the start model, in nats a token.
 
     Returns:
         What was seen and what to do about it; None where the rule is not met.
     """
     check_above_zero("limit", limit)
-    value = newest_value(history, "loss/kl")
-    if value is None or value <= limit:
-        return None
-    return (
-        f"loss/kl is {value:.3g}{at(history)}, above {limit:g}: the policy has moved far from the reference, where the "
-        "reward may be all that it still gets right. Read samples; lower optimizer.adamw.lr or raise "
-        "objective.policy_objective.beta"
-    )
+    for start, origin in (("", "the reference"), ("_start", "the start model")):
+        value = newest_value(history, f"loss/kl{start}")
+        if value is not None and value > limit:
+            return (
+                f"loss/kl{start} is {value:.3g}{at(history)}, above {limit:g}: the policy has moved far from {origin}, "
+                "where the reward may be all that it still gets right. Read samples; lower optimizer.adamw.lr or raise "
+                "objective.policy_objective.beta"
+            )
+    return None
 
 
 def grad_norm_high(history: History, *, limit: float) -> str | None:

@@ -210,7 +210,7 @@ def replay_one_step(
         run = replace(run, algo=replace(run.algo, group_sampling=from_store(run, stored)))
     clock, noted = Stopwatch(), run.policy.note()
     with ErrorContext(run.world, step, clock):
-        seen, carried, figures = take_step(run, carried, clock.span)
+        seen, carried, figures = take_step(run, step, carried, clock.span)
         line = step_checksums(run, step, seen, noted)
     algo = run.algo
     parts = micro_batch_rows(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)

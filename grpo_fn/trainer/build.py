@@ -75,8 +75,8 @@ def build(
     folder, tokenizer, task = open_and_prepare(s, checked, request, world, enter=enter, report=report)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
-    loaded = world.together(partial(load_and_shard, world, spec, reference=checked.reference), what="loading the model")
-    policy = build_policy(s, loaded, world)
+    loaded = world.together(partial(load_and_shard, world, spec, reference=checked.frozen), what="loading the model")
+    policy = build_policy(s, loaded, world, reference=checked.reference)
     pool = s.rewards.pool()
     streaming = StreamingRewards(pool)
     context = sampler_context(spec, world, loaded.decoding, streaming.on_completion)
@@ -93,6 +93,7 @@ def build(
             key=key,
             world=world,
             policy=policy,
+            start_model=loaded.reference_model,
             sampler=AsyncSampler(
                 DataParallelSampler(sampler, world, probe),
                 partial(train_problems, task, prng.fold_in(key, DATA)),
@@ -182,13 +183,13 @@ def open_and_prepare(
     return world.together(prepare_here, what="looking at model and data")
 
 
-def build_policy(settings: Settings, loaded: LoadedModel, world: World) -> FSDPPolicy:
+def build_policy(settings: Settings, loaded: LoadedModel, world: World, *, reference: bool) -> FSDPPolicy:
     """The policy with its optimizer."""
     return FSDPPolicy(
         loaded.logprob_model,
         world=world,
         data=loaded.data,
-        reference_model=loaded.reference_model,
+        reference_model=loaded.reference_model if reference else None,
         dropout_modules=loaded.dropout_modules,
         seed=settings.seed,
         **vars(settings.policy),

@@ -4,15 +4,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from math import nan
 
+from torch import Tensor
+
+from grpo_fn.algo import metrics
 from grpo_fn.algo.step import AT_THE_START, Experience, Span, grpo_step
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import grader_names, summarise
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Carry, RunState
+from grpo_fn.core.types import Carry, Policy, Rollout, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.logging import system_metrics, tensorboard_layout
@@ -200,7 +204,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     gains, troubles, clock = progress.carried.gains, Counter(run.pool.counts), loggers.clock
     loggers.writer.do(LOCK, partial(keep_lock, run.run_dir))
     noted = run.policy.note() if is_due(step, run.settings.logging.checksums_every) else None
-    experience, progress.carried, figures = take_step(run, progress.carried, clock.span)
+    experience, progress.carried, figures = take_step(run, step, progress.carried, clock.span)
     run.world.same(repr(sorted(figures.items())), what=f"figures of step {step}")
     if figures["train/skipped_step"]:
         share = figures["advantage/zero_variance_groups"]
@@ -233,6 +237,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         **run.sampler.figures(),
         **system_metrics.usage(run.world),
         **times,
+        "system/steps_per_second": 1 / times["time/total"],
     }
     with clock.span("log"):  # in the next step's time: this one's is among what is written
         loggers.writer.scalars(step, figures)
@@ -241,17 +246,25 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     progress.state = RunState(step, run.settings.seed)
 
 
-def take_step(run: TrainingRun, carried: Carry, span: Span) -> tuple[Experience, Carry, dict[str, float]]:
-    """One step of the algorithm; nothing of it is recorded."""
-    return grpo_step(
+def take_step(run: TrainingRun, step: int, carried: Carry, span: Span) -> tuple[Experience, Carry, dict[str, float]]:
+    """One step of the algorithm, with `loss/kl_start` where that is due; nothing of it is recorded."""
+    at_start: list[Tensor] = []
+
+    def old_logp(policy: Policy, rollout: Rollout) -> Tensor:
+        at_start.append(run.policy.logp_under(run.start_model, rollout))  # the sampler rests now, which leaves memory
+        return run.algo.old_logp(policy, rollout)
+
+    watched = is_due(step, run.settings.logging.start_kl_every)
+    experience, carried, figures = grpo_step(
         run.policy,
         run.sampler,
         partial(train_problems, run.task, prng.fold_in(run.key, DATA)),
         carried,
         key=prng.fold_in(run.key, SAMPLING),  # a problem's uid is its place in the stream: no step is needed
-        algo=run.algo,
+        algo=replace(run.algo, old_logp=old_logp) if watched else run.algo,
         span=span,
     )
+    return experience, carried, figures | (metrics.start_kl(experience.batch, *at_start) if watched else {})
 
 
 def training_problem(run: TrainingRun) -> Callable[[int], Problem]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.algo.step import StepAlgorithm
 from grpo_fn.config import Config
 from grpo_fn.core.problem import Problem, Scorer
-from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.interface import EngineSampler, TrainingSampler
@@ -54,6 +54,7 @@ class TrainingRun:
     key: Tensor
     world: World
     policy: FSDPPolicy
+    start_model: ReferenceModel | None  # the frozen start model, where a copy is kept
     sampler: TrainingSampler
     greedy: DataParallelSampler  # the same engine, for greedy answers
     sampled: DataParallelSampler  # the same engine, as the evaluation draws

@@ -164,6 +164,7 @@ class Logging:
     compare_presets_every: int  # what every preset would have made of the step
     token_report_every: int  # and the last step: the signal token by token, a page and TensorBoard
     token_report_rows: int  # the most influential ones
+    start_kl_every: int  # loss/kl_start, the KL to the start model, of which a frozen copy is kept then
     profile_steps: Sequence[int]  # of which torch.profiler keeps a trace
     mirror: Mirror  # metrics elsewhere, too
 

@@ -131,7 +131,7 @@ def test_null_and_nan_and_infinity_are_alike_so_that_a_resumed_run_judges_as_one
 
 # What each rule is about ----------------------------------------------------------------------------------------------
 
-ABOVE = [("kl_high", "loss/kl", 0.5), ("grad_norm_high", "loss/grad_norm", 10.0)]
+ABOVE = [("kl_high", "loss/kl", 0.5), ("kl_high", "loss/kl_start", 0.5), ("grad_norm_high", "loss/grad_norm", 10.0)]
 ABOVE += [("logprob_diff_high", "loss/logprob_diff_mean", 0.1)]
 SHARES = [
     ("few_groups_with_signal", "advantage/zero_variance_groups", 0.9),

@@ -71,6 +71,7 @@ ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
 # With values that change nothing.
 KNOBS_SINCE = {
     "compute.deterministic": "False",
+    "logging.start_kl_every": "0",
     "parallelism.compile.mode": "'default'",
     "policy.min_micro_batches": "1",
     "sampling.max_total_tokens": "None",

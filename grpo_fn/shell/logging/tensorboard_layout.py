@@ -27,6 +27,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
     "Health": {
         "trainer against sampler, nats": lines("loss/(logprob_diff_(mean|max)|mismatch_kl)"),
         "KL to the reference": lines("loss/kl"),
+        "KL to the start model": lines("loss/kl_start"),
         "KL to the policy that sampled": lines("loss/approx_kl"),
         "entropy": lines("loss/entropy"),
         "gradient norm before clipping": lines("loss/grad_norm"),
@@ -69,6 +70,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "dynamic sampling": lines("generation/(batches|carried_over_groups|zero_variance_fill)"),
         "dynamic sampling, share accepted": lines("generation/accepted"),
         "tokens a second": lines("generation/tokens_per_second"),
+        "steps a second": lines("system/steps_per_second"),
         "versions between sampling and learning": lines("generation/staleness(_max)?"),
         "engine against policy after a push, nats": lines("engine/probe_gap_(mean|max)"),
         "engine": lines("engine/(?!probe_gap_|.*_seconds$).+"),

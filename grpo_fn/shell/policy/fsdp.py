@@ -145,9 +145,11 @@ class FSDPPolicy:
 
     def reference(self, rollout: Rollout) -> Float[Tensor, "B T"] | None:
         """log pi_ref of the rollout's tokens; None when no reference is kept."""
-        if self.reference_model is None:
-            return None
-        with self.reference_model() as logprob_model:
+        return None if self.reference_model is None else self.logp_under(self.reference_model, rollout)
+
+    def logp_under(self, frozen: ReferenceModel, rollout: Rollout) -> Float[Tensor, "B T"]:
+        """Log-probs of the rollout's tokens under a frozen model that lies as the policy does."""
+        with frozen() as logprob_model:
             return self._logp(logprob_model, rollout)
 
     @torch.no_grad()

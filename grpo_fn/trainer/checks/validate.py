@@ -48,7 +48,8 @@ class ValidatedPlan:
     config: PretrainedConfig
     dtype: torch.dtype  # of the computation
     task: Task
-    reference: bool  # whether objective or credit read logp_ref: then a frozen reference is kept
+    reference: bool  # whether objective or credit read logp_ref
+    frozen: bool  # whether a frozen copy of the start model is kept, as that reference or to measure the KL to it
     own_pass: bool  # whether logp_old is what the step's one update finds in its own pass
     plan: Plan
 
@@ -83,13 +84,15 @@ def validate(settings: Settings) -> ValidatedPlan:
     try_rewards("sections.Evaluation.graders", s.evaluation.graders, task.test[0], s.rewards.pool)
     try_credit(algorithm, parts)
     check_credit(algorithm.credit, algorithm.group_size, parts)
+    reference = uses_reference(algorithm.objective, algorithm.credit, parts)
     own_pass = own_pass_suffices(algorithm.old_logp, updates, algorithm.credit, algorithm.token_mask, parts)
     return ValidatedPlan(
         source=source,
         config=config,
         dtype=dtype,
         task=task,
-        reference=uses_reference(algorithm.objective, algorithm.credit, parts),
+        reference=reference,
+        frozen=reference or s.logging.start_kl_every > 0,
         # What drops at random says another thing in the pass that trains.
         own_pass=own_pass and (s.lora is None or s.lora.dropout == 0),
         plan=Plan(
@@ -142,7 +145,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         mesh=mesh,
         dtype=checked.dtype,
         attention=settings.compute.attention,
-        reference=checked.reference,
+        reference=checked.frozen,
         micro_tokens=settings.policy.micro_tokens,
         width=settings.sampling.max_new_tokens,
         logits_chunk_elements=settings.compute.logits_chunk_elements,
