@@ -3,9 +3,9 @@
 python tools/resume_check.py --gin_file run/arithmetic.gin --kills 10 --out runs/resume_check
 
 Both runs take the same configuration: OUT/undisturbed once without a kill, OUT/killed with SIGKILL to all of its
-processes at moments drawn from --seed, counted from when the run folder is entered. Exit code 0 when model, metrics,
-rollouts, evaluations and digests are identical to the last byte (seconds and figures of the machine aside), 1 with what
-differs when they are not, 2 for bad input or a run that fails by itself.
+processes at moments drawn from --seed over all of its steps, in order. Exit code 0 when model, metrics, rollouts,
+evaluations and digests are identical to the last byte (seconds and figures of the machine aside), 1 with what differs
+when they are not, 2 for bad input or a run that fails by itself.
 """
 
 import argparse
@@ -35,6 +35,13 @@ class Start(NamedTuple):
     code: int  # its exit code; below 0 when a signal ended it
     entered: float  # seconds from the start until it had entered the run folder
     seconds: float  # until it was over
+
+
+class Moment(NamedTuple):
+    """When a start is killed."""
+
+    step: int  # so many steps of the run are in metrics.jsonl, 0 when it has entered its folder
+    seconds: float  # and so many later
 
 
 def flags() -> argparse.ArgumentParser:
@@ -70,18 +77,18 @@ def check(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name}: got {getattr(args, name)}, wanted more")
     args.out.mkdir(parents=True)
     alone = finish(args, "undisturbed")
-    work = alone.seconds - alone.entered
-    print(f"undisturbed: {alone.seconds:.1f} s, {work:.1f} s of them in the run folder", flush=True)
-    moments, done = random.Random(args.seed), 0
-    for number in range(1, args.kills + 1):
-        moment = moments.uniform(0.0, 2 * work / (args.kills + 1))  # so that all of them fit into the run, on average
-        start = start_once(args, "killed", kill_after=moment)
+    work, steps = alone.seconds - alone.entered, steps_logged(args.out / "undisturbed")
+    print(f"undisturbed: {alone.seconds:.1f} s, {work:.1f} s of them in the run folder, {steps} steps", flush=True)
+    drawn, done = random.Random(args.seed), 0
+    for number, moment in enumerate(sorted(drawn.uniform(0.0, steps) for _ in range(args.kills)), start=1):
+        seconds = moment % 1 * work / max(1, steps)
+        start = start_once(args, "killed", kill=Moment(int(moment), seconds))
         if start.code == 0:
             print(f"start {number}: over before it was killed", flush=True)
             break
         require_success(args, "killed", start, killed=True)
         done += 1
-        print(f"start {number}: killed {moment:.2f} s after it had entered the run folder", flush=True)
+        print(f"start {number}: killed {seconds:.2f} s after step {int(moment)}", flush=True)
     else:
         finish(args, "killed")
     found = differences(args.out / "undisturbed", args.out / "killed")
@@ -91,7 +98,7 @@ def check(args: argparse.Namespace) -> int:
 
 def finish(args: argparse.Namespace, name: str) -> Start:
     """A start that is left alone."""
-    start = start_once(args, name, kill_after=None)
+    start = start_once(args, name, kill=None)
     require_success(args, name, start, killed=False)
     return start
 
@@ -104,8 +111,8 @@ def require_success(args: argparse.Namespace, name: str, start: Start, *, killed
     raise ValueError("\n    ".join([f"got exit code {start.code} of the run {args.out / name}, wanted 0", *tail]))
 
 
-def start_once(args: argparse.Namespace, name: str, *, kill_after: float | None) -> Start:
-    """Start the command and wait for its end; SIGKILL `kill_after` seconds after it has entered its run folder.
+def start_once(args: argparse.Namespace, name: str, *, kill: Moment | None) -> Start:
+    """Start the command and wait for its end; SIGKILL at the moment `kill`.
 
     Raises ValueError when it takes longer than --timeout.
     """
@@ -115,7 +122,7 @@ def start_once(args: argparse.Namespace, name: str, *, kill_after: float | None)
     command = [sys.executable, *(launcher if args.ranks > 1 else []), "-m", "grpo_fn.run", *files, *params]
     log = args.out / name / "log.txt"
     before = log.stat().st_size if log.exists() else 0
-    began, entered = time.monotonic(), None
+    began, entered, reached = time.monotonic(), None, None
     with open(args.out / f"{name}.out", "ab") as out:
         process = subprocess.Popen(
             [*command, "--run_dir", str(args.out / name)],
@@ -128,8 +135,11 @@ def start_once(args: argparse.Namespace, name: str, *, kill_after: float | None)
             now = time.monotonic() - began
             if entered is None and log.exists() and log.stat().st_size > before:
                 entered = now
-            if entered is not None and kill_after is not None and now >= entered + kill_after:
-                kill_all(process.pid)
+            if kill is not None and entered is not None:
+                if reached is None and steps_logged(args.out / name) >= kill.step:
+                    reached = now
+                if reached is not None and now >= reached + kill.seconds:
+                    kill_all(process.pid)
             if now > args.timeout:
                 raise ValueError(f"got no end of {args.out / name} within {args.timeout:g} s (--timeout), wanted one")
             time.sleep(POLL)
@@ -137,6 +147,12 @@ def start_once(args: argparse.Namespace, name: str, *, kill_after: float | None)
         kill_all(process.pid)
     seconds = time.monotonic() - began
     return Start(process.poll(), seconds if entered is None else entered, seconds)
+
+
+def steps_logged(run_dir: Path) -> int:
+    """How many steps a run has written to metrics.jsonl."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def kill_all(pid: int) -> None:
