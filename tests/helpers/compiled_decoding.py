@@ -18,16 +18,17 @@ from grpo_fn.shell.sampler.local.cuda_graphs import Eager
 from grpo_fn.shell.sampler.local.decode_step import compile_decode_parts
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
-ASKED = ((TEXTS, 2), (TEXTS[:3], 3), (TEXTS[:1], 5))  # prompts, and completions of each
+# Prompts, and completions of each. Of the first shape all sizes differ: what torch takes for one size it builds again.
+ASKED = ((TEXTS, 3), (TEXTS[:3], 2), (TEXTS[:1], 5))
 
 
 def main(name: str) -> dict[str, object]:
     """What one family of models gives."""
-    s = family(name, max_rows=5)
+    s = family(name, max_rows=7)
     module = copy.deepcopy(s.model)
-    other = LocalSampler(
-        **{**vars(s), "model": module, "held": held(module, Eager(), code=compile_decode_parts(module))}
-    )
+    made = held(module, Eager())  # asks the model as it is written whether it is fit, and compiles then, as samplers do
+    made.engine.code = compile_decode_parts(module)
+    other = LocalSampler(**{**vars(s), "model": module, "held": made})
     found: dict[str, list] = {"same": [], "apart": [], "built": []}
     for texts, group_size in ASKED * 2:
         one, two = (x.sample(problems(texts), group_size, key=KEY) for x in (s, other))
