@@ -36,13 +36,14 @@ def group_normalized(
         The advantages, [G], dimensionless.
     """
     dev = mean_centered(reward, valid)
-    # Measured in units of the largest deviation, squares neither overflow nor vanish, whatever the reward's unit.
+    # Measured in units of the largest deviation, squares neither overflow nor vanish, whatever the reward's unit. An
+    # eps of 0 is not divided: torch takes 0 * (1 / unit), and 1 / unit is infinite for a subnormal one.
     unit = dev.abs().amax()
     safe = torch.where(unit == 0, 1.0, unit)
     relative = dev / safe
     count = valid.sum().to(reward.dtype)
     std = ((relative**2).sum() / (count - ddof).clamp(min=1)).sqrt()
-    return torch.where(unit == 0, 0.0, relative / (std + eps / safe))
+    return torch.where(unit == 0, 0.0, relative / (std + (eps / safe if eps else 0.0)))
 
 
 def mean_centered(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor, "G"]:
@@ -119,7 +120,7 @@ def leave_one_out_normalized(
     loo = masked.std(relative.expand_as(others), others, dim=-1, ddof=ddof)
     whole = masked.std(relative, valid, dim=-1, ddof=ddof)
     ahead = relative * count / (count - 1).clamp(min=1)
-    return torch.where(unit == 0, 0.0, ahead / (torch.maximum(loo, whole) + eps / safe))
+    return torch.where(unit == 0, 0.0, ahead / (torch.maximum(loo, whole) + (eps / safe if eps else 0.0)))
 
 
 def leave_one_out_others_std(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, eps: float) -> Float[Tensor, "G"]:

@@ -111,6 +111,7 @@ def of_learning(stats: Mapping[str, Stat], *, reference: bool) -> dict[str, floa
         "loss/kl" if reference else "loss/approx_kl": float(stats["kl"].mean),
         **{f"loss/{name}": float(stats[name].mean) for name in ("entropy", "clip_low", "clip_high")},
         **extent("loss/ratio_", stats["ratio"]),
+        "loss/ratio_capped": float(stats["ratio_capped"].mean),
         "loss/correction_mean": float(stats["correction"].mean),
         "loss/importance_masked_frac": float(stats["importance_masked"].mean),
     }
@@ -167,9 +168,18 @@ class UpdateResult(NamedTuple):
 
 
 def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, Stat]:
-    """Statistics of the objective's per-token diagnostics over the sampled tokens."""
-    zero = {"importance_masked": (tokens["correction"] == 0).double()}
-    return {name: stat(x, micro.mask) for name, x in {**tokens, **zero}.items()}
+    """Statistics of the objective's per-token diagnostics over the sampled tokens.
+
+    A ratio is "capped" where it is the largest that `capped_exp` lets through: there the loss is a constant to the
+    gradient, however large it is.
+    """
+    ratio = tokens["ratio"]
+    largest = capped_exp(torch.full_like(ratio, torch.inf)).exp()
+    more = {
+        "importance_masked": (tokens["correction"] == 0).double(),
+        "ratio_capped": (ratio >= largest).double(),
+    }
+    return {name: stat(x, micro.mask) for name, x in {**tokens, **more}.items()}
 
 
 def mismatch_before_update(batch: Batch, learned: list[UpdateResult]) -> dict[str, Stat]:

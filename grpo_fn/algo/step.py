@@ -7,7 +7,7 @@ from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.func import grad_and_value
 
@@ -159,8 +159,8 @@ def grpo_step(
 ) -> tuple[Experience, Carry, dict[str, float]]:
     """One GRPO step: sample, score, compute advantages, update.
 
-    A step in which fewer than `min_groups_with_signal` groups have a token with an advantage is refused: no update, no
-    KL, no entropy bonus, `train/skipped_step` 1.
+    A step in which fewer than `min_groups_with_signal` groups have a token with an advantage, filters applied, is
+    refused: no update, no KL, no entropy bonus, `train/skipped_step` 1.
 
     Args:
         policy: pi_theta, updated in place.
@@ -181,10 +181,10 @@ def grpo_step(
         logp_old, reference = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
         logp_ref = logp_old if reference is None else reference
         adv, batch = compute_advantages(groups, logp_old, logp_ref, carried.gains, key=key, stages=algo)  # A
-        signal = (adv != 0).any(-1).any(-1).sum()
+        enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
         learned = [
             update_policy(policy, mini, count(mini), carried.gains, algo)
-            for _ in range(algo.epochs if signal >= algo.min_groups_with_signal else 0)
+            for _ in range(algo.epochs if enough else 0)
             for mini in minibatches(batch, algo.minibatches)
         ]
         batch = learned[0].batch if len(learned) == 1 else batch
@@ -269,6 +269,19 @@ def compute_advantages(
     batch = make_batch(rollout, keep, adv, logp_old, logp_ref)
     selected = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
     return adv, batch._replace(selected=selected)
+
+
+def groups_to_learn_from(batch: Batch, groups: int) -> Bool[Tensor, "P"]:
+    """Which groups have a token with an advantage among those that validity and filters left to learn from.
+
+    Args:
+        batch: all rows of the step, each field [B, T].
+        groups: number of groups, P.
+
+    Returns:
+        True for the groups with signal, [P].
+    """
+    return by_group(batch.mask & (batch.adv != 0), groups).any(-1).any(-1)
 
 
 def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tensor, "P G"]:

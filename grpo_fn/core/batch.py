@@ -1,5 +1,7 @@
 """From a rollout to rows one can learn from, and from rows to micro-batches. The data seam is checked here."""
 
+import math
+
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
@@ -7,9 +9,16 @@ from torch import Tensor
 
 from grpo_fn.core.types import Batch, Reward, Rollout, Totals
 
+LEAST_LOGP = math.log(torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps)  # -103.3 nats
+
 
 def check_rollout(rollout: Rollout) -> None:
-    """Raise ValueError, saying got and wanted, unless the rollout's fields agree and each row sampled something."""
+    """Raise ValueError, saying got and wanted, unless the rollout's fields agree and each row sampled something.
+
+    A sampled token is at least as likely as float32's smallest number: none below is ever drawn, so a log-prob below
+    LEAST_LOGP is not of what was sampled. Its ratio would end at the largest that `importance.capped_exp` lets through,
+    where the objective is huge and the gradient 0.
+    """
     shape = rollout.tokens.shape
     for name in ("mask", "logp_sampled"):
         got = getattr(rollout, name).shape
@@ -24,12 +33,12 @@ def check_rollout(rollout: Rollout) -> None:
     if not rollout.mask.any(-1).all():
         empty = int((~rollout.mask.any(-1)).nonzero()[0, 0])
         raise ValueError(f"got row {empty} without a sampled token, wanted at least one (EOS counts)")
-    bad = rollout.mask & ~((rollout.logp_sampled <= 0) & rollout.logp_sampled.isfinite())
+    bad = rollout.mask & ~((rollout.logp_sampled <= 0) & (rollout.logp_sampled >= LEAST_LOGP))
     if bad.any():
         b, t = bad.nonzero()[0].tolist()
         raise ValueError(
             f"got logp_sampled {float(rollout.logp_sampled[b, t])} at row {b}, token {t}; wanted a finite "
-            "log-probability <= 0"
+            f"log-probability <= 0 and >= {LEAST_LOGP:.1f}, of a token that can have been drawn"
         )
 
 
@@ -73,8 +82,12 @@ def make_batch(
 
 
 def count(batch: Batch) -> Totals:
-    """The denominators this batch contributes: sampled tokens, and rows that have any."""
-    dtype = batch.logp_sampled.dtype
+    """The denominators this batch contributes: sampled tokens, and rows that have any.
+
+    In float32 at least: float16 ends at 65,504 and bfloat16 counts exactly up to 256. Above 2^24 tokens a float32
+    count is rounded, by less than one part in ten million.
+    """
+    dtype = torch.promote_types(batch.logp_sampled.dtype, torch.float32)
     return Totals(tokens=batch.mask.sum().to(dtype), rows=batch.mask.any(-1).sum().to(dtype))
 
 

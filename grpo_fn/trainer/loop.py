@@ -208,7 +208,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     run.world.same(repr(sorted(figures.items())), what=f"figures of step {step}")
     if figures["train/skipped_step"]:
         share = figures["advantage/zero_variance_groups"]
-        alike = f"all rewards within {share:.0%} of the groups were alike"
+        alike = f"before filters all rewards within {share:.0%} of the groups were alike"
         why = "none of its rows could be scored" if figures["reward/invalid"] == 1 else alike
         loggers.console.line(f"step {step} is not trained on: got too few groups with signal, {why}")
     if evaluates(run, step) and run.evaluator is None:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from grpo_fn.algo.step import Experience, Stages, sample_advantages
+from grpo_fn.algo.step import Experience, Stages, groups_to_learn_from, sample_advantages
 from grpo_fn.analysis import compare_algorithms, health, token_report
 from grpo_fn.analysis.evaluation import GradedAnswer
 from grpo_fn.analysis.html import token_page
@@ -138,7 +138,7 @@ def token_signals(run: TrainingRun, seen: Experience, gains: Gains) -> tuple[tok
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     special, rows = {*tokenizer.all_special_ids}, run.settings.logging.token_report_rows
     shown = token_report.token_report(seen, signal, figures, decode, special, rows=rows)
-    refused = int((seen.adv != 0).any(-1).any(-1).sum()) < algo.min_groups_with_signal
+    refused = int(groups_to_learn_from(seen.batch, len(seen.adv)).sum()) < algo.min_groups_with_signal
     return shown, AS_SAMPLED + REFUSED * refused
 
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from functools import partial
 from itertools import combinations, pairwise
 
 import hypothesis.strategies as st
@@ -47,6 +48,27 @@ def spread_out(draw):
 
 def close(got: Tensor, wanted: Tensor, tol: float = 1e-9) -> None:
     torch.testing.assert_close(got, wanted, rtol=tol, atol=tol)
+
+
+@pytest.mark.parametrize("name", ["group_normalized", "leave_one_out_normalized"])
+@pytest.mark.parametrize("scale", [1e-40, 2e-39, 1e-38, 1.0, 1e38])
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_without_eps_the_unit_of_the_reward_does_not_matter(name, scale, ddof):
+    """Down to subnormal numbers, whose digits are few: 0 / unit is 0 there, not 0 * (1 / unit)."""
+    f = partial(getattr(advantage, name), eps=0.0, ddof=ddof)
+    everyone = torch.ones(4, dtype=torch.bool)
+    reward = torch.tensor([1.0, 0.0, 0.0, 2.0])
+    torch.testing.assert_close(f(reward * scale, everyone), f(reward, everyone), rtol=1e-4, atol=1e-4)
+    assert not f(torch.full((4,), scale), everyone).any()
+
+
+@pytest.mark.parametrize("eps", [1e-4, 1e-9])
+def test_an_eps_far_above_rewards_leaves_next_to_nothing_of_them(eps):
+    adv = advantage.group_normalized(
+        torch.tensor([1e-40, 0.0, 2e-40]), torch.ones(3, dtype=torch.bool), eps=eps, ddof=1
+    )
+    assert adv.isfinite().all()
+    assert adv.abs().max() < 1e-30
 
 
 @each(ALL)

@@ -11,9 +11,9 @@ from hypothesis import given
 from strategies import finite_floats, masks, tensors
 from torch import Tensor
 
-from grpo_fn.algo import metrics
+from grpo_fn.algo import losses, metrics
 from grpo_fn.algo.metrics import Stat, merge, merge_all, stat
-from grpo_fn.core.types import Reward, Rollout
+from grpo_fn.core.types import Batch, Reward, Rollout
 
 values = st.integers(0, 6).flatmap(lambda n: tensors(n, finite_floats(1e4)))
 
@@ -125,7 +125,7 @@ def test_the_share_of_groups_without_signal_counts_groups_of_zeros():
 
 def test_learnings_figures():
     numbers = {"kl": [0.5, 1.5], "entropy": [2.0], "clip_low": [0.0, 1.0], "clip_high": [0.0], "ratio": [0.5, 2.0]}
-    numbers |= {"correction": [0.0, 1.5], "importance_masked": [1.0, 0.0]}
+    numbers |= {"correction": [0.0, 1.5], "importance_masked": [1.0, 0.0], "ratio_capped": [1.0, 0.0, 0.0, 0.0]}
     stats = {name: of(torch.tensor(x)) for name, x in numbers.items()}
     got = metrics.of_learning(stats, reference=True)
     without = metrics.of_learning(stats, reference=False)
@@ -134,8 +134,22 @@ def test_learnings_figures():
     assert got == {
         **{"loss/kl": 1.0, "loss/entropy": 2.0, "loss/clip_low": 0.5, "loss/clip_high": 0.0},
         **{"loss/ratio_mean": 1.25, "loss/ratio_min": 0.5, "loss/ratio_max": 2.0},
-        **{"loss/correction_mean": 0.75, "loss/importance_masked_frac": 0.5},
+        **{"loss/correction_mean": 0.75, "loss/importance_masked_frac": 0.5, "loss/ratio_capped": 0.25},
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_ratio_that_has_no_gradient_any_more_is_counted(dtype):
+    """The loss of such a bad token is 1e18 and more, and its gradient 0; of a good one it is clipped."""
+    logp = torch.full((3,), -1.0, dtype=dtype)
+    old = logp - torch.tensor([0.0, 500.0, -500.0], dtype=dtype)
+    everything = torch.ones(3, dtype=torch.bool)
+    row = Batch(torch.zeros(3).long(), everything, old, old, old, torch.full_like(logp, -1.0), ~everything)
+    loss, seen = losses.clipped_ratio(logp, row, clip_low=0.2, clip_high=0.2)
+    assert loss[1] > 1e18
+    assert torch.func.grad(lambda x: losses.clipped_ratio(x, row, clip_low=0.2, clip_high=0.2)[0][1])(logp)[1] == 0
+    found = metrics.diagnose(row, {**seen, "correction": torch.ones_like(logp)})["ratio_capped"]
+    assert float(found.mean) == pytest.approx(1 / 3)
 
 
 two_policies = st.integers(1, 6).flatmap(lambda n: st.tuples(*(tensors((3, n), st.floats(-6, 0)) for _ in range(2))))

@@ -44,7 +44,7 @@ KEYS = {
     "train/skipped_step",
     *(f"loss/{name}" for name in ("objective", "kl", "entropy", "clip_low", "clip_high", "grad_norm")),
     *("loss/kl_coef_multiplier", "loss/entropy_coef_multiplier"),
-    *(f"loss/ratio_{name}" for name in ("mean", "min", "max")),
+    *(f"loss/ratio_{name}" for name in ("mean", "min", "max", "capped")),
     *(f"loss/{name}" for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl", "mismatch_ess")),
     *("loss/correction_mean", "loss/importance_masked_frac", "optimizer/lr", "optimizer/step"),
     "system/micro_batches",
@@ -396,6 +396,24 @@ def test_a_step_with_too_little_signal_is_refused_and_said(min_signal):
     assert {"vjp", "update"}.isdisjoint(policy.log)
     assert carried == AT_THE_START._replace(drawn=3)
     assert "loss/kl" not in figures
+
+
+def drop_all_with_an_advantage(rollout: Rollout, adv: Tensor) -> Tensor:
+    """As drop_truncated does where every sample that differs from its group ran into the limit."""
+    return (adv == 0).all(-1)
+
+
+@pytest.mark.parametrize(("filters", "trained"), [([], True), ([drop_all_with_an_advantage], False)])
+def test_signal_counts_after_filters(filters, trained):
+    """dppo_tv's penalty would move the weights of a step in which no token that may learn has an advantage."""
+    policy, sampler = pair()
+    sampler.load(TablePolicy(TABLE.flip(0), lr=0.0, reference_table=None))  # another policy's samples: there is something to penalise
+    f = partial(algo().objective, token_loss=partial(losses.dppo_tv, delta=0.2, kappa=1.0))
+    before = policy.table.clone()
+    _, figures = step(policy, sampler, algo(objective=f, filters=filters, min_groups_with_signal=1))
+    assert figures["advantage/zero_variance_groups"] < 1
+    assert figures["train/skipped_step"] == float(not trained)
+    assert torch.equal(policy.table, before) == (not trained)
 
 
 # -- filters, marks, entropy, controllers

@@ -216,6 +216,17 @@ def test_what_stands_behind_the_mask_may_be_anything():
     assert make_batch(rollout(), EVERYONE, strange, some, some).adv.isnan().sum() == 6
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_any_number_of_tokens_is_counted_exactly_whatever_the_log_probs_are_in(dtype):
+    """float16 ends at 65,504, bfloat16 takes 257 for 256."""
+    tokens = torch.zeros(257, 257, dtype=torch.long)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    x = torch.zeros(257, 257, dtype=dtype)
+    found = count(Batch(tokens, mask, x, x, x, x, ~mask))
+    assert (found.tokens.item(), found.rows.item()) == (66049, 257)
+    assert found.tokens.dtype == torch.promote_types(dtype, torch.float32)
+
+
 # -- the data seam
 
 
@@ -239,6 +250,10 @@ def silent(b: int) -> Rollout:
         (lambda: changed("logp_sampled", 3, 2, 0.5), "got logp_sampled 0.5 at row 3, token 2; wanted a finite log-pr"),
         (lambda: changed("logp_sampled", 3, 2, float("nan")), "got logp_sampled nan at row 3, token 2; wanted a fin"),
         (lambda: changed("logp_sampled", 3, 2, float("-inf")), "got logp_sampled -inf at row 3, token 2; wanted a f"),
+        (
+            lambda: changed("logp_sampled", 3, 2, -200.0),
+            "got logp_sampled -200.0 at row 3, token 2; wanted a finite log-probability <= 0 and >= -103.3, of a token",
+        ),
     ],
 )
 def test_a_broken_rollout_says_what_was_got_and_wanted(bad, message):
@@ -271,7 +286,11 @@ def test_fields_that_do_not_agree_are_named(bad, message):
         unchecked(Unchecked(**bad))
 
 
-@pytest.mark.parametrize("garbage", [0.5, float("nan"), float("inf"), float("-inf")])
+def test_the_least_likely_token_that_float32_can_draw_is_taken():
+    check_rollout(changed("logp_sampled", 3, 2, -103.0))
+
+
+@pytest.mark.parametrize("garbage", [0.5, float("nan"), float("inf"), float("-inf"), -200.0])
 def test_what_was_not_sampled_may_hold_anything(garbage):
     seen = rollout()
     check_rollout(seen._replace(logp_sampled=torch.where(seen.mask, -0.0, garbage)))
