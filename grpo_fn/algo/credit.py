@@ -69,6 +69,60 @@ def outcome_minus_kl(
     return over_tokens(vmap(advantage)(value, reward.valid), mask)
 
 
+def outcome_length_baseline(
+    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"]
+) -> Float[Tensor, "P G T"]:
+    """A_gt = R_g - b, b = sum_i |o_i| R_i / sum_i |o_i| over the group's valid samples, |o_i| sampled tokens.
+
+    OPO (arXiv:2505.23585; from verl's code): where the squared norm of a row's gradient grows with its length, this
+    baseline has the least variance. A sample is part of its own baseline, as in `advantage.mean_centered`.
+
+    Use it when: lengths differ much within a group, one update a rollout.
+    Peers: verl `opo`, whose group of one has baseline 0; here its advantage is 0.
+
+    Args:
+        reward: rewards of the step, value, valid and each part [P, G].
+        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
+        mask: which tokens were sampled, [P, G, T].
+
+    Returns:
+        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
+    """
+    # From the smallest reward of the group, as advantage.mean_centered does it: equal rewards are exact zeros.
+    least = torch.where(reward.valid, reward.value, torch.inf).amin(-1, keepdim=True)
+    above = torch.where(reward.valid, reward.value - least, 0.0)
+    length = torch.where(reward.valid, mask.sum(-1), 0).to(above.dtype)
+    baseline = (length * above).sum(-1, keepdim=True) / length.sum(-1, keepdim=True).clamp(min=1)
+    return over_tokens(torch.where(reward.valid, above - baseline, 0.0), mask)
+
+
+def batch_scaled(
+    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, credit: Credit, eps: float
+) -> Float[Tensor, "P G T"]:
+    """A = a / (s + eps), a from `credit`, s the std of all valid rewards of the step, with n - 1 in its denominator.
+
+    Lite PPO (arXiv:2508.08221): groups are compared by their own mean and scaled by what rewards of the whole step
+    differ by, so a group of nearly equal rewards is not blown up. A step of equal rewards gives exactly 0.
+
+    Use it when: around `outcome(mean_centered)`: rewards of unknown scale, no difficulty bias.
+    Peers: TRL `scale_rewards="batch"`, eps 1e-4.
+
+    Args:
+        reward: rewards of the step, value, valid and each part [P, G].
+        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
+        mask: which tokens were sampled, [P, G, T].
+        credit: (reward, drift, mask) -> [P, G, T], the advantages to be scaled.
+        eps: added to the std, in units of the reward.
+
+    Returns:
+        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
+    """
+    adv, scored = credit(reward, drift, mask), reward.valid.sum()
+    std = moments(reward.value[reward.valid])[1] * (scored / (scored - 1).clamp(min=1)).sqrt()
+    counted = mask & reward.valid[..., None] & (std != 0)
+    return torch.where(counted, standardise(adv, torch.zeros_like(std), std, eps), 0.0)
+
+
 def reward_to_go(
     reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, beta: float
 ) -> Float[Tensor, "P G T"]:

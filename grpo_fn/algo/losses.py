@@ -42,7 +42,7 @@ def reinforce(logp: Float[Tensor, "T"], row: Batch) -> Loss:
         The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
     """
     r = ratio(logp, row.logp_old, row.mask)
-    return -_adv(row) * _sampled(logp, row), _seen(r, False, False)
+    return -_adv(row) * sampled_values(logp, row), loss_diagnostics(r, False, False)
 
 
 def clipped_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
@@ -161,7 +161,7 @@ def cispo(logp: Float[Tensor, "T"], row: Batch, *, clip_high: float) -> Loss:
     """
     r = ratio(logp, row.logp_old, row.mask)
     weight = r.detach().clamp(max=1 + clip_high)
-    return -weight * _adv(row) * _sampled(logp, row), _seen(r, False, False)
+    return -weight * _adv(row) * sampled_values(logp, row), loss_diagnostics(r, False, False)
 
 
 def sapo(logp: Float[Tensor, "T"], row: Batch, *, tau_positive: float, tau_negative: float) -> Loss:
@@ -189,7 +189,7 @@ def sapo(logp: Float[Tensor, "T"], row: Batch, *, tau_positive: float, tau_negat
         raise ValueError(f"tau: got {tau_positive} and {tau_negative}, wanted more than 0")
     r, adv = ratio(logp, row.logp_old, row.mask), _adv(row)
     good, bad = ((4 / tau) * torch.sigmoid(tau * (r - 1)) for tau in (tau_positive, tau_negative))
-    return -torch.where(adv > 0, good, bad) * adv, _seen(r, False, False)
+    return -torch.where(adv > 0, good, bad) * adv, loss_diagnostics(r, False, False)
 
 
 def gmpo(logp: Float[Tensor, "T"], row: Batch, *, log_low: float, log_high: float) -> Loss:
@@ -213,7 +213,7 @@ def gmpo(logp: Float[Tensor, "T"], row: Batch, *, log_low: float, log_high: floa
     log_r, adv = log_ratio(logp, row.logp_old, row.mask), _adv(row)
     high, low = (adv > 0) & (log_r > log_high), (adv < 0) & (log_r < -log_low)
     kept = torch.where(high, log_high, torch.where(low, -log_low, log_r))
-    return -capped_exp(_row_mean(kept, row)).exp() * adv, _seen(capped_exp(log_r).exp(), low, high)
+    return -capped_exp(_row_mean(kept, row)).exp() * adv, loss_diagnostics(capped_exp(log_r).exp(), low, high)
 
 
 def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float) -> Loss:
@@ -237,9 +237,9 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
     """
     r, log_r = ratio(logp, row.logp_sampled, row.mask), log_ratio(logp, row.logp_sampled, row.mask)
     adv = _adv(row)
-    moved = capped_exp(_sampled(logp, row)).exp() - capped_exp(_sampled(row.logp_sampled, row)).exp()
+    moved = capped_exp(sampled_values(logp, row)).exp() - capped_exp(sampled_values(row.logp_sampled, row)).exp()
     high, low = (adv > 0) & (moved > delta), (adv < 0) & (moved < -delta)
-    return -torch.where(high | low, 0.0, adv) * r + kappa * log_r**2, _seen(r, low, high)
+    return -torch.where(high | low, 0.0, adv) * r + kappa * log_r**2, loss_diagnostics(r, low, high)
 
 
 def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
@@ -282,20 +282,43 @@ def kl_cov(logp: Float[Tensor, "T"], row: Batch, *, coef: float) -> Loss:
     """
     log_r = log_ratio(logp, row.logp_old, row.mask)
     r = capped_exp(log_r).exp()
-    return -r * _adv(row) + torch.where(row.selected, coef * log_r.abs(), 0.0), _seen(r, False, False)
+    return -r * _adv(row) + torch.where(row.selected, coef * log_r.abs(), 0.0), loss_diagnostics(r, False, False)
 
 
-def _clipped(r: Float[Tensor, "T"], row: Batch, clip_low: float, clip_high: float) -> Loss:
-    low, high, adv = 1 - clip_low, 1 + clip_high, _adv(row)
-    loss = -torch.minimum(r * adv, r.clamp(low, high) * adv)
-    return loss, _seen(r, (adv < 0) & (r < low), (adv > 0) & (r > high))
+def masked_ratio(logp: Float[Tensor, "T"], row: Batch) -> Loss:
+    """-r A, r = exp(logp - logp_sampled), 0 where the token is selected; masking.second_moment_tokens chooses.
+
+    M2PO (arXiv:2510.01161; from AReaL's documentation): no clip; the tokens on which policy and sampler were furthest
+    apart are left out instead, as few as make the rest's mean (log r)^2 small. A selected token is not counted by the
+    clip diagnostics.
+
+    Use it when: samples are many updates old; with `masking.second_moment_tokens` and `step.from_trainer`.
+    Peers: AReaL `m2_threshold`, in its clipped loss.
+
+    Args:
+        logp: log-probs of the row's tokens under the policy, [T], in nats.
+        row: the row, each field [T].
+
+    Returns:
+        The loss of each token, [T], 0 where ~mask, and its diagnostics, [T] each.
+    """
+    r = ratio(logp, row.logp_sampled, row.mask)
+    return torch.where(row.selected, 0.0, -r * _adv(row)), loss_diagnostics(r, False, False)
 
 
-def _adv(row: Batch) -> Float[Tensor, "T"]:
-    return _sampled(row.adv, row)
+def sampled_values(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:
+    """The value where the row's mask is set, 0 elsewhere.
 
+    Args:
+        x: one value a token, [T].
+        row: the row, each field [T].
 
-def _sampled(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:
+    Returns:
+        The values, [T].
+
+    Raises:
+        ValueError: the row is a batch.
+    """
     if row.mask.ndim != 1:
         raise ValueError(
             f"loss: got a mask of shape {tuple(row.mask.shape)}, wanted that of one row, [T]: torch.func.vmap takes "
@@ -304,11 +327,31 @@ def _sampled(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:
     return torch.where(row.mask, x, 0.0)
 
 
-def _row_mean(x: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
-    """The mean over the sampled tokens, at each of them."""
-    return _sampled(masked.mean(x, row.mask, dim=-1), row)
+def loss_diagnostics(r: Tensor, low: Tensor | bool, high: Tensor | bool) -> dict[str, Float[Tensor, "T"]]:
+    """The diagnostics that every token loss returns: "ratio", "clip_low" and "clip_high".
 
+    Args:
+        r: importance ratio of each token, [T].
+        low: where the lower clip takes the advantage's gradient away, [T].
+        high: where the upper clip does, [T].
 
-def _seen(r: Tensor, low: Tensor | bool, high: Tensor | bool) -> dict[str, Float[Tensor, "T"]]:
+    Returns:
+        The three, [T] each; the clips 0 or 1.
+    """
     low, high = (torch.zeros_like(r).masked_fill(torch.as_tensor(x, device=r.device), 1.0) for x in (low, high))
     return {"ratio": r, "clip_low": low, "clip_high": high}
+
+
+def _clipped(r: Float[Tensor, "T"], row: Batch, clip_low: float, clip_high: float) -> Loss:
+    low, high, adv = 1 - clip_low, 1 + clip_high, _adv(row)
+    loss = -torch.minimum(r * adv, r.clamp(low, high) * adv)
+    return loss, loss_diagnostics(r, (adv < 0) & (r < low), (adv > 0) & (r > high))
+
+
+def _adv(row: Batch) -> Float[Tensor, "T"]:
+    return sampled_values(row.adv, row)
+
+
+def _row_mean(x: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
+    """The mean over the sampled tokens, at each of them."""
+    return sampled_values(masked.mean(x, row.mask, dim=-1), row)

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_fn.core import prng
 from grpo_fn.core.types import Batch, Rollout
 
-EXAMPLES = {"low": (0.1,), "high": (2.0,), "share": (0.0, 0.4)}  # knobs as tests try them
+EXAMPLES = {"low": (0.1,), "high": (2.0,), "share": (0.0, 0.4), "limit": (0.04, 1.0)}  # knobs as tests try them
 
 
 def no_tokens(batch: Batch, key: Int[Tensor, "B 2"]) -> Bool[Tensor, "B T"]:
@@ -84,6 +84,36 @@ def kl_cov_tokens(batch: Batch, key: Int[Tensor, "B 2"], *, share: float) -> Boo
     """
     highest_first = -_covariance(batch)
     return _lowest(highest_first, _draws(batch, key), batch.mask, _count(batch, share))
+
+
+def second_moment_tokens(batch: Batch, key: Int[Tensor, "B 2"], *, limit: float) -> Bool[Tensor, "B T"]:
+    """The tokens furthest from the sampler, as few as bring the others' mean (logp_old - logp_sampled)^2 below `limit`.
+
+    M2PO (arXiv:2510.01161; from AReaL's documentation): the second moment does not cancel out as a KL does, and bounds
+    the variance of the weights. Tokens as far as the nearest one that is selected are selected too. With
+    `step.from_sampler` nothing is.
+
+    Use it when: the loss is `losses.masked_ratio`.
+    Peers: AReaL `m2_threshold`, within a micro-batch; here within the step.
+
+    Args:
+        batch: all rows of the step, each field [B, T].
+        key: one random key a row, [B, 2]; not read.
+        limit: mean square that the tokens which are not selected stay below, in nats squared.
+
+    Returns:
+        True where the loss is to treat a token apart, [B, T].
+
+    Raises:
+        ValueError: limit is not above 0.
+    """
+    if not limit > 0:
+        raise ValueError(f"limit: got {limit}, wanted more than 0, or samples of the policy itself are left out")
+    square = torch.where(batch.mask, (batch.logp_old.double() - batch.logp_sampled.double()) ** 2, 0.0)
+    nearest_first = square[batch.mask].sort().values
+    number = torch.arange(1, len(nearest_first) + 1, device=square.device)
+    far = nearest_first[nearest_first.cumsum(0) / number >= limit]
+    return batch.mask & (square >= far[0]) if len(far) else torch.zeros_like(batch.mask)
 
 
 def _covariance(batch: Batch) -> Float[Tensor, "B T"]:

@@ -272,7 +272,7 @@ def compute_advantages(
 
 
 def groups_to_learn_from(batch: Batch, groups: int) -> Bool[Tensor, "P"]:
-    """Which groups have a token with an advantage among those that validity and filters left to learn from.
+    """Groups that have a token with an advantage among those that validity and filters left to learn from.
 
     Args:
         batch: all rows of the step, each field [B, T].

@@ -13,12 +13,15 @@ import catalogue_page as tables
 import pytest
 from catalogue import KINDS
 
-from grpo_fn.algo import credit, importance
+from grpo_fn.algo import credit, importance, losses, rejection, weighted_losses
 
 # What a module defines besides functions of a kind, for others to use.
 HELPERS = {
     credit: {"over_tokens", "first_token", "zero_outside_mask", "moments", "standardise"},
     importance: {"log_ratio", "capped_exp", "ratio"},
+    losses: {"sampled_values", "loss_diagnostics"},
+    weighted_losses: {"discounted_to_go"},
+    rejection: {"k1_divergence", "k2_divergence", "k3_divergence", "row_sum", "row_mean", "row_max"},
 }
 MODULES = list({kind[0]: None for kind in KINDS})
 each_module = pytest.mark.parametrize("module", MODULES, ids=[m.__name__ for m in MODULES])

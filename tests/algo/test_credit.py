@@ -18,7 +18,7 @@ from grpo_fn.core.types import Reward
 
 ALL = bound(credit, "reward", "drift", "mask")
 WITH_BETA = {"outcome_minus_kl", "reward_to_go"}
-WHITENED = {"token_whitened", "row_whitened"}
+WHITENED = {"token_whitened", "row_whitened", "batch_scaled"}  # around one that looks at the drift
 COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))  # of each function at each setting
 eighths = st.integers(-24, 24).map(lambda n: n / 8)  # sums of them are exact, in float32 too
 
@@ -280,3 +280,34 @@ def test_the_textbook_whitening_does_not():
     """Why the test above is worth having: one lively group and a silent one, in float32, as written."""
     adv = run(partial(credit.outcome, advantage=advantage.mean_centered), outcomes([[0.1, 0.7, 0.3], [0.5] * 3]))
     assert ((adv - adv.mean()) / (adv.std() + 1e-6))[1].any()
+
+
+# -- baselines of a group's tokens, and the scale of a step
+
+
+@given(steps())
+def test_the_length_baseline_as_a_scalar_loop(step):
+    reward, _, mask = step
+    got = run(credit.outcome_length_baseline, step)
+    for p in range(mask.shape[0]):
+        scored = [g for g in range(mask.shape[1]) if reward.valid[p, g]]
+        lengths = [int(mask[p, g].sum()) for g in scored]
+        total = sum(n * reward.value[p, g].item() for n, g in zip(lengths, scored, strict=True))
+        for g in scored:
+            wanted = reward.value[p, g].item() - total / max(1, sum(lengths))
+            close(got[p, g][mask[p, g]], torch.full((int(mask[p, g].sum()),), wanted, dtype=got.dtype))
+
+
+def test_a_long_rows_reward_counts_more_in_the_length_baseline():
+    """Lengths 3 and 1, rewards 1 and 0: the baseline is 3/4."""
+    adv = run(credit.outcome_length_baseline, outcomes([[1.0, 0.0]], length=[[3, 1]]))
+    close(adv[0, :, 0], torch.tensor([0.25, -0.75]))
+
+
+@given(steps(), st.sampled_from([1e-4, 1e-9]))
+def test_batch_scaled_divides_by_the_std_of_all_rewards_of_the_step(step, eps):
+    inner = partial(credit.outcome, advantage=advantage.mean_centered)
+    got, plain = run(partial(credit.batch_scaled, credit=inner, eps=eps), step), run(inner, step)
+    values = step[0].value[step[0].valid].tolist()
+    std = statistics.stdev(values) if len(values) > 1 else 0.0
+    close(got, plain / (std + eps) if std else torch.zeros_like(plain), tol=1e-7)

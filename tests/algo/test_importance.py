@@ -7,16 +7,16 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from batches import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
-from catalogue import bound, each
+from catalogue import corrections, each
 from hypothesis import given, settings
 from profiles import quarter
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
-from grpo_fn.algo import importance
+from grpo_fn.algo import importance, rejection
 from grpo_fn.core.types import Batch
 
-ALL = bound(importance, "logp", "row")
+ALL = corrections()
 # Also knobs at the edges of what is allowed.
 EDGES = {
     "truncated_weight(cap=1)": partial(importance.truncated_weight, cap=1.0),
@@ -138,7 +138,7 @@ def test_a_weight_is_within_its_knobs(f, row):
     weight, knobs = f(*row)[row[1].mask], f.keywords
     if "cap" in knobs:
         assert (weight <= knobs["cap"]).all()
-    if "low" in knobs:
+    if "low" in knobs and f.func is not rejection.rejected_row:  # whose bounds are those of a divergence
         assert ((weight == 0) | ((weight >= knobs["low"]) & (weight <= knobs["high"]))).all()
     if "delta" in knobs:
         assert ((weight == 0) | (weight == 1)).all()
@@ -360,6 +360,50 @@ def test_without_a_correction_the_expectation_is_the_samplers(seed, vocabulary):
     assert ((sampled - old) * f).sum().abs() > 0
 
 
+# -- rows that are left out
+
+
+WHOLE = partial(rejection.rejected_row, weight=importance.no_correction)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "reduction", "value"),
+    [
+        (rejection.k1_divergence, rejection.row_sum, -0.5 + 0.2),
+        (rejection.k1_divergence, rejection.row_mean, (-0.5 + 0.2) / 2),
+        (rejection.k1_divergence, rejection.row_max, -0.5),
+        (rejection.k2_divergence, rejection.row_sum, (0.25 + 0.04) / 2),
+        (rejection.k2_divergence, rejection.row_mean, (0.25 + 0.04) / 4),
+        (rejection.k2_divergence, rejection.row_max, 0.125),
+        (rejection.k3_divergence, rejection.row_sum, math.exp(0.5) + math.exp(-0.2) - 2 - 0.3),
+        (rejection.k3_divergence, rejection.row_mean, (math.exp(0.5) + math.exp(-0.2) - 2 - 0.3) / 2),
+        (rejection.k3_divergence, rejection.row_max, math.exp(0.5) - 1.5),
+    ],
+)
+def test_a_row_is_left_out_just_beyond_its_divergence(divergence, reduction, value):
+    """log w = 0.5 and -0.2."""
+    row, f = example([0.5, -0.2]), partial(WHOLE, divergence=divergence, reduction=reduction)
+    for factor, kept in ((1.01, 1.0), (0.99, 0.0)):
+        bounds = {"low": min(0.0, value * factor), "high": max(0.0, value * factor)}
+        assert f(*row, **bounds).tolist() == [kept, kept]
+
+
+@pytest.mark.parametrize(("log_w", "kept"), [([0.0, 4.0], 1.0), ([0.0, 5.0], 0.0), ([-9.0, 0.0], 1.0), ([-10.0], 0.0)])
+def test_one_outlier_takes_its_row_along(log_w, kept):
+    f = partial(rejection.outlier_row, weight=importance.no_correction, low=1e-4, high=100.0)
+    assert f(*example(log_w)).tolist() == [kept] * len(log_w)
+
+
+@given(loss_rows(drift=3.0))
+def test_a_row_that_is_kept_has_the_weight_it_would_have(row):
+    weight = partial(importance.truncated_weight, cap=3.0)
+    for f in (
+        partial(WHOLE, divergence=rejection.k2_divergence, reduction=rejection.row_max, low=0.0, high=math.inf),
+        partial(rejection.outlier_row, low=0.0, high=math.inf),
+    ):
+        assert torch.equal(partial(f, weight=weight)(*row), weight(*row))
+
+
 # -- knobs that cannot work
 
 
@@ -379,6 +423,17 @@ def test_without_a_correction_the_expectation_is_the_samplers(seed, vocabulary):
         *(
             (partial(importance.off_policy_sequence_mask, delta=d), f"delta: got {d}, wanted at least 0")
             for d in (-0.1, math.nan)
+        ),
+        *(
+            (
+                partial(WHOLE, divergence=rejection.k2_divergence, reduction=rejection.row_sum, low=low, high=high),
+                f"low, high: got {low} and {high}, wanted low <= 0 <= high",
+            )
+            for low, high in ((0.1, 1.0), (-1.0, -0.1), (math.nan, 1.0))
+        ),
+        (
+            partial(rejection.outlier_row, weight=importance.no_correction, low=1.1, high=2.0),
+            "low, high: got 1.1 and 2.0, wanted 0 <= low <= 1 <= high",
         ),
     ],
 )

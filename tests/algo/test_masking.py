@@ -130,3 +130,34 @@ def test_a_share_that_is_none_is_refused(share):
 @given(steps())
 def test_nothing_marks_nothing(step):
     assert not masking.no_tokens(*step).any()
+
+
+# -- the second moment
+
+
+def apart(log_w: list[float]) -> Batch:
+    """One row whose trainer is log_w off the sampler."""
+    batch = wide(1, len(log_w), 0)
+    everything = torch.ones_like(batch.mask)
+    return batch._replace(mask=everything, logp_old=batch.logp_sampled + torch.tensor([log_w]))
+
+
+@pytest.mark.parametrize(
+    ("log_w", "limit", "selected"),
+    [
+        ([0.0, 0.0, 0.0], 0.04, []),
+        ([0.1, -0.1, 3.0], 0.04, [2]),
+        ([0.1, -3.0, 3.0], 0.04, [1, 2]),  # in either direction, and what is as far goes with it
+        ([1.0, 1.0], 0.04, [0, 1]),
+        ([0.1, 1.0, 2.0], 0.6, [2]),  # (0.01 + 1) / 2 is below it
+        ([0.1, 1.0, 2.0], 2.0, []),
+    ],
+)
+def test_as_few_tokens_are_left_out_as_bring_the_second_moment_below_its_limit(log_w, limit, selected):
+    found = masking.second_moment_tokens(apart(log_w), keys(1), limit=limit)
+    assert found[0].nonzero()[:, 0].tolist() == selected
+
+
+def test_a_limit_that_leaves_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"limit: got 0\.0, wanted more than 0"):
+        masking.second_moment_tokens(apart([0.0]), keys(1), limit=0.0)

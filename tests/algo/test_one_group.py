@@ -11,14 +11,14 @@ SCRIPT = """
 import json, sys
 import torch
 sys.path[:0] = json.loads(sys.argv[1])
-from catalogue import bound
+from catalogue import bound, token_losses
 from grpo_fn.algo import advantage, losses
 from grpo_fn.core.types import Batch
 
 P, G = 3, 4
 reward, valid = torch.rand(P, G), torch.ones(P, G, dtype=torch.bool)
 batch = Batch(torch.ones(P, G).long(), valid, reward, reward, reward, reward, valid)
-KINDS = [(bound(advantage, "reward", "valid"), (reward, valid)), (bound(losses, "logp", "row"), (reward, batch))]
+KINDS = [(bound(advantage, "reward", "valid"), (reward, valid)), (token_losses(), (reward, batch))]
 for table, given in KINDS:
     for name, f in table.items():
         try:

@@ -85,9 +85,15 @@ def test_a_preset_is_what_its_paper_says(name, step):
 @FEW
 @given(seed=st.integers(0, 2**32))
 def test_also_for_a_step_in_which_everything_happens(name, seed):
-    """18 rows of up to 5 tokens: every branch of a loss is taken, and every token that may learn does."""
-    got = agree(preset(name), loop_of(name), rich_step(seed, 3))
-    assert got.signals.abs().max() > 1e-3
+    """18 rows of up to 5 tokens: every branch of a loss is taken."""
+    agree(preset(name), loop_of(name), rich_step(seed, 3))
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_and_tokens_learn_in_such_steps(name):
+    """In one of three: by chance no group of a step may have signal, with few successes of `pass_at_k` above all."""
+    learned = [learn(preset(name), rich_step(seed, 3)).signals.abs().max() for seed in range(3)]
+    assert max(learned) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])

@@ -407,7 +407,9 @@ def drop_all_with_an_advantage(rollout: Rollout, adv: Tensor) -> Tensor:
 def test_signal_counts_after_filters(filters, trained):
     """dppo_tv's penalty would move the weights of a step in which no token that may learn has an advantage."""
     policy, sampler = pair()
-    sampler.load(TablePolicy(TABLE.flip(0), lr=0.0, reference_table=None))  # another policy's samples: there is something to penalise
+    sampler.load(
+        TablePolicy(TABLE.flip(0), lr=0.0, reference_table=None)
+    )  # another policy's samples: there is something to penalise
     f = partial(algo().objective, token_loss=partial(losses.dppo_tv, delta=0.2, kappa=1.0))
     before = policy.table.clone()
     _, figures = step(policy, sampler, algo(objective=f, filters=filters, min_groups_with_signal=1))

@@ -17,7 +17,7 @@ from types import ModuleType
 import hypothesis.strategies as st
 import pytest
 import torch
-from catalogue import KINDS, bound, each
+from catalogue import KINDS, bound, each, token_losses
 from hypothesis import given, settings
 from torch import Tensor
 from torch.func import grad, vmap
@@ -29,7 +29,7 @@ V = 3
 SEQUENCES = torch.tensor(list(product(range(V), repeat=2)))  # [9, 2]
 KLS = bound(kl, "logp", "row")
 ADVANTAGES = bound(advantage, "reward", "valid")
-LOSSES = bound(losses, "logp", "row")
+LOSSES = token_losses()
 PROJECT = Path(__file__).resolve().parents[2]
 EOS = 0  # written first it ends the row: the second token is then not sampled
 ENDS_EARLY = torch.stack([torch.ones(9, dtype=torch.bool), SEQUENCES[:, 0] != EOS], dim=1)

@@ -8,6 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE, FUNCTION, FOLDER = 400, 60, 16  # lines, lines with the docstring, entries to choose among
 UNREAD = {"__pycache__", "__init__.py", "py.typed"}
+# Folders with more entries, and why.
+FULLER = {"gin/algo": "one file for each published algorithm, which the command line names"}
 # Functions that are longer, and why.
 LONGER = {"grpo_fn/train.py:train": "the root: 15 arguments, documented, and handed on by name"}
 
@@ -58,8 +60,10 @@ def test_a_folder_has_few_entries() -> None:
     below = [path for top in ("grpo_fn", "tools", "gin") for path in (ROOT / top, *(ROOT / top).rglob("*"))]
     folders = [path for path in below if path.is_dir() and path.name not in UNREAD]
     entries = {path: [e for e in path.iterdir() if e.name not in UNREAD] for path in folders}
-    wide = [f"{path}: got {len(e)} entries, wanted at most {FOLDER}" for path, e in entries.items() if len(e) > FOLDER]
+    over = {str(path.relative_to(ROOT)): len(e) for path, e in entries.items() if len(e) > FOLDER}
+    wide = [f"{path}: got {n} entries, wanted at most {FOLDER}" for path, n in over.items() if path not in FULLER]
     assert not wide, "\n".join(wide)
+    assert set(FULLER) <= set(over), "an exception that is none any more"
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,19 @@ from itertools import product
 import hypothesis.strategies as st
 import pytest
 import torch
-from catalogue import bound, each, functions, signature, values_of
+from catalogue import bound, each, functions, signature, token_losses, values_of
 from hypothesis import given, settings
 from strategies import masks, tensors
 from torch import Tensor
 from torch.func import grad
 
-from grpo_fn.algo import advantage, aggregation, credit, kl, losses
+from grpo_fn.algo import advantage, aggregation, credit, kl
 from grpo_fn.core.types import Batch, Reward, Totals
 
 U = 2.0**-24  # 6e-8
 APART = 2e-6  # nats: a log-ratio carries an error of a few U, which cannot distinguish such neighbours
 ADVANTAGES = bound(advantage, "reward", "valid")
-LOSSES = bound(losses, "logp", "row")
+LOSSES = token_losses()
 KLS = bound(kl, "logp", "row")
 WEIGHTS = bound(aggregation, "mask", "totals")
 SOME = settings(max_examples=max(10, settings.default.max_examples // 8))

@@ -32,6 +32,7 @@ def rich(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = {"sections__Evaluation__samples": 2, "sections__Evaluation__ks": "(1, 2)"}
     more["sections__Evaluation__graders"] = "[@rewards.named, @rewards.digits]"
     more["sections__Logging__profile_steps"] = "(4, 6)"
+    more["sections__Logging__start_kl_every"] = 2
     argv = command(cache, folder / "run", **more)
     assert finish(argv, folder / "out", AfterStep(5, signal.SIGKILL)) == -9
     assert finish(argv, folder / "out") == 0, (folder / "out").read_text()

@@ -20,6 +20,7 @@ from published import published
 
 from grpo_fn.config import freeze, load_config
 from grpo_fn.config.nodes import Node
+from grpo_fn.core.problem import Problem
 from grpo_fn.eval import __main__ as evaluation
 from grpo_fn.shell.logging import eval_store
 from grpo_fn.shell.model import hf, tiny_model
@@ -34,7 +35,7 @@ JUDGES = {"sections__Evaluation__graders": "[@rewards.named, @rewards.digits]"}
 
 def nothing_held_out(*, max_value: int) -> Task:
     """For a gin file to name."""
-    return generated_task(lambda key, index: None, (), max_value)
+    return generated_task(lambda key, index: Problem(0, "?", "", {}), (), max_value)
 
 
 @pytest.fixture(scope="module")

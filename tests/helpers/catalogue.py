@@ -13,7 +13,19 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from grpo_fn.algo import advantage, aggregation, controllers, credit, group_sampling, importance, kl, losses, masking
+from grpo_fn.algo import (
+    advantage,
+    aggregation,
+    controllers,
+    credit,
+    group_sampling,
+    importance,
+    kl,
+    losses,
+    masking,
+    rejection,
+    weighted_losses,
+)
 
 # Every kind of function: its module, its positional parameters, and some that must be found.
 KINDS = [
@@ -28,19 +40,23 @@ KINDS = [
     (
         credit,
         ("reward", "drift", "mask"),
-        {"outcome", "outcome_minus_kl", "reward_to_go", "per_part", "token_whitened", "row_whitened"},
+        {
+            *("outcome", "outcome_minus_kl", "outcome_length_baseline", "reward_to_go", "per_part"),
+            *("token_whitened", "row_whitened", "batch_scaled"),
+        },
     ),
     (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable"}),
-    (masking, ("batch", "key"), {"no_tokens", "clip_cov_tokens", "kl_cov_tokens"}),
+    (masking, ("batch", "key"), {"no_tokens", "clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),
     (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
     (
         losses,
         ("logp", "row"),
         {
             *("reinforce", "clipped_ratio", "dual_clip", "sequence_ratio", "sequence_ratio_token", "cispo", "sapo"),
-            *("gmpo", "dppo_tv", "clip_cov", "kl_cov"),
+            *("gmpo", "dppo_tv", "clip_cov", "kl_cov", "masked_ratio"),
         },
     ),
+    (weighted_losses, ("logp", "row"), {"vespo", "dppo_kl", "masked_reinforce", "dro", "future_weighted"}),
     (
         importance,
         ("logp", "row"),
@@ -49,6 +65,7 @@ KINDS = [
             *("sequence_masked_weight", "off_policy_sequence_mask", "weight_and_mask"),
         },
     ),
+    (rejection, ("logp", "row"), {"rejected_row", "outlier_row"}),
     (aggregation, ("mask", "totals"), {"token_mean", "sequence_mean", "constant_length"}),
     (controllers, ("gain", "measured"), {"constant_gain", "adaptive_kl", "adaptive_entropy"}),
     (controllers, ("scale", "good_steps", "finite"), {"constant_loss_scale", "dynamic_loss_scale"}),
@@ -68,7 +85,10 @@ KNOWN_PRESETS = {
         "sapo",
     ),
     *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
+    *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo"),
 }
+# Losses whose trust region is around the sampler, whatever logp_old is.
+AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}
 # Values of a knob that its module says nothing about; a function is tested at every combination of its knobs' values.
 BY_ANNOTATION: dict[object, tuple] = {
     float: (0.25, 1.0),
@@ -130,6 +150,16 @@ def bound(module: ModuleType, *positional: str) -> dict[str, Callable]:
         for name, f in functions(module, *positional).items()
         for knobs in settings_of(module, name, f)
     }
+
+
+def token_losses() -> dict[str, Callable]:
+    """Every token loss at every combination of its knobs."""
+    return {**bound(losses, "logp", "row"), **bound(weighted_losses, "logp", "row")}
+
+
+def corrections() -> dict[str, Callable]:
+    """Every importance correction at every combination of its knobs."""
+    return {**bound(importance, "logp", "row"), **bound(rejection, "logp", "row")}
 
 
 def shown(value: object) -> str:

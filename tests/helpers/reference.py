@@ -290,6 +290,107 @@ def dppo(groups: Groups, limit: int) -> Dual:
     return row_sums(all_of(compared(groups, central)), token, limit)
 
 
+def luspo(groups: Groups, limit: int) -> Dual:
+    """arXiv:2602.05261: GSPO's term of a row times the row's length."""
+    rows = all_of(compared(groups, standard))
+    loss = Dual(0.0)
+    for s, a in rows:
+        ratio = exp(sum((now - before for now, before in zip(s.logp, s.old, strict=True)), Dual(0.0)) / len(s.logp))
+        loss += -smaller(ratio * a, clip(ratio, 1 - 2e-3, 1 + 2.5e-3) * a) * len(s.logp)
+    return loss / max(1, len(rows))
+
+
+def vespo(groups: Groups, limit: int) -> Dual:
+    """arXiv:2602.10693: -phi(W) A log p, phi a constant."""
+
+    def token(s: Sample, t: int, a: float) -> Dual:
+        total = sum(max(-20.0, min(20.0, now.x - then)) for now, then in zip(s.logp, s.sampled, strict=True))
+        log_w = max(math.log(1e-8), min(20.0, total))
+        k, decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        return s.logp[t] * (-math.exp(decay + k * log_w - decay * math.exp(log_w)) * a)
+
+    return token_mean(all_of(compared(groups, standard)), token)
+
+
+def dppo_kl(groups: Groups, limit: int) -> Dual:
+    """arXiv:2602.04879 with the KL between two coins: this token or another."""
+
+    def token(s: Sample, t: int, a: float) -> Dual:
+        p, q = math.exp(s.logp[t].x), math.exp(s.sampled[t])
+        divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        if abs(divergence - 0.05) < 1e-9:
+            raise Undecided
+        ahead = (p > q) if a > 0 else (p < q)
+        return Dual(0.0) if divergence > 0.05 and ahead else s.logp[t] * (-min(p / q, 20.0) * a)
+
+    return row_sums(all_of(compared(groups, central)), token, limit)
+
+
+def glm5(groups: Groups, limit: int) -> Dual:
+    """arXiv:2602.15763, section 4.1.2: outside of the range, on either side, a token teaches nothing."""
+
+    def token(s: Sample, t: int, a: float) -> Dual:
+        r = math.exp(s.logp[t].x - s.sampled[t])
+        return s.logp[t] * (-r * a) if 0.8 < r < 1.28 else Dual(0.0)
+
+    return token_mean(all_of(compared(groups, standard)), token)
+
+
+def dro(groups: Groups, limit: int) -> Dual:
+    """-(A log p - 0.05 (log r)^2)."""
+
+    def token(s: Sample, t: int, a: float) -> Dual:
+        apart = s.logp[t] - s.old[t]
+        return s.logp[t] * -a + apart * apart * 0.05
+
+    return token_mean(all_of(compared(groups, standard)), token)
+
+
+def fipo(groups: Groups, limit: int) -> Dual:
+    """arXiv:2603.19835: DAPO's term times what comes after the token."""
+
+    def token(s: Sample, t: int, a: float) -> Dual:
+        log_r = [now.x - then for now, then in zip(s.logp, s.old, strict=True)]
+        future = sum(2 ** (-(k - t) / 32) * x for k, x in enumerate(log_r) if k >= t and math.exp(x) <= 10.0)
+        weight = max(1.0, min(1.2, math.exp(future)))
+        if a < 0 and math.exp(log_r[t]) > 4.0:
+            weight = 1.0  # 0.8 to 1 of what is at least 1
+        loss = ppo(0.2, 0.28)(s, t, a)
+        return (Dual(-10.0 * a) if a < 0 and math.exp(log_r[t]) > 10.0 else loss) * weight
+
+    return token_mean(all_of(compared(groups, standard)), token)
+
+
+def m2po(groups: Groups, limit: int) -> Dual:
+    """arXiv:2510.01161: the furthest tokens go until the others' mean square is below 0.04."""
+    rows = all_of(compared(groups, standard))
+    squares = sorted((s.old[t] - s.sampled[t]) ** 2 for s, _ in rows for t in range(len(s.logp)))
+    while squares and mean(squares) >= 0.04:
+        if abs(mean(squares) - 0.04) < 1e-9:
+            raise Undecided
+        edge = squares[-1]
+        squares = [x for x in squares if x < edge]
+    largest = squares[-1] if squares else -1.0
+
+    def token(s: Sample, t: int, a: float) -> Dual:
+        kept = (s.old[t] - s.sampled[t]) ** 2 <= largest
+        return exp(s.logp[t] - s.sampled[t]) * -a if kept else Dual(0.0)
+
+    return token_mean(rows, token)
+
+
+def opo(groups: Groups, limit: int) -> Dual:
+    """arXiv:2505.23585: R minus the mean reward of a token of the group."""
+    rows = []
+    for group in groups:
+        scored = [s for s in group if s.scored]
+        lengths = [len(s.logp) for s in scored]
+        for s in scored:
+            rest = [n * (other.reward - s.reward) for n, other in zip(lengths, scored, strict=True)]
+            rows.append((s, -sum(rest) / sum(lengths)))
+    return row_sums(rows, lambda s, t, a: s.logp[t] * -a, 1)
+
+
 def informative(groups: Groups) -> list[tuple[Sample, float]]:
     """The samples of groups that are not without signal."""
     return all_of([group for group in compared(groups, standard) if any(a for _, a in group)])

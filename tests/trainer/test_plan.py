@@ -6,10 +6,10 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from catalogue import bound, each
+from catalogue import AROUND_THE_SAMPLER, bound, corrections, each, token_losses
 from hypothesis import given
 
-from grpo_fn.algo import advantage, aggregation, credit, importance, kl, losses, masking, objective
+from grpo_fn.algo import advantage, aggregation, credit, importance, kl, masking, objective
 from grpo_fn.algo.step import from_sampler, from_trainer
 from grpo_fn.core import checks, sampling
 from grpo_fn.shell.policy.memory import Memory, Part
@@ -17,7 +17,7 @@ from grpo_fn.trainer import plan
 from grpo_fn.trainer.checks import validate
 from grpo_fn.trainer.plan import Plan
 
-LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, importance, kl))
+LOSSES, CORRECTIONS, KLS = token_losses(), corrections(), bound(kl, "logp", "row")
 WEIGHTS = bound(aggregation, "mask", "totals")
 ADVANTAGES = bound(advantage, "reward", "valid")
 
@@ -65,6 +65,7 @@ OUTCOME = partial(credit.outcome, advantage=advantage.mean_centered)
 TO_GO = partial(credit.reward_to_go, beta=0.1)
 KL_COV = partial(masking.kl_cov_tokens, share=0.01)
 CLIP_COV = partial(masking.clip_cov_tokens, low=1.0, high=5.0, share=0.01)
+FURTHEST = partial(masking.second_moment_tokens, limit=0.04)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +78,21 @@ CLIP_COV = partial(masking.clip_cov_tokens, low=1.0, high=5.0, share=0.01)
         (from_trainer, 1, TO_GO, masking.no_tokens, False),
         (from_trainer, 1, OUTCOME, KL_COV, False),
         (from_trainer, 1, OUTCOME, CLIP_COV, False),
+        (from_trainer, 1, OUTCOME, FURTHEST, False),
     ],
 )
 def test_an_update_finds_the_old_policy_itself_where_it_was_not_needed_before(old_logp, updates, how, mark, found):
     assert validate.own_pass_suffices(old_logp, updates, how, mark, ()) is found
+
+
+@pytest.mark.parametrize("mark", [masking.no_tokens, KL_COV, CLIP_COV, FURTHEST])
+def test_a_selection_that_compares_the_sampler_with_itself_is_refused(mark):
+    validate.check_selection(mark, from_trainer)
+    if mark is not FURTHEST:
+        validate.check_selection(mark, from_sampler)
+        return
+    with pytest.raises(ValueError, match=r"^token_mask: got a selection by logp_old - logp_sampled .*from_trainer$"):
+        validate.check_selection(mark, partial(from_sampler))
 
 
 # -- what the sampler may do
@@ -161,7 +173,6 @@ def test_a_sampler_of_nan_is_refused():
 
 # -- what stale samples ask of the objective
 
-AROUND_THE_SAMPLER = {"dppo_tv"}
 WITHOUT_A_RATIO = {"reinforce"}
 
 

@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import torch
+from bias_losses import LOSSES
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
@@ -249,25 +250,6 @@ to_go = partial(credit.reward_to_go, beta=0.0)
 compared = partial(credit.outcome, advantage=advantage.leave_one_out)
 SIZE = 4  # samples of a group, where nothing else is said
 
-# With the numbers of the presets; those of `sequence_ratio` are made for long rows, so it is here with others too.
-LOSSES: dict[str, Callable] = {
-    "`reinforce`": losses.reinforce,
-    "`clipped_ratio` without a clip": partial(losses.clipped_ratio, clip_low=1e9, clip_high=1e9),
-    "`clipped_ratio` 0.2, 0.28": partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.28),
-    "`dual_clip` 0.2, 0.28, 3": partial(losses.dual_clip, clip_low=0.2, clip_high=0.28, cap=3.0),
-    "`sequence_ratio` 3e-4, 4e-4": partial(losses.sequence_ratio, clip_low=3e-4, clip_high=4e-4),
-    "`sequence_ratio` 0.2, 0.28": partial(losses.sequence_ratio, clip_low=0.2, clip_high=0.28),
-    "`sequence_ratio_token` 0.2, 0.28": partial(losses.sequence_ratio_token, clip_low=0.2, clip_high=0.28),
-    "`cispo` 4": partial(losses.cispo, clip_high=4.0),
-    "`cispo` 0.28": partial(losses.cispo, clip_high=0.28),
-    "`sapo` 1, 1.05": partial(losses.sapo, tau_positive=1.0, tau_negative=1.05),
-    "`gmpo` 0.4, 0.4": partial(losses.gmpo, log_low=0.4, log_high=0.4),
-    "`dppo_tv` 0.2, no penalty": partial(losses.dppo_tv, delta=0.2, kappa=0.0),
-    "`dppo_tv` 0.2, 1e-3": partial(losses.dppo_tv, delta=0.2, kappa=1e-3),
-    "`clip_cov` 0.2, 0.2, nothing selected": partial(losses.clip_cov, clip_low=0.2, clip_high=0.2),
-    "`kl_cov` nothing selected": partial(losses.kl_cov, coef=1.0),
-}
-
 
 def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
     """Title, how far the sampling policy is away, comparisons."""
@@ -297,6 +279,10 @@ def graded() -> dict[str, Signal]:
         "`token_whitened` of `reward_to_go`, steps of 2 rows": whitened(credit.token_whitened, to_go, 1),
         "`token_whitened` of `leave_one_out`, steps of 2 x 2": whitened(credit.token_whitened, compared, 2),
         "`row_whitened` of `leave_one_out`, steps of 2 x 2": whitened(credit.row_whitened, compared, 2),
+        "`batch_scaled` of `leave_one_out`, steps of 2 x 2": by_step(
+            partial(credit.batch_scaled, credit=compared, eps=1e-4), size=2, over=one_by_one
+        ),
+        "`outcome_length_baseline`, steps of 2 x 2": by_step(credit.outcome_length_baseline, size=2),
     }
 
 

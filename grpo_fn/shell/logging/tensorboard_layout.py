@@ -35,7 +35,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "samples of another policy: effective share, weights": lines(
             "loss/(mismatch_ess|correction_mean|importance_masked_frac)"
         ),
-        "share of tokens clipped": lines("loss/clip_(low|high)"),
+        "share of tokens clipped, and capped": lines("loss/(clip_(low|high)|ratio_capped)"),
         "groups without signal, steps refused": lines("(advantage/zero_variance_groups|train/skipped_step)"),
         "share without a score": lines("reward/invalid"),
         "rows lost by rewards": lines("reward/(timeouts|worker_crashes|protocol_errors|exceptions)"),

@@ -16,7 +16,7 @@ from torch.func import grad
 from transformers import PretrainedConfig
 
 from grpo_fn.algo.credit import Credit
-from grpo_fn.algo.step import from_trainer
+from grpo_fn.algo.step import from_sampler, from_trainer
 from grpo_fn.core.batch import count
 from grpo_fn.core.checks import check_positive
 from grpo_fn.core.partials import uses_of
@@ -71,6 +71,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     )
     check_deterministic(s.compute.deterministic, s.parallelism.compile)
     check_correction(algorithm.objective, algorithm.old_logp)
+    check_selection(algorithm.token_mask, algorithm.old_logp)
     check_stale(algorithm.objective, algorithm.old_logp, s.sampling.max_staleness)
     updates = algorithm.epochs * algorithm.minibatches
     try_optimizer(s.policy.optimizer)
@@ -208,16 +209,35 @@ def own_pass_suffices(
     It can where nothing needs it earlier: neither a credit that moves with logp_old - logp_ref, nor what selects
     tokens by it.
     """
-    early = reads_drift(credit, parts) or any(bool(token_mask(*marking_batch(x)).any()) for x in (0.1, 1.0, 10.0))
+    early = reads_drift(credit, parts) or selects(token_mask, apart=True)
     return updates == 1 and getattr(old_logp, "func", old_logp) is from_trainer and not early
 
 
-def marking_batch(scale: float) -> tuple[Batch, Tensor]:
+def check_selection(token_mask: TokenMask, old_logp: OldLogp) -> None:
+    """Raise ValueError for a token selection that can select nothing, as it compares the sampler with itself.
+
+    That is one that selects tokens where logp_old differs from logp_sampled, and none where they are the same.
+    """
+    itself = getattr(old_logp, "func", old_logp) is from_sampler
+    if itself and selects(token_mask, apart=True) and not selects(token_mask, apart=False):
+        raise ValueError(
+            "token_mask: got a selection by logp_old - logp_sampled and an old_logp that is logp_sampled itself, so no "
+            "token is ever selected: wanted step.Algorithm.old_logp = @step.from_trainer"
+        )
+
+
+def selects(token_mask: TokenMask, *, apart: bool) -> bool:
+    """Whether it selects a token of some small batch, logp_old apart from logp_sampled or not."""
+    return any(bool(token_mask(*marking_batch(scale, apart=apart)).any()) for scale in (0.1, 1.0, 10.0))
+
+
+def marking_batch(scale: float, *, apart: bool) -> tuple[Batch, Tensor]:
     """Rows to ask about marks: log-probs and advantages far apart, every token but the first sampled."""
     number = torch.arange(32, dtype=torch.float64).view(4, 8)
     mask, logp = number % 8 > 0, -scale * (number * 7 % 32)
     adv = torch.where(number * 5 % 3 > 0, scale, -scale)
-    return Batch(mask.long(), mask, logp, logp, logp, adv, ~mask & mask), torch.arange(8).view(4, 2)
+    sampled = 1.5 * logp if apart else logp
+    return Batch(mask.long(), mask, sampled, logp, logp, adv, ~mask & mask), torch.arange(8).view(4, 2)
 
 
 def check_full_support(token_sampler: TokenSampler, temperature: float, allow_biased: bool) -> None:
@@ -265,7 +285,7 @@ def check_stale(objective: Objective, old_logp: OldLogp, max_staleness: int) -> 
     """Raise ValueError when samples of an older policy may come and nothing in the objective corrects for that.
 
     Something does when the learning signal moves with logp_sampled: a correction, the ratio where logp_old is the
-    sampler's, a loss around the sampler (dppo_tv). KL and bonus are left out of the question.
+    sampler's, a loss around the sampler (dppo_tv, vespo). KL and bonus are left out of the question.
     """
     if max_staleness > 0 and len({probe_objective(objective, old_logp, gap).signal for gap in GAPS}) == 1:
         raise ValueError(

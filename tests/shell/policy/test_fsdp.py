@@ -8,14 +8,14 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from batches import UNMOVED, split
-from catalogue import bound
+from catalogue import bound, token_losses
 from fakes import MODELS, qwen2_tied, qwen3_untied
 from hypothesis import given, settings
 from policies import DEFAULTS, handed_over, local
 from torch import Tensor, nn
 from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, importance, kl, losses, objective
+from grpo_fn.algo import aggregation, importance, kl, objective
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Policy, Rollout, Scores
 from grpo_fn.shell.model.logprob_model import has_linear_head
@@ -24,7 +24,7 @@ from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.shell.policy.optimizer import linear_decay
 
 V = 12
-LOSSES = bound(losses, "logp", "row")
+LOSSES = token_losses()
 KLS = bound(kl, "logp", "row")
 WEIGHTS = bound(aggregation, "mask", "totals")
 EXAMPLES = settings.default.max_examples
