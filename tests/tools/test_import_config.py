@@ -26,6 +26,7 @@ from grpo_fn.shell.model import tiny_model
 from grpo_fn.trainer.checks import validate
 
 CONFIGS = TESTS / "tools" / "configs"
+ROOT = TESTS.parent
 SAMPLES = {"nemo_rl.yaml": [], "trl.yaml": ["--world", "2"], "trl.py": ["--world", "2", "--rows", "7473"]}
 
 
@@ -85,7 +86,12 @@ TRL = {
     "num_iterations": st.integers(1, 3),
     "max_steps": st.integers(1, 500),
     "max_completion_length": st.integers(1, 4096),
-    "loss_type": st.sampled_from([*import_trl.WEIGHTS, "luspo"]),
+    "loss_type": st.sampled_from([*import_trl.WEIGHTS, "real"]),
+    "entropy_coef": st.sampled_from([0.0, 0.01, -0.01]),
+    "model_name_or_path": st.sampled_from([None, "Qwen/Qwen3-0.6B", "@losses.cispo"]),
+    "use_peft": st.booleans(),
+    "lora_target_modules": st.sampled_from([None, ["q_proj"], "all-linear"]),
+    "vespo_k_pos": st.sampled_from([2.0, 1.0]),
     "importance_sampling_level": st.sampled_from(["token", "token", "sequence"]),
     "epsilon": st.sampled_from([0.2, 0.1]),
     "epsilon_high": st.sampled_from([None, 0.28, 5.0]),
@@ -123,6 +129,7 @@ TRL = {
     "vllm_importance_sampling_mode": st.sampled_from([*import_trl.CORRECTIONS, "none"]),
     "vllm_importance_sampling_cap": st.sampled_from([2.0, 3.0, 0.5]),
     "vllm_importance_sampling_clip_min": st.sampled_from([None, 0.5]),
+    "vllm_importance_sampling_clip_max": st.sampled_from([None, 2.0, 5.0]),
     "off_policy_mask_threshold": st.sampled_from([None, 0.5, -1]),
     "top_p": st.just(0.9),
 }
@@ -303,17 +310,17 @@ OF_TRL = {  # a configuration: the engine file, and some of what is bound
     ),
     "the older name of a bound": (
         {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_cap": 4.0},
-        "engine/vllm_dedicated.gin",
+        "engine/vllm_colocated.gin",
         {"importance.masked_weight.low": 0.0, "importance.masked_weight.high": 4.0},
     ),
     "a row's weight": (
         {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.9},
-        "engine/vllm_dedicated.gin",
+        "engine/vllm_colocated.gin",
         {"importance.sequence_masked_weight.low": 0.9, "importance.sequence_masked_weight.high": 3.0},
     ),
     "nothing corrected": (
         {"use_vllm": True, "vllm_importance_sampling_correction": False},
-        "engine/vllm_dedicated.gin",
+        "engine/vllm_colocated.gin",
         {"step.Algorithm.old_logp": "@step.from_trainer", "objective.policy_objective.importance_correction": None},
     ),
     "a mask alone": (
@@ -326,7 +333,7 @@ OF_TRL = {  # a configuration: the engine file, and some of what is bound
     ),
     "a mask and a weight": (
         {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "off_policy_mask_threshold": 0.5},
-        "engine/vllm_dedicated.gin",
+        "engine/vllm_colocated.gin",
         {
             "objective.policy_objective.importance_correction": "@importance.weight_and_mask",
             "importance.weight_and_mask.weight": "@importance.truncated_weight",
@@ -424,6 +431,119 @@ def test_a_floor_that_is_missing_double_or_above_the_rate_is_refused(kwargs: dic
         import_trl.from_trl({"max_steps": 40, **MIN_LR, "lr_scheduler_kwargs": kwargs}, 2, None)
 
 
+def trl_draft(**config: Any) -> import_draft.Draft:
+    """With 7,473 rows on 2 devices."""
+    return import_trl.from_trl({"max_steps": 40, "num_generations": 4} | config, 2, 7473)
+
+
+def test_every_option_of_trl_1_16_is_known_and_on_the_page() -> None:
+    """Its 79 fields with their defaults: none is unknown to the importer, and the page names each."""
+    fields = json.loads((CONFIGS / "trl_1_16.json").read_text())
+    assert len(fields) == 79
+    made = trl_draft(**fields)
+    assert not [key for kind, key, _ in made.notes if kind == import_draft.UNKNOWN]
+    page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w.]+", " ".join(re.findall(r"`([^`]*)`", page))))
+    assert sorted(set(fields) - named) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [
+        ({}, {"sections.Sampling.max_new_tokens": "%MAX_NEW_TOKENS", "objective.policy_objective.kl": "@kl.k3_ratio"}),
+        ({"use_bias_correction_kl": False}, {"objective.policy_objective.kl": "@kl.k3"}),
+        ({"entropy_coef": 0.01}, {"objective.policy_objective.entropy_bonus": 0.01}),
+        (
+            {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+            {
+                "objective.policy_objective.token_loss": "@losses.sequence_ratio",
+                "objective.policy_objective.loss_aggregation": "@aggregation.constant_length",
+                "aggregation.constant_length.max_length": 1,
+            },
+        ),
+        ({"loss_type": "luspo"}, {"objective.policy_objective.token_loss": "@losses.clipped_ratio"}),
+        (
+            {"loss_type": "vespo", "vespo_k_neg": 4.0},
+            {
+                "objective.policy_objective.token_loss": "@weighted_losses.vespo",
+                "weighted_losses.vespo.k_positive": 2.0,
+                "weighted_losses.vespo.lambda_positive": 3.0,
+                "weighted_losses.vespo.k_negative": 4.0,
+                "weighted_losses.vespo.lambda_negative": 2.0,
+            },
+        ),
+        (
+            {"scale_rewards": "batch"},
+            {
+                "step.Algorithm.credit": "@credit.batch_scaled",
+                "credit.batch_scaled.credit": "@credit.outcome",
+                "credit.batch_scaled.eps": 1e-4,
+                "credit.outcome.advantage": "@advantage.mean_centered",
+            },
+        ),
+        ({"eval_strategy": "epoch"}, {"sections.Evaluation.every": 1869}),  # 7,473 rows, 4 prompts a step
+        (
+            {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj"]},
+            {
+                "lora.LoRA.rank": 8,
+                "lora.LoRA.alpha": 32.0,
+                "lora.LoRA.dropout": 0.05,
+                "lora.LoRA.targets": ["q_proj"],
+            },
+        ),
+        (
+            {
+                **{"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+                **{"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_clip_min": 0.5},
+            },
+            {"importance.masked_weight.low": 0.5, "importance.masked_weight.high": 1e9},
+        ),
+    ],
+)
+def test_an_option_of_trl_1_16_is_carried(config: dict[str, Any], bound: dict[str, Any]) -> None:
+    made = trl_draft(**config)
+    assert {knob: made.knobs.get(knob) for knob in bound} == bound
+
+
+def test_the_model_and_the_lengths_of_trl_1_16() -> None:
+    made = trl_draft(model_name_or_path="Qwen/Qwen3-0.6B", use_vllm=True)
+    assert (made.macros["MODEL"], made.macros["MAX_NEW_TOKENS"]) == ("Qwen/Qwen3-0.6B", 512)
+    assert "engine/vllm_colocated.gin" in made.includes  # the default of vllm_mode there
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"delta": 1.1}, "delta: below 1 + epsilon_high, it caps good tokens too"),
+        ({"beta": 0.1, "importance_sampling_level": "sequence"}, "a KL is weighed with its row's ratio there"),
+        ({"mask_truncated_completions": True, "loss_type": "grpo"}, "divided by all rows there"),
+        ({"entropy_coef": 0.1, "loss_type": "grpo"}, "entropy_coef: a mean over tokens there"),
+        ({"loss_type": "vespo"}, "vespo: the row's weight is to the sampler here"),
+        ({"use_adaptive_entropy": True}, "controllers.adaptive_entropy"),
+        ({"dtype": "bfloat16"}, "dtype: bfloat16: what trains is kept in float32"),
+    ],
+)
+def test_what_differs_from_trl_1_16_is_said(config: dict[str, Any], said: str) -> None:
+    assert said in "\n".join(trl_draft(**config).listed())
+    assert said not in "\n".join(trl_draft().listed())
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "message"),
+    [
+        ({"eval_strategy": "epoch"}, None, "eval_strategy: got 'epoch', wanted --rows"),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_clip_max": None},
+            None,
+            "vllm_importance_sampling_clip_max: got None without a clip_min",
+        ),
+    ],
+)
+def test_what_trl_1_16_takes_and_we_cannot_is_refused(config: dict[str, Any], rows: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        import_trl.from_trl({"max_steps": 40, "num_generations": 4} | config, 2, rows)
+
+
 def test_a_warm_up_of_nemo_rl_counts_steps_and_ours_updates() -> None:
     stages = [
         {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 50}},
@@ -455,7 +575,7 @@ BAD = {
         "{num_generations: 7, max_steps: 1}",
         ["generation_batch_size: got 8", "multiple of num_generations 7"],
     ),
-    "a loss of its own": ("{loss_type: luspo, max_steps: 1}", ["loss_type: got 'luspo'", "wanted one of grpo"]),
+    "a loss of its own": ("{loss_type: real, max_steps: 1}", ["loss_type: got 'real'", "wanted one of grpo"]),
     "round in circles": ("grpo: {max_num_steps: '${grpo.max_num_steps}'}", ["refers to itself"]),
     "an engine beyond the device": (
         "{use_vllm: true, vllm_mode: colocate, vllm_gpu_memory_utilization: 1.5, max_steps: 1, num_generations: 8}",

@@ -56,13 +56,16 @@ def one_line(text: str) -> str:
 
 MODULES = {
     "grpo_fn": "train",
-    "grpo_fn.algo": "advantage aggregation credit group_sampling importance kl losses masking objective step",
+    "grpo_fn.algo": (
+        "advantage aggregation credit group_sampling importance kl losses masking objective step weighted_losses"
+    ),
     "grpo_fn.rewards": "combine length math",
     "grpo_fn.shell.model": "blocks lora",
     "grpo_fn.shell.policy": "fsdp mesh optimizer",
     "grpo_fn.shell.vllm": "vllm_sampler vllm_servers",
     "grpo_fn.trainer": "loop sections",
 }
+WEIGHTED_LOSSES = {"vespo"}  # of those that an importer names
 PACKAGES = {module: package for package, modules in MODULES.items() for module in modules.split()}
 
 
@@ -175,8 +178,9 @@ def clipped(draft: Draft, sequence: bool, low: float, high: float, cap: float | 
 
 
 def token_loss(draft: Draft, name: str, **knobs: float) -> None:
-    draft.knobs["objective.policy_objective.token_loss"] = f"@losses.{name}"
-    draft.knobs |= {f"losses.{name}.{knob}": value for knob, value in knobs.items()}
+    module = "weighted_losses" if name in WEIGHTED_LOSSES else "losses"
+    draft.knobs["objective.policy_objective.token_loss"] = f"@{module}.{name}"
+    draft.knobs |= {f"{module}.{name}.{knob}": value for knob, value in knobs.items()}
 
 
 def weigh(draft: Draft, name: str) -> None:

@@ -23,47 +23,20 @@ from import_draft import (
     token_loss,
     weigh,
 )
+from trl_options import TRL_LEFT, TRL_QUIET
 
 PROMPT_TOKENS = 512  # a prompt's length, for the size of micro-batches, where the original does not bound it
 
-TRL_LEFT = {
-    "vllm_.*": (
-        "nothing without use_vllm and the mode or the correction it belongs to; a server's own are flags of "
-        "tools/launch/vllm_server.sh, and a colocated engine always sleeps on a GPU"
-    ),
-    "top_p|top_k|min_p|repetition_penalty|generation_kwargs|cache_implementation": (
-        "tokens are drawn from the whole distribution, of which the trainer's log-probs are those"
-    ),
-    "reward_weights|multi_objective_aggregation": (
-        "the reward functions are not in this file: combine.combine.parts, weights"
-    ),
-    "sync_ref_model|ref_model_.*": "the reference is the model that the run began with",
-    "top_entropy_quantile": "there is no mask by entropy; losses.clip_cov and losses.kl_cov choose tokens",
-    "deepspeed": "a file of its own: files of scale/ (shard_grad_op is ZeRO-2, full_shard ZeRO-3, offload)",
-    "fsdp_config|accelerator_config|parallelism_config|ddp_.*": "mesh.Parallelism and the files of scale/",
-    "model_init_kwargs.*": "sections.Compute.dtype, sections.Compute.attention",
-    "chat_template_kwargs.*": "the tokenizer's own template is used",
-    "use_liger_kernel|use_liger_loss|liger_.*": (
-        "log-probs are computed in chunks anyway: sections.Compute.logits_chunk_elements"
-    ),
-    "max_tool_calling_iterations|tools.*|environment.*": "one turn, without tools",
-    "num_generations_eval": "evaluation is greedy; eval/samples.gin draws",
-    "shuffle_dataset|data_seed|dataloader_.*": "the order is a function of SEED, every row once an epoch",
-    "disable_dropout": "the model's own dropout is always off",
-    "label_smoothing_factor|neftune_noise_alpha|group_by_length|auto_find_batch_size|optim_args|optim_target_modules": (
-        "there is no such thing here"
-    ),
-}
-TRL_QUIET = [
-    r"output_dir|overwrite_output_dir|run_name|report_to|logging_.*|log_.*|num_completions_to_print|push_to_hub.*|hub_.*",
-    r"project|trackio_.*|disable_tqdm|remove_unused_columns|do_train|do_eval|do_predict|local_rank|save_strategy|save_only_model",
-    r"save_safetensors|load_best_model_at_end|metric_for_best_model|greater_is_better|resume_from_checkpoint|full_determinism",
-    r"ds3_gather_for_generation|per_device_eval_batch_size|eval_on_start|eval_delay|ignore_data_skip|wandb_.*|tf32|seed_.*",
-    r"gradient_checkpointing_kwargs.*|torch_compile_backend|include_.*|prediction_loss_only|skip_memory_metrics|use_cpu|no_cuda",
-]
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
 WEIGHTS = {"grpo": "sequence_mean", "dr_grpo": "constant_length", "dapo": "token_mean", "bnpo": "token_mean"}
-WEIGHTS |= {"cispo": "token_mean", "sapo": "sequence_mean"}
+WEIGHTS |= {"cispo": "token_mean", "sapo": "sequence_mean", "luspo": "constant_length", "vespo": "token_mean"}
+VESPO = {  # TRL's option, our knob, and TRL's default
+    "vespo_k_pos": ("k_positive", 2.0),
+    "vespo_lambda_pos": ("lambda_positive", 3.0),
+    "vespo_k_neg": ("k_negative", 3.0),
+    "vespo_lambda_neg": ("lambda_negative", 2.0),
+}
+UNBOUNDED = 1e9  # where a bound is None
 CORRECTIONS = {  # kind, and whether one weight is a row's
     "token_truncate": ("truncated_weight", False),
     "token_mask": ("masked_weight", False),
@@ -73,7 +46,7 @@ CORRECTIONS = {  # kind, and whether one weight is a row's
 
 
 def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
-    """A GRPOConfig's fields. Raises ValueError for what TRL refuses, and for a loss that there is not here."""
+    """A GRPOConfig's fields. Raises ValueError for what TRL refuses."""
     key, draft = Reader(config), Draft()
     updates = trl_batches(key, draft, world, rows)
     trl_loss(key, draft)
@@ -81,21 +54,58 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
     trl_advantage(key, draft)
     trl_optimizer(key, draft, updates)
     trl_device(key, draft)
+    trl_model(key, draft)
     draft.knobs["sections.Sampling.temperature"] = key.positive("temperature", 1.0, zero=False)
     if key("mask_truncated_completions", bool, False):
         draft.knobs["step.Algorithm.filters"] = ["@masking.drop_truncated"]
+        if WEIGHTS[key("loss_type", str, "dapo")] != "token_mean":
+            draft.note(
+                DIFFERS,
+                "mask_truncated_completions",
+                "the loss is divided by all rows there, by those that are left here, which makes larger steps",
+            )
     draft.macros["SEED"] = key.count("seed", 42, 0)
     every = updates // draft.macros["STEPS"]
     draft.knobs["sections.Checkpoints.every"] = per_step(key.positive("save_steps", 500, zero=False), updates, every)
-    if key("eval_strategy", str, "no") == "steps":
-        draft.knobs["sections.Evaluation.every"] = per_step(key.positive("eval_steps", 500, zero=False), updates, every)
-    else:
-        key.taken.add("eval_steps")
+    trl_evaluation(key, draft, updates, every, rows)
     draft.knobs["sections.Checkpoints.keep_last"] = key.count("save_total_limit", 2)
     draft.includes.append("task/rows.gin")
     draft.note(LEFT, "dataset and reward functions", "not in this file: task/rows.gin and base.gin's verified answers")
     key.rest(draft, TRL_LEFT, TRL_QUIET)
     return draft
+
+
+def trl_evaluation(key: Reader, draft: Draft, updates: int, every: int, rows: int | None) -> None:
+    """How often held-out problems are answered; an epoch is as many steps as the rows are prompts."""
+    asked = key.choice("eval_strategy", "no", {name: name for name in ("no", "steps", "epoch")})
+    steps = key.positive("eval_steps", 500, zero=False)
+    if asked == "steps":
+        draft.knobs["sections.Evaluation.every"] = per_step(steps, updates, every)
+    if asked == "epoch":
+        if rows is None:
+            raise ValueError("eval_strategy: got 'epoch', wanted --rows, the training rows, to count steps with")
+        draft.knobs["sections.Evaluation.every"] = ceil(rows / draft.knobs["step.Algorithm.prompts"])
+
+
+def trl_model(key: Reader, draft: Draft) -> None:
+    """The model and its adapters, which a ModelConfig beside the GRPOConfig has."""
+    if name := key("model_name_or_path", str, None):
+        draft.macros["MODEL"] = Text(name)
+    if implementation := key("attn_implementation", str, None):
+        draft.knobs["sections.Compute.attention"] = Text(implementation)
+    dtypes = [key(name, str, None) for name in ("dtype", "torch_dtype")]
+    if any(dtypes):
+        draft.note(LEFT, "dtype", f"{dtypes[0] or dtypes[1]}: what trains is kept in float32; scale/bf16.gin computes")
+    adapters = key("use_peft", bool, False)
+    rank, alpha = key.count("lora_r", 16), key.count("lora_alpha", 32)
+    dropout, targets = key.positive("lora_dropout", 0.05, zero=True), key("lora_target_modules", (list, str), None)
+    if adapters:
+        draft.includes.append("scale/lora.gin")
+        draft.knobs |= {"lora.LoRA.rank": rank, "lora.LoRA.alpha": float(alpha), "lora.LoRA.dropout": dropout}
+        if isinstance(targets, list):
+            draft.knobs["lora.LoRA.targets"] = [Text(target) for target in targets]
+        elif targets is not None:
+            draft.note(LEFT, "lora_target_modules", f"{targets!r}: lora.LoRA.targets is a list of names")
 
 
 def per_step(value: float, updates: int, every: int) -> int:
@@ -137,7 +147,7 @@ def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> int:
             f"{wanted} optimizer steps for {prompts} prompts would split groups; minibatches are whole groups: {parts}",
         )
     epochs = key.count("num_iterations", 1)
-    longest = key.count("max_completion_length", 256)
+    longest = key.count("max_completion_length", 512)
     asked = key.count("max_prompt_length", PROMPT_TOKENS)
     draft.macros |= {"STEPS": trl_steps(key, prompts, parts * epochs, rows), "MAX_NEW_TOKENS": longest}
     draft.knobs |= {"train.train.model": "%MODEL", "sections.Evaluation.problems": 256}
@@ -178,8 +188,9 @@ def trl_loss(key: Reader, draft: Draft) -> None:
     low = key.positive("epsilon", 0.2, zero=True)
     high = key.positive("epsilon_high", low, zero=True)
     delta = key("delta", Number, None)
-    taus = (key.positive(f"sapo_temperature_{sign}", tau, zero=False) for sign, tau in (("pos", 1.0), ("neg", 1.05)))
-    if (level or delta is not None) and kind in ("cispo", "sapo"):
+    taus = [key.positive(f"sapo_temperature_{sign}", tau, zero=False) for sign, tau in (("pos", 1.0), ("neg", 1.05))]
+    vespo = {knob: key.positive(name, default, zero=False) for name, (knob, default) in VESPO.items()}
+    if (level or delta is not None) and kind in ("cispo", "sapo", "vespo"):
         raise ValueError(f"loss_type: got {kind} with importance_sampling_level or delta, wanted it without")
     if level and delta is not None:
         raise ValueError("delta: got it with importance_sampling_level 'sequence', wanted one of them")
@@ -190,16 +201,34 @@ def trl_loss(key: Reader, draft: Draft) -> None:
         draft.note(DIFFERS, "epsilon_high", f"the cap {high} itself there, 1 + clip_high here")
     elif kind == "sapo":
         token_loss(draft, "sapo", **dict(zip(("tau_positive", "tau_negative"), taus, strict=True)))
+    elif kind == "vespo":
+        token_loss(draft, "vespo", **vespo)
+        draft.note(DIFFERS, "loss_type", "vespo: the row's weight is to the sampler here, to the old policy there")
     else:
         clipped(draft, level, low, high, delta, "delta")
+        if delta is not None and delta < 1 + high:
+            draft.note(DIFFERS, "delta", f"below 1 + epsilon_high, it caps good tokens too, there, at {delta}")
     weigh(draft, WEIGHTS[kind])
+    if kind == "luspo":
+        draft.knobs["aggregation.constant_length.max_length"] = 1
     if kind == "bnpo":
         draft.note(DIFFERS, "loss_type", "bnpo is the mean over each device's own tokens; here over the whole step's")
-    if kind in ("dapo", "cispo"):
+    if kind in ("dapo", "cispo", "vespo"):
         draft.note(DIFFERS, "loss_type", f"{kind} divides by the tokens of each optimizer step here, always (trl#6024)")
     beta = key.positive("beta", 0.0, zero=True)
-    unbiased = key("use_bias_correction_kl", bool, False)
+    unbiased = key("use_bias_correction_kl", bool, True)
     penalty(draft, beta, "k3_ratio" if unbiased else "k3")
+    if beta and unbiased and level:
+        draft.note(DIFFERS, "use_bias_correction_kl", "a KL is weighed with its row's ratio there, its token's here")
+    trl_entropy(key, draft, WEIGHTS[kind])
+
+
+def trl_entropy(key: Reader, draft: Draft, weights: str) -> None:
+    """The entropy bonus, a mean over tokens whatever the loss is divided by."""
+    bonus = float(key("entropy_coef", Number, 0.0))
+    draft.knobs["objective.policy_objective.entropy_bonus"] = bonus
+    if bonus and weights != "token_mean":
+        draft.note(DIFFERS, "entropy_coef", "a mean over tokens there; weighed as the loss is here")
 
 
 def trl_engine(key: Reader, draft: Draft) -> None:
@@ -208,7 +237,7 @@ def trl_engine(key: Reader, draft: Draft) -> None:
     if key(name, Number, None) is not None:
         mask = corrected(draft, "off_policy_sequence_mask", delta=key.positive(name, 0.5, zero=True))
     if key("use_vllm", bool, False):
-        key.choice("vllm_mode", "server", {"server": trl_server, "colocate": trl_colocated})(key, draft)
+        key.choice("vllm_mode", "colocate", {"server": trl_server, "colocate": trl_colocated})(key, draft)
         weight = trl_weight(key, draft)
         draft.knobs["step.Algorithm.old_logp"] = "@step.from_trainer"  # of the trainer, corrected or not
     correct(draft, weight, mask)
@@ -222,12 +251,6 @@ def trl_colocated(key: Reader, draft: Draft) -> None:
 
 
 def trl_server(key: Reader, draft: Draft) -> None:
-    if key("vllm_mode", str, None) is None:
-        draft.note(
-            DIFFERS,
-            "vllm_mode",
-            "not given: 'server', as in the TRL that was read; newer ones take 'colocate': engine/vllm_colocated.gin",
-        )
     host, port = key("vllm_server_host", str, "0.0.0.0"), key.count("vllm_server_port", 8000)
     url = key("vllm_server_base_url", str, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}")
     draft.includes.append("engine/vllm_dedicated.gin")
@@ -236,13 +259,19 @@ def trl_server(key: Reader, draft: Draft) -> None:
 
 
 def trl_weight(key: Reader, draft: Draft) -> str | None:
-    """The correction between vLLM and the trainer; vllm_importance_sampling_cap is clip_max's older name."""
+    """The correction between vLLM and the trainer; vllm_importance_sampling_cap is clip_max's older name.
+
+    A clip_max that is given as None is no bound. Raises ValueError where neither bound is there, as TRL does.
+    """
     place = "vllm_importance_sampling_"
     if not key(f"{place}correction", bool, True):
         return None
     kind, sequence = key.choice(f"{place}mode", "sequence_mask", CORRECTIONS)
-    cap = key.positive(f"{place}cap", 3.0, zero=False)
+    open_end = f"{place}clip_max" in key.values and key.values[f"{place}clip_max"] is None
+    cap = key.positive(f"{place}cap", UNBOUNDED if open_end else 3.0, zero=False)
     low, high = key.positive(f"{place}clip_min", 0.0, zero=True), key.positive(f"{place}clip_max", cap, zero=False)
+    if high == UNBOUNDED and not low:
+        raise ValueError(f"{place}clip_max: got None without a clip_min, wanted one of them")
     return bounded(draft, kind, low, high, f"{place}clip_max", sequence=sequence)
 
 
@@ -255,12 +284,9 @@ def trl_advantage(key: Reader, draft: Draft) -> None:
     elif name == "none":
         draft.knobs["credit.outcome.advantage"] = "@advantage.mean_centered"
     elif name == "batch":
-        draft.knobs |= {
-            "step.Algorithm.credit": "@credit.row_whitened",
-            "credit.row_whitened.credit": "@credit.outcome",
-        }
-        draft.knobs |= {"credit.row_whitened.eps": 1e-4, "credit.outcome.advantage": "@advantage.mean_centered"}
-        draft.note(DIFFERS, "scale_rewards", "the std of the rewards there (ddof 1), of R - mean here (ddof 0)")
+        draft.knobs["step.Algorithm.credit"] = "@credit.batch_scaled"
+        draft.knobs |= {"credit.batch_scaled.credit": "@credit.outcome", "credit.batch_scaled.eps": 1e-4}
+        draft.knobs["credit.outcome.advantage"] = "@advantage.mean_centered"
     elif name == "mean":
         draft.knobs["credit.outcome.advantage"] = "@advantage.max_rl"
         draft.note(DIFFERS, "scale_rewards", "(R - mean) / (mean + 1e-4) there; no eps here, and 0 where all are equal")
