@@ -37,7 +37,7 @@ def vespo(
 ) -> Loss:
     """-sg[phi] A logp, phi = exp(lambda + k log W - lambda W), W = prod_t r_t of the row, 1e-8 to e^20.
 
-    VESPO (arXiv:2602.10693; from TRL's code): the weight of a row is 1 on-policy, highest at W = k / lambda and
+    VESPO (arXiv:2602.10693; from the authors' code): the weight of a row is 1 on-policy, highest at W = k / lambda and
     falls on both sides; k and lambda are `k_positive` and `lambda_positive` where A >= 0, else the
     others. Each log r_t counts as -20 to 20 nats. No gradient is cut off, so both clip diagnostics are 0.
 

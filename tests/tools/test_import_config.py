@@ -14,6 +14,7 @@ import import_config as tool
 import import_draft
 import import_nemo_rl
 import import_trl
+import nemo_rl_yaml
 import pytest
 import yaml
 from e2e.running import TESTS
@@ -284,7 +285,7 @@ def compile_comments(text: str) -> None:
 def test_every_key_of_nemo_rls_file_is_carried_or_listed() -> None:
     config = yaml.safe_load((CONFIGS / "nemo_rl.yaml").read_text())
     made = tool.from_nemo_rl(config)
-    reader = import_draft.Reader(import_nemo_rl.interpolated(config))
+    reader = import_draft.Reader(nemo_rl_yaml.interpolated(config))
     text = "\n".join(made.listed())
     taken = {key for key in reader.values if not re.search(rf"\b{re.escape(key)}\b", text)}
     assert {"grpo.num_prompts_per_step", "policy.dtensor_cfg.lora_cfg.dim", "loss_fn.ratio_clip_max"} <= taken
@@ -555,6 +556,137 @@ def test_a_warm_up_of_nemo_rl_counts_steps_and_ours_updates() -> None:
     assert made.knobs["step.Algorithm.minibatches"] == 4
     assert made.knobs["optimizer.constant.warmup"] == 200
     assert "in 50 steps there; from 1/201 to 1 in 200 updates here" in "\n".join(made.listed())
+
+
+# -- NeMo-RL of August 2026
+
+NEMO_STEP = {"grpo": {"max_num_steps": 7}}
+
+
+def nemo_draft(**config: Any) -> import_draft.Draft:
+    """A configuration of nested mappings, laid over one of seven steps."""
+    return import_nemo_rl.from_nemo_rl(nemo_rl_yaml.laid_over(NEMO_STEP, config))
+
+
+def test_a_file_is_read_with_those_it_is_laid_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text(
+        "grpo: {max_num_steps: 9, num_prompts_per_step: 8, num_generations_per_prompt: 4}\n"
+        "policy: {train_global_batch_size: 32, optimizer: {kwargs: {lr: 1.0e-5, eps: 1.0e-6}}}\n"
+        "loss_fn: {ratio_clip_max: 0.3}\n"
+    )
+    (tmp_path / "sub" / "own.yaml").write_text(
+        "defaults: ../base.yaml\ngrpo: {max_num_steps: 5}\n"
+        "policy: {optimizer: {_override_: true, kwargs: {lr: 2.0e-5}}}\nloss_fn: {ratio_clip_min: 0.1}\n"
+    )
+    assert tool.main([str(tmp_path / "sub" / "own.yaml"), "--out", str(tmp_path / "made.gin")]) == 0
+    text = (tmp_path / "made.gin").read_text()
+    wanted = ["STEPS = 5", "prompts = 8", "adamw.lr = 2e-05", "adamw.eps = 1e-08", "clip_low = 0.1", "clip_high = 0.3"]
+    assert [part for part in wanted if part not in text] == []
+    capsys.readouterr()
+    (tmp_path / "base.yaml").write_text("defaults: sub/own.yaml\ngrpo: {}\n")
+    assert tool.main([str(tmp_path / "sub" / "own.yaml")]) == 2
+    assert "got defaults that lead back to it, wanted files below one another" in capsys.readouterr().err
+    (tmp_path / "base.yaml").unlink()
+    assert tool.main([str(tmp_path / "sub" / "own.yaml")]) == 2
+    assert "base.yaml, which cannot be read" in capsys.readouterr().err
+
+
+def test_a_reference_may_be_relative() -> None:
+    config = {"a": {"b": {"x": 1, "y": "${.x}", "z": "${..c}", "far": "${.y}"}, "c": "${mul:${.b.x}, 3}"}}
+    found = nemo_rl_yaml.interpolated(config)
+    assert found == {"a.b.x": 1, "a.b.y": 1, "a.b.z": 3, "a.b.far": 1, "a.c": 3}
+    with pytest.raises(ValueError, match=r"got \$\{\.no\} at a\.b, wanted a key of the file"):
+        nemo_rl_yaml.interpolated({"a": {"b": "${.no}"}})
+
+
+@pytest.mark.parametrize(
+    ("config", "bound", "said"),
+    [
+        ({}, {"objective.policy_objective.kl": "@kl.k3_ratio"}, None),
+        (
+            {"loss_fn": {"reference_policy_kl_penalty": 0.01}},
+            {"objective.policy_objective.beta": 0.01},
+            "the gradient of a step's first update is the same",
+        ),
+        (
+            {"loss_fn": {"use_cispo": True, "ratio_clip_max": 4.0}},
+            {"objective.policy_objective.token_loss": "@losses.cispo", "losses.cispo.clip_high": 4.0},
+            "the ratio is at least 0.8 there",
+        ),
+        (
+            {
+                "grpo": {
+                    "adv_estimator": {"name": "gdpo", "normalize_rewards": True, "use_leave_one_out_baseline": False}
+                }
+            },
+            {
+                "step.Algorithm.credit": "@credit.row_whitened",
+                "credit.row_whitened.credit": "@credit.per_part",
+                "credit.per_part.advantage": "@advantage.group_normalized",
+                "credit.outcome.advantage": None,
+            },
+            "credit.per_part.weights names the parts",
+        ),
+        (
+            {"grpo": {"adv_estimator": {"name": "reinforce_plus_plus"}}},
+            {
+                "step.Algorithm.credit": "@credit.token_whitened",
+                "credit.token_whitened.credit": "@credit.outcome",
+                "credit.outcome.advantage": "@advantage.mean_centered",
+            },
+            None,
+        ),
+        (
+            {"grpo": {"adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}}},
+            {"credit.token_whitened.credit": "@credit.reward_to_go", "credit.reward_to_go.beta": 0.0},
+            None,
+        ),
+        (
+            {"grpo": {"max_val_samples": 960, "val_period": -1}},
+            {"sections.Evaluation.problems": 256, "sections.Evaluation.every": 0},
+            "grpo.max_val_samples: 960 there; the task's file here holds out 256",
+        ),
+        ({"grpo": {"max_num_epochs": 1}}, {}, "7 here; there also at most 1 epochs of the rows"),
+        (
+            {"grpo": {"reward_shaping": {"enabled": True, "overlong_buffer_length": 16, "max_response_length": 100}}},
+            {"length.soft_overlong_punishment.max_length": 100},
+            "beyond 100 tokens the penalty grows on there",
+        ),
+        (
+            {"policy": {"optimizer": {"name": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"}}},
+            {"sections.PolicyUpdate.optimizer": "@optimizer.adamw"},
+            None,
+        ),
+    ],
+)
+def test_a_key_of_nemo_rl_is_carried(config: dict[str, Any], bound: dict[str, Any], said: str | None) -> None:
+    made = nemo_draft(**config)
+    assert {knob: made.knobs.get(knob) for knob in bound} == bound
+    if said:
+        assert said in "\n".join(made.listed())
+        assert said not in "\n".join(nemo_draft().listed())
+
+
+def test_epochs_of_nemo_rl_end_a_run_where_the_rows_are_known() -> None:
+    config = {"grpo": {"max_num_steps": 1000000, "max_num_epochs": 2, "num_prompts_per_step": 32}}
+    assert import_nemo_rl.from_nemo_rl(config, 100).macros["STEPS"] == 7
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"loss_fn": {"use_cispo": True, "ratio_clip_c": 3.0}}, "loss_fn.use_cispo: got it with another ratio"),
+        (
+            {"loss_fn": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1}},
+            "loss_fn.use_kl_in_reward: got true, which takes each token's own KL",
+        ),
+        ({"policy": {"optimizer": {"name": "torch.optim.SGD"}}}, "policy.optimizer.name: got 'torch.optim.SGD'"),
+    ],
+)
+def test_what_nemo_rl_takes_and_we_cannot_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        nemo_draft(**config)
 
 
 # -- bad files

@@ -20,6 +20,7 @@ from typing import Any
 from import_draft import Draft
 from import_nemo_rl import from_nemo_rl
 from import_trl import from_trl
+from nemo_rl_yaml import inherited
 
 
 def read(path: Path) -> Mapping[str, Any]:
@@ -86,7 +87,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("config", type=Path)
     parser.add_argument("--kind", choices=("nemo_rl", "trl"), help="whose it is (default: by its keys)")
     parser.add_argument("--world", type=int, default=1, metavar="N", help="TRL: processes of the original (default 1)")
-    parser.add_argument("--rows", type=int, metavar="N", help="TRL: training rows, where max_steps is not given")
+    parser.add_argument("--rows", type=int, metavar="N", help="training rows, where the file counts epochs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the gin file (default: standard output)")
     return parser
 
@@ -99,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"got --world {args.world} --rows {args.rows}, wanted numbers from 1")
         if args.out is not None and args.out.exists():
             raise ValueError(f"--out: got {args.out}, which exists; wanted a free name")
-        config = read(args.config)
+        config = inherited(args.config, read)
         kind = args.kind or kind_of(config)
         made: dict[str, Callable[[], Draft]] = {
-            "nemo_rl": lambda: from_nemo_rl(config),
+            "nemo_rl": lambda: from_nemo_rl(config, args.rows),
             "trl": lambda: from_trl(config, args.world, args.rows),
         }
         draft = made[kind]()

@@ -1,8 +1,7 @@
 """The YAML of a NeMo-RL GRPO run as a gin file (tools/import_config, docs/from_nemo_rl.md)."""
 
-import re
 from collections.abc import Mapping
-from math import isfinite, prod
+from math import ceil
 from typing import Any
 
 from import_draft import (
@@ -19,68 +18,24 @@ from import_draft import (
     colocated,
     correct,
     corrected,
-    leaves,
     normalized,
-    number,
     penalty,
     schedule,
     token_loss,
     weigh,
 )
+from nemo_rl_options import NEMO_LEFT, NEMO_QUIET
+from nemo_rl_yaml import interpolated
 
-PLACE = re.compile(r"\$\{([^${}]*)\}")
-
-NEMO_LEFT = {
-    r"grpo\.async_grpo\..*": "engine/async_one_step.gin samples whole batches ahead, where it is on",
-    r"grpo\.reward_scaling\..*": "weigh the parts of the reward: combine.combine.weights",
-    r"grpo\.max_num_epochs": "STEPS says how long; max_num_steps has to be given",
-    r"grpo\.val_(batch_size|at_start|at_end)": "evaluated before and after; sections.Sampling.max_rows",
-    r"grpo\.batch_multiplier": "dynamic sampling samples `prompts` problems at a time",
-    r"grpo\.max_rollout_turns": "one turn",
-    r"grpo\.(seq_logprob_error_.*|skip_reference_.*|calculate_advantages_on_gpu|adv_estimator\.minus_baseline)": (
-        "there is no such thing here"
-    ),
-    r"loss_fn\.truncated_importance_sampling.*": "nothing is corrected: @importance.no_correction",
-    r"loss_fn\.kl_(input|output)_clamp_value": "x is capped before exp, its value is not",
-    r"policy\.generation\.(top_p|top_k|stop_token_ids)": (
-        "tokens are drawn from the whole distribution, to the tokenizer's and model's ends"
-    ),
-    r"policy\.generation\.(vllm_.*|colocated\.resources.*)": (
-        "prompts and new tokens have a limit each here; the rest is as engine/*.gin has it, or a flag of "
-        "tools/launch/vllm_server.sh"
-    ),
-    r"policy\.generation\.(colocated\..*|mcore_.*|sglang_.*)": "vLLM or the local sampler draws here",
-    r"policy\.megatron_cfg\..*": "FSDP2 and tensor parallelism: the files of scale/",
-    r"policy\.(dynamic_batching|sequence_packing)\..*": (
-        "rows always lie end to end without padding, a group's prompt once (packed_input.pack_shared_prompts): "
-        "micro_tokens"
-    ),
-    r"policy\.(logprob_(batch|chunk)_size|generation_batch_size|make_sequence_.*)": (
-        "sections.PolicyUpdate.micro_tokens"
-    ),
-    r"policy\.(tokenizer|hf_config_overrides)\..*": "the model folder's own tokenizer, template and config",
-    r"policy\.dtensor_cfg\.(_v2|custom_parallel_plan|sequence_parallel|context_parallel_size|clear_cache.*|env_vars)": (
-        "the model's own plan of tensor parallelism; a row lies on one device"
-    ),
-    r"policy\.dtensor_cfg\.lora_cfg\.(exclude_modules|dropout_position|lora_A_init|use_triton)": (
-        "PEFT's way: dropout before A, A uniform"
-    ),
-    r"policy\.optimizer\.kwargs\.(foreach|fused)": "fused; scale/adamw_foreach.gin for the other",
-    r"policy\.offload_optimizer_for_logprob": "scale/offload.gin",
-    r"data\..*": "a task: docs/tasks.md",
-    r"env\..*": "base.gin's verified answers (math-verify) and box; reward_pool.RewardPool.workers",
-    r"defaults.*": "the file that this one is laid over is not read: put the two together first",
-    r"cluster\..*": "how many ranks there are is the launcher's: docs/cluster.md",
-}
-NEMO_QUIET = [r"logger\..*", r"checkpointing\..*", r"policy\.(refit_.*|draft\..*|megatron_.*|fp8.*)"]
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": None}
-KL_TYPES = {"k1": "k1_ratio", "k2": "k2", "k3": "k3"}
+KL_TYPES = {"k1": "k1_ratio", "k2": "k2", "k3": "k3_ratio"}
+ESTIMATORS = ("grpo", "gdpo", "reinforce_plus_plus")
 
 
-def from_nemo_rl(config: Mapping[str, Any]) -> Draft:
+def from_nemo_rl(config: Mapping[str, Any], rows: int | None = None) -> Draft:
     """The YAML of a NeMo-RL GRPO run. Raises ValueError for what is refused there, and for Megatron alone."""
     key, draft = Reader(interpolated(config)), Draft()
-    nemo_batches(key, draft)
+    nemo_batches(key, draft, rows)
     nemo_loss(key, draft)
     nemo_advantage(key, draft)
     nemo_policy(key, draft)
@@ -88,50 +43,29 @@ def from_nemo_rl(config: Mapping[str, Any]) -> Draft:
     nemo_optimizer(key, draft)
     draft.knobs["step.Algorithm.old_logp"] = "@step.from_trainer"
     draft.macros["SEED"] = key.count("grpo.seed", 42, 0)
-    draft.knobs["sections.Evaluation.every"] = key.count("grpo.val_period", 10, 0)
+    draft.knobs["sections.Evaluation.every"] = max(0, key.count("grpo.val_period", 10, -1))
     draft.knobs["sections.Checkpoints.every"] = key.count("checkpointing.save_period", 10)
     draft.knobs["sections.Checkpoints.keep_best"] = key.count("checkpointing.keep_top_k", 3, 0)
     if "OpenMathInstruct-2" in (key.values.get("data.dataset_name"), key.values.get("data.train.dataset_name")):
         draft.includes.append("task/openmath.gin")
         key.taken |= {"data.dataset_name", "data.train.dataset_name"}
-        draft.knobs["sections.Evaluation.problems"] = min(500, key.count("grpo.max_val_samples", 256))
+        nemo_evaluation(key, draft, 500)
     else:
         draft.includes.append("task/rows.gin")
-        draft.knobs["sections.Evaluation.problems"] = min(256, key.count("grpo.max_val_samples", 256))
+        nemo_evaluation(key, draft, 256)
     key.rest(draft, NEMO_LEFT, NEMO_QUIET)
     return draft
 
 
-def interpolated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves with ${a.b} and ${mul:x,y} replaced. Raises ValueError for one that leads nowhere, or round."""
-    values = dict(leaves(config))
-
-    def resolve(value: Any, depth: int) -> Any:
-        if isinstance(value, list):
-            return [resolve(item, depth) for item in value]
-        if not isinstance(value, str) or not (found := PLACE.search(value)):
-            return value
-        if depth > 20:
-            raise ValueError(f"got {value!r}, which refers to itself, wanted a value")
-        if found[0] == value:
-            return resolve(looked_up(found[1], depth), depth + 1)
-        return resolve(value[: found.start()] + str(looked_up(found[1], depth)) + value[found.end() :], depth + 1)
-
-    def looked_up(inside: str, depth: int) -> Any:
-        name, _, args = inside.partition(":")
-        if name == "mul":
-            factors = [number(str(resolve(part.strip(), depth + 1))) for part in args.split(",")]
-            if not all(isinstance(factor, float) and isfinite(factor) for factor in factors):
-                raise ValueError(f"got ${{{inside}}}, wanted numbers to multiply")
-            return prod(int(factor) if factor.is_integer() else factor for factor in factors)
-        if inside not in values:
-            raise ValueError(f"got ${{{inside}}}, wanted a key of the file")
-        return values[inside]
-
-    return {name: resolve(value, 0) for name, value in values.items()}
+def nemo_evaluation(key: Reader, draft: Draft, held_out: int) -> None:
+    """How many held-out problems are answered, of those that the task's file holds out."""
+    asked = key.count("grpo.max_val_samples", 256)
+    draft.knobs["sections.Evaluation.problems"] = min(held_out, asked)
+    if asked > held_out:
+        draft.note(DIFFERS, "grpo.max_val_samples", f"{asked} there; the task's file here holds out {held_out}")
 
 
-def nemo_batches(key: Reader, draft: Draft) -> None:
+def nemo_batches(key: Reader, draft: Draft, rows: int | None) -> None:
     """Prompts, samples, optimizer steps on them, and lengths."""
     prompts, group = key.count("grpo.num_prompts_per_step", 32), key.count("grpo.num_generations_per_prompt", 16)
     update, micro = (
@@ -146,6 +80,12 @@ def nemo_batches(key: Reader, draft: Draft) -> None:
         raise ValueError(
             f"policy.train_global_batch_size: got {update} for {prompts} prompts x {group} samples, wanted a divisor "
             "that leaves whole groups"
+        )
+    if (epochs := key("grpo.max_num_epochs", int, None)) is not None and rows is not None:
+        steps = min(steps, ceil(epochs * rows / prompts))
+    elif epochs is not None:
+        draft.note(
+            DIFFERS, "grpo.max_num_steps", f"{steps} here; there also at most {epochs} epochs of the rows (--rows)"
         )
     longest = key.count("policy.generation.max_new_tokens", total)
     draft.macros |= {"STEPS": steps, "MAX_NEW_TOKENS": longest}
@@ -185,6 +125,12 @@ def nemo_shaping(key: Reader, draft: Draft, longest: int) -> None:
     draft.knobs["combine.combine.weights"] = [1.0, price]
     draft.knobs |= {"length.soft_overlong_punishment.max_length": most}
     draft.knobs |= {"length.soft_overlong_punishment.cache_length": asked}
+    if longest > most:
+        draft.note(
+            DIFFERS,
+            f"{name}max_response_length",
+            f"beyond {most} tokens the penalty grows on there, not here",
+        )
 
 
 def nemo_loss(key: Reader, draft: Draft) -> None:
@@ -199,7 +145,15 @@ def nemo_loss(key: Reader, draft: Draft) -> None:
         raise ValueError("loss_fn.sequence_level_importance_ratios: got it with token_level_loss, wanted that false")
     if sequence and cap is not None:
         raise ValueError("loss_fn.ratio_clip_c: got it with sequence_level_importance_ratios, wanted one of them")
-    if plain:
+    cispo = key("loss_fn.use_cispo", bool, False)
+    if cispo and (plain or sequence or cap is not None or not tokens):
+        raise ValueError(
+            "loss_fn.use_cispo: got it with another ratio, a ratio_clip_c or token_level_loss false, wanted it without"
+        )
+    if cispo:
+        token_loss(draft, "cispo", clip_high=high)
+        draft.note(DIFFERS, "loss_fn.use_cispo", f"the ratio is at least {1 - low:g} there, not bounded below here")
+    elif plain:
         token_loss(draft, "reinforce")
         draft.note(DIFFERS, "loss_fn.force_on_policy_ratio", "losses.reinforce: the same gradient, another value")
     else:
@@ -208,11 +162,23 @@ def nemo_loss(key: Reader, draft: Draft) -> None:
     beta = key.positive("loss_fn.reference_policy_kl_penalty", 0.0, zero=True)
     kind = key("loss_fn.reference_policy_kl_type", str, "k3")
     name = key.choice("loss_fn.reference_policy_kl_type", "k3", KL_TYPES)
-    if key("loss_fn.use_on_policy_kl_approximation", bool, False) and kind == "k3":
-        name = "k3_ratio"
-        draft.note(DIFFERS, "loss_fn.use_on_policy_kl_approximation", "the ratio is differentiated here: kl.k3_ratio")
+    sampled = key("loss_fn.use_on_policy_kl_approximation", bool, False)
+    if beta and kind == "k2":
+        draft.note(
+            DIFFERS, "loss_fn.reference_policy_kl_type", "k2 without its score-function term here; there with it"
+        )
+    if beta and kind != "k2" and not sampled:
+        draft.note(
+            DIFFERS,
+            "loss_fn.reference_policy_kl_type",
+            "weighed with exp(logp - its own value) there since June 2026 (before: kl.k3), with the ratio here: the "
+            "gradient of a step's first update is the same",
+        )
     if key("loss_fn.use_kl_in_reward", bool, False) and beta:
-        raise ValueError("loss_fn.use_kl_in_reward: got true, wanted false; or take credit.outcome_minus_kl by hand")
+        raise ValueError(
+            "loss_fn.use_kl_in_reward: got true, which takes each token's own KL from its advantage, wanted false; "
+            "credit.reward_to_go has the KL still to come"
+        )
     if kind == "k1" and beta:
         draft.note(
             DIFFERS, "loss_fn.reference_policy_kl_type", "k1 in a loss has no gradient in expectation: kl.k1_ratio"
@@ -243,27 +209,55 @@ def nemo_correction(key: Reader, draft: Draft, sequence: bool) -> None:
 
 def nemo_advantage(key: Reader, draft: Draft) -> None:
     """Baseline and std; newer files have them under adv_estimator."""
-    key.choice("grpo.adv_estimator.name", "grpo", {"grpo": None})
+    name = key.choice("grpo.adv_estimator.name", "grpo", {name: name for name in ESTIMATORS})
     place = "grpo.adv_estimator." if "grpo.adv_estimator.normalize_rewards" in key.values else "grpo."
     divided = key(f"{place}normalize_rewards", bool, True)
     others = key(f"{place}use_leave_one_out_baseline", bool, True)
+    centered = key("grpo.adv_estimator.minus_baseline", bool, True)
     key.taken |= {
         f"{where}{knob}"
         for where in ("grpo.", "grpo.adv_estimator.")
         for knob in ("normalize_rewards", "use_leave_one_out_baseline")
     }
+    if name == "reinforce_plus_plus":
+        nemo_whitened(draft, centered)
+        return
+    stage = "outcome"
+    if name == "gdpo":
+        stage = "per_part"
+        draft.knobs |= {
+            "step.Algorithm.credit": "@credit.row_whitened",
+            "credit.row_whitened.credit": "@credit.per_part",
+        }
+        draft.knobs |= {"credit.row_whitened.eps": 1e-6, "credit.per_part.weights": {"correct": 1.0, "boxed": 1.0}}
+        draft.note(
+            DIFFERS, "grpo.adv_estimator.name", "gdpo: credit.per_part.weights names the parts of base.gin's reward"
+        )
     if not divided:
-        draft.knobs["credit.outcome.advantage"] = "@advantage.leave_one_out" if others else "@advantage.mean_centered"
+        compare = "leave_one_out" if others else "mean_centered"
     elif not others:
+        compare = "group_normalized"
         normalized(draft, 1e-6)
     else:
-        draft.knobs["credit.outcome.advantage"] = "@advantage.leave_one_out_others_std"
+        compare = "leave_one_out_others_std"
         draft.knobs["advantage.leave_one_out_others_std.eps"] = 1e-6
         draft.note(
             DIFFERS,
             f"{place}normalize_rewards",
             "eps 1e-6 as there; equal rewards have a std of exactly 0 here, where rounding leaves NeMo-RL a divisor",
         )
+    draft.knobs.pop("credit.outcome.advantage", None)
+    draft.knobs[f"credit.{stage}.advantage"] = f"@advantage.{compare}"
+
+
+def nemo_whitened(draft: Draft, centered: bool) -> None:
+    """REINFORCE++, with or without a prompt's mean as the baseline."""
+    draft.knobs |= {"step.Algorithm.credit": "@credit.token_whitened", "credit.token_whitened.eps": 1e-8}
+    if centered:
+        draft.knobs["credit.token_whitened.credit"] = "@credit.outcome"
+        draft.knobs["credit.outcome.advantage"] = "@advantage.mean_centered"
+    else:
+        draft.knobs |= {"credit.token_whitened.credit": "@credit.reward_to_go", "credit.reward_to_go.beta": 0.0}
 
 
 def nemo_policy(key: Reader, draft: Draft) -> None:
@@ -344,7 +338,9 @@ def lora(key: Reader, draft: Draft) -> None:
 
 def nemo_optimizer(key: Reader, draft: Draft) -> None:
     """AdamW, and a warm-up where the schedule begins with one."""
-    key.choice("policy.optimizer.name", "torch.optim.AdamW", {"torch.optim.AdamW": None})
+    name = key("policy.optimizer.name", str, "torch.optim.AdamW")
+    if name.rpartition(".")[2] not in ("AdamW", "FusedAdam"):
+        raise ValueError(f"policy.optimizer.name: got {name!r}, wanted torch.optim.AdamW or a FusedAdam")
     betas = key("policy.optimizer.kwargs.betas", list, [0.9, 0.999])
     if len(betas) != 2 or not all(isinstance(beta, Number) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"policy.optimizer.kwargs.betas: got {betas}, wanted two numbers in [0, 1)")
