@@ -108,8 +108,8 @@ def loss(model: nn.Module, fixed: Params, params: Params, batch: Batch) -> Tenso
     logp = logits.log_softmax(-1)
     chosen = logp.gather(-1, batch.tokens[:, PROMPT:, None])[..., 0]
     scores = Scores(*(pad(x, (PROMPT, 0)) for x in (chosen, -(logp.exp() * logp).sum(-1))))
-    rows = len(batch.tokens)
-    return LOSS(scores, batch=batch, totals=Totals(torch.tensor(rows * (WIDTH - PROMPT)), torch.tensor(rows)))[0]
+    rows = torch.tensor(len(batch.tokens))
+    return LOSS(scores, batch=batch, totals=Totals(rows * (WIDTH - PROMPT), rows, rows))[0]
 
 
 def adamw(state: State, gradient: Params, lr: Tensor) -> State:

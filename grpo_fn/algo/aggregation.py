@@ -50,6 +50,44 @@ def sequence_mean(mask: Bool[Tensor, "B T"], totals: Totals) -> Float[Tensor, "B
     return mask / (totals.rows.clamp(min=1) * length)
 
 
+def sequence_mean_over_samples(mask: Bool[Tensor, "B T"], totals: Totals) -> Float[Tensor, "B T"]:
+    """w = mask / (S |o_i|), S samples of the step, with those of which nothing is left to learn from.
+
+    As `sequence_mean`, but a step of which filters leave half is half as large, not made of louder rows.
+
+    Use it when: filters or missing scores should make a step smaller.
+    Peers: TRL `grpo` and `sapo`, with `mask_truncated_completions` or rewards of None.
+
+    Args:
+        mask: which tokens were sampled, [B, T].
+        totals: sampled tokens, rows and samples of the whole optimizer step.
+
+    Returns:
+        The weight of each token, [B, T]; 0 where ~mask.
+    """
+    length = mask.sum(-1, keepdim=True).clamp(min=1)
+    return mask / (totals.samples.clamp(min=1) * length)
+
+
+def constant_length_over_samples(mask: Bool[Tensor, "B T"], totals: Totals, *, max_length: int) -> Float[Tensor, "B T"]:
+    """w = mask / (S L), S samples of the step, with those of which nothing is left to learn from; L = `max_length`.
+
+    As `constant_length`, in the way of `sequence_mean_over_samples`.
+
+    Use it when: filters or missing scores should make a step smaller.
+    Peers: TRL `dr_grpo` and `luspo`, with `mask_truncated_completions` or rewards of None.
+
+    Args:
+        mask: which tokens were sampled, [B, T].
+        totals: sampled tokens, rows and samples of the whole optimizer step.
+        max_length: L, in tokens: the longest completion allowed, or 1.
+
+    Returns:
+        The weight of each token, [B, T]; 0 where ~mask.
+    """
+    return mask / (totals.samples.clamp(min=1) * max_length)
+
+
 def constant_length(mask: Bool[Tensor, "B T"], totals: Totals, *, max_length: int) -> Float[Tensor, "B T"]:
     """w = mask / (R L), L = `max_length` the same for every row: the policy gradient up to the constant L.
 

@@ -82,13 +82,14 @@ def make_batch(
 
 
 def count(batch: Batch) -> Totals:
-    """The denominators this batch contributes: sampled tokens, and rows that have any.
+    """The denominators this batch contributes: sampled tokens, rows that have any, and all rows.
 
     In float32 at least: float16 ends at 65,504 and bfloat16 counts exactly up to 256. Above 2^24 tokens a float32
     count is rounded, by less than one part in ten million.
     """
     dtype = torch.promote_types(batch.logp_sampled.dtype, torch.float32)
-    return Totals(tokens=batch.mask.sum().to(dtype), rows=batch.mask.any(-1).sum().to(dtype))
+    samples = torch.tensor(len(batch.mask), dtype=dtype, device=batch.mask.device)
+    return Totals(batch.mask.sum().to(dtype), batch.mask.any(-1).sum().to(dtype), samples)
 
 
 def lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:

@@ -57,7 +57,8 @@ class Totals(NamedTuple):
     """Denominators of one optimizer step: over all of its micro-batches, never over one of them."""
 
     tokens: Float[Tensor, ""]  # sampled tokens
-    rows: Float[Tensor, ""]  # rows with at least one sampled token
+    rows: Float[Tensor, ""]  # rows with at least one sampled token to learn from
+    samples: Float[Tensor, ""]  # all rows, also those that filters or a missing score left nothing of
 
 
 class Scores(NamedTuple):

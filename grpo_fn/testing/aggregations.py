@@ -29,7 +29,7 @@ def check_weights(weigh: Weigh) -> None:
 
 def totals(mask: Tensor) -> Totals:
     """The totals of a step that holds these rows alone."""
-    return Totals(tokens=mask.sum().double(), rows=mask.any(-1).sum().double())
+    return Totals(mask.sum().double(), mask.any(-1).sum().double(), torch.tensor(len(mask)).double())
 
 
 def only_sampled_tokens_weigh(f: Weigh) -> None:

@@ -1,5 +1,7 @@
 """Invariants of every weighting, and the formulas of the papers."""
 
+from functools import partial
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -48,3 +50,26 @@ def test_golden_weights():
     assert aggregation.token_mean(mask, t)[mask].tolist() == [1 / 4] * 4
     torch.testing.assert_close(aggregation.sequence_mean(mask, t)[mask].tolist(), [1 / 2] + [1 / 6] * 3)
     assert aggregation.constant_length(mask, t, max_length=4)[mask].tolist() == [1 / 8] * 4
+
+
+def test_over_samples_a_row_that_is_left_out_still_counts():
+    """Two rows of 1 and 3 tokens and two of which nothing is left: 4 samples."""
+    rows = torch.tensor([[False, True, False, False], [False, True, True, True]])
+    mask = torch.cat([rows, torch.zeros_like(rows)])
+    t = totals(mask)
+    over = aggregation.sequence_mean_over_samples(mask, t)
+    torch.testing.assert_close(over[mask].tolist(), [1 / 4] + [1 / 12] * 3)
+    assert aggregation.constant_length_over_samples(mask, t, max_length=4)[mask].tolist() == [1 / 16] * 4
+    torch.testing.assert_close(2 * over, aggregation.sequence_mean(mask, t))
+
+
+@given(MASKS)
+def test_where_every_row_has_tokens_samples_are_rows(mask):
+    mask = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
+    t = totals(mask)
+    pairs = [
+        (aggregation.sequence_mean, aggregation.sequence_mean_over_samples),
+        [partial(f, max_length=7) for f in (aggregation.constant_length, aggregation.constant_length_over_samples)],
+    ]
+    for plain, over in pairs:
+        assert torch.equal(plain(mask, t), over(mask, t))

@@ -171,7 +171,8 @@ def expected_signal(theta: Tensor, reward: Tensor, mask: Tensor, f, weigh, size:
         adv = f(reward[rows], torch.ones(size, dtype=torch.bool))
         old = logp[rows]
         batch = Batch(SEQUENCES[rows], row_mask, old, old, old, adv[:, None].expand(size, 2), ~row_mask)
-        totals = Totals(tokens=row_mask.sum().double(), rows=torch.tensor(float(size), dtype=torch.float64))
+        all_rows = torch.tensor(float(size), dtype=torch.float64)
+        totals = Totals(tokens=row_mask.sum().double(), rows=all_rows, samples=all_rows)
         return (weigh(row_mask, totals) * vmap(loss)(logps(x)[rows], batch)[0]).sum()
 
     return grad(lambda x: (chance * vmap(one_group, in_dims=(None, 0))(x, groups)).sum())(theta)

@@ -32,7 +32,7 @@ SPARE = {
     losses: {"dual_clip", "sequence_ratio_token"},
     kl: {"k1_ratio"},
     masking: set(),
-    aggregation: set(),
+    aggregation: {"sequence_mean_over_samples", "constant_length_over_samples"},
     weighted_losses: set(),
 }
 SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go"}

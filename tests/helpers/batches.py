@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from grpo_fn.core.batch import by_width, trim_rows
@@ -30,7 +31,8 @@ UNMOVED = Gains(kl=1.0, entropy=1.0)
 
 def totals(batch: Batch) -> Totals:
     """The denominators of a batch that is a whole step."""
-    return Totals(tokens=batch.mask.sum().double(), rows=batch.mask.any(-1).sum().double())
+    samples = torch.tensor(len(batch.mask)).double()
+    return Totals(batch.mask.sum().double(), batch.mask.any(-1).sum().double(), samples)
 
 
 def scores(logp: Tensor) -> Scores:

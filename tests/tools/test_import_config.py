@@ -458,8 +458,8 @@ def test_every_option_of_trl_1_16_is_known_and_on_the_page() -> None:
             {"loss_type": "luspo", "importance_sampling_level": "sequence"},
             {
                 "objective.policy_objective.token_loss": "@losses.sequence_ratio",
-                "objective.policy_objective.loss_aggregation": "@aggregation.constant_length",
-                "aggregation.constant_length.max_length": 1,
+                "objective.policy_objective.loss_aggregation": "@aggregation.constant_length_over_samples",
+                "aggregation.constant_length_over_samples.max_length": 1,
             },
         ),
         ({"loss_type": "luspo"}, {"objective.policy_objective.token_loss": "@losses.clipped_ratio"}),
@@ -517,7 +517,6 @@ def test_the_model_and_the_lengths_of_trl_1_16() -> None:
     [
         ({"delta": 1.1}, "delta: below 1 + epsilon_high, it caps good tokens too"),
         ({"beta": 0.1, "importance_sampling_level": "sequence"}, "a KL is weighed with its row's ratio there"),
-        ({"mask_truncated_completions": True, "loss_type": "grpo"}, "divided by all rows there"),
         ({"entropy_coef": 0.1, "loss_type": "grpo"}, "entropy_coef: a mean over tokens there"),
         ({"loss_type": "vespo"}, "vespo: the row's weight is to the sampler here"),
         ({"use_adaptive_entropy": True}, "controllers.adaptive_entropy"),

@@ -185,8 +185,8 @@ def token_loss(draft: Draft, name: str, **knobs: float) -> None:
 
 def weigh(draft: Draft, name: str) -> None:
     draft.knobs["objective.policy_objective.loss_aggregation"] = f"@aggregation.{name}"
-    if name == "constant_length":
-        draft.knobs["aggregation.constant_length.max_length"] = "%MAX_NEW_TOKENS"
+    if name.startswith("constant_length"):
+        draft.knobs[f"aggregation.{name}.max_length"] = "%MAX_NEW_TOKENS"
 
 
 def penalty(draft: Draft, beta: float, name: str) -> None:

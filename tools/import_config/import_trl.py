@@ -28,8 +28,11 @@ from trl_options import TRL_LEFT, TRL_QUIET
 PROMPT_TOKENS = 512  # a prompt's length, for the size of micro-batches, where the original does not bound it
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard")
-WEIGHTS = {"grpo": "sequence_mean", "dr_grpo": "constant_length", "dapo": "token_mean", "bnpo": "token_mean"}
-WEIGHTS |= {"cispo": "token_mean", "sapo": "sequence_mean", "luspo": "constant_length", "vespo": "token_mean"}
+WEIGHTS = {  # losses that are means over rows divide by all of them there, also by those that are masked whole
+    **dict.fromkeys(("grpo", "sapo"), "sequence_mean_over_samples"),
+    **dict.fromkeys(("dr_grpo", "luspo"), "constant_length_over_samples"),
+    **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo"), "token_mean"),
+}
 VESPO = {  # TRL's option, our knob, and TRL's default
     "vespo_k_pos": ("k_positive", 2.0),
     "vespo_lambda_pos": ("lambda_positive", 3.0),
@@ -58,12 +61,6 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
     draft.knobs["sections.Sampling.temperature"] = key.positive("temperature", 1.0, zero=False)
     if key("mask_truncated_completions", bool, False):
         draft.knobs["step.Algorithm.filters"] = ["@masking.drop_truncated"]
-        if WEIGHTS[key("loss_type", str, "dapo")] != "token_mean":
-            draft.note(
-                DIFFERS,
-                "mask_truncated_completions",
-                "the loss is divided by all rows there, by those that are left here, which makes larger steps",
-            )
     draft.macros["SEED"] = key.count("seed", 42, 0)
     every = updates // draft.macros["STEPS"]
     draft.knobs["sections.Checkpoints.every"] = per_step(key.positive("save_steps", 500, zero=False), updates, every)
@@ -210,7 +207,7 @@ def trl_loss(key: Reader, draft: Draft) -> None:
             draft.note(DIFFERS, "delta", f"below 1 + epsilon_high, it caps good tokens too, there, at {delta}")
     weigh(draft, WEIGHTS[kind])
     if kind == "luspo":
-        draft.knobs["aggregation.constant_length.max_length"] = 1
+        draft.knobs["aggregation.constant_length_over_samples.max_length"] = 1
     if kind == "bnpo":
         draft.note(DIFFERS, "loss_type", "bnpo is the mean over each device's own tokens; here over the whole step's")
     if kind in ("dapo", "cispo", "vespo"):

@@ -154,7 +154,8 @@ def update(
     old, ref = of_rows(w.old[prompts]), of_rows(w.ref[prompts])
     mask = (MASK[rows] & keep[..., None]).flatten(1, 2)
     batch = Batch(ROWS[rows].flatten(1, 2), mask, old, old, ref, adv.flatten(1, 2), torch.zeros_like(mask))
-    totals = Totals(mask.sum((1, 2)).double(), mask.any(-1).sum(1).double())
+    filled = mask.any(-1)
+    totals = Totals(mask.sum((1, 2)).double(), filled.sum(1).double(), torch.full((n,), filled.shape[1]).double())
     weight = (often * old.sum((1, 2)).exp()).view(n, 1, 1) * vmap(weigh)(mask, totals)
     return grad(lambda policies: (weight * vmap(vmap(loss))(of_rows(policies), batch)).sum())(w.theta[prompts])
 
