@@ -105,7 +105,16 @@ class Well(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Well)
+# Another worker's page may have a server on this port, for some seconds.
+give_up = time.monotonic() + 120
+while True:
+    try:
+        server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Well)
+        break
+    except OSError:
+        if time.monotonic() > give_up:
+            raise
+        time.sleep(0.2)
 threading.Timer(float(os.environ["SERVED"]), os._exit, [0]).start()
 server.serve_forever()
 """
