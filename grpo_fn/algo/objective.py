@@ -36,7 +36,7 @@ def policy_objective(
     Args:
         scores: log-probs and entropies under the policy, [B, T] each, in nats; B at least 1.
         batch: the micro-batch, each field [B, T].
-        totals: sampled tokens and rows of the whole optimizer step, the denominators in w.
+        totals: sampled tokens, rows and samples of the whole optimizer step, the denominators in w.
         gains: what beta and entropy_bonus are multiplied with in this step, dimensionless.
         token_loss: (logp [T], row) -> loss [T] and diagnostics, of one row.
         importance_correction: (logp [T], row) -> c [T], a token's weight where the sampler was not pi_old.
