@@ -40,7 +40,7 @@ class Start(NamedTuple):
 class Moment(NamedTuple):
     """When a start is killed."""
 
-    step: int  # so many steps of the run are in metrics.jsonl, 0 when it has entered its folder
+    step: int  # the last one in metrics.jsonl, 0 when the run has entered its folder
     seconds: float  # and so many later
 
 
@@ -150,9 +150,8 @@ def start_once(args: argparse.Namespace, name: str, *, kill: Moment | None) -> S
 
 
 def steps_logged(run_dir: Path) -> int:
-    """How many steps a run has written to metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    """The last step that a run has written to metrics.jsonl; 0 for none, and for the evaluation before the first."""
+    return max(metrics_by_step(run_dir, torn_end=True), default=0) if (run_dir / "metrics.jsonl").exists() else 0
 
 
 def kill_all(pid: int) -> None:
