@@ -48,6 +48,7 @@ def train(
     steps: int,
     seed: int,
     lora: LoRA | None,
+    teacher: sections.Teacher | None,
     data: sections.Data,
     compute: sections.Compute,
     sampling: sections.Sampling,
@@ -68,6 +69,7 @@ def train(
         steps: of the algorithm; each samples `algorithm.prompts` problems.
         seed: of everything random.
         lora: adapters; None trains all parameters.
+        teacher: frozen models to learn from, beside rewards or instead of them; None: rewards alone.
         data: the task, and how prompts become tokens.
         compute: device, dtype, attention and head of the model.
         sampling: sampler, temperature and limits of the training completions.
@@ -93,6 +95,7 @@ def train(
         steps=steps,
         seed=seed,
         lora=lora,
+        teacher=teacher,
         data=data,
         compute=compute,
         sampling=sampling,

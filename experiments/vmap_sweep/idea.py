@@ -97,7 +97,7 @@ def batches(policies: int, rows: int, dtype: torch.dtype) -> list[Batch]:
         old = -5.9 + 0.1 * torch.randn(rows, WIDTH, generator=generator, dtype=dtype)
         adv = torch.randn(rows, 1, generator=generator, dtype=dtype).expand(rows, WIDTH).clone()
         old, adv = torch.where(mask, old, 0.0), torch.where(mask, adv, 0.0)
-        found.append(Batch(tokens, mask, old, old, old, adv, torch.zeros_like(mask)))
+        found.append(Batch(tokens, mask, old, old, old, old, adv, torch.zeros_like(mask)))
     return found
 
 

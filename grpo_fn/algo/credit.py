@@ -45,6 +45,23 @@ def outcome(
     return over_tokens(vmap(advantage)(reward.value, reward.valid), mask)
 
 
+def no_rewards(reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:
+    """A_gt = 0: nothing is learned from rewards, which are measured only; on-policy distillation alone.
+
+    Use it when: a teacher says all that is to be learned.
+    Peers: slime and Tinker OPD; NeMo-RL `OPDAdvantageEstimator`.
+
+    Args:
+        reward: rewards of the step, value, valid and each part [P, G]; one that is not finite still shows.
+        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
+        mask: which tokens were sampled, [P, G, T].
+
+    Returns:
+        Zeros, [P, G, T].
+    """
+    return over_tokens(0.0 * torch.where(reward.valid, reward.value, 0.0), mask)
+
+
 def outcome_minus_kl(
     reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, advantage: Advantage, beta: float
 ) -> Float[Tensor, "P G T"]:

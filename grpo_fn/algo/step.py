@@ -39,6 +39,7 @@ class Stages:
     """From a scored rollout to the learning signal."""
 
     credit: Callable[[Reward, Tensor, Tensor], Tensor]  # the advantage of every token, [P G T]
+    distillation: Callable[[Tensor, Tensor, Tensor], Tensor]  # (advantage, log-prob gap to the teacher, mask), [P G T]
     filters: Sequence[Callable[[Rollout, Tensor], Tensor]]  # which samples may learn, [P G]; all of them have to agree
     token_mask: Callable[[Batch, Tensor], Tensor]  # tokens that the loss treats apart, [B T]
     objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # scores; batch=, totals=, gains= -> loss, diagnostics
@@ -84,6 +85,9 @@ class StepAlgorithm(StepKnobs):
     """An `Algorithm` in a run: its number of prompts bound, with what the run gives it."""
 
     reward: Callable[[Sequence[Problem], Rollout], Reward]
+    teacher: Callable[
+        [Groups], Tensor | None
+    ]  # its log-probs of the sampled tokens, [B T]; without_teacher without one
     anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
     split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.trim_rows
 
@@ -124,6 +128,15 @@ def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
         logp_old, [B, T], in nats.
     """
     return policy.logp(rollout)
+
+
+def without_teacher(groups: Groups) -> None:
+    """There is no teacher.
+
+    Args:
+        groups: P problems, their samples and rewards; not read.
+    """
+    return None
 
 
 def compare_as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
@@ -180,7 +193,11 @@ def grpo_step(
     with span("train"):
         logp_old, reference = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
         logp_ref = logp_old if reference is None else reference
-        adv, batch = compute_advantages(groups, logp_old, logp_ref, carried.gains, key=key, stages=algo)  # A
+        taught = algo.teacher(groups)
+        logp_teacher = logp_old if taught is None else taught
+        adv, batch = compute_advantages(  # A
+            groups, logp_old, logp_ref, logp_teacher, carried.gains, key=key, stages=algo
+        )
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
         learned = [
             update_policy(policy, mini, count(mini), carried.gains, algo)
@@ -199,6 +216,7 @@ def grpo_step(
             **metrics.rollout_metrics(fresh.rollout),
             **metrics.reward_metrics(fresh.reward),
             **metrics.of_advantage(sample_advantages(adv, groups), groups.reward.valid),
+            **({} if taught is None else metrics.teacher_metrics(taught - logp_old, batch.mask)),
             "train/skipped_step": float(not learned),
             "loss/kl_coef_multiplier": carried.gains.kl,
             "loss/entropy_coef_multiplier": carried.gains.entropy,
@@ -241,6 +259,7 @@ def compute_advantages(
     groups: Groups,
     logp_old: Float[Tensor, "B T"],
     logp_ref: Float[Tensor, "B T"],
+    logp_teacher: Float[Tensor, "B T"],
     gains: Gains,
     *,
     key: Tensor,
@@ -252,6 +271,7 @@ def compute_advantages(
         groups: P problems, their samples and rewards.
         logp_old: log-probs under pi_old, [B, T], in nats.
         logp_ref: log-probs under the reference, [B, T], in nats.
+        logp_teacher: log-probs under the teacher, [B, T], in nats; logp_old without one.
         gains: `gains.kl` multiplies logp_old - logp_ref.
         key: random key of the step, [2].
         stages: the functions of the step.
@@ -263,10 +283,11 @@ def compute_advantages(
         ValueError: an advantage of a token to learn from is not finite.
     """
     _, rollout, reward = groups
-    mask, drift = (by_group(x, len(reward.value)) for x in (rollout.mask, logp_old - logp_ref))
-    adv = stages.credit(reward, gains.kl * drift, mask)
+    compared = (rollout.mask, logp_old - logp_ref, logp_teacher - logp_old)
+    mask, drift, gap = (by_group(x, len(reward.value)) for x in compared)
+    adv = stages.distillation(stages.credit(reward, gains.kl * drift, mask), gap, mask)
     keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
-    batch = make_batch(rollout, keep, adv, logp_old, logp_ref)
+    batch = make_batch(rollout, keep, adv, logp_old, logp_ref, logp_teacher)
     selected = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
     return adv, batch._replace(selected=selected)
 

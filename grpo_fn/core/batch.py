@@ -56,6 +56,7 @@ def make_batch(
     adv: Float[Tensor, "..."],
     logp_old: Float[Tensor, "B T"],
     logp_ref: Float[Tensor, "B T"],
+    logp_teacher: Float[Tensor, "B T"],
 ) -> Batch:
     """Rows b = p * G + g with adv `[P, G, T]`, nothing selected.
 
@@ -76,6 +77,7 @@ def make_batch(
         logp_sampled=rollout.logp_sampled,
         logp_old=logp_old,
         logp_ref=logp_ref,
+        logp_teacher=logp_teacher,
         adv=adv,
         selected=torch.zeros_like(mask),
     )

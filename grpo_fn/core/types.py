@@ -49,6 +49,7 @@ class Batch(NamedTuple):
     logp_sampled: Float[Tensor, "*B T"]
     logp_old: Float[Tensor, "*B T"]
     logp_ref: Float[Tensor, "*B T"]
+    logp_teacher: Float[Tensor, "*B T"]  # logp_old where there is no teacher
     adv: Float[Tensor, "*B T"]  # of each token; anything where ~mask
     selected: Bool[Tensor, "*B T"]  # tokens that the loss is to treat apart, if it does (see `algo.masking`)
 

@@ -59,7 +59,7 @@ def _sizes(shape: Shape) -> torch.Size:
 
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
-MASKED_FIELDS = ("logp_sampled", "logp_old", "logp_ref", "adv")
+MASKED_FIELDS = ("logp_sampled", "logp_old", "logp_ref", "logp_teacher", "adv")
 LOGP = st.floats(-6, 0)
 ADVANTAGE = st.one_of(st.sampled_from([0.0, 1.0, -1.5]), st.floats(-3, 3))  # floats alone are too often 0
 between = lru_cache(maxsize=64)(st.floats)
@@ -77,7 +77,7 @@ def batches(draw: Draw, rows: int | None = None, drift: float = 1.0) -> tuple[Te
     b = rows or draw(st.integers(1, 5))
     t = draw(st.integers(1, 5))
     logp = draw(tensors((b, t), LOGP))
-    near = [logp + draw(tensors((b, t), between(-drift, drift))) if drift else logp.clone() for _ in range(3)]
+    near = [logp + draw(tensors((b, t), between(-drift, drift))) if drift else logp.clone() for _ in range(4)]
     adv = draw(advantages(b, t))
     mask = draw(masks((b, t)))
     selected = mask & draw(masks((b, t)))

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from functools import cache, partial
@@ -14,12 +14,19 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.algo.step import StepAlgorithm, StepKnobs, compare_as_given, compare_to_own_pass, from_sampler
+from grpo_fn.algo.step import (
+    StepAlgorithm,
+    StepKnobs,
+    compare_as_given,
+    compare_to_own_pass,
+    from_sampler,
+    without_teacher,
+)
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
@@ -36,6 +43,7 @@ from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest,
 from grpo_fn.trainer.sections import Data, Sampling, Settings
 from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
 from grpo_fn.trainer.state import check_steps, has_progress
+from grpo_fn.trainer.teachers import check_keys, open_teachers, teacher_logp
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
 
@@ -72,10 +80,12 @@ def build(
     prepare_process(world.device, deterministic=s.compute.deterministic)
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
-    folder, tokenizer, task = open_and_prepare(s, checked, request, world, enter=enter, report=report)
+    (folder, tokenizer, task), theirs = open_and_prepare(s, checked, request, world, enter=enter, report=report)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
-    loaded = world.together(partial(load_and_shard, world, spec, reference=checked.frozen), what="loading the model")
+    specs = teacher_specs(s, spec, checked, theirs)
+    load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=specs)
+    loaded = world.together(load, what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
     pool = s.rewards.pool()
     streaming = StreamingRewards(pool)
@@ -103,7 +113,7 @@ def build(
             greedy=DataParallelSampler(sampler.for_evaluation(token_samplers.greedy), world),
             sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
             tokenizer=tokenizer,
-            algo=step_algorithm(s, checked, policy, streaming, world),
+            algo=step_algorithm(s, checked, policy, loaded.teachers, streaming, world),
             task=task,
             evaluator=build_evaluator(s, spec, tokenizer, world),
             pool=pool,
@@ -143,6 +153,19 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
     )
 
 
+def teacher_specs(
+    settings: Settings, own: ModelSpec, checked: ValidatedPlan, folders: Mapping[str, str]
+) -> dict[str, ModelSpec]:
+    """What there is to know of each teacher before it is loaded: spread and computed as the policy is, frozen."""
+    how = settings.parallelism
+    if settings.teacher is not None:
+        how = replace(how, offload_reference=settings.teacher.offload)
+    return {
+        name: replace(own, folder=folder, config=checked.teachers[name][1], adapters=None, parallelism=how)
+        for name, folder in folders.items()
+    }
+
+
 def open_and_prepare(
     settings: Settings,
     checked: ValidatedPlan,
@@ -151,14 +174,15 @@ def open_and_prepare(
     *,
     enter: Callable[..., object],
     report: StartReport,
-) -> "PreparedModel":
-    """Enter the run folder, and look at the model's folder and all prompts; in the order that wastes least."""
+) -> tuple["PreparedModel", dict[str, str]]:
+    """Enter the run folder, and look at the model's folder, all prompts and teachers; in the order that wastes least.
+
+    Returns what was prepared and the folder of each teacher, by key.
+    """
     s, task = settings, checked.task
     draws = min(task.size, s.algorithm.prompts * s.steps)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
-    prepare_here = partial(
-        prepare_data, checked.source, task, train_problems(task, key, 0, draws), checked.config, s.data, s.sampling
-    )
+    prepare_here = partial(prepare_with_teachers, s, checked, train_problems(task, key, 0, draws))
     enter_folder = partial(
         enter,
         request.run_dir,
@@ -170,7 +194,8 @@ def open_and_prepare(
     )
     world.agree(partial(check_steps, request.run_dir, s.steps), what="looking at the checkpoints")
     looking = f"looking at the prompts of {draws} draws and {len(task.test)} held-out problems"
-    if isinstance(s.model, str):  # all there to be looked at before a run folder is made
+    given = [s.model, *(s.teacher.models.values() if s.teacher else ())]
+    if all(isinstance(model, str) for model in given):  # all there to be looked at before a run folder is made
         report(looking)
         prepared = world.together(prepare_here, what="looking at model and data")
         world.agree(enter_folder, what="opening the run folder")
@@ -178,7 +203,8 @@ def open_and_prepare(
     # To be made, which takes time: not before the run folder is known to be ours.
     world.agree(enter_folder, what="opening the run folder")
     report("making the model, or finding it in its cache")
-    world.agree_at_length(checked.source.folder, what="making the model")
+    for one in (checked.source, *(source for source, _ in checked.teachers.values())):
+        world.agree_at_length(one.folder, what="making the model")
     report(looking)
     return world.together(prepare_here, what="looking at model and data")
 
@@ -257,7 +283,12 @@ def build_evaluator(
 
 
 def step_algorithm(
-    settings: Settings, checked: ValidatedPlan, policy: FSDPPolicy, streaming: StreamingRewards, world: World
+    settings: Settings,
+    checked: ValidatedPlan,
+    policy: FSDPPolicy,
+    teachers: Mapping[str, ReferenceModel],
+    streaming: StreamingRewards,
+    world: World,
 ) -> StepAlgorithm:
     """The algorithm section with what the run gives it."""
     a, own_pass = settings.algorithm, checked.own_pass
@@ -265,8 +296,11 @@ def step_algorithm(
     knobs["group_sampling"] = partial(a.group_sampling, prompts=a.prompts)
     if own_pass:
         knobs["old_logp"] = from_sampler
+    how, asked = settings.teacher, {name: partial(policy.logp_under, model) for name, model in teachers.items()}
+    ask = without_teacher if how is None else partial(teacher_logp, teachers=asked, key=how.key)
     return StepAlgorithm(
         **knobs,
+        teacher=ask,
         reward=partial(streaming.round, reward=settings.rewards.reward, world=world),
         anchor=partial(compare_to_own_pass, reference=checked.reference) if own_pass else compare_as_given,
         split=policy.split_rows,
@@ -308,6 +342,19 @@ def prompt_limit(sampling: Sampling, max_positions: int | None) -> int | None:
             f"sections.Sampling.max_total_tokens: got {total}, wanted at most the model's {max_positions} positions"
         )
     return total - 1
+
+
+def prepare_with_teachers(
+    settings: Settings, checked: ValidatedPlan, drawn: Sequence[Problem]
+) -> tuple[PreparedModel, dict[str, str]]:
+    """As `prepare_data`, and the folder of each teacher, whose tokenizers are the policy's.
+
+    Raises ValueError for a tokenizer that differs, and for a problem whose key names no teacher.
+    """
+    if settings.teacher is not None:
+        check_keys(drawn, settings.teacher.models, settings.teacher.key)
+    prepared = prepare_data(checked.source, checked.task, drawn, checked.config, settings.data, settings.sampling)
+    return prepared, open_teachers({name: source for name, (source, _) in checked.teachers.items()}, prepared.tokenizer)
 
 
 def prepare_data(

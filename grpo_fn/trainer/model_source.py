@@ -85,7 +85,7 @@ def verified_checkpoint(path: Path) -> Path:
 
 def configured_model(run: Path) -> hf.ModelSource:
     """The model that a run's configuration names. Adapters need its weights: `model/` has them merged already."""
-    return model_source(freeze(load_config([str(run / "config.gin")], []).root.knobs["model"], {}))
+    return model_source(freeze(load_config([str(run / "config.gin")], []).root.knobs["model"], {}), "train.train.model")
 
 
 def adapters(saved: Path) -> lora.LoRA | None:

@@ -26,7 +26,7 @@ def fitting(config_files: Sequence[str], parts: Sequence[str]) -> tuple[dict[str
     for name in preset_names():
         those = stages(config_files, name)
         try:
-            check_credit(those.credit, 2, parts)
+            check_credit(those.credit, those.distillation, 2, parts)
             fit[name] = those
         except ValueError as error:
             refused[name] = str(error)

@@ -62,12 +62,12 @@ def compare_presets(
     Returns a table, and the cosines between the learning signals of the run, which comes first, and of the presets.
     """
     fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts])
-    old, ref = seen.batch.logp_old, seen.batch.logp_ref
+    logps = seen.batch.logp_old, seen.batch.logp_ref, seen.batch.logp_teacher
     views = {
-        name: compare_algorithms.view(stages, seen.groups, old, ref, gains, key)
+        name: compare_algorithms.view(stages, seen.groups, *logps, gains, key)
         for name, stages in {"this run": mine, **fitting}.items()
     }
-    signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
+    signal = compare_algorithms.signals(Scores(logps[0], torch.zeros_like(logps[0])), views, gains)
     cosine = compare_algorithms.cosines(signal)
     share = compare_algorithms.nonzero_share(signal, seen.groups.rollout.mask)
     figures = zip(views, cosine[0].tolist(), share.tolist(), strict=True)

@@ -5,7 +5,7 @@ Each section checks its own numbers when it is made, and raises ValueError. What
 checked in `validate`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,6 +29,7 @@ from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.tasks.task import Task
+from grpo_fn.trainer.teachers import TeacherKey
 
 # What the program passes to a sampler factory besides the context and the tokenizer.
 TO_SAMPLER = ("token_sampler", "encode", "max_new_tokens", "max_total_tokens", "max_rows", "stop")
@@ -93,6 +94,23 @@ class Rewards:
     reward: Callable[..., Reward]  # (problems, rollout, *, score) -> Reward
     pool: Callable[[], RewardPool]  # makes the pool of worker processes
     SUPPLIED: ClassVar = {"reward": ("score",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """Frozen models that `step.Algorithm.distillation` learns from: one for all problems, or several."""
+
+    models: Mapping[str, str | hf.ModelSource]  # by key: Hugging Face folder or hub name, or what makes one
+    key: TeacherKey  # problem -> which of them
+    offload: bool  # their weights on the host, moved to the device when needed
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("sections.Teacher.models: got none, wanted at least one")
+
+    def sources(self) -> dict[str, hf.ModelSource]:
+        """Where each of them comes from, by key. Raises ValueError for what is no model."""
+        return {name: model_source(model, "sections.Teacher.models") for name, model in self.models.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +206,7 @@ class Settings:
     steps: int
     seed: int
     lora: LoRA | None
+    teacher: Teacher | None
     data: Data
     compute: Compute
     sampling: Sampling
@@ -204,13 +223,13 @@ class Settings:
         check_positive(steps=self.steps)
 
 
-def model_source(model: object) -> hf.ModelSource:
-    """Where the model comes from: a folder or hub name, or something that makes one. Raises ValueError for the rest."""
+def model_source(model: object, knob: str) -> hf.ModelSource:
+    """Where a knob's model comes from: a folder or hub name, or what makes one. Raises ValueError for the rest."""
     if isinstance(model, str):
         return hf.Pretrained(model)
     if not all(callable(getattr(model, method, None)) for method in ("config", "folder")):
         raise ValueError(
-            f"train.train.model: got a {type(model).__name__}, wanted a Hugging Face folder or hub name, or an object "
+            f"{knob}: got a {type(model).__name__}, wanted a Hugging Face folder or hub name, or an object "
             "with config() and folder() (tiny_model.Recipe)"
         )
     return model

@@ -209,7 +209,7 @@ def test_grpo_golden_step():
     logp = torch.full((2, 2), math.log(0.5), dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, False]])
     adv = torch.tensor([[1.0], [-1.0]]).double().expand(2, 2)
-    batch = Batch(mask.long(), mask, *(logp - r.log(),) * 2, logp - math.log(2), adv, ~mask)
+    batch = Batch(mask.long(), mask, *(logp - r.log(),) * 2, *(logp - math.log(2),) * 2, adv, ~mask)
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),

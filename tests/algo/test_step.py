@@ -14,7 +14,18 @@ from fakes import LIMIT, PROMPT, WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 from torch import Tensor
 
-from grpo_fn.algo import aggregation, controllers, credit, group_sampling, importance, kl, losses, masking, objective
+from grpo_fn.algo import (
+    aggregation,
+    controllers,
+    credit,
+    distillation,
+    group_sampling,
+    importance,
+    kl,
+    losses,
+    masking,
+    objective,
+)
 from grpo_fn.algo import masking as filters
 from grpo_fn.algo.advantage import group_normalized, leave_one_out, mean_centered
 from grpo_fn.algo.step import (
@@ -27,6 +38,7 @@ from grpo_fn.algo.step import (
     from_trainer,
     grpo_step,
     sample_advantages,
+    without_teacher,
 )
 from grpo_fn.core import prng
 from grpo_fn.core.groups import by_group
@@ -97,6 +109,8 @@ def algo(
         "min_groups_with_signal": 0,
     }
     plain = {
+        "distillation": distillation.no_teacher,
+        "teacher": without_teacher,
         "filters": [],
         "token_mask": masking.no_tokens,
         "kl_control": controllers.constant_gain,

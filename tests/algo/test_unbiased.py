@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.func import grad, vmap
 
-from grpo_fn.algo import advantage, aggregation, credit, kl, losses, masking
+from grpo_fn.algo import advantage, aggregation, credit, distillation, kl, losses, masking
 from grpo_fn.core.types import Batch, Totals
 
 V = 3
@@ -61,12 +61,29 @@ def expected(f, theta: Tensor, ref: Tensor, old: Tensor) -> Tensor:
     """E over sequences of pi_old of the estimate summed over both tokens; the probabilities carry no gradient."""
     logp_old, logp_ref = logps(old), logps(ref)
     nothing = torch.zeros(9, 2, dtype=torch.float64)
-    batch = Batch(SEQUENCES, FULL, logp_old, logp_old, logp_ref, nothing, ~FULL)
+    batch = Batch(SEQUENCES, FULL, logp_old, logp_old, logp_ref, logp_ref, nothing, ~FULL)
     return (logp_old.sum(-1).exp() * vmap(f)(logps(theta), batch).sum(-1)).sum()
 
 
 def exactly(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+# -- distillation
+
+
+@given(seeds, seeds)
+def test_learning_from_a_teachers_gap_alone_descends_the_reverse_kl_of_tokens(a, b):
+    theta, teacher = policy(a), policy(b)
+    old = logps(theta)
+    gap, nothing = (logps(teacher) - old)[None], torch.zeros(1, 9, 2, dtype=torch.float64)
+    adv = distillation.teacher_gap(nothing, gap, FULL[None], coef=1.0)[0]
+    batch = Batch(SEQUENCES, FULL, old, old, old, logps(teacher), adv, ~FULL)
+
+    def loss(x):
+        return (old.sum(-1).exp() * vmap(losses.reinforce)(logps(x), batch)[0].sum(-1)).sum()
+
+    exactly(grad(loss)(theta), grad(lambda x: token_kl(x, teacher, theta))(theta))
 
 
 # -- KL
@@ -170,7 +187,7 @@ def expected_signal(theta: Tensor, reward: Tensor, mask: Tensor, f, weigh, size:
         row_mask = mask[rows]
         adv = f(reward[rows], torch.ones(size, dtype=torch.bool))
         old = logp[rows]
-        batch = Batch(SEQUENCES[rows], row_mask, old, old, old, adv[:, None].expand(size, 2), ~row_mask)
+        batch = Batch(SEQUENCES[rows], row_mask, old, old, old, old, adv[:, None].expand(size, 2), ~row_mask)
         all_rows = torch.tensor(float(size), dtype=torch.float64)
         totals = Totals(tokens=row_mask.sum().double(), rows=all_rows, samples=all_rows)
         return (weigh(row_mask, totals) * vmap(loss)(logps(x)[rows], batch)[0]).sum()

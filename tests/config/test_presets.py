@@ -22,7 +22,7 @@ WANTED = {
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     *("sapo", "gmpo"),
 }
-ALGORITHM = {"group_sampling", "credit", "filters", "token_mask", "objective"}
+ALGORITHM = {"group_sampling", "credit", "distillation", "filters", "token_mask", "objective"}
 OBJECTIVE = {"token_loss", "kl", "loss_aggregation", "beta", "entropy_bonus"}
 WITH_A_REFERENCE = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 # What is there to be composed and in none of the presets.
@@ -37,7 +37,12 @@ SPARE = {
 }
 SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go"}
 # What a preset needs of the run file, as its header says.
-NEEDS = {"m2po": ["--gin_param", "step.Algorithm.old_logp = @step.from_trainer"]}
+OWN_PASS = ["--gin_param", "step.Algorithm.old_logp = @step.from_trainer"]
+TEACHER = ["--gin_file", "scale/teacher.gin", "--gin_param", "TEACHER = @tiny_model.Recipe()"]
+NEEDS = {
+    "m2po": (OWN_PASS, "wanted step.Algorithm.old_logp = @step.from_trainer"),
+    **dict.fromkeys(["opd", "mopd", "iw_opd", "rlsd"], (TEACHER, "wanted one: --gin_file scale/teacher.gin")),
+}
 each_preset = pytest.mark.parametrize("name", PRESETS)
 
 
@@ -108,16 +113,17 @@ def test_a_preset_keeps_a_reference_only_if_it_looks_at_it_and_compares_groups_o
     stages = freeze(algorithm(name), {})
     parts = ("correct", "boxed")
     assert uses_reference(stages["objective"], stages["credit"], parts) == (name in WITH_A_REFERENCE)
-    check_credit(stages["credit"], 16, parts)
+    check_credit(stages["credit"], stages["distillation"], 16, parts)
 
 
 @each_preset
 def test_a_preset_is_ready_to_run(name, capsys, tmp_path):
     files = ["--gin_file", "run/arithmetic.gin", "--gin_file", f"algo/{name}.gin"]
-    if name in NEEDS:
+    needed, refusal = NEEDS.get(name, ([], ""))
+    if needed:
         assert main([*files, "--dry_run", "--run_dir", str(tmp_path / "run")]) == 2
-        assert "wanted step.Algorithm.old_logp = @step.from_trainer" in capsys.readouterr().err
-    files += NEEDS.get(name, [])
+        assert refusal in capsys.readouterr().err
+    files += needed
     assert main([*files, "--dry_run", "--run_dir", str(tmp_path / "run")]) == 0
     assert "rows a step           24 prompts x 16 samples = 384" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()

@@ -70,6 +70,8 @@ ADDED = {"", "evaluation.max_rows", *(name.lower() for name in ("Data", "Compute
 ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
 # With values that change nothing.
 KNOBS_SINCE = {
+    "algorithm.distillation": "@distillation.no_teacher",
+    "teacher": "None",
     "compute.deterministic": "False",
     "logging.start_kl_every": "0",
     "parallelism.compile.mode": "'default'",

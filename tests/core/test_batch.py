@@ -175,7 +175,7 @@ def adv() -> Tensor:
 @given(masks((P, G)))
 def test_what_could_not_be_scored_neither_learns_nor_counts(valid):
     seen = rollout()
-    batch = make_batch(seen, valid, adv(), torch.full((6, T), -2.0), torch.full((6, T), -3.0))
+    batch = make_batch(seen, valid, adv(), torch.full((6, T), -2.0), torch.full((6, T), -3.0), torch.full((6, T), -4.0))
     assert torch.equal(batch.mask, seen.mask & valid.flatten()[:, None])
     assert int(count(batch).rows) == int(valid.sum())
     assert int(count(batch).tokens) == 2 * int(valid.sum())
@@ -187,7 +187,7 @@ def test_what_could_not_be_scored_neither_learns_nor_counts(valid):
 def test_row_b_is_sample_g_of_prompt_p():
     old, ref = torch.full((6, T), -2.0), torch.full((6, T), -3.0)
     seen = rollout()
-    batch = make_batch(seen, EVERYONE, adv(), old, ref)
+    batch = make_batch(seen, EVERYONE, adv(), old, ref, ref)
     assert batch.adv.tolist() == [adv()[p, g].tolist() for p in range(P) for g in range(G)]
     assert not batch.selected.any()
     assert batch.adv.dtype == seen.logp_sampled.dtype
@@ -200,20 +200,20 @@ def test_advantages_that_are_not_finite_are_refused(broken):
     bad, some = adv(), torch.zeros(6, T)
     bad[1, 2, 3] = broken
     with pytest.raises(ValueError, match=rf"got advantages that are not finite, \[{broken}\], wanted finite ones"):
-        make_batch(rollout(), EVERYONE, bad, some, some)
+        make_batch(rollout(), EVERYONE, bad, some, some, some)
 
 
 def test_advantages_for_other_rows_are_refused():
     some = torch.zeros(6, T)
     for shape in [(2, 2, T), (P, G, T - 1)]:
         with pytest.raises(ValueError, match=r"got \(2, ., .\) advantages for 6 rows of 5, wanted one a token"):
-            make_batch(rollout(), EVERYONE, torch.zeros(shape), some, some)
+            make_batch(rollout(), EVERYONE, torch.zeros(shape), some, some, some)
 
 
 def test_what_stands_behind_the_mask_may_be_anything():
     some, strange = torch.zeros(6, T), adv()
     strange[:, :, 0] = torch.nan
-    assert make_batch(rollout(), EVERYONE, strange, some, some).adv.isnan().sum() == 6
+    assert make_batch(rollout(), EVERYONE, strange, some, some, some).adv.isnan().sum() == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -222,7 +222,7 @@ def test_any_number_of_tokens_is_counted_exactly_whatever_the_log_probs_are_in(d
     tokens = torch.zeros(257, 257, dtype=torch.long)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     x = torch.zeros(257, 257, dtype=dtype)
-    found = count(Batch(tokens, mask, x, x, x, x, ~mask))
+    found = count(Batch(tokens, mask, x, x, x, x, x, ~mask))
     assert (found.tokens.item(), found.rows.item()) == (66049, 257)
     assert found.tokens.dtype == torch.promote_types(dtype, torch.float32)
 

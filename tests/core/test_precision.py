@@ -43,7 +43,7 @@ def float32_rows(draw, drift: float = 3.0) -> tuple[Tensor, Batch]:
     """logp down to -120 nats, other policies at most `drift` nats a token away, |A| at most 5; all of it float32."""
     t = draw(st.integers(1, 6))
     logp = draw(tensors(t, st.one_of(st.floats(-20, 0, width=32), st.floats(-120, -80, width=32)))).float()
-    near = [logp + draw(tensors(t, st.floats(-drift, drift, width=32))).float() for _ in range(3)]
+    near = [logp + draw(tensors(t, st.floats(-drift, drift, width=32))).float() for _ in range(4)]
     adv = draw(tensors(t, st.floats(-5, 5, width=32))).float()
     mask = draw(masks(t))
     return logp, Batch(torch.zeros(t, dtype=torch.long), mask, *near, adv, mask & draw(masks(t)))

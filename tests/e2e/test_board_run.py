@@ -19,6 +19,7 @@ from grpo_fn.shell.logging.tensorboard_layout import LAYOUT, MEASURES, read_hpar
 # Charts of what this run does not measure: no reference, no compiler, no dynamic sampling, problems of one kind.
 ELSEWHERE = {
     "KL to the reference",
+    "from the policy to its teacher, nats a token",
     *{"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"},
     *{"evaluation beside the training, steps late", "seconds of an evaluation beside the training"},
     *{"engine", "engine against policy after a push, nats", "seconds of the engine"},

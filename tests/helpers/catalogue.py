@@ -18,6 +18,7 @@ from grpo_fn.algo import (
     aggregation,
     controllers,
     credit,
+    distillation,
     group_sampling,
     importance,
     kl,
@@ -41,10 +42,11 @@ KINDS = [
         credit,
         ("reward", "drift", "mask"),
         {
-            *("outcome", "outcome_minus_kl", "outcome_length_baseline", "reward_to_go", "per_part"),
+            *("outcome", "outcome_minus_kl", "outcome_length_baseline", "reward_to_go", "per_part", "no_rewards"),
             *("token_whitened", "row_whitened", "batch_scaled"),
         },
     ),
+    (distillation, ("adv", "gap", "mask"), {"no_teacher", "teacher_gap", "early_teacher_gap", "teacher_reweighted"}),
     (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable"}),
     (masking, ("batch", "key"), {"no_tokens", "clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),
     (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
@@ -86,6 +88,7 @@ KNOWN_PRESETS = {
     ),
     *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
     *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo"),
+    *("opd", "mopd", "iw_opd", "rlsd"),
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.
 AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}

@@ -73,7 +73,7 @@ def storages(tensors: list[torch.Tensor]) -> int:
 
 
 def allocated(world: World, how: ModelSpec) -> Allocated:
-    logprob_model = load_and_shard(world, how, reference=False).logprob_model
+    logprob_model = load_and_shard(world, how, reference=False, teachers={}).logprob_model
     made = ADAMW(p for p in logprob_model.parameters() if p.requires_grad)
     tokens, mask = torch.arange(24).reshape(2, 12), torch.arange(12).expand(2, 12) > 4
     logp, entropy = logprob_model(tokens, mask)
@@ -85,6 +85,16 @@ def allocated(world: World, how: ModelSpec) -> Allocated:
     weights, gradients = storages(params), storages([p.grad for p in params if p.grad is not None])
     made.step()
     return Allocated(weights, gradients, sum(tensor_bytes(state.values()) for state in made.state.values()))
+
+
+def teachers_in_every_way(world: World, folder: Path) -> list[int]:
+    """Bytes of a teacher's weights, without adapters and gradients, in each of WAYS."""
+    found = []
+    for strategy, _, dtype in WAYS:
+        spec = placing(folder, strategy, None, dtype)
+        with load_and_shard(world, spec, reference=False, teachers={"t": spec}).teachers["t"]() as model:
+            found.append(storages(list(model.parameters())))
+    return found
 
 
 def in_every_way(world: World, folder: Path) -> list[dict[str, int]]:

@@ -78,7 +78,7 @@ def clip(z: Dual, low: float, high: float) -> Dual:
 
 
 class Sample(NamedTuple):
-    """A completion: what it got, what three policies say of its tokens, and a random number for each of them."""
+    """A completion: what it got, what four policies say of its tokens, and a random number for each of them."""
 
     reward: float
     parts: dict[str, float]
@@ -89,6 +89,7 @@ class Sample(NamedTuple):
     ref: list[float]
     sampled: list[float]
     luck: list[float]
+    teacher: list[float]
 
     def ratio(self, t: int) -> Dual:
         """pi_theta / pi_old of token t."""
@@ -389,6 +390,45 @@ def opo(groups: Groups, limit: int) -> Dual:
             rest = [n * (other.reward - s.reward) for n, other in zip(lengths, scored, strict=True)]
             rows.append((s, -sum(rest) / sum(lengths)))
     return row_sums(rows, lambda s, t, a: s.logp[t] * -a, 1)
+
+
+def opd(groups: Groups, limit: int) -> Dual:
+    """arXiv:2306.13649, on the sampled tokens: how much likelier the teacher finds each."""
+    rows = [(s, 0.0) for group in groups for s in group if s.scored]
+    return token_mean(rows, lambda s, t, a: s.logp[t] * (s.old[t] - s.teacher[t]))
+
+
+def mopd(groups: Groups, limit: int) -> Dual:
+    """arXiv:2601.02780, eq. 8: as opd, weighed with the ratio to the sampler where that is within 0.2 to 5."""
+
+    def token(s: Sample, t: int, a: float) -> Dual:
+        r = math.exp(s.logp[t].x - s.sampled[t])
+        return s.logp[t] * (r * (s.old[t] - s.teacher[t])) if 0.2 < r < 5.0 else Dual(0.0)
+
+    return token_mean([(s, 0.0) for group in groups for s in group if s.scored], token)
+
+
+def iw_opd(groups: Groups, limit: int) -> Dual:
+    """arXiv:2606.22600: a token after little disagreement weighs up to 1.5 times one after all of it."""
+
+    def token(s: Sample, t: int, a: float) -> Dual:
+        apart = [teacher - old for teacher, old in zip(s.teacher, s.old, strict=True)]
+        whole = max(sum(map(abs, apart)), 1e-8)
+        weight = 1.5 - 0.5 * sum(map(abs, apart[:t])) / whole
+        return s.logp[t] * (-weight * apart[t])
+
+    return token_mean([(s, 0.0) for group in groups for s in group if s.scored], token)
+
+
+def rlsd(groups: Groups, limit: int) -> Dual:
+    """arXiv:2604.03128: GRPO's term with an advantage between 0.9 and 1.1 times as large, by what the teacher says."""
+
+    def token(s: Sample, t: int, a: float) -> Dual:
+        side = (a > 0) - (a < 0)
+        clipped = min(max(math.exp(side * (s.teacher[t] - s.old[t])), 0.8), 1.2)
+        return ppo(0.2, 0.2)(s, t, a * (0.5 + 0.5 * clipped))
+
+    return row_means(all_of(compared(groups, standard)), token)
 
 
 def informative(groups: Groups) -> list[tuple[Sample, float]]:

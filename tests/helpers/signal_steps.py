@@ -79,7 +79,7 @@ def step(prompts: Sequence[str], texts: Sequence[Sequence[str]], seed: int = 0) 
     rollout = Rollout(tokens, mask, old, truncated, tuple(text for answers in texts for text in answers))
     reward = Reward(value, torch.ones(p, g, dtype=torch.bool), parts)
     keep = torch.arange(rows).view(p, g) % 7 != 6  # a filter leaves some out
-    batch = make_batch(rollout, keep, adv, old, ref)
+    batch = make_batch(rollout, keep, adv, old, ref, ref)
     scores = Scores(logp, torch.where(mask, between(0.0, 3.0, rows, width), 0.0))
     return Experience(Groups(problems, rollout, reward), adv, batch), scores
 

@@ -24,13 +24,14 @@ from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Reward, Rollout, 
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")
 PARTS = ("correct", "boxed")
-CHOSEN = ("credit", "filters", "token_mask", "objective")
+CHOSEN = ("credit", "distillation", "filters", "token_mask", "objective")
 
 
 class Preset(NamedTuple):
     """What a preset's gin file says over that of the embedded default."""
 
     credit: Callable
+    distillation: Callable
     filters: Sequence[Callable]
     token_mask: Callable
     objective: Callable
@@ -46,12 +47,13 @@ def preset(name: str) -> Preset:
 
 
 class Step(NamedTuple):
-    """Groups as they were sampled and scored, and what three policies say of every token, [B, T]."""
+    """Groups as they were sampled and scored, and what four policies say of every token, [B, T]."""
 
     groups: Groups
     logp: Tensor
     logp_old: Tensor
     logp_ref: Tensor
+    logp_teacher: Tensor
 
 
 @st.composite
@@ -70,7 +72,9 @@ def steps(draw, prompts: st.SearchStrategy[int], most: int = 6, stray: float = 2
     logp = draw(tensors((b, t), st.integers(-192, -1))) / 32
     reach = int(32 * stray)
     gap = st.integers(-reach, reach)
-    sampled, old, ref = ((logp - draw(tensors((b, t), gap)) / 32).clamp(max=0).where(mask, torch.nan) for _ in range(3))
+    sampled, old, ref, teacher = (
+        (logp - draw(tensors((b, t), gap)) / 32).clamp(max=0).where(mask, torch.nan) for _ in range(4)
+    )
     verdict = st.sampled_from([0.0, 1.0]) if draw(st.booleans()) else st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.1, -0.5])
     value, *parts = (draw(tensors((p, g), verdict)) for _ in range(1 + len(PARTS)))
     valid, truncated = (draw(tensors(b, st.sampled_from([False, False, False, True]))).bool() for _ in range(2))
@@ -79,7 +83,7 @@ def steps(draw, prompts: st.SearchStrategy[int], most: int = 6, stray: float = 2
     rollout = Rollout(tokens, mask, sampled, truncated, ("",) * b)
     problems = tuple(Problem(draw(st.integers(0, 1000)) * 8 + i, "", "", {}) for i in range(p))
     reward = Reward(value, ~valid.view(p, g), dict(zip(PARTS, parts, strict=True)))
-    return Step(Groups(problems, rollout, reward), logp, old, ref)
+    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher)
 
 
 def rich_step(seed: int, prompts: int, group_size: int = 6, width: int = 6) -> Step:
@@ -100,7 +104,9 @@ def rich_step(seed: int, prompts: int, group_size: int = 6, width: int = 6) -> S
     rollout = Rollout(tokens, mask, sampled, between(0.0, 1.0, b) < 0.2, ("",) * b)
     value, *parts = (between(0.0, 1.5, prompts, group_size) for _ in range(1 + len(PARTS)))
     reward = Reward(value, between(0.0, 1.0, prompts, group_size) < 0.9, dict(zip(PARTS, parts, strict=True)))
-    return Step(Groups(tuple(Problem(7 * i, "", "", {}) for i in range(prompts)), rollout, reward), logp, old, ref)
+    problems = tuple(Problem(7 * i, "", "", {}) for i in range(prompts))
+    teacher = (logp + between(-2.0, 2.0, b, width)).clamp(max=0)
+    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher)
 
 
 class TokenPolicy:
@@ -169,7 +175,9 @@ def learn(
     algo = algorithm.StepAlgorithm(
         group_sampling=partial(as_sampled, groups),
         reward=unasked,
+        teacher=partial(taught, step),
         credit=how.credit,
+        distillation=how.distillation,
         filters=how.filters,
         token_mask=how.token_mask,
         objective=how.objective,
@@ -192,6 +200,10 @@ def learn(
 
 def as_sampled(groups: Groups, explore: Callable, carried: Carry) -> GroupBatch:
     return GroupBatch(groups, groups, carried, {})
+
+
+def taught(step: Step, groups: Groups) -> Tensor:
+    return step.logp_teacher[groups.rollout.tokens[:, 0]]
 
 
 def unasked(*args: object) -> None:

@@ -9,7 +9,7 @@ import torch
 from catalogue import AROUND_THE_SAMPLER, bound, corrections, each, token_losses
 from hypothesis import given
 
-from grpo_fn.algo import advantage, aggregation, credit, importance, kl, masking, objective
+from grpo_fn.algo import advantage, aggregation, credit, distillation, importance, kl, masking, objective
 from grpo_fn.algo.step import from_sampler, from_trainer
 from grpo_fn.core import checks, sampling
 from grpo_fn.shell.policy.memory import Memory, Part
@@ -82,7 +82,7 @@ FURTHEST = partial(masking.second_moment_tokens, limit=0.04)
     ],
 )
 def test_an_update_finds_the_old_policy_itself_where_it_was_not_needed_before(old_logp, updates, how, mark, found):
-    assert validate.own_pass_suffices(old_logp, updates, how, mark, ()) is found
+    assert validate.own_pass_suffices(old_logp, updates, how, distillation.no_teacher, mark, ()) is found
 
 
 @pytest.mark.parametrize("mark", [masking.no_tokens, KL_COV, CLIP_COV, FURTHEST])
@@ -230,23 +230,37 @@ def test_an_objective_of_ones_own_that_knows_no_correction_is_none_of_its_busine
 
 @each(ADVANTAGES)
 def test_a_group_of_one_has_nothing_to_compare_with(f):
-    validate.check_credit(partial(credit.outcome, advantage=f), 2, ())
+    validate.check_credit(partial(credit.outcome, advantage=f), distillation.no_teacher, 2, ())
     with pytest.raises(ValueError, match="group_size: got 1 with an advantage that compares within a group"):
-        validate.check_credit(partial(credit.outcome, advantage=f), 1, ())
+        validate.check_credit(partial(credit.outcome, advantage=f), distillation.no_teacher, 1, ())
 
 
 def test_a_group_of_one_is_fine_where_the_batch_is_the_baseline():
-    validate.check_credit(partial(credit.reward_to_go, beta=0.0), 1, ())
+    validate.check_credit(partial(credit.reward_to_go, beta=0.0), distillation.no_teacher, 1, ())
     validate.check_credit(
-        partial(credit.token_whitened, credit=partial(credit.reward_to_go, beta=0.0), eps=1e-8), 1, ()
+        partial(credit.token_whitened, credit=partial(credit.reward_to_go, beta=0.0), eps=1e-8),
+        distillation.no_teacher,
+        1,
+        (),
     )
+
+
+def test_a_group_of_one_is_fine_where_a_teacher_is_learned_from():
+    validate.check_credit(credit.no_rewards, partial(distillation.teacher_gap, coef=1.0), 1, ())
+    with pytest.raises(ValueError, match="group_size: got 1"):
+        validate.check_credit(credit.no_rewards, distillation.no_teacher, 1, ())
+
+
+def test_advantages_by_a_teacher_need_the_old_policy_before_the_update():
+    how = partial(distillation.teacher_gap, coef=1.0)
+    assert not validate.own_pass_suffices(from_trainer, 1, OUTCOME, how, masking.no_tokens, ())
 
 
 def test_a_credit_that_weighs_a_part_that_there_is_not_is_refused():
     weighs = partial(credit.per_part, advantage=advantage.mean_centered, weights={"correct": 1.0, "polite": 0.5})
-    validate.check_credit(weighs, 4, ["correct", "polite"])
+    validate.check_credit(weighs, distillation.no_teacher, 4, ["correct", "polite"])
     with pytest.raises(ValueError, match=r"weights: got parts \['polite'\], wanted some of \['boxed', 'correct'\]"):
-        validate.check_credit(weighs, 4, ["correct", "boxed"])
+        validate.check_credit(weighs, distillation.no_teacher, 4, ["correct", "boxed"])
 
 
 @given(st.integers(-3, 12), st.integers(1, 8))

@@ -102,8 +102,8 @@ def test_a_schedule_that_does_not_fit_is_named(factor: Callable, said: str) -> N
 
 def test_a_model_that_is_neither_a_name_nor_a_source_is_named() -> None:
     with pytest.raises(ValueError, match=r"train\.train\.model: got a list, wanted a Hugging Face folder"):
-        model_source([])
-    assert model_source("some/name").name == "some/name"
+        model_source([], "train.train.model")
+    assert model_source("some/name", "train.train.model").name == "some/name"
 
 
 def test_those_of_the_default_fit() -> None:

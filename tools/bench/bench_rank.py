@@ -147,7 +147,7 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
         parallelism=of_scale.parallelism,
         key=prng.key(0, device="cpu"),
     )
-    placed = load_and_shard(world, placing, reference=False)
+    placed = load_and_shard(world, placing, reference=False, teachers={})
     policy = FSDPPolicy(
         placed.logprob_model,
         world=world,
@@ -201,7 +201,7 @@ def as_batch(bench: Bench, rollout: Any) -> Batch:
     p, g = bench.size.prompts, bench.size.group_size
     adv = torch.where(torch.arange(p * g) % 2 == 0, 1.0, -1.0).view(p, g, 1).expand(p, g, rollout.mask.shape[1])
     keep = torch.ones(p, g, dtype=torch.bool)
-    return make_batch(rollout, keep, adv.to(rollout.mask.device), rollout.logp_sampled, rollout.logp_sampled)
+    return make_batch(rollout, keep, adv.to(rollout.mask.device), *(rollout.logp_sampled,) * 3)
 
 
 def scaling(world: World, args: argparse.Namespace) -> dict[str, float]:

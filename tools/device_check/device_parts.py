@@ -15,10 +15,21 @@ from device_shapes import EOS
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_fn.algo import advantage, aggregation, controllers, credit, group_sampling, importance, kl, losses, masking
+from grpo_fn.algo import (
+    advantage,
+    aggregation,
+    controllers,
+    credit,
+    distillation,
+    group_sampling,
+    importance,
+    kl,
+    losses,
+    masking,
+)
 from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo.objective import policy_objective
-from grpo_fn.algo.step import StepAlgorithm, compare_as_given, from_sampler
+from grpo_fn.algo.step import StepAlgorithm, compare_as_given, from_sampler, without_teacher
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import combine, score_serially
@@ -118,6 +129,8 @@ class Bench(NamedTuple):
             group_sampling=partial(group_sampling.keep_all, prompts=prompts),
             reward=partial(combine, parts=[even], weights=[1.0], score=score_serially),
             credit=partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-4, ddof=1)),
+            distillation=distillation.no_teacher,
+            teacher=without_teacher,
             filters=[],
             token_mask=masking.no_tokens,
             objective=objective(0.0, 0.0),
@@ -162,7 +175,7 @@ def built(
         parallelism=scale(**changed),
         key=prng.key(KEY, device="cpu"),
     )
-    placed = load_and_shard(world, placing, reference=False)
+    placed = load_and_shard(world, placing, reference=False, teachers={})
     policy = FSDPPolicy(
         placed.logprob_model,
         world=world,

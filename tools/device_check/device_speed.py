@@ -125,6 +125,8 @@ def estimated(bench: Bench, micro_tokens: int, width: int) -> int:
         dtype=bench.placing.dtype,
         attention=bench.placing.attention,
         reference=False,
+        teachers=[],
+        offload_teachers=False,
         micro_tokens=micro_tokens,
         width=width,
         logits_chunk_elements=model["logits_chunk_elements"],
@@ -143,7 +145,7 @@ def made_up(setting: Setting, shape: Shape, work: Work) -> Batch:
     mask = (torch.arange(width, device=setting.device) >= work.prompt).repeat(rows, 1)
     nothing = torch.zeros(rows, width, device=setting.device)
     adv = torch.where(torch.arange(rows, device=setting.device) % 2 == 0, 1.0, -1.0)[:, None].expand(rows, width)
-    return Batch(tokens, mask, nothing, nothing, nothing, adv, torch.zeros_like(mask))
+    return Batch(tokens, mask, nothing, nothing, nothing, nothing, adv, torch.zeros_like(mask))
 
 
 def rolled(batch: Batch) -> Rollout:

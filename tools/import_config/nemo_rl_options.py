@@ -52,7 +52,7 @@ NEMO_LEFT = {
     r"policy\.offload_optimizer_for_logprob": "scale/offload.gin",
     r"data\..*": "a task: docs/tasks.md",
     r"env\..*": "base.gin's verified answers (math-verify) and box; reward_pool.RewardPool.workers",
-    r"data_plane\..*|on_policy_distillation.*": "rows go from sampler to trainer in the ranks; there is no teacher",
+    r"data_plane\..*|on_policy_distillation.*": "rows go from sampler to trainer in the ranks; docs/distillation.md",
     r"cluster\..*": "how many ranks there are is the launcher's: docs/cluster.md",
 }
 NEMO_QUIET = [r"logger\..*", r"checkpointing\..*", r"policy\.(refit_.*|draft\..*|megatron_.*|fp8.*)"]

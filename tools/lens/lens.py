@@ -72,7 +72,8 @@ def look(args: argparse.Namespace) -> Seen:
         logp_ref = scored(FunctionalPolicy(opened(args.reference)[0], temperature=temperature), groups.rollout).logp
     key = prng.fold_in(prng.key(seed, device="cpu"), SAMPLING)
     views = {
-        name: compare_algorithms.view(s, groups, logp_old, logp_ref, UNMOVED, key) for name, s in algorithms.items()
+        name: compare_algorithms.view(s, groups, logp_old, logp_ref, logp_old, UNMOVED, key)
+        for name, s in algorithms.items()
     }
     signal = compare_algorithms.signals(scores, views, UNMOVED)
     rows = None if args.on_policy else moved_by(oracle, views[MINE].batch, signal[0], groups, args.parameters)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from grpo_fn.algo import advantage, aggregation, credit, kl, losses, masking
+from grpo_fn.algo import advantage, aggregation, credit, distillation, kl, losses, masking
 from grpo_fn.core import prng
 from grpo_fn.core.types import Batch, Reward, Rollout, Totals
 
@@ -153,7 +153,7 @@ def update(
 
     old, ref = of_rows(w.old[prompts]), of_rows(w.ref[prompts])
     mask = (MASK[rows] & keep[..., None]).flatten(1, 2)
-    batch = Batch(ROWS[rows].flatten(1, 2), mask, old, old, ref, adv.flatten(1, 2), torch.zeros_like(mask))
+    batch = Batch(ROWS[rows].flatten(1, 2), mask, old, old, ref, ref, adv.flatten(1, 2), torch.zeros_like(mask))
     filled = mask.any(-1)
     totals = Totals(mask.sum((1, 2)).double(), filled.sum(1).double(), torch.full((n,), filled.shape[1]).double())
     weight = (often * old.sum((1, 2)).exp()).view(n, 1, 1) * vmap(weigh)(mask, totals)
@@ -265,6 +265,8 @@ def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
     for drift in (0.0, 1.0):
         title = f"KL in the loss, sampled from logits up to {drift:g} away, against the KL of tokens"
         yield title, drift, against(token_kl, in_loss())
+    title = "Distillation, on-policy, against the KL of tokens to the teacher"
+    yield title, 0.0, against(token_kl, from_teacher())
     yield "KL in the reward or in the loss, against the KL of whole rows", 0.0, against(row_kl, in_reward() | in_loss())
 
 
@@ -284,6 +286,9 @@ def graded() -> dict[str, Signal]:
             partial(credit.batch_scaled, credit=compared, eps=1e-4), size=2, over=one_by_one
         ),
         "`outcome_length_baseline`, steps of 2 x 2": by_step(credit.outcome_length_baseline, size=2),
+        "`teacher_reweighted` of `leave_one_out`, steps of 2 x 2": distilled(
+            compared, partial(distillation.teacher_reweighted, lam=0.5, clip=0.2), size=2
+        ),
     }
 
 
@@ -332,6 +337,21 @@ def lengths() -> dict[str, Signal]:
 
 def in_loss() -> dict[str, Signal]:
     return {f"`{f.__name__}`": of_kl(f) for f in (kl.k3, kl.k3_ratio, kl.k1_ratio, kl.k2)}
+
+
+def from_teacher() -> dict[str, Signal]:
+    early = partial(distillation.early_teacher_gap, coef=1.0, gamma=0.5)
+    return {
+        "`teacher_gap` of `no_rewards`": distilled(
+            credit.no_rewards, partial(distillation.teacher_gap, coef=1.0), size=1
+        ),
+        "`early_teacher_gap` of `no_rewards`": distilled(credit.no_rewards, early, size=1),
+    }
+
+
+def distilled(assign: Callable, learn: Callable, *, size: int) -> Signal:
+    """REINFORCE on steps of all prompts; the reference is the teacher."""
+    return by_step(lambda reward, drift, mask: learn(assign(reward, drift, mask), -drift, mask), size=size)
 
 
 def in_reward() -> dict[str, Signal]:

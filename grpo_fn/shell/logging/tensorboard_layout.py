@@ -57,6 +57,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "reward by part": lines(rf"reward/(?!({OF_REWARD})$).+"),
         "advantage": lines("advantage/(mean|std|min|max)"),
         "objective": lines("loss/objective"),
+        "from the policy to its teacher, nats a token": lines("teacher/(reverse_kl|gap_abs|gap_min)"),
         "gains of the controllers": lines("loss/(kl|entropy)_coef_multiplier"),
         "learning rate": lines("optimizer/lr"),
         "updates": lines("optimizer/step"),

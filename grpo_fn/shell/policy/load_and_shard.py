@@ -1,7 +1,7 @@
 """Putting a model where it trains: loaded, given adapters, arranged over the devices; and where it is sampled from."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ class LoadedModel:
     logprob_model: LogprobModel
     data: dist.ProcessGroup | None  # the ranks that have rows of their own
     reference_model: ReferenceModel | None  # the reference policy
+    teachers: Mapping[str, ReferenceModel]  # of distillation, by key
     dropout_modules: list[nn.Module]
     decoding: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
 
@@ -56,6 +57,19 @@ class ModelSpec:
             lora.reset(lora.attach(model, self.adapters), key=self.key, device=device)
         return model
 
+    def load_frozen(self, world: World, mesh: DeviceMesh | None) -> LogprobModel:
+        """The model without adapters, with nothing that trains: over the mesh, or on this device where there is none.
+
+        One whose weights are to lie on the host gets a mesh of its own: FSDP2 moves them.
+        """
+        if mesh is None and self.parallelism.offload_reference:
+            mesh = self.parallelism.mesh(world)
+        if mesh is not None:
+            return self.load_sharded(world, mesh, trained=False)
+        model = hf.load_model(self.folder, dtype=self.dtype, device=world.device, attention=self.attention)
+        self.prepare(model.requires_grad_(False))
+        return self.logprob_model(model)
+
     def load_sharded(self, world: World, mesh: DeviceMesh, *, trained: bool) -> LogprobModel:
         """The model over the mesh: no rank ever holds all of it."""
         model = load_weights.meta_causal_lm(self.config, dtype=self.kept_in(trained), attention=self.attention)
@@ -83,11 +97,14 @@ class ModelSpec:
             self.parallelism.activation_checkpointing(block)
 
 
-def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> LoadedModel:
-    """Load and arrange the model, and a frozen copy of it when a `reference` is asked for.
+def load_and_shard(
+    world: World, placing: ModelSpec, *, reference: bool, teachers: Mapping[str, ModelSpec]
+) -> LoadedModel:
+    """Load and arrange the model, a frozen copy of it when a `reference` is asked for, and frozen teachers.
 
-    With adapters the reference is the same model with the adapters off, and there is no copy. Raises ValueError for a
-    precision that the device has not, for ranks that do not fit the mesh, and for a folder that does not fit the model.
+    With adapters the reference is the same model with the adapters off, and there is no copy. Teachers are spread over
+    the devices as the model is. Raises ValueError for a precision that the device has not, for ranks that do not fit
+    the mesh, and for a folder that does not fit the model.
     """
     check_precision(placing.dtype, world.device)
     parallelism, adapters = placing.parallelism, placing.adapters
@@ -98,6 +115,7 @@ def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> Load
         placing.prepare(model)
         logprob_model, data = placing.logprob_model(model), None
         beside = placing.logprob_model(copy.deepcopy(model).requires_grad_(False)) if copied else None
+        mesh = None
     else:
         mesh = parallelism.mesh(world)
         logprob_model = placing.load_sharded(world, mesh, trained=True)
@@ -111,6 +129,7 @@ def load_and_shard(world: World, placing: ModelSpec, *, reference: bool) -> Load
         logprob_model=logprob_model,
         data=data,
         reference_model=reference_model if reference else None,
+        teachers={name: partial(nullcontext, spec.load_frozen(world, mesh)) for name, spec in teachers.items()},
         dropout_modules=[] if adapters is None else lora.dropouts(logprob_model.model),
         decoding=(lambda: logprob_model.model) if plain else partial(placing.full_model, world.device, placing.dtype),
     )

@@ -30,6 +30,9 @@ class Arrangement(NamedTuple):
     offload: bool
     offload_reference: bool
     reference: bool  # there is a second, frozen copy
+    teachers: int = 0  # bytes of frozen teachers on the device that has most of them
+    teacher_roots: int = 0  # bytes of what of them stays gathered
+    offload_teachers: bool = False
     local_sampler: bool = True  # which needs whole weights in this process; an engine has its own
 
 
@@ -99,6 +102,8 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
         Part("optimizer state", moments, how.offload),
         Part("reference copy", how.reference * how.width * (trained + frozen), how.offload_reference),
         Part("reference, gathered root", how.reference * how.gathers * how.width * root),
+        Part("teachers", how.teachers, how.offload_teachers),
+        Part("teachers, gathered roots", how.teacher_roots),
         Part("sampler's own copy", how.local_sampler * how.gathers * how.width * whole),
     )
     training = (

@@ -19,7 +19,15 @@ from transformers import PretrainedConfig
 from grpo_fn.shell.model import load_weights, lora
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.policy import tensor_parallel
-from grpo_fn.shell.policy.memory import Arrangement, Memory, Passing, Weight, logit_bytes, per_device
+from grpo_fn.shell.policy.memory import (
+    Arrangement,
+    Memory,
+    Passing,
+    Weight,
+    logit_bytes,
+    per_device,
+    sizes_by_block,
+)
 from grpo_fn.shell.policy.mesh import Parallelism
 
 SAMPLE = 2**14  # numbers of a weight that an optimizer is asked about in a larger one's place
@@ -36,6 +44,8 @@ def device_memory(
     dtype: torch.dtype,
     attention: str,
     reference: bool,
+    teachers: Sequence[PretrainedConfig],
+    offload_teachers: bool,
     micro_tokens: int,
     width: int,
     logits_chunk_elements: int,
@@ -51,14 +61,19 @@ def device_memory(
     text = config.get_text_config()
     parts = weights(meta_model(config, adapters, attention), shard, tensor)
     kept_wide = adapters is None and dtype is not torch.float32
+    theirs = [[w for w, _ in weights(meta_model(one, None, attention), shard, tensor)] for one in teachers]
+    gathers = replicate * shard * tensor > 1 or scale.offload or kept_wide
     how = Arrangement(
         width=dtype.itemsize,
-        gathers=replicate * shard * tensor > 1 or scale.offload or kept_wide,
+        gathers=gathers,
         reshard_after_forward=scale.reshard_after_forward,
         prefetch=scale.prefetch,
         offload=scale.offload,
         offload_reference=scale.offload_reference,
         reference=reference and adapters is None,
+        teachers=dtype.itemsize * sum(w.part for one in theirs for w in one),
+        teacher_roots=gathers * dtype.itemsize * sum(sizes_by_block(one)[None] for one in theirs),
+        offload_teachers=offload_teachers,
         local_sampler=local_sampler,
     )
     rows = max(1, micro_tokens // width)

@@ -78,10 +78,10 @@ def try_objective(algorithm: Algorithm) -> None:
 
 
 def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
-    """Raise ValueError unless credit, filters and token mask return what a step needs of them.
+    """Raise ValueError unless credit, distillation, filters and token mask return what a step needs of them.
 
     Args:
-        algorithm: its `credit`, `filters`, `token_mask` and `group_size`.
+        algorithm: its `credit`, `distillation`, `filters`, `token_mask` and `group_size`.
         parts: the names of the reward's parts.
     """
     size, batch = algorithm.group_size, toy_batch(algorithm.group_size)
@@ -94,6 +94,7 @@ def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
     keys = torch.arange(2 * len(ended)).view(-1, 2)
     asked = [
         ("credit", algorithm.credit, lambda f: f(reward, torch.zeros(mask.shape), mask), mask.shape, torch.float32),
+        ("distillation", algorithm.distillation, lambda f: f(adv, 0.1 * adv, mask), mask.shape, torch.float32),
         *(("filters", one, lambda f: f(rollout, adv), (GROUPS, size), torch.bool) for one in algorithm.filters),
         ("token_mask", algorithm.token_mask, lambda f: f(batch, keys), batch.mask.shape, torch.bool),
     ]
@@ -114,7 +115,7 @@ def toy_batch(group_size: int) -> Batch:
     mask = torch.arange(width).expand(rows, width) > 0
     logp = -1.0 - number / number.numel()
     adv = (number / number.numel() - 0.5) * mask
-    return Batch(number.long(), mask, logp, logp, logp - 0.1, adv, ~mask & mask)
+    return Batch(number.long(), mask, logp, logp, logp - 0.1, logp - 0.2, adv, ~mask & mask)
 
 
 def wrong_tensor(found: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:

@@ -4,7 +4,7 @@ A user's own function declares nothing: whether an objective reads the reference
 draws from softmax(logits / T), whether a correction corrects anything, shows in what the functions return.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -33,10 +33,12 @@ from grpo_fn.trainer.checks.try_rewards import reward_parts, try_rewards
 from grpo_fn.trainer.checks.try_sources import try_optimizer, try_schedule, try_task
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
 from grpo_fn.trainer.sections import Settings, model_source
+from grpo_fn.trainer.teachers import check_distillation, check_teacher_shapes, reads_gap
 
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 OldLogp = Callable[[Policy, Rollout], Tensor]
 TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Distillation = Callable[[Tensor, Tensor, Tensor], Tensor]
 TokenMask = Callable[[Batch, Tensor], Tensor]
 
 
@@ -50,6 +52,7 @@ class ValidatedPlan:
     task: Task
     reference: bool  # whether objective or credit read logp_ref
     frozen: bool  # whether a frozen copy of the start model is kept, as that reference or to measure the KL to it
+    teachers: Mapping[str, tuple[hf.ModelSource, PretrainedConfig]]  # by key
     own_pass: bool  # whether logp_old is what the step's one update finds in its own pass
     plan: Plan
 
@@ -76,7 +79,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     updates = algorithm.epochs * algorithm.minibatches
     try_optimizer(s.policy.optimizer)
     try_schedule(s.policy.schedule, updates * s.steps)
-    dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model)
+    dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model, "train.train.model")
     config = source.config()
     task = sample_tests(try_task(s.data.task), s.evaluation.problems)
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
@@ -84,9 +87,11 @@ def validate(settings: Settings) -> ValidatedPlan:
     try_rewards("sections.Rewards.reward", scored, task.test[0], s.rewards.pool)
     try_rewards("sections.Evaluation.graders", s.evaluation.graders, task.test[0], s.rewards.pool)
     try_credit(algorithm, parts)
-    check_credit(algorithm.credit, algorithm.group_size, parts)
+    check_credit(algorithm.credit, algorithm.distillation, algorithm.group_size, parts)
     reference = uses_reference(algorithm.objective, algorithm.credit, parts)
-    own_pass = own_pass_suffices(algorithm.old_logp, updates, algorithm.credit, algorithm.token_mask, parts)
+    own_pass = own_pass_suffices(
+        algorithm.old_logp, updates, algorithm.credit, algorithm.distillation, algorithm.token_mask, parts
+    )
     return ValidatedPlan(
         source=source,
         config=config,
@@ -94,6 +99,7 @@ def validate(settings: Settings) -> ValidatedPlan:
         task=task,
         reference=reference,
         frozen=reference or s.logging.start_kl_every > 0,
+        teachers=find_teachers(s, config),
         # What drops at random says another thing in the pass that trains.
         own_pass=own_pass and (s.lora is None or s.lora.dropout == 0),
         plan=Plan(
@@ -111,6 +117,17 @@ def validate(settings: Settings) -> ValidatedPlan:
             kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
         ),
     )
+
+
+def find_teachers(settings: Settings, own: PretrainedConfig) -> dict[str, tuple[hf.ModelSource, PretrainedConfig]]:
+    """The teachers by key. Raises ValueError for one that cannot read what the policy writes, or that is missing."""
+    check_distillation(settings.algorithm.distillation, settings.teacher)
+    if settings.teacher is None:
+        return {}
+    found = {name: (source, source.config()) for name, source in settings.teacher.sources().items()}
+    shapes = {name: config for name, (_, config) in found.items()}
+    check_teacher_shapes(shapes, own, settings.sampling.max_total_tokens)
+    return found
 
 
 def check_this_machine(settings: Settings) -> None:
@@ -147,6 +164,8 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         dtype=checked.dtype,
         attention=settings.compute.attention,
         reference=checked.frozen,
+        teachers=[config for _, config in checked.teachers.values()],
+        offload_teachers=settings.teacher is not None and settings.teacher.offload,
         micro_tokens=settings.policy.micro_tokens,
         width=settings.sampling.max_new_tokens,
         logits_chunk_elements=settings.compute.logits_chunk_elements,
@@ -160,12 +179,14 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
     return [*replace(plan, arrangement=shape, memory=memory).lines(), *engine, *checked.task.notes]
 
 
-def check_credit(credit: Credit, group_size: int, parts: Sequence[str]) -> None:
+def check_credit(credit: Credit, distillation: Distillation, group_size: int, parts: Sequence[str]) -> None:
     """Raise ValueError when groups of one can carry no signal: normalised advantages compare within a group.
 
-    `parts` are the names of the reward's parts; a credit that asks for others says so here.
+    `parts` are the names of the reward's parts; a credit that asks for others says so here. A teacher's signal compares
+    with nothing, so with one that is learned from groups of one will do.
     """
-    signal = credit(*small_step(torch.zeros(2, 1, 1), parts)).any()
+    reward, drift, everything = small_step(torch.zeros(2, 1, 1), parts)
+    signal = distillation(credit(reward, drift, everything), drift + 0.5, everything).any()
     if group_size == 1 and not signal:
         raise ValueError(
             "group_size: got 1 with an advantage that compares within a group (always 0), wanted 2 or more"
@@ -186,7 +207,7 @@ def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -
     adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(logp)
 
     def value(logp_ref: Tensor) -> Tensor:
-        batch = Batch(mask.long(), mask, logp, logp, logp_ref, adv, mask)
+        batch = Batch(mask.long(), mask, logp, logp, logp_ref, logp, adv, mask)
         entropy = torch.ones_like(logp)
         loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))
         return loss(Scores(logp, entropy))[0]
@@ -202,14 +223,19 @@ def reads_drift(credit: Credit, parts: Sequence[str]) -> bool:
 
 
 def own_pass_suffices(
-    old_logp: OldLogp, updates: int, credit: Credit, token_mask: TokenMask, parts: Sequence[str]
+    old_logp: OldLogp,
+    updates: int,
+    credit: Credit,
+    distillation: Distillation,
+    token_mask: TokenMask,
+    parts: Sequence[str],
 ) -> bool:
     """Whether the trainer's logp_old can be what a step's one update finds in its own pass, instead of one before it.
 
-    It can where nothing needs it earlier: neither a credit that moves with logp_old - logp_ref, nor what selects
-    tokens by it.
+    It can where nothing needs it earlier: neither a credit that moves with logp_old - logp_ref, nor advantages that
+    move with logp_teacher - logp_old, nor what selects tokens by it.
     """
-    early = reads_drift(credit, parts) or selects(token_mask, apart=True)
+    early = reads_drift(credit, parts) or reads_gap(distillation) or selects(token_mask, apart=True)
     return updates == 1 and getattr(old_logp, "func", old_logp) is from_trainer and not early
 
 
@@ -237,7 +263,7 @@ def marking_batch(scale: float, *, apart: bool) -> tuple[Batch, Tensor]:
     mask, logp = number % 8 > 0, -scale * (number * 7 % 32)
     adv = torch.where(number * 5 % 3 > 0, scale, -scale)
     sampled = 1.5 * logp if apart else logp
-    return Batch(mask.long(), mask, sampled, logp, logp, adv, ~mask & mask), torch.arange(8).view(4, 2)
+    return Batch(mask.long(), mask, sampled, logp, logp, logp, adv, ~mask & mask), torch.arange(8).view(4, 2)
 
 
 def check_full_support(token_sampler: TokenSampler, temperature: float, allow_biased: bool) -> None:
@@ -341,7 +367,7 @@ def probe_objective(objective: Objective, old_logp: OldLogp, gap: float) -> Obje
     rollout = Rollout(mask.long(), mask, now - gap, ~mask[:, 1], ("", ""))
     old = old_logp(constant_policy(now), rollout)
     adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(now)
-    batch = Batch(mask.long(), mask, rollout.logp_sampled, old, now, adv, torch.zeros_like(mask))
+    batch = Batch(mask.long(), mask, rollout.logp_sampled, old, now, now, adv, torch.zeros_like(mask))
     loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(0.0, 0.0))
     signal, seen = grad(loss, has_aux=True)(Scores(now, torch.ones_like(now)))
     weight = seen.get("correction", torch.ones_like(now))

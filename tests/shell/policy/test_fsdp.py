@@ -65,7 +65,7 @@ def batch_for(name: str, seed: int, rows: int = 6) -> Batch:
     )
     adv = torch.randn(rows, 1, generator=g).expand(mask.shape)
     selected = mask & (torch.rand(mask.shape, generator=g) < 0.3)
-    return Batch(tokens, mask, sampled, old, ref, adv, selected)
+    return Batch(tokens, mask, sampled, old, ref, ref, adv, selected)
 
 
 def doubled(batch: Batch) -> Batch:
@@ -76,7 +76,7 @@ def doubled(batch: Batch) -> Batch:
 def plain(tokens: Tensor, mask: Tensor) -> Batch:
     """A batch to be scored only."""
     nothing = torch.zeros(mask.shape)
-    return Batch(tokens, mask, nothing, nothing, nothing, nothing, torch.zeros_like(mask))
+    return Batch(tokens, mask, nothing, nothing, nothing, nothing, nothing, torch.zeros_like(mask))
 
 
 def rollout(tokens: Tensor, mask: Tensor) -> Rollout:

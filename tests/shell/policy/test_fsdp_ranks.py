@@ -4,6 +4,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -194,10 +195,8 @@ def unmoved(step: int) -> float:
     return 1.0
 
 
-def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
-    """The policy, put in place as `train` does it."""
-    dtype, reference = knobs.pop("dtype", torch.float32), knobs.pop("reference", False)
-    placing = ModelSpec(
+def spec_of(folder: str, case: Case, dtype: torch.dtype = torch.float32) -> ModelSpec:
+    return ModelSpec(
         folder=folder,
         config=AutoConfig.from_pretrained(folder),
         dtype=dtype,
@@ -209,7 +208,16 @@ def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
         parallelism=scale_of(case),
         key=KEY,
     )
-    placed: LoadedModel = load_and_shard(world, placing, reference=reference)
+
+
+def built(world: World, folder: str, case: Case, **knobs: Any) -> FSDPPolicy:
+    """The policy, put in place as `train` does it."""
+    dtype, reference = knobs.pop("dtype", torch.float32), knobs.pop("reference", False)
+    spec = spec_of(folder, case, dtype)
+    return policy_of(world, load_and_shard(world, spec, reference=reference, teachers={}), **knobs)
+
+
+def policy_of(world: World, placed: LoadedModel, **knobs: Any) -> FSDPPolicy:
     enlivened(placed.logprob_model.model)
     chosen = {
         **{
@@ -396,7 +404,38 @@ def check_pulled(folders: Path, size: int, case: Case, rows: int, signalled: tup
         assert figures["loss/grad_norm"] == 0.0
 
 
-# -- log-probs, reference, weights, restoring
+# -- log-probs, teachers, reference, weights, restoring
+
+
+def taught(
+    world: World, folders: Path, case: Case, teacher: str, batch: Batch, *, offload: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """The teacher's log-probs before and after a step of the policy, and whether it has anything that trains."""
+    spec = spec_of(str(folders / case.model), case)
+    folder = str(folders / teacher)
+    how = replace(spec.parallelism, offload_reference=offload)
+    frozen = replace(spec, folder=folder, config=AutoConfig.from_pretrained(folder), adapters=None, parallelism=how)
+    placed = load_and_shard(world, spec, reference=False, teachers={"t": frozen})
+    policy, seen = policy_of(world, placed), rollout(batch.tokens, batch.mask)
+    before = policy.logp_under(placed.teachers["t"], seen)
+    climb(policy, [batch], next(iter(PRODUCT.values())), count(batch))
+    policy.update()
+    with placed.teachers["t"]() as model:
+        trains = any(p.requires_grad or p.grad is not None for p in model.parameters())
+    return before, policy.logp_under(placed.teachers["t"], seen), trains
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("size", "strategy"), [(1, "full_shard"), (2, "full_shard"), (4, "hybrid_shard")])
+def test_a_teacher_of_another_shape_says_the_same_on_any_number_of_ranks(folders, size, strategy, offload):
+    case = Case("qwen3_untied", strategy, adapted=size == 2)
+    batch = batch_for(case.model, 2, 7)
+    work = partial(taught, offload=offload)
+    before, after, trains = alike(crew(size).run(work, folders, case, "qwen2_tied", batch))
+    wanted = oracle(folders, Case("qwen2_tied", strategy)).vjp(plain(batch.tokens, batch.mask))[0].logp
+    torch.testing.assert_close(before, wanted, rtol=0, atol=5e-6)
+    assert torch.equal(before, after)
+    assert not trains
 
 
 def references(world: World, folder: str, case: Case, batch: Batch) -> tuple[Tensor, ...]:

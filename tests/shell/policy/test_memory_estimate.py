@@ -60,6 +60,40 @@ def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, 
     assert (padding > 0) == (shard == 2)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_teacher_is_what_is_allocated_for_it(folder, size):
+    config = AutoConfig.from_pretrained(folder)
+    got = crew(size).run(rank.teachers_in_every_way, folder)
+    for i, (strategy, _, dtype) in enumerate(rank.WAYS):
+        mesh = rank.scale(strategy).shape(size, size)
+        said = {part.name: part for part in estimated(config, strategy, dtype, mesh, [config]).standing}
+        assert max(one[i] for one in got) == said["teachers"].bytes  # the rank that keeps most
+        twice = {part.name: part for part in estimated(config, strategy, dtype, mesh, [config] * 2).standing}
+        assert twice["teachers"].bytes == 2 * said["teachers"].bytes
+        assert not {part.name: part for part in estimated(config, strategy, dtype, mesh, []).standing}["teachers"].bytes
+        assert said["teachers"].host is False
+
+
+def estimated(config, strategy, dtype, mesh, teachers) -> memory.Memory:
+    return memory_estimate.device_memory(
+        config,
+        None,
+        rank.scale(strategy),
+        rank.ADAMW,
+        mesh=mesh,
+        dtype=dtype,
+        attention="sdpa",
+        reference=False,
+        teachers=teachers,
+        offload_teachers=False,
+        micro_tokens=64,
+        width=8,
+        logits_chunk_elements=2**20,
+        cache=0,
+        local_sampler=True,
+    )
+
+
 SHAPE = {
     **{"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"intermediate_size": 48, "tie_word_embeddings": True},

@@ -162,7 +162,7 @@ def batch_of(folders: Path, name: str, seed: int, rows: int) -> Batch:
     tokens, mask = drawn(seed, rows)
     logp = oracle(folders, Case(name)).vjp(plain(tokens, mask))[0].logp
     g = torch.Generator().manual_seed(seed + 1)
-    near = [torch.where(mask, logp + 0.3 * torch.randn(mask.shape, generator=g), torch.nan) for _ in range(3)]
+    near = [torch.where(mask, logp + 0.3 * torch.randn(mask.shape, generator=g), torch.nan) for _ in range(4)]
     adv = torch.randn(rows, 1, generator=g).expand(mask.shape)
     return Batch(tokens, mask, *near, adv, mask & (torch.rand(mask.shape, generator=g) < 0.3))
 
@@ -226,7 +226,7 @@ def built(world: World, folder: str, case: Case, *, reference: bool = False, lim
         parallelism=scale_of(case),
         key=KEY,
     )
-    placed = load_and_shard(world, placing, reference=reference)
+    placed = load_and_shard(world, placing, reference=reference, teachers={})
     enlivened(placed.logprob_model.model)
     return FSDPPolicy(
         placed.logprob_model,

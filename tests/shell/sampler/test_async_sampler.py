@@ -27,6 +27,7 @@ from grpo_fn.algo import (
     aggregation,
     controllers,
     credit,
+    distillation,
     group_sampling,
     importance,
     kl,
@@ -398,7 +399,9 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
     algo = StepAlgorithm(
         group_sampling=partial(gather, prompts=2),
         reward=length_reward,
+        teacher=algorithm.without_teacher,
         credit=partial(credit.outcome, advantage=advantage.mean_centered),
+        distillation=distillation.no_teacher,
         filters=(),
         token_mask=masking.no_tokens,
         objective=partial(

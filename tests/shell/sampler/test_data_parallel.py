@@ -132,7 +132,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         parallelism=scale_of(Case("", strategy)),
         key=KEY,
     )
-    placed = load_and_shard(world, placing, reference=True)
+    placed = load_and_shard(world, placing, reference=True, teachers={})
     policy = FSDPPolicy(
         placed.logprob_model,
         world=world,
@@ -156,7 +156,9 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
     algo = StepAlgorithm(
         group_sampling=partial(gather, prompts=plan.prompts),
         reward=partial(combine, parts=[letters, short], weights=[1.0, 0.5], score=score),
+        teacher=algorithm.without_teacher,
         credit=how.credit,
+        distillation=how.distillation,
         filters=how.filters,
         token_mask=how.token_mask,
         objective=how.objective,

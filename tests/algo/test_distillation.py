@@ -1,0 +1,100 @@
+"""Invariants of every distillation function: what a teacher's log-probs change about a step's advantages."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from batches import GARBAGE
+from catalogue import bound, each
+from hypothesis import given
+from strategies import masks, tensors
+from torch import Tensor
+
+from grpo_fn.algo import distillation
+
+ALL = bound(distillation, "adv", "gap", "mask")
+numbers = st.integers(-64, 64).map(lambda n: n / 32)
+
+Step = tuple[Tensor, Tensor, Tensor]  # advantage, gap, mask, [P G T] each
+
+
+@st.composite
+def steps(draw) -> Step:
+    """Advantages, 0 where nothing was sampled, gaps and masks of P prompts with G samples of T tokens."""
+    shape = tuple(draw(st.integers(1, 3)) for _ in range(3))
+    mask = draw(masks(shape))
+    return torch.where(mask, draw(tensors(shape, numbers)), 0.0), draw(tensors(shape, numbers)), mask
+
+
+@each(ALL)
+@given(steps())
+def test_a_teacher_that_agrees_changes_nothing(f, step):
+    adv, gap, mask = step
+    torch.testing.assert_close(f(adv, 0.0 * gap, mask), adv, rtol=1e-12, atol=0.0)
+
+
+@each(ALL)
+@pytest.mark.parametrize("garbage", GARBAGE)
+@given(steps())
+def test_what_stands_behind_the_mask_has_no_say(f, garbage, step):
+    adv, gap, mask = step
+    assert torch.equal(f(adv, torch.where(mask, gap, garbage), mask), f(adv, gap, mask))
+
+
+@each(ALL)
+@given(steps())
+def test_nothing_is_given_to_tokens_that_were_not_sampled(f, step):
+    assert not f(*step)[~step[2]].any()
+
+
+@each(ALL)
+@given(steps())
+def test_a_row_is_alone_with_its_teacher(f, step):
+    alone = torch.stack([f(*(x[:, g : g + 1] for x in step))[:, 0] for g in range(step[0].shape[1])], 1)
+    torch.testing.assert_close(f(*step), alone, rtol=1e-12, atol=0.0)
+
+
+@each(ALL)
+@given(steps())
+def test_float32_is_near(f, step):
+    adv, gap, mask = step
+    got = f(adv.float(), gap.float(), mask)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, f(*step).float(), rtol=1e-5, atol=1e-5)
+
+
+@each(ALL, only={"teacher_gap", "early_teacher_gap"})
+@given(steps())
+def test_a_token_that_the_teacher_likes_better_gains(f, step):
+    adv, gap, mask = step
+    gained = f(adv, gap, mask) - adv
+    torch.testing.assert_close(gained.sign(), torch.where(mask, gap, 0.0).sign())
+
+
+@each(ALL, only={"teacher_reweighted"})
+@given(steps())
+def test_reweighted_advantages_keep_their_sign_and_come_no_farther_than_the_clip(f, step):
+    adv, _, _ = step
+    got, (lam, clip) = f(*step), (f.keywords["lam"], f.keywords["clip"])
+    assert torch.equal(got.sign(), adv.sign())
+    assert ((got - adv).abs() <= lam * clip * adv.abs() + 1e-12).all()
+
+
+def test_golden_early_gap():
+    """|gap| 1, 2, 1 of 4 in all; gamma 0.5: weights 1.5, 1.375, 1.125, whatever is not sampled in between."""
+    gap = torch.tensor([[[1.0, 9.0, -2.0, 1.0]]], dtype=torch.float64)
+    mask = torch.tensor([[[True, False, True, True]]])
+    got = distillation.early_teacher_gap(torch.zeros_like(gap), gap, mask, coef=2.0, gamma=0.5)
+    torch.testing.assert_close(got, torch.tensor([[[3.0, 0.0, -5.5, 2.25]]], dtype=torch.float64))
+
+
+@given(steps())
+def test_without_more_weight_for_early_tokens_it_is_the_gap(step):
+    early = distillation.early_teacher_gap(*step, coef=0.7, gamma=0.0)
+    torch.testing.assert_close(early, distillation.teacher_gap(*step, coef=0.7))
+
+
+def test_golden_reweighted():
+    """A = -2 and a token twice as likely under the teacher: exp(-log 2) = 0.5, clipped to 0.8; half of it counts."""
+    adv, gap = torch.tensor([[[-2.0, 2.0]]]).double(), torch.full((1, 1, 2), 2.0).double().log()
+    got = distillation.teacher_reweighted(adv, gap, torch.ones(1, 1, 2, dtype=torch.bool), lam=0.5, clip=0.2)
+    torch.testing.assert_close(got, torch.tensor([[[-1.8, 2.2]]]).double())

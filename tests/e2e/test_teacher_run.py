@@ -1,0 +1,93 @@
+"""Runs with a teacher: what they learn, record and refuse, and that they go on and repeat to the last bit."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from e2e.running import AfterStep, command, finish, metrics, outcome
+
+from grpo_fn.replay import __main__ as replaying
+
+OPD = ["--gin_file", "algo/opd.gin", "--gin_file", "scale/teacher.gin"]
+
+
+@pytest.fixture(scope="module")
+def teacher(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model of a run without a teacher."""
+    folder = tmp_path_factory.mktemp("teacher")
+    assert finish(command(cache, folder / "run"), folder / "out") == 0, (folder / "out").read_text()
+    return str(folder / "run" / "model")
+
+
+def taught(cache: Path, run_dir: Path | None, teacher: str, *flags: str, **changes: object) -> list[str]:
+    return command(cache, run_dir, *OPD, "--gin_param", f"TEACHER={teacher!r}", *flags, **changes)
+
+
+@pytest.fixture(scope="module")
+def calm(cache: Path, teacher: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calm")
+    assert finish(taught(cache, folder / "run", teacher), folder / "out") == 0, (folder / "out").read_text()
+    return folder / "run"
+
+
+def test_the_policy_comes_nearer_to_its_teacher(calm: Path) -> None:
+    rows = [row for row in metrics(calm) if "teacher/reverse_kl" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["teacher/reverse_kl"] < 0.5 * rows[0]["teacher/reverse_kl"]
+    assert all(row["teacher/gap_abs"] > 0 > row["teacher/gap_min"] for row in rows)
+    assert all(row["advantage/zero_variance_groups"] == 0 for row in rows)  # rewards compare nothing here
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, teacher: str, calm: Path, tmp_path: Path) -> None:
+    argv = taught(cache, tmp_path / "run", teacher)
+    assert finish(argv, tmp_path / "out", AfterStep(3, signal.SIGKILL)) == -9
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert outcome(tmp_path / "run") == outcome(calm)
+
+
+def test_a_step_is_replayed(calm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replaying.main([str(calm), "--step", "3"]) == 0, capsys.readouterr().out
+    assert "is what it was" in capsys.readouterr().out
+
+
+def test_a_teacher_may_be_measured_only(cache: Path, teacher: str, tmp_path: Path) -> None:
+    """A run that only asks its teacher is the run that has none, but for the figures about it."""
+    flags = ["--gin_file", "scale/teacher.gin", "--gin_param", f"TEACHER={teacher!r}"]
+    for name, more in (("alone", []), ("watched", flags)):
+        assert finish(command(cache, tmp_path / name, *more), tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    alone, watched = outcome(tmp_path / "alone"), outcome(tmp_path / "watched")
+    rows = [{k: v for k, v in row.items() if not k.startswith("teacher/")} for row in watched.pop("metrics")]
+    assert rows == alone.pop("metrics")
+    assert watched == alone
+    assert "teacher/reverse_kl" in metrics(tmp_path / "watched")[-1]
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_before_a_run_folder_is_made(
+    cache: Path, teacher: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    stored = json.loads((other / "tokenizer.json").read_text())
+    names = {i: token for token, i in stored["model"]["vocab"].items()}
+    stored["model"]["vocab"] |= {names[40]: 41, names[41]: 40}
+    (other / "tokenizer.json").write_text(json.dumps(stored))
+    argv = taught(cache, tmp_path / "run", str(other))
+    assert finish(argv, tmp_path / "out") == 2
+    said = (tmp_path / "out").read_text()
+    assert f"got 'teacher' ({other}) whose tokenizer has {names[41]!r} as token 40, wanted the policy's" in said
+    assert "2 of 352 tokens differ" in said
+
+
+def test_a_problem_that_no_teacher_is_for_is_refused(cache: Path, teacher: str, tmp_path: Path) -> None:
+    over = tmp_path / "over.gin"
+    over.write_text(
+        "from __gin__ import dynamic_registration\nfrom grpo_fn.trainer import sections\n"
+        "from grpo_fn.trainer import teachers\n"
+        "sections.Teacher.key = @teachers.teacher_of_field\nteachers.teacher_of_field.name = 'task'\n"
+    )
+    assert finish(taught(cache, tmp_path / "run", teacher, "--gin_file", str(over)), tmp_path / "out") == 2
+    said = (tmp_path / "out").read_text()
+    assert "sections.Teacher.key: got 'arithmetic' for the problem" in said or "sections.Teacher.key: got ''" in said
+    assert "wanted one of 'teacher', the keys of sections.Teacher.models" in said
