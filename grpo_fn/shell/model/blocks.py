@@ -99,8 +99,11 @@ def _phase(kwargs: dict[str, Any]) -> Phase | None:
     return getattr(kwargs.get("layout"), "phase", None)
 
 
+CACHES = ("past_key_values", "cache")  # a block's keyword for the KV cache: until transformers 5.23, and from 5.24 on
+
+
 def _cached(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("past_key_values") is not None or _phase(kwargs) in ("prefill", "decode")
+    return any(kwargs.get(name) is not None for name in CACHES) or _phase(kwargs) in ("prefill", "decode")
 
 
 def _recompute(forward: Forward, contexts: Contexts, *args: Any, **kwargs: Any) -> Any:
