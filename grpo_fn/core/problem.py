@@ -16,12 +16,26 @@ class Problem(NamedTuple):
     meta: Mapping[str, Any]
 
 
+class Turn(NamedTuple):
+    """One turn of an episode: what the policy wrote, and what the environment made of it."""
+
+    text: str  # of the policy's message
+    length: int  # sampled tokens
+    observation: str  # text of the messages that answered it
+    reward: float | None  # None: it cannot be scored
+    state: str  # hash of the environment's state that the turn began in
+
+
 class Completion(NamedTuple):
-    """What the policy wrote for a problem; `length` counts sampled tokens, `truncated` means it hit the limit."""
+    """What the policy wrote for a problem; `length` counts sampled tokens, `truncated` means it hit the limit.
+
+    Of an episode, `text` is that of its last turn, `length` counts the tokens of all turns, and `turns` has each.
+    """
 
     text: str
     length: int
     truncated: bool
+    turns: tuple[Turn, ...] = ()
 
 
 # A reward maps one completion to a number; None means it cannot be scored (a broken gold, a verifier that died). It may
