@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import procedural_audit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,9 @@ from grpo_fn.rewards.procedural import procedural_correct
 from grpo_fn.tasks import procedural
 from grpo_fn.tasks.task import TEST_UID, normalize_prompt
 
-pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
+procedural_audit = pytest.importorskip(
+    "procedural_audit", reason="the extra `tasks` is not installed", exc_type=ImportError
+)
 KNOBS = {"levels": [0, 2], "template": "Q: {question}\n", "test_size": 6, "accept": ()}
 SMALL = {"chain_sum": 2, "gcd": 1}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "procedural.md"
