@@ -1,6 +1,7 @@
 """How much better a sample did than the rest of its group. One group at a time; the caller vmaps over P groups.
 
-Rules that hold for every function here: an invalid sample gets exactly 0 and changes no other, whatever its reward;
+Two kinds: from the rewards of the samples, `(reward [G], valid [G]) -> [G]`, and baselines of their tokens,
+`(value, energy, mask) -> [G, T]`, at the end of the file. Rules that hold for every function of the first: an invalid sample gets exactly 0 and changes no other, whatever its reward;
 a group whose valid rewards are all equal gets exactly 0, in every dtype and at every size; so does a group with one
 valid sample, or none: there is nothing to compare with. A valid reward that is not finite comes out as nan or inf,
 which the seam to the batch refuses.
@@ -214,6 +215,56 @@ def max_rl(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor
     relative = above / torch.where(unit == 0, 1.0, unit)  # in units of the largest nothing overflows or vanishes
     mean = relative.sum() / valid.sum().clamp(min=1)  # at least 1 / n, or all are 0
     return mean_centered(relative, valid) / torch.where(unit == 0, 1.0, mean)
+
+
+def no_baseline(
+    value: Float[Tensor, "G T"], energy: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
+) -> Float[Tensor, "G T"]:
+    """A = value: what the credit gives a token is its advantage already.
+
+    Use it when: always, but with `optimal_token_baseline`.
+    Peers: all.
+
+    Args:
+        value: what the credit gives each token of a group, [G, T].
+        energy: |d log pi / d logits|^2 of each token, [G, T]; not read.
+        mask: which tokens were sampled in valid rows, [G, T]; not read.
+
+    Returns:
+        The advantages, [G, T].
+    """
+    return value
+
+
+def optimal_token_baseline(
+    value: Float[Tensor, "G T"], energy: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
+) -> Float[Tensor, "G T"]:
+    """A_it = G_it - sum_j W_jt G_jt / sum_j W_jt, W_it = sum_{s <= t} energy_is, over rows j that have a token t.
+
+    OTB (arXiv:2602.07078; from verl's code): the energy of a token, 1 - 2 pi + sum_v pi_v^2, is the squared norm of its
+    score in the logits, so W stands for that of the row up to t, and a row whose gradient is noisier has more say in
+    the baseline. A row that is alone at t, the end of the longest, has none: A = G there, and in a group of one. Around
+    `credit.reward_to_go`, which gives G.
+
+    Use it when: one update a rollout, rows long or confident by turns; costs one more forward pass.
+    Peers: verl `optimal_token_baseline`, with `handle_zero_tail`; it adds 1e-8 to the denominator, and multiplies the
+        energies by the squares of importance weights where there are any.
+
+    Args:
+        value: G of each token of a group, its reward to go, [G, T].
+        energy: |d log pi / d logits|^2 of each token under the policy that sampled, [G, T], dimensionless.
+        mask: which tokens were sampled in valid rows, [G, T].
+
+    Returns:
+        The advantages, [G, T], in units of the value; 0 where ~mask.
+    """
+    # Above the smallest of the column, as in mean_centered: of equal values nothing is left over.
+    least = torch.where(mask, value, torch.inf).amin(0)
+    above = torch.where(mask, value - least, 0.0)
+    weight = torch.where(mask, torch.where(mask, energy, 0.0).cumsum(-1), 0.0)
+    total = weight.sum(0)
+    compared = above - (weight * above).sum(0) / torch.where(total > 0, total, 1.0)
+    return torch.where(mask, torch.where(mask.sum(0) > 1, compared, value), 0.0)
 
 
 def _check_group(reward: Tensor) -> None:

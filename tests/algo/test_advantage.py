@@ -11,12 +11,14 @@ import torch
 from catalogue import bound, each
 from hypothesis import assume, given
 from profiles import profile, quarter
+from strategies import masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import advantage
 from grpo_fn.testing import advantages, groups
 
 ALL = bound(advantage, "reward", "valid")
+BASELINES = bound(advantage, "value", "energy", "mask")
 ZERO_SUM = {"group_normalized", "mean_centered", "leave_one_out", "pass_at_k", "max_rl"}
 UNBOUNDED = {"leave_one_out_others_std"}  # as published; bounded for rewards of 0 and 1
 SHIFT_INVARIANT = {"group_normalized", "mean_centered", "leave_one_out", "leave_one_out_normalized"}
@@ -347,3 +349,59 @@ def test_max_rl_does_not_mind_the_unit_of_the_reward(g, scale):
 def test_max_rl_of_tiny_and_huge_rewards_in_float32(scale):
     reward = torch.tensor([0.0, 1.0, 1.0, 2.0]) * scale
     close(advantage.max_rl(reward, torch.ones(4, dtype=torch.bool)), torch.tensor([-1.0, 0.0, 0.0, 1.0]), 1e-5)
+
+
+# -- baselines of tokens
+
+
+@st.composite
+def tokens_of_a_group(draw) -> tuple[Tensor, Tensor, Tensor]:
+    """Value, energy and mask of G rows of T tokens; columns and rows without any among them, garbage behind the mask."""
+    shape = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    mask = draw(masks(shape))
+    value, energy = (draw(tensors(shape, st.integers(low, 64))) / 16 for low in (-64, 0))
+    garbage = draw(st.sampled_from([0.0, math.nan, math.inf]))
+    return torch.where(mask, value, 0.0), torch.where(mask, energy, garbage), mask
+
+
+@each(BASELINES)
+@given(tokens_of_a_group())
+def test_a_baseline_gives_finite_advantages_where_something_was_sampled_and_zero_elsewhere(f, step):
+    adv = f(*step)
+    assert adv.isfinite().all()
+    assert (adv[~step[2]] == 0).all()
+
+
+@each(BASELINES)
+@given(tokens_of_a_group(), st.randoms(use_true_random=False))
+def test_a_baseline_does_not_mind_the_order_of_the_rows(f, step, random):
+    order = random.sample(range(len(step[0])), len(step[0]))
+    close(f(*(x[order] for x in step)), f(*step)[order])
+
+
+@given(tokens_of_a_group())
+def test_of_the_values_that_a_token_is_compared_with_the_weighted_mean_is_taken_away(step):
+    value, energy, mask = step
+    adv = advantage.optimal_token_baseline(*step)
+    for t in range(mask.shape[1]):
+        rows = mask[:, t].nonzero()[:, 0].tolist()
+        weight = [sum(energy[g, s].item() for s in range(t + 1) if mask[g, s]) for g in rows]
+        if len(rows) < 2:
+            assert adv[rows, t].tolist() == value[rows, t].tolist()
+        elif sum(weight):
+            left_over = sum(w * adv[g, t].item() for w, g in zip(weight, rows, strict=True))
+            assert left_over / sum(weight) == pytest.approx(0, abs=1e-9)
+
+
+@given(tokens_of_a_group(), st.floats(-9, 9))
+def test_equal_values_of_more_than_one_row_have_no_advantage_at_all(step, value):
+    _, energy, mask = step
+    adv = advantage.optimal_token_baseline(torch.where(mask, value, 0.0).double(), energy, mask)
+    assert (adv[:, mask.sum(0) > 1] == 0).all()
+
+
+def test_the_noisier_row_has_more_say_and_the_longest_row_ends_alone():
+    """Energies 3 and 1 of the first token: the baseline is 3/4 of the first reward; then the second row is alone."""
+    value, energy = torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[3.0, 9.0], [1.0, 1.0]])
+    adv = advantage.optimal_token_baseline(value, energy, torch.tensor([[True, False], [True, True]]))
+    close(adv, torch.tensor([[0.125, 0.0], [-0.375, 0.5]]), 1e-6)

@@ -27,7 +27,7 @@ from grpo_fn.algo import (
     objective,
 )
 from grpo_fn.algo import masking as filters
-from grpo_fn.algo.advantage import group_normalized, leave_one_out, mean_centered
+from grpo_fn.algo.advantage import group_normalized, leave_one_out, mean_centered, no_baseline
 from grpo_fn.algo.step import (
     AT_THE_START,
     Experience,
@@ -38,6 +38,7 @@ from grpo_fn.algo.step import (
     from_trainer,
     grpo_step,
     sample_advantages,
+    without_energy,
     without_teacher,
 )
 from grpo_fn.core import prng
@@ -109,6 +110,8 @@ def algo(
         "min_groups_with_signal": 0,
     }
     plain = {
+        "baseline": no_baseline,
+        "energy": without_energy,
         "distillation": distillation.no_teacher,
         "teacher": without_teacher,
         "filters": [],

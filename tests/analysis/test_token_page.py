@@ -28,10 +28,10 @@ from grpo_fn.core.types import Scores
 
 def experience(how, taken) -> tuple[Experience, Scores]:
     stages = Stages(
-        **{name: getattr(how, name) for name in ("credit", "distillation", "filters", "token_mask", "objective")}
+        **{name: getattr(how, name) for name in ("credit", "baseline", "distillation", "filters", "token_mask", "objective")}
     )
     adv, batch = compute_advantages(
-        taken.groups, taken.logp_old, taken.logp_ref, taken.logp_teacher, UNMOVED, key=KEY, stages=stages
+        taken.groups, taken.logp_old, taken.logp_ref, taken.logp_teacher, taken.energy, UNMOVED, key=KEY, stages=stages
     )
     logp = torch.where(batch.mask, taken.logp, 0.0)
     return Experience(taken.groups, adv, batch), Scores(logp, -logp)

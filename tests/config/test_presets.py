@@ -25,7 +25,7 @@ WANTED = {
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     *("sapo", "gmpo"),
 }
-ALGORITHM = {"group_sampling", "credit", "distillation", "filters", "token_mask", "objective"}
+ALGORITHM = {"group_sampling", "credit", "baseline", "distillation", "filters", "token_mask", "objective"}
 OBJECTIVE = {"token_loss", "kl", "loss_aggregation", "beta", "entropy_bonus"}
 WITH_A_REFERENCE = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 # What is there to be composed and in none of the presets.

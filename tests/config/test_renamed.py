@@ -70,6 +70,7 @@ ADDED = {"", "evaluation.max_rows", *(name.lower() for name in ("Data", "Compute
 ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
 # With values that change nothing.
 KNOBS_SINCE = {
+    "algorithm.baseline": "@advantage.no_baseline",
     "algorithm.distillation": "@distillation.no_teacher",
     "teacher": "None",
     "compute.deterministic": "False",

@@ -38,6 +38,7 @@ KINDS = [
             *("leave_one_out_others_std", "pass_at_k", "max_rl"),
         },
     ),
+    (advantage, ("value", "energy", "mask"), {"no_baseline", "optimal_token_baseline"}),
     (
         credit,
         ("reward", "drift", "mask"),
@@ -87,7 +88,7 @@ KNOWN_PRESETS = {
         "sapo",
     ),
     *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
-    *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo"),
+    *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo", "otb"),
     *("opd", "mopd", "iw_opd", "rlsd"),
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.

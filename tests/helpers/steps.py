@@ -24,13 +24,14 @@ from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Reward, Rollout, 
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")
 PARTS = ("correct", "boxed")
-CHOSEN = ("credit", "distillation", "filters", "token_mask", "objective")
+CHOSEN = ("credit", "baseline", "distillation", "filters", "token_mask", "objective")
 
 
 class Preset(NamedTuple):
     """What a preset's gin file says over that of the embedded default."""
 
     credit: Callable
+    baseline: Callable
     distillation: Callable
     filters: Sequence[Callable]
     token_mask: Callable
@@ -54,6 +55,7 @@ class Step(NamedTuple):
     logp_old: Tensor
     logp_ref: Tensor
     logp_teacher: Tensor
+    energy: Tensor
 
 
 @st.composite
@@ -78,18 +80,19 @@ def steps(draw, prompts: st.SearchStrategy[int], most: int = 6, stray: float = 2
     verdict = st.sampled_from([0.0, 1.0]) if draw(st.booleans()) else st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.1, -0.5])
     value, *parts = (draw(tensors((p, g), verdict)) for _ in range(1 + len(PARTS)))
     valid, truncated = (draw(tensors(b, st.sampled_from([False, False, False, True]))).bool() for _ in range(2))
+    energy = (draw(tensors((b, t), st.integers(0, 64))) / 32).where(mask, torch.nan)
     tokens = torch.zeros(b, t, dtype=torch.long)
     tokens[:, 0] = torch.arange(b)  # a row's number, by which the policy knows it
     rollout = Rollout(tokens, mask, sampled, truncated, ("",) * b)
     problems = tuple(Problem(draw(st.integers(0, 1000)) * 8 + i, "", "", {}) for i in range(p))
     reward = Reward(value, ~valid.view(p, g), dict(zip(PARTS, parts, strict=True)))
-    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher)
+    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher, energy)
 
 
 def rich_step(seed: int, prompts: int, group_size: int = 6, width: int = 6) -> Step:
     """Rewards of every size, rows of every length, policies up to 2 nats apart; nothing equal by chance."""
     b = prompts * group_size
-    keys = iter(prng.split(prng.key(seed, device="cpu"), 12))
+    keys = iter(prng.split(prng.key(seed, device="cpu"), 13))
 
     def between(low: float, high: float, *shape: int) -> Tensor:
         drawn = prng.uniform(next(keys), torch.Size(shape).numel(), dtype=torch.float64, low=low, high=high)
@@ -106,7 +109,7 @@ def rich_step(seed: int, prompts: int, group_size: int = 6, width: int = 6) -> S
     reward = Reward(value, between(0.0, 1.0, prompts, group_size) < 0.9, dict(zip(PARTS, parts, strict=True)))
     problems = tuple(Problem(7 * i, "", "", {}) for i in range(prompts))
     teacher = (logp + between(-2.0, 2.0, b, width)).clamp(max=0)
-    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher)
+    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher, between(0.0, 2.0, b, width))
 
 
 class TokenPolicy:
@@ -177,6 +180,8 @@ def learn(
         reward=unasked,
         teacher=partial(taught, step),
         credit=how.credit,
+        energy=partial(energies, step),
+        baseline=how.baseline,
         distillation=how.distillation,
         filters=how.filters,
         token_mask=how.token_mask,
@@ -204,6 +209,10 @@ def as_sampled(groups: Groups, explore: Callable, carried: Carry) -> GroupBatch:
 
 def taught(step: Step, groups: Groups) -> Tensor:
     return step.logp_teacher[groups.rollout.tokens[:, 0]]
+
+
+def energies(step: Step, rollout: Rollout) -> Tensor:
+    return step.energy[rollout.tokens[:, 0]]
 
 
 def unasked(*args: object) -> None:

@@ -143,6 +143,10 @@ class FSDPPolicy:
         """log pi_theta of the rollout's tokens under the weights as they stand."""
         return self._logp(self.logprob_model, rollout)
 
+    def energy(self, rollout: Rollout) -> Float[Tensor, "B T"]:
+        """|d logp / d logits|^2 of the rollout's tokens under the weights as they stand: 1 - 2 pi + sum_v pi_v^2."""
+        return self._read(self.logprob_model, rollout, lambda *rows: self.logprob_model.energy(*rows))
+
     def reference(self, rollout: Rollout) -> Float[Tensor, "B T"] | None:
         """log pi_ref of the rollout's tokens; None when no reference is kept."""
         return None if self.reference_model is None else self.logp_under(self.reference_model, rollout)
@@ -152,8 +156,14 @@ class FSDPPolicy:
         with frozen() as logprob_model:
             return self._logp(logprob_model, rollout)
 
-    @torch.no_grad()
     def _logp(self, logprob_model: LogprobModel, rollout: Rollout) -> Float[Tensor, "B T"]:
+        return self._read(logprob_model, rollout, lambda *rows: logprob_model(*rows)[0])
+
+    @torch.no_grad()
+    def _read(
+        self, logprob_model: LogprobModel, rollout: Rollout, score: Callable[[Tensor, Tensor], Tensor]
+    ) -> Float[Tensor, "B T"]:
+        """One number a token without gradients, of `score` on (tokens, mask), in micro-batches over all devices."""
         check_rows(rollout.mask)
         out = torch.zeros_like(rollout.logp_sampled)
         for rows in self._parts(logprob_model, rollout.tokens, rollout.mask, self.micro_tokens):
@@ -161,8 +171,8 @@ class FSDPPolicy:
             mask = rollout.mask[some] & (rows >= 0)[:, None]
             width = int(lengths(mask).max())
             with self.world.talking("log-probs"):
-                logp, _ = logprob_model(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
-                out[:, :width].index_add_(0, some, self._gathered(logp, len(rows)))
+                found = score(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
+                out[:, :width].index_add_(0, some, self._gathered(found, len(rows)))
         return out
 
     def _parts(

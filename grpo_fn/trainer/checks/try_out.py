@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
+from torch.func import grad_and_value, vmap
 
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.core.batch import count
@@ -78,10 +78,10 @@ def try_objective(algorithm: Algorithm) -> None:
 
 
 def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
-    """Raise ValueError unless credit, distillation, filters and token mask return what a step needs of them.
+    """Raise ValueError unless credit, baseline, distillation, filters and token mask return what a step needs.
 
     Args:
-        algorithm: its `credit`, `distillation`, `filters`, `token_mask` and `group_size`.
+        algorithm: its `credit`, `baseline`, `distillation`, `filters`, `token_mask` and `group_size`.
         parts: the names of the reward's parts.
     """
     size, batch = algorithm.group_size, toy_batch(algorithm.group_size)
@@ -94,6 +94,7 @@ def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
     keys = torch.arange(2 * len(ended)).view(-1, 2)
     asked = [
         ("credit", algorithm.credit, lambda f: f(reward, torch.zeros(mask.shape), mask), mask.shape, torch.float32),
+        ("baseline", algorithm.baseline, lambda f: vmap(f)(adv, adv.abs(), mask), mask.shape, torch.float32),
         ("distillation", algorithm.distillation, lambda f: f(adv, 0.1 * adv, mask), mask.shape, torch.float32),
         *(("filters", one, lambda f: f(rollout, adv), (GROUPS, size), torch.bool) for one in algorithm.filters),
         ("token_mask", algorithm.token_mask, lambda f: f(batch, keys), batch.mask.shape, torch.bool),
@@ -106,6 +107,18 @@ def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
             lambda found, shape=shape, dtype=dtype: wrong_tensor(found, tuple(shape), dtype),
             wanted=f"{'booleans' if dtype is torch.bool else 'finite numbers'} of shape {list(shape)}",
         )
+
+
+def reads_energy(baseline: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
+    """Whether advantages move with the tokens' energies, found by asking: only then does a step compute them.
+
+    Args:
+        baseline: (advantage, energy, mask) of one group -> advantage, [G, T] each.
+    """
+    value = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    energy = torch.tensor([[0.1, 0.7], [0.5, 0.2]], dtype=torch.float64)
+    everything = torch.ones_like(value, dtype=torch.bool)
+    return not torch.equal(baseline(value, energy, everything), baseline(value, 1 - energy, everything))
 
 
 def toy_batch(group_size: int) -> Batch:

@@ -342,6 +342,17 @@ def test_logp_is_what_vjp_scores_and_follows_the_weights(name):
         policy.update()
 
 
+@pytest.mark.parametrize("name", list(MODELS))
+def test_energies_are_the_oracles_and_zero_where_nothing_was_sampled(name):
+    tokens, mask = tokens_and_mask(0, 7)
+    policy, oracle = local(MODELS[name](V)), FunctionalPolicy(MODELS[name](V), temperature=0.7)
+    got = policy.energy(rollout(tokens, mask))
+    assert not got.requires_grad
+    assert (got[~mask] == 0).all()
+    assert (got[mask] > 0).all()
+    torch.testing.assert_close(got, oracle.energy(tokens, mask), rtol=0, atol=5e-6)
+
+
 def test_the_reference_stays_where_the_policy_began():
     policy = local(qwen2_tied(V), reference=True)
     seen = rollout(*tokens_and_mask(0, 4))

@@ -281,6 +281,11 @@ def many_gradients(
     return found
 
 
+def energies(world: World, folder: str, case: Case, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Before anything else is asked of the policy."""
+    return built(world, folder, case).energy(rollout(tokens, mask))
+
+
 def alike(found: list[Any]) -> Any:
     """What every rank found, which is the same to the last bit."""
     assert all(identical(one, found[0]) for one in found[1:])
@@ -291,6 +296,18 @@ def alike_in_words(found: list[Any]) -> Any:
     """The same, where a NaN is to be equal to a NaN."""
     assert all(repr(one) == repr(found[0]) for one in found[1:])
     return found[0]
+
+
+# -- what is read without a gradient
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "model"), [(2, "full_shard", "qwen2_tied"), (4, "hybrid_shard", "gemma2_capped")]
+)
+def test_energies_are_those_of_one_process(folders, size, strategy, model):
+    case, batch = Case(model, strategy), batch_for(model, 2, 7)
+    seen = alike(crew(size).run(energies, str(folders / model), case, batch.tokens, batch.mask))
+    torch.testing.assert_close(seen, oracle(folders, case).energy(batch.tokens, batch.mask), rtol=0, atol=5e-6)
 
 
 # -- the central test

@@ -401,6 +401,8 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
         reward=length_reward,
         teacher=algorithm.without_teacher,
         credit=partial(credit.outcome, advantage=advantage.mean_centered),
+        baseline=advantage.no_baseline,
+        energy=algorithm.without_energy,
         distillation=distillation.no_teacher,
         filters=(),
         token_mask=masking.no_tokens,

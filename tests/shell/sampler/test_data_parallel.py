@@ -101,6 +101,7 @@ class Step(NamedTuple):
     adv: torch.Tensor
     batch: Any
     ratio: torch.Tensor
+    energy: torch.Tensor
     figures: dict[str, float]
 
 
@@ -158,6 +159,8 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         reward=partial(combine, parts=[letters, short], weights=[1.0, 0.5], score=score),
         teacher=algorithm.without_teacher,
         credit=how.credit,
+        energy=algorithm.without_energy,
+        baseline=how.baseline,
         distillation=how.distillation,
         filters=how.filters,
         token_mask=how.token_mask,
