@@ -21,6 +21,7 @@ from grpo_fn.core.batch import (
     count,
     make_batch,
     minibatches,
+    reweigh_groups,
     scatter_rows,
     trim_rows,
 )
@@ -41,6 +42,7 @@ class Stages:
     credit: Callable[[Reward, Tensor, Tensor], Tensor]  # the advantage of every token, [P G T]
     baseline: Callable[[Tensor, Tensor, Tensor], Tensor]  # of one group: (advantage, energy, mask) -> advantage, [G T]
     distillation: Callable[[Tensor, Tensor, Tensor], Tensor]  # (advantage, log-prob gap to the teacher, mask), [P G T]
+    reweighting: Callable[[Tensor, Batch], Tensor]  # of one group, at each update: (logp now, rows) -> advantage, [G T]
     filters: Sequence[Callable[[Rollout, Tensor], Tensor]]  # which samples may learn, [P G]; all of them have to agree
     token_mask: Callable[[Batch, Tensor], Tensor]  # tokens that the loss treats apart, [B T]
     objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # scores; batch=, totals=, gains= -> loss, diagnostics
@@ -86,10 +88,9 @@ class StepAlgorithm(StepKnobs):
     """An `Algorithm` in a run: its number of prompts bound, with what the run gives it."""
 
     reward: Callable[[Sequence[Problem], Rollout], Reward]
-    teacher: Callable[
-        [Groups], Tensor | None
-    ]  # its log-probs of the sampled tokens, [B T]; without_teacher without one
+    teacher: Callable[[Groups], Tensor | None]  # log-probs of the sampled tokens, [B T]; without_teacher without one
     energy: Callable[[Rollout], Tensor]  # |d logp / d logits|^2 of the sampled tokens, [B T]; without_energy: zeros
+    look: Callable[[Policy, Batch], Tensor]  # log-probs now for `reweighting`, [B T]; without_look: logp_old
     anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
     split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.trim_rows
 
@@ -140,18 +141,6 @@ def without_teacher(groups: Groups) -> None:
         groups: P problems, their samples and rewards; not read.
     """
     return None
-
-
-def without_energy(rollout: Rollout) -> Float[Tensor, "B T"]:
-    """No baseline reads the energy of a token.
-
-    Args:
-        rollout: the step's samples, B = P * G rows.
-
-    Returns:
-        Zeros, [B, T].
-    """
-    return torch.zeros_like(rollout.logp_sampled)
 
 
 def compare_as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
@@ -304,8 +293,7 @@ def compute_advantages(
     compared = (rollout.mask, logp_old - logp_ref, logp_teacher - logp_old, energy)
     mask, drift, gap, energy = (by_group(x, len(reward.value)) for x in compared)
     value = stages.credit(reward, gains.kl * drift, mask)
-    adv = vmap(stages.baseline)(value, energy, mask & reward.valid[..., None])
-    adv = stages.distillation(adv, gap, mask)
+    adv = stages.distillation(vmap(stages.baseline)(value, energy, mask & reward.valid[..., None]), gap, mask)
     keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
     batch = make_batch(rollout, keep, adv, logp_old, logp_ref, logp_teacher)
     selected = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
@@ -386,6 +374,7 @@ def update_policy(
         The objective, per-token statistics, and the batch with the log-probs that it was compared with.
     """
     objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
+    batch = reweigh_groups(batch, algo.look(policy, batch), len(batch.mask) // algo.group_size, algo.reweighting)
     parts = algo.split(batch)
     policy.set_accumulation_steps(len(parts))
     for rows in parts:

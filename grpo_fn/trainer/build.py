@@ -20,11 +20,11 @@ from grpo_fn.algo.step import (
     compare_as_given,
     compare_to_own_pass,
     from_sampler,
-    without_energy,
     without_teacher,
 )
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
+from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
@@ -39,7 +39,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
-from grpo_fn.trainer.checks.try_out import reads_energy
+from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Data, Sampling, Settings
@@ -304,6 +304,7 @@ def step_algorithm(
         **knobs,
         teacher=ask,
         energy=policy.energy if reads_energy(a.baseline) else without_energy,
+        look=look_first if reads_logp(a.reweighting) and not own_pass else without_look,
         reward=partial(streaming.round, reward=settings.rewards.reward, world=world),
         anchor=partial(compare_to_own_pass, reference=checked.reference) if own_pass else compare_as_given,
         split=policy.split_rows,

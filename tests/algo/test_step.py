@@ -27,7 +27,7 @@ from grpo_fn.algo import (
     objective,
 )
 from grpo_fn.algo import masking as filters
-from grpo_fn.algo.advantage import group_normalized, leave_one_out, mean_centered, no_baseline
+from grpo_fn.algo.advantage import as_credited, group_normalized, leave_one_out, mean_centered, no_baseline
 from grpo_fn.algo.step import (
     AT_THE_START,
     Experience,
@@ -38,10 +38,10 @@ from grpo_fn.algo.step import (
     from_trainer,
     grpo_step,
     sample_advantages,
-    without_energy,
     without_teacher,
 )
 from grpo_fn.core import prng
+from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Carry, Gains, Policy, Reward, Rollout, Sampler
@@ -113,6 +113,8 @@ def algo(
         "baseline": no_baseline,
         "energy": without_energy,
         "distillation": distillation.no_teacher,
+        "reweighting": as_credited,
+        "look": without_look,
         "teacher": without_teacher,
         "filters": [],
         "token_mask": masking.no_tokens,

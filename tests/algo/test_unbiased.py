@@ -334,6 +334,7 @@ def test_the_functions_of_the_catalogue_are_in_the_table():
     measured = {
         (advantage, ("reward", "valid")),
         (advantage, ("value", "energy", "mask")),
+        (advantage, ("logp", "group")),
         (losses, ("logp", "row")),
         (kl, ("logp", "row")),
         (aggregation, ("mask", "totals")),

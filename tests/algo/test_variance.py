@@ -1,4 +1,4 @@
-"""How noisy the estimators are, by enumerating every outcome; docs/bias.md shows what tools/tables/variance_table.py finds."""
+"""How noisy the estimators are, by enumerating every outcome; docs/bias.md shows what variance_table.py finds."""
 
 from functools import partial
 from pathlib import Path

@@ -26,7 +26,7 @@ from grpo_fn.algo import (
     objective,
 )
 from grpo_fn.algo import masking as filters
-from grpo_fn.algo.advantage import group_normalized, mean_centered, no_baseline
+from grpo_fn.algo.advantage import as_credited, group_normalized, mean_centered, no_baseline
 from grpo_fn.algo.step import (
     AT_THE_START,
     Stages,
@@ -58,7 +58,7 @@ def stages(
     }
     f = partial(objective.policy_objective, **each, beta=0.1, entropy_bonus=0.0)
     plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "token_mask": masking.no_tokens}
-    plain |= {"baseline": no_baseline, "distillation": distillation.no_teacher}
+    plain |= {"baseline": no_baseline, "distillation": distillation.no_teacher, "reweighting": as_credited}
     return Stages(**{**plain, "objective": f, **changes})
 
 
@@ -132,7 +132,10 @@ def same_row(batch, b, shown, i) -> bool:
 def test_one_vmapped_call_is_a_gradient_for_each_view():
     _, seen = one_step(OTHERS["plain"])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
-    views = {name: compare_algorithms.view(s, seen.groups, old, ref, old, NO_ENERGY, UNMOVED, KEY) for name, s in OTHERS.items()}
+    views = {
+        name: compare_algorithms.view(s, seen.groups, old, ref, old, NO_ENERGY, UNMOVED, KEY)
+        for name, s in OTHERS.items()
+    }
     drift = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
     scores = Scores(torch.where(seen.groups.rollout.mask, old + drift, 0.0), torch.zeros_like(old))
     got = compare_algorithms.signals(scores, views, UNMOVED)

@@ -25,7 +25,10 @@ WANTED = {
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     *("sapo", "gmpo"),
 }
-ALGORITHM = {"group_sampling", "credit", "baseline", "distillation", "filters", "token_mask", "objective"}
+ALGORITHM = {
+    *("group_sampling", "credit", "baseline", "distillation", "reweighting"),
+    *("filters", "token_mask", "objective"),
+}
 OBJECTIVE = {"token_loss", "kl", "loss_aggregation", "beta", "entropy_bonus"}
 WITH_A_REFERENCE = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 # What is there to be composed and in none of the presets.
@@ -35,7 +38,7 @@ SPARE = {
     losses: {"dual_clip", "sequence_ratio_token"},
     kl: {"k1_ratio"},
     masking: set(),
-    aggregation: {"sequence_mean_over_samples", "constant_length_over_samples"},
+    aggregation: {"constant_length_over_samples"},
     weighted_losses: set(),
 }
 SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go"}

@@ -72,6 +72,7 @@ ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
 KNOBS_SINCE = {
     "algorithm.baseline": "@advantage.no_baseline",
     "algorithm.distillation": "@distillation.no_teacher",
+    "algorithm.reweighting": "@advantage.as_credited",
     "teacher": "None",
     "compute.deterministic": "False",
     "logging.start_kl_every": "0",

@@ -24,7 +24,7 @@ from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Reward, Rollout, 
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")
 PARTS = ("correct", "boxed")
-CHOSEN = ("credit", "baseline", "distillation", "filters", "token_mask", "objective")
+CHOSEN = ("credit", "baseline", "distillation", "reweighting", "filters", "token_mask", "objective")
 
 
 class Preset(NamedTuple):
@@ -33,6 +33,7 @@ class Preset(NamedTuple):
     credit: Callable
     baseline: Callable
     distillation: Callable
+    reweighting: Callable
     filters: Sequence[Callable]
     token_mask: Callable
     objective: Callable
@@ -183,6 +184,8 @@ def learn(
         energy=partial(energies, step),
         baseline=how.baseline,
         distillation=how.distillation,
+        reweighting=how.reweighting,
+        look=now,
         filters=how.filters,
         token_mask=how.token_mask,
         objective=how.objective,
@@ -209,6 +212,10 @@ def as_sampled(groups: Groups, explore: Callable, carried: Carry) -> GroupBatch:
 
 def taught(step: Step, groups: Groups) -> Tensor:
     return step.logp_teacher[groups.rollout.tokens[:, 0]]
+
+
+def now(policy: TokenPolicy, batch: Batch) -> Tensor:
+    return policy.logp_now[batch.tokens[:, 0]]
 
 
 def energies(step: Step, rollout: Rollout) -> Tensor:

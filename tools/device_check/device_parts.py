@@ -29,8 +29,9 @@ from grpo_fn.algo import (
 )
 from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo.objective import policy_objective
-from grpo_fn.algo.step import StepAlgorithm, compare_as_given, from_sampler, without_energy, without_teacher
+from grpo_fn.algo.step import StepAlgorithm, compare_as_given, from_sampler, without_teacher
 from grpo_fn.core import prng, sampling
+from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import combine, score_serially
 from grpo_fn.shell.model import blocks
@@ -132,6 +133,8 @@ class Bench(NamedTuple):
             baseline=advantage.no_baseline,
             energy=without_energy,
             distillation=distillation.no_teacher,
+            reweighting=advantage.as_credited,
+            look=without_look,
             teacher=without_teacher,
             filters=[],
             token_mask=masking.no_tokens,

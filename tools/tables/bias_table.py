@@ -232,7 +232,8 @@ def binary() -> dict[str, Signal]:
     normalized = (group_normalized, leave_one_out_normalized, leave_one_out_others_std)
     found = (advantage.leave_one_out, *normalized, advantage.max_rl)
     named = {f"`{getattr(f, 'func', f).__name__}`": by_group(f, "solved") for f in found}
-    return named | {"`pass_at_k`, k = 2": by_group(pass_at_2, "solved")}
+    labels = by_group(partial(advantage.rewards_as_labels, tau=0.5, threshold=1.0), "solved")
+    return named | {"`pass_at_k`, k = 2": by_group(pass_at_2, "solved"), "`rewards_as_labels` 0.5": labels}
 
 
 def elsewhere() -> list[Comparison]:

@@ -142,7 +142,9 @@ def baselines(worth: str, size: int) -> dict[str, Estimator]:
 
 def divided(worth: str) -> dict[str, Estimator]:
     """The advantages that divide by what the group is like."""
-    binary = {} if worth == "reward" else {"`pass_at_k`, k = 2": bias.pass_at_2}
+    labels = partial(advantage.rewards_as_labels, tau=0.5, threshold=1.0)
+    of_two = {"`pass_at_k`, k = 2": bias.pass_at_2, "`rewards_as_labels` 0.5": labels}
+    binary = {} if worth == "reward" else of_two
     return {name: in_groups(compared(f), worth, 4) for name, f in (DIVIDED | binary).items()}
 
 

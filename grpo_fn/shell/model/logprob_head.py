@@ -167,9 +167,7 @@ def linear_energy(
 
 
 @torch.no_grad()
-def dense_energy(
-    logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float
-) -> Float[Tensor, "N"]:
+def dense_energy(logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float) -> Float[Tensor, "N"]:
     """The same from materialised logits."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return _energy_of((wide - wide.amax(-1, keepdim=True)).exp_(), target)

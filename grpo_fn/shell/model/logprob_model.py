@@ -72,7 +72,7 @@ class LogprobModel(nn.Module):
 
     @torch.no_grad()
     def energy(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """|d logp / d logits|^2 of each sampled token, `[B T]`, the logits divided by the temperature; zero where ~mask.
+        """|d logp / d logits|^2 of each sampled token, `[B T]`, at the temperature; zero where ~mask.
 
         One reduction in place of the two of `forward`; what shards the model has to know it as a forward method.
         """

@@ -78,17 +78,18 @@ def try_objective(algorithm: Algorithm) -> None:
 
 
 def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
-    """Raise ValueError unless credit, baseline, distillation, filters and token mask return what a step needs.
+    """Raise ValueError unless what makes advantages and chooses rows and tokens returns what a step needs.
 
     Args:
-        algorithm: its `credit`, `baseline`, `distillation`, `filters`, `token_mask` and `group_size`.
+        algorithm: its `credit`, `baseline`, `distillation`, `reweighting`, `filters`, `token_mask` and `group_size`.
         parts: the names of the reward's parts.
     """
     size, batch = algorithm.group_size, toy_batch(algorithm.group_size)
     mask = batch.mask.view(GROUPS, size, -1)
     value = torch.arange(GROUPS * size, dtype=torch.float32).view(GROUPS, size) / (GROUPS * size)
     reward = Reward(value, torch.ones_like(value, dtype=torch.bool), dict.fromkeys(parts, value))
-    adv = batch.adv.view(mask.shape)
+    groups = Batch(*(x.view(mask.shape) for x in batch))
+    adv, logp = groups.adv, groups.logp_old + 0.1
     ended = torch.zeros(len(batch.mask), dtype=torch.bool)
     rollout = Rollout(batch.tokens, batch.mask, batch.logp_sampled, ended, ("",) * len(ended))
     keys = torch.arange(2 * len(ended)).view(-1, 2)
@@ -96,6 +97,7 @@ def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
         ("credit", algorithm.credit, lambda f: f(reward, torch.zeros(mask.shape), mask), mask.shape, torch.float32),
         ("baseline", algorithm.baseline, lambda f: vmap(f)(adv, adv.abs(), mask), mask.shape, torch.float32),
         ("distillation", algorithm.distillation, lambda f: f(adv, 0.1 * adv, mask), mask.shape, torch.float32),
+        ("reweighting", algorithm.reweighting, lambda f: vmap(f)(logp, groups), mask.shape, torch.float32),
         *(("filters", one, lambda f: f(rollout, adv), (GROUPS, size), torch.bool) for one in algorithm.filters),
         ("token_mask", algorithm.token_mask, lambda f: f(batch, keys), batch.mask.shape, torch.bool),
     ]
@@ -119,6 +121,16 @@ def reads_energy(baseline: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
     energy = torch.tensor([[0.1, 0.7], [0.5, 0.2]], dtype=torch.float64)
     everything = torch.ones_like(value, dtype=torch.bool)
     return not torch.equal(baseline(value, energy, everything), baseline(value, 1 - energy, everything))
+
+
+def reads_logp(reweighting: Callable[[Tensor, Batch], Tensor]) -> bool:
+    """Whether advantages move with the policy at an update, found by asking: only then is it looked at before.
+
+    Args:
+        reweighting: (log-probs now, rows) of one group -> advantage, [G, T] each.
+    """
+    rows = toy_batch(GROUPS)
+    return not torch.equal(reweighting(rows.logp_old, rows), reweighting(rows.logp_old - rows.adv, rows))
 
 
 def toy_batch(group_size: int) -> Batch:
