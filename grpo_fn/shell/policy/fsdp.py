@@ -18,6 +18,7 @@ from grpo_fn.core.batch import lengths
 from grpo_fn.core.checksums import combine_digests, hex_digest
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel, check_rows
 from grpo_fn.shell.policy.checksums import StepChecksums, block_digests, combine_ranks
 from grpo_fn.shell.policy.optimizer import load_moment, moment_value
@@ -64,6 +65,7 @@ class FSDPPolicy:
         self.reference_model = reference_model
         self.dropout_modules = [module for module in dropout_modules if getattr(module, "p", 0.0) > 0]
         self.seed = seed
+        mark_vocabulary(logprob_model)
         self.optimizer = optimizer(p for p in logprob_model.parameters() if p.requires_grad)
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = schedule
@@ -331,6 +333,13 @@ class FSDPPolicy:
         finally:
             for module in self.dropout_modules:
                 module.eval()
+
+
+def mark_vocabulary(logprob_model: LogprobModel) -> None:
+    """Mark embedding and head, the matrices outside of the blocks, for optimizers that treat them apart."""
+    inside = {id(p) for layer in blocks(logprob_model.model) for p in layer.parameters()}
+    for p in logprob_model.parameters():
+        p.of_vocabulary = p.ndim >= 2 and id(p) not in inside
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:
