@@ -21,7 +21,7 @@ from grpo_fn.core.types import Batch, Policy, Rollout, Scores
 from grpo_fn.shell.model.logprob_model import has_linear_head
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.functional import FunctionalPolicy
-from grpo_fn.shell.policy.optimizer import linear_decay
+from grpo_fn.shell.policy.optimizer import adamw, linear_decay, muon
 
 V = 12
 LOSSES = token_losses()
@@ -376,15 +376,16 @@ def test_every_weight_is_named_once_and_shared():
     assert all(x.data_ptr() == own[name].data_ptr() for name, x in tied.weights(trained=False))
 
 
-def test_restored_policies_go_on_bit_for_bit():
-    first = local(qwen2_tied(V), schedule=partial(linear_decay, warmup=2, total=9, final=0.1))
+@pytest.mark.parametrize("make", [partial(adamw, **DEFAULTS), partial(muon, **DEFAULTS, momentum=0.95, ns_steps=5)])
+def test_restored_policies_go_on_bit_for_bit(make):
+    first = local(qwen2_tied(V), schedule=partial(linear_decay, warmup=2, total=9, final=0.1), optimizer=make)
     for seed in range(2):
         step_once(first, seed)
     other = qwen2_tied(V)
     with torch.no_grad():
         for p in other.parameters():
             p.add_(1.0)
-    second = local(other, schedule=first.schedule)
+    second = local(other, schedule=first.schedule, optimizer=make)
     second.restore(handed_over(deepcopy(first.tensors())), first.counters())
     assert identical(second.tensors(), first.tensors())
     assert second.counters() == first.counters()
