@@ -41,7 +41,7 @@ from grpo_fn.algo.step import (
     without_teacher,
 )
 from grpo_fn.core import prng
-from grpo_fn.core.batch import without_energy, without_look
+from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Carry, Gains, Policy, Reward, Rollout, Sampler
@@ -184,6 +184,30 @@ def test_a_step_samples_scores_trains_and_syncs(old_logp, asked):
         *("<generate", "sample", "generate>", "<score", "reward", "score>", "rest"),
         *("<train", *asked, "reference", *climb, *climb, *climb, "train>", "<sync", "load", "sync>"),
     ]
+
+
+def test_a_look_comes_before_each_update_and_sees_the_policy_as_it_is_then():
+    policy, sampler = pair()
+    seen = []
+
+    def noted(logp, group):
+        seen.append(logp)
+        return group.adv
+
+    how = algo(micro_tokens=10**6, minibatches=3, look=look_first, reweighting=noted, objective=algo().objective)
+    step(policy, sampler, how)
+    climb = ["logp", "vjp", "pullback", "update"]
+    assert [call for call in policy.log if call in climb] == climb * 3
+    assert len(seen) == 3
+
+
+def test_energies_are_asked_for_once_of_the_samples():
+    policy, sampler = pair()
+    asked = []
+    how = algo(energy=lambda rollout: (asked.append(rollout), torch.ones_like(rollout.logp_sampled))[1])
+    experience, _ = step(policy, sampler, how)
+    assert [one.text for one in asked] == [experience.groups.rollout.text]
+    assert (experience.energy == 1).all()
 
 
 @COSTLY

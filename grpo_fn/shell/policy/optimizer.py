@@ -131,6 +131,9 @@ def muon(
 
     Returns:
         The optimizer.
+
+    Raises:
+        ValueError: there are no parameters.
     """
     rest, matrices = [], []
     for p in params:
