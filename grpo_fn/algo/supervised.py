@@ -21,7 +21,13 @@ from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
 
-EXAMPLES = {"peak": (0.9,), "valley": (0.05,), "warmup": (0, 3), "decay": (0, 5)}  # knobs as tests try them
+EXAMPLES = {
+    "mu": (0.1,),
+    "peak": (0.9,),
+    "valley": (0.05,),
+    "warmup": (0, 3),
+    "decay": (0, 5),
+}  # knobs as tests try them
 
 
 def cross_entropy(
