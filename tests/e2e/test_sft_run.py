@@ -52,7 +52,7 @@ def test_the_held_out_loss_falls_and_nothing_is_sampled_or_scored(calm: Path) ->
     assert not any(name in row for row in steps for name in ("reward/mean", "generation/tokens", "loss/ratio_mean"))
     assert {"sft/loss", "sft/perplexity", "eval/loss"} <= {*board(calm).Tags()["scalars"]}
     assert (calm / "model" / "model.safetensors").is_file()
-    assert "\\boxed" in (calm / "signal" / "step_6.html").read_text()
+    assert (calm / "signal" / "step_6.html").is_file()
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, data: Path, calm: Path, tmp_path: Path) -> None:

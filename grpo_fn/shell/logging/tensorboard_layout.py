@@ -19,7 +19,10 @@ def lines(*tags: str) -> Chart:
 
 
 OF_REWARD = "mean|std|min|max|correct_rate|invalid|timeouts|worker_crashes|protocol_errors|exceptions"
-OF_EVAL = r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|lag_steps|seconds|loss|perplexity|tokens|(pass|maj)@\d+"
+OF_EVAL = (
+    r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|lag_steps|seconds|"
+    r"loss|perplexity|tokens|(pass|maj)@\d+"
+)
 
 LAYOUT: dict[str, dict[str, Chart]] = {
     "Health": {
