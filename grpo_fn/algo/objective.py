@@ -78,6 +78,43 @@ def policy_objective(
     return objective, {name: value.detach() for name, value in seen.items()}
 
 
+def with_teacher_divergence(
+    scores: Scores,
+    *,
+    batch: Batch,
+    totals: Totals,
+    gains: Gains,
+    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    divergence: Callable[[Tensor, Batch], Tensor],
+    loss_aggregation: Callable[[Tensor, Totals], Tensor],
+    coef: float,
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
+    """objective + coef sum_bt v_bt d_bt: a divergence to the teacher beside an objective, with weights v of its own.
+
+    In the place of `distillation.teacher_gap`, whose gap shares the weights of the advantages: there a mean over rows
+    divides both by a row's length, here the divergence may be a mean over tokens while the objective is one over rows.
+
+    Args:
+        scores: log-probs and entropies under the policy, [B, T] each, in nats; B at least 1.
+        batch: the micro-batch, each field [B, T]; the log-probs of its teacher are read.
+        totals: sampled tokens, rows and samples of the whole optimizer step.
+        gains: what the coefficients of the objective are multiplied with.
+        objective: scores; batch=, totals=, gains= -> loss and diagnostics.
+        divergence: (logp [T], row) -> KL estimate [T] of one row, its logp_ref being the teacher's.
+        loss_aggregation: (mask [B, T], totals) -> v [B, T].
+        coef: coefficient of the divergence, per nat.
+
+    Returns:
+        The sum, a scalar, and the objective's diagnostics of each token, [B, T].
+    """
+    value, seen = objective(scores, batch=batch, totals=totals, gains=gains)
+    apart = vmap(divergence)(scores.logp, batch._replace(logp_ref=batch.logp_teacher))
+    return value + coef * (loss_aggregation(batch.mask, totals) * apart).sum(), seen
+
+
+with_teacher_divergence.SUPPLIED = {"objective": ("batch", "totals", "gains")}
+
+
 def update_policy(
     policy: Policy,
     components: Sequence[Component],

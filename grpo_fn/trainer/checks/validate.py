@@ -122,7 +122,9 @@ def validate(settings: Settings) -> ValidatedPlan:
 
 def find_teachers(settings: Settings, own: PretrainedConfig) -> dict[str, tuple[hf.ModelSource, PretrainedConfig]]:
     """The teachers by key. Raises ValueError for one that cannot read what the policy writes, or that is missing."""
-    check_distillation(settings.algorithm.distillation, settings.teacher)
+    check_distillation(
+        settings.algorithm.distillation, settings.teacher, also=reads_teacher(settings.algorithm.objective)
+    )
     if settings.teacher is None:
         return {}
     found = {name: (source, source.config()) for name, source in settings.teacher.sources().items()}
@@ -214,6 +216,18 @@ def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -
         return loss(Scores(logp, entropy))[0]
 
     return bool(value(logp - 1) != value(logp)) or reads_drift(credit, parts)
+
+
+def reads_teacher(objective: Objective) -> bool:
+    """Whether an objective moves with logp_teacher, found by asking it."""
+    mask = torch.tensor([[False, True, True], [False, True, True]])
+    logp = torch.full((2, 3), -1.0, dtype=torch.float64)
+
+    def value(logp_teacher: Tensor) -> Tensor:
+        batch = Batch(mask.long(), mask, logp, logp, logp, logp_teacher, torch.ones_like(logp), mask)
+        return objective(Scores(logp, -logp), batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))[0]
+
+    return bool(value(logp - 1) != value(logp))
 
 
 def reads_drift(credit: Credit, parts: Sequence[str]) -> bool:
