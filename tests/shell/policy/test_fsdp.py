@@ -41,11 +41,12 @@ def composed(loss: str, penalty: str, weigh: str) -> partial:
 IN_FLOAT64 = {name: 1e-6 if name == "gemma2_capped" else 1e-12 for name in MODELS}
 # Every function in some objective; the whole product is a slow test.
 OBJECTIVES = {"-".join(names): composed(*names) for names in zip(LOSSES, cycle(KLS), cycle(WEIGHTS), strict=False)}
-OBJECTIVES |= {  # of given tokens
+GIVEN = {  # objectives of given tokens
     name: partial(supervised.cross_entropy, token_weight=phi, loss_aggregation=aggregation.token_mean)
     for name, phi in bound(supervised, "logp", "row").items()
 }
-PRODUCT = {"-".join(names): composed(*names) for names in product(LOSSES, KLS, WEIGHTS)}
+OBJECTIVES |= GIVEN
+PRODUCT = {"-".join(names): composed(*names) for names in product(LOSSES, KLS, WEIGHTS)} | GIVEN
 
 
 def tokens_and_mask(seed: int, rows: int, prompt: int = 2, width: int = 9) -> tuple[Tensor, Tensor]:
