@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import metrics
+from grpo_fn.algo.controllers import next_gains
 from grpo_fn.algo.credit import first_token
 from grpo_fn.algo.group_sampling import GroupBatch
 from grpo_fn.algo.objective import Component, update_policy
@@ -233,9 +234,10 @@ def grpo_step(
     with span("sync"):
         sampler.load(policy)  # pi_old <- pi_theta
     found = metrics.summarise_updates(batch, learned, reference=reference is not None)
+    gain_controls = {"kl_control": algo.kl_control, "entropy_control": algo.entropy_control}
     return (
         Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)]), energy),
-        carried._replace(gains=next_gains(carried.gains, found, algo), steps=carried.steps + 1),
+        carried._replace(gains=next_gains(carried.gains, found, **gain_controls), steps=carried.steps + 1),
         {
             **figures,
             **metrics.rollout_metrics(fresh.rollout),
@@ -389,23 +391,6 @@ def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tens
         The advantage of each sample, [P, G].
     """
     return first_token(adv, by_group(groups.rollout.mask, len(adv)))
-
-
-def next_gains(gains: Gains, figures: dict[str, float], algo: StepAlgorithm) -> Gains:
-    """The gains of the next step; those of a step that learned nothing stay.
-
-    Args:
-        gains: those of this step.
-        figures: metrics of this step, by name.
-        algo: its controllers of KL and entropy.
-
-    Returns:
-        The gains of the next step.
-    """
-    kl = figures.get("loss/kl", figures.get("loss/approx_kl"))
-    if kl is None:
-        return gains
-    return Gains(algo.kl_control(gains.kl, kl), algo.entropy_control(gains.entropy, figures["loss/entropy"]))
 
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)

@@ -297,7 +297,7 @@ def step_algorithm(
     tokenizer: PreTrainedTokenizerBase,
 ) -> StepAlgorithm:
     """The algorithm section with what the run gives it."""
-    a, own_pass = settings.algorithm, checked.own_pass
+    a, own_pass, shown = settings.algorithm, checked.own_pass, settings.demonstrations
     knobs = {field.name: getattr(a, field.name) for field in fields(StepKnobs)}
     knobs["group_sampling"] = partial(a.group_sampling, prompts=a.prompts)
     if own_pass:
@@ -306,16 +306,14 @@ def step_algorithm(
     ask = without_teacher if how is None else partial(teacher_logp, teachers=asked, key=how.key)
     encoding = {"demonstration": settings.data.demonstration, "encode": settings.data.encode_prompt}
     given = partial(given_rollout, tokenizer=tokenizer, device=world.device, **encoding)
-    show = without_demonstrations
-    if settings.demonstrations is not None:
-        show = partial(shown_rows, checked.shown, shown_key(settings), settings.demonstrations.rows, given)
+    show = shown and partial(shown_rows, checked.shown, shown_key(settings), shown.rows, given)
     return StepAlgorithm(
         **knobs,
         teacher=ask,
         energy=policy.energy if reads_energy(a.baseline) else without_energy,
         look=look_first if reads_logp(a.reweighting) and not own_pass else without_look,
         given=given,
-        demonstrations=show,
+        demonstrations=show or without_demonstrations,
         reward=partial(streaming.round, reward=settings.rewards.reward, world=world),
         anchor=partial(compare_to_own_pass, reference=checked.reference) if own_pass else compare_as_given,
         split=policy.split_rows,

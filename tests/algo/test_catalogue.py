@@ -13,10 +13,11 @@ import catalogue_page as tables
 import pytest
 from catalogue import KINDS
 
-from grpo_fn.algo import credit, importance, losses, rejection, supervised, weighted_losses
+from grpo_fn.algo import controllers, credit, importance, losses, rejection, supervised, weighted_losses
 
 # What a module defines besides functions of a kind, for others to use.
 HELPERS = {
+    controllers: {"next_gains"},
     credit: {"over_tokens", "first_token", "zero_outside_mask", "moments", "standardise"},
     importance: {"log_ratio", "capped_exp", "ratio"},
     losses: {"sampled_values", "loss_diagnostics"},

@@ -10,20 +10,21 @@ import torch
 from batches import GARBAGE, UNMOVED, batches, dealt, scores, totals, with_garbage, with_padding
 from catalogue import bound
 from hypothesis import given, settings
-from steps import KEY, TokenPolicy, as_sampled, preset, rich_step, silent, unasked
+from steps import CHOSEN, KEY, TokenPolicy, as_sampled, preset, rich_step, silent, unasked
 from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import aggregation, controllers, supervised
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.objective import Component, update_policy
-from grpo_fn.core.batch import count, given_batch
+from grpo_fn.core.batch import count, given_batch, without_energy, without_look
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Rollout
 
 TOKEN_WEIGHTS = bound(supervised, "logp", "row")
 SHARES = bound(supervised, "steps")
 AGGREGATIONS = bound(aggregation, "mask", "totals")
+STAGES = [name for name in CHOSEN if name != "objective"]
 FEW = settings(max_examples=max(3, settings.default.max_examples // 6))
 PLAIN = partial(
     supervised.cross_entropy, token_weight=supervised.every_token_alike, loss_aggregation=aggregation.token_mean
@@ -146,7 +147,7 @@ class Mixed:
     def learn(self, mu: float, *, minibatches: int = 1, micro_tokens: int = 10**6, enough: bool = True, **changes):
         """The signals of each update on every token, sampled rows first, and the figures."""
         how = preset("chord")
-        stages = {name: getattr(how, name) for name in ("credit", "distillation", "filters", "token_mask", "objective")}
+        stages = {name: getattr(how, name) for name in CHOSEN}
         algo = algorithm.StepAlgorithm(
             **{
                 **supervised.SAMPLED_ONLY,
@@ -154,6 +155,8 @@ class Mixed:
                 "group_sampling": partial(as_sampled, self.step.groups),
                 "reward": unasked,
                 "teacher": algorithm.without_teacher,
+                "energy": without_energy,
+                "look": without_look,
                 "old_logp": algorithm.from_trainer,
                 "kl_control": controllers.constant_gain,
                 "entropy_control": controllers.constant_gain,
@@ -279,8 +282,7 @@ def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing():
             "anchor": algorithm.compare_as_given,
             "group_size": 1,
             "min_groups_with_signal": 1,
-            **dict.fromkeys(["reward", "teacher", "credit", "distillation", "token_mask", "old_logp"], unasked),
-            "filters": [],
+            **dict.fromkeys(["reward", "teacher", "energy", "look", "old_logp", *STAGES], unasked),
             "kl_control": controllers.constant_gain,
             "entropy_control": controllers.constant_gain,
         }
