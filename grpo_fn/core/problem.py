@@ -6,6 +6,8 @@ No torch in here: reward workers import this module and must start fast under a 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+COMPLETION = "completion"  # what a problem's `meta` calls a completion that is given, to be learned word for word
+
 
 class Problem(NamedTuple):
     """One question. `uid` is unique among the problems of a run and is what its randomness is keyed on."""

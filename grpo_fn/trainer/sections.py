@@ -19,6 +19,7 @@ from grpo_fn.core.problem import Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Sampler
 from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.demonstrations import Demonstrate
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.model.packed_input import InputPacking
@@ -42,6 +43,8 @@ class Data:
     task: Callable[[], Task]  # makes the task: training problems and the held-out set
     encode_prompt: hf.Encode  # (tokenizer, prompt) -> token ids
     overlong_prompts: Callable[..., tuple[Task, int]]  # rule for prompts that leave no space for an answer
+    demonstration: Demonstrate  # (tokenizer, problem, *, encode) -> its given tokens, and which of them to learn
+    SUPPLIED: ClassVar = {"demonstration": ("encode",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,17 @@ class Teacher:
     def sources(self) -> dict[str, hf.ModelSource]:
         """Where each of them comes from, by key. Raises ValueError for what is no model."""
         return {name: model_source(model, "sections.Teacher.models") for name, model in self.models.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+    """Given completions that `step.Algorithm.supervised` learns from beside the sampled ones."""
+
+    task: Callable[[], Task]  # makes the problems, each with a completion; the held-out ones are not used
+    rows: int  # a step, dealt out to its minibatches
+
+    def __post_init__(self) -> None:
+        check_positive(demonstration_rows=self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +221,7 @@ class Settings:
     seed: int
     lora: LoRA | None
     teacher: Teacher | None
+    demonstrations: Demonstrations | None
     data: Data
     compute: Compute
     sampling: Sampling

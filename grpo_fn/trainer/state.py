@@ -177,7 +177,7 @@ def pack_carried(carried: Carry) -> dict[str, Any]:
         "rollout": [*carried.waiting.rollout[:4], list(carried.waiting.rollout.text)],
         "reward": [*carried.waiting.reward],
     }
-    return {"drawn": carried.drawn, "gains": [*carried.gains], "waiting": waiting}
+    return {"drawn": carried.drawn, "gains": [*carried.gains], "waiting": waiting, "steps": carried.steps}
 
 
 def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -> Carry:
@@ -187,7 +187,7 @@ def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -
         Rollout(*blob["waiting"]["rollout"][:4], tuple(blob["waiting"]["rollout"][4])),
         Reward(*blob["waiting"]["reward"]),
     )
-    return Carry(blob["drawn"], waiting, Gains(*blob["gains"]))
+    return Carry(blob["drawn"], waiting, Gains(*blob["gains"]), blob.get("steps", 0))
 
 
 def null_to_nan(value: float | None) -> float:

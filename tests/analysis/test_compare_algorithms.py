@@ -36,6 +36,7 @@ from grpo_fn.algo.step import (
     grpo_step,
     without_teacher,
 )
+from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.analysis import compare_algorithms
 from grpo_fn.core import prng
 from grpo_fn.core.batch import without_energy, without_look
@@ -80,6 +81,7 @@ def one_step(mine: Stages):
     """A policy, and what it saw in a step of `mine`."""
     policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
     algo = StepAlgorithm(
+        **SAMPLED_ONLY,
         **vars(mine),
         group_sampling=partial(group_sampling.keep_all, prompts=3),
         reward=partial(combine, parts=[likes_two], weights=[1.0], score=score_serially),

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM,
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from grpo_fn.core import prng
-from grpo_fn.shell.model import hf, load_weights
+from grpo_fn.shell.model import demonstrations, hf, load_weights
+from grpo_fn.shell.model.demonstrations import pad_demonstrations, prompt_and_answer
 from grpo_fn.tasks import arithmetic
 from grpo_fn.tasks import task as tasks
 
@@ -88,7 +89,7 @@ class Recipe:
         """The cached folder, made now when it is not there."""
         fields = {k: v for k, v in asdict(self).items() if k != "cache"}
         made_with = {"torch": version("torch"), "transformers": version("transformers")}
-        code = "".join(Path(module.__file__).read_text() for module in (arithmetic, tasks, prng, hf))
+        code = "".join(Path(module.__file__).read_text() for module in (arithmetic, tasks, prng, hf, demonstrations))
         source = hashlib.sha256((code + Path(__file__).read_text()).encode()).hexdigest()
         name = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
         path = Path(self.cache).expanduser() / f"arithmetic-{name}"
@@ -205,17 +206,11 @@ def warm_up_and_decay(step: int, total: int) -> float:
 
 
 def collate(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and labels `[B, T]`; labels are -100 on prompts and padding."""
+    """Right-padded ids and labels `[B, T]`, in the rows of a supervised stage; labels are -100 where nothing learns."""
     eos = tokenizer.eos_token_id
-    prompts = tokenizer([p for p, _ in pairs])["input_ids"]
-    answers = [[*ids, eos] for ids in tokenizer([c for _, c in pairs])["input_ids"]]
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids = torch.full((len(pairs), width), eos)
-    labels = torch.full((len(pairs), width), -100)
-    for b, (p, a) in enumerate(zip(prompts, answers, strict=True)):
-        ids[b, : len(p) + len(a)] = torch.tensor(p + a)
-        labels[b, len(p) : len(p) + len(a)] = torch.tensor(a)
-    return ids, labels
+    prompts, answers = (tokenizer(list(texts))["input_ids"] for texts in zip(*pairs, strict=True))
+    ids, learn = pad_demonstrations([prompt_and_answer(p, a, eos) for p, a in zip(prompts, answers, strict=True)], eos)
+    return ids, torch.where(learn, ids, -100)
 
 
 CHAT_TEMPLATE = (
