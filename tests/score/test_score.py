@@ -418,7 +418,7 @@ def test_a_reward_of_ones_own_has_knobs_and_sees_the_whole_row(folder: Path) -> 
 
 
 REFUSED = {
-    "a word": (["mathh"], "got 'mathh', wanted math, lenient"),
+    "a word": (["mathh"], "got 'mathh', wanted math, math_evaluated, lenient"),
     "no module": (["nosuch.f"], "got 'nosuch.f', wanted a module that can be imported"),
     "no function": (["mine.obey"], "wanted a function of mine; did you mean obeys?"),
     "no name": (["mine..obeys"], "got 'mine..obeys', wanted"),

@@ -73,6 +73,8 @@ def equal(gold: Any, answer: Any) -> bool:
         same_ends = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
         return same_ends and equal(gold.start, answer.start) and equal(gold.end, answer.end)
     items, given = _items(gold), _items(answer)
+    if isinstance(gold, sympy.FiniteSet) and len(set(items)) == len(items):
+        given = list(dict.fromkeys(given))  # the same once more is no other answer, unless the gold counts
     if items and given:
         return len(items) == len(given) and _paired(items, given, anyhow=isinstance(gold, sympy.FiniteSet))
     if gold == answer:

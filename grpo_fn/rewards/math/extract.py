@@ -6,6 +6,7 @@ line. The last mark decides: to write several answers does not help.
 """
 
 import re
+from collections.abc import Sequence
 
 from grpo_fn.rewards.format import last_match
 from grpo_fn.rewards.math.boxes import Box, find_boxes, joined_parts
@@ -21,15 +22,24 @@ _SAID = re.compile(
 _SENTENCE_END = re.compile(r"\n|\.(?=\s|$)|,?\s+(?:because|since|so|which|where|as)\b", re.I)
 _THOUGHT = re.compile(r"<(/?)think(?:ing)?>", re.I)
 
-_DIGITS = r"(?:[0-9]{1,3}(?:[, \u00a0\u202f\u2009][0-9]{3})+(?![0-9])|[0-9]+)"  # thousands in prose, 1 000 too
+# Thousands in prose, 1 000 too, or else a decimal comma.
+_DIGITS = r"(?:[0-9]{1,3}(?:[, \u00a0\u202f\u2009][0-9]{3})+(?![0-9])|[0-9]+,[0-9]{1,2}(?![0-9,])|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
-_LAST_NUMBER = re.compile(rf"(?<![0-9.])(?<![0-9]/)(?:(?<![A-Za-z)\]}}])[+-])?{_UNSIGNED}(?:/[0-9]+)?")
+_PERCENT = r"\s*(?:\\?%|\\text\s*\{\s*percent\s*\}|(?:percent|percentage|pct)\b)"
+_LAST_NUMBER = re.compile(
+    rf"(?<![0-9.])(?<![0-9]/)(?:(?<![A-Za-z])|(?<=Rs)|(?<=RM)|(?<=USD))(?:(?<![A-Za-z)\]}}])[+-])?{_UNSIGNED}"
+    rf"(?:/[0-9]+)?(?:{_PERCENT})?"
+)
+_PERCENT_BEHIND = re.compile(rf"\s*\$?{_PERCENT}")
 _FORMULA = re.compile(
     r"\$\$(?P<display>[^$]+)\$\$|(?<!\\)\$(?P<inline>[^$\n]*)(?<!\\)\$|\\\((?P<round>[^\n]*?)\\\)|\\\[(?P<square>.*?)\\\]"
-    r"|\\begin\{(?P<kind>align|aligned|gather|equation|eqnarray)(?P<star>\*?)\}(?P<lines>.*?)\\end\{(?P=kind)(?P=star)\}",
+    r"|(?P<bare>-?[0-9]*\s*\\[dtc]?frac\s*\{[^{}]*\}\s*\{[^{}]*\})|\\begin\{(?P<kind>align|aligned|gather|equation|eqnarray)(?P<star>\*?)\}(?P<lines>.*?)\\end\{(?P=kind)(?P=star)\}",
     re.DOTALL,
 )
 _LONE_NAME = re.compile(r"\s*[A-Za-z]{1,3}(?:_\{?\w\}?)?[\s.,]*")  # a formula that says nothing of a value
+# "The area is": of a marked sentence, what it says. One that denies or offers a choice says nothing.
+_STATED = re.compile(r"(?:the|so|thus|hence|there)\b.*\b(?:is|are|equals)\s+", re.I)
+_DENIED = re.compile(r"\b(?:not|n?or|n?either|isn|aren|if|unless)\b", re.I)
 _LINES = re.compile(r"\\begin\{(?!align|gather|split)")
 
 
@@ -64,11 +74,20 @@ def marked_answer(text: str) -> str | None:
     """
     text = without_thoughts(text)
     if boxes := find_boxes(text):
-        return joined_parts(text, boxes) or ""
+        return _with_percent(text, boxes)
     for marker in (_HASHES, _SAID):
         if mark := last_match(marker, text):
-            return _SENTENCE_END.split(text[mark.end() : mark.end() + 2 * LONGEST_ANSWER].lstrip(), maxsplit=1)[0]
+            said = _SENTENCE_END.split(text[mark.end() : mark.end() + 2 * LONGEST_ANSWER].lstrip(), maxsplit=1)[0]
+            return said if _DENIED.search(said) else _STATED.sub("", said)
     return None
+
+
+def _with_percent(text: str, parts: Sequence[Box]) -> str:
+    r"""The last part with those joined to it, and a percent sign right behind it, as in `\boxed{28}\%`."""
+    joined = joined_parts(text, parts)
+    if joined and "%" not in joined and _PERCENT_BEHIND.match(text, parts[-1].end):
+        return rf"{joined}\%"
+    return joined or ""
 
 
 def last_value(text: str) -> str | None:
@@ -85,16 +104,19 @@ def last_value(text: str) -> str | None:
         The formula without its signs, or the number.
     """
     text = latin_digits(without_thoughts(text)[-TAIL:])
-    formulas = [formula for formula in map(_formula, _FORMULA.finditer(text)) if not _LONE_NAME.fullmatch(formula[2])]
+    every = [_formula(found) for found in _FORMULA.finditer(text)]
+    formulas = [formula for formula in every if not _LONE_NAME.fullmatch(formula.inside or "")]
     number = last_match(_LAST_NUMBER, text)
-    if number is None or (formulas and number.start() < formulas[-1].end):
-        return joined_parts(text, formulas)
-    return number.group()
+    if number is not None and not (formulas and number.start() < formulas[-1].end):
+        return number.group()
+    return _with_percent(text, formulas or every) or None
 
 
 def _formula(found: re.Match[str]) -> Box:
-    inside = next(found[name] for name in ("display", "inline", "round", "square", "lines") if found[name] is not None)
-    if not _LINES.search(inside):
+    inside = next(
+        found[name] for name in ("display", "inline", "round", "square", "bare", "lines") if found[name] is not None
+    )
+    if found["inline"] is None and not _LINES.search(inside):
         inside = re.sub(r"\\(?:begin|end)\{[a-z]+\*?\}", "", inside)
         *_, inside = [line for line in inside.split(r"\\") if line.strip()] or [""]
         inside = inside.replace("&", "")

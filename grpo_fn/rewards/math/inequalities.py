@@ -6,6 +6,8 @@ Text to text, without algebra: the letter has to be alone on its side.
 import re
 from typing import NamedTuple
 
+from grpo_fn.rewards.math.spelling import DOUBLED_BACKSLASH
+
 _RELATION = re.compile(r"(\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt)(?![A-Za-z])|<=|>=|[<>≤≥])")
 _OPENS = {r"\lt": "<", r"\gt": ">", "<": "<", ">": ">"}
 _LETTER = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|lambda|mu|phi)")
@@ -35,6 +37,7 @@ def as_interval(answer: str) -> tuple[str, str] | None:
     Returns:
         The letter, and the interval or union in LaTeX.
     """
+    answer = re.sub(DOUBLED_BACKSLASH, r"\\", answer)
     if not _RELATION.search(answer):
         return None
     text = _ABSOLUTE.sub(r"-\3 \2 \1 \2 \3", _SURROUNDINGS.sub(" ", answer))

@@ -105,6 +105,8 @@ _SIGNS = {"−": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm 
 _SIGNS |= {"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "≈": r"\approx ", "∪": r"\cup ", "∩": r"\cap ", "√": r"\sqrt "}
 _SIGNS |= {"²": "^{2}", "³": "^{3}", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
 _SIGNS |= {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ "}
+# A command that was escaped twice; behind the end of a row of a matrix there is a space.
+DOUBLED_BACKSLASH = r"\\\\(?=(?:leq?|geq?|d?frac|sqrt|pi|text|left|right|cdot|infty|cup|times)(?![A-Za-z]))"
 _SEMICOLON = re.compile(r"(?<!\\)\s*;\s*")
 _COMMA = re.compile(r"(?<=[0-9]),([0-9]+)")
 _BRACKET = re.compile(r"[()\[\]]")
@@ -114,14 +116,17 @@ _LEADING_WORDS = "about|approximately|approx|exactly|answer|rs|usd"
 _REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE | re.ASCII), by)
     for pattern, by in [
+        (DOUBLED_BACKSLASH, r"\\"),
         (r"(?<!\\)%[^\n%]*[A-Za-z0-9][^\n%]*\n", ""),  # a comment
+        (r"\\textbf(?![A-Za-z])", r"\\text"),
+        (r"(?<![0-9)!])\s*!=", r"\\neq "),
         (r"\\(?:text|page)?color\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|\\colorbox\s*\{[^{}]*\}", ""),
         (r"\A([\s$]*)[–—](?=[0-9.])", r"\1-"),
         (r"√\s*([0-9]+)", r"\\sqrt{\1}"),
         ("|".join(_SIGNS), lambda sign: _SIGNS[sign.group()]),
         (r"[\u00a0\u202f\u2009]", " "),
         (r"\\?\$|[€£¥]|(?<!\\)\\[()\[\]]", ""),
-        (r"\\(?:displaystyle|textstyle|boldsymbol|mathbf|mathsf|mathtt|textbf|bf|rm|phantom)(?![A-Za-z])", ""),
+        (r"\\(?:displaystyle|textstyle|boldsymbol|mathbf|mathsf|mathtt|bf|rm|phantom)(?![A-Za-z])", ""),
         (rf"\\(?:{_SIZES})(?![A-Za-z])", ""),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\ne(?![A-Za-z])", r"\\neq"),
