@@ -40,6 +40,22 @@ class Completion(NamedTuple):
     turns: tuple[Turn, ...] = ()
 
 
+class ReasonedScore(float):
+    """A reward's number that says why it is what it is, for people: `score` and the worker pool carry the words."""
+
+    reason: str
+
+    def __new__(cls, value: float, reason: str) -> "ReasonedScore":
+        """The number `value` with its `reason`, one line of text or nothing."""
+        score = super().__new__(cls, value)
+        score.reason = reason
+        return score
+
+    def __getnewargs__(self) -> tuple[float, str]:  # type: ignore[override]
+        """What a pickle makes it of again."""
+        return float(self), self.reason
+
+
 # A reward maps one completion to a number; None means it cannot be scored (a broken gold, a verifier that died). It may
 # be async: the shell's workers await what it returns.
 RewardFn = Callable[[Problem, Completion], float | Awaitable[float | None] | None]

@@ -107,6 +107,10 @@ def one_worker(argv: list[str], place: Place) -> list[str]:
     return [*argv, "--workers", "1"]
 
 
+def few_problems(argv: list[str], place: Place) -> list[str]:
+    return [*one_worker(argv, place), "--problems", "4", "--pulls", "0"]
+
+
 def small_eval(argv: list[str], place: Place) -> list[str]:
     """The tokens and problems of e2e/small.gin, or of SMALL, over those of the page."""
     files = [word for flag, word in pairwise(argv) if flag == "--gin_file"]
@@ -237,6 +241,7 @@ MODULES = {
     "grpo_fn.run": ours(small_run),
     "grpo_fn.eval": ours(small_eval),
     "grpo_fn.score": ours(one_worker),
+    "grpo_fn.redteam": ours(few_problems),
     "grpo_fn.replay": ours(as_it_is),
     "grpo_fn.doctor": ours(as_it_is, (0, 1, 2)),  # what it finds is the machine's affair
     "pytest": pytest_module,
