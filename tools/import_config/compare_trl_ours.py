@@ -5,9 +5,8 @@ that differs counts as named only where the repairs of the notes that were writt
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from grpo_fn.algo.advantage import group_normalized
 from grpo_fn.algo.credit import outcome, row_whitened
 from grpo_fn.algo.importance import log_ratio
 from grpo_fn.algo.kl import k3
-from grpo_fn.algo.step import UNMOVED, StepKnobs, compute_advantages
+from grpo_fn.algo.step import UNMOVED, Algorithm, compute_advantages, from_trainer
 from grpo_fn.algo.weighted_losses import vespo
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import masked, prng
@@ -61,7 +60,7 @@ class Imported:
 
     case: Case
     draft: Draft
-    algo: SimpleNamespace  # the knobs of StepKnobs, and prompts
+    algo: Algorithm
     policy: FunctionalPolicy
     groups: Groups
     old: Tensor  # logp_old, [B, T]
@@ -82,7 +81,7 @@ def imported(case: Case, draft: Draft, shared: Mapping[str, Any], model: nn.Modu
     given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in draft.macros]
     root = load_config([str(path)], given).root
     frozen = {name: freeze(knob, {}) for name, knob in root.knobs["algorithm"].knobs.items()}
-    algo = SimpleNamespace(**{name: frozen[name] for name in [*(field.name for field in fields(StepKnobs)), "prompts"]})
+    algo = Algorithm(**{field.name: frozen[field.name] for field in fields(Algorithm)})
     policy = FunctionalPolicy(model, temperature=draft.knobs["sections.Sampling.temperature"])
     size = algo.prompts * algo.group_size
     tokens, mask, noise = (shared[name][:size] for name in ("tokens", "mask", "logps"))
@@ -98,7 +97,6 @@ def imported(case: Case, draft: Draft, shared: Mapping[str, Any], model: nn.Modu
     value = torch.tensor([0.0 if v is None else v for v in values], dtype=torch.float64).view(-1, algo.group_size)
     valid = torch.tensor([v is not None for v in values]).view(-1, algo.group_size)
     problems = tuple(Problem(p, "", "", {}) for p in range(algo.prompts))
-    policy.logp = lambda rollout: start  # type: ignore[attr-defined]
     device, accumulate = case.config["per_device_train_batch_size"], case.config["gradient_accumulation_steps"]
     rounds = case.config.get("steps_per_generation", accumulate)
     return Imported(
@@ -107,7 +105,7 @@ def imported(case: Case, draft: Draft, shared: Mapping[str, Any], model: nn.Modu
         algo,
         policy,
         Groups(problems, rollout, Reward(value, valid, {})),
-        algo.old_logp(policy, rollout),
+        start if algo.old_logp is from_trainer else rollout.logp_sampled,
         scores_under(policy, shared["reference"], tokens, mask),
         case.config.get("generation_batch_size", device * rounds),
         accumulate,
@@ -154,7 +152,7 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
     algo, groups = made.algo, made.groups
     if "normalised parts" in repairs and made.case.config.get("multi_objective_aggregation") == "normalize_then_sum":
         compare = partial(outcome, advantage=partial(group_normalized, eps=1e-4, ddof=1))
-        algo = SimpleNamespace(**vars(algo) | {"credit": partial(row_whitened_sample_std, credit=compare)})
+        algo = replace(algo, credit=partial(row_whitened_sample_std, credit=compare))
     pieces = [slice(None)]
     if "batch std" in repairs:
         size = made.group_rows // algo.group_size
@@ -168,9 +166,9 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
             Reward(groups.reward.value[piece], groups.reward.valid[piece], {}),
         )
         old, ref = made.old[rows], made.ref[rows]
-        _, batch = compute_advantages(part, old, ref, old, UNMOVED, key=prng.key(0, device="cpu"), stages=algo)
+        adv, batch = compute_advantages(part, old, ref, old, UNMOVED, key=prng.key(0, device="cpu"), stages=algo)
         if "unscored rows" in repairs:
-            keep = torch.stack([torch.ones_like(part.reward.valid), *(f(part.rollout, None) for f in algo.filters)])
+            keep = torch.stack([torch.ones_like(part.reward.valid), *(f(part.rollout, adv) for f in algo.filters)])
             lost = ~part.reward.valid.flatten()[:, None]
             mask = part.rollout.mask & keep.all(0).flatten()[:, None]
             batch = batch._replace(mask=mask, adv=torch.where(lost, 0.0, batch.adv))
@@ -200,13 +198,14 @@ def objective(made: Imported, batch: Batch, place: int, repairs: set[str]) -> Ca
         knobs["kl"] = row_kl
     kind, bounds = config.get("vllm_importance_sampling_mode", "sequence_mask"), sampler_bounds(made)
     if repairs & {"row products", "lower bound"}:
-        weight = partial(trl_weight, kind=kind, bounds=bounds)
+        own = bounds if "lower bound" in repairs or kind.endswith("mask") else (-torch.inf, bounds[1])
+        weight = partial(trl_weight, kind=kind, bounds=own, product="row products" in repairs)
         base = made.algo.objective.keywords["importance_correction"]
         masks = getattr(base, "keywords", {}).get("mask")
         knobs["importance_correction"] = weight if masks is None else partial(product_of, weight=weight, mask=masks)
     if "vespo weights" in repairs:
         corrected = config.get("vllm_importance_sampling_correction", True)
-        weight = partial(trl_weight, kind=kind, bounds=bounds) if corrected else None
+        weight = partial(trl_weight, kind=kind, bounds=bounds, product=True) if corrected else None
         knobs["token_loss"] = partial(trl_vespo, weight=weight, knobs=knobs["token_loss"].keywords)
     share = config.get("top_entropy_quantile", 1.0) if "entropy quantile" in repairs else 1.0
     bonus = knobs["entropy_bonus"]
@@ -239,10 +238,11 @@ def sampler_bounds(made: Imported) -> tuple[float, float]:
     return (-torch.inf if low is None else low, torch.inf if high is None else high)
 
 
-def trl_weight(logp: Tensor, row: Batch, *, kind: str, bounds: tuple[float, float]) -> Tensor:
-    """TRL's weight of the sampler: of tokens, or exp of the sum over a row; clamped or masked."""
+def trl_weight(logp: Tensor, row: Batch, *, kind: str, bounds: tuple[float, float], product: bool) -> Tensor:
+    """TRL's weight of the sampler: of tokens, or exp of the sum over a row (else its mean); clamped or masked."""
     log_w = log_ratio(row.logp_old, row.logp_sampled, row.mask).detach()
-    w = (log_w.sum().expand_as(log_w) if kind.startswith("sequence") else log_w).exp()
+    whole = log_w.sum() if product else masked.mean(log_w, row.mask, dim=-1)
+    w = (whole.expand_as(log_w) if kind.startswith("sequence") else log_w).exp()
     if kind.endswith("truncate"):
         return w.clamp(*bounds)
     return torch.where((w >= bounds[0]) & (w <= bounds[1]), w, 0.0)

@@ -80,8 +80,7 @@ def updates(shared: dict[str, Any], case: dict[str, Any], folder: Path) -> list[
     )
     if trainer.ref_model is not None:
         trainer.ref_model.double().load_state_dict(shared["reference"])
-    sampled = given(shared, rows)
-    trainer._generate_single_turn = sampled
+    trainer._generate_single_turn = given(shared, rows, logps=trainer.use_vllm)
     loss = trainer._compute_loss
 
     def noting_loss(model: Any, inputs: dict[str, Any]) -> Any:
@@ -93,13 +92,13 @@ def updates(shared: dict[str, Any], case: dict[str, Any], folder: Path) -> list[
     return noted
 
 
-def given(shared: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
-    """What stands in the place of generation: the prompt's own rows, in their order."""
+def given(shared: dict[str, Any], rows: list[dict[str, Any]], *, logps: bool) -> Any:
+    """What stands in the place of generation: the prompt's own rows in their order; an engine gives log-probs, too."""
 
     def sampled(prompt_ids: Any, images: Any, fields: Any, num_generations: int, **others: Any) -> Any:
         places = [shared["prompt_ids"].index(list(map(int, ids))) for ids in prompt_ids]
         taken = [rows[p * num_generations + b % num_generations] for b, p in enumerate(places)]
-        return [row["completion"] for row in taken], [row["logps"] for row in taken]
+        return [row["completion"] for row in taken], [row["logps"] for row in taken] if logps else None
 
     return sampled
 
