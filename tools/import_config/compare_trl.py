@@ -238,9 +238,9 @@ def written(results: Sequence[Result], versions: dict[str, str]) -> list[str]:
         *HEAD,
         f"**Result.** {datetime.now(UTC):%Y-%m-%d}; TRL's side: "
         f"{', '.join(f'{name} {number}' for name, number in versions.items())}; ours: {ours}; CPU, float64. "
-        f"{len(results)} configurations. A gradient counts as equal within {BOUND:g} of its norm, since TRL's advantages and "
-        f"the model's norms are float32: those that are equal are at most {max(same, default=0.0):.1e} apart, those that "
-        f"are not at least {min(other, default=float('inf')):.1e}.",
+        f"{len(results)} configurations. A gradient counts as equal within {BOUND:g} of its norm, since TRL's "
+        "advantages and the model's norms are float32: those that are equal are at most "
+        f"{max(same, default=0.0):.1e} apart, those that are not at least {min(other, default=float('inf')):.1e}.",
         "",
         "| outcome | configurations | what it is |",
         "|---|---|---|",
@@ -281,10 +281,10 @@ HEAD = [
     "**Claim.** What `python tools/import_config` makes of a GRPOConfig of TRL 1.16 has the gradient of TRL's",
     "GRPOTrainer, or the importer refuses it, or says what differs. None differs silently.",
     "",
-    "A rollout's samples, rewards and log-probs are given; TRL's trainer makes all of its optimizer steps on it. Before each",
-    "one, its parameters and gradients are taken, and ours is computed at the same parameters. Where the two differ, TRL's",
-    "form of each part that a note of the import names is put in the place of ours: only if that makes them equal is the",
-    "difference a named one.",
+    "A rollout's samples, rewards and log-probs are given; TRL's trainer makes all of its optimizer steps on it.",
+    "Before each one, its parameters and gradients are taken, and ours is computed at the same parameters. Where the",
+    "two differ, TRL's form of each part that a note of the import names is put in the place of ours: only if that",
+    "makes them equal is the difference a named one.",
     "",
     "**Command.** `python tools/import_config/compare_trl.py --trl_python .venv-trl/bin/python --out "
     "experiments/trl_conformance/README.md`,",

@@ -144,8 +144,6 @@ def trl_batches(key: Reader, draft: Draft, world: int, rows: int | None) -> Batc
         "step.Algorithm.prompts": prompts,
         "step.Algorithm.group_size": group,
         "step.Algorithm.epochs": epochs,
-    }
-    draft.knobs |= {
         "step.Algorithm.minibatches": parts,
         "sections.PolicyUpdate.micro_tokens": device * (asked + longest),
     }
@@ -200,7 +198,9 @@ def trl_loss(key: Reader, draft: Draft, batches: Batches, world: int) -> None:
     if kind == "luspo":
         draft.knobs["aggregation.constant_length_over_samples.max_length"] = 1
     if kind == "bnpo":
-        draft.note(DIFFERS, "loss_type", "bnpo is the mean over each device's own tokens; here over the whole step's")
+        draft.note(
+            DIFFERS, "loss_type", "bnpo is the mean over each device's own tokens of a micro-batch; here of a step"
+        )
     if kind in ("dapo", "cispo", "vespo") and batches.sampled != batches.update:
         draft.note(
             DIFFERS,
