@@ -2,7 +2,7 @@
 
 python tools/tables/distillation_table.py RUNS
 
-RUNS has a folder for each run, `METHOD_lrRATE_sSEED` (METHOD is grpo or opd). A line is a method, a learning rate and a
+RUNS has a folder for each run, `METHOD_lrRATE_sSEED` (METHOD is grpo or opd, or one of these with a number). A line is a method, a learning rate and a
 seed: held-out accuracy before and after, and the first evaluated step at which it was that of the seed's teacher, or
 two problems less. The teacher of a seed is the model that `grpo_lr5e-05_sSEED` ended with.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from grpo_fn.core.json_lines import metrics_by_step
 
-FOLDER = re.compile(r"(grpo|opd)_lr([\d.e+-]+)_s(\d+)")
+FOLDER = re.compile(r"(grpo|opd)(?:_\d+)?_lr([\d.e+-]+)_s(\d+)")
 ACCURACY = "eval/accuracy"
 TEACHER, SLACK = ("grpo", 5e-5), 2  # problems
 
@@ -25,6 +25,7 @@ class Run(NamedTuple):
     """Held-out accuracy of a run, by step."""
 
     method: str
+    rows: int  # completions a step
     rate: float
     seed: int
     accuracy: dict[int, float]
@@ -59,7 +60,8 @@ def found(folder: Path) -> list[Run]:
         if (said := FOLDER.fullmatch(path.name)) and (path / "summary.json").exists():
             rows = metrics_by_step(path, torn_end=False)
             accuracy = {int(step): row[ACCURACY] for step, row in rows.items() if ACCURACY in row}
-            runs.append(Run(said[1], float(said[2]), int(said[3]), accuracy))
+            size = next(int(row["generation/rows"]) for row in rows.values() if "generation/rows" in row)
+            runs.append(Run(said[1], size, float(said[2]), int(said[3]), accuracy))
     return runs
 
 
@@ -70,10 +72,10 @@ def last(run: Run) -> float:
 def table(runs: Sequence[Run], teachers: dict[int, float], problems: int) -> list[str]:
     """A markdown table, methods and rates together, a line a seed."""
     lines = [
-        "| method | learning rate | seed | before | after | steps | teacher | reached at step | within two problems |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| method | completions a step | learning rate | seed | before | after | steps | teacher | reached at step | within two problems |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for run in sorted(runs, key=lambda run: run[:3]):
+    for run in sorted(runs, key=lambda run: run[:4]):
         wanted = teachers.get(run.seed)
         reached = ["", ""] if wanted is None else [first(run, wanted), first(run, wanted - SLACK / problems)]
         before, after = run.accuracy[min(run.accuracy)], last(run)

@@ -271,7 +271,7 @@ HEAD = [
     "- **not carried**: every import that has it lists it with the reason.",
     "",
     "[From TRL](from_trl.md) and [from NeMo-RL](from_nemo_rl.md) say the same in words, with the fields that TRL",
-    "inherits from transformers; [trl_conformance](../experiments/trl_conformance/README.md) compares gradients.",
+    "inherits from transformers; `experiments/trl_conformance` compares gradients.",
     "",
 ]
 
