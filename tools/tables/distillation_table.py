@@ -2,9 +2,10 @@
 
 python tools/tables/distillation_table.py RUNS
 
-RUNS has a folder for each run, `METHOD_lrRATE_sSEED` (METHOD is grpo or opd, or one of these with a number). A line is a method, a learning rate and a
-seed: held-out accuracy before and after, and the first evaluated step at which it was that of the seed's teacher, or
-two problems less. The teacher of a seed is the model that `grpo_lr5e-05_sSEED` ended with.
+RUNS has a folder for each run, `METHOD_lrRATE_sSEED`; METHOD is grpo or opd, `_48` or the like behind it. A line is a
+method, its completions a step, a learning rate and a seed: held-out accuracy before and after, and the first evaluated
+step at which it was that of the seed's teacher, or two problems less. The teacher of a seed is the model that
+`grpo_lr5e-05_sSEED` ended with.
 """
 
 import argparse
@@ -72,7 +73,8 @@ def last(run: Run) -> float:
 def table(runs: Sequence[Run], teachers: dict[int, float], problems: int) -> list[str]:
     """A markdown table, methods and rates together, a line a seed."""
     lines = [
-        "| method | completions a step | learning rate | seed | before | after | steps | teacher | reached at step | within two problems |",
+        "| method | completions a step | learning rate | seed | before | after | steps | teacher | teacher's at step "
+        "| within two problems |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in sorted(runs, key=lambda run: run[:4]):
@@ -82,6 +84,7 @@ def table(runs: Sequence[Run], teachers: dict[int, float], problems: int) -> lis
         goal = "" if wanted is None else f"{wanted:.3f}"
         cells = [
             run.method,
+            run.rows,
             f"{run.rate:g}",
             run.seed,
             f"{before:.3f}",
