@@ -84,6 +84,7 @@ def test_a_python_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(compare_trl.DEADLINE)
 @pytest.mark.skipif(not TRL_PYTHON.exists(), reason="wants .venv-trl, made from tools/bench/trl.requirements.txt")
 def test_no_configuration_differs_silently(tmp_path: Path) -> None:
     """TRL's own trainer, every configuration: minutes."""

@@ -278,7 +278,7 @@ OUTCOMES = {
 HEAD = [
     "# TRL's own loss against ours, configuration by configuration",
     "",
-    "**Claim.** What `python tools/import_config` makes of a GRPOConfig of TRL 1.16 has the gradient of TRL's",
+    "**Claim.** What `tools/import_config` makes of a GRPOConfig of TRL 1.16 has the gradient of TRL's",
     "GRPOTrainer, or the importer refuses it, or says what differs. None differs silently.",
     "",
     "A rollout's samples, rewards and log-probs are given; TRL's trainer makes all of its optimizer steps on it.",

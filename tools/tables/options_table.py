@@ -262,7 +262,7 @@ KINDS = (CARRIED, NAMED, REFUSED, LISTED, NOTHING)
 HEAD = [
     "# Every option that is imported",
     "",
-    "What `python tools/import_config` makes of every option of TRL 1.16's GRPOConfig and of every key of NeMo-RL's",
+    "What `tools/import_config` makes of every option of TRL 1.16's GRPOConfig and of every key of NeMo-RL's",
     "grpo_math_1B.yaml, gdpo_math_1B.yaml and dapo recipes (commit 7ea279a), as the importer itself answers when it is",
     "asked: `python tools/tables/options_table.py` writes this page.",
     "",
