@@ -18,6 +18,7 @@ TOOLS = {
     "tools/tables/bias_table.py": [],
     "tools/tables/catalogue_page.py": ["--check"],
     "tools/tables/gin_pages.py": ["--check"],
+    "tools/tables/options_table.py": ["--check"],
     "tools/compare.py": [],
     "tools/export.py": [],
     "tools/import_config": [],
@@ -33,6 +34,8 @@ TOOLS = {
 PARSED = {
     "tools/bench": "measures for minutes, on ranks of its own; tests/tools/test_bench.py runs it",
     "tools/device_check": "wants a GPU; a test of its own runs its small form",
+    "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
+    "tools/tables/distillation_table.py": "wants finished runs; tests/tools/test_distillation_table.py runs it",
     "tools/lock.py": "asks the package index",
     "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",
 }
