@@ -283,6 +283,7 @@ def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing():
             "group_size": 1,
             "min_groups_with_signal": 1,
             **dict.fromkeys(["reward", "teacher", "energy", "look", "old_logp", *STAGES], unasked),
+            "filters": [],
             "kl_control": controllers.constant_gain,
             "entropy_control": controllers.constant_gain,
         }
