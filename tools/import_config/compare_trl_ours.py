@@ -166,7 +166,8 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
             Reward(groups.reward.value[piece], groups.reward.valid[piece], {}),
         )
         old, ref = made.old[rows], made.ref[rows]
-        adv, batch = compute_advantages(part, old, ref, old, UNMOVED, key=prng.key(0, device="cpu"), stages=algo)
+        given = (part, old, ref, old, torch.zeros_like(old), UNMOVED)  # no baseline of an import reads an energy
+        adv, batch = compute_advantages(*given, key=prng.key(0, device="cpu"), stages=algo)
         if "unscored rows" in repairs:
             keep = torch.stack([torch.ones_like(part.reward.valid), *(f(part.rollout, adv) for f in algo.filters)])
             lost = ~part.reward.valid.flatten()[:, None]
