@@ -184,3 +184,21 @@ def drop_incomparable(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Ten
         True for the samples that are kept, [P, G].
     """
     return repeat((adv != 0).any(-1).any(-1), "p -> p g", g=adv.shape[1])
+
+
+def drop_zero_advantage(rollout: Rollout, adv: Float[Tensor, "P G T"]) -> Bool[Tensor, "P G"]:
+    """Samples in which some token has an advantage: the others would only dilute the denominators.
+
+    With a teacher alone, those that it was asked about: SDPO (arXiv:2601.20802; from TRL's code) masks the others out.
+
+    Use it when: a teacher has nothing to say about some rows, and a step is to be as large as if they were not there.
+    Peers: TRL SDPO.
+
+    Args:
+        rollout: the step's samples, B = P * G rows; not read.
+        adv: advantage of each token, [P, G, T].
+
+    Returns:
+        True for the samples that are kept, [P, G].
+    """
+    return (adv != 0).any(-1)

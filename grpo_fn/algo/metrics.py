@@ -97,22 +97,28 @@ def of_advantage(adv: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"]) -> dict[
     return {**extent_and_std("advantage/", stat(adv, valid)), "advantage/zero_variance_groups": silent}
 
 
-def teacher_metrics(gap: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> dict[str, float]:
+def teacher_metrics(
+    gap: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], sampled: Bool[Tensor, "B T"]
+) -> dict[str, float]:
     """How far the teacher is from the policy that sampled, before this step's update.
 
     Args:
         gap: log pi_teacher - log pi_old of each token, [B, T], in nats.
         mask: which tokens are learned from, [B, T].
+        sampled: which tokens were sampled, filters aside, [B, T].
 
     Returns:
         `teacher/reverse_kl`, the mean of -gap: the estimate of KL(pi_old || pi_teacher) a token that distillation
-        lowers; `teacher/gap_abs`, the mean of |gap|; `teacher/gap_min`, that of the token it likes least.
+        lowers; `teacher/gap_abs`, the mean of |gap|; `teacher/gap_min`, that of the token it likes least;
+        `teacher/rows_taught`, the share of all rows in which it disagrees with the policy about some token.
     """
     found = stat(gap, mask)
+    apart = (sampled & (gap != 0)).any(-1)
     return {
         "teacher/reverse_kl": -float(found.mean),
         "teacher/gap_abs": float(stat(gap.abs(), mask).mean),
         "teacher/gap_min": extent("", found)["min"],
+        "teacher/rows_taught": float(stat(apart.to(gap.dtype), sampled.any(-1)).mean),
     }
 
 

@@ -96,7 +96,7 @@ class StepAlgorithm(StepKnobs):
     """An `Algorithm` in a run: its number of prompts bound, with what the run gives it."""
 
     reward: Callable[[Sequence[Problem], Rollout], Reward]
-    teacher: Callable[[Groups], Tensor | None]  # log-probs of the sampled tokens, [B T]; without_teacher without one
+    teacher: Callable[[Groups, Tensor], Tensor | None]  # log-probs [B T], logp_old in rows not taught; without_teacher
     energy: Callable[[Rollout], Tensor]  # |d logp / d logits|^2 of the sampled tokens, [B T]; without_energy: zeros
     look: Callable[[Policy, Batch], Tensor]  # log-probs now for `reweighting`, [B T]; without_look: logp_old
     given: Callable[[Sequence[Problem]], Rollout]  # demonstrations of problems, one row each: tokens and which to learn
@@ -144,11 +144,12 @@ def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
     return policy.logp(rollout)
 
 
-def without_teacher(groups: Groups) -> None:
+def without_teacher(groups: Groups, logp_old: Float[Tensor, "B T"]) -> None:
     """There is no teacher.
 
     Args:
         groups: P problems, their samples and rewards; not read.
+        logp_old: log-probs under pi_old, [B, T], in nats; not read.
     """
     return None
 
@@ -216,8 +217,7 @@ def grpo_step(
     with span("train"):
         logp_old, reference = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
         logp_ref = logp_old if reference is None else reference
-        taught = algo.teacher(groups)
-        logp_teacher = logp_old if taught is None else taught
+        logp_teacher = logp_old if (taught := algo.teacher(groups, logp_old)) is None else taught
         energy = algo.energy(groups.rollout)
         adv, batch = compute_advantages(  # A
             groups, logp_old, logp_ref, logp_teacher, energy, carried.gains, key=key, stages=algo
@@ -243,7 +243,7 @@ def grpo_step(
             **metrics.rollout_metrics(fresh.rollout),
             **metrics.reward_metrics(fresh.reward),
             **metrics.of_advantage(sample_advantages(adv, groups), groups.reward.valid),
-            **({} if taught is None else metrics.teacher_metrics(taught - logp_old, batch.mask)),
+            **({} if taught is None else metrics.teacher_metrics(taught - logp_old, batch.mask, groups.rollout.mask)),
             "train/skipped_step": float(not learned),
             "loss/kl_coef_multiplier": carried.gains.kl,
             "loss/entropy_coef_multiplier": carried.gains.entropy,

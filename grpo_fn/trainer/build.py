@@ -21,7 +21,6 @@ from grpo_fn.algo.step import (
     compare_to_own_pass,
     from_sampler,
     without_demonstrations,
-    without_teacher,
 )
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
@@ -29,7 +28,7 @@ from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
-from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
@@ -41,6 +40,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
+from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
@@ -48,7 +48,6 @@ from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest,
 from grpo_fn.trainer.sections import Data, Sampling, Settings
 from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
 from grpo_fn.trainer.state import check_steps, has_progress
-from grpo_fn.trainer.teachers import check_keys, open_teachers, teacher_logp
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
 
@@ -85,10 +84,10 @@ def build(
     prepare_process(world.device, deterministic=s.compute.deterministic)
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
-    (folder, tokenizer, task), theirs = open_and_prepare(s, checked, request, world, enter=enter, report=report)
+    (folder, tokenizer, task), taught = open_and_prepare(s, checked, request, world, enter=enter, report=report)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
-    specs = teacher_specs(s, spec, checked, theirs)
+    specs = teacher_specs(s, spec, checked, taught.folders)
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=specs)
     loaded = world.together(load, what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
@@ -118,12 +117,12 @@ def build(
             greedy=DataParallelSampler(sampler.for_evaluation(token_samplers.greedy), world),
             sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
             tokenizer=tokenizer,
-            algo=step_algorithm(s, checked, policy, loaded.teachers, streaming, world, tokenizer),
+            algo=step_algorithm(s, checked, policy, loaded, taught, streaming, world, tokenizer),
             task=task,
             evaluator=build_evaluator(s, spec, tokenizer, world),
             pool=pool,
             score=spread_score(pool.score, world),
-            plan=[*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes],
+            plan=[*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes, *taught.notes],
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )
@@ -179,15 +178,12 @@ def open_and_prepare(
     *,
     enter: Callable[..., object],
     report: StartReport,
-) -> tuple["PreparedModel", dict[str, str]]:
-    """Enter the run folder, and look at the model's folder, all prompts and teachers; in the order that wastes least.
-
-    Returns what was prepared and the folder of each teacher, by key.
-    """
+) -> tuple["PreparedModel", PreparedTeachers]:
+    """Enter the run folder, and look at model folder, all prompts and teachers; in the order that wastes least."""
     s, task = settings, checked.task
     draws = min(task.size, s.algorithm.prompts * s.steps)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
-    prepare_here = partial(prepare_with_teachers, s, checked, train_problems(task, key, 0, draws))
+    prepare_here = partial(prepare_with_teachers, s, checked, train_problems(task, key, 0, draws), main=world.main)
     enter_folder = partial(
         enter,
         request.run_dir,
@@ -199,8 +195,8 @@ def open_and_prepare(
     )
     world.agree(partial(check_steps, request.run_dir, s.steps), what="looking at the checkpoints")
     looking = f"looking at the prompts of {draws} draws and {len(task.test)} held-out problems"
-    given = [s.model, *(s.teacher.models.values() if s.teacher else ())]
-    if all(isinstance(model, str) for model in given):  # all there to be looked at before a run folder is made
+    sources = [checked.source, *(source for source, _ in checked.teachers.values())]
+    if all(isinstance(one, hf.Pretrained) for one in sources):  # there to be looked at before a run folder is made
         report(looking)
         prepared = world.together(prepare_here, what="looking at model and data")
         world.agree(enter_folder, what="opening the run folder")
@@ -208,7 +204,7 @@ def open_and_prepare(
     # To be made, which takes time: not before the run folder is known to be ours.
     world.agree(enter_folder, what="opening the run folder")
     report("making the model, or finding it in its cache")
-    for one in (checked.source, *(source for source, _ in checked.teachers.values())):
+    for one in sources:
         world.agree_at_length(one.folder, what="making the model")
     report(looking)
     return world.together(prepare_here, what="looking at model and data")
@@ -291,7 +287,8 @@ def step_algorithm(
     settings: Settings,
     checked: ValidatedPlan,
     policy: FSDPPolicy,
-    teachers: Mapping[str, ReferenceModel],
+    loaded: LoadedModel,
+    taught: PreparedTeachers,
     streaming: StreamingRewards,
     world: World,
     tokenizer: PreTrainedTokenizerBase,
@@ -302,14 +299,12 @@ def step_algorithm(
     knobs["group_sampling"] = partial(a.group_sampling, prompts=a.prompts)
     if own_pass:
         knobs["old_logp"] = from_sampler
-    how, asked = settings.teacher, {name: partial(policy.logp_under, model) for name, model in teachers.items()}
-    ask = without_teacher if how is None else partial(teacher_logp, teachers=asked, key=how.key)
     encoding = {"demonstration": settings.data.demonstration, "encode": settings.data.encode_prompt}
     given = partial(given_rollout, tokenizer=tokenizer, device=world.device, **encoding)
     show = shown and partial(shown_rows, checked.shown, shown_key(settings), shown.rows, given)
     return StepAlgorithm(
         **knobs,
-        teacher=ask,
+        teacher=teacher_of_run(settings.teacher, policy, loaded, taught, world),
         energy=policy.energy if reads_energy(a.baseline) else without_energy,
         look=look_first if reads_logp(a.reweighting) and not own_pass else without_look,
         given=given,
@@ -358,17 +353,12 @@ def prompt_limit(sampling: Sampling, max_positions: int | None) -> int | None:
 
 
 def prepare_with_teachers(
-    settings: Settings, checked: ValidatedPlan, drawn: Sequence[Problem]
-) -> tuple[PreparedModel, dict[str, str]]:
-    """As `prepare_data`, and the folder of each teacher, whose tokenizers are the policy's.
-
-    Raises ValueError for a tokenizer that differs, and for a problem whose key names no teacher.
-    """
-    if settings.teacher is not None:
-        check_keys(drawn, settings.teacher.models, settings.teacher.key)
+    settings: Settings, checked: ValidatedPlan, drawn: Sequence[Problem], *, main: bool
+) -> tuple[PreparedModel, PreparedTeachers]:
+    """As `prepare_data`, and the teachers; raises ValueError for either."""
     prepared = prepare_data(checked.source, checked.task, drawn, checked.config, settings.data, settings.sampling)
     look_at_demonstrations(settings, checked.shown, drawn, prepared.tokenizer, prepared.task, checked.config)
-    return prepared, open_teachers({name: source for name, (source, _) in checked.teachers.items()}, prepared.tokenizer)
+    return prepared, prepare_teachers(settings, checked, drawn, prepared.tokenizer, main=main)
 
 
 def prepare_data(

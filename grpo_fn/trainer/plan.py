@@ -21,6 +21,7 @@ class Plan:
     trained: int  # of them
     kv_bytes_per_token: int
     max_rows: int
+    average: bool = False  # whether a moving average of what trains is kept
     ranks: int = 1
     arrangement: str = ""  # how the ranks share the model, in words
     memory: Memory | None = None  # of one device; None where not estimated
@@ -49,8 +50,8 @@ class Plan:
         return min(rows, self.max_rows) * self.max_new_tokens * self.kv_bytes_per_token
 
     def checkpoint_bytes(self) -> int:
-        """What trains and both of its moments on disk, in float32."""
-        return 3 * self.trained * WIDE
+        """What trains, both of its moments and its average, where one is kept, on disk, in float32."""
+        return (3 + self.average) * self.trained * WIDE
 
     def need_bytes(self) -> int:
         """Free disk space to start with: the newest checkpoint, the one being written, and the exported model."""

@@ -15,6 +15,7 @@ from grpo_fn.algo.step import Algorithm
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
 from grpo_fn.core.checks import check_positive
+from grpo_fn.core.partials import uses_of
 from grpo_fn.core.problem import Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Sampler
 from grpo_fn.shell.logging.tracker import Mirror
@@ -25,15 +26,21 @@ from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.model.packed_input import InputPacking
 from grpo_fn.shell.policy.fsdp import LossScale, Optimizer, Schedule
 from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.policy.self_teachers import SelfTeacher, live, moving_average
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.probe import Probe
+from grpo_fn.shell.vllm.served_teacher import VllmTeacher
+from grpo_fn.tasks.privileged import PrivilegedPrompt
 from grpo_fn.tasks.task import Task
 from grpo_fn.trainer.teachers import TeacherKey
 
 # What the program passes to a sampler factory besides the context and the tokenizer.
 TO_SAMPLER = ("token_sampler", "encode", "max_new_tokens", "max_total_tokens", "max_rows", "stop")
+
+
+TeacherModel = str | hf.ModelSource | SelfTeacher | VllmTeacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +108,39 @@ class Rewards:
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """Frozen models that `step.Algorithm.distillation` learns from: one for all problems, or several."""
+    """Models that `step.Algorithm.distillation` learns from: one for all problems, or several."""
 
-    models: Mapping[str, str | hf.ModelSource]  # by key: Hugging Face folder or hub name, or what makes one
+    models: Mapping[str, TeacherModel]  # by key: folder or hub name, what makes one, the policy itself, vLLM servers
     key: TeacherKey  # problem -> which of them
-    offload: bool  # their weights on the host, moved to the device when needed
+    prompt: PrivilegedPrompt | None  # what they read in the place of the problem's prompt; None: that prompt
+    encode_prompt: hf.Encode | None  # (tokenizer, prompt) -> ids, of each teacher's own; None: as the policy's are made
+    offload: bool  # weights of loaded ones on the host, moved to the device when needed
 
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError("sections.Teacher.models: got none, wanted at least one")
+        if self.prompt is None and any(uses_of(live, self.models)):
+            raise ValueError(
+                "sections.Teacher.models: got self_teachers.live, the policy as it is, with the prompt that the policy "
+                "reads, from which nothing is learned; wanted a sections.Teacher.prompt, or another teacher"
+            )
+
+        if len([*uses_of(moving_average, self.models)]) > 1:
+            raise ValueError("sections.Teacher.models: got several self_teachers.moving_average, wanted one at most")
+
+    def on_servers(self) -> dict[str, VllmTeacher]:
+        """Those on vLLM servers, by key."""
+        return {name: model for name, model in self.models.items() if isinstance(model, VllmTeacher)}
+
+    def of_policy(self) -> dict[str, SelfTeacher]:
+        """Those that are the policy itself, by key."""
+        return {name: model for name, model in self.models.items() if callable(model)}
 
     def sources(self) -> dict[str, hf.ModelSource]:
-        """Where each of them comes from, by key. Raises ValueError for what is no model."""
-        return {name: model_source(model, "sections.Teacher.models") for name, model in self.models.items()}
+        """Where each of the others comes from, by key. Raises ValueError for what is no model."""
+        known = self.on_servers() | self.of_policy()
+        loaded = {name: model for name, model in self.models.items() if name not in known}
+        return {name: model_source(model, "sections.Teacher.models") for name, model in loaded.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,39 @@
-"""Teachers of on-policy distillation: frozen models that say how likely they find what the policy sampled."""
+"""Teachers of on-policy distillation: models that say how likely they find what the policy sampled.
+
+A teacher is another model, frozen; the policy itself (`self_teachers`); or a model on a vLLM server. It reads the
+policy's prompt, or one that has more in it (`privileged`), before the same sampled tokens.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo_fn.core.groups import select_groups
 from grpo_fn.core.problem import Problem
+from grpo_fn.core.reprompt import change_prompts, restore_places
 from grpo_fn.core.types import Groups, Rollout
-from grpo_fn.shell.model import hf
-from grpo_fn.shell.sampler.interface import positions
+from grpo_fn.shell.vllm.served_teacher import VllmTeacher
+from grpo_fn.shell.world import World
+from grpo_fn.tasks.privileged import PrivilegedPrompt, Sample
 
 TeacherKey = Callable[[Problem], str]
 TeacherLogp = Callable[[Rollout], Tensor]  # of one teacher: log-probs of the sampled tokens, [B T]
+EncodePrompt = Callable[[str], list[int]]
 
 ONE = "teacher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptChange:
+    """What a teacher reads in the place of the policy's prompt."""
+
+    prompt: PrivilegedPrompt | None  # None: the problem's own
+    encode: EncodePrompt  # a prompt to token ids
+    positions: int | None  # most tokens of a row; None: no limit
 
 
 def one_teacher(problem: Problem) -> str:
@@ -45,16 +61,25 @@ def teacher_of_field(problem: Problem, *, name: str) -> str:
     return str(problem.meta.get(name, ""))
 
 
-def teacher_logp(groups: Groups, *, teachers: Mapping[str, TeacherLogp], key: TeacherKey) -> Float[Tensor, "B T"]:
+def teacher_logp(
+    groups: Groups,
+    logp_old: Float[Tensor, "B T"],
+    *,
+    teachers: Mapping[str, TeacherLogp],
+    changes: Mapping[str, PromptChange],
+    key: TeacherKey,
+) -> Float[Tensor, "B T"]:
     """Log-probs of the sampled tokens, each row's under the teacher of its problem.
 
     Args:
         groups: P problems and their samples, B = P * G rows.
+        logp_old: log-probs under pi_old, [B, T], in nats.
         teachers: for each key, rollout -> log-probs of its tokens, [B, T], in nats.
+        changes: other prompts, for the keys whose teachers do not read the policy's.
         key: problem -> which teacher.
 
     Returns:
-        Log-probs in nats, [B, T]; 0 where nothing was sampled.
+        Log-probs in nats, [B, T]: logp_old in rows that are not taught; 0 where nothing was sampled.
     """
     size = groups.reward.value.shape[1]
     chosen = [key(problem) for problem in groups.problems]
@@ -62,121 +87,73 @@ def teacher_logp(groups: Groups, *, teachers: Mapping[str, TeacherLogp], key: Te
     for name in sorted({*chosen}):
         of_name = [p for p, found in enumerate(chosen) if found == name]
         rows = [p * size + g for p in of_name for g in range(size)]
-        out[rows] = teachers[name](select_groups(groups, of_name).rollout)
+        some = select_groups(groups, of_name)
+        if name in changes:
+            out[rows] = logp_behind_prompts(some, logp_old[rows], ask=teachers[name], change=changes[name])
+        else:
+            out[rows] = teachers[name](some.rollout)
     return out
 
 
-def check_teacher_shapes(
-    models: Mapping[str, PretrainedConfig], own: PretrainedConfig, max_total_tokens: int | None
-) -> None:
-    """Raise ValueError for a teacher that cannot read every token, or not as many of them, as the policy writes.
+def logp_behind_prompts(
+    groups: Groups, logp_old: Float[Tensor, "B T"], *, ask: TeacherLogp, change: PromptChange
+) -> Float[Tensor, "B T"]:
+    """Log-probs of the sampled tokens under a teacher that reads other prompts before them.
+
+    A row is not taught where there is no prompt for it, or where prompt and completion are more tokens than the
+    teacher reads.
 
     Args:
-        models: configuration of each teacher's model, by key.
-        own: that of the policy.
-        max_total_tokens: most tokens of a prompt and its completion; None: as many as the policy reads.
-    """
-    longest = positions(own) if max_total_tokens is None else max_total_tokens
-    for name, config in models.items():
-        theirs, ours = (one.get_text_config().vocab_size for one in (config, own))
-        if theirs < ours:
-            raise ValueError(
-                f"sections.Teacher.models: got {name!r} with {theirs} rows in its embedding, wanted at least the "
-                f"policy's {ours}, as the policy can sample each of them"
-            )
-        reach = positions(config)
-        if reach is not None and (longest is None or reach < longest):
-            raise ValueError(
-                f"sections.Teacher.models: got {name!r}, which reads {reach} positions, wanted "
-                f"{longest or 'no limit'}, or sections.Sampling.max_total_tokens = {reach}"
-            )
-
-
-def check_same_tokenizer(name: str, teacher: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError, naming the first difference, unless both have the same token for every id.
-
-    Args:
-        name: key of the teacher.
-        teacher: its tokenizer.
-        own: the policy's.
-    """
-    theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (teacher, own))
-    differing = sorted(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i))
-    if differing:
-        i = differing[0]
-        raise ValueError(
-            f"sections.Teacher.models: got {name!r} ({teacher.name_or_path}) whose tokenizer has "
-            f"{token_text(theirs.get(i))} as token {i}, wanted the policy's ({own.name_or_path}), which has "
-            f"{token_text(ours.get(i))}; {len(differing)} of {len(theirs.keys() | ours.keys())} tokens differ"
-        )
-
-
-def token_text(token: str | None) -> str:
-    """A token for people; None is one that is not there."""
-    return "nothing" if token is None else repr(token)
-
-
-def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: TeacherKey) -> None:
-    """Raise ValueError for a problem whose key names no teacher.
-
-    Args:
-        problems: those of the training.
-        models: teachers by key.
-        key: problem -> which teacher.
-    """
-    for problem in problems:
-        if (found := key(problem)) not in models:
-            raise ValueError(
-                f"sections.Teacher.key: got {found!r} for the problem {problem.prompt[:60]!r}, wanted one of "
-                f"{', '.join(map(repr, models))}, the keys of sections.Teacher.models"
-            )
-
-
-def reads_gap(distillation: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
-    """Whether advantages move with the log-prob gap to the teacher, found by asking the function.
-
-    Args:
-        distillation: (advantage [P, G, T], gap [P, G, T], mask [P, G, T]) -> [P, G, T].
-    """
-    adv = torch.tensor([[[1.0, 1.0], [-1.0, -1.0]]], dtype=torch.float64)
-    gap = torch.tensor([[[0.3, -0.1], [0.2, -0.7]]], dtype=torch.float64)
-    ask = partial(distillation, adv)
-    everything = torch.ones_like(adv, dtype=torch.bool)
-    return not torch.equal(ask(gap, everything), ask(0 * gap, everything))
-
-
-def check_distillation(
-    distillation: Callable[[Tensor, Tensor, Tensor], Tensor], teacher: object | None, *, also: bool
-) -> None:
-    """Raise ValueError for an algorithm that learns from a teacher in a run without one.
-
-    Args:
-        distillation: `step.Algorithm.distillation`.
-        teacher: `train.train.teacher`.
-        also: whether the objective looks at a teacher, too.
-    """
-    if teacher is None and (also or reads_gap(distillation)):
-        raise ValueError(
-            "train.train.teacher: got None with an algorithm that learns from a teacher, wanted one: "
-            "--gin_file scale/teacher.gin --gin_param TEACHER='FOLDER', or step.Algorithm.distillation = "
-            "@distillation.no_teacher and an objective without one"
-        )
-
-
-def open_teachers(sources: Mapping[str, hf.ModelSource], own: PreTrainedTokenizerBase) -> dict[str, str]:
-    """The folder of each teacher, made or found, once its tokenizer has proven to be the policy's.
-
-    Args:
-        sources: of the teachers' models, by key.
-        own: tokenizer of the policy.
+        groups: P problems and their samples, B = P * G rows.
+        logp_old: log-probs under pi_old, [B, T], in nats.
+        ask: rollout -> log-probs of its tokens, in nats.
+        change: the prompts.
 
     Returns:
-        Folders by key.
-
-    Raises:
-        ValueError: a token differs.
+        Log-probs in nats, [B, T]: logp_old in rows that are not taught; 0 where nothing was sampled.
     """
-    folders = {name: source.folder() for name, source in sources.items()}
-    for name, folder in folders.items():
-        check_same_tokenizer(name, hf.load_tokenizer(folder), own)
-    return folders
+    rollout = groups.rollout
+    out = torch.where(rollout.mask, logp_old, torch.zeros_like(logp_old))
+    places = torch.arange(rollout.mask.shape[1], device=rollout.mask.device) * rollout.mask
+    first = rollout.mask.long().argmax(-1)
+    length = (places.amax(-1) + 1 - first).tolist()
+    encode, limit = cache(change.encode), change.positions
+    taught = {
+        b: encode(prompt)
+        for b, prompt in enumerate(teacher_prompts(groups, change.prompt))
+        if prompt is not None and (limit is None or len(encode(prompt)) + length[b] <= limit)
+    }
+    if taught:
+        rows, prompts = [*taught], [*taught.values()]
+        asked = Rollout(*(x[rows] for x in rollout[:4]), tuple(rollout.text[b] for b in rows))
+        out[rows] = restore_places(ask(change_prompts(asked, prompts)), prompts, asked)
+    return out
+
+
+def teacher_prompts(groups: Groups, prompt: PrivilegedPrompt | None) -> list[str | None]:
+    """The prompt that the teacher reads before each row's tokens; None for a row that is not taught."""
+    size, reward = groups.reward.value.shape[1], groups.reward
+    value, valid = reward.value.tolist(), reward.valid.tolist()
+    parts = {name: x.tolist() for name, x in reward.parts.items()}
+    found: list[str | None] = []
+    for p, problem in enumerate(groups.problems):
+        samples = [
+            Sample(
+                groups.rollout.text[p * size + g],
+                value[p][g] if valid[p][g] else None,
+                {name: x[p][g] for name, x in parts.items()},
+            )
+            for g in range(size)
+        ]
+        found += [problem.prompt if prompt is None else prompt(problem, samples, g) for g in range(size)]
+    return found
+
+
+def stand_ins(size: int, parts: Sequence[str], text: str) -> list[Sample]:
+    """A group of samples that are right by any measure, to try a prompt with."""
+    return [Sample(text, float("inf"), dict.fromkeys(parts, float("inf")))] * max(2, size)
+
+
+def ask_server(served: VllmTeacher, world: World, rollout: Rollout) -> Float[Tensor, "B T"]:
+    """Log-probs of a rollout's tokens from vLLM servers, which one rank asks for all."""
+    return world.agree_at_length(partial(served.logp, rollout), what="the teacher's log-probs from its servers")

@@ -204,3 +204,16 @@ def test_the_expected_mismatch_is_the_kl_of_the_sampler_from_the_trainer(seed, a
     q, p = q.log_softmax(-1), p.log_softmax(-1)
     each = [metrics.mismatch((p - q)[i : i + 1], torch.ones(1, dtype=torch.bool))["mismatch_kl"].mean for i in range(5)]
     torch.testing.assert_close((q.exp() * torch.stack(each)).sum(), (q.exp() * (q - p)).sum(), rtol=1e-9, atol=1e-12)
+
+
+def test_the_teachers_figures_are_of_what_is_learned_from_and_its_rows_of_all():
+    gap = torch.tensor([[0.0, 1.0, -3.0], [0.0, 0.0, 0.0], [torch.nan, 2.0, torch.nan]], dtype=torch.float64)
+    sampled = torch.tensor([[False, True, True], [False, True, True], [False, True, False]])
+    learned = sampled & torch.tensor([[True], [False], [True]])
+    found = metrics.teacher_metrics(gap, learned, sampled)
+    assert found == {
+        "teacher/reverse_kl": 0.0,
+        "teacher/gap_abs": 2.0,
+        "teacher/gap_min": -3.0,
+        "teacher/rows_taught": pytest.approx(2 / 3),
+    }

@@ -6,9 +6,14 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from e2e.running import AfterStep, command, finish, metrics, outcome
+from transformers import AutoTokenizer
+from vllm_stub import Stub
 
 from grpo_fn.replay import __main__ as replaying
+from grpo_fn.shell.checkpoint import store
+from grpo_fn.shell.policy.fsdp import AVERAGE, WEIGHTS
 
 OPD = ["--gin_file", "algo/opd.gin", "--gin_file", "scale/teacher.gin"]
 
@@ -91,3 +96,67 @@ def test_a_problem_that_no_teacher_is_for_is_refused(cache: Path, teacher: str, 
     said = (tmp_path / "out").read_text()
     assert "sections.Teacher.key: got 'arithmetic' for the problem" in said or "sections.Teacher.key: got ''" in said
     assert "wanted one of 'teacher', the keys of sections.Teacher.models" in said
+
+
+SELF = ["--gin_file", "algo/sdpo.gin", "--gin_file", "scale/sibling_teacher.gin"]
+
+
+@pytest.fixture(scope="module")
+def alone(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is its own teacher: the average of its weights reads a sibling's completion."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert finish(command(cache, folder / "run", *SELF), folder / "out") == 0, (folder / "out").read_text()
+    return folder / "run"
+
+
+def test_a_policy_that_teaches_itself_goes_on_from_its_average(cache: Path, alone: Path, tmp_path: Path) -> None:
+    argv = command(cache, tmp_path / "run", *SELF)
+    assert finish(argv, tmp_path / "out", AfterStep(3, signal.SIGKILL)) == -9
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert outcome(tmp_path / "run") == outcome(alone)
+    rows = [row for row in metrics(alone) if "teacher/rows_taught" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert any(0 < row["teacher/rows_taught"] < 1 for row in rows)  # some rows have no right sibling
+    newest = max((alone / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    averages = store.read_tensors(newest, AVERAGE)
+    weights = store.read_tensors(newest, WEIGHTS)
+    assert averages.keys() <= weights.keys()
+    assert any(not torch.equal(x, weights[name]) for name, x in averages.items())
+
+
+def test_a_step_of_a_policy_that_teaches_itself_is_replayed(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replaying.main([str(alone), "--step", "3"]) == 0, capsys.readouterr().out
+    assert "is what it was" in capsys.readouterr().out
+
+
+def test_a_prompt_that_is_too_long_for_its_teacher_is_refused_before_a_run_folder_is_made(
+    cache: Path, tmp_path: Path
+) -> None:
+    long = repr("{prompt} " + "so " * 60 + "{privileged}")
+    changes = {"privileged.with_right_sibling.template": long}
+    argv = command(cache, tmp_path / "run", *SELF, **changes)
+    assert finish(argv, tmp_path / "out") == 2
+    said = (tmp_path / "out").read_text()
+    assert "sections.Teacher.prompt: got up to" in said
+    assert "wanted at most the 128 positions that it reads" in said
+
+
+def test_a_run_learns_from_a_teacher_on_a_server_and_at_temperature_1_alone(
+    cache: Path, alone: Path, tmp_path: Path
+) -> None:
+    stub = Stub()
+    stub.tokenizer = AutoTokenizer.from_pretrained(alone / "model")
+    stub.vocabulary = len(stub.tokenizer)
+    served = ["--gin_file", "algo/opd.gin", "--gin_file", "engine/vllm_teacher.gin"]
+    served += ["--gin_param", f"TEACHER_SERVERS = ['{stub.url}']"]
+    try:
+        argv = command(cache, tmp_path / "run", *served, STEPS=2)
+        assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    finally:
+        stub.kill()
+    asked = [sent["prompt"] for path, sent in stub.calls if path == "/v1/completions"]
+    assert len(asked) == 1 + 2 * 16  # the check, and each row of each step once
+    assert all(row["teacher/reverse_kl"] > 0 for row in metrics(tmp_path / "run") if row["step"])
+    warm = command(cache, None, *served, "--dry_run", sections__Sampling__temperature=0.7)
+    assert finish(warm, tmp_path / "out") == 2
+    assert "sections.Sampling.temperature: got 0.7 with a teacher on vLLM servers" in (tmp_path / "out").read_text()

@@ -50,7 +50,7 @@ KINDS = [
         },
     ),
     (distillation, ("adv", "gap", "mask"), {"no_teacher", "teacher_gap", "early_teacher_gap", "teacher_reweighted"}),
-    (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable"}),
+    (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable", "drop_zero_advantage"}),
     (masking, ("batch", "key"), {"no_tokens", "clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),
     (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
     (
@@ -93,7 +93,7 @@ KNOWN_PRESETS = {
     ),
     *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
     *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo", "otb", "real"),
-    *("opd", "mopd", "iw_opd", "rlsd", "chord"),
+    *("opd", "mopd", "iw_opd", "rlsd", "sdft", "sdpo", "chord"),
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.
 AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}

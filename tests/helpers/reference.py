@@ -449,6 +449,21 @@ def mopd(groups: Groups, limit: int) -> Dual:
     return token_mean([(s, 0.0) for group in groups for s in group if s.scored], token)
 
 
+def sdft(groups: Groups, limit: int) -> Dual:
+    """arXiv:2601.19897, on the sampled tokens: as opd, weighed with the ratio up to 2."""
+    return token_mean([(s, 0.0) for group in groups for s in group if s.scored], _self_taught)
+
+
+def sdpo(groups: Groups, limit: int) -> Dual:
+    """arXiv:2601.20802: as sdft, the mean over the rows with a token on which teacher and policy differ."""
+    rows = [(s, 0.0) for group in groups for s in group if s.scored]
+    return token_mean([(s, a) for s, a in rows if s.teacher != s.old], _self_taught)
+
+
+def _self_taught(s: Sample, t: int, a: float) -> Dual:
+    return s.logp[t] * (min(s.ratio(t).x, 2.0) * (s.old[t] - s.teacher[t]))
+
+
 def iw_opd(groups: Groups, limit: int) -> Dual:
     """arXiv:2606.22600: a token after little disagreement weighs up to 1.5 times one after all of it."""
 

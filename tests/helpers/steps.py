@@ -212,7 +212,7 @@ def as_sampled(groups: Groups, explore: Callable, carried: Carry) -> GroupBatch:
     return GroupBatch(groups, groups, carried, {})
 
 
-def taught(step: Step, groups: Groups) -> Tensor:
+def taught(step: Step, groups: Groups, logp_old: Tensor) -> Tensor:
     return step.logp_teacher[groups.rollout.tokens[:, 0]]
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -49,6 +50,7 @@ class Stub:
         self.described = dict(WELL, repeatable=True)
         self.faults, self.stuck, self.calls, self.seconds = {}, False, [], 0.0
         self.key = None
+        self.tokenizer, self.vocabulary, self.unknown = None, 10**6, None  # of /detokenize and prompt_logprobs
         self.resting = threading.Event()
         self.lock = threading.Lock()
         self.between = threading.Lock()  # no pause begins while a completion looks at weights and label
@@ -244,6 +246,16 @@ def relabel(stub, sent):
     return 200, {}
 
 
+def prompt_logprobs(stub, sent):
+    """Log-probs of a prompt's tokens, each a function of it and of the one before; none of the `unknown` one."""
+    tokens = sent["prompt"]
+    if (odd := max(tokens)) >= stub.vocabulary:
+        return 400, {"error": {"message": f"Token id {odd} is out of vocabulary"}}
+    pairs = pairwise(tokens)
+    found = [None if b == stub.unknown else {str(b): {"logprob": -1.0 - (a * 31 + b) % 97 / 7}} for a, b in pairs]
+    return 200, {"choices": [{"index": 0, "finish_reason": "length", "prompt_logprobs": [None, *found]}]}
+
+
 def said(**words):
     return lambda stub, sent: (200, words)
 
@@ -253,6 +265,9 @@ ROUTES = {
     "/get_world_size": said(world_size=1),
     "/weight_info": lambda stub, sent: (200, {"weight_version": stub.label}),
     "/inference/v1/generate": generate,
+    "/v1/completions": prompt_logprobs,
+    "/v1/models": said(data=[{"id": "teacher", "max_model_len": 4096}]),
+    "/detokenize": lambda stub, sent: (200, {"prompt": stub.tokenizer.decode(sent["tokens"])}),
     "/collective_rpc": ask_workers,
     "/pause": pause,
     "/resume": resume,

@@ -1,6 +1,7 @@
 """Teachers: which one is asked about a problem, and what is refused before any weights are loaded."""
 
 import json
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +13,18 @@ from transformers import AutoTokenizer, Qwen2Config
 
 from grpo_fn.algo import distillation
 from grpo_fn.core.types import Groups, Reward, Rollout
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.policy import self_teachers
+from grpo_fn.shell.policy.weight_average import WeightAverage
+from grpo_fn.tasks import privileged
 from grpo_fn.trainer import teachers
+from grpo_fn.trainer.checks import check_teachers
 from grpo_fn.trainer.sections import Teacher, model_source
+from grpo_fn.trainer.teachers import PromptChange
+
+
+def section(models: dict, prompt=None) -> Teacher:
+    return Teacher(models=models, key=teachers.one_teacher, prompt=prompt, encode_prompt=None, offload=False)
 
 
 def of_task(uid: int, task: str):
@@ -40,30 +51,33 @@ def test_each_problem_is_read_by_the_teacher_of_its_key():
     models = {name: partial(says, scale, asked[name]) for name, scale in (("math", -1.0), ("code", -2.0), ("none", 0))}
     key = partial(teachers.teacher_of_field, name="task")
     groups = step(["code", "math", "code"], 2)
-    got = teachers.teacher_logp(groups, teachers=models, key=key)
+    got = teachers.teacher_logp(groups, groups.rollout.logp_sampled, teachers=models, changes={}, key=key)
     assert got[:, 0].tolist() == [0.0, -2.0, -2.0, -3.0, -8.0, -10.0]
     assert asked == {"code": [[0, 1, 4, 5]], "math": [[2, 3]], "none": []}  # one pass each, none of whom is not asked
 
 
 def test_one_teacher_reads_everything_in_one_pass():
     asked: list = []
-    key = teachers.one_teacher
-    got = teachers.teacher_logp(step(["a", "b"], 2), teachers={"teacher": partial(says, -1.0, asked)}, key=key)
+    models = {"teacher": partial(says, -1.0, asked)}
+    groups = step(["a", "b"], 2)
+    got = teachers.teacher_logp(
+        groups, groups.rollout.logp_sampled, teachers=models, changes={}, key=teachers.one_teacher
+    )
     assert got[:, 0].tolist() == [0.0, -1.0, -2.0, -3.0]
     assert asked == [[0, 1, 2, 3]]
 
 
 def test_a_problem_without_a_teacher_is_refused():
     key = partial(teachers.teacher_of_field, name="task")
-    teachers.check_keys([of_task(0, "math")], {"math": ""}, key)
+    check_teachers.check_keys([of_task(0, "math")], {"math": ""}, key)
     for odd in (of_task(1, "code"), problem(2, "?")):
         with pytest.raises(ValueError, match=r"Teacher\.key: got '(code)?' for the problem '\?', wanted one of 'math'"):
-            teachers.check_keys([of_task(0, "math"), odd], {"math": ""}, key)
+            check_teachers.check_keys([of_task(0, "math"), odd], {"math": ""}, key)
 
 
 def test_a_section_without_models_is_refused():
     with pytest.raises(ValueError, match=r"sections\.Teacher\.models: got none, wanted at least one"):
-        Teacher(models={}, key=teachers.one_teacher, offload=False)
+        section({})
     with pytest.raises(ValueError, match=r"sections\.Teacher\.models: got a int, wanted a Hugging Face folder"):
         model_source(3, "sections.Teacher.models")
 
@@ -86,16 +100,16 @@ def shaped(vocabulary: int, positions: int) -> Qwen2Config:
 def test_a_teacher_reads_all_that_the_policy_may_write(vocabulary, positions, total, complaint):
     models, own = {"t": shaped(vocabulary, positions)}, shaped(10, 64)
     if complaint is None:
-        teachers.check_teacher_shapes(models, own, total)
+        check_teachers.check_teacher_shapes(models, own, total)
         return
     with pytest.raises(ValueError, match=complaint):
-        teachers.check_teacher_shapes(models, own, total)
+        check_teachers.check_teacher_shapes(models, own, total)
 
 
 def test_the_first_token_that_differs_is_named(tmp_path: Path):
     own, folder = tokenizer(), tmp_path / "teacher"
     own.save_pretrained(folder)
-    teachers.check_same_tokenizer("t", AutoTokenizer.from_pretrained(folder), own)
+    check_teachers.check_same_tokenizer("t", AutoTokenizer.from_pretrained(folder), own)
     path = folder / "tokenizer.json"
     stored = json.loads(path.read_text())
     by_id = {i: token for token, i in stored["model"]["vocab"].items()}
@@ -104,7 +118,7 @@ def test_the_first_token_that_differs_is_named(tmp_path: Path):
     path.write_text(json.dumps(stored))
     other = AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ValueError, match=rf"whose tokenizer has .* as token {a}, wanted the policy's .*; 2 of \d+"):
-        teachers.check_same_tokenizer("t", other, own)
+        check_teachers.check_same_tokenizer("t", other, own)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +133,141 @@ def test_the_first_token_that_differs_is_named(tmp_path: Path):
     ],
 )
 def test_an_algorithm_that_learns_from_a_teacher_wants_one(f, reads):
-    assert teachers.reads_gap(f) is reads
-    teachers.check_distillation(f, object(), also=True)
+    assert check_teachers.reads_gap(f) is reads
+    check_teachers.check_distillation(f, object(), also=True)
     if reads:
         with pytest.raises(ValueError, match=r"train\.train\.teacher: got None with an algorithm that learns from a"):
-            teachers.check_distillation(f, None, also=False)
+            check_teachers.check_distillation(f, None, also=False)
     else:
-        teachers.check_distillation(f, None, also=False)
+        check_teachers.check_distillation(f, None, also=False)
         with pytest.raises(ValueError, match="wanted one"):
-            teachers.check_distillation(f, None, also=True)
+            check_teachers.check_distillation(f, None, also=True)
+
+
+# -- other prompts
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def siblings(problem, samples, place):
+    """The texts of the others; none for the second sample."""
+    return None if place == 1 else problem.prompt + "".join(one.text for i, one in enumerate(samples) if i != place)
+
+
+def group_of(*texts: str) -> Groups:
+    """One problem with these completions, of which token t is sampled with log-prob -(row + 1) / (t + 1)."""
+    width = 2 + max(map(len, texts))
+    tokens = torch.tensor([[1, 2, *letters(text), *[0] * (width - 2 - len(text))] for text in texts])
+    mask = (torch.arange(width) >= 2) & (tokens > 0)
+    logp = -(1.0 + torch.arange(len(texts)))[:, None] / (1 + torch.arange(width))
+    value = torch.arange(float(len(texts)))[None]
+    rollout = Rollout(tokens, mask, torch.where(mask, logp, torch.nan), ~mask[:, 0], texts)
+    return Groups(
+        (problem(0, "q"),), rollout, Reward(value, torch.ones_like(value, dtype=torch.bool), {"right": value})
+    )
+
+
+def counting(seen: list, rollout: Rollout) -> Tensor:
+    """-1, -2, ... of each row's tokens; what was read is kept."""
+    seen += [row[: int(m.nonzero().max()) + 1].tolist() for row, m in zip(rollout.tokens, rollout.mask, strict=True)]
+    return torch.where(rollout.mask, -rollout.mask.cumsum(-1).float(), 0.0)
+
+
+def test_the_same_tokens_are_read_behind_the_other_prompt_and_other_rows_say_what_the_policy_says():
+    seen: list = []
+    groups = group_of("ab", "c", "def")
+    old = groups.rollout.logp_sampled
+    change = PromptChange(prompt=siblings, encode=letters, positions=None)
+    got = teachers.logp_behind_prompts(groups, old, ask=partial(counting, seen), change=change)
+    assert seen == [letters("qcdef" + "ab"), letters("qabc" + "def")]
+    mask = groups.rollout.mask
+    assert got[0][mask[0]].tolist() == [-1.0, -2.0]
+    assert got[2][mask[2]].tolist() == [-1.0, -2.0, -3.0]
+    assert torch.equal(got[1][mask[1]], old[1][mask[1]])
+    assert not got[~mask].any()
+
+
+def test_a_row_that_is_longer_than_the_teacher_reads_is_not_taught():
+    groups, seen = group_of("ab", "c", "def"), []
+    change = PromptChange(prompt=siblings, encode=letters, positions=6)
+    got = teachers.logp_behind_prompts(groups, groups.rollout.logp_sampled, ask=partial(counting, seen), change=change)
+    assert seen == []
+    mask = groups.rollout.mask
+    assert torch.equal(got[mask], groups.rollout.logp_sampled[mask])
+
+
+def test_a_prompt_sees_rewards_and_their_parts_and_what_could_not_be_scored():
+    groups, seen = group_of("ab", "c"), []
+
+    def keep(problem, samples, place):
+        seen.append((samples, place))
+
+    unscored = groups.reward._replace(valid=torch.tensor([[True, False]]))
+    assert teachers.teacher_prompts(groups._replace(reward=unscored), keep) == [None, None]
+    samples, place = seen[1]
+    assert place == 1
+    assert [tuple(one) for one in samples] == [("ab", 0.0, {"right": 0.0}), ("c", None, {"right": 1.0})]
+
+
+def test_the_live_policy_has_nothing_to_teach_without_another_prompt():
+    with pytest.raises(
+        ValueError, match=r"got self_teachers\.live, the policy as it is, with the prompt that the policy"
+    ):
+        section({"teacher": self_teachers.live})
+    answered = partial(privileged.with_answer, template="{prompt} {privileged}")
+    assert section({"teacher": self_teachers.live}, answered).of_policy() == {"teacher": self_teachers.live}
+    with pytest.raises(ValueError, match=r"got several self_teachers\.moving_average, wanted one at most"):
+        section({name: partial(self_teachers.moving_average, rate=rate) for name, rate in (("a", 0.1), ("b", 0.2))})
+    kinds = section({"a": "folder", "b": partial(self_teachers.moving_average, rate=0.1)})
+    assert kinds.of_policy().keys() == {"b"}
+    assert kinds.sources().keys() == {"a"}
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.5])
+def test_a_rate_that_is_none_is_refused(rate):
+    with pytest.raises(ValueError, match=rf"moving_average\.rate: got {rate}, wanted above 0 and up to 1"):
+        WeightAverage({}, rate=rate)
+
+
+def asked_about(prompt, reach: int | None) -> None:
+    problems = [problem(0, "2+3?")._replace(answer="5")]
+    check_teachers.check_teacher_prompts(
+        problems, prompt, letters, name="t", size=2, parts=("right",), max_new_tokens=8, reach=reach
+    )
+
+
+def test_a_prompt_that_leaves_no_space_is_refused_before_the_run():
+    answered = partial(privileged.with_answer, template="{prompt} {privileged}")  # "2+3? 5": 6 tokens
+    asked_about(answered, 14)
+    asked_about(answered, None)
+    with pytest.raises(
+        ValueError, match=r"got up to 14 tokens .* for the teacher 't' and the problem '2\+3\?', wanted at"
+    ):
+        asked_about(answered, 13)
+    sibling = partial(privileged.with_right_sibling, template="{prompt} {privileged}", least_reward=1.0)
+    asked_about(sibling, 22)  # the other sample may be 8 tokens, too
+    with pytest.raises(ValueError, match="got up to 22 tokens"):
+        asked_about(sibling, 21)
+    asked_about(lambda problem, samples, place: None, 1)
+    with pytest.raises(
+        ValueError, match=r"sections\.Teacher\.prompt: got a int for the problem '2\+3\?', wanted a prompt"
+    ):
+        asked_about(lambda problem, samples, place: 3, None)
+
+
+def test_another_chat_template_is_noticed():
+    own, other, none = (deepcopy(tokenizer()) for _ in range(3))
+    own.chat_template = "Q: {{ messages[0]['content'] }} A:"
+    other.chat_template = "Q: {{ messages[0]['content'] }} B:"
+    none.chat_template = None
+    differs = partial(check_teachers.template_difference, "t", own=own, encode=hf.encode_prompt, prompts=["one", "two"])
+    assert differs(own) is None
+    assert check_teachers.template_difference("t", none, own, hf.bare_prompt, ["one"]) is None
+    found = differs(other)
+    assert "teacher 't': its own chat template has" in found
+    assert "'B' as token" in found
+    assert "the policy's 'A'" in found
+    assert "sections.Teacher.encode_prompt = @hf.encode_prompt" in found
+    assert "its own chat template has" in differs(none)

@@ -129,6 +129,7 @@ def estimated(bench: Bench, micro_tokens: int, width: int) -> int:
         reference=False,
         teachers=[],
         offload_teachers=False,
+        average=False,
         micro_tokens=micro_tokens,
         width=width,
         logits_chunk_elements=model["logits_chunk_elements"],

@@ -258,13 +258,13 @@ def lengths() -> dict[str, Signal]:
     def weighed(weigh: Callable) -> Signal:
         return off_policy(losses.reinforce, advantage.leave_one_out, weigh, size=3)
 
+    filters = (masking.drop_truncated, masking.drop_incomparable, masking.drop_zero_advantage)
     return {
         "`constant_length` 1": weighed(row_sum),
         "`constant_length` 2": weighed(partial(aggregation.constant_length, max_length=2)),
         "`sequence_mean`": weighed(aggregation.sequence_mean),
         "`token_mean`": weighed(aggregation.token_mean),
-        "`constant_length` 1, filter `drop_truncated`": by_step(compared, masking.drop_truncated, size=2),
-        "`constant_length` 1, filter `drop_incomparable`": by_step(compared, masking.drop_incomparable, size=2),
+        **{f"`constant_length` 1, filter `{f.__name__}`": by_step(compared, f, size=2) for f in filters},
     }
 
 

@@ -61,6 +61,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "given tokens: loss and perplexity": lines("(sft|eval)/(loss|perplexity)"),
         "given tokens: how many, what one weighs": lines("(sft/(tokens|weight_mean|tokens_per_second)|eval/tokens)"),
         "from the policy to its teacher, nats a token": lines("teacher/(reverse_kl|gap_abs|gap_min)"),
+        "share of the rows that are taught": lines("teacher/rows_taught"),
         "gains of the controllers": lines("loss/(kl|entropy)_coef_multiplier"),
         "learning rate": lines("optimizer/lr"),
         "updates": lines("optimizer/step"),

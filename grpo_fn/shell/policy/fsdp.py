@@ -22,6 +22,7 @@ from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel, check_rows
 from grpo_fn.shell.policy.checksums import StepChecksums, block_digests, combine_ranks
 from grpo_fn.shell.policy.optimizer import load_moment, moment_value
+from grpo_fn.shell.policy.weight_average import WeightAverage
 from grpo_fn.shell.world import World
 
 Optimizer = Callable[..., torch.optim.Optimizer]
@@ -29,7 +30,7 @@ Schedule = Callable[[int], float]
 LossScale = Callable[[float, int, bool], tuple[float, int]]
 ReferenceModel = Callable[[], AbstractContextManager[LogprobModel]]  # the reference policy, while entered
 
-WEIGHTS, OPTIMIZER = "weights.", "optimizer."
+WEIGHTS, OPTIMIZER, AVERAGE = "weights.", "optimizer.", "average."
 
 
 class FSDPPolicy:
@@ -76,6 +77,7 @@ class FSDPPolicy:
         self.updates = self.skipped = self.good_steps = self.passes = 0
         self.scale = initial_scale
         self._noted: StepChecksums | None = None
+        self._average: WeightAverage | None = None
         self._expected = 0  # pullbacks before the next update
         self._owed = False  # gradients that copies of the model have not added up yet
         self._data = data
@@ -203,6 +205,8 @@ class FSDPPolicy:
                 group["lr"] = lr * factor
             self.optimizer.step()
             self.updates += 1
+            if self._average is not None:
+                self._average.follow(self._trained())
         self.optimizer.zero_grad(set_to_none=True)
         self.passes = 0
         if not finite and self.scale >= scale:
@@ -218,6 +222,26 @@ class FSDPPolicy:
             "optimizer/loss_scale": scale,
             "optimizer/overflows": float(self.skipped),
         }
+
+    def keep_average(self, rate: float) -> ReferenceModel:
+        """From here on keep an exponential moving average of what trains: the model under it, while entered.
+
+        It is part of the checkpoints. Raises ValueError for a rate that is not above 0 and up to 1.
+        """
+        average = self._average = WeightAverage(self._trained(), rate=rate)
+
+        @contextmanager
+        def averaged() -> Iterator[LogprobModel]:
+            with average.swap_in(self._trained()):
+                try:
+                    yield self.logprob_model
+                finally:
+                    self.named_tensors()  # weights that are still gathered are the average's
+
+        return averaged
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.named_tensors().items() if x.requires_grad}
 
     def weights(self, *, trained: bool) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer once (a tied one under its first name), whole, one at a time.
@@ -241,8 +265,7 @@ class FSDPPolicy:
         The same however the model is spread over the ranks, all of which have to take part.
         """
         noted, self._noted = self._noted or StepChecksums(), None
-        trained = {name: x for name, x in self.named_tensors().items() if x.requires_grad}
-        mine = [*noted.gradients, block_digests(trained)]
+        mine = [*noted.gradients, block_digests(self._trained())]
         *gradients, weights = map(combine_ranks, zip(*self.world.exchange(mine, what="digests"), strict=True))
         return {"gradients": hex_digest(combine_digests(gradients)), "weights": hex_digest(weights)}
 
@@ -254,7 +277,7 @@ class FSDPPolicy:
         return hf.named_tensors(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, live: what trains (with the buffers, if that is the whole model) and its moments."""
+        """What a checkpoint holds, live: what trains (all of a whole model, with buffers), moments and average."""
         named = self.named_tensors()
         partial = any(isinstance(x, nn.Parameter) and not x.requires_grad for x in named.values())
         kept = {name: x for name, x in named.items() if x.requires_grad or not partial}
@@ -263,7 +286,8 @@ class FSDPPolicy:
             for name, x in kept.items()
             for key, value in self.optimizer.state.get(x, {}).items()
         }
-        return {**{f"{WEIGHTS}{name}": x.detach() for name, x in kept.items()}, **moments}
+        average = {} if self._average is None else {f"{AVERAGE}{name}": x for name, x in self._average.kept.items()}
+        return {**{f"{WEIGHTS}{name}": x.detach() for name, x in kept.items()}, **moments, **average}
 
     def counters(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""

@@ -33,6 +33,7 @@ class Arrangement(NamedTuple):
     teachers: int = 0  # bytes of frozen teachers on the device that has most of them
     teacher_roots: int = 0  # bytes of what of them stays gathered
     offload_teachers: bool = False
+    average: bool = False  # there is a moving average of what trains
     local_sampler: bool = True  # which needs whole weights in this process; an engine has its own
 
 
@@ -104,6 +105,7 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
         Part("reference, gathered root", how.reference * how.gathers * how.width * root),
         Part("teachers", how.teachers, how.offload_teachers),
         Part("teachers, gathered roots", how.teacher_roots),
+        Part("moving average", how.average * WIDE * trained, how.offload),
         Part("sampler's own copy", how.local_sampler * how.gathers * how.width * whole),
     )
     training = (

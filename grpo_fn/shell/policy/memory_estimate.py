@@ -46,6 +46,7 @@ def device_memory(
     reference: bool,
     teachers: Sequence[PretrainedConfig],
     offload_teachers: bool,
+    average: bool,
     micro_tokens: int,
     width: int,
     logits_chunk_elements: int,
@@ -74,6 +75,7 @@ def device_memory(
         teachers=dtype.itemsize * sum(w.part for one in theirs for w in one),
         teacher_roots=gathers * dtype.itemsize * sum(sizes_by_block(one)[None] for one in theirs),
         offload_teachers=offload_teachers,
+        average=average,
         local_sampler=local_sampler,
     )
     rows = max(1, micro_tokens // width)

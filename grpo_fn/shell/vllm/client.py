@@ -4,7 +4,7 @@ A call ends in an answer, in `Unreachable` (no server, the time is up, the serve
 `RequestRefused` (the request is wrong, or the way the server was started: asking again would not help).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,6 +97,28 @@ class Server:
         spans = choice.get("weight_versions") or []
         versions = [span["version"] for span in spans]
         return ServerCompletion(choice["token_ids"], logp, ENDED[choice["finish_reason"]], versions)
+
+    async def prompt_logp(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probs of given tokens but the first, each after those before it, in nats, at temperature 1 whatever is
+        sent: the server does not divide the logits of a prompt."""
+        sent = {"prompt": [*tokens], "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
+        answer = await self._call("POST", "/v1/completions", self._patience.generate, json=sent)
+        found = (answer["choices"][0].get("prompt_logprobs") or [None])[1:]
+        logp = [(one or {}).get(str(token), {}).get("logprob") for token, one in zip(tokens[1:], found, strict=False)]
+        if len(logp) != len(tokens) - 1 or not all(isinstance(x, float) and NO_LOGP < x <= 0.0 for x in logp):
+            raise RequestRefused(
+                f"{self.url}: got prompt_logprobs {str(found)[:SHOWN]} for the tokens {str([*tokens])[:SHOWN]}, wanted "
+                "a log-prob of each but the first"
+            )
+        return logp
+
+    async def max_model_len(self) -> int:
+        """Most tokens that it reads, the one that it draws behind them included."""
+        return (await self._call("GET", "/v1/models", self._patience.control))["data"][0]["max_model_len"]
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, by its own tokenizer."""
+        return (await self._call("POST", "/detokenize", self._patience.control, json={"tokens": [*tokens]}))["prompt"]
 
     async def check_health(self) -> None:
         """Raise Unreachable unless it says that it is well."""

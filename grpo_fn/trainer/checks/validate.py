@@ -24,9 +24,10 @@ from grpo_fn.core.types import Batch, Gains, Policy, Reward, Rollout, Scores
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.blocks import torch_compile
-from grpo_fn.shell.policy import memory_estimate
+from grpo_fn.shell.policy import memory_estimate, self_teachers
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.tasks.task import Task, sample_tests
+from grpo_fn.trainer.checks.check_teachers import find_teachers, reads_gap, uses_teacher
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.supervised_stage import check_stage, is_supervised
 from grpo_fn.trainer.checks.try_out import try_credit, try_token_sampler
@@ -34,7 +35,6 @@ from grpo_fn.trainer.checks.try_rewards import reward_parts, try_rewards
 from grpo_fn.trainer.checks.try_sources import try_optimizer, try_schedule, try_task
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
 from grpo_fn.trainer.sections import Settings, model_source
-from grpo_fn.trainer.teachers import check_distillation, check_teacher_shapes, reads_gap
 
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 OldLogp = Callable[[Policy, Rollout], Tensor]
@@ -53,7 +53,8 @@ class ValidatedPlan:
     task: Task
     reference: bool  # whether objective or credit read logp_ref
     frozen: bool  # whether a frozen copy of the start model is kept, as that reference or to measure the KL to it
-    teachers: Mapping[str, tuple[hf.ModelSource, PretrainedConfig]]  # by key
+    teachers: Mapping[str, tuple[hf.ModelSource, PretrainedConfig]]  # those that are loaded, by key
+    parts: Sequence[str]  # of the reward
     shown: Task | None  # whose demonstrations are learned from beside the sampled completions
     own_pass: bool  # whether logp_old is what the step's one update finds in its own pass
     plan: Plan
@@ -98,39 +99,34 @@ def validate(settings: Settings) -> ValidatedPlan:
         dtype=dtype,
         task=task,
         reference=reference,
-        frozen=reference or s.logging.start_kl_every > 0,
-        teachers=find_teachers(s, config),
+        frozen=reference or s.logging.start_kl_every > 0 or uses_teacher(s, self_teachers.start_model),
+        teachers=find_teachers(s, config, also=reads_teacher(algorithm.objective)),
+        parts=parts,
         shown=None if s.demonstrations is None else try_task(s.demonstrations.task),
         # What drops at random says another thing in the pass that trains.
         own_pass=own_pass and (s.lora is None or s.lora.dropout == 0),
-        plan=Plan(
-            prompts=algorithm.prompts,
-            group_size=algorithm.group_size,
-            minibatches=algorithm.minibatches,
-            epochs=algorithm.epochs,
-            steps=s.steps,
-            train_rows=task.size,
-            test_rows=len(task.test),
-            max_new_tokens=s.sampling.max_new_tokens,
-            max_rows=s.sampling.max_rows,
-            parameters=hf.parameter_count(hf.empty_model(config)),
-            trained=memory_estimate.trained_parameters(config, s.lora),
-            kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
-        ),
+        plan=make_plan(s, config, dtype, task),
     )
 
 
-def find_teachers(settings: Settings, own: PretrainedConfig) -> dict[str, tuple[hf.ModelSource, PretrainedConfig]]:
-    """The teachers by key. Raises ValueError for one that cannot read what the policy writes, or that is missing."""
-    check_distillation(
-        settings.algorithm.distillation, settings.teacher, also=reads_teacher(settings.algorithm.objective)
+def make_plan(settings: Settings, config: PretrainedConfig, dtype: torch.dtype, task: Task) -> Plan:
+    """The numbers of the run."""
+    s, algorithm = settings, settings.algorithm
+    return Plan(
+        prompts=algorithm.prompts,
+        group_size=algorithm.group_size,
+        minibatches=algorithm.minibatches,
+        epochs=algorithm.epochs,
+        steps=s.steps,
+        train_rows=task.size,
+        test_rows=len(task.test),
+        max_new_tokens=s.sampling.max_new_tokens,
+        max_rows=s.sampling.max_rows,
+        parameters=hf.parameter_count(hf.empty_model(config)),
+        trained=memory_estimate.trained_parameters(config, s.lora),
+        average=uses_teacher(s, self_teachers.moving_average),
+        kv_bytes_per_token=kv_bytes_per_token(config, dtype.itemsize),
     )
-    if settings.teacher is None:
-        return {}
-    found = {name: (source, source.config()) for name, source in settings.teacher.sources().items()}
-    shapes = {name: config for name, (_, config) in found.items()}
-    check_teacher_shapes(shapes, own, settings.sampling.max_total_tokens)
-    return found
 
 
 def check_this_machine(settings: Settings) -> None:
@@ -169,6 +165,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         reference=checked.frozen,
         teachers=[config for _, config in checked.teachers.values()],
         offload_teachers=settings.teacher is not None and settings.teacher.offload,
+        average=checked.plan.average,
         micro_tokens=settings.policy.micro_tokens,
         width=settings.sampling.max_new_tokens,
         logits_chunk_elements=settings.compute.logits_chunk_elements,

@@ -47,7 +47,8 @@ from grpo_fn.shell.model import blocks, hf, lora
 from grpo_fn.shell.model.load_weights import part, set_tensor
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.packed_input import pack_shared_prompts
-from grpo_fn.shell.policy.fsdp import WEIGHTS, FSDPPolicy, full_tensor
+from grpo_fn.shell.policy import self_teachers
+from grpo_fn.shell.policy.fsdp import AVERAGE, WEIGHTS, FSDPPolicy, full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
@@ -501,6 +502,58 @@ def test_a_teacher_of_another_shape_says_the_same_on_any_number_of_ranks(folders
     torch.testing.assert_close(before, wanted, rtol=0, atol=5e-6)
     assert torch.equal(before, after)
     assert not trains
+
+
+RATE = 0.3
+
+
+def averaged(
+    world: World, folder: str, case: Case, batch: Batch
+) -> tuple[list[dict[str, Tensor]], list[Tensor], dict[str, Tensor], bool]:
+    """What trains before and after each of two updates, what the average says then, the average, and whether nothing
+    of the policy moved while it was asked."""
+    policy, seen = built(world, folder, case), rollout(batch.tokens, batch.mask)
+    teacher = self_teachers.moving_average(policy, None, rate=RATE)
+    trained = [{name: x.clone() for name, x in policy.weights(trained=True)}]
+    said, unmoved = [policy.logp_under(teacher, seen)], True
+    for _ in range(2):
+        climb(policy, [batch], next(iter(PRODUCT.values())), count(batch))
+        policy.update()
+        before, own = weights_of(policy), policy.logp(seen)
+        said.append(policy.logp_under(teacher, seen))
+        trained.append({name: x.clone() for name, x in policy.weights(trained=True)})
+        unmoved &= torch.equal(own, policy.logp(seen)) and identical(before, weights_of(policy))
+    kept = {name.removeprefix(AVERAGE): x for name, x in policy.tensors().items() if name.startswith(AVERAGE)}
+    return trained, said, {name: full_tensor(x).clone() for name, x in kept.items()}, unmoved
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "adapted"),
+    [
+        *((size, "full_shard", adapted) for size in (1, 2) for adapted in (False, True)),
+        pytest.param(4, "hybrid_shard", False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_average_follows_what_trains_and_leaves_the_policy_alone(folders, size, strategy, adapted):
+    case = Case("qwen3_untied", strategy, adapted=adapted)
+    batch = batch_for(case.model, 2, 5)
+    trained, said, kept, unmoved = alike(crew(size).run(averaged, str(folders / case.model), case, batch))
+    assert unmoved
+    assert kept.keys() == trained[0].keys()
+    assert not identical(trained[0], trained[1])
+    expected = trained[0]
+    for now in trained[1:]:
+        expected = {name: x + RATE * (now[name] - x) for name, x in expected.items()}
+    for name, x in expected.items():
+        torch.testing.assert_close(kept[name], x, rtol=1e-6, atol=1e-7)
+    model = deepcopy(whole_model(str(folders / case.model), "sdpa", adapted))
+    with torch.no_grad():
+        for name, x in expected.items():
+            hf.named_tensors(model)[name].copy_(x)
+    averaged_oracle = FunctionalPolicy(model, temperature=TEMPERATURE)
+    wanted = averaged_oracle.vjp(plain(batch.tokens, batch.mask))[0].logp
+    torch.testing.assert_close(said[2], wanted, rtol=0, atol=1e-5)
+    assert not torch.equal(said[0], said[2])
 
 
 def references(world: World, folder: str, case: Case, batch: Batch) -> tuple[Tensor, ...]:

@@ -76,10 +76,24 @@ def test_a_teacher_is_what_is_allocated_for_it(folder, size):
         assert said["teachers"].host is False
 
 
-def estimated(config, strategy, dtype, mesh, teachers) -> memory.Memory:
+def test_an_average_is_as_large_as_what_trains_in_float32(folder):
+    config = AutoConfig.from_pretrained(folder)
+    for adapters, dtype in ((None, torch.bfloat16), (rank.HOW, torch.float32)):
+        parts, without = (
+            {
+                part.name: part.bytes
+                for part in estimated(config, "full", dtype, (1, 1, 1), [], average, adapters).standing
+            }
+            for average in (True, False)
+        )
+        assert parts["moving average"] == 4 * memory_estimate.trained_parameters(config, adapters)
+        assert without == parts | {"moving average": 0}
+
+
+def estimated(config, strategy, dtype, mesh, teachers, average=False, adapters=None) -> memory.Memory:
     return memory_estimate.device_memory(
         config,
-        None,
+        adapters,
         rank.scale(strategy),
         rank.ADAMW,
         mesh=mesh,
@@ -88,6 +102,7 @@ def estimated(config, strategy, dtype, mesh, teachers) -> memory.Memory:
         reference=False,
         teachers=teachers,
         offload_teachers=False,
+        average=average,
         micro_tokens=64,
         width=8,
         logits_chunk_elements=2**20,

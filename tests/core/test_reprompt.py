@@ -1,0 +1,74 @@
+"""The same tokens behind other prompts: nothing but the prompts changes, and everything finds its place again."""
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given
+
+from grpo_fn.core.reprompt import change_prompts, restore_places
+from grpo_fn.core.types import Rollout
+
+ids = st.integers(0, 30)
+
+
+@st.composite
+def rollouts(draw) -> tuple[Rollout, list[list[int]]]:
+    """Rows whose sampled tokens may have others between them, and another prompt for each."""
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(2, 7))
+    tokens = torch.tensor([[draw(ids) for _ in range(width)] for _ in range(rows)])
+    mask = torch.tensor([[False] + [draw(st.booleans()) for _ in range(width - 1)] for _ in range(rows)])
+    for b in range(rows):
+        mask[b, draw(st.integers(1, width - 1))] = True
+    logp = -torch.rand(rows, width, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    prompts = [draw(st.lists(ids, min_size=1, max_size=6)) for _ in range(rows)]
+    return Rollout(tokens, mask, logp, ~mask[:, 0], tuple(map(str, range(rows)))), prompts
+
+
+def ended(rollout: Rollout, b: int) -> tuple[int, int]:
+    """First sampled column, and the one behind the last, by looking at each."""
+    sampled = [t for t, one in enumerate(rollout.mask[b].tolist()) if one]
+    return sampled[0], sampled[-1] + 1
+
+
+@given(rollouts())
+def test_the_sampled_tokens_are_the_same_ids_behind_the_other_prompt(case):
+    rollout, prompts = case
+    moved = change_prompts(rollout, prompts)
+    for b, prompt in enumerate(prompts):
+        begin, end = ended(rollout, b)
+        n = len(prompt) + end - begin
+        assert moved.tokens[b, :n].tolist() == prompt + rollout.tokens[b, begin:end].tolist()
+        assert moved.mask[b].tolist()[:n] == [False] * len(prompt) + rollout.mask[b, begin:end].tolist()
+        assert not moved.mask[b, n:].any()
+    assert torch.equal(moved.truncated, rollout.truncated)
+    assert moved.text == rollout.text
+    assert moved.tokens.shape[1] == max(len(p) + e - s for b, p in enumerate(prompts) for s, e in [ended(rollout, b)])
+
+
+@given(rollouts())
+def test_what_was_found_of_a_token_is_back_at_its_place(case):
+    rollout, prompts = case
+    moved = change_prompts(rollout, prompts)
+    back = restore_places(moved.logp_sampled, prompts, rollout)
+    assert torch.equal(back, torch.where(rollout.mask, rollout.logp_sampled, 0.0))
+
+
+@given(rollouts())
+def test_its_own_prompt_changes_nothing(case):
+    rollout, _ = case
+    spans = [ended(rollout, b) for b in range(len(rollout.text))]
+    own = [rollout.tokens[b, :begin].tolist() for b, (begin, _) in enumerate(spans)]
+    moved = change_prompts(rollout, own)
+    width = moved.tokens.shape[1]
+    assert torch.equal(moved.mask, rollout.mask[:, :width])
+    for b, (_, end) in enumerate(spans):
+        assert torch.equal(moved.tokens[b, :end], rollout.tokens[b, :end])
+
+
+@given(rollouts())
+def test_padding_does_not_move_a_row(case):
+    rollout, prompts = case
+    wide = Rollout(
+        *(torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in rollout[:3]), rollout.truncated, rollout.text
+    )
+    for got, wanted in zip(change_prompts(wide, prompts)[:3], change_prompts(rollout, prompts)[:3], strict=True):
+        assert torch.equal(got, wanted)

@@ -1,0 +1,146 @@
+"""A teacher on servers: the log-probs it gives, which servers it asks, how long, and what is refused before work."""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+from fakes import tokenizer
+from vllm_stub import Stub
+
+from grpo_fn.core.types import Rollout
+from grpo_fn.shell.vllm.client import RequestRefused
+from grpo_fn.shell.vllm.served_teacher import VllmTeacher
+
+
+def served(*stubs: Stub, **knobs) -> VllmTeacher:
+    defaults = {"max_model_len": 9, "max_requests": 4, "request_seconds": 2.0, "server_timeout": 0.3}
+    return VllmTeacher(servers=[stub.url for stub in stubs], **{**defaults, **knobs})
+
+
+@pytest.fixture
+def stub():
+    made = Stub()
+    made.tokenizer = tokenizer()
+    yield made
+    made.kill()
+
+
+ROWS = Rollout(
+    tokens=torch.tensor([[3, 5, 7, 0], [4, 6, 2, 8]]),
+    mask=torch.tensor([[False, True, True, False], [False, False, True, True]]),
+    logp_sampled=torch.zeros(2, 4),
+    truncated=torch.tensor([False, False]),
+    text=("", ""),
+)
+
+
+def said(before: int, token: int) -> float:
+    """As the stub says it."""
+    return -1.0 - (before * 31 + token) % 97 / 7
+
+
+def wanted() -> torch.Tensor:
+    found = [[0, said(3, 5), said(5, 7), 0], [0, 0, said(6, 2), said(2, 8)]]
+    return torch.tensor(found)
+
+
+def test_each_sampled_token_has_the_log_prob_that_the_server_says(stub):
+    torch.testing.assert_close(served(stub).logp(ROWS), wanted())
+    asked = [sent["prompt"] for path, sent in stub.calls if path == "/v1/completions"]
+    assert sorted(asked) == [[3, 5, 7], [4, 6, 2, 8]]  # without padding
+
+
+@pytest.mark.parametrize("fault", [503, "drop", "half"])
+def test_what_one_server_leaves_is_asked_of_another(stub, fault):
+    other = Stub()
+    try:
+        stub.faults["/v1/completions"], stub.stuck = fault, True
+        torch.testing.assert_close(served(stub, other).logp(ROWS), wanted())
+    finally:
+        other.kill()
+
+
+def test_a_server_that_comes_back_in_time_is_waited_for(stub):
+    stub.faults["/v1/completions"] = 503  # once
+    torch.testing.assert_close(served(stub, server_timeout=20.0).logp(ROWS), wanted())
+
+
+def test_without_any_server_it_ends_with_what_was_wrong(stub):
+    stub.kill()
+    with pytest.raises(RuntimeError, match=rf"got no answer for 0.3 s, wanted one: {stub.url}/v1/completions: "):
+        served(stub).logp(ROWS)
+
+
+def test_a_log_prob_that_is_none_is_refused(stub):
+    stub.unknown = 7
+    with pytest.raises(RequestRefused, match="wanted a log-prob of each but the first"):
+        served(stub).logp(ROWS)
+
+
+def check(teacher: VllmTeacher, *, vocabulary: int | None = None, longest: int | None = 8) -> None:
+    teacher.check_server("t", tokenizer(), vocabulary or len(tokenizer()), longest)
+
+
+def test_a_server_of_the_same_tokenizer_is_accepted(stub):
+    check(served(stub))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "longest", "complaint"),
+    [
+        ({}, 9, r"got 't' with VllmTeacher.max_model_len 9, wanted at least 10, or less .*max_total_tokens"),
+        ({}, None, "wanted at least no limit"),
+        ({"max_model_len": 4097}, 8, r"got 't' \(http.*\), which reads 4096 tokens, wanted .* 4097"),
+    ],
+)
+def test_a_server_that_reads_less_than_the_policy_writes_is_refused(stub, knobs, longest, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        check(served(stub, **knobs), longest=longest)
+
+
+def test_a_smaller_vocabulary_is_refused(stub):
+    stub.vocabulary = 20
+    with pytest.raises(
+        ValueError, match=r"which cannot read id 20, wanted each of the policy's 21: .*out of vocabulary"
+    ):
+        check(served(stub), vocabulary=21)
+
+
+def test_the_first_token_of_another_text_is_named(stub):
+    class Other:
+        def decode(self, ids):
+            return "".join("?" if i in (11, 14) else tokenizer().decode([i]) for i in ids)
+
+    stub.tokenizer = Other()
+    own = deepcopy(tokenizer()).decode([11])
+    with pytest.raises(ValueError, match=r"whose tokenizer has '\?' as token 11, wanted the policy's") as caught:
+        check(served(stub))
+    assert repr(own) in str(caught.value)
+
+
+def test_a_temperature_is_refused(stub):
+    served(stub).check_temperature(1.0)
+    with pytest.raises(ValueError, match=r"sections\.Sampling\.temperature: got 0.7 .* vLLM servers, wanted 1.0"):
+        served(stub).check_temperature(0.7)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"servers": []},
+        {"servers": ["here:80"]},
+        {"servers": "http://here:80"},
+        {"max_requests": 0},
+        {"server_timeout": -math.inf},
+    ],
+)
+def test_knobs_that_are_none_are_refused(stub, knobs):
+    with pytest.raises(ValueError, match=r"got .*, wanted"):
+        VllmTeacher(
+            **{
+                **{"servers": [stub.url], "max_model_len": 9, "max_requests": 4},
+                **{"request_seconds": 1.0, "server_timeout": 1.0},
+                **knobs,
+            }
+        )
