@@ -19,6 +19,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Policy, Rollout, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
+from grpo_fn.shell.episodes.tape import recorded_episodes
 from grpo_fn.shell.logging import system_metrics, tensorboard_layout
 from grpo_fn.shell.logging.step_line import evaluation_line
 from grpo_fn.shell.logging.stopwatch import ErrorContext
