@@ -94,7 +94,7 @@ def build(
     loaded = world.together(partial(load_and_shard, world, spec, **frozen), what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
     streaming = StreamingRewards(pool := s.rewards.pool())
-    context = sampler_context(spec, world, loaded.decoding, streaming.on_completion, environments)
+    context = replace(sampler_context(spec, world, loaded.decoding, streaming.on_completion), environments=environments)
     token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
     report(sampler_line(s))
@@ -229,23 +229,11 @@ def build_policy(settings: Settings, loaded: LoadedModel, world: World, *, refer
 
 
 def sampler_context(
-    spec: ModelSpec,
-    world: World,
-    full_model: Callable[[], torch.nn.Module],
-    on_completion: OnCompletion | None,
-    environments: Environments | None,
+    spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module], on_completion: OnCompletion | None
 ) -> SamplerContext:
     """What a sampler factory is given."""
-    return SamplerContext(
-        folder=spec.folder,
-        config=spec.config,
-        dtype=spec.dtype,
-        world=world,
-        adapters=spec.adapters,
-        full_model=full_model,
-        on_completion=on_completion,
-        environments=environments,
-    )
+    known = {name: getattr(spec, name) for name in ("folder", "config", "dtype", "adapters")}
+    return SamplerContext(**known, world=world, full_model=full_model, on_completion=on_completion)
 
 
 def start_sampler(
@@ -272,11 +260,7 @@ def start_sampler(
 
 
 def build_evaluator(
-    settings: Settings,
-    spec: ModelSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    world: World,
-    environments: Environments | None,
+    settings: Settings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, world: World, asked: Environments | None
 ) -> partial | None:
     """What starts an evaluator with an engine of its own; None without one."""
     how = settings.evaluation
@@ -286,7 +270,9 @@ def build_evaluator(
         start_sampler,
         how.async_sampler,
         # A module of its own, whatever trains.
-        sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None, environments),
+        replace(
+            sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None), environments=asked
+        ),
         copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
         token_samplers.greedy,
         settings.sampling,

@@ -74,7 +74,7 @@ def test_two_ranks_make_the_same_run(cache: Path, episodes: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_path: Path) -> None:
-    """The run is killed after step 3, whose checkpoint is that of step 2; then its tool answers otherwise."""
+    """The run is killed in step 4, when its checkpoint is that of step 2; then its tool answers otherwise."""
     tool = tmp_path / "tool"
     tool.write_text("?")
     changes = {
@@ -83,7 +83,7 @@ def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_p
         "environment_fakes__with_tool__tool": repr(str(tool)),
     }
     argv = command(cache, tmp_path / "run", *EPISODES, **changes)
-    assert finish(argv, tmp_path / "out", AtPhase("generate", 4, signal.SIGKILL)) == -signal.SIGKILL
+    assert finish(argv, tmp_path / "out", AtPhase("train", 4, signal.SIGKILL)) == -signal.SIGKILL
     before = rows(tmp_path / "run", 3)
     tool.write_text("other")
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
