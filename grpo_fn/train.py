@@ -13,6 +13,7 @@ from grpo_fn.shell.sampler.interface import EngineRefused as EngineRefused  # fo
 from grpo_fn.shell.world import Elsewhere, LostRank, join_world, leave_lost
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.build import build
+from grpo_fn.trainer.checks.try_environment import try_environment
 from grpo_fn.trainer.checks.validate import check_this_machine, dry_run_lines, validate
 from grpo_fn.trainer.loop import run_training
 from grpo_fn.trainer.run import RunRequest
@@ -53,6 +54,7 @@ def train(
     data: sections.Data,
     compute: sections.Compute,
     sampling: sections.Sampling,
+    episodes: sections.Episodes | None,
     rewards: sections.Rewards,
     algorithm: Algorithm,
     policy: sections.PolicyUpdate,
@@ -75,6 +77,7 @@ def train(
         data: the task, and how prompts become tokens.
         compute: device, dtype, attention and head of the model.
         sampling: sampler, temperature and limits of the training completions.
+        episodes: an environment that answers turns of the policy, and tools; None: every row is one turn.
         rewards: the reward and the processes that compute it.
         algorithm: prompts and group size, advantage, objective, filters: the GRPO step.
         policy: optimizer, schedule, micro-batches, gradient clipping.
@@ -102,6 +105,7 @@ def train(
         data=data,
         compute=compute,
         sampling=sampling,
+        episodes=episodes,
         rewards=rewards,
         algorithm=algorithm,
         policy=policy,
@@ -112,6 +116,7 @@ def train(
         health=health,
     )
     plan = validate(settings)
+    try_environment(episodes, plan.task.test[0])  # not in validate: a replay may be without the tool
     if request.dry_run:
         if not request.force and has_progress(request.run_dir):
             check_run(request.run_dir, config_text=request.config.text, fingerprint=request.config.fingerprint)

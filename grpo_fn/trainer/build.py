@@ -26,6 +26,7 @@ from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.problem import Problem
+from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -45,7 +46,7 @@ from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, show
 from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
-from grpo_fn.trainer.sections import Data, Sampling, Settings
+from grpo_fn.trainer.sections import Data, Sampling, Settings, open_environments
 from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
 from grpo_fn.trainer.state import check_steps, has_progress
 
@@ -85,22 +86,22 @@ def build(
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
     (folder, tokenizer, task), taught = open_and_prepare(s, checked, request, world, enter=enter, report=report)
+    environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
     specs = teacher_specs(s, spec, checked, taught.folders)
     load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=specs)
     loaded = world.together(load, what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
-    pool = s.rewards.pool()
-    streaming = StreamingRewards(pool)
-    context = sampler_context(spec, world, loaded.decoding, streaming.on_completion)
+    streaming = StreamingRewards(pool := s.rewards.pool())
+    context = replace(sampler_context(spec, world, loaded.decoding, streaming.on_completion), environments=environments)
     token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
     report(sampler_line(s))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
     asked = {"key": prng.fold_in(key, PROBING), "max_positions": positions(checked.config), "dtype": checked.dtype}
     probe = s.sampling.probe and partial(s.sampling.probe, **asked)
-    with closing(sampler), pool, streaming:
+    with closing(sampler), pool, streaming, environment_workers:
         yield TrainingRun(
             settings=s,
             request=request,
@@ -119,8 +120,9 @@ def build(
             tokenizer=tokenizer,
             algo=step_algorithm(s, checked, policy, loaded, taught, streaming, world, tokenizer),
             task=task,
-            evaluator=build_evaluator(s, spec, tokenizer, world),
+            evaluator=build_evaluator(s, spec, tokenizer, world, environments),
             pool=pool,
+            environments=environments,
             score=spread_score(pool.score, world),
             plan=[*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes, *taught.notes],
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
@@ -227,15 +229,8 @@ def sampler_context(
     spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module], on_completion: OnCompletion | None
 ) -> SamplerContext:
     """What a sampler factory is given."""
-    return SamplerContext(
-        folder=spec.folder,
-        config=spec.config,
-        dtype=spec.dtype,
-        world=world,
-        adapters=spec.adapters,
-        full_model=full_model,
-        on_completion=on_completion,
-    )
+    known = {name: getattr(spec, name) for name in ("folder", "config", "dtype", "adapters")}
+    return SamplerContext(**known, world=world, full_model=full_model, on_completion=on_completion)
 
 
 def start_sampler(
@@ -262,7 +257,7 @@ def start_sampler(
 
 
 def build_evaluator(
-    settings: Settings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, world: World
+    settings: Settings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, world: World, asked: Environments | None
 ) -> partial | None:
     """What starts an evaluator with an engine of its own; None without one."""
     how = settings.evaluation
@@ -272,7 +267,9 @@ def build_evaluator(
         start_sampler,
         how.async_sampler,
         # A module of its own, whatever trains.
-        sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None),
+        replace(
+            sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None), environments=asked
+        ),
         copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
         token_samplers.greedy,
         settings.sampling,

@@ -19,6 +19,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Policy, Rollout, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
+from grpo_fn.shell.episodes.tape import recorded_episodes
 from grpo_fn.shell.logging import system_metrics, tensorboard_layout
 from grpo_fn.shell.logging.step_line import evaluation_line
 from grpo_fn.shell.logging.stopwatch import ErrorContext
@@ -57,6 +58,8 @@ def run_training(run: TrainingRun) -> int:
         halt = partial(stop_requested, run, stop, loggers)
         for line in (*run.ranks, *messages):
             loggers.console.line(line)
+        for line in read_tape(run, start):
+            loggers.console.line(line)
         run.sampler.load(run.policy)
         fatal: list[health.HealthFinding] = []
         if progress is None:
@@ -75,6 +78,18 @@ def run_training(run: TrainingRun) -> int:
             if start < progress.state.step:  # the events of a run that was done before say so already
                 loggers.writer.finish()
     return 0
+
+
+def read_tape(run: TrainingRun, start: int) -> list[str]:
+    """Take in what environments answered in steps that a run has taken and lost; returns what there is to say of it."""
+    if run.environments is None or run.request.force:  # with another configuration it is another run
+        return []
+    asked = partial(recorded_episodes, run.run_dir / "rollouts", after=start)
+    steps = run.world.agree(asked, what="the tape of environments")
+    for rows in steps:
+        run.environments.tape.add(rows)
+    text = f"environments answer as recorded in {len(steps)} steps after step {start}, which are taken again"
+    return [text] if steps else []
 
 
 def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:

@@ -81,6 +81,7 @@ KNOBS_SINCE = {
     "data.demonstration": "@demonstrations.assistant_turns",
     "demonstrations": "None",
     "teacher": "None",
+    "episodes": "None",
     "compute.deterministic": "False",
     "logging.start_kl_every": "0",
     "parallelism.compile.mode": "'default'",
