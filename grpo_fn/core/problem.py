@@ -24,6 +24,7 @@ class Turn(NamedTuple):
     observation: str  # text of the messages that answered it
     reward: float | None  # None: it cannot be scored
     state: str  # hash of the environment's state that the turn began in
+    calls: int = 0  # tools that the message calls
 
 
 class Completion(NamedTuple):

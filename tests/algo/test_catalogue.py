@@ -13,11 +13,12 @@ import catalogue_page as tables
 import pytest
 from catalogue import KINDS
 
-from grpo_fn.algo import credit, importance, losses, rejection, weighted_losses
+from grpo_fn.algo import credit, importance, losses, rejection, turn_credit, weighted_losses
 
 # What a module defines besides functions of a kind, for others to use.
 HELPERS = {
     credit: {"over_tokens", "first_token", "zero_outside_mask", "moments", "standardise"},
+    turn_credit: {"discounted_returns", "turns_taken", "by_state", "turns_over_tokens"},
     importance: {"log_ratio", "capped_exp", "ratio"},
     losses: {"sampled_values", "loss_diagnostics"},
     weighted_losses: {"discounted_to_go"},

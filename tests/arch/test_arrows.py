@@ -1,8 +1,8 @@
 """Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
 core < algo, rewards < environments, tasks < analysis are pure; shell is stateful and knows neither algo nor analysis;
-trainer puts both together; train, and the commands run, eval, score, replay and doctor, come last. Nothing imports testing or a
-command.
+trainer puts both together; train, and the commands run, eval, score, replay and doctor, come last. Nothing imports
+testing or a command.
 """
 
 import ast

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2Config
 
 from grpo_fn.algo import distillation
-from grpo_fn.core.types import Groups, Reward, Rollout
+from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.types import Groups, Rollout
 from grpo_fn.trainer import teachers
 from grpo_fn.trainer.sections import Teacher, model_source
 
@@ -27,7 +28,7 @@ def step(tasks: list[str], size: int, width: int = 4) -> Groups:
     rollout = Rollout(tokens, mask, torch.zeros(rows, width), ~mask[:, 0], ("",) * rows)
     value = torch.zeros(len(tasks), size)
     problems = tuple(of_task(i, task) for i, task in enumerate(tasks))
-    return Groups(problems, rollout, Reward(value, torch.ones_like(value, dtype=torch.bool), {}))
+    return Groups(problems, rollout, outcome_reward(value, torch.ones_like(value, dtype=torch.bool), {}))
 
 
 def says(scale: float, asked: list, rollout: Rollout) -> Tensor:

@@ -13,9 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_fn.core.batch import lengths
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.json_lines import json_rows
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Groups, Reward, Rollout
+from grpo_fn.rewards.combine import completions_of, with_turns
 from grpo_fn.shell.atomic_io import to_json, write_bytes
 
 
@@ -66,15 +68,16 @@ def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> Groups:
         return rearrange(torch.tensor(column), "(p g) -> p g", g=size)
 
     names = rows[0]["parts"]
-    return Groups(
-        tuple(Problem(row["uid"], row["prompt"], row["answer"], {}) for row in rows[::size]),
-        Rollout(tokens, mask, logp, torch.tensor([row["truncated"] for row in rows]), tuple(r["text"] for r in rows)),
-        Reward(
-            grid([row["reward"] for row in rows]),
-            grid([row["valid"] for row in rows]),
-            {name: grid([row["parts"][name] for row in rows]) for name in names},
-        ),
+    rollout = Rollout(
+        tokens, mask, logp, torch.tensor([row["truncated"] for row in rows]), tuple(row["text"] for row in rows)
     )
+    reward = outcome_reward(
+        grid([row["reward"] for row in rows]),
+        grid([row["valid"] for row in rows]),
+        {name: grid([row["parts"][name] for row in rows]) for name in names},
+    )
+    problems = tuple(Problem(row["uid"], row["prompt"], row["answer"], {}) for row in rows[::size])
+    return Groups(problems, rollout, with_turns(reward, completions_of(rollout)))
 
 
 def rollout_steps(root: Path) -> list[int]:
