@@ -32,7 +32,7 @@ def combine(
 ) -> Reward:
     """Weighted sum of several rewards: `value[p, g] = sum_k weights[k] * parts[k](problem p, completion p * G + g)`.
 
-    A sample is valid when every part with a non-zero weight could score it; the value of an invalid one is 0. In
+    A sample is valid when every part with a non-zero weight could score it, and its environment every turn; the value of an invalid one is 0. In
     `parts` what could not be scored is 0 as well: read it where `valid`. A part of weight 0 is only logged: it makes
     no sample invalid, so who compares parts one by one (GDPO) gives each of them a weight. Parts are named after
     their functions.
@@ -69,7 +69,8 @@ def combine(
 
     table = [grid([0.0 if s is None else float(s) for s in column]) for column in scores]
     known = [grid([s is not None for s in column]) for column, w in zip(scores, weights, strict=True) if w != 0]
-    valid = torch.stack([torch.ones_like(table[0], dtype=torch.bool), *known]).all(0)
+    whole = grid([all(turn.reward is not None for turn in completion.turns) for completion in completions])
+    valid = torch.stack([whole, *known]).all(0)
     value = torch.stack([w * part for w, part in zip(weights, table, strict=True)]).sum(0)
     parts_by_name = dict(zip(names, table, strict=True))
     return with_turns(outcome_reward(torch.where(valid, value, 0.0), valid, parts_by_name), completions)
@@ -104,7 +105,7 @@ def with_turns(reward: Reward, completions: Sequence[Completion]) -> Reward:
 
 
 def completions_of(rollout: Rollout) -> list[Completion]:
-    """Every row's text, its length in sampled tokens, and whether it ran into the limit.
+    """Every row's text, its length in sampled tokens, whether it ran into a limit, and its turns.
 
     Args:
         rollout: B rows.
@@ -113,7 +114,8 @@ def completions_of(rollout: Rollout) -> list[Completion]:
         B completions, in the order of the rows.
     """
     lengths, truncated = rollout.mask.sum(-1).tolist(), rollout.truncated.tolist()
-    return [Completion(*row) for row in zip(rollout.text, lengths, truncated, strict=True)]
+    turns = rollout.turns or ((),) * len(rollout.text)
+    return [Completion(*row) for row in zip(rollout.text, lengths, truncated, turns, strict=True)]
 
 
 # Names that reward/<part> would take from the metrics of the whole reward.

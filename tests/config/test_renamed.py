@@ -72,6 +72,7 @@ ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
 KNOBS_SINCE = {
     "algorithm.distillation": "@distillation.no_teacher",
     "teacher": "None",
+    "episodes": "None",
     "compute.deterministic": "False",
     "logging.start_kl_every": "0",
     "parallelism.compile.mode": "'default'",

@@ -1,0 +1,74 @@
+"""What samplers need of an environment, answering in this process, in any order that a test likes."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from environment_fakes import TALK
+from transformers import PreTrainedTokenizerBase
+
+from grpo_fn.core.environment import Environment, Message
+from grpo_fn.core.problem import Problem
+from grpo_fn.shell.episodes.answers import Answer, EnvironmentCall, decode_answer
+from grpo_fn.shell.episodes.chat_format import TextFormat, text
+from grpo_fn.shell.episodes.episode_rows import Environments, as_observation
+from grpo_fn.shell.episodes.tape import Tape
+from grpo_fn.shell.episodes.tool_calls import no_calls
+
+
+class Digits(TextFormat):
+    """Turns end with a digit 1, which a model that has seen numbers writes soon."""
+
+    @property
+    def end(self) -> int:
+        return self.tokenizer("1", add_special_tokens=False)["input_ids"][-1]
+
+
+def ends_with_one(tokenizer: PreTrainedTokenizerBase) -> Digits:
+    return Digits(tokenizer, "\n", "\n", no_calls)
+
+
+class Here:
+    """Calls an environment in this process. `delays` orders the answers: the call with the least comes first."""
+
+    def __init__(self, environment: Environment = TALK, delays: Sequence[float] = ()) -> None:
+        self.call, self.delays, self.calls = EnvironmentCall(environment), list(delays), []
+
+    def start(self, problem: Problem, key: int) -> Future[Answer]:
+        return self.ask("start", problem, key)
+
+    def step(self, state: object, message: Message, key: int) -> Future[Answer]:
+        return self.ask("step", state, message, key)
+
+    def ask(self, *call: object) -> Future[Answer]:
+        self.calls.append(call)
+        future: Future[Answer] = Future()
+        try:
+            answer = decode_answer(self.call(*call))
+        except Exception as error:
+            answer = Answer(failure=f"{type(error).__name__}: {error}")
+        if self.delays:
+            threading.Timer(self.delays[len(self.calls) % len(self.delays)], future.set_result, [answer]).start()
+        else:
+            future.set_result(answer)
+        return future
+
+    def count(self, name: str, amount: float) -> None: ...
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+
+def environments(tokenizer: object, caller: Here | None = None, **knobs: object) -> Environments:
+    chosen = {
+        "name": "talk",
+        "pure": True,
+        "caller": caller or Here(),
+        "chat": text(tokenizer, before="\n", after="\n", read_calls=no_calls),
+        "max_turns": 4,
+        "max_turn_tokens": 6,
+        "fails": as_observation,
+        "answer_steps": 2,
+        "tape": Tape(),
+    }
+    return Environments(**{**chosen, **knobs})
