@@ -32,7 +32,7 @@ def combine(
 ) -> Reward:
     """Weighted sum of several rewards: `value[p, g] = sum_k weights[k] * parts[k](problem p, completion p * G + g)`.
 
-    A sample is valid when every part with a non-zero weight could score it, and its environment every turn; the value of an invalid one is 0. In
+    A sample is valid when every part with a non-zero weight could score it; the value of an invalid one is 0. In
     `parts` what could not be scored is 0 as well: read it where `valid`. A part of weight 0 is only logged: it makes
     no sample invalid, so who compares parts one by one (GDPO) gives each of them a weight. Parts are named after
     their functions.

@@ -6,21 +6,24 @@ folder found in the cache is the folder the recipe would make.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import ModuleType
+from typing import Protocol, TypeVar
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2TokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model import hf, load_weights
-from grpo_fn.tasks import arithmetic
+from grpo_fn.tasks import arithmetic, draws
 from grpo_fn.tasks import task as tasks
 
 EOS = "<|endoftext|>"
@@ -55,6 +58,17 @@ class Shape:
         )
 
 
+Segment = tuple[str, bool]  # text, and whether it is taught or only read
+
+
+class SupervisedPlan(Protocol):
+    """The size of a supervised warm start."""
+
+    steps: int
+    rows: int
+    lr: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
     """Supervised steps on a task's training demonstrations: cross-entropy of the completion and EOS, AdamW."""
@@ -86,18 +100,35 @@ class Recipe:
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
-        fields = {k: v for k, v in asdict(self).items() if k != "cache"}
-        made_with = {"torch": version("torch"), "transformers": version("transformers")}
-        code = "".join(Path(module.__file__).read_text() for module in (arithmetic, tasks, prng, hf))
-        source = hashlib.sha256((code + Path(__file__).read_text()).encode()).hexdigest()
-        name = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
-        path = Path(self.cache).expanduser() / f"arithmetic-{name}"
-        if path.is_dir():
-            check_cached(path)
-        else:
-            check_cache(path.parent)
-            make_tiny_model(self, path)
-        return str(path)
+        return cached_folder("arithmetic", self, (arithmetic, draws, tasks, prng, hf), make_tiny_model)
+
+
+class CachedRecipe(Protocol):
+    """A dataclass that decides every byte of a model; `cache` is the folder that models are kept in."""
+
+    cache: str
+
+
+R = TypeVar("R", bound=CachedRecipe)
+
+
+def cached_folder(name: str, recipe: R, code: Sequence[ModuleType], make: Callable[[R, Path], None]) -> str:
+    """The folder of the recipe's model, made now when it is not there.
+
+    Its name is a hash of the recipe, of the source of this module and of `code`, and of the libraries' versions.
+    """
+    fields = {k: v for k, v in asdict(recipe).items() if k != "cache"}
+    made_with = {"torch": version("torch"), "transformers": version("transformers")}
+    text = "".join(Path(module.__file__).read_text() for module in code) + Path(__file__).read_text()
+    source = hashlib.sha256(text.encode()).hexdigest()
+    number = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(recipe.cache).expanduser() / f"{name}-{number}"
+    if path.is_dir():
+        check_cached(path)
+    else:
+        check_cache(path.parent)
+        make(recipe, path)
+    return str(path)
 
 
 def check_cached(path: Path) -> None:
@@ -130,7 +161,8 @@ def make_tiny_model(recipe: Recipe, path: Path, *, report: Callable[[str], None]
     key = prng.key(recipe.seed, device="cpu")
     tokenizer = train_tokenizer(arithmetic.corpus(task, prng.fold_in(key, 0), 4000), vocabulary=recipe.shape.vocabulary)
     model = random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
-    pairs = arithmetic.demonstrations(task, prng.fold_in(key, 1), worked_share=recipe.warm_start.worked_share)
+    shown = arithmetic.demonstrations(task, prng.fold_in(key, 1), worked_share=recipe.warm_start.worked_share)
+    pairs = (((prompt, False), (completion, True)) for prompt, completion in shown)
     train_supervised(model, tokenizer, pairs, recipe.warm_start, report=report)
     hf.export(model, tokenizer, path)
 
@@ -172,12 +204,12 @@ def random_model(shape: Shape, *, seed: int, eos: int) -> Qwen2ForCausalLM:
 def train_supervised(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Iterator[tuple[str, str]],
-    plan: WarmStart,
+    rows: Iterator[Sequence[Segment]],
+    plan: SupervisedPlan,
     *,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Minimise the cross-entropy of completion and EOS given the prompt, for `plan.steps` AdamW steps."""
+    """Minimise the cross-entropy of what each row teaches, for `plan.steps` AdamW steps."""
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.01},
@@ -185,7 +217,7 @@ def train_supervised(
     ]
     updates = torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.99), eps=1e-8, fused=True)
     for step in range(plan.steps):
-        ids, labels = collate([next(pairs) for _ in range(plan.rows)], tokenizer)
+        ids, labels = collate([next(rows) for _ in range(plan.rows)], tokenizer)
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
         for group in updates.param_groups:
@@ -204,18 +236,19 @@ def warm_up_and_decay(step: int, total: int) -> float:
     return 1.0 - 0.9 * ((step - warmup) / max(1, total - warmup))
 
 
-def collate(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and labels `[B, T]`; labels are -100 on prompts and padding."""
+def collate(rows: Sequence[Sequence[Segment]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """Right-padded ids and labels `[B, T]`; labels are -100 on padding and on what is only read.
+
+    Segments become tokens by themselves, as in sampling, and one that is taught ends with EOS.
+    """
     eos = tokenizer.eos_token_id
-    prompts = tokenizer([p for p, _ in pairs])["input_ids"]
-    answers = [[*ids, eos] for ids in tokenizer([c for _, c in pairs])["input_ids"]]
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids = torch.full((len(pairs), width), eos)
-    labels = torch.full((len(pairs), width), -100)
-    for b, (p, a) in enumerate(zip(prompts, answers, strict=True)):
-        ids[b, : len(p) + len(a)] = torch.tensor(p + a)
-        labels[b, len(p) : len(p) + len(a)] = torch.tensor(a)
-    return ids, labels
+    tokens = iter(tokenizer([text for row in rows for text, _ in row])["input_ids"])
+    ids, labels = [], []
+    for row in rows:
+        segments = [(([*next(tokens), eos] if taught else next(tokens)), taught) for _, taught in row]
+        ids.append(torch.tensor([one for segment, _ in segments for one in segment]))
+        labels.append(torch.tensor([one if taught else -100 for segment, taught in segments for one in segment]))
+    return pad_sequence(ids, batch_first=True, padding_value=eos), pad_sequence(labels, True, -100)
 
 
 CHAT_TEMPLATE = (
