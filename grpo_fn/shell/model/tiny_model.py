@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -61,6 +61,7 @@ class Shape:
 Segment = tuple[str, bool]  # text, and whether it is taught or only read
 
 
+@runtime_checkable
 class SupervisedPlan(Protocol):
     """The size of a supervised warm start."""
 
@@ -103,6 +104,7 @@ class Recipe:
         return cached_folder("arithmetic", self, (arithmetic, draws, tasks, prng, hf), make_tiny_model)
 
 
+@runtime_checkable
 class CachedRecipe(Protocol):
     """A dataclass that decides every byte of a model; `cache` is the folder that models are kept in."""
 
