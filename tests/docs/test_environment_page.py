@@ -45,8 +45,8 @@ def test_its_test_passes():
 @pytest.mark.usefixtures("countdown")
 def test_its_gin_file_resolves(tmp_path):
     (tmp_path / "countdown.gin").write_text(BLOCKS[4][1], encoding="utf-8")
-    settings = freeze(load_config([str(tmp_path / "countdown.gin")], []).root)
-    assert settings.keywords["episodes"].environment.pure
+    episodes = freeze(load_config([str(tmp_path / "countdown.gin")], []).root.knobs["episodes"], {})
+    assert episodes.environment.pure
 
 
 def test_a_tool_is_described_as_the_page_says():
