@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import shape_checks  # noqa: F401 before anything of the package is imported
 import torch
 from hypothesis import settings
 

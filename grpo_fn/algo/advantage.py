@@ -1,9 +1,11 @@
 """How much better a sample did than the rest of its group. One group at a time; the caller vmaps over P groups.
 
-Rules that hold for every function here: an invalid sample gets exactly 0 and changes no other, whatever its reward;
-a group whose valid rewards are all equal gets exactly 0, in every dtype and at every size; so does a group with one
-valid sample, or none: there is nothing to compare with. A valid reward that is not finite comes out as nan or inf,
-which the seam to the batch refuses.
+Three kinds: from the rewards of the samples, `(reward [G], valid [G]) -> [G]`; baselines of their tokens,
+`(value, energy, mask) -> [G, T]`; and what becomes of them at an update, `(logp, group) -> [G, T]`. Rules that hold for
+every function of the first: an invalid sample gets exactly 0 and changes no other, whatever its reward; a group whose
+valid rewards are all equal gets exactly 0, in every dtype and at every size; so does a group with one valid sample, or
+none: there is nothing to compare with. A valid reward that is not finite comes out as nan or inf, which the seam to the
+batch refuses.
 """
 
 import torch
@@ -11,8 +13,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_fn.core import masked
+from grpo_fn.core.types import Batch
 
-EXAMPLES = {"eps": (1e-4, 1e-9), "ddof": (0, 1), "k": (1, 3), "threshold": (1.0,)}  # knobs as tests try them
+EXAMPLES = {
+    "eps": (1e-4, 1e-9),
+    "ddof": (0, 1),
+    "k": (1, 3),
+    "threshold": (1.0,),
+    "tau": (0.5, 2.0),
+}  # knobs as tests try them
 
 
 def group_normalized(
@@ -214,6 +223,131 @@ def max_rl(reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"]) -> Float[Tensor
     relative = above / torch.where(unit == 0, 1.0, unit)  # in units of the largest nothing overflows or vanishes
     mean = relative.sum() / valid.sum().clamp(min=1)  # at least 1 / n, or all are 0
     return mean_centered(relative, valid) / torch.where(unit == 0, 1.0, mean)
+
+
+def rewards_as_labels(
+    reward: Float[Tensor, "G"], valid: Bool[Tensor, "G"], *, tau: float, threshold: float
+) -> Float[Tensor, "G"]:
+    """A of a right sample = 1 / (tau (1 + right)), of a wrong one -1 / (tau (1 + wrong)); R >= threshold is right.
+
+    REAL (arXiv:2602.05630; from ms-swift's code) before the policy has moved: minus the slope of the group's loss in
+    a sample's mean log-ratio; `label_weights` is what it is at any update. A group all right or all wrong gets 0.
+
+    Use it when: with `label_weights`, see there.
+
+    Args:
+        reward: rewards of one group, [G].
+        valid: which of them could be scored, [G].
+        tau: temperature of the labels, in nats a token.
+        threshold: smallest reward that counts as right, in units of the reward.
+
+    Returns:
+        The advantages, [G], per nat a token.
+    """
+    _check_group(reward)
+    right, wrong = valid & (reward >= threshold), valid & (reward < threshold)
+    both = right.any() & wrong.any()
+    share = [rows.to(reward.dtype) / (1 + rows.sum()).to(reward.dtype) for rows in (right, wrong)]
+    adv = (share[0] - share[1]) / tau
+    odd = valid & ~reward.isfinite()  # a comparison would hide them
+    return torch.where(odd, torch.nan, torch.where(both, adv, 0.0))
+
+
+def no_baseline(
+    value: Float[Tensor, "G T"], energy: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
+) -> Float[Tensor, "G T"]:
+    """A = value: what the credit gives a token is its advantage already.
+
+    Use it when: always, but with `optimal_token_baseline`.
+    Peers: all.
+
+    Args:
+        value: what the credit gives each token of a group, [G, T].
+        energy: |d log pi / d logits|^2 of each token, [G, T]; not read.
+        mask: which tokens were sampled in valid rows, [G, T]; not read.
+
+    Returns:
+        The advantages, [G, T].
+    """
+    return value
+
+
+def optimal_token_baseline(
+    value: Float[Tensor, "G T"], energy: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
+) -> Float[Tensor, "G T"]:
+    """A_it = G_it - sum_j W_jt G_jt / sum_j W_jt, W_it = sum_{s <= t} energy_is, over rows j that have a token t.
+
+    OTB (arXiv:2602.07078; from verl's code): the energy of a token, 1 - 2 pi + sum_v pi_v^2, is the squared norm of its
+    score in the logits, so W stands for that of the row up to t, and a row whose gradient is noisier has more say in
+    the baseline. A row that is alone at t, the end of the longest, has none: A = G there, and in a group of one. Around
+    `credit.reward_to_go`, which gives G.
+
+    Use it when: one update a rollout, rows long or confident by turns; costs one more forward pass.
+    Peers: verl `optimal_token_baseline`, with `handle_zero_tail`; it adds 1e-8 to the denominator, and multiplies the
+        energies by the squares of importance weights where there are any.
+
+    Args:
+        value: G of each token of a group, its reward to go, [G, T].
+        energy: |d log pi / d logits|^2 of each token under the policy that sampled, [G, T], dimensionless.
+        mask: which tokens were sampled in valid rows, [G, T].
+
+    Returns:
+        The advantages, [G, T], in units of the value; 0 where ~mask.
+    """
+    # Above the smallest of the column, as in mean_centered: of equal values nothing is left over.
+    least = torch.where(mask, value, torch.inf).amin(0)
+    above = torch.where(mask, value - least, 0.0)
+    weight = torch.where(mask, torch.where(mask, energy, 0.0).cumsum(-1), 0.0)
+    total = weight.sum(0)
+    compared = above - (weight * above).sum(0) / torch.where(total > 0, total, 1.0)
+    return torch.where(mask, torch.where(mask.sum(0) > 1, compared, value), 0.0)
+
+
+def as_credited(logp: Float[Tensor, "G T"], group: Batch) -> Float[Tensor, "G T"]:
+    """A as it was: the advantages of a rollout are the same at each of its updates.
+
+    Use it when: always, but with `label_weights`.
+    Peers: all.
+
+    Args:
+        logp: log-probs under the policy at this update, [G, T], in nats; not read.
+        group: the rows of one group, each field [G, T].
+
+    Returns:
+        The advantages, [G, T].
+    """
+    return group.adv
+
+
+def label_weights(logp: Float[Tensor, "G T"], group: Batch, *, tau: float) -> Float[Tensor, "G T"]:
+    """A_i = +-e^x_i / (tau (1 + sum_j e^x_j)), x = -+s / tau, over rows j of i's sign; s a row's mean log-ratio.
+
+    REAL (arXiv:2602.05630; from ms-swift's code): the group's loss is log(1 + sum_right e^(-s / tau)) +
+    log(1 + sum_wrong e^(s / tau)), a classifier of its rows. A is minus its slope in s, found before the update in a
+    pass over all rows, so that `losses.reinforce` with `aggregation.sequence_mean_over_samples` has the gradient of the
+    groups' losses, divided by all samples, however the rows are dealt out. Right is A > 0, wrong A < 0; a row that is
+    neither, and a group without both, get 0.
+
+    Use it when: rewards are right or wrong, and no wrong row should weigh more the less likely it becomes.
+    Peers: ms-swift `loss_type="real"`, tau 0.5, whose labels are the signs of GRPO's advantages.
+
+    Args:
+        logp: log-probs under the policy at this update, [G, T], in nats.
+        group: the rows of one group, each field [G, T]: `mask`, `logp_old`, and the signs of `adv`.
+        tau: temperature of the labels, in nats a token.
+
+    Returns:
+        The advantages, [G, T], per nat a token; 0 where ~mask.
+    """
+    score = masked.mean(logp - group.logp_old, group.mask, dim=-1)
+    side = masked.sum(group.adv, group.mask, dim=-1).sign()
+    x = -side * score / tau
+    ahead = [torch.where(side == one, x, -torch.inf) for one in (1, -1)]
+    log_total = [torch.logsumexp(torch.cat([y, y.new_zeros(1)]), 0) for y in ahead]  # the 1 is e^0
+    share = sum((y - total).exp() for y, total in zip(ahead, log_total, strict=True))
+    both = (side > 0).any() & (side < 0).any()
+    adv = torch.where(both, side * share, 0.0) / tau
+    return torch.where(group.mask, adv[:, None], 0.0)
 
 
 def _check_group(reward: Tensor) -> None:

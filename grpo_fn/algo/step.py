@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.func import grad_and_value
+from torch.func import grad_and_value, vmap
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.credit import first_token
@@ -21,6 +21,7 @@ from grpo_fn.core.batch import (
     count,
     make_batch,
     minibatches,
+    reweigh_groups,
     scatter_rows,
     trim_rows,
 )
@@ -39,7 +40,9 @@ class Stages:
     """From a scored rollout to the learning signal."""
 
     credit: Callable[[Reward, Tensor, Tensor], Tensor]  # the advantage of every token, [P G T]
+    baseline: Callable[[Tensor, Tensor, Tensor], Tensor]  # of one group: (advantage, energy, mask) -> advantage, [G T]
     distillation: Callable[[Tensor, Tensor, Tensor], Tensor]  # (advantage, log-prob gap to the teacher, mask), [P G T]
+    reweighting: Callable[[Tensor, Batch], Tensor]  # of one group, at each update: (logp now, rows) -> advantage, [G T]
     filters: Sequence[Callable[[Rollout, Tensor], Tensor]]  # which samples may learn, [P G]; all of them have to agree
     token_mask: Callable[[Batch, Tensor], Tensor]  # tokens that the loss treats apart, [B T]
     objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # scores; batch=, totals=, gains= -> loss, diagnostics
@@ -85,9 +88,9 @@ class StepAlgorithm(StepKnobs):
     """An `Algorithm` in a run: its number of prompts bound, with what the run gives it."""
 
     reward: Callable[[Sequence[Problem], Rollout], Reward]
-    teacher: Callable[
-        [Groups], Tensor | None
-    ]  # its log-probs of the sampled tokens, [B T]; without_teacher without one
+    teacher: Callable[[Groups], Tensor | None]  # log-probs of the sampled tokens, [B T]; without_teacher without one
+    energy: Callable[[Rollout], Tensor]  # |d logp / d logits|^2 of the sampled tokens, [B T]; without_energy: zeros
+    look: Callable[[Policy, Batch], Tensor]  # log-probs now for `reweighting`, [B T]; without_look: logp_old
     anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
     split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.trim_rows
 
@@ -99,6 +102,7 @@ class Experience(NamedTuple):
     adv: Float[Tensor, "P G T"]
     batch: Batch
     ratio: Float[Tensor, "N"] = torch.zeros(0)  # of every token at every update, in no order
+    energy: Float[Tensor, "B T"] = torch.zeros(0, 0)  # of each sampled token; zeros where no baseline reads it
 
 
 def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
@@ -195,8 +199,9 @@ def grpo_step(
         logp_ref = logp_old if reference is None else reference
         taught = algo.teacher(groups)
         logp_teacher = logp_old if taught is None else taught
+        energy = algo.energy(groups.rollout)
         adv, batch = compute_advantages(  # A
-            groups, logp_old, logp_ref, logp_teacher, carried.gains, key=key, stages=algo
+            groups, logp_old, logp_ref, logp_teacher, energy, carried.gains, key=key, stages=algo
         )
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
         learned = [
@@ -209,7 +214,7 @@ def grpo_step(
         sampler.load(policy)  # pi_old <- pi_theta
     found = metrics.summarise_updates(batch, learned, reference=reference is not None)
     return (
-        Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])),
+        Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)]), energy),
         carried._replace(gains=next_gains(carried.gains, found, algo)),
         {
             **figures,
@@ -260,6 +265,7 @@ def compute_advantages(
     logp_old: Float[Tensor, "B T"],
     logp_ref: Float[Tensor, "B T"],
     logp_teacher: Float[Tensor, "B T"],
+    energy: Float[Tensor, "B T"],
     gains: Gains,
     *,
     key: Tensor,
@@ -272,6 +278,7 @@ def compute_advantages(
         logp_old: log-probs under pi_old, [B, T], in nats.
         logp_ref: log-probs under the reference, [B, T], in nats.
         logp_teacher: log-probs under the teacher, [B, T], in nats; logp_old without one.
+        energy: |d logp / d logits|^2 of each token, [B, T]; anything where no baseline reads it.
         gains: `gains.kl` multiplies logp_old - logp_ref.
         key: random key of the step, [2].
         stages: the functions of the step.
@@ -283,9 +290,10 @@ def compute_advantages(
         ValueError: an advantage of a token to learn from is not finite.
     """
     _, rollout, reward = groups
-    compared = (rollout.mask, logp_old - logp_ref, logp_teacher - logp_old)
-    mask, drift, gap = (by_group(x, len(reward.value)) for x in compared)
-    adv = stages.distillation(stages.credit(reward, gains.kl * drift, mask), gap, mask)
+    compared = (rollout.mask, logp_old - logp_ref, logp_teacher - logp_old, energy)
+    mask, drift, gap, energy = (by_group(x, len(reward.value)) for x in compared)
+    value = stages.credit(reward, gains.kl * drift, mask)
+    adv = stages.distillation(vmap(stages.baseline)(value, energy, mask & reward.valid[..., None]), gap, mask)
     keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
     batch = make_batch(rollout, keep, adv, logp_old, logp_ref, logp_teacher)
     selected = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
@@ -366,6 +374,7 @@ def update_policy(
         The objective, per-token statistics, and the batch with the log-probs that it was compared with.
     """
     objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
+    batch = reweigh_groups(batch, algo.look(policy, batch), len(batch.mask) // algo.group_size, algo.reweighting)
     parts = algo.split(batch)
     policy.set_accumulation_steps(len(parts))
     for rows in parts:

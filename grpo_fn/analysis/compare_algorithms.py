@@ -32,11 +32,12 @@ def view(
     logp_old: Float[Tensor, "B T"],
     logp_ref: Float[Tensor, "B T"],
     logp_teacher: Float[Tensor, "B T"],
+    energy: Float[Tensor, "B T"],
     gains: Gains,
     key: Tensor,
 ) -> View:
     """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch."""
-    _, batch = compute_advantages(groups, logp_old, logp_ref, logp_teacher, gains, key=key, stages=stages)
+    _, batch = compute_advantages(groups, logp_old, logp_ref, logp_teacher, energy, gains, key=key, stages=stages)
     return View(stages.objective, batch, count(batch))
 
 

@@ -1,13 +1,16 @@
 """From a rollout to rows one can learn from, and from rows to micro-batches. The data seam is checked here."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.func import vmap
 
-from grpo_fn.core.types import Batch, Reward, Rollout, Totals
+from grpo_fn.core.groups import by_group
+from grpo_fn.core.types import Batch, Policy, Reward, Rollout, Totals
 
 LEAST_LOGP = math.log(torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps)  # -103.3 nats
 
@@ -153,3 +156,60 @@ def scatter_rows(
     there = out[rows[real], : mask.shape[1]]
     out[rows[real], : mask.shape[1]] = torch.where(mask[real], values[real].to(out.dtype), there)
     return out
+
+
+def reweigh_groups(
+    batch: Batch, logp: Float[Tensor, "B T"], groups: int, reweighting: Callable[[Tensor, Batch], Tensor]
+) -> Batch:
+    """The rows with the advantages that their groups have at an update.
+
+    Args:
+        batch: rows of whole groups, each field [B, T].
+        logp: log-probs under the policy at the update, [B, T], in nats.
+        groups: number of groups, P.
+        reweighting: of one group, (logp, rows) -> advantage, [G, T].
+
+    Returns:
+        The rows with other advantages.
+    """
+    of_groups = Batch(*(by_group(x, groups) for x in batch))
+    return batch._replace(adv=vmap(reweighting)(by_group(logp, groups), of_groups).flatten(0, 1))
+
+
+def without_energy(rollout: Rollout) -> Float[Tensor, "B T"]:
+    """No baseline reads the energy of a token.
+
+    Args:
+        rollout: the step's samples, B = P * G rows.
+
+    Returns:
+        Zeros, [B, T].
+    """
+    return torch.zeros_like(rollout.logp_sampled)
+
+
+def without_look(policy: Policy, batch: Batch) -> Float[Tensor, "B T"]:
+    """No reweighting reads what the policy says at an update.
+
+    Args:
+        policy: the policy that learns; not read.
+        batch: the rows of one optimizer step, each field [B, T].
+
+    Returns:
+        logp_old, [B, T], in nats.
+    """
+    return batch.logp_old
+
+
+def look_first(policy: Policy, batch: Batch) -> Float[Tensor, "B T"]:
+    """One more pass without gradients before each update, over all of its rows: a group is then whole.
+
+    Args:
+        policy: the policy that learns.
+        batch: the rows of one optimizer step, each field [B, T].
+
+    Returns:
+        Log-probs under the policy as it is, [B, T], in nats.
+    """
+    empty = torch.zeros_like(batch.mask[:, 0])
+    return policy.logp(Rollout(batch.tokens, batch.mask, batch.logp_sampled, empty, ("",) * len(empty)))

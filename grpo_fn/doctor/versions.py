@@ -67,6 +67,7 @@ PACKAGES = (
     Package("torchao", ">=0.18,<0.19", (TestedVersion("0.18.0", MAIN),), extra="adamw8bit"),
     Package("datasets", ">=3", (), extra="data"),
     Package("pyarrow", ">=17", (), extra="data"),
+    Package("reasoning-gym", ">=0.1.25,<0.2", (TestedVersion("0.1.25", MAIN),), "tasks"),
     Package("wandb", ">=0.31", (TestedVersion("0.31.0", MAIN),), extra="wandb"),
     Package("trackio", ">=0.43", (TestedVersion("0.43.0", MAIN),), extra="trackio"),
 )

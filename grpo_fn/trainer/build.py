@@ -24,6 +24,7 @@ from grpo_fn.algo.step import (
 )
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
+from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
@@ -39,6 +40,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
+from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.episodes import open_environments
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
@@ -314,6 +316,8 @@ def step_algorithm(
     return StepAlgorithm(
         **knobs,
         teacher=ask,
+        energy=policy.energy if reads_energy(a.baseline) else without_energy,
+        look=look_first if reads_logp(a.reweighting) and not own_pass else without_look,
         reward=partial(streaming.round, reward=settings.rewards.reward, world=world),
         anchor=partial(compare_to_own_pass, reference=checked.reference) if own_pass else compare_as_given,
         split=policy.split_rows,

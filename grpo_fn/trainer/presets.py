@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from grpo_fn.algo.step import Stages
 from grpo_fn.config import freeze, load_config
 from grpo_fn.config.parse import GIN_FOLDER
+from grpo_fn.trainer.checks.try_out import reads_energy
 from grpo_fn.trainer.checks.validate import check_credit
 
 
@@ -20,13 +21,20 @@ def stages(config_files: Sequence[str], preset: str | None) -> Stages:
     return freeze(config.root.knobs["algorithm"], {})
 
 
-def fitting(config_files: Sequence[str], parts: Sequence[str]) -> tuple[dict[str, Stages], dict[str, str]]:
-    """The stages of every preset laid over a configuration; and of those that want other parts of the reward, why."""
+def fitting(
+    config_files: Sequence[str], parts: Sequence[str], *, energy: bool
+) -> tuple[dict[str, Stages], dict[str, str]]:
+    """The stages of every preset laid over a configuration; and of those that want what the step does not have, why.
+
+    That is parts of the reward other than `parts`, and the energies of tokens where `energy` says they are not there.
+    """
     fit, refused = {}, {}
     for name in preset_names():
         those = stages(config_files, name)
         try:
             check_credit(those.credit, those.distillation, 2, parts)
+            if reads_energy(those.baseline) and not energy:
+                raise ValueError("got a step without the energies of its tokens, which the preset's baseline reads")
             fit[name] = those
         except ValueError as error:
             refused[name] = str(error)

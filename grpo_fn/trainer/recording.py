@@ -24,6 +24,7 @@ from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import NullLogger
 from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.trainer import presets
+from grpo_fn.trainer.checks.try_out import reads_energy
 from grpo_fn.trainer.loggers import RunLoggers
 from grpo_fn.trainer.run import TrainingRun
 
@@ -61,13 +62,14 @@ def compare_presets(
 
     Returns a table, and the cosines between the learning signals of the run, which comes first, and of the presets.
     """
-    fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts])
-    logps = seen.batch.logp_old, seen.batch.logp_ref, seen.batch.logp_teacher
+    energy = reads_energy(mine.baseline)
+    fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts], energy=energy)
+    looked = seen.batch.logp_old, seen.batch.logp_ref, seen.batch.logp_teacher, seen.energy
     views = {
-        name: compare_algorithms.view(stages, seen.groups, *logps, gains, key)
+        name: compare_algorithms.view(stages, seen.groups, *looked, gains, key)
         for name, stages in {"this run": mine, **fitting}.items()
     }
-    signal = compare_algorithms.signals(Scores(logps[0], torch.zeros_like(logps[0])), views, gains)
+    signal = compare_algorithms.signals(Scores(looked[0], torch.zeros_like(looked[0])), views, gains)
     cosine = compare_algorithms.cosines(signal)
     share = compare_algorithms.nonzero_share(signal, seen.groups.rollout.mask)
     figures = zip(views, cosine[0].tolist(), share.tolist(), strict=True)

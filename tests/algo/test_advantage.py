@@ -11,12 +11,15 @@ import torch
 from catalogue import bound, each
 from hypothesis import assume, given
 from profiles import profile, quarter
+from strategies import masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import advantage
+from grpo_fn.core.types import Batch
 from grpo_fn.testing import advantages, groups
 
 ALL = bound(advantage, "reward", "valid")
+BASELINES = bound(advantage, "value", "energy", "mask")
 ZERO_SUM = {"group_normalized", "mean_centered", "leave_one_out", "pass_at_k", "max_rl"}
 UNBOUNDED = {"leave_one_out_others_std"}  # as published; bounded for rewards of 0 and 1
 SHIFT_INVARIANT = {"group_normalized", "mean_centered", "leave_one_out", "leave_one_out_normalized"}
@@ -347,3 +350,117 @@ def test_max_rl_does_not_mind_the_unit_of_the_reward(g, scale):
 def test_max_rl_of_tiny_and_huge_rewards_in_float32(scale):
     reward = torch.tensor([0.0, 1.0, 1.0, 2.0]) * scale
     close(advantage.max_rl(reward, torch.ones(4, dtype=torch.bool)), torch.tensor([-1.0, 0.0, 0.0, 1.0]), 1e-5)
+
+
+# -- baselines of tokens
+
+
+@st.composite
+def tokens_of_a_group(draw) -> tuple[Tensor, Tensor, Tensor]:
+    """Value, energy and mask of G rows of T tokens; columns and rows without any, garbage behind the mask."""
+    shape = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    mask = draw(masks(shape))
+    value, energy = (draw(tensors(shape, st.integers(low, 64))) / 16 for low in (-64, 0))
+    garbage = draw(st.sampled_from([0.0, math.nan, math.inf]))
+    return torch.where(mask, value, 0.0), torch.where(mask, energy, garbage), mask
+
+
+@each(BASELINES)
+@given(tokens_of_a_group())
+def test_a_baseline_gives_finite_advantages_where_something_was_sampled_and_zero_elsewhere(f, step):
+    adv = f(*step)
+    assert adv.isfinite().all()
+    assert (adv[~step[2]] == 0).all()
+
+
+@each(BASELINES)
+@given(tokens_of_a_group(), st.randoms(use_true_random=False))
+def test_a_baseline_does_not_mind_the_order_of_the_rows(f, step, random):
+    order = random.sample(range(len(step[0])), len(step[0]))
+    close(f(*(x[order] for x in step)), f(*step)[order])
+
+
+@given(tokens_of_a_group())
+def test_of_the_values_that_a_token_is_compared_with_the_weighted_mean_is_taken_away(step):
+    value, energy, mask = step
+    adv = advantage.optimal_token_baseline(*step)
+    for t in range(mask.shape[1]):
+        rows = mask[:, t].nonzero()[:, 0].tolist()
+        weight = [sum(energy[g, s].item() for s in range(t + 1) if mask[g, s]) for g in rows]
+        if len(rows) < 2:
+            assert adv[rows, t].tolist() == value[rows, t].tolist()
+        elif sum(weight):
+            left_over = sum(w * adv[g, t].item() for w, g in zip(weight, rows, strict=True))
+            assert left_over / sum(weight) == pytest.approx(0, abs=1e-9)
+
+
+@given(tokens_of_a_group(), st.floats(-9, 9))
+def test_equal_values_of_more_than_one_row_have_no_advantage_at_all(step, value):
+    _, energy, mask = step
+    adv = advantage.optimal_token_baseline(torch.where(mask, value, 0.0).double(), energy, mask)
+    assert (adv[:, mask.sum(0) > 1] == 0).all()
+
+
+def test_the_noisier_row_has_more_say_and_the_longest_row_ends_alone():
+    """Energies 3 and 1 of the first token: the baseline is 3/4 of the first reward; then the second row is alone."""
+    value, energy = torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[3.0, 9.0], [1.0, 1.0]])
+    adv = advantage.optimal_token_baseline(value, energy, torch.tensor([[True, False], [True, True]]))
+    close(adv, torch.tensor([[0.125, 0.0], [-0.375, 0.5]]), 1e-6)
+
+
+# -- what becomes of advantages at an update
+
+
+@st.composite
+def rows_of_a_group(draw) -> tuple[Tensor, Batch]:
+    """Log-probs now, and G rows of T tokens: right, wrong and neither, some without tokens, garbage behind the mask."""
+    shape = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    mask = draw(masks(shape))
+    now, old = (torch.where(mask, -draw(tensors(shape, st.integers(0, 64))) / 16, math.nan) for _ in range(2))
+    side = draw(tensors((shape[0], 1), st.sampled_from([-1.0, 0.0, 1.0]))).expand(shape)
+    adv = torch.where(mask, side, math.inf)
+    return now, Batch(mask.long(), mask, now, old, now, now, adv, torch.zeros_like(mask))
+
+
+def classification_loss(logp: Tensor, group: Batch, tau: float) -> Tensor:
+    """As published, of rows that have tokens; 0 where all of them are right, or all wrong."""
+    rows = [g for g in range(len(logp)) if group.mask[g].any()]
+    sides = [[g for g in rows if group.adv[g][group.mask[g]][0] * one > 0] for one in (1, -1)]
+    scores = {g: (logp[g] - group.logp_old[g])[group.mask[g]].mean() for g in rows}
+    if not all(sides):
+        return torch.where(group.mask, logp, 0.0).sum() * 0.0
+    return sum(
+        (1 + sum((-one * scores[g] / tau).exp() for g in side)).log() for side, one in zip(sides, (1, -1), strict=True)
+    )
+
+
+@given(rows_of_a_group(), st.sampled_from([0.5, 2.0]))
+def test_reinforce_on_label_weights_is_the_gradient_of_the_groups_loss(rows, tau):
+    logp, group = rows
+    adv = advantage.label_weights(logp, group, tau=tau)
+    assert (adv[~group.mask] == 0).all()
+    got = -adv / group.mask.sum(-1, keepdim=True).clamp(min=1)
+    wanted = torch.func.grad(lambda x: classification_loss(x, group, tau))(logp)
+    close(got, torch.where(group.mask, wanted, 0.0))
+
+
+@given(rows_of_a_group(), st.sampled_from([0.5, 2.0]))
+def test_before_the_policy_has_moved_they_are_what_rewards_as_labels_gives(rows, tau):
+    _, group = rows
+    kept = group.mask.any(-1)
+    side = torch.where(kept, torch.where(group.mask, group.adv, 0.0).sum(-1).sign(), 0.0)
+    wanted = advantage.rewards_as_labels(side, kept & (side != 0), tau=tau, threshold=1.0)
+    got = advantage.label_weights(group.logp_old, group, tau=tau)
+    close(got, torch.where(group.mask, wanted[:, None], 0.0))
+
+
+@given(rows_of_a_group())
+def test_signs_stay_and_one_reweighting_does_not_change_the_next(rows):
+    logp, group = rows
+    once = group._replace(adv=advantage.label_weights(group.logp_old, group, tau=0.5))
+    close(advantage.label_weights(logp, once, tau=0.5), advantage.label_weights(logp, group, tau=0.5))
+
+
+def test_as_credited_changes_nothing():
+    group = Batch(*[torch.ones(2, 3, dtype=torch.bool)] * 2, *[torch.full((2, 3), float(i)) for i in range(5)], None)
+    assert advantage.as_credited(torch.zeros(2, 3), group) is group.adv

@@ -30,7 +30,7 @@ def loop_of(name: str) -> Callable:
 
 def samples(step: Step) -> list[list[reference.Sample]]:
     """The step as plain numbers; the variables are (row, column)."""
-    (problems, rollout, reward), logp, old, ref, teacher = step
+    (problems, rollout, reward), logp, old, ref, teacher, energy = step
     size = reward.value.shape[1]
     keys = algorithm.row_keys(step.groups, prng.fold_in(KEY, algorithm.MARKING))
     luck = prng.uniform(keys, logp.shape[1], dtype=torch.float64, low=0.0, high=1.0)
@@ -44,7 +44,8 @@ def samples(step: Step) -> list[list[reference.Sample]]:
             bool(reward.valid[p, g]),
             bool(rollout.truncated[b]),
             [reference.Dual(logp[b, t].item(), {(b, t): 1.0}) for t in columns],
-            *(x[b, columns].tolist() for x in (old, ref, rollout.logp_sampled, luck, teacher)),
+            *(x[b, columns].tolist() for x in (old, ref, rollout.logp_sampled, luck, teacher, energy)),
+            columns,
         )
 
     return [[sample(p, g) for g in range(size)] for p in range(len(problems))]

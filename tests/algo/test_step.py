@@ -27,7 +27,7 @@ from grpo_fn.algo import (
     objective,
 )
 from grpo_fn.algo import masking as filters
-from grpo_fn.algo.advantage import group_normalized, leave_one_out, mean_centered
+from grpo_fn.algo.advantage import as_credited, group_normalized, leave_one_out, mean_centered, no_baseline
 from grpo_fn.algo.step import (
     AT_THE_START,
     Experience,
@@ -41,6 +41,7 @@ from grpo_fn.algo.step import (
     without_teacher,
 )
 from grpo_fn.core import prng
+from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.groups import by_group, outcome_reward
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Carry, Gains, Policy, Reward, Rollout, Sampler
@@ -109,7 +110,11 @@ def algo(
         "min_groups_with_signal": 0,
     }
     plain = {
+        "baseline": no_baseline,
+        "energy": without_energy,
         "distillation": distillation.no_teacher,
+        "reweighting": as_credited,
+        "look": without_look,
         "teacher": without_teacher,
         "filters": [],
         "token_mask": masking.no_tokens,
@@ -179,6 +184,30 @@ def test_a_step_samples_scores_trains_and_syncs(old_logp, asked):
         *("<generate", "sample", "generate>", "<score", "reward", "score>", "rest"),
         *("<train", *asked, "reference", *climb, *climb, *climb, "train>", "<sync", "load", "sync>"),
     ]
+
+
+def test_a_look_comes_before_each_update_and_sees_the_policy_as_it_is_then():
+    policy, sampler = pair()
+    seen = []
+
+    def noted(logp, group):
+        seen.append(logp)
+        return group.adv
+
+    how = algo(micro_tokens=10**6, minibatches=3, look=look_first, reweighting=noted, objective=algo().objective)
+    step(policy, sampler, how)
+    climb = ["logp", "vjp", "pullback", "update"]
+    assert [call for call in policy.log if call in climb] == climb * 3
+    assert len(seen) == 3
+
+
+def test_energies_are_asked_for_once_of_the_samples():
+    policy, sampler = pair()
+    asked = []
+    how = algo(energy=lambda rollout: (asked.append(rollout), torch.ones_like(rollout.logp_sampled))[1])
+    experience, _ = step(policy, sampler, how)
+    assert [one.text for one in asked] == [experience.groups.rollout.text]
+    assert (experience.energy == 1).all()
 
 
 @COSTLY

@@ -284,15 +284,15 @@ def test_a_constant_reward_teaches_nothing(f):
 # -- the measured table
 
 
-def tool() -> ModuleType:
-    """tools/tables/bias_table.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("bias_table", PROJECT / "tools" / "tables" / "bias_table.py")
+def tool(name: str) -> ModuleType:
+    """tools/tables/NAME.py, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location(name, PROJECT / "tools" / "tables" / f"{name}.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-bias = tool()
+bias = tool("bias_table")
 
 
 @FEW
@@ -319,11 +319,13 @@ def test_the_docs_show_what_the_tool_measures():
 
 
 @pytest.mark.slow
-def test_the_docs_show_the_whole_table():
-    command, env = [sys.executable, "tools/tables/bias_table.py"], {**os.environ, "PYTHONPATH": str(PROJECT)}
+@pytest.mark.parametrize("name", ["bias_table", "variance_table"])
+def test_the_docs_show_the_whole_table(name):
+    command, env = [sys.executable, f"tools/tables/{name}.py"], {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (PROJECT / "docs" / "bias.md").read_text(encoding="utf-8").endswith(done.stdout)
+    shown = (PROJECT / "docs" / "bias.md").read_text(encoding="utf-8")
+    assert f"<!-- what tools/tables/{name}.py prints -->\n\n{done.stdout}" in shown
 
 
 def test_the_functions_of_the_catalogue_are_in_the_table():
@@ -331,6 +333,8 @@ def test_the_functions_of_the_catalogue_are_in_the_table():
     shown = set(re.findall(r"`(\w+)`", (PROJECT / "docs" / "bias.md").read_text(encoding="utf-8")))
     measured = {
         (advantage, ("reward", "valid")),
+        (advantage, ("value", "energy", "mask")),
+        (advantage, ("logp", "group")),
         (losses, ("logp", "row")),
         (kl, ("logp", "row")),
         (aggregation, ("mask", "totals")),

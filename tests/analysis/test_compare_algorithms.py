@@ -26,7 +26,7 @@ from grpo_fn.algo import (
     objective,
 )
 from grpo_fn.algo import masking as filters
-from grpo_fn.algo.advantage import group_normalized, mean_centered
+from grpo_fn.algo.advantage import as_credited, group_normalized, mean_centered, no_baseline
 from grpo_fn.algo.step import (
     AT_THE_START,
     Stages,
@@ -44,6 +44,7 @@ from grpo_fn.rewards.combine import combine, score_serially
 UNMOVED = Gains(kl=1.0, entropy=1.0)
 TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
 KEY = prng.key(5, device="cpu")
+NO_ENERGY = torch.zeros(())  # no preset below reads it
 
 
 def stages(
@@ -57,7 +58,7 @@ def stages(
     }
     f = partial(objective.policy_objective, **each, beta=0.1, entropy_bonus=0.0)
     plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "token_mask": masking.no_tokens}
-    plain["distillation"] = distillation.no_teacher
+    plain |= {"baseline": no_baseline, "distillation": distillation.no_teacher, "reweighting": as_credited}
     return Stages(**{**plain, "objective": f, **changes})
 
 
@@ -109,7 +110,7 @@ def one_step(mine: Stages):
 def test_a_view_is_the_signal_that_a_step_sends_back(name):
     policy, seen = one_step(OTHERS[name])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
-    view = compare_algorithms.view(OTHERS[name], seen.groups, old, ref, old, UNMOVED, KEY)
+    view = compare_algorithms.view(OTHERS[name], seen.groups, old, ref, old, NO_ENERGY, UNMOVED, KEY)
     scores = table_scores(TABLE.double(), view.batch.tokens, seen.groups.rollout.mask)
     (signal,) = compare_algorithms.signals(scores, {name: view}, UNMOVED)
     sent, shown = policy.signals[0].logp, policy.seen[0]
@@ -131,7 +132,10 @@ def same_row(batch, b, shown, i) -> bool:
 def test_one_vmapped_call_is_a_gradient_for_each_view():
     _, seen = one_step(OTHERS["plain"])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
-    views = {name: compare_algorithms.view(s, seen.groups, old, ref, old, UNMOVED, KEY) for name, s in OTHERS.items()}
+    views = {
+        name: compare_algorithms.view(s, seen.groups, old, ref, old, NO_ENERGY, UNMOVED, KEY)
+        for name, s in OTHERS.items()
+    }
     drift = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
     scores = Scores(torch.where(seen.groups.rollout.mask, old + drift, 0.0), torch.zeros_like(old))
     got = compare_algorithms.signals(scores, views, UNMOVED)
@@ -184,7 +188,7 @@ def test_the_gradients_of_rows_add_up_to_the_steps():
         return table_scores(params["table"], tokens, mask).logp
 
     old, ref = batch.logp_old, batch.logp_ref
-    view = compare_algorithms.view(OTHERS["clipped"], seen.groups, old, ref, old, UNMOVED, KEY)
+    view = compare_algorithms.view(OTHERS["clipped"], seen.groups, old, ref, old, NO_ENERGY, UNMOVED, KEY)
     scores = table_scores(TABLE.double(), batch.tokens, batch.mask)
     (signal,) = compare_algorithms.signals(scores, {"": view}, UNMOVED)
     rows = row_gradients(logp, {"table": TABLE.double()}, batch, signal)

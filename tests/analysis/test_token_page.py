@@ -14,26 +14,26 @@ import torch
 from fakes import tokenizer
 from hypothesis import assume, given
 from signal_steps import CLIPPED, HOSTILE, UNMOVED, decode, looked_at, special, step
-from steps import KEY, PRESETS, learn, preset, rich_step, steps
+from steps import CHOSEN, KEY, PRESETS, learn, preset, rich_step, steps
 
 from grpo_fn.algo.step import Experience, Stages, compute_advantages
 from grpo_fn.analysis import token_report
 from grpo_fn.analysis.html import escape, page, token_page
 from grpo_fn.analysis.html.token_page import SCRIPT
 from grpo_fn.analysis.token_report import token_texts
+from grpo_fn.core.batch import reweigh_groups
 from grpo_fn.core.types import Scores
 
 # -- the figures
 
 
 def experience(how, taken) -> tuple[Experience, Scores]:
-    stages = Stages(
-        **{name: getattr(how, name) for name in ("credit", "distillation", "filters", "token_mask", "objective")}
-    )
+    stages = Stages(**{name: getattr(how, name) for name in CHOSEN})
     adv, batch = compute_advantages(
-        taken.groups, taken.logp_old, taken.logp_ref, taken.logp_teacher, UNMOVED, key=KEY, stages=stages
+        taken.groups, taken.logp_old, taken.logp_ref, taken.logp_teacher, taken.energy, UNMOVED, key=KEY, stages=stages
     )
     logp = torch.where(batch.mask, taken.logp, 0.0)
+    batch = reweigh_groups(batch, logp, len(adv), how.reweighting)
     return Experience(taken.groups, adv, batch), Scores(logp, -logp)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 from catalogue import public
 from test_gin_files import header, uncalled
 
+from grpo_fn import train
 from grpo_fn.algo import advantage, aggregation, importance, kl, losses, masking, weighted_losses
 from grpo_fn.algo import masking as filters
 from grpo_fn.config import freeze, load_config, parse_gin
-from grpo_fn.config.nodes import Node
+from grpo_fn.config.nodes import Bindings, Node
+from grpo_fn.config.resolve import fill_macros, resolve
 from grpo_fn.run import main
 from grpo_fn.trainer.checks.validate import check_credit, uses_reference
 
@@ -22,7 +25,10 @@ WANTED = {
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     *("sapo", "gmpo"),
 }
-ALGORITHM = {"group_sampling", "credit", "distillation", "filters", "token_mask", "objective"}
+ALGORITHM = {
+    *("group_sampling", "credit", "baseline", "distillation", "reweighting"),
+    *("filters", "token_mask", "objective"),
+}
 OBJECTIVE = {"token_loss", "kl", "loss_aggregation", "beta", "entropy_bonus"}
 WITH_A_REFERENCE = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 # What is there to be composed and in none of the presets.
@@ -32,7 +38,7 @@ SPARE = {
     losses: {"dual_clip", "sequence_ratio_token"},
     kl: {"k1_ratio"},
     masking: set(),
-    aggregation: {"sequence_mean_over_samples", "constant_length_over_samples"},
+    aggregation: {"constant_length_over_samples"},
     weighted_losses: set(),
 }
 SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go"}
@@ -47,10 +53,26 @@ each_preset = pytest.mark.parametrize("name", PRESETS)
 
 
 @cache
-def algorithm(*names: str) -> dict:
-    """The stages that the run file and these presets on top resolve to."""
-    config = load_config(["run/arithmetic.gin", *(f"algo/{name}.gin" for name in names)], [])
-    return {stage: uncalled(config.root.knobs["algorithm"].knobs[stage]) for stage in sorted(ALGORITHM)}
+def algorithm(name: str) -> dict:
+    """The stages that the run file and this preset on top resolve to."""
+    return stages(load_config(["run/arithmetic.gin", f"algo/{name}.gin"], []).root)
+
+
+def stages(root: Node) -> dict:
+    """Those of an algorithm, of a resolved root."""
+    return {stage: uncalled(root.knobs["algorithm"].knobs[stage]) for stage in sorted(ALGORITHM)}
+
+
+read = cache(lambda *files: parse_gin(files, []))  # its bindings are for looking at
+
+
+def over(below: str, name: str) -> Bindings:
+    """What the run file, a preset and another one on top bind: `parse_gin` of the three, each of them read once."""
+    lower, upper = read("run/arithmetic.gin", f"algo/{below}.gin"), read(f"algo/{name}.gin")
+    laid = Bindings(**{part.name: getattr(lower, part.name) | getattr(upper, part.name) for part in fields(Bindings)})
+    laid.used_at = upper.used_at | lower.used_at
+    laid.knobs = {key: lower.knobs.get(key, {}) | upper.knobs.get(key, {}) for key in laid.knobs}
+    return laid
 
 
 def named(value: object) -> set[Callable]:
@@ -100,7 +122,17 @@ def test_a_preset_leaves_it_to_the_run_how_its_sampler_is_corrected(name):
 @pytest.mark.parametrize("below", PRESETS)
 @each_preset
 def test_a_preset_over_another_is_the_preset_alone(name, below):
-    assert algorithm(below, name) == algorithm(name)
+    laid = over(below, name)
+    fill_macros(laid, train.MACROS)
+    assert stages(resolve(laid, train.train, {}, ["algorithm"])) == algorithm(name)
+
+
+@pytest.mark.parametrize(("below", "name"), [*zip(PRESETS, PRESETS[1:] + PRESETS[:1], strict=True)])
+def test_one_file_over_another_binds_what_both_bind_knob_by_knob(below, name):
+    """So what is laid over another in these tests is what the program reads."""
+    files = ["run/arithmetic.gin", f"algo/{below}.gin", f"algo/{name}.gin"]
+    assert over(below, name) == parse_gin(files, [])
+    assert stages(load_config(files, []).root) == algorithm(name)
 
 
 def test_no_two_presets_are_the_same():

@@ -70,7 +70,9 @@ ADDED = {"", "evaluation.max_rows", *(name.lower() for name in ("Data", "Compute
 ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
 # With values that change nothing.
 KNOBS_SINCE = {
+    "algorithm.baseline": "@advantage.no_baseline",
     "algorithm.distillation": "@distillation.no_teacher",
+    "algorithm.reweighting": "@advantage.as_credited",
     "teacher": "None",
     "episodes": "None",
     "compute.deterministic": "False",

@@ -36,9 +36,11 @@ KINDS = [
         ("reward", "valid"),
         {
             *("group_normalized", "mean_centered", "leave_one_out", "leave_one_out_normalized"),
-            *("leave_one_out_others_std", "pass_at_k", "max_rl"),
+            *("leave_one_out_others_std", "pass_at_k", "max_rl", "rewards_as_labels"),
         },
     ),
+    (advantage, ("value", "energy", "mask"), {"no_baseline", "optimal_token_baseline"}),
+    (advantage, ("logp", "group"), {"as_credited", "label_weights"}),
     (
         credit,
         ("reward", "drift", "mask"),
@@ -89,7 +91,7 @@ KNOWN_PRESETS = {
         "sapo",
     ),
     *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
-    *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo"),
+    *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo", "otb", "real"),
     *("opd", "mopd", "iw_opd", "rlsd"),
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.

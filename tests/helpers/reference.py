@@ -90,6 +90,8 @@ class Sample(NamedTuple):
     sampled: list[float]
     luck: list[float]
     teacher: list[float]
+    energy: list[float]
+    column: list[int]  # of each token
 
     def ratio(self, t: int) -> Dual:
         """pi_theta / pi_old of token t."""
@@ -252,6 +254,40 @@ def over_the_step(rows: Sequence[Sample], advantages: Sequence[Sequence[float]])
         each = [ppo(0.2, 0.2)(s, t, (a - center) / scale) for t, a in enumerate(row)]
         loss += sum(each, Dual(0.0)) / len(each)
     return loss / len(rows)
+
+
+def otb(groups: Groups, limit: int) -> Dual:
+    """arXiv:2602.07078, from verl's code: rewards weighed with their rows' energy so far; none for a row alone."""
+    loss, rows = Dual(0.0), 0
+    for group in groups:
+        scored = [s for s in group if s.scored]
+        so_far = [{c: sum(s.energy[: t + 1]) for t, c in enumerate(s.column)} for s in scored]
+        for s in scored:
+            for t, c in enumerate(s.column):
+                there = [(o.reward, w[c]) for o, w in zip(scored, so_far, strict=True) if c in w]
+                total, least = sum(w for _, w in there), min(r for r, _ in there)
+                baseline = least + (sum(w * (r - least) for r, w in there) / total if total else 0.0)
+                loss += -(s.reward - (baseline if len(there) > 1 else 0.0)) * s.logp[t]
+            rows += 1
+    return loss / max(1, rows)
+
+
+def real(groups: Groups, limit: int) -> Dual:
+    """arXiv:2602.05630, from ms-swift's code, tau 0.5; the slope is the loss's, the value its rows' shares of it."""
+    slope, value = Dual(0.0), 0.0
+    for group in groups:
+        sides = [[s for s in group if s.scored and (s.reward >= 1.0) is right] for right in (True, False)]
+        if not all(sides):
+            continue
+        for rows, sign in zip(sides, (-1.0, 1.0), strict=True):
+            scores = [sum((s.logp[t] - s.old[t] for t in range(len(s.logp))), Dual(0.0)) / len(s.logp) for s in rows]
+            powers = [exp(score * (sign / 0.5)) for score in scores]
+            total = 1.0 + sum(powers, Dual(0.0))
+            slope += total.through(math.log(total.x), 1 / total.x)
+            for s, power in zip(rows, powers, strict=True):
+                value += sign / 0.5 * power.x / total.x * sum(x.x for x in s.logp) / len(s.logp)
+    samples = sum(map(len, groups))
+    return Dual(value / samples, (slope / samples).slope)
 
 
 def sapo(groups: Groups, limit: int) -> Dual:

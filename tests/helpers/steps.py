@@ -24,14 +24,16 @@ from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Rollout, Scores
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")
 PARTS = ("correct", "boxed")
-CHOSEN = ("credit", "distillation", "filters", "token_mask", "objective")
+CHOSEN = ("credit", "baseline", "distillation", "reweighting", "filters", "token_mask", "objective")
 
 
 class Preset(NamedTuple):
     """What a preset's gin file says over that of the embedded default."""
 
     credit: Callable
+    baseline: Callable
     distillation: Callable
+    reweighting: Callable
     filters: Sequence[Callable]
     token_mask: Callable
     objective: Callable
@@ -54,6 +56,7 @@ class Step(NamedTuple):
     logp_old: Tensor
     logp_ref: Tensor
     logp_teacher: Tensor
+    energy: Tensor
 
 
 @st.composite
@@ -78,6 +81,7 @@ def steps(draw, prompts: st.SearchStrategy[int], most: int = 6, stray: float = 2
     verdict = st.sampled_from([0.0, 1.0]) if draw(st.booleans()) else st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.1, -0.5])
     value, *parts = (draw(tensors((p, g), verdict)) for _ in range(1 + len(PARTS)))
     valid, truncated = (draw(tensors(b, st.sampled_from([False, False, False, True]))).bool() for _ in range(2))
+    energy = (draw(tensors((b, t), st.integers(0, 64))) / 32).where(mask, torch.nan)
     tokens = torch.zeros(b, t, dtype=torch.long)
     tokens[:, 0] = torch.arange(b)  # a row's number, by which the policy knows it
     rollout = Rollout(tokens, mask, sampled, truncated, ("",) * b)
@@ -87,13 +91,13 @@ def steps(draw, prompts: st.SearchStrategy[int], most: int = 6, stray: float = 2
         turns, states = draw(tensors((p, g, 2), verdict)), draw(tensors((p, g, 2), st.integers(-1, 1))).long()
         states[..., 0].clamp_(min=0)
         reward = reward._replace(turns=torch.where(states < 0, 0.0, turns), states=states)
-    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher)
+    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher, energy)
 
 
 def rich_step(seed: int, prompts: int, group_size: int = 6, width: int = 6) -> Step:
     """Rewards of every size, rows of every length, policies up to 2 nats apart; nothing equal by chance."""
     b = prompts * group_size
-    keys = iter(prng.split(prng.key(seed, device="cpu"), 12))
+    keys = iter(prng.split(prng.key(seed, device="cpu"), 13))
 
     def between(low: float, high: float, *shape: int) -> Tensor:
         drawn = prng.uniform(next(keys), torch.Size(shape).numel(), dtype=torch.float64, low=low, high=high)
@@ -110,7 +114,7 @@ def rich_step(seed: int, prompts: int, group_size: int = 6, width: int = 6) -> S
     reward = outcome_reward(value, between(0.0, 1.0, prompts, group_size) < 0.9, dict(zip(PARTS, parts, strict=True)))
     problems = tuple(Problem(7 * i, "", "", {}) for i in range(prompts))
     teacher = (logp + between(-2.0, 2.0, b, width)).clamp(max=0)
-    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher)
+    return Step(Groups(problems, rollout, reward), logp, old, ref, teacher, between(0.0, 2.0, b, width))
 
 
 class TokenPolicy:
@@ -181,7 +185,11 @@ def learn(
         reward=unasked,
         teacher=partial(taught, step),
         credit=how.credit,
+        energy=partial(energies, step),
+        baseline=how.baseline,
         distillation=how.distillation,
+        reweighting=how.reweighting,
+        look=now,
         filters=how.filters,
         token_mask=how.token_mask,
         objective=how.objective,
@@ -208,6 +216,14 @@ def as_sampled(groups: Groups, explore: Callable, carried: Carry) -> GroupBatch:
 
 def taught(step: Step, groups: Groups) -> Tensor:
     return step.logp_teacher[groups.rollout.tokens[:, 0]]
+
+
+def now(policy: TokenPolicy, batch: Batch) -> Tensor:
+    return policy.logp_now[batch.tokens[:, 0]]
+
+
+def energies(step: Step, rollout: Rollout) -> Tensor:
+    return step.energy[rollout.tokens[:, 0]]
 
 
 def unasked(*args: object) -> None:

@@ -51,6 +51,7 @@ class Stub:
         self.key = None
         self.resting = threading.Event()
         self.lock = threading.Lock()
+        self.between = threading.Lock()  # no pause begins while a completion looks at weights and label
         self.server = None
         self.start()
 
@@ -76,6 +77,14 @@ class Stub:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.005)
+
+    def version(self):
+        """Weights and label of one moment, at which it does not rest."""
+        while True:
+            assert self.resting.wait(20), "the pause does not end"
+            with self.between:
+                if self.resting.is_set():
+                    return ("torn",) if self.torn else self.weights, self.label
 
     def kill(self):
         """As SIGKILL does: nothing is said to anybody. Nothing where it does not run."""
@@ -166,10 +175,7 @@ class Handler(BaseHTTPRequestHandler):
 def generate(stub, sent):
     """A completion; a pause holds it up, and it begins with what is there then."""
     length = sent["sampling_params"]["max_tokens"]
-    stub.resting.wait(20)
-    weights, label = stub.weights, stub.label
-    if stub.torn:
-        weights = ("torn",)
+    weights, label = stub.version()
     time.sleep(stub.seconds)
     tokens = drawn(weights, sent["token_ids"], sent["sampling_params"]["seed"], length)
     content = [{"token_id": t, "logprob": -t / 7, "top_logprobs": []} for t in tokens]
@@ -197,7 +203,8 @@ def ask_workers(stub, sent):
 
 
 def pause(stub, sent):
-    stub.resting.clear()
+    with stub.between:
+        stub.resting.clear()
     return 200, {}
 
 

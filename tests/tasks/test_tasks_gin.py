@@ -7,7 +7,7 @@ import pytest
 from published import published
 
 from grpo_fn.config import load_config
-from grpo_fn.tasks import rows
+from grpo_fn.tasks import procedural, rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "gin" / "task"
 # File: the macros that it takes, by the published file or folder, and its training rows and held-out problems.
@@ -21,6 +21,7 @@ TASKS = {
         0,
         100,
     ),
+    "procedural": ({}, 5 * procedural.EPOCH, 5 * 64),
     "gsm8k_math": ({"GSM8K": "gsm8k", "MATH": "math"}, 7473 + 7498, 1319 + 500),
 }
 

@@ -34,6 +34,13 @@ def test_every_algorithm_of_ours_fits(name: str) -> None:
     tried(algorithm(name))
 
 
+@pytest.mark.parametrize("name", ALGOS)
+def test_a_pass_more_is_taken_only_where_something_reads_what_it_finds(name: str) -> None:
+    made = algorithm(name)
+    assert try_out.reads_energy(made.baseline) is (name == "otb")
+    assert try_out.reads_logp(made.reweighting) is (name == "real")
+
+
 # -- token losses
 
 

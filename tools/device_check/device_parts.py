@@ -31,6 +31,7 @@ from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo.objective import policy_objective
 from grpo_fn.algo.step import StepAlgorithm, compare_as_given, from_sampler, without_teacher
 from grpo_fn.core import prng, sampling
+from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import combine, score_serially
 from grpo_fn.shell.model import blocks
@@ -129,7 +130,11 @@ class Bench(NamedTuple):
             group_sampling=partial(group_sampling.keep_all, prompts=prompts),
             reward=partial(combine, parts=[even], weights=[1.0], score=score_serially),
             credit=partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-4, ddof=1)),
+            baseline=advantage.no_baseline,
+            energy=without_energy,
             distillation=distillation.no_teacher,
+            reweighting=advantage.as_credited,
+            look=without_look,
             teacher=without_teacher,
             filters=[],
             token_mask=masking.no_tokens,

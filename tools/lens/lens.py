@@ -59,7 +59,7 @@ class Seen(NamedTuple):
 def look(args: argparse.Namespace) -> Seen:
     """Read the step, score it, and ask every preset. Raises ValueError for what is not there or does not fit."""
     config, groups = stored(args.run, args.step)
-    fitting, refused = presets.fitting([config], [*groups.reward.parts])
+    fitting, refused = presets.fitting([config], [*groups.reward.parts], energy=True)
     algorithms = {MINE: presets.stages([config], None), **fitting}
     knobs = load_config([config], []).root.knobs
     temperature, seed = knobs["sampling"].knobs["temperature"], knobs["seed"]
@@ -67,12 +67,13 @@ def look(args: argparse.Namespace) -> Seen:
     model, tokenizer = opened(args.policy or str(args.run))
     oracle = FunctionalPolicy(model, temperature=temperature)
     scores = Scores(logp_old, torch.zeros_like(logp_old)) if args.on_policy else scored(oracle, groups.rollout)
+    energy = energies(oracle, groups.rollout)
     logp_ref = logp_old
     if args.reference is not None:
         logp_ref = scored(FunctionalPolicy(opened(args.reference)[0], temperature=temperature), groups.rollout).logp
     key = prng.fold_in(prng.key(seed, device="cpu"), SAMPLING)
     views = {
-        name: compare_algorithms.view(s, groups, logp_old, logp_ref, logp_old, UNMOVED, key)
+        name: compare_algorithms.view(s, groups, logp_old, logp_ref, logp_old, energy, UNMOVED, key)
         for name, s in algorithms.items()
     }
     signal = compare_algorithms.signals(scores, views, UNMOVED)
@@ -112,6 +113,13 @@ def scored(oracle: FunctionalPolicy, rollout: Rollout) -> Scores:
         for tokens, mask in zip(rollout.tokens.split(at_once), rollout.mask.split(at_once), strict=True)
     ]
     return Scores(*(torch.cat(field) for field in zip(*parts, strict=True)))
+
+
+def energies(oracle: FunctionalPolicy, rollout: Rollout) -> Tensor:
+    """The energies of the rollout's tokens, some rows at a time."""
+    at_once = max(1, MICRO_TOKENS // rollout.tokens.shape[1])
+    rows = zip(rollout.tokens.split(at_once), rollout.mask.split(at_once), strict=True)
+    return torch.cat([oracle.energy(tokens, mask) for tokens, mask in rows])
 
 
 def moved_by(oracle: FunctionalPolicy, batch: Batch, signal: Tensor, groups: Groups, pattern: str | None) -> Rows:

@@ -2,78 +2,46 @@
 
 python tools/tables/bias_table.py
 
-A policy writes at most T = 2 tokens of V = 3; token 0 ends a row. So 7 rows can come out, and the expectation of any
-update is a finite sum over all groups, or all steps of two groups. It is compared with the exact gradient of the
-objective, for POLICIES random policies. No sampling, float64, and the same digits on every machine.
+In the worlds of tiny_worlds.py the expectation of any update is a finite sum over all groups, or all steps of two
+groups. It is compared with the exact gradient of the objective, for POLICIES random policies.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache, partial
-from itertools import combinations_with_replacement, product
-from math import factorial, prod
-from operator import itemgetter
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from bias_lines import line, measured
 from bias_losses import LOSSES
 from bias_turns import CREDITS, with_turns
+from tiny_worlds import (
+    EOS,
+    MASK,
+    POLICIES,
+    PROMPTS,
+    ROWS,
+    TRUNCATED,
+    V,
+    World,
+    chances,
+    energies,
+    logps,
+    one_by_one,
+    row_sum,
+    steps,
+    update,
+    world,
+)
 from torch import Tensor
 from torch.func import grad, vmap
-from torch.utils._pytree import tree_leaves, tree_map
 
 from grpo_fn.algo import advantage, aggregation, credit, distillation, kl, losses, masking
-from grpo_fn.core import prng
 from grpo_fn.core.groups import outcome_reward
-from grpo_fn.core.types import Batch, Rollout, Totals
-
-V, EOS = 3, 0
-ROWS = torch.tensor([(EOS, EOS), *product(range(1, V), range(V))])  # [7, 2]; what follows EOS is not written
-MASK = torch.stack([torch.ones(len(ROWS), dtype=torch.bool), ROWS[:, 0] != EOS], 1)
-TRUNCATED = (ROWS != EOS).all(-1)  # ran into the limit of two tokens
-POLICIES = 10
-PROMPTS = 2  # with a policy each, as if nothing were shared between them
+from grpo_fn.core.types import Rollout
 
 # The expected update in each of S worlds, or the gradient that it is held against: [S, PROMPTS, 1 + V, V].
-Signal = Callable[["World"], Tensor]
-
-
-class World(NamedTuple):
-    """A policy for every prompt, another that the samples came from, a reference, and what the rows are worth."""
-
-    theta: Tensor  # [P, 1 + V, V] logits: row 0 of the first token, row 1 + a of the token after a
-    old: Tensor
-    ref: Tensor
-    reward: Tensor  # [P, 7] in 0..1
-    solved: Tensor  # [P, 7] 1.0 where the reward is among the prompt's three highest, else 0.0
-
-
-def world(seed: int, drift: float) -> World:
-    """Random logits within 2 of 0; those of the sampling policy within `drift` of the policy's."""
-    keys = prng.split(prng.key(seed, device="cpu"), 4)
-    theta, ref, step = (2 * uniform(k, -1.0, (PROMPTS, 1 + V, V)) for k in keys[:3])
-    reward = uniform(keys[3], 0.0, (PROMPTS, len(ROWS)))
-    solved = (reward >= reward.sort(-1).values[:, -3:-2]).double()
-    return World(theta, theta + drift * step / 2, ref, reward, solved)
-
-
-def uniform(key: Tensor, low: float, shape: tuple[int, ...]) -> Tensor:
-    """Numbers in [low, 1)."""
-    return prng.uniform(key, torch.Size(shape).numel(), dtype=torch.float64, low=low, high=1.0).view(shape)
-
-
-def logps(logits: Tensor) -> Tensor:
-    """log pi of both tokens of every row under one prompt's policy, [7, 2]; 0 where nothing is written."""
-    table = logits.log_softmax(-1)
-    first, second = table[0][ROWS[:, 0]], table[1 + ROWS[:, 0], ROWS[:, 1]]
-    return torch.where(MASK, torch.stack([first, second], 1), 0.0)
-
-
-def chances(logits: Tensor) -> Tensor:
-    """pi of every row, [7]."""
-    return logps(logits).sum(-1).exp()
+Signal = Callable[[World], Tensor]
 
 
 # -- objectives, to be minimised
@@ -130,43 +98,6 @@ def token_kl(logits: Tensor, w: World, p: int) -> Tensor:
 # -- expected updates
 
 
-@cache
-def steps(prompts: int, size: int) -> tuple[Tensor, Tensor]:
-    """All steps of `prompts` groups of `size` rows, [N, P, G], the order within a group aside; how often each comes."""
-    groups = [*combinations_with_replacement(range(len(ROWS)), size)]
-    orders = [factorial(size) // prod(factorial(n) for n in Counter(group).values()) for group in groups]
-    chosen = [*product(range(len(groups)), repeat=prompts)]
-    often = [prod(orders[i] for i in step) for step in chosen]
-    return torch.tensor([[groups[i] for i in step] for step in chosen]), torch.tensor(often).double()
-
-
-def update(
-    w: World, prompts: list[int], size: int, adv: Tensor, keep: Tensor, loss: Callable, weigh: Callable
-) -> Tensor:
-    """The expected gradient of the weighted losses over all N steps of `prompts`, for their policies, [P, 1 + V, V].
-
-    adv [N, P, G, 2] is what the tokens get, keep [N, P, G] which samples may learn.
-    """
-    rows, often = steps(len(prompts), size)
-    n, prompt = len(rows), torch.arange(len(prompts))[:, None]
-
-    def of_rows(policies: Tensor) -> Tensor:
-        return vmap(logps)(policies)[prompt, rows].flatten(1, 2)
-
-    old, ref = of_rows(w.old[prompts]), of_rows(w.ref[prompts])
-    mask = (MASK[rows] & keep[..., None]).flatten(1, 2)
-    batch = Batch(ROWS[rows].flatten(1, 2), mask, old, old, ref, ref, adv.flatten(1, 2), torch.zeros_like(mask))
-    filled = mask.any(-1)
-    totals = Totals(mask.sum((1, 2)).double(), filled.sum(1).double(), torch.full((n,), filled.shape[1]).double())
-    weight = (often * old.sum((1, 2)).exp()).view(n, 1, 1) * vmap(weigh)(mask, totals)
-    return grad(lambda policies: (weight * vmap(vmap(loss))(of_rows(policies), batch)).sum())(w.theta[prompts])
-
-
-def row_sum(mask: Tensor, totals: Totals) -> Tensor:
-    """The weight under which nothing depends on length: the sum over a row's tokens, the mean over rows."""
-    return aggregation.constant_length(mask, totals, max_length=1)
-
-
 def by_group(compare: Callable, worth: str = "reward") -> Signal:
     """REINFORCE on groups that an advantage function compares."""
     return off_policy(losses.reinforce, compare, row_sum, size=SIZE, worth=worth)
@@ -188,35 +119,32 @@ def off_policy(loss: Callable, compare: Callable, weigh: Callable, *, size: int,
 
 
 def by_step(
-    assign: Callable, keeps: Callable | None = None, *, size: int, paid: float = 1.0, over: Callable = vmap
+    assign: Callable,
+    keeps: Callable | None = None,
+    *,
+    size: int,
+    paid: float = 1.0,
+    over: Callable = vmap,
+    baseline: Callable = advantage.no_baseline,
 ) -> Signal:
     """REINFORCE on steps of all prompts, with credit from `paid` times the reward, and a filter on samples."""
 
-    def judged(w: World, drift: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    def judged(w: World, drift: Tensor, energy: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         valid, written = torch.ones(step.shape, dtype=torch.bool), MASK[step]
         graded, solved = (x.gather(1, step) for x in (w.reward, w.solved))
         reward = outcome_reward(paid * graded, valid, {"graded": graded, "solved": solved})
         reward = with_turns(reward, paid * w.reward, ROWS, MASK, step)
-        adv = assign(reward, drift.gather(1, step[..., None].expand(written.shape)), written)
+        there = step[..., None].expand(written.shape)
+        adv = vmap(baseline)(assign(reward, drift.gather(1, there), written), energy.gather(1, there), written)
         return adv, valid if keeps is None else keeps(rollout(step.flatten()), adv)
 
     def signal(w: World) -> Tensor:
         drift = torch.stack([logps(w.old[p]) - logps(w.ref[p]) for p in range(PROMPTS)])
-        adv, keep = over(partial(judged, w, drift))(steps(PROMPTS, size)[0])
+        energy = torch.stack([energies(w.old[p]) for p in range(PROMPTS)])
+        adv, keep = over(partial(judged, w, drift, energy))(steps(PROMPTS, size)[0])
         return update(w, [*range(PROMPTS)], size, adv, keep, lambda *row: losses.reinforce(*row)[0], row_sum)
 
     return over(signal)
-
-
-def one_by_one(f: Callable) -> Callable:
-    """In the place of vmap, which cannot take the moments of as many tokens as a step happens to have."""
-
-    def loop(batch: Tensor | World) -> Tensor | tuple:
-        size = len(tree_leaves(batch)[0])
-        found = [f(tree_map(itemgetter(i), batch)) for i in range(size)]
-        return tree_map(lambda *parts: torch.stack(parts), *found)
-
-    return loop
 
 
 def rollout(rows: Tensor) -> Rollout:
@@ -295,6 +223,9 @@ def graded() -> dict[str, Signal]:
             partial(credit.batch_scaled, credit=compared, eps=1e-4), size=2, over=one_by_one
         ),
         "`outcome_length_baseline`, steps of 2 x 2": by_step(credit.outcome_length_baseline, size=2),
+        "`optimal_token_baseline` of `reward_to_go`, steps of 2 x 2": by_step(
+            to_go, size=2, baseline=advantage.optimal_token_baseline
+        ),
         "`teacher_reweighted` of `leave_one_out`, steps of 2 x 2": distilled(
             compared, partial(distillation.teacher_reweighted, lam=0.5, clip=0.2), size=2
         ),
@@ -309,7 +240,8 @@ def binary() -> dict[str, Signal]:
     normalized = (group_normalized, leave_one_out_normalized, leave_one_out_others_std)
     found = (advantage.leave_one_out, *normalized, advantage.max_rl)
     named = {f"`{getattr(f, 'func', f).__name__}`": by_group(f, "solved") for f in found}
-    return named | {"`pass_at_k`, k = 2": by_group(pass_at_2, "solved")}
+    labels = by_group(partial(advantage.rewards_as_labels, tau=0.5, threshold=1.0), "solved")
+    return named | {"`pass_at_k`, k = 2": by_group(pass_at_2, "solved"), "`rewards_as_labels` 0.5": labels}
 
 
 def elsewhere() -> list[Comparison]:

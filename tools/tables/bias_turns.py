@@ -36,7 +36,7 @@ def between_turns(assign: Callable) -> Callable:
     return lambda reward, drift, mask: assign(reward, spread(drift), spread(mask))[..., ::2]
 
 
-def no_baseline(reward: Tensor, valid: Tensor) -> Tensor:
+def rewards_alone(reward: Tensor, valid: Tensor) -> Tensor:
     """The rewards themselves."""
     return torch.where(valid, reward, 0.0)
 
@@ -46,14 +46,16 @@ def assigned(compare: Callable, gamma: float) -> dict[str, Callable]:
     name = getattr(compare, "func", compare).__name__
     returns = partial(turn_credit.turn_returns, advantage=compare, gamma=gamma)
     states = partial(turn_credit.group_in_group, advantage=compare, gamma=gamma, state_weight=1.0)
+    if compare is rewards_alone:
+        return {f"no baseline: `turn_returns`, gamma {gamma:g}": returns}
     found = {f"`turn_returns` of `{name}`, gamma {gamma:g}": returns}
-    return found if compare is no_baseline else found | {f"`group_in_group` of `{name}`, w 1, gamma {gamma:g}": states}
+    return found | {f"`group_in_group` of `{name}`, w 1, gamma {gamma:g}": states}
 
 
 CREDITS: dict[str, Callable] = {
     name: between_turns(assign)
     for compare, gamma in (
-        (no_baseline, 1.0),
+        (rewards_alone, 1.0),
         (advantage.leave_one_out, 1.0),
         (advantage.leave_one_out, 0.95),
         (group_normalized, 0.95),

@@ -141,3 +141,40 @@ def dense_scores(
     logprobs = (wide / temperature).log_softmax(-1)
     logp = logprobs.gather(-1, target[:, None])[:, 0]
     return logp, -(logprobs.exp() * logprobs).sum(-1)
+
+
+@torch.no_grad()
+def linear_energy(
+    hidden: Float[Tensor, "N D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "N"],
+    *,
+    temperature: float,
+    elements: int,
+) -> Float[Tensor, "N"]:
+    """|d log p(target) / d logits|^2 = 1 - 2 p(target) + sum_v p_v^2, the logits divided by `temperature`; chunked.
+
+    It is added up as (1 - p(target))^2 and the squares of the others, neither a difference of nearly equal numbers.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    energy = hidden.new_empty(len(target), dtype=dtype)
+    parts = _chunks(len(target), len(weight), elements)
+    buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
+    for part in parts:
+        z = _into(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+        energy[part] = _energy_of(z.sub_(z.amax(-1, keepdim=True)).exp_(), target[part])
+    return energy
+
+
+@torch.no_grad()
+def dense_energy(logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float) -> Float[Tensor, "N"]:
+    """The same from materialised logits."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return _energy_of((wide - wide.amax(-1, keepdim=True)).exp_(), target)
+
+
+def _energy_of(weights: Float[Tensor, "n V"], target: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+    """Of tokens drawn in proportion to `weights`, which are written over."""
+    total = weights.sum(-1)
+    others = weights.scatter_(-1, target[:, None], 0.0)
+    return (others.sum(-1) / total).square() + others.div_(total[:, None]).square_().sum(-1)

@@ -1,14 +1,17 @@
 """From token ids to log-probabilities and entropies of the sampled tokens: the module that is sharded and trained."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from grpo_fn.shell.model.attention import gather_tokens
-from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
+from grpo_fn.shell.model.logprob_head import dense_energy, dense_scores, linear_energy, linear_scores
 from grpo_fn.shell.model.packed_input import InputPacking, probe, without_dropout
+
+T = TypeVar("T")
 
 
 def predicting_states(
@@ -64,20 +67,31 @@ class LogprobModel(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy in nats, `[B T]` each; zero where ~mask."""
+        logp, entropy = self._of_tokens(tokens, mask, linear_scores, dense_scores)
+        return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)
+
+    @torch.no_grad()
+    def energy(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """|d logp / d logits|^2 of each sampled token, `[B T]`, at the temperature; zero where ~mask.
+
+        One reduction in place of the two of `forward`; what shards the model has to know it as a forward method.
+        """
+        return scatter_to_rows(self._of_tokens(tokens, mask, linear_energy, dense_energy), mask)
+
+    def _of_tokens(self, tokens: Tensor, mask: Tensor, linear: Callable[..., T], dense: Callable[..., T]) -> T:
+        """What the head says of the sampled tokens: by `linear` from states and weight, or by `dense` from logits."""
         if self._linear is None:
             self._linear = has_linear_head(self.model)
         stream = self.input_packing(tokens, mask)
         before, target = predicting_states(stream.at, tokens, mask)
         model_kwargs = {"input_ids": stream.tokens, "use_cache": False, **stream.model_kwargs}
-        if self._linear:
-            hidden = self.model.get_decoder()(**model_kwargs).last_hidden_state.flatten(0, 1)
-            states, weight = gather_tokens(hidden, before), self.model.get_output_embeddings().weight
-            elements = self.logits_chunk_elements
-            logp, entropy = linear_scores(states, weight, target, temperature=self.temperature, elements=elements)
-        else:
+        if not self._linear:
             logits = self.model(**model_kwargs).logits.flatten(0, 1)
-            logp, entropy = dense_scores(gather_tokens(logits, before), target, temperature=self.temperature)
-        return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)
+            return dense(gather_tokens(logits, before), target, temperature=self.temperature)
+        hidden = self.model.get_decoder()(**model_kwargs).last_hidden_state.flatten(0, 1)
+        states, weight = gather_tokens(hidden, before), self.model.get_output_embeddings().weight
+        elements = self.logits_chunk_elements
+        return linear(states, weight, target, temperature=self.temperature, elements=elements)
 
     @torch.no_grad()
     def parts(

@@ -18,6 +18,7 @@ from grpo_fn.core.batch import lengths
 from grpo_fn.core.checksums import combine_digests, hex_digest
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel, check_rows
 from grpo_fn.shell.policy.checksums import StepChecksums, block_digests, combine_ranks
 from grpo_fn.shell.policy.optimizer import load_moment, moment_value
@@ -64,6 +65,7 @@ class FSDPPolicy:
         self.reference_model = reference_model
         self.dropout_modules = [module for module in dropout_modules if getattr(module, "p", 0.0) > 0]
         self.seed = seed
+        mark_vocabulary(logprob_model)
         self.optimizer = optimizer(p for p in logprob_model.parameters() if p.requires_grad)
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = schedule
@@ -143,6 +145,10 @@ class FSDPPolicy:
         """log pi_theta of the rollout's tokens under the weights as they stand."""
         return self._logp(self.logprob_model, rollout)
 
+    def energy(self, rollout: Rollout) -> Float[Tensor, "B T"]:
+        """|d logp / d logits|^2 of the rollout's tokens under the weights as they stand: 1 - 2 pi + sum_v pi_v^2."""
+        return self._read(self.logprob_model, rollout, lambda *rows: self.logprob_model.energy(*rows))
+
     def reference(self, rollout: Rollout) -> Float[Tensor, "B T"] | None:
         """log pi_ref of the rollout's tokens; None when no reference is kept."""
         return None if self.reference_model is None else self.logp_under(self.reference_model, rollout)
@@ -152,8 +158,14 @@ class FSDPPolicy:
         with frozen() as logprob_model:
             return self._logp(logprob_model, rollout)
 
-    @torch.no_grad()
     def _logp(self, logprob_model: LogprobModel, rollout: Rollout) -> Float[Tensor, "B T"]:
+        return self._read(logprob_model, rollout, lambda *rows: logprob_model(*rows)[0])
+
+    @torch.no_grad()
+    def _read(
+        self, logprob_model: LogprobModel, rollout: Rollout, score: Callable[[Tensor, Tensor], Tensor]
+    ) -> Float[Tensor, "B T"]:
+        """One number a token without gradients, of `score` on (tokens, mask), in micro-batches over all devices."""
         check_rows(rollout.mask)
         out = torch.zeros_like(rollout.logp_sampled)
         for rows in self._parts(logprob_model, rollout.tokens, rollout.mask, self.micro_tokens):
@@ -161,8 +173,8 @@ class FSDPPolicy:
             mask = rollout.mask[some] & (rows >= 0)[:, None]
             width = int(lengths(mask).max())
             with self.world.talking("log-probs"):
-                logp, _ = logprob_model(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
-                out[:, :width].index_add_(0, some, self._gathered(logp, len(rows)))
+                found = score(self._dealt(rollout.tokens[some, :width]), self._dealt(mask[:, :width]))
+                out[:, :width].index_add_(0, some, self._gathered(found, len(rows)))
         return out
 
     def _parts(
@@ -321,6 +333,13 @@ class FSDPPolicy:
         finally:
             for module in self.dropout_modules:
                 module.eval()
+
+
+def mark_vocabulary(logprob_model: LogprobModel) -> None:
+    """Mark embedding and head, the matrices outside of the blocks, for optimizers that treat them apart."""
+    inside = {id(p) for layer in blocks(logprob_model.model) for p in layer.parameters()}
+    for p in logprob_model.parameters():
+        p.of_vocabulary = p.ndim >= 2 and id(p) not in inside
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:

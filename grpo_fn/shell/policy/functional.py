@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fn.core.types import Batch, Pullback, Scores
-from grpo_fn.shell.model.logprob_head import dense_scores
+from grpo_fn.shell.model.logprob_head import dense_energy, dense_scores
 from grpo_fn.shell.model.logprob_model import check_rows, predicting_states, scatter_to_rows
 
 
@@ -26,6 +26,13 @@ class FunctionalPolicy:
         out = torch.func.functional_call(self.model, params, (), {"input_ids": tokens, "use_cache": False})
         logits, target = predicting_states(out.logits, tokens, mask)
         return Scores(*(scatter_to_rows(x, mask) for x in dense_scores(logits, target, temperature=self.temperature)))
+
+    @torch.no_grad()
+    def energy(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """|d logp / d logits|^2 of each sampled token, `[B T]`; zero where ~mask."""
+        out = torch.func.functional_call(self.model, self.params, (), {"input_ids": tokens, "use_cache": False})
+        logits, target = predicting_states(out.logits, tokens, mask)
+        return scatter_to_rows(dense_energy(logits, target, temperature=self.temperature), mask)
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         """As `FSDPPolicy.vjp`, with `torch.func.vjp` doing the work."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import hf, load_weights, lora
@@ -84,6 +85,7 @@ class ModelSpec:
         logprob_model = self.logprob_model(model)
         how = self.parallelism if trained else replace(self.parallelism, offload=self.parallelism.offload_reference)
         shard(logprob_model, model, mesh, self.dtype, how)
+        register_fsdp_forward_method(logprob_model, "energy")
         device = torch.device("cpu") if how.offload else world.device
         load_weights.load_shards(logprob_model, load_weights.folder_of(self.folder), device=device, prefix="model.")
         if adapted:

@@ -141,10 +141,10 @@ def moment_bytes(optimizer: Callable[..., torch.optim.Optimizer], parts: Sequenc
     A weight of n numbers is asked for at two sizes that agree with n modulo SAMPLE, and extrapolated from them. Raises
     what the optimizer raises, ValueError for a library that is not installed.
     """
-    sizes = [(w.part, matrix) for w, matrix in parts if w.trained and w.part]
-    asked = {(n, matrix) for part, matrix in sizes for n in _samples(part)}
+    sizes = [(w.part, (matrix, w.block is None)) for w, matrix in parts if w.trained and w.part]
+    asked = {(n, kind) for part, kind in sizes for n in _samples(part)}
     cost = dict(zip(asked, _stepped(optimizer, list(asked)), strict=True)) if asked else {}
-    return sum(_extrapolated(part, [cost[n, matrix] for n in _samples(part)]) for part, matrix in sizes)
+    return sum(_extrapolated(part, [cost[n, kind] for n in _samples(part)]) for part, kind in sizes)
 
 
 def _samples(n: int) -> list[int]:
@@ -156,8 +156,11 @@ def _extrapolated(n: int, costs: list[int]) -> int:
     return low + (high - low) * (n // SAMPLE - 1)
 
 
-def _stepped(optimizer: Callable[..., torch.optim.Optimizer], sizes: list[tuple[int, bool]]) -> list[int]:
-    params = [nn.Parameter(torch.zeros((1, n) if matrix else (n,))) for n, matrix in sizes]
+def _stepped(optimizer: Callable[..., torch.optim.Optimizer], sizes: list[tuple[int, tuple[bool, bool]]]) -> list[int]:
+    """Bytes of the state of each weight, by its numbers, whether it is a matrix, and whether it is of no block."""
+    params = [nn.Parameter(torch.zeros((1, n) if matrix else (n,))) for n, (matrix, _) in sizes]
+    for p, (_, (matrix, of_no_block)) in zip(params, sizes, strict=True):
+        p.of_vocabulary = matrix and of_no_block
     made = optimizer(params)
     for p in params:
         p.grad = torch.zeros_like(p)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grpo_fn.shell.model.load_weights import part
+
 SMALLEST = 1e-12  # scale of a block of zeros, as torchao has it
 
 
@@ -96,6 +98,98 @@ def adamw_8bit(
         group["lr"] = lr
     made.step = _between(made.step, made.param_groups)
     return made
+
+
+def muon(
+    params: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    momentum: float,
+    ns_steps: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """Muon for the matrices of the blocks, AdamW for the rest: embedding, head, norms and biases.
+
+    torch's own (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"), its steps as long as
+    AdamW's: m = momentum m + (1 - momentum) g, p = p - lr (0.2 sqrt(max(p.shape)) NS(g + momentum (m - g)) +
+    weight_decay p), NS a few Newton-Schulz iterations in bfloat16 (arXiv:2502.16982, section 2.2). One moment for a
+    matrix, 4 bytes a float32 weight. A sharded matrix is gathered, one at a time, and each rank iterates on the whole
+    of it, so that a sharded step is the whole one; its moment lies as it lies.
+
+    Args:
+        params: parameters that train; those with a true `of_vocabulary` are embedding and head.
+        lr: learning rate of both; the schedule multiplies it.
+        momentum: decay of a matrix's moment, per step.
+        ns_steps: Newton-Schulz iterations.
+        beta1: decay of AdamW's first moment, per step.
+        beta2: decay of AdamW's second moment, per step.
+        eps: added to the root of AdamW's second moment.
+        weight_decay: coefficient of the decay of matrices, embedding and head included, in each step.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: there are no parameters.
+    """
+    rest, matrices = [], []
+    for p in params:
+        (matrices if p.ndim == 2 and not getattr(p, "of_vocabulary", False) else rest).append(p)
+    adam = _groups(rest, weight_decay)
+    others = torch.optim.AdamW(adam, lr=lr, betas=(beta1, beta2), eps=eps, fused=True) if adam else None
+    if not matrices:
+        if others is None:
+            raise ValueError("optimizer.muon: got no parameters, wanted some that train")
+        return others
+    return MuonWithAdamW(matrices, others, lr=lr, momentum=momentum, ns_steps=ns_steps, weight_decay=weight_decay)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch's Muon on whole matrices, wherever their parts lie, and an AdamW, with one state and one list of groups."""
+
+    def __init__(
+        self,
+        matrices: list[nn.Parameter],
+        others: torch.optim.AdamW | None,
+        *,
+        lr: float,
+        momentum: float,
+        ns_steps: int,
+        weight_decay: float,
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+        self.momentum, self.ns_steps, self.others = momentum, ns_steps, others
+        if others is not None:
+            self.param_groups += others.param_groups
+            others.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One step on every parameter that has a gradient."""
+        (group, *_) = self.param_groups
+        for p in (p for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p.grad)
+            buffer = state["momentum_buffer"].lerp_(p.grad, 1 - self.momentum)
+            step = self._orthogonal(p.grad.lerp(buffer, self.momentum), group["lr"])
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            _local(p).add_(step[part(p)].to(_local(p).device))
+        if self.others is not None:
+            self.others.step()
+
+    def _orthogonal(self, update: Tensor, lr: float) -> Tensor:
+        """What torch's Muon adds to a whole matrix for this update: its step from zero, without momentum or decay."""
+        if isinstance(update, DTensor):  # what is offloaded is gathered on the mesh's devices
+            update = update.to(update.device_mesh.device_type).full_tensor()
+        zero = nn.Parameter(torch.zeros_like(update))
+        zero.grad = update
+        knobs = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+        torch.optim.Muon([zero], lr=lr, ns_steps=self.ns_steps, **knobs).step()
+        return zero.detach()
 
 
 def _groups(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
+from torch.func import grad_and_value, vmap
 
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.core.batch import count
@@ -79,23 +79,26 @@ def try_objective(algorithm: Algorithm) -> None:
 
 
 def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
-    """Raise ValueError unless credit, distillation, filters and token mask return what a step needs of them.
+    """Raise ValueError unless what makes advantages and chooses rows and tokens returns what a step needs.
 
     Args:
-        algorithm: its `credit`, `distillation`, `filters`, `token_mask` and `group_size`.
+        algorithm: its `credit`, `baseline`, `distillation`, `reweighting`, `filters`, `token_mask` and `group_size`.
         parts: the names of the reward's parts.
     """
     size, batch = algorithm.group_size, toy_batch(algorithm.group_size)
     mask = batch.mask.view(GROUPS, size, -1)
     value = torch.arange(GROUPS * size, dtype=torch.float32).view(GROUPS, size) / (GROUPS * size)
     reward = outcome_reward(value, torch.ones_like(value, dtype=torch.bool), dict.fromkeys(parts, value))
-    adv = batch.adv.view(mask.shape)
+    groups = Batch(*(x.view(mask.shape) for x in batch))
+    adv, logp = groups.adv, groups.logp_old + 0.1
     ended = torch.zeros(len(batch.mask), dtype=torch.bool)
     rollout = Rollout(batch.tokens, batch.mask, batch.logp_sampled, ended, ("",) * len(ended))
     keys = torch.arange(2 * len(ended)).view(-1, 2)
     asked = [
         ("credit", algorithm.credit, lambda f: f(reward, torch.zeros(mask.shape), mask), mask.shape, torch.float32),
+        ("baseline", algorithm.baseline, lambda f: vmap(f)(adv, adv.abs(), mask), mask.shape, torch.float32),
         ("distillation", algorithm.distillation, lambda f: f(adv, 0.1 * adv, mask), mask.shape, torch.float32),
+        ("reweighting", algorithm.reweighting, lambda f: vmap(f)(logp, groups), mask.shape, torch.float32),
         *(("filters", one, lambda f: f(rollout, adv), (GROUPS, size), torch.bool) for one in algorithm.filters),
         ("token_mask", algorithm.token_mask, lambda f: f(batch, keys), batch.mask.shape, torch.bool),
     ]
@@ -107,6 +110,28 @@ def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
             lambda found, shape=shape, dtype=dtype: wrong_tensor(found, tuple(shape), dtype),
             wanted=f"{'booleans' if dtype is torch.bool else 'finite numbers'} of shape {list(shape)}",
         )
+
+
+def reads_energy(baseline: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
+    """Whether advantages move with the tokens' energies, found by asking: only then does a step compute them.
+
+    Args:
+        baseline: (advantage, energy, mask) of one group -> advantage, [G, T] each.
+    """
+    value = torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    energy = torch.tensor([[0.1, 0.7], [0.5, 0.2]], dtype=torch.float64)
+    everything = torch.ones_like(value, dtype=torch.bool)
+    return not torch.equal(baseline(value, energy, everything), baseline(value, 1 - energy, everything))
+
+
+def reads_logp(reweighting: Callable[[Tensor, Batch], Tensor]) -> bool:
+    """Whether advantages move with the policy at an update, found by asking: only then is it looked at before.
+
+    Args:
+        reweighting: (log-probs now, rows) of one group -> advantage, [G, T] each.
+    """
+    rows = toy_batch(GROUPS)
+    return not torch.equal(reweighting(rows.logp_old, rows), reweighting(rows.logp_old - rows.adv, rows))
 
 
 def toy_batch(group_size: int) -> Batch:

@@ -8,13 +8,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from torch.func import grad, vjp
+from torch.func import grad, jacrev, vjp
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_fn.shell.model import logprob_head
-from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
+from grpo_fn.shell.model.logprob_head import dense_energy, dense_scores, linear_energy, linear_scores
 
 TEMPERATURES = st.sampled_from([1.0, 0.7, 2.5])
 
@@ -285,3 +285,24 @@ def test_products_in_float32_take_the_rounding_of_the_logits_away(wide, elements
 
 def test_halves_on_a_cpu_and_parts_of_a_weight_have_no_such_products():
     assert not logprob_head._wide_products(torch.zeros(2, dtype=torch.bfloat16))
+
+
+# -- energies
+
+
+@given(st.integers(0, 9), st.integers(2, 11), st.integers(1, 4), st.integers(1, 200), TEMPERATURES, st.integers(0, 99))
+def test_a_tokens_energy_is_the_squared_norm_of_its_score_in_the_logits(n, v, d, elements, tau, seed):
+    hidden, weight, target, *_ = inputs(n, v, d, torch.float64, seed)
+    logits = hidden @ weight.T
+    slopes = [jacrev(lambda z, a=a: (z / tau).log_softmax(-1)[a])(row) for row, a in zip(logits, target, strict=True)]
+    wanted = torch.stack([(tau * slope).square().sum() for slope in slopes]) if n else logits.new_empty(0)
+    near([linear_energy(hidden, weight, target, temperature=tau, elements=elements)], [wanted], 1e-13)
+    near([dense_energy(logits, target, temperature=tau)], [wanted], 1e-13)
+
+
+def test_the_energy_of_a_sure_token_keeps_its_digits_in_float32():
+    """1 - 2 p + sum p^2 as written is 0 or rounding there, of either sign."""
+    logits = torch.tensor([[20.0, 0.0, 0.0]])
+    energy = linear_energy(logits, torch.eye(3), torch.tensor([0]), temperature=1.0, elements=9)
+    small = torch.tensor(-20.0, dtype=torch.float64).exp()  # of each of two others: (2 x)^2 + 2 x^2
+    torch.testing.assert_close(energy.double(), (6 * small.square())[None], rtol=1e-5, atol=0)

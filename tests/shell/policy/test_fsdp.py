@@ -21,7 +21,7 @@ from grpo_fn.core.types import Batch, Policy, Rollout, Scores
 from grpo_fn.shell.model.logprob_model import has_linear_head
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.functional import FunctionalPolicy
-from grpo_fn.shell.policy.optimizer import linear_decay
+from grpo_fn.shell.policy.optimizer import adamw, linear_decay, muon
 
 V = 12
 LOSSES = token_losses()
@@ -342,6 +342,17 @@ def test_logp_is_what_vjp_scores_and_follows_the_weights(name):
         policy.update()
 
 
+@pytest.mark.parametrize("name", list(MODELS))
+def test_energies_are_the_oracles_and_zero_where_nothing_was_sampled(name):
+    tokens, mask = tokens_and_mask(0, 7)
+    policy, oracle = local(MODELS[name](V)), FunctionalPolicy(MODELS[name](V), temperature=0.7)
+    got = policy.energy(rollout(tokens, mask))
+    assert not got.requires_grad
+    assert (got[~mask] == 0).all()
+    assert (got[mask] > 0).all()
+    torch.testing.assert_close(got, oracle.energy(tokens, mask), rtol=0, atol=5e-6)
+
+
 def test_the_reference_stays_where_the_policy_began():
     policy = local(qwen2_tied(V), reference=True)
     seen = rollout(*tokens_and_mask(0, 4))
@@ -365,15 +376,16 @@ def test_every_weight_is_named_once_and_shared():
     assert all(x.data_ptr() == own[name].data_ptr() for name, x in tied.weights(trained=False))
 
 
-def test_restored_policies_go_on_bit_for_bit():
-    first = local(qwen2_tied(V), schedule=partial(linear_decay, warmup=2, total=9, final=0.1))
+@pytest.mark.parametrize("make", [partial(adamw, **DEFAULTS), partial(muon, **DEFAULTS, momentum=0.95, ns_steps=5)])
+def test_restored_policies_go_on_bit_for_bit(make):
+    first = local(qwen2_tied(V), schedule=partial(linear_decay, warmup=2, total=9, final=0.1), optimizer=make)
     for seed in range(2):
         step_once(first, seed)
     other = qwen2_tied(V)
     with torch.no_grad():
         for p in other.parameters():
             p.add_(1.0)
-    second = local(other, schedule=first.schedule)
+    second = local(other, schedule=first.schedule, optimizer=make)
     second.restore(handed_over(deepcopy(first.tensors())), first.counters())
     assert identical(second.tensors(), first.tensors())
     assert second.counters() == first.counters()

@@ -33,6 +33,7 @@ from test_fsdp import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
@@ -49,7 +50,7 @@ from grpo_fn.shell.policy.fsdp import WEIGHTS, FSDPPolicy, full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
-from grpo_fn.shell.policy.optimizer import adamw
+from grpo_fn.shell.policy.optimizer import adamw, muon
 from grpo_fn.shell.world import World
 
 pytestmark = pytest.mark.xdist_group("sharded")
@@ -64,6 +65,7 @@ ACTIVATIONS = {
 }
 HOST = 2  # ranks of a host, as hybrid_shard.gin sees it
 STEP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
+MUON = partial(muon, **STEP, eps=1e-8, momentum=0.95, ns_steps=5)
 DYNAMIC = partial(controllers.dynamic_loss_scale, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
 
 
@@ -281,6 +283,25 @@ def many_gradients(
     return found
 
 
+def energies(world: World, folder: str, case: Case, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Before anything else is asked of the policy."""
+    return built(world, folder, case).energy(rollout(tokens, mask))
+
+
+def muon_steps(world: World, folder: str, case: Case) -> dict[str, Tensor]:
+    """The weights after three steps on gradients that are the same to the last bit however they lie."""
+    policy = built(world, folder, case, optimizer=MUON)
+    for step in range(3):
+        for name, p in policy.named_tensors().items():
+            g = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+            mine = torch.randn(p.shape, generator=g)[part(p)].contiguous()
+            like = {"run_check": False, "shape": p.shape, "stride": p.stride()}
+            whole = not isinstance(p, DTensor)
+            p.grad = mine if whole else DTensor.from_local(mine, p.device_mesh, p.placements, **like)
+        policy.optimizer.step()
+    return weights_of(policy)
+
+
 def alike(found: list[Any]) -> Any:
     """What every rank found, which is the same to the last bit."""
     assert all(identical(one, found[0]) for one in found[1:])
@@ -291,6 +312,44 @@ def alike_in_words(found: list[Any]) -> Any:
     """The same, where a NaN is to be equal to a NaN."""
     assert all(repr(one) == repr(found[0]) for one in found[1:])
     return found[0]
+
+
+# -- what is read without a gradient
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "model"), [(2, "full_shard", "qwen2_tied"), (4, "hybrid_shard", "gemma2_capped")]
+)
+def test_energies_are_those_of_one_process(folders, size, strategy, model):
+    case, batch = Case(model, strategy), batch_for(model, 2, 7)
+    seen = alike(crew(size).run(energies, str(folders / model), case, batch.tokens, batch.mask))
+    torch.testing.assert_close(seen, oracle(folders, case).energy(batch.tokens, batch.mask), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (4, "hybrid_shard"), (2, "no_shard")])
+def test_muon_moves_a_matrix_to_the_last_bit_as_one_process_does(folders, size, strategy):
+    asked = str(folders / "qwen3_untied"), Case("qwen3_untied", strategy)
+    several, single = (alike(crew(n).run(muon_steps, *asked)) for n in (size, 1))
+    for name, x in single.items():
+        if ".layers." in name and x.ndim == 2:
+            assert torch.equal(several[name], x), name
+        else:  # AdamW's kernel ends a part otherwise than it goes through it
+            torch.testing.assert_close(several[name], x, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", list(SIZES))
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_step_of_muon_is_that_of_one_process(folders, size, adapted):
+    """To the rounding of the gradients: what they are off by, the iteration in bfloat16 can make a digit of it."""
+    for strategy in SIZES[size]:
+        case, batch = Case("qwen3_untied", strategy, adapted=adapted), batch_for("qwen3_untied", 1, 7)
+        asked = (str(folders / case.model), case, [batch], PRODUCT[sorted(PRODUCT)[0]], count(batch), batch)
+        several, single = (alike(crew(n).run(one_step, *asked, {"optimizer": MUON})) for n in (size, 1))
+        moved = max(float((single.weights[name] - x).abs().max()) for name, x in single.before.items())
+        assert moved > 1e-3
+        for name, x in single.weights.items():
+            assert float((several.weights[name] - x).abs().max()) <= 1e-2 * moved, (strategy, name)
 
 
 # -- the central test

@@ -1,6 +1,6 @@
 """What a run is said to keep in memory is what it allocates."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import estimating_rank as rank
@@ -11,15 +11,17 @@ from fakes import VOCABULARY
 from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policies import DEFAULTS, local
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from grpo_fn.shell.model import blocks, lora
-from grpo_fn.shell.policy import memory, memory_estimate
+from grpo_fn.shell.policy import memory, memory_estimate, optimizer
 from grpo_fn.shell.policy.memory import Arrangement, Passing
 from grpo_fn.shell.world import alone
 
 NOTHING = Passing(0, 0, 0)
+MUON = {**DEFAULTS, "momentum": 0.95, "ns_steps": 5}
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +192,20 @@ def test_an_optimizer_is_asked_what_it_keeps(shapes):
     assert memory_estimate.moment_bytes(Moment8, parts) == sum(
         memory_estimate.tensor_bytes(made.state[p].values()) for p in params
     )
+
+
+def test_muon_keeps_one_moment_of_a_blocks_matrix_and_two_of_the_rest(folder):
+    config, make = AutoConfig.from_pretrained(folder), partial(optimizer.muon, **MUON)
+    policy = local(AutoModelForCausalLM.from_config(config), optimizer=make)
+    for p in policy.model.parameters():
+        p.grad = torch.zeros_like(p)
+    policy.optimizer.step()
+    kept = {name: policy.optimizer.state[p] for name, p in policy.model.named_parameters()}
+    assert [*kept["lm_head.weight"]] == [*kept["model.norm.weight"]] == ["step", "exp_avg", "exp_avg_sq"]
+    assert [*kept["model.layers.0.mlp.up_proj.weight"]] == ["momentum_buffer"]
+    parts = memory_estimate.weights(memory_estimate.meta_model(config, None, "sdpa"), 1, 1)
+    wanted = sum(memory_estimate.tensor_bytes(state.values()) for state in kept.values())
+    assert memory_estimate.moment_bytes(make, parts) == wanted
 
 
 def test_what_is_frozen_has_no_moments():

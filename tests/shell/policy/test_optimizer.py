@@ -36,6 +36,16 @@ ALL = [
 ]
 
 
+def muon(params, **adamw) -> torch.optim.Optimizer:
+    """With AdamW's knobs; the last matrix stands for a head."""
+    params = list(params)
+    params[-2].of_vocabulary = True
+    return optimizer.muon(params, momentum=0.9, ns_steps=5, **adamw)
+
+
+ALL.append(muon)
+
+
 def net(seed: int) -> nn.Module:
     """Matrices of 64 x 128 (kept in codes by adamw_8bit), vectors, and a matrix too small for codes."""
     with torch.random.fork_rng():
@@ -116,6 +126,35 @@ def test_steps_in_8_bits_stay_as_near_to_adamw_as_the_moments_are():
         # Half a gap is at most 1.5 % of a moment of half the largest or more: 2.2 % of an update, each step.
         assert (p.detach().double() - wanted).abs().amax() <= KNOBS["lr"] * 0.022 * (0 + 1 + 2 + 3)
         assert (p.numel() < 4096) == torch.allclose(p.detach().double(), wanted, rtol=2e-6, atol=2e-7)
+
+
+@given(knobs, st.integers(0, 99), st.integers(1, 3))
+@settings(max_examples=10)
+def test_muon_is_torchs_own_on_matrices_and_adamw_on_the_rest(given_knobs, seed, steps):
+    model, other = net(seed), net(seed)
+    mine, grads = muon(model.parameters(), **given_knobs), gradients(model, seed, steps)
+    theirs, rest = [], []
+    for i, p in enumerate(other.parameters()):
+        (theirs if p.ndim == 2 and i != 6 else rest).append(p)
+    decay = given_knobs["weight_decay"]
+    knobs = {"lr": given_knobs["lr"], "weight_decay": decay, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    alone, beside = torch.optim.Muon(theirs, **knobs), optimizer.adamw(rest, **given_knobs)
+    for each in grads:
+        step(mine, list(model.parameters()), each)
+        for p, grad in zip(other.parameters(), each, strict=True):
+            p.grad = grad.clone()
+        alone.step()
+        beside.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-8)
+    assert {len(mine.state[p]) for p in model.parameters() if p.ndim == 2} == {1, 3}
+
+
+def test_muon_without_matrices_is_adamw_and_without_anything_is_refused():
+    vectors = [nn.Parameter(torch.ones(3))]
+    assert type(optimizer.muon(vectors, momentum=0.9, ns_steps=5, **KNOBS)) is torch.optim.AdamW
+    with pytest.raises(ValueError, match=r"optimizer\.muon: got no parameters"):
+        optimizer.muon([], momentum=0.9, ns_steps=5, **KNOBS)
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -214,7 +253,7 @@ def test_a_learning_rate_is_a_plain_number_that_may_be_set(make):
         group["lr"] = 0.0
     step(made, list(model.parameters()), gradients(model, 0, 1)[0])
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert [group["lr"] for group in made.param_groups] == [0.0, 0.0]
+    assert {group["lr"] for group in made.param_groups} == {0.0}
 
 
 def test_8_bits_without_torchao_say_what_to_install(monkeypatch):

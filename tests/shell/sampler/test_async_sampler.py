@@ -38,6 +38,7 @@ from grpo_fn.algo import (
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grpo_step
 from grpo_fn.core import prng
+from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Groups, Reward, Rollout
@@ -402,7 +403,11 @@ def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trai
         reward=length_reward,
         teacher=algorithm.without_teacher,
         credit=partial(credit.outcome, advantage=advantage.mean_centered),
+        baseline=advantage.no_baseline,
+        energy=without_energy,
         distillation=distillation.no_teacher,
+        reweighting=advantage.as_credited,
+        look=without_look,
         filters=(),
         token_mask=masking.no_tokens,
         objective=partial(

@@ -24,6 +24,7 @@ from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grpo_step
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import prng, sampling
+from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Groups
 from grpo_fn.rewards.combine import combine, score_serially
@@ -101,6 +102,7 @@ class Step(NamedTuple):
     adv: torch.Tensor
     batch: Any
     ratio: torch.Tensor
+    energy: torch.Tensor
     figures: dict[str, float]
 
 
@@ -158,7 +160,11 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         reward=partial(combine, parts=[letters, short], weights=[1.0, 0.5], score=score),
         teacher=algorithm.without_teacher,
         credit=how.credit,
+        energy=without_energy,
+        baseline=how.baseline,
         distillation=how.distillation,
+        reweighting=how.reweighting,
+        look=without_look,
         filters=how.filters,
         token_mask=how.token_mask,
         objective=how.objective,

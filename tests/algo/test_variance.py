@@ -1,0 +1,72 @@
+"""How noisy the estimators are, by enumerating every outcome; docs/bias.md shows what variance_table.py finds."""
+
+from functools import partial
+from pathlib import Path
+
+import bias_table as bias
+import hypothesis.strategies as st
+import pytest
+import tiny_worlds as tiny
+import torch
+import variance_table as variance
+from hypothesis import given, settings
+
+from grpo_fn.algo import advantage
+
+PROJECT = Path(__file__).resolve().parents[2]
+FEW = settings(max_examples=max(2, settings.default.max_examples // 20))
+MEAN, OTB = "the mean, of `mean_centered`", "by energy so far, of `optimal_token_baseline`"
+seeds = st.integers(0, 2**60)
+
+
+def world(seed: int) -> tiny.World:
+    return tiny.World(*(x[None] for x in tiny.world(seed, 0.0)))
+
+
+@FEW
+@given(seeds)
+def test_the_energy_of_a_token_is_the_squared_norm_of_its_score(seed):
+    logits = tiny.world(seed, 0.0).theta[0]
+    slopes = torch.func.jacfwd(tiny.logps)(logits)
+    torch.testing.assert_close(tiny.energies(logits), slopes.square().sum((-1, -2)), rtol=1e-10, atol=1e-12)
+
+
+@FEW
+@given(seeds, st.sampled_from(["reward", "solved"]))
+def test_the_mean_of_the_update_is_what_the_bias_table_has(seed, worth):
+    how = variance.in_groups(variance.compared(advantage.leave_one_out), worth, 3)
+    (mean, _), worlds = torch.func.vmap(partial(variance.moments, how))(world(seed)), world(seed)
+    objective = {"reward": bias.minus_reward, "solved": bias.failure}[worth]
+    torch.testing.assert_close(mean, bias.gradient(objective)(worlds), rtol=1e-10, atol=1e-12)
+
+
+@FEW
+@given(seeds, st.sampled_from(["reward", "solved"]))
+def test_a_baseline_that_is_an_expectation_changes_no_mean(seed, worth):
+    objective = {"reward": bias.minus_reward, "solved": bias.failure}[worth]
+    wanted = bias.gradient(objective)(world(seed))
+    for how in variance.expected(worth).values():
+        mean, _ = torch.func.vmap(partial(variance.moments, how))(world(seed))
+        torch.testing.assert_close(mean, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("worth", ["reward", "solved"])
+def test_the_optimal_token_baseline_lowers_the_variance_in_every_world(worth):
+    """Where it is the expectation that groups estimate; in groups of 4 it lowers that of what they do estimate."""
+    found = variance.figures(variance.expected(worth), variance.worlds())
+    for other in (variance.NOTHING, MEAN):
+        assert (found[OTB][0] < found[other][0]).all()
+    found = variance.figures(variance.baselines(worth, 4), variance.worlds())
+    assert (found[variance.OTB][0] < found[variance.NOTHING][0]).all()
+    assert found[variance.OTB][0].mean() < found["`mean_centered`"][0].mean()
+
+
+def test_the_docs_show_what_the_tool_measures():
+    """To the digits shown. Large groups and what is slow to measure are left to the test of the whole table."""
+    shown = (PROJECT / "docs" / "bias.md").read_text(encoding="utf-8")
+    for title, estimators in variance.sections():
+        _, found, rest = shown.partition(f"**{title}**\n")
+        assert found
+        of_section = rest.partition("\n**")[0].splitlines()
+        quick = {n: how for n, how in estimators.items() if how.size < 8 and how.over is torch.func.vmap}
+        assert not quick or not set(variance.rows(quick)) - set(of_section)
