@@ -52,6 +52,7 @@ def train(
     data: sections.Data,
     compute: sections.Compute,
     sampling: sections.Sampling,
+    episodes: sections.Episodes | None,
     rewards: sections.Rewards,
     algorithm: Algorithm,
     policy: sections.PolicyUpdate,
@@ -73,6 +74,7 @@ def train(
         data: the task, and how prompts become tokens.
         compute: device, dtype, attention and head of the model.
         sampling: sampler, temperature and limits of the training completions.
+        episodes: an environment that answers turns of the policy, and tools; None: every row is one turn.
         rewards: the reward and the processes that compute it.
         algorithm: prompts and group size, advantage, objective, filters: the GRPO step.
         policy: optimizer, schedule, micro-batches, gradient clipping.
@@ -99,6 +101,7 @@ def train(
         data=data,
         compute=compute,
         sampling=sampling,
+        episodes=episodes,
         rewards=rewards,
         algorithm=algorithm,
         policy=policy,

@@ -31,6 +31,8 @@ def check_rollout(rollout: Rollout) -> None:
         raise ValueError(
             f"got {len(rollout.text)} texts and truncated {tuple(rollout.truncated.shape)}, wanted {shape[0]} of each"
         )
+    if len(rollout.turns) not in (0, shape[0]):
+        raise ValueError(f"got turns of {len(rollout.turns)} rows, wanted those of {shape[0]}, or none")
     if rollout.mask[:, 0].any():
         raise ValueError("got a row whose first token is marked as sampled, wanted a prompt token before it")
     if not rollout.mask.any(-1).all():

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_fn.core.batch import lengths
 from grpo_fn.core.prng import to_int64
+from grpo_fn.core.problem import Turn
 from grpo_fn.core.types import Batch, Reward, Rollout, Scores
 
 # In the order in which a step makes them: what comes first explains what follows.
@@ -98,12 +99,28 @@ def hex_digest(number: int) -> str:
 
 
 def rollout_checksums(rollout: Rollout) -> int:
-    """Of every row's tokens and which of them were sampled, up to the last sampled one, and of what was truncated."""
+    """Of every row's tokens and which of them were sampled, up to the last sampled one, and of what was truncated.
+
+    Of episodes, the tape as well.
+    """
     length = lengths(rollout.mask)
     # Padding may be anything, and as wide as the rows beside it.
     inside = torch.arange(rollout.mask.shape[1], device=length.device) < length[:, None]
     parts = (length, rollout.tokens.long()[inside], rollout.mask[inside], rollout.truncated)
-    return combine_digests(digest(part) for part in parts)
+    tape = [tape_digest(turns) for turns in rollout.turns]  # of rows that are no episodes there is none
+    return combine_digests([*(digest(part) for part in parts), *(int(link[:16], 16) for link in tape)])
+
+
+def tape_digest(turns: Sequence[Turn]) -> str:
+    """The last link of the hash chain over what the environment answered in an episode, as 64 hex digits.
+
+    h_0 is the SHA-256 of nothing, h_n that of h_{n-1} and the n-th turn: the state that it began in, and the answer.
+    """
+    return reduce(
+        lambda link, turn: sha256("\n".join((link, turn.state, turn.answer)).encode()).hexdigest(),
+        turns,
+        sha256(b"").hexdigest(),
+    )
 
 
 def reward_checksums(reward: Reward) -> int:

@@ -1,6 +1,7 @@
 """Putting groups together and taking them apart: P prompts with G samples each, whatever the widths of their rows."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
+from grpo_fn.core.problem import Turn
 from grpo_fn.core.types import Groups, Reward, Rollout
 
 
@@ -38,6 +40,7 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
     return Rollout(
         *(torch.cat(field) for field in zip(*(r[:4] for r in rollouts), strict=True)),
         tuple(text for r in rollouts for text in r.text),
+        tuple(turns for r in rollouts for turns in r.turns),
     )
 
 
@@ -48,9 +51,26 @@ def select_groups(groups: Groups, chosen: Sequence[int]) -> Groups:
     rows = [p * size + g for p in chosen for g in range(size)]
     return Groups(
         tuple(groups.problems[p] for p in chosen),
-        Rollout(*(field[rows] for field in rollout[:4]), tuple(rollout.text[b] for b in rows)),
+        select_rows(rollout, rows),
         Reward(*(field[list(chosen)] for field in reward[:2]), {k: x[list(chosen)] for k, x in reward.parts.items()}),
     )
+
+
+def select_rows(rollout: Rollout, rows: Sequence[int]) -> Rollout:
+    """The rows with these numbers, in this order."""
+    text, turns = (tuple(column[b] for b in rows if column) for column in (rollout.text, rollout.turns))
+    return Rollout(*(field[list(rows)] for field in rollout[:4]), text, turns)
+
+
+def pack_rollout(rollout: Rollout) -> list[Any]:
+    """The rollout as containers of numbers, strings and tensors, for a checkpoint."""
+    return [*rollout[:4], list(rollout.text), [[list(turn) for turn in turns] for turns in rollout.turns]]
+
+
+def unpack_rollout(fields: Sequence[Any]) -> Rollout:
+    """The inverse of `pack_rollout`; also of rollouts that were packed when there were no turns."""
+    turns = fields[5] if len(fields) > 5 else ()
+    return Rollout(*fields[:4], tuple(fields[4]), tuple(tuple(Turn(*turn) for turn in row) for row in turns))
 
 
 def with_signal(reward: Reward) -> Bool[Tensor, "P"]:

@@ -24,6 +24,13 @@ class Turn(NamedTuple):
     observation: str  # text of the messages that answered it
     reward: float | None  # None: it cannot be scored
     state: str  # hash of the environment's state that the turn began in
+    calls: int = 0  # tools that the message calls
+    error: str = ""  # what was malformed in the message, or why the environment failed
+    limit: str = ""  # of LIMITS: that which ended the episode with this turn, before it was done
+    answer: str = ""  # what the environment answered, as JSON: this turn's entry of the tape
+
+
+LIMITS = ("turns", "turn_tokens", "tokens", "context")  # of an episode
 
 
 class Completion(NamedTuple):

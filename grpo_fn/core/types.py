@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import Problem, Turn
 
 
 class Rollout(NamedTuple):
@@ -21,8 +21,9 @@ class Rollout(NamedTuple):
     tokens: Int[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]  # True where the token was sampled by the policy
     logp_sampled: Float[Tensor, "B T"]  # under the distribution it was drawn from; anything where ~mask
-    truncated: Bool[Tensor, "B"]  # ran into the length limit before it stopped by itself
-    text: tuple[str, ...]  # the B completions, decoded
+    truncated: Bool[Tensor, "B"]  # ran into a limit before it stopped by itself
+    text: tuple[str, ...]  # the B completions, decoded; of episodes their last turns
+    turns: tuple[tuple[Turn, ...], ...] = ()  # of each of the B episodes; () where rows are no episodes
 
 
 class Reward(NamedTuple):

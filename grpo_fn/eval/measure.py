@@ -34,9 +34,10 @@ from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import prepare_data, start_sampler
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_sources import try_task
+from grpo_fn.trainer.episodes import open_environments
 from grpo_fn.trainer.model_source import LocatedModel, check_fits, copy_checkpoint_weights, locate
 from grpo_fn.trainer.run import EVALUATION
-from grpo_fn.trainer.sections import Compute, Data, Evaluation, Rewards, Sampling
+from grpo_fn.trainer.sections import Compute, Data, Episodes, Evaluation, Rewards, Sampling
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
 BYTES_A_TOKEN = 16  # of samples.jsonl, generously: four of English, six a character of other scripts
@@ -57,6 +58,7 @@ def measure(
     data: Data,
     compute: Compute,
     sampling: Sampling,
+    episodes: Episodes | None,
     rewards: Rewards,
     evaluation: Evaluation,
     seed: int,
@@ -82,13 +84,20 @@ def measure(
     load = partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
     full_model = cache(partial(load_located_model, found, load))
     where = {"folder": folder, "config": config, "dtype": precision, "world": alone(place), "adapters": None}
-    context = SamplerContext(**where, full_model=full_model)
+    environments, environment_workers = open_environments(episodes, tokenizer)
+    context = SamplerContext(**where, full_model=full_model, environments=environments)
     with clock.span("load"):
         asked = (tokenizer, token_samplers.greedy, sampling, data)
         greedy = start_sampler(sampling.sampler, context, *asked, max_rows=sampling.max_rows)
         if found.checkpoint is not None:
             greedy.load(FixedWeights(full_model(), context.world))
-    with note_on_error(f"evaluating {found.path}"), closing(greedy), rewards.pool() as pool, clock.span("evaluate"):
+    with (
+        note_on_error(f"evaluating {found.path}"),
+        closing(greedy),
+        environment_workers,
+        rewards.pool() as pool,
+        clock.span("evaluate"),
+    ):
         score = clock.span("score")(pool.score)  # its time is counted apart from that of the evaluation around it
         judged = graded_answers(greedy, problems, seed=seed, how=evaluation, score=score)
     eval_store.write_evaluation_rows(request.out / SAMPLES, [one.row() for one in judged])

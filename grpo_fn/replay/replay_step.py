@@ -182,6 +182,9 @@ def repeat(
         kept = run.world.agree(
             partial(load_stored_rollout, asked.run_dir, step, line.get("width", 0)), what="the stored rollout"
         )
+        if run.environments is not None and kept is not None:
+            run.environments.tape.strict = True
+            run.environments.tape.add(kept.rows)
         was = RecordedStep(line, figures.get(step, {}), kept)
         story.stored = require_stored(was.stored, run.run_dir, step) if stored else None
         gains = carried.gains

@@ -66,9 +66,11 @@ def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Ca
                 f"problem {drawn.uid}: got the prompt {drawn.prompt[:80]!r}, wanted the stored one, "
                 f"{past.prompt[:80]!r}: has the data changed?"
             )
-    sampled = [tokens[mask].tolist() for tokens, mask in zip(groups.rollout.tokens, groups.rollout.mask, strict=True)]
-    text = tuple(run.tokenizer.batch_decode(sampled, skip_special_tokens=True))  # the stored text may have been edited
-    rollout = tree_map_only(Tensor, lambda x: x.to(run.world.device), groups.rollout._replace(text=text))
+    rollout = tree_map_only(Tensor, lambda x: x.to(run.world.device), groups.rollout)
+    if not rollout.turns:  # of episodes the text is that of the last turn
+        sampled = [tokens[mask].tolist() for tokens, mask in zip(rollout.tokens, rollout.mask, strict=True)]
+        # The stored text may have been edited.
+        rollout = rollout._replace(text=tuple(run.tokenizer.batch_decode(sampled, skip_special_tokens=True)))
 
     def collect(explore: Explore, carried: Carry) -> GroupBatch:
         found = Groups(problems, rollout, run.algo.reward(problems, rollout))

@@ -70,7 +70,7 @@ def combine(
 
 
 def completions_of(rollout: Rollout) -> list[Completion]:
-    """Every row's text, its length in sampled tokens, and whether it ran into the limit.
+    """Every row's text, its length in sampled tokens, whether it ran into a limit, and its turns.
 
     Args:
         rollout: B rows.
@@ -79,7 +79,8 @@ def completions_of(rollout: Rollout) -> list[Completion]:
         B completions, in the order of the rows.
     """
     lengths, truncated = rollout.mask.sum(-1).tolist(), rollout.truncated.tolist()
-    return [Completion(*row) for row in zip(rollout.text, lengths, truncated, strict=True)]
+    turns = rollout.turns or ((),) * len(rollout.text)
+    return [Completion(*row) for row in zip(rollout.text, lengths, truncated, turns, strict=True)]
 
 
 # Names that reward/<part> would take from the metrics of the whole reward.

@@ -26,6 +26,7 @@ from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.problem import Problem
+from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
@@ -41,6 +42,7 @@ from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
 from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
+from grpo_fn.trainer.episodes import open_environments
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Data, Sampling, Settings
 from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
@@ -83,6 +85,7 @@ def build(
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
     (folder, tokenizer, task), theirs = open_and_prepare(s, checked, request, world, enter=enter, report=report)
+    environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
     specs = teacher_specs(s, spec, checked, theirs)
@@ -91,14 +94,14 @@ def build(
     policy = build_policy(s, loaded, world, reference=checked.reference)
     pool = s.rewards.pool()
     streaming = StreamingRewards(pool)
-    context = sampler_context(spec, world, loaded.decoding, streaming.on_completion)
+    context = sampler_context(spec, world, loaded.decoding, streaming.on_completion, environments)
     token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
     report(sampler_line(s))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
     asked = {"key": prng.fold_in(key, PROBING), "max_positions": positions(checked.config), "dtype": checked.dtype}
     probe = s.sampling.probe and partial(s.sampling.probe, **asked)
-    with closing(sampler), pool, streaming:
+    with closing(sampler), pool, streaming, environment_workers:
         yield TrainingRun(
             settings=s,
             request=request,
@@ -117,8 +120,9 @@ def build(
             tokenizer=tokenizer,
             algo=step_algorithm(s, checked, policy, loaded.teachers, streaming, world),
             task=task,
-            evaluator=build_evaluator(s, spec, tokenizer, world),
+            evaluator=build_evaluator(s, spec, tokenizer, world, environments),
             pool=pool,
+            environments=environments,
             score=spread_score(pool.score, world),
             plan=[*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes],
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
@@ -225,7 +229,11 @@ def build_policy(settings: Settings, loaded: LoadedModel, world: World, *, refer
 
 
 def sampler_context(
-    spec: ModelSpec, world: World, full_model: Callable[[], torch.nn.Module], on_completion: OnCompletion | None
+    spec: ModelSpec,
+    world: World,
+    full_model: Callable[[], torch.nn.Module],
+    on_completion: OnCompletion | None,
+    environments: Environments | None,
 ) -> SamplerContext:
     """What a sampler factory is given."""
     return SamplerContext(
@@ -236,6 +244,7 @@ def sampler_context(
         adapters=spec.adapters,
         full_model=full_model,
         on_completion=on_completion,
+        environments=environments,
     )
 
 
@@ -263,7 +272,11 @@ def start_sampler(
 
 
 def build_evaluator(
-    settings: Settings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, world: World
+    settings: Settings,
+    spec: ModelSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    environments: Environments | None,
 ) -> partial | None:
     """What starts an evaluator with an engine of its own; None without one."""
     how = settings.evaluation
@@ -273,7 +286,7 @@ def build_evaluator(
         start_sampler,
         how.async_sampler,
         # A module of its own, whatever trains.
-        sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None),
+        sampler_context(spec, world, partial(spec.full_model, world.device, spec.dtype), None, environments),
         copy.deepcopy(tokenizer),  # a tokenizer is not made for two threads
         token_samplers.greedy,
         settings.sampling,

@@ -56,6 +56,8 @@ def run_training(run: TrainingRun) -> int:
         halt = partial(stop_requested, run, stop, loggers)
         for line in (*run.ranks, *messages):
             loggers.console.line(line)
+        for line in read_tape(run, start):
+            loggers.console.line(line)
         run.sampler.load(run.policy)
         fatal: list[health.HealthFinding] = []
         if progress is None:
@@ -74,6 +76,17 @@ def run_training(run: TrainingRun) -> int:
             if start < progress.state.step:  # the events of a run that was done before say so already
                 loggers.writer.finish()
     return 0
+
+
+def read_tape(run: TrainingRun, start: int) -> list[str]:
+    """Take in what environments answered in steps that a run has taken and lost; returns what there is to say of it."""
+    if run.environments is None or run.request.force:  # with another configuration it is another run
+        return []
+    asked = partial(run.environments.tape.read, run.run_dir / "rollouts", after=start)
+    steps = run.world.agree(asked, what="the tape of environments")
+    return (
+        [f"environments answer as recorded in {steps} steps after step {start}, which are taken again"] if steps else []
+    )
 
 
 def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.algo.step import StepAlgorithm
 from grpo_fn.config import Config
 from grpo_fn.core.problem import Problem, Scorer
+from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
@@ -64,6 +65,7 @@ class TrainingRun:
     # Starts an engine of its own for evaluations. None: the training's engine evaluates, and the training waits.
     evaluator: Callable[[], AbstractContextManager[AsyncEvaluator]] | None
     pool: RewardPool
+    environments: Environments | None  # of rows that are episodes
     score: Scorer
     plan: Sequence[str]  # the numbers of the run, for the log
     ranks: Sequence[str]  # a line for each rank, for the log

@@ -15,8 +15,11 @@ from grpo_fn.algo.step import Algorithm
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
 from grpo_fn.core.checks import check_positive
+from grpo_fn.core.environment import Environment
 from grpo_fn.core.problem import Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Sampler
+from grpo_fn.shell.episodes.chat_format import MakeChatFormat
+from grpo_fn.shell.episodes.episode_rows import OnFailure
 from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.logprob_model import LogprobModel
@@ -85,6 +88,32 @@ class Sampling:
                 f"sections.Sampling.max_total_tokens: got {self.max_total_tokens}, wanted None or at least 2, for a "
                 "prompt and its completion"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes:
+    """Episodes of several turns: the environment, its limits, and the processes that it runs in.
+
+    `Sampling.max_new_tokens` counts the sampled tokens of all turns, `max_total_tokens` all that is in a row.
+    """
+
+    environment: Environment  # what answers the policy's messages
+    chat_format: MakeChatFormat  # (tokenizer) -> messages as tokens and back
+    max_turns: int  # of an episode
+    max_turn_tokens: int  # that the policy may sample in a turn
+    on_failure: OnFailure  # (failure, whether tools were called) -> the answer that the episode gets
+    answer_steps: int  # decode steps of other rows before an answer is waited for; local sampler only
+    workers: int  # processes that the environment runs in, on each rank
+    deadline: float  # wall clock of a start or step, seconds
+    memory_mb: int  # address space of each process, MB
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.environment, Environment):
+            got = type(self.environment).__name__
+            raise ValueError(f"sections.Episodes.environment: got a {got}, wanted an Environment (core.environment)")
+        check_positive(max_turns=self.max_turns, max_turn_tokens=self.max_turn_tokens)
+        if self.answer_steps < 0:
+            raise ValueError(f"sections.Episodes.answer_steps: got {self.answer_steps}, wanted at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +239,7 @@ class Settings:
     data: Data
     compute: Compute
     sampling: Sampling
+    episodes: Episodes | None
     rewards: Rewards
     algorithm: Algorithm
     policy: PolicyUpdate

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fn.analysis import health
+from grpo_fn.core.groups import pack_rollout, unpack_rollout
 from grpo_fn.core.json_lines import metrics_by_step, step_lines
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Carry, Gains, Groups, Reward, Rollout, RunState
+from grpo_fn.core.types import Carry, Gains, Groups, Reward, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy import checksums
@@ -174,7 +175,7 @@ def pack_carried(carried: Carry) -> dict[str, Any]:
     """What is carried, as containers of numbers, strings and tensors."""
     waiting = carried.waiting and {
         "uids": [problem.uid for problem in carried.waiting.problems],
-        "rollout": [*carried.waiting.rollout[:4], list(carried.waiting.rollout.text)],
+        "rollout": pack_rollout(carried.waiting.rollout),
         "reward": [*carried.waiting.reward],
     }
     return {"drawn": carried.drawn, "gains": [*carried.gains], "waiting": waiting}
@@ -184,7 +185,7 @@ def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -
     """The inverse of `pack_carried`."""
     waiting = blob["waiting"] and Groups(
         tuple(problem(uid) for uid in blob["waiting"]["uids"]),
-        Rollout(*blob["waiting"]["rollout"][:4], tuple(blob["waiting"]["rollout"][4])),
+        unpack_rollout(blob["waiting"]["rollout"]),
         Reward(*blob["waiting"]["reward"]),
     )
     return Carry(blob["drawn"], waiting, Gains(*blob["gains"]))

@@ -26,9 +26,10 @@ MAY_IMPORT = {
     **dict.fromkeys(BASE, SCIENCE | BASE),
     "shell.model": SCIENCE | BASE,
     "shell.policy": SCIENCE | BASE | {"shell.model"},
-    "shell.sampler": SCIENCE | BASE | {"shell.model", "shell.policy"},
-    "shell.vllm": SCIENCE | BASE | {"shell.model", "shell.policy", "shell.sampler"},
-    "shell.reward_workers": SCIENCE | BASE | {"shell.sampler"},
+    "shell.episodes": SCIENCE | BASE | {"shell.model"},
+    "shell.sampler": SCIENCE | BASE | {"shell.model", "shell.policy", "shell.episodes"},
+    "shell.vllm": SCIENCE | BASE | {"shell.model", "shell.policy", "shell.sampler", "shell.episodes"},
+    "shell.reward_workers": SCIENCE | BASE | {"shell.sampler", "shell.episodes"},
     "shell.checkpoint": SCIENCE | BASE,
     "shell.logging": SCIENCE | BASE | {"shell.model"},
     "shell.sandbox": {"core"},
@@ -70,6 +71,8 @@ READS_FILES = {"tasks", "rewards", "core.json_lines", "core.conversation"}  # th
 # Reward workers and --help start without torch, and so does what looks at machines on which it may be broken.
 NO_TORCH = {
     "core.problem",
+    "core.environment",
+    "shell.episodes.answers",
     "core.conversation",
     "core.display_text",
     "core.json_lines",

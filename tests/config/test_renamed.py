@@ -74,6 +74,7 @@ KNOBS_SINCE = {
     "algorithm.distillation": "@distillation.no_teacher",
     "algorithm.reweighting": "@advantage.as_credited",
     "teacher": "None",
+    "episodes": "None",
     "compute.deterministic": "False",
     "logging.start_kl_every": "0",
     "parallelism.compile.mode": "'default'",

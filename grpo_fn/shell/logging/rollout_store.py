@@ -13,8 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_fn.core.batch import lengths
+from grpo_fn.core.checksums import tape_digest
 from grpo_fn.core.json_lines import json_rows
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import Problem, Turn
 from grpo_fn.core.types import Groups, Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json, write_bytes
 
@@ -68,7 +69,14 @@ def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> Groups:
     names = rows[0]["parts"]
     return Groups(
         tuple(Problem(row["uid"], row["prompt"], row["answer"], {}) for row in rows[::size]),
-        Rollout(tokens, mask, logp, torch.tensor([row["truncated"] for row in rows]), tuple(r["text"] for r in rows)),
+        Rollout(
+            tokens,
+            mask,
+            logp,
+            torch.tensor([row["truncated"] for row in rows]),
+            tuple(row["text"] for row in rows),
+            tuple(tuple(Turn(**turn) for turn in row["turns"]) for row in rows if "turns" in row),
+        ),
         Reward(
             grid([row["reward"] for row in rows]),
             grid([row["valid"] for row in rows]),
@@ -111,4 +119,14 @@ def rollout_rows(
             "tokens": tokens[:end],
             "mask": mask[b, :end].int().tolist(),
             "logp_sampled": logp[b][mask[b]].tolist(),
+            **episode_fields(rollout.turns[b : b + 1]),
         }
+
+
+def episode_fields(row: Sequence[Sequence[Turn]]) -> dict[str, Any]:
+    """The turns of an episode, and the end of the hash chain over what its environment answered: the tape."""
+    return {
+        name: value
+        for turns in row
+        for name, value in (("turns", [turn._asdict() for turn in turns]), ("tape", tape_digest(turns)))
+    }

@@ -2,9 +2,9 @@
 
 A message is a 4-byte big-endian length and that many bytes. In: a pickled `(function, rows)`, where the function and
 each row `(problem, completion)` are pickles themselves, so that a row is opened only when its turn has come. Out:
-JSON, `["ready"]` when the function is loaded, then for each row in order `["value", row, number or null, seconds]`, or
-`["raised", row, the exception in one line, traceback, seconds]` when the function raised; `["importing", package]`
-before that, while it imports one. On `["failed", traceback]`, the function could not be loaded, and `["memory"]` the
+JSON, `["ready"]` when the function is loaded, then for each row in order `["value", row, number or null, seconds]`
+(of an environment text, not a number), or `["raised", row, the exception in one line, traceback, seconds]` when the
+function raised; `["importing", package]` before that, while it imports one. On `["failed", traceback]`, the function could not be loaded, and `["memory"]` the
 worker ends. It ends as well when its standard input does.
 
 This file imports nothing heavy: a worker starts in a fraction of a second.
@@ -81,7 +81,8 @@ def score_row(index: int, fn: Any, row: bytes) -> list[Any]:
     """The reply to one row. Raises MemoryError, after which the process is not to be trusted."""
     start = time.perf_counter()
     try:
-        value = check_reward_value(await_reward(fn(*pickle.loads(row))))
+        check = getattr(fn, "check_value", check_reward_value)  # an environment answers with more than a number
+        value = check(await_reward(fn(*pickle.loads(row))))
     except MemoryError:
         raise
     except Exception as error:

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout, Sampler
+from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.sampler.fingerprint import Fingerprint
 from grpo_fn.shell.world import World
@@ -29,6 +30,7 @@ class SamplerContext:
     full_model: Callable[[], nn.Module]  # a whole module to sample from: the trained one itself where it is whole
     # Called with every completion, the one that its rollout will have, as soon as it has ended, in whatever thread.
     on_completion: OnCompletion | None = None
+    environments: Environments | None = None  # of rows that are episodes
 
 
 class GenerationRequest(NamedTuple):
@@ -244,3 +246,30 @@ def assemble(
         truncated=~stopped,
         text=tuple(tokenizer.batch_decode(list(completions), skip_special_tokens=True)),
     )
+
+
+def assemble_episodes(
+    rows: EpisodeRows, tokens: Sequence[list[int]], logp: Tensor, tokenizer: PreTrainedTokenizerBase
+) -> Rollout:
+    """Rows `[opening | turn | observation | turn | ... | padding]`; `tokens` are those behind each opening.
+
+    `logp` is that of all sampled tokens, one row's after the other's. Texts are those of the last turns.
+    """
+    whole = assemble(
+        tokenizer, rows.prompts, tokens, logp.new_zeros(sum(map(len, tokens))), logp.new_ones(len(tokens)) > 0
+    )
+    sampled = torch.tensor([drawn for row in rows.rows for drawn in row.mask()], device=logp.device)
+    mask = torch.zeros_like(whole.mask).masked_scatter(whole.mask, sampled)
+    completions = rows.completions()
+    return whole._replace(
+        mask=mask,
+        logp_sampled=torch.zeros(mask.shape, device=logp.device).masked_scatter(mask, logp),
+        truncated=torch.tensor([completion.truncated for completion in completions], device=logp.device),
+        text=tuple(completion.text for completion in completions),
+        turns=tuple(completion.turns for completion in completions),
+    )
+
+
+def context_limit(max_total_tokens: int | None, positions: int | None) -> int | None:
+    """Most tokens of a row, all that is in it together; None without a limit."""
+    return min((n for n in (max_total_tokens, positions) if n is not None), default=None)

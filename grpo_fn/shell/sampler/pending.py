@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from grpo_fn.core.groups import pack_rollout, unpack_rollout
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.background_worker import BackgroundWorker
@@ -58,7 +59,7 @@ def pack_batch(asked: RequestKey, age: int, rollout: Rollout) -> dict[str, Any]:
         "group_size": asked.group_size,
         "key": [*asked.key],
         "age": age,
-        "rollout": [*rollout[:4], list(rollout.text)],
+        "rollout": pack_rollout(rollout),
     }
 
 
@@ -66,7 +67,7 @@ def unpack_batch(batch: Mapping[str, Any], version: int, device: torch.device) -
     """The inverse of `pack_batch`, under weights that count as `version`."""
     asked = RequestKey(tuple((uid, prompt) for uid, prompt in batch["asked"]), batch["group_size"], tuple(batch["key"]))
     fields = tree_map_only(Tensor, lambda x: x.to(device), batch["rollout"])
-    return PendingBatch(asked, version - batch["age"], None, None, Rollout(*fields[:4], tuple(fields[4])))
+    return PendingBatch(asked, version - batch["age"], None, None, unpack_rollout(fields))
 
 
 def _draw_on(device: torch.device, draw: Draw) -> Rollout | None:

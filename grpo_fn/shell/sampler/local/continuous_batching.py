@@ -98,12 +98,15 @@ class ContinuousBatching:
         size = len(ends.stops.suspect)
         marks = Marks(token_table(ends.ids, size, u.device), ends.stops.suspect.to(u.device))
         engine.ready(Need(self.most, u.shape[1], min(len(prompts), self.most + 1), max(map(len, prompts))), marks)
-        # What the host knows: of every slot, whether a row is in it and which, its prompt's slot, tokens drawn when it
-        # was last looked at, lengths; of every prompt's slot, how many rows have not ended.
-        self.busy = torch.zeros(engine.drawn.count, dtype=torch.bool)
+        # What the host knows: of every slot, whether a row is in it, whether that waits for an environment, which it
+        # is, its prompt's slot, tokens drawn when it was last looked at, lengths; of every prompt's slot, how many rows
+        # have not ended.
+        self.busy, self.paused = (torch.zeros(engine.drawn.count, dtype=torch.bool) for _ in range(2))
         self.row, self.home, self.seen, self.start, self.length = (
             torch.zeros(len(self.busy), dtype=torch.long) for _ in range(5)
         )
+        self.by_slot = [self.busy, self.paused, self.row, self.home, self.seen, self.start, self.length]
+        self.steps = 0  # taken in this call
         self.owed = torch.zeros(engine.prompts.count, dtype=torch.long)
         self.shape: DecodeShape | None = None  # None when rows have come, gone or moved
 
@@ -182,11 +185,12 @@ class ContinuousBatching:
         sizes, limit = self.engine.sizes, self.u.shape[1]
         if self.shape is None:
             self.shape = self.arrange()
-        steps = min(sizes.steps, limit - int(self.seen[self.busy].min()))
+        steps = min(sizes.steps, limit - int(self.seen[self.busy & ~self.paused].min()))
         # The last token that is drawn is never read.
         columns = min(int((self.length - self.start)[self.busy].max()) + steps, limit - 1)
         shape = self.shape._replace(columns=columns if sizes.steps == 1 else min(sizes.columns(columns), limit))
         self.engine.set_row_slots(shape, self.lanes)
+        self.steps += steps
         for _ in range(steps):
             self.engine.step(shape, self.token_sampler)
 
@@ -209,11 +213,11 @@ class ContinuousBatching:
         if len(source):
             there = [x.to(self.u.device) for x in (source, target)]
             self.engine.drawn.move(*there, int((self.length - self.start)[source].max()))
-            for x in (self.busy, self.row, self.home, self.seen, self.start, self.length):
+            for x in self.by_slot:
                 x[target] = x[source]
             for x in self.engine.live:
                 x[there[1]] = x[there[0]]
-            self.busy[source], self.engine.live.ended[there[0]] = False, True
+            self.busy[source], self.paused[source], self.engine.live.ended[there[0]] = False, False, True
         return rows
 
     def gather_prompts(self, prompts: int) -> int:
@@ -224,7 +228,7 @@ class ContinuousBatching:
             self.engine.prompts.move(*there, self.engine.prompts.columns)
             now = torch.arange(len(self.owed))
             now[source] = target
-            self.home = now[self.home]
+            self.home.copy_(now[self.home])
             self.shelf = self.shelf and self.shelf._replace(slot=now[self.shelf.slot])
             self.owed[target], self.owed[source] = self.owed[source], 0
         return prompts
@@ -236,11 +240,12 @@ class ContinuousBatching:
         self.check()
         live = self.engine.live
         flags = (x.long() for x in (live.ended, live.stopped, live.suspect))
-        self.length, drawn, ended, stopped, suspect = torch.stack([live.length, live.drawn, *flags]).cpu()
-        ended, stopped = (ended > 0) & self.busy, stopped > 0
+        length, drawn, ended, stopped, suspect = torch.stack([live.length, live.drawn, *flags]).cpu()
+        self.length.copy_(length)
+        ended, stopped = (ended > 0) & self.busy & ~self.paused, stopped > 0
         if self.stops.stop and bool(suspect.any()):
             self.cut_at_stops(((suspect > 0) & self.busy).nonzero()[:, 0], drawn, ended, stopped)
-        self.seen = drawn
+        self.seen.copy_(drawn)
         if bool(ended.any()):
             self.leave(ended.nonzero()[:, 0], drawn, stopped)
 

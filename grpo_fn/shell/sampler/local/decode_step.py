@@ -23,6 +23,7 @@ from grpo_fn.shell.sampler.local.cuda_graphs import (
 )
 from grpo_fn.shell.sampler.local.kv_cache import (
     Attended,
+    ChunkAttention,
     DecodeAttention,
     KVCache,
     PrefillAttention,
@@ -33,6 +34,8 @@ from grpo_fn.shell.sampler.local.kv_cache import (
 
 # (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
 TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+Layout = PrefillAttention | ChunkAttention | DecodeAttention
 
 LOOK = 16  # steps between two looks at what has ended, where looking means waiting for the device
 KEEP = 1 / 8  # of a device's memory: what captured steps may hold while something else uses the device
@@ -84,9 +87,7 @@ def draw(live: Live, logits: Float[Tensor, "S V"], token_sampler: TokenSampler, 
     live.ended.logical_or_(live.stopped | (live.drawn >= live.limit))
 
 
-def forward_step(
-    model: nn.Module, ids: Tensor, position: Tensor, layout: PrefillAttention | DecodeAttention, keep: Tensor | int
-) -> Tensor:
+def forward_step(model: nn.Module, ids: Tensor, position: Tensor, layout: Layout, keep: Tensor | int) -> Tensor:
     """Logits of the tokens that `keep` names, `[B K V]`."""
     model_kwargs: dict[str, Any] = {"attention_mask": unusable_mask(ids.device), "layout": layout, "use_cache": False}
     return model(input_ids=ids, position_ids=position, logits_to_keep=keep, **model_kwargs).logits

@@ -12,7 +12,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from grpo_fn.core.packing import Spans, visible_positions
-from grpo_fn.shell.model.attention import HALVES, AttentionSpec, PackedAttention, Phase
+from grpo_fn.shell.model.attention import (
+    HALVES,
+    AttentionSpec,
+    PackedAttention,
+    Phase,
+    eager_attention,
+    sdpa_attention,
+)
 from grpo_fn.shell.model.attention_layout import Window
 
 
@@ -67,6 +74,66 @@ class PrefillAttention(PackedAttention):
             for x, stream in zip(slots.of(layer, *streams), streams, strict=True):
                 found = stream[0].index_select(1, at.flatten()).unflatten(1, at.shape)  # [H P L D]
                 x[slot, :, : at.shape[1]] = found.transpose(0, 1)
+
+
+class ChunkAttention:
+    """Several new tokens of some rows: each sees its prompt, what is in the row's slot, and the chunk up to itself.
+
+    Chunks are padded on the left, so that the last column holds every row's last token. Of each row: its slot and its
+    prompt's, how long its prompt is, how many columns of its slot are filled, and how many tokens are new.
+    """
+
+    phase: ClassVar[Phase] = "prefill"
+
+    def __init__(
+        self,
+        prompts: KVCache,
+        drawn: KVCache,
+        slot: Int[Tensor, "r"],
+        home: Int[Tensor, "r"],
+        start: Int[Tensor, "r"],
+        filled: Int[Tensor, "r"],
+        new: Int[Tensor, "r"],
+    ) -> None:
+        self.prompts, self.drawn, self.slot, self.home, self.start = prompts, drawn, slot, home, start
+        self.reach, self.columns, width = int(start.max()), int((filled + new).max()), int(new.max())
+        self.place = torch.arange(width, device=slot.device) - width + (filled + new)[:, None]  # [r M]
+        self.row, self.at = (self.place >= filled[:, None]).nonzero(as_tuple=True)  # of tokens that are no padding
+
+    @property
+    def position(self) -> Int[Tensor, "r M"]:
+        """Of every token in its row; 0 where that is padding in front of all."""
+        return (self.place + self.start[:, None]).clamp(min=0)
+
+    def attend(
+        self, module: nn.Module, query: Float[Tensor, "r H M D"], key: Tensor, value: Tensor, how: AttentionSpec
+    ) -> Float[Tensor, "r M H E"]:
+        """The chunks' entries are put into the rows' slots, and seen with all before them."""
+        drawn = self.drawn.of(module.layer_idx, key, value)
+        for buffer, new in zip(drawn, (key, value), strict=True):
+            buffer[self.slot[self.row], :, self.place[self.row, self.at]] = new[self.row, :, self.at]
+        prompts = self.prompts.of(module.layer_idx, key, value)
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (
+            torch.cat([p[self.home, :, : self.reach], d[self.slot, :, : self.columns]], 2).repeat_interleave(groups, 1)
+            for p, d in zip(prompts, drawn, strict=True)
+        )
+        core = eager_attention if how.eager or how.cap is not None else sdpa_attention
+        return core(query, keys, values, self.mask(how.window, query.dtype), how).transpose(1, 2)
+
+    def mask(self, window: Window, dtype: torch.dtype) -> Float[Tensor, "r 1 M _"]:
+        """What is added to the scores: 0 where a token sees the column, the lowest number elsewhere."""
+        device, start = self.slot.device, self.start[:, None, None]
+        prompt = torch.arange(self.reach, device=device).expand(len(start), 1, -1)
+        drawn = torch.arange(self.columns, device=device).expand(len(start), 1, -1)
+        place = self.place[:, :, None]
+        unseen = torch.cat([(prompt >= start).expand(-1, place.shape[1], -1), drawn > place], 2)
+        if window is not None:
+            unseen |= torch.cat([prompt, drawn + start], 2) <= place + start - window
+        # Not -inf: padding may see nothing at all.
+        return torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, torch.finfo(dtype).min)[
+            :, None
+        ]
 
 
 class RowSlots(NamedTuple):

@@ -8,20 +8,24 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
+from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows, row_keys
 from grpo_fn.shell.model.hf import Encode, stop_ids
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
     OnCompletion,
     SamplerContext,
     assemble,
+    assemble_episodes,
     check_limits,
     completion_limits,
     completion_of_row,
+    context_limit,
     never_stop,
     positions,
 )
@@ -34,6 +38,7 @@ from grpo_fn.shell.sampler.local.decode_step import (
     decoding_unsupported_reason,
 )
 from grpo_fn.shell.sampler.local.stop_strings import Stops
+from grpo_fn.shell.sampler.local.turn_batching import TurnBatching
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 
 
@@ -100,7 +105,8 @@ def local(
         ValueError: for limits below 1 and stop strings that would stop at once or letter by letter.
     """
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, context.on_completion)
-    return LocalSampler(context.full_model(), tokenizer, *asked, max_total_tokens=max_total_tokens)
+    more = {"max_total_tokens": max_total_tokens, "environments": context.environments}
+    return LocalSampler(context.full_model(), tokenizer, *asked, **more)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,7 @@ class LocalSampler:
     on_completion: OnCompletion | None = None  # called with every row as soon as it has ended
     check: Callable[[], None] = never_stop  # called every few decode steps; what it raises ends them
     max_total_tokens: int | None = None  # of a prompt and its completion together
+    environments: Environments | None = None  # of rows that are episodes
     held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
     overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
@@ -147,19 +154,23 @@ class LocalSampler:
             self.held.engine.rest()
 
     def figures(self) -> dict[str, float]:
-        """There are no messages."""
-        return {}
+        """What environments took and lost since the last call."""
+        return {} if self.environments is None else self.environments.caller.figures()
 
     def close(self) -> None:
         """There is nothing to close."""
 
     def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "LocalSampler":
         """The same engine, drawing with `token_sampler`; `check` is called every few decode steps."""
-        return replace(self, token_sampler=token_sampler, on_completion=None, check=check)
+        environments = self.environments and self.environments.without_tape()
+        how = {"token_sampler": token_sampler, "on_completion": None, "check": check, "environments": environments}
+        return replace(self, **how)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g draws from fold_in(key, uid, g) and from nothing else."""
+        if self.environments is not None:
+            return self._sample_episodes(self.environments, problems, group_size, key)
         device = next(self.model.parameters()).device
         prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
         limits = completion_limits(
@@ -170,40 +181,84 @@ class LocalSampler:
             positions=positions(self.model.config),
         )
         limit = torch.tensor(limits, dtype=torch.long, device=device).repeat_interleave(group_size)
-        uid = torch.tensor([p.uid for p in problems], device=device).repeat_interleave(group_size)
-        g = torch.arange(group_size, device=device).repeat(len(problems))
-        u = prng.uniform(
-            prng.fold_in(key.to(device), uid, g), self.max_new_tokens, low=0.0, high=1.0, dtype=torch.float32
-        )
+        u = self._draws(problems, group_size, key.to(device))
         with self.held.alone:
             decoded = self._decode(prompts, u, limit, self._ended(problems, group_size))
         completions = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
         drawn = torch.arange(self.max_new_tokens, device=device) < decoded.length[:, None]
         return assemble(self.tokenizer, prompts, completions, decoded.logp[drawn], decoded.stopped)
 
-    def _decode(self, prompts: list[list[int]], u: Tensor, limit: Tensor, ended: Ended | None) -> DecodedRows:
-        """Completions of every prompt, one for each row of u `[P G, N]`, each of at most `limit` `[P G]` tokens."""
+    def _draws(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> Tensor:
+        """The uniform numbers of every row, `[P G, max_new_tokens]`."""
+        keys = row_keys(key, problems, group_size)
+        return prng.uniform(keys, self.max_new_tokens, low=0.0, high=1.0, dtype=torch.float32)
+
+    def _sample_episodes(self, of: Environments, problems: Sequence[Problem], group_size: int, key: Tensor) -> Rollout:
+        """G episodes of every problem, in slots that hold all that stands behind an opening."""
+        device = next(self.model.parameters()).device
+        context = context_limit(self.max_total_tokens, positions(self.model.config))
+        if context is None:
+            raise ValueError(
+                "episodes: got a model without a limit on positions, wanted sections.Sampling.max_total_tokens"
+            )
+        with self.held.alone:
+            if self.held.decoder(self.model, device) is None:
+                raise ValueError(
+                    f"episodes: got {type(self.model).__name__}, which is decoded with a cache that grows, wanted a "
+                    "model that is decoded in slots (a warning says why this one is not)"
+                )
+            rows = of.begin(problems, group_size, key=key, max_tokens=self.max_new_tokens, context=context)
+            of_one = {"max_new_tokens": 1, "max_total_tokens": self.max_total_tokens, "positions": context}
+            completion_limits(problems, rows.prompts, **of_one)  # every opening leaves a token
+            u, width = self._draws(problems, group_size, key.to(device)), context - 1
+            u = pad(u, (0, max(0, width - u.shape[1])))[:, :width].contiguous()
+            most = torch.tensor([rows.most(b) for b in range(len(u))], device=device)
+            decoded = self._decode(rows.prompts, u, most, self._ended(problems, group_size, rows), rows)
+        tokens = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
+        masks = [torch.tensor([*row.mask()], device=device) for row in rows.rows]
+        logp = torch.cat([x[: len(mask)][mask] for x, mask in zip(decoded.logp, masks, strict=True)])
+        return assemble_episodes(rows, tokens, logp, self.tokenizer)
+
+    def _decode(
+        self,
+        prompts: list[list[int]],
+        u: Tensor,
+        limit: Tensor,
+        ended: Ended | None,
+        rows: EpisodeRows | None = None,
+    ) -> DecodedRows:
+        """Completions of every prompt, one for each row of u `[P G, N]`, each of at most `limit` `[P G]` tokens.
+
+        Of episodes, the limit is that of their first turns.
+        """
         size = self.model.config.get_text_config().vocab_size
-        stops = self.held.scan_stops(self.tokenizer, self.stop, size)
+        stops = self.held.scan_stops(self.tokenizer, () if rows else self.stop, size)
+        turn_end = [rows.of.chat.end] if rows else []
         how = {
             "token_sampler": self.token_sampler,
-            "ends": Ends(stop_ids(self.tokenizer, self.model), stops),
+            "ends": Ends([*stop_ids(self.tokenizer, self.model), *turn_end], stops),
             "slots": self.max_rows,
             "pad": self.tokenizer.eos_token_id,
             "ended": ended,
             "check": self.check,
         }
         made = self.held.decoder(self.model, u.device)
+        if rows is not None:
+            batching = TurnBatching(made, prompts, u, limit, rows=rows, **how)
+            decoded = batching.run()
+            rows.of.caller.count("decoding_wait_seconds", batching.waited)
+            return decoded
         if made is None:
             return hf_cache_decode.decode(self.model, prompts, u, limit, **how)
         return ContinuousBatching(made, prompts, u, limit, **how).run()
 
-    def _ended(self, problems: Sequence[Problem], group_size: int) -> Ended | None:
+    def _ended(self, problems: Sequence[Problem], group_size: int, rows: EpisodeRows | None = None) -> Ended | None:
         """A function that calls `on_completion` for the row with that number; None without `on_completion`."""
         if self.on_completion is None:
             return None
 
         def report(row: int, tokens: list[int], stopped: bool) -> None:
-            self.on_completion(problems[row // group_size], completion_of_row(self.tokenizer, tokens, stopped=stopped))
+            one = completion_of_row(self.tokenizer, tokens, stopped=stopped) if rows is None else rows.completion(row)
+            self.on_completion(problems[row // group_size], one)
 
         return report

@@ -1,0 +1,134 @@
+"""What an environment answers, checked and as JSON: how it comes from a worker process, and how it stands on the tape.
+
+No torch in here: worker processes import this module. Every state goes through JSON, so an environment finds lists
+where it put tuples, whether its last step was in this process or in another.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from grpo_fn.core.environment import Environment, Message, PlainData, Start, Step
+
+OBSERVED = ("system", "user", "tool")  # roles of messages that an environment writes
+
+
+class Answer(NamedTuple):
+    """A start or a step, as it came back: `failure` says why there is none."""
+
+    state: PlainData = None
+    messages: tuple[Message, ...] = ()
+    reward: float | None = 0.0
+    done: bool = False
+    failure: str = ""
+    state_hash: str = ""  # of `state`, which the tape does not hold
+
+    def entry(self) -> str:
+        """As it stands on the tape."""
+        if self.failure:
+            return canonical({"failure": self.failure})
+        said = [[m.role, m.content, m.name] for m in self.messages]
+        return canonical({"messages": said, "reward": self.reward, "done": self.done, "state": self.state_hash})
+
+
+@dataclass(frozen=True)
+class EnvironmentCall:
+    """An environment as worker processes call it: `("start", problem, key)` or `("step", state, message, key)`."""
+
+    environment: Environment
+
+    def __call__(self, kind: str, *given: Any) -> str:
+        """The answer as JSON. Raises ValueError for one of another type, and for a state that is not plain data."""
+        found = getattr(self.environment, kind)(*given)
+        wanted = {"start": Start, "step": Step}[kind]
+        if not isinstance(found, wanted):
+            raise ValueError(f"{kind}: got {type(found).__name__} from the environment, wanted a {wanted.__name__}")
+        messages = [check_message(message) for message in check_messages(found.messages)]
+        more = [check_turn_reward(found.reward), check_done(found.done)] if kind == "step" else [0.0, False]
+        return json.dumps([check_plain(found.state, "state"), messages, *more])
+
+    @staticmethod
+    def check_value(value: str) -> str:
+        """What a worker sends: the answer as it is."""
+        return value
+
+
+def decode_answer(text: str) -> Answer:
+    """The answer that a worker sent. Raises ValueError where it is none."""
+    state, messages, reward, done = json.loads(text)
+    said = tuple(Message(role, content, name) for role, content, name in messages)
+    return Answer(state, said, reward, done, "", state_digest(state))
+
+
+def read_entry(entry: str) -> Answer:
+    """The answer that stands on a tape, without the state."""
+    found = json.loads(entry)
+    if "failure" in found:
+        return Answer(failure=found["failure"])
+    messages = tuple(Message(*said) for said in found["messages"])
+    return Answer(None, messages, found["reward"], found["done"], "", found["state"])
+
+
+def state_digest(state: PlainData) -> str:
+    """Sixteen hex digits of the SHA-256 of a state; states that are equal have the same."""
+    return sha256(canonical(state).encode()).hexdigest()[:16]
+
+
+def canonical(value: Any) -> str:
+    """JSON of which equal values have the same."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def check_plain(value: Any, where: str) -> Any:
+    """The value as JSON holds it. Raises ValueError, saying where, for anything that is not plain data."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float and math.isfinite(value):
+        return value
+    if isinstance(value, Mapping):
+        odd = [key for key in value if type(key) is not str]
+        if odd:
+            raise ValueError(f"{where}: got the key {odd[0]!r}, wanted text")
+        return {key: check_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | str):
+        return [check_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise ValueError(
+        f"{where}: got {type(value).__name__} {str(value)[:80]}, wanted plain data: None, bool, int, finite float, "
+        "str, and lists and mappings of them"
+    )
+
+
+def check_messages(messages: Any) -> Sequence[Any]:
+    """The messages. Raises ValueError unless they are a tuple or list."""
+    if not isinstance(messages, tuple | list) or isinstance(messages, Message):
+        raise ValueError(f"messages: got {type(messages).__name__}, wanted a tuple of Message")
+    return messages
+
+
+def check_message(message: Any) -> list[str]:
+    """The message's role, content and name. Raises ValueError for what is none, or not one that is observed."""
+    if not isinstance(message, Message):
+        raise ValueError(f"messages: got {type(message).__name__}, wanted Message")
+    if message.role not in OBSERVED or not isinstance(message.content, str) or not isinstance(message.name, str):
+        raise ValueError(
+            f"messages: got role {message.role!r} and content of type {type(message.content).__name__}, wanted one of "
+            f"{', '.join(OBSERVED)}, and text"
+        )
+    return [message.role, str(message.content), message.name]
+
+
+def check_turn_reward(reward: Any) -> float | None:
+    """The reward of a turn. Raises ValueError for anything but a finite number or None."""
+    if reward is None or (isinstance(reward, int | float) and math.isfinite(reward)):
+        return None if reward is None else float(reward)
+    raise ValueError(f"reward: got {type(reward).__name__} {str(reward)[:80]}, wanted a finite number or None")
+
+
+def check_done(done: Any) -> bool:
+    """Whether the episode is over. Raises ValueError for anything but True or False."""
+    if type(done) is not bool:
+        raise ValueError(f"done: got {type(done).__name__}, wanted True or False")
+    return done

@@ -1,0 +1,316 @@
+"""Episodes of one call of a sampler: what each row has sampled and observed, and whether and how it goes on.
+
+No engine is in here. A sampler is given prompts, hands in a turn when it has ended, and asks what stands behind it. The
+n-th sampled token of a row draws the n-th uniform number of its key, and an environment is asked with seeds of (key,
+uid, sample, turn): a row is a function of (weights, problem, key, uid, g, what the environment answered).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from grpo_fn.core import prng
+from grpo_fn.core.environment import Message, PlainData
+from grpo_fn.core.problem import Completion, Problem, Turn
+from grpo_fn.shell.episodes.answers import Answer, read_entry
+from grpo_fn.shell.episodes.chat_format import ChatFormat
+from grpo_fn.shell.episodes.tape import Tape, Taped, TapeDiffers
+
+ENVIRONMENT = 2**63 + 1  # what is folded into a sampling key for environments: no uid is as large
+START = 2**62  # in the place of a sample: an episode's beginning is the same for all samples of a problem
+
+
+# (what an environment failed with, whether the turn called tools) -> the answer that the episode gets
+OnFailure = Callable[[Answer, bool], Answer]
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment gave no beginning of an episode."""
+
+
+@runtime_checkable
+class EnvironmentCaller(Protocol):
+    """Calls an environment, somewhere and in any order: `reward_workers.environment_pool.EnvironmentPool`."""
+
+    def start(self, problem: Problem, key: int) -> Future[Answer]: ...
+
+    def step(self, state: PlainData, message: Message, key: int) -> Future[Answer]: ...
+
+    def count(self, name: str, amount: float) -> None: ...
+
+    def figures(self) -> dict[str, float]: ...
+
+
+class GoesOn(NamedTuple):
+    """What stands behind a turn, and the next one: where it begins among the row's sampled tokens, its most tokens."""
+
+    observed: list[int]
+    sampled: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Environments:
+    """What samplers need of a run's environment."""
+
+    name: str
+    pure: bool
+    caller: EnvironmentCaller
+    chat: ChatFormat
+    max_turns: int
+    max_turn_tokens: int
+    fails: OnFailure
+    answer_steps: int  # decode steps of other rows before an answer is waited for
+    tape: Tape
+
+    def begin(
+        self, problems: Sequence[Problem], group_size: int, *, key: Tensor, max_tokens: int, context: int | None
+    ) -> "EpisodeRows":
+        """The episodes of a call, with their openings. Raises EnvironmentFailed where there is none."""
+        base = prng.fold_in(key.cpu(), ENVIRONMENT)
+        asked = [None if self._taped_start(p) else self.caller.start(p, seed_of(base, p.uid, START)) for p in problems]
+        openings = [
+            self._taped_opening(p) if future is None else self._opening(p, future.result())
+            for p, future in zip(problems, asked, strict=True)
+        ]
+        rows = [
+            EpisodeRow(problem, g, state, digest, len(prompt))
+            for problem, (prompt, state, digest) in zip(problems, openings, strict=True)
+            for g in range(group_size)
+        ]
+        return EpisodeRows(self, [prompt for prompt, *_ in openings], rows, base, max_tokens, context)
+
+    def without_tape(self) -> "Environments":
+        """The same, for an evaluation, whose problems are others."""
+        return replace(self, tape=Tape())
+
+    def _taped_start(self, problem: Problem) -> Taped | None:
+        return None if self.pure else self.tape.of(problem.uid, 0)
+
+    def _taped_opening(self, problem: Problem) -> tuple[list[int], PlainData, str]:
+        taped = self.tape.of(problem.uid, 0)
+        return list(taped.opening), None, taped.turns[0].state
+
+    def _opening(self, problem: Problem, found: Answer) -> tuple[list[int], PlainData, str]:
+        if found.failure:
+            raise EnvironmentFailed(f"{self.name}, problem {problem.uid}: got no beginning: {found.failure}")
+        return self.chat.open(found.messages), found.state, found.state_hash
+
+
+def seed_of(key: Tensor, *data: int) -> int:
+    """The seed below 2^63 that an environment is asked with."""
+    return int(prng.fold_in(key, *data)[0]) & (2**63 - 1)
+
+
+@dataclass
+class EpisodeRow:
+    """An episode under way."""
+
+    problem: Problem
+    g: int
+    state: PlainData
+    state_hash: str
+    prompt: int  # tokens of its opening
+    turns: list[Turn] = field(default_factory=list)
+    observed: list[int] = field(default_factory=list)  # tokens behind each turn but the last
+    asked: Future[Answer] | None = None
+    message: Message | None = None  # that the environment is asked about
+    text: str = ""  # of the last turn
+    closing: tuple[int, ...] = ()  # the end token, where the last turn ended with another one
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(turn.length for turn in self.turns)
+
+    @property
+    def columns(self) -> int:
+        """Tokens behind the opening."""
+        return self.sampled + sum(self.observed)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it."""
+        return bool(self.turns[-1].limit)
+
+    def completion(self) -> Completion:
+        """As a reward sees it."""
+        return Completion(self.text, self.sampled, self.truncated, tuple(self.turns))
+
+    def mask(self) -> Iterator[bool]:
+        """Of every token behind the opening, whether the policy sampled it."""
+        for turn, observed in zip(self.turns, [*self.observed, 0], strict=True):
+            yield from [True] * turn.length
+            yield from [False] * observed
+
+
+@dataclass(frozen=True)
+class EpisodeRows:
+    """The episodes of a call, row b = p * G + g."""
+
+    of: Environments
+    prompts: list[list[int]]  # of each problem
+    rows: list[EpisodeRow]
+    key: Tensor  # of environments
+    max_tokens: int  # sampled in an episode, at most
+    context: int | None  # tokens of a row, at most
+
+    def most(self, b: int) -> int:
+        """Tokens that the row's next turn may have."""
+        row, at_most = self.rows[b], [self.of.max_turn_tokens]
+        at_most.append(self.max_tokens - row.sampled)
+        if self.context is not None:
+            at_most.append(self.context - row.prompt - row.columns)
+        return min(at_most)
+
+    def end_turn(self, b: int, tokens: Sequence[int], *, stopped: bool) -> bool:
+        """Take in a turn; whether the environment is asked about it, and `go_on` says more. If not, all is over."""
+        row, chat = self.rows[b], self.of.chat
+        message = chat.parse(tokens)
+        row.text, row.message = message.content, message
+        row.closing = () if tokens[-1] == chat.end else (chat.end,)
+        if not stopped:
+            self._note(row, tokens, 0.0, limit=self._cut_by(row, len(tokens)))
+            return False
+        self._note(row, tokens, None)
+        n = len(row.turns) - 1
+        taped = self.of.tape.of(row.problem.uid, row.g)
+        if taped is not None and not self.of.pure:
+            row.asked = done(self._from_tape(row, taped, n))
+        else:
+            row.asked = self.of.caller.step(row.state, message, seed_of(self.key, row.problem.uid, row.g, n))
+        return True
+
+    def go_on(self, b: int) -> GoesOn | None:
+        """What stands behind the row's last turn, once the environment has answered; None: the episode is over."""
+        row = self.rows[b]
+        found, row.asked = row.asked.result(), None
+        self._compare(row, found)
+        answer = self.of.fails(found, bool(row.message.calls)) if found.failure else found
+        begun = row.turns[-1]
+        row.turns[-1] = begun._replace(
+            observation="\n".join(message.content for message in answer.messages),
+            reward=answer.reward,
+            error=begun.error or found.failure,
+            answer=found.entry(),
+        )
+        if not found.failure:
+            row.state, row.state_hash = answer.state, answer.state_hash
+        if answer.done:
+            return None
+        observed = [] if len(row.turns) == self.of.max_turns else self._observe(row, answer.messages)
+        limit = self._limit(row, len(observed))
+        if limit:
+            row.turns[-1] = row.turns[-1]._replace(limit=limit)
+            return None
+        row.observed.append(len(observed))
+        return GoesOn(observed, row.sampled, self.most(b))
+
+    def completion(self, b: int) -> Completion:
+        """A row as a reward sees it."""
+        return self.rows[b].completion()
+
+    def completions(self) -> list[Completion]:
+        """Of all rows."""
+        return [row.completion() for row in self.rows]
+
+    # -- one row
+
+    def _note(self, row: EpisodeRow, tokens: Sequence[int], reward: float | None, limit: str = "") -> None:
+        message = row.message
+        row.turns.append(
+            Turn(message.content, len(tokens), "", reward, row.state_hash, len(message.calls), message.malformed, limit)
+        )
+
+    def _cut_by(self, row: EpisodeRow, length: int) -> str:
+        """The limit that a turn of so many tokens ran into."""
+        if row.sampled + length >= self.max_tokens:
+            return "tokens"
+        return "turn_tokens" if length >= self.of.max_turn_tokens else "context"
+
+    def _limit(self, row: EpisodeRow, observed: int) -> str:
+        """The limit that leaves no next turn; "" where there can be one."""
+        if len(row.turns) >= self.of.max_turns:
+            return "turns"
+        if row.sampled >= self.max_tokens:
+            return "tokens"
+        full = self.context is not None and row.prompt + row.columns + observed >= self.context
+        return "context" if full else ""
+
+    def _observe(self, row: EpisodeRow, messages: Sequence[Message]) -> list[int]:
+        try:
+            return [*row.closing, *self.of.chat.extend(messages)]
+        except ValueError as error:
+            raise ValueError(f"{self._place(row, len(row.turns) - 1)}: {error}") from error
+
+    def _place(self, row: EpisodeRow, n: int) -> str:
+        return f"{self.of.name}, problem {row.problem.uid}, sample {row.g}, turn {n + 1}"
+
+    def _from_tape(self, row: EpisodeRow, taped: Taped, n: int) -> Answer:
+        """What the environment answered then. Where it was asked about something else, a failure, or TapeDiffers."""
+        was = taped.turns[n] if n < len(taped.turns) else None
+        if was is None or was.text != row.message.content or not was.answer:
+            got = "the end of the tape" if was is None else f"a turn that began {was.text[:80]!r}"
+            text = (
+                f"{self._place(row, n)}: got {got}, wanted what was answered to {row.message.content[:80]!r}: the "
+                "policy wrote something else than when the tape was made"
+            )
+            if self.of.tape.strict:
+                raise TapeDiffers(text)
+            return Answer(failure=text)
+        return read_entry(was.answer)
+
+    def _compare(self, row: EpisodeRow, found: Answer) -> None:
+        """Raise TapeDiffers where a pure environment answers the same message otherwise than before."""
+        n, taped = len(row.turns) - 1, self.of.tape.of(row.problem.uid, row.g)
+        was = taped.turns[n] if taped is not None and n < len(taped.turns) else None
+        if was is None or not self.of.pure or not was.answer or was.text != row.turns[-1].text:
+            return
+        if (was.state, was.answer) != (row.state_hash, found.entry()):
+            raise TapeDiffers(
+                f"{self._place(row, n)}: got {found.entry()[:200]} in state {row.state_hash}, wanted what it answered "
+                f"before, {was.answer[:200]} in state {was.state}: the environment says that it is pure, and is not"
+            )
+
+
+def done(answer: Answer) -> Future[Answer]:
+    """An answer that is there."""
+    future: Future[Answer] = Future()
+    future.set_result(answer)
+    return future
+
+
+def as_observation(failure: Answer, called: bool) -> Answer:
+    """What went wrong is what the policy observes, as a tool's message where it had called one; the state stays.
+
+    Args:
+        failure: of the environment.
+        called: whether the turn called a tool.
+
+    Returns:
+        An answer with a message about it, and reward 0.
+    """
+    return Answer(messages=(Message("tool" if called else "user", f"error: {failure.failure}"),))
+
+
+def as_unscorable(failure: Answer, called: bool) -> Answer:
+    """The episode ends here and cannot be scored: its row is masked out.
+
+    Args:
+        failure: of the environment.
+        called: not read.
+
+    Returns:
+        An answer without a reward.
+    """
+    return Answer(reward=None, done=True)
+
+
+def row_keys(key: Tensor, problems: Sequence[Problem], group_size: int) -> Tensor:
+    """fold_in(key, uid, g) of every row, `[B, 2]`."""
+    uid = torch.tensor([p.uid for p in problems], device=key.device).repeat_interleave(group_size)
+    return prng.fold_in(key, uid, torch.arange(group_size, device=key.device).repeat(len(problems)))

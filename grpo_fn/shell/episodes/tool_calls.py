@@ -1,0 +1,103 @@
+"""Tool calls as model families write them, read back from the text of a turn.
+
+Each reader has the signature `(text) -> (content, calls, malformed)`: the text without the calls, the calls, and what
+is wrong with the first one that could not be read.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from grpo_fn.core.environment import ToolCall
+
+
+class ReadTurn(NamedTuple):
+    """A turn's text apart from its calls."""
+
+    content: str
+    calls: tuple[ToolCall, ...]
+    malformed: str
+
+
+ReadCalls = Callable[[str], ReadTurn]
+
+_HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_TAGS = re.compile(r"<(/?)([A-Za-z_][A-Za-z0-9_]*)>")
+
+
+def hermes(text: str) -> ReadTurn:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write them.
+
+    Args:
+        text: of a turn.
+
+    Returns:
+        The text around the calls, the calls in order, and what is malformed.
+    """
+    calls, wrong = [], ""
+    for found in _HERMES.finditer(text):
+        try:
+            if not found[2]:
+                raise ValueError("got no </tool_call>, wanted one behind the call")
+            calls.append(_hermes_call(found[1]))
+        except ValueError as error:
+            wrong = wrong or str(error)
+    return ReadTurn(_HERMES.sub("", text).strip(), tuple(calls), wrong)
+
+
+def _hermes_call(body: str) -> ToolCall:
+    """The call. Raises ValueError saying what is wrong with it."""
+    try:
+        found = json.loads(body, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("got JSON nested too deeply, wanted a call") from None
+    except ValueError as error:
+        raise ValueError(f"got a tool call that is no JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        raise ValueError('got a tool call without a name, wanted {"name": ..., "arguments": {...}}')
+    arguments = found.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"got arguments of type {type(arguments).__name__}, wanted an object")
+    return ToolCall(found["name"], arguments)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"got {name}, wanted a number")
+
+
+def tags(text: str, *, argument: str) -> ReadTurn:
+    """`<name>text</name>`: a call of the tool `name` with one argument, short enough for a tiny model to write.
+
+    Args:
+        text: of a turn.
+        argument: name of the argument that the text between the tags is.
+
+    Returns:
+        The text around the calls, the calls in order, and what is malformed.
+    """
+    calls, wrong, content, place = [], "", [], 0
+    while opened := _TAGS.search(text, place):
+        content.append(text[place : opened.start()])
+        closing = f"</{opened[2]}>"
+        end = -1 if opened[1] else text.find(closing, opened.end())
+        if end < 0:
+            wanted = f"<{opened[2]}> before it" if opened[1] else f"{closing} behind it"
+            wrong = wrong or f"got {opened[0]}, wanted {wanted}"
+            place = opened.end()
+        else:
+            calls.append(ToolCall(opened[2], {argument: text[opened.end() : end]}))
+            place = end + len(closing)
+    return ReadTurn("".join([*content, text[place:]]), tuple(calls), wrong)
+
+
+def no_calls(text: str) -> ReadTurn:
+    """For environments without tools: the whole text is content.
+
+    Args:
+        text: of a turn.
+
+    Returns:
+        The text, and no calls.
+    """
+    return ReadTurn(text, (), "")

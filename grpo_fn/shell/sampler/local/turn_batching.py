@@ -1,0 +1,125 @@
+"""Continuous batching of episodes: a row whose turn has ended keeps its slot until its environment has answered.
+
+Its keys and values stay, the observation is read into its slot in one go, and other rows decode meanwhile. When a row
+goes on is counted in decode steps, never in seconds: after `answer_steps` of them, or at once where no other row
+decodes, its answer is waited for. So what is computed together, and with it every bit of a row, does not depend on how
+fast environments answer.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from grpo_fn.shell.episodes.episode_rows import EpisodeRows, GoesOn
+from grpo_fn.shell.sampler.local.continuous_batching import PREFILL, ContinuousBatching, DecodedRows
+from grpo_fn.shell.sampler.local.decode_step import Live, draw, forward_step
+from grpo_fn.shell.sampler.local.kv_cache import ChunkAttention
+
+
+class TurnBatching(ContinuousBatching):
+    """One call: the episodes `rows`. `u` is as wide as a slot: where a row observes, its next numbers move behind."""
+
+    def __init__(self, *asked: Any, rows: EpisodeRows, **how: Any) -> None:
+        super().__init__(*asked, **how)
+        self.rows, self.waited = rows, 0.0  # seconds in which nothing was decoded as answers were waited for
+        self.begun, self.due = (torch.zeros(len(self.busy), dtype=torch.long) for _ in range(2))
+        self.by_slot += [self.begun, self.due]  # where its turn begins, and the step at which its answer is waited for
+
+    def run(self) -> DecodedRows:
+        """Until all episodes are over."""
+        while self.waiting < len(self.u) or bool(self.busy.any()):
+            if self.has_free_slot():
+                self.admit()
+                self.look()
+            if len(due := self.due_slots()):
+                self.go_on(due)
+                self.look()
+            elif bool(self.busy.any()):
+                self.advance()
+                self.look()
+        return self.out
+
+    def begin(self, slot: Int[Tensor, "m"], row: Int[Tensor, "m"], length: Int[Tensor, "m"], logits: Tensor) -> None:
+        """As without turns; each begins its first."""
+        super().begin(slot, row, length, logits)
+        self.begun[slot.cpu()] = 0
+
+    def due_slots(self) -> Int[Tensor, "m"]:
+        """Slots whose rows go on now: those whose answer is due, and all that wait where no other row decodes."""
+        if not bool((self.busy & ~self.paused).any()):
+            return self.paused.nonzero()[:, 0]
+        return (self.paused & (self.due <= self.steps)).nonzero()[:, 0]
+
+    def leave(self, slot: Int[Tensor, "m"], drawn: Tensor, stopped: Tensor) -> None:
+        """A turn of these rows has ended: some wait for their environment, the others' episodes are over."""
+        tokens = self.engine.live.tokens[slot.to(self.u.device)].tolist()
+        asked = torch.tensor(
+            [
+                self.rows.end_turn(int(self.row[s]), row[int(self.begun[s]) : int(drawn[s])], stopped=bool(stopped[s]))
+                for s, row in zip(slot.tolist(), tokens, strict=True)
+            ]
+        )
+        self.paused[slot[asked]], self.due[slot[asked]] = True, self.steps + self.rows.of.answer_steps
+        if len(over := slot[~asked]):
+            super().leave(over, drawn, stopped)
+
+    def go_on(self, slot: Int[Tensor, "m"]) -> None:
+        """These rows' answers, waited for where they are not there: observations are read, and next turns begin."""
+        begun = time.perf_counter()
+        answers = []
+        for s in slot.tolist():
+            self.check()
+            answers.append(self.rows.go_on(int(self.row[s])))
+        self.waited += time.perf_counter() - begun
+        self.paused[slot] = False
+        on = torch.tensor([answer is not None for answer in answers])
+        if len(over := slot[~on]):
+            super().leave(over, self.seen, torch.ones(len(self.seen), dtype=torch.bool))
+        going = [(s, answer) for s, answer in zip(slot.tolist(), answers, strict=True) if answer is not None]
+        while going:  # not too many tokens at once
+            some, widest = 0, 0
+            for _, answer in going:
+                widest = max(widest, len(answer.observed) + 1)
+                if some and widest * (some + 1) > PREFILL:
+                    break
+                some += 1
+            self.observe(torch.tensor([s for s, _ in going[:some]]), [answer for _, answer in going[:some]])
+            going = going[some:]
+
+    def observe(self, slot: Int[Tensor, "m"], answers: Sequence[GoesOn]) -> None:
+        """Observations into these rows, behind what they have; then the first token of their next turn is drawn."""
+        device, live, width = self.u.device, self.engine.live, self.u.shape[1]
+        new = torch.tensor([len(answer.observed) for answer in answers])
+        there, drawn, home = (x.to(device) for x in (slot, self.seen[slot], self.home[slot]))
+        start, columns = live.start[there], (self.seen[slot] + new).to(device)
+        # The token that ended the turn was drawn and not read yet.
+        last = live.tokens[there, drawn - 1].tolist()
+        chunks = [[token, *answer.observed] for token, answer in zip(last, answers, strict=True)]
+        context = ChunkAttention(
+            self.engine.prompts, self.engine.drawn, there, home, start, drawn - 1, (new + 1).to(device)
+        )
+        widest = max(map(len, chunks))
+        ids = torch.tensor([[0] * (widest - len(chunk)) + chunk for chunk in chunks], device=device)
+        logits = forward_step(self.engine.model, ids, context.position, context, 1)[:, -1]
+
+        column = torch.arange(width, device=device)
+        sampled = torch.tensor([answer.sampled for answer in answers], device=device)
+        row = self.row[slot].to(device)
+        moved = (column - columns[:, None] + sampled[:, None]).clamp(min=0)  # the n-th sampled token draws u[n]
+        u = self.u[row].gather(1, moved)
+        tokens, logp = live.tokens[there], live.logp[there]
+        for i, answer in enumerate(answers):
+            tokens[i, int(drawn[i]) : int(columns[i])] = torch.tensor(answer.observed, dtype=torch.long, device=device)
+            logp[i, int(drawn[i]) : int(columns[i])] = 0.0
+        limit = columns + torch.tensor([answer.most for answer in answers], device=device)
+        no = torch.zeros(len(slot), dtype=torch.bool, device=device)
+        flags = (no, no.clone(), no.clone())
+        next_turn = Live(columns.clone(), start, start + columns, columns.clone(), limit, *flags, u, tokens, logp)
+        draw(next_turn, logits, self.token_sampler, self.engine.marks)
+        for x, given in zip(live, next_turn, strict=True):
+            x[there] = given
+        self.begun[slot] = columns.cpu()

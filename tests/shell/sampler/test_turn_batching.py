@@ -1,0 +1,151 @@
+"""Episodes in slots: every row is what a plain loop over that row alone gives, in whatever order answers come."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from episode_fakes import TALK, Here, environments
+from fakes import MODELS, VOCABULARY, problem, tokenizer
+from hypothesis import given, settings
+from policies import local
+
+from grpo_fn.core import prng
+from grpo_fn.core.batch import check_rollout
+from grpo_fn.core.sampling import categorical
+from grpo_fn.core.types import Rollout
+from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
+from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, seed_of
+from grpo_fn.shell.model.hf import encode_prompt
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.optimizer import adamw
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
+
+EOS = VOCABULARY - 1
+KEY = prng.key(5, device="cpu")
+COSTLY = settings(max_examples=max(5, settings.default.max_examples // 5))
+texts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=3)
+
+
+def sampler(name: str = "qwen2_tied", *, caller: Here | None = None, **knobs) -> LocalSampler:
+    model = MODELS[name](VOCABULARY)
+    model.generation_config.eos_token_id = [EOS, *range(0, 60, 2)]
+    ours = {k: knobs.pop(k) for k in ("max_turns", "max_turn_tokens", "answer_steps", "tape") if k in knobs}
+    chosen = {"max_new_tokens": 14, "stop": (), "max_rows": 64, "max_total_tokens": 60, **knobs}
+    return LocalSampler(
+        model,
+        tokenizer(),
+        partial(categorical, temperature=0.4),
+        encode_prompt,
+        **chosen,
+        environments=environments(tokenizer(), caller, **ours),
+    )
+
+
+def problems(asked: list[str]) -> list:
+    return [problem(100 + i, prompt) for i, prompt in enumerate(asked)]
+
+
+def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], list[bool], list[float], str]:
+    """The plain loop over one row, without cache or batch: tokens behind the opening, which are sampled, the limit."""
+    of, call = s.environments, EnvironmentCall(TALK)
+    u = prng.uniform(prng.fold_in(KEY, uid, g), s.max_new_tokens, dtype=torch.float32, low=0.0, high=1.0)
+    base = prng.fold_in(KEY, ENVIRONMENT)
+    begun = decode_answer(call("start", problem(uid, prompt), seed_of(base, uid, START)))
+    opening, state = of.chat.open(begun.messages), begun.state
+    tokens, mask, logps, n = [], [], [], 0
+    for turn in range(of.max_turns):
+        at = len(tokens)
+        while True:
+            with torch.no_grad():
+                logits = s.model(input_ids=torch.tensor([opening + tokens])).logits[:, -1]
+            token, logp = s.token_sampler(logits, u[n : n + 1])
+            tokens, mask, logps, n = [*tokens, int(token)], [*mask, True], [*logps, float(logp)], n + 1
+            if tokens[-1] in s.model.generation_config.eos_token_id:
+                break
+            if n == s.max_new_tokens:
+                return tokens, mask, logps, "tokens"
+            if len(tokens) - at == of.max_turn_tokens:
+                return tokens, mask, logps, "turn_tokens"
+            if len(opening) + len(tokens) == s.max_total_tokens:
+                return tokens, mask, logps, "context"
+        found = decode_answer(call("step", state, of.chat.parse(tokens[at:]), seed_of(base, uid, g, turn)))
+        state = found.state
+        if found.done:
+            return tokens, mask, logps, ""
+        observed = [*([] if tokens[-1] == of.chat.end else [of.chat.end]), *of.chat.extend(found.messages)]
+        if turn + 1 == of.max_turns:
+            return tokens, mask, logps, "turns"
+        if n == s.max_new_tokens:
+            return tokens, mask, logps, "tokens"
+        if len(opening) + len(tokens) + len(observed) >= s.max_total_tokens:
+            return tokens, mask, logps, "context"
+        tokens, mask = [*tokens, *observed], [*mask, *([False] * len(observed))]
+    raise AssertionError("unreachable")
+
+
+def assert_as_alone(s: LocalSampler, asked: list[str], group_size: int, rollout: Rollout) -> list[str]:
+    """The limits that ended the rows."""
+    limits = []
+    for b, turns in enumerate(rollout.turns):
+        p, g = divmod(b, group_size)
+        tokens, mask, logps, limit = alone(s, asked[p], 100 + p, g)
+        start = int(rollout.mask[b].int().argmax())
+        assert rollout.tokens[b, start : start + len(tokens)].tolist() == tokens
+        assert rollout.mask[b, start : start + len(tokens)].tolist() == mask
+        assert turns[-1].limit == limit
+        assert bool(rollout.truncated[b]) is bool(limit)
+        assert sum(turn.length for turn in turns) == int(rollout.mask[b].sum())
+        torch.testing.assert_close(rollout.logp_sampled[b][rollout.mask[b]], torch.tensor(logps), rtol=0, atol=1e-4)
+        limits.append(limit)
+    return limits
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@settings(max_examples=max(3, settings.default.max_examples // 15))
+@given(asked=texts, group_size=st.integers(1, 3), max_rows=st.integers(1, 9), answer_steps=st.integers(0, 5))
+def test_every_row_is_the_plain_loops(name, asked, group_size, max_rows, answer_steps) -> None:
+    s = sampler(name, max_rows=max_rows, answer_steps=answer_steps)
+    rollout = s.sample(problems(asked), group_size, key=KEY)
+    check_rollout(rollout)
+    assert_as_alone(s, asked, group_size, rollout)
+
+
+def test_every_limit_ends_some_row() -> None:
+    asked = ["a", "aT 7\n", "7 7 7", "T é a7"]
+    found: list[str] = []
+    for knobs in (
+        {"max_turn_tokens": 9, "max_new_tokens": 40},
+        {"max_turns": 2, "max_turn_tokens": 20, "max_new_tokens": 40},
+        {"max_new_tokens": 9, "max_turn_tokens": 20},
+        {"max_total_tokens": 14, "max_turn_tokens": 20, "max_new_tokens": 40},
+    ):
+        s = sampler(**knobs)
+        found += assert_as_alone(s, asked, 4, s.sample(problems(asked), 4, key=KEY))
+    assert set(found) == {"", "turns", "turn_tokens", "tokens", "context"}
+
+
+@settings(max_examples=max(4, settings.default.max_examples // 12), deadline=None)
+@given(delays=st.lists(st.floats(0.0, 0.01), min_size=1, max_size=7), answer_steps=st.integers(0, 4))
+def test_the_order_of_answers_changes_no_bit(delays, answer_steps) -> None:
+    asked = ["aT 7", "7", "T a\n"]
+    wanted, got = (
+        sampler(caller=caller, answer_steps=answer_steps).sample(problems(asked), 3, key=KEY)
+        for caller in (Here(), Here(delays=delays))
+    )
+    assert got.turns == wanted.turns
+    for a, b in zip(got[:4], wanted[:4], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_policys_logp_is_the_samplers(name) -> None:
+    s = sampler(name)
+    rollout = s.sample(problems(["aT 7\né", "7", "a a a a"]), 3, key=KEY)
+    assert not bool((rollout.mask[:, 1:] <= rollout.mask[:, :-1]).all()), "wanted observations between turns"
+    optimizer = partial(adamw, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
+    knobs = {"micro_tokens": 60, "min_micro_batches": 1, "max_grad_norm": 1.0, "logits_chunk_elements": 10**4}
+    policy = local(s.model, optimizer, temperature=0.4, **knobs)
+    assert isinstance(policy, FSDPPolicy)
+    gap = policy.logp(rollout) - rollout.logp_sampled
+    assert float(gap[rollout.mask].abs().max()) < 1e-4
