@@ -1,6 +1,7 @@
 """Numbers that merge: a statistic of a whole step is the merge of those of its micro-batches and ranks."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch.func import vmap
 
 from grpo_fn.algo import kl
 from grpo_fn.algo.importance import capped_exp
+from grpo_fn.core.problem import LIMITS, Turn
 from grpo_fn.core.types import Batch, Reward, Rollout
 
 
@@ -73,6 +75,24 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "generation/tokens": float(length.sum()),
         "generation/truncated": float(rollout.truncated.double().mean()),
         **extent("generation/length_", stat(length, torch.ones_like(rollout.truncated))),
+        **(episode_metrics(rollout.turns) if rollout.turns else {}),
+    }
+
+
+def episode_metrics(episodes: Sequence[Sequence[Turn]]) -> dict[str, float]:
+    """Turns of an episode and tokens of a turn; tool calls, malformed ones and failures; the share of each limit.
+
+    Calls and errors are counted, an episode; limits are shares of all episodes.
+    """
+    rows, turns = len(episodes), [turn for episode in episodes for turn in episode]
+    limits = Counter(turn.limit for turn in turns)
+    return {
+        "episode/turns_mean": len(turns) / rows,
+        "episode/turns_max": float(max(map(len, episodes))),
+        "episode/tokens_per_turn": sum(turn.length for turn in turns) / len(turns),
+        "episode/tool_calls": sum(turn.calls for turn in turns) / rows,
+        "episode/tool_errors": sum(turn.error != "" for turn in turns) / rows,
+        **{f"episode/truncated_{limit}": limits[limit] / rows for limit in LIMITS},
     }
 
 

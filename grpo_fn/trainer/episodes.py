@@ -1,4 +1,4 @@
-"""Episodes of a run: its environment, tried out before anything expensive starts, and in worker processes while it runs."""
+"""Episodes of a run: its environment, tried out before anything expensive starts, and its worker processes."""
 
 from contextlib import nullcontext
 
@@ -35,8 +35,8 @@ def open_environments(
     chat = episodes.chat_format(tokenizer)
     if not isinstance(chat, ChatFormat):
         raise ValueError(
-            f"sections.Episodes.chat_format: got a {type(chat).__name__}, wanted a ChatFormat: an object with end, open, "
-            "extend and parse"
+            f"sections.Episodes.chat_format: got a {type(chat).__name__}, wanted a ChatFormat: an object "
+            "with end, open, extend and parse"
         )
     pool = environment_pool(episodes)
     made = Environments(
@@ -69,13 +69,13 @@ def check_episodes(episodes: Episodes | None, sampling: Sampling, problem: Probl
         return
     if sampling.stop:
         raise ValueError(
-            f"sections.Sampling.stop: got {tuple(sampling.stop)} with sections.Episodes, wanted (): a turn ends with the "
-            "end token of its chat format"
+            f"sections.Sampling.stop: got {tuple(sampling.stop)} with sections.Episodes, wanted (): a turn ends with "
+            "the end token of its chat format"
         )
     if sampling.max_total_tokens is None:
         raise ValueError(
-            "sections.Sampling.max_total_tokens: got None with sections.Episodes, wanted the most tokens of an episode, "
-            "opening, turns and observations together: every slot holds as many"
+            "sections.Sampling.max_total_tokens: got None with sections.Episodes, wanted the most tokens of an "
+            "episode, opening, turns and observations together: every slot holds as many"
         )
     name = environment_name(episodes)
     with environment_pool(episodes) as pool:

@@ -1,59 +1,31 @@
-"""Environments for tests, and callers that answer in this process, in any order that a test likes."""
+"""What samplers need of an environment, answering in this process, in any order that a test likes."""
 
-import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
-from grpo_fn.core.environment import Environment, Message, Start, Step
+from environment_fakes import TALK
+from transformers import PreTrainedTokenizerBase
+
+from grpo_fn.core.environment import Environment, Message
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.answers import Answer, EnvironmentCall, decode_answer
-from grpo_fn.shell.episodes.chat_format import text
+from grpo_fn.shell.episodes.chat_format import TextFormat, text
 from grpo_fn.shell.episodes.episode_rows import Environments, as_observation
 from grpo_fn.shell.episodes.tape import Tape
 from grpo_fn.shell.episodes.tool_calls import no_calls
 
 
-def start(problem: Problem, key: int) -> Start:
-    return Start({"left": 3, "seen": []}, (Message("user", problem.prompt),))
+class Digits(TextFormat):
+    """Turns end with a digit 1, which a model that has seen numbers writes soon."""
+
+    @property
+    def end(self) -> int:
+        return self.tokenizer("1", add_special_tokens=False)["input_ids"][-1]
 
 
-def step(state: dict, message: Message, key: int) -> Step:
-    """Says how long the message was and a number of its key; over when it has been asked often enough, or by chance."""
-    number = random.Random(key).randrange(100)
-    after = {"left": state["left"] - 1, "seen": [*state["seen"], len(message.content)]}
-    done = after["left"] == 0 or number < 15
-    said = "a7 " * (number % 4) + str(len(message.content))
-    return Step(after, () if done else (Message("user", said),), number / 100, done)
-
-
-def count_digits(state: dict, message: Message, key: int) -> Step:
-    """Rewards digits, and shows how many there were: something to learn from for a tiny model."""
-    digits = sum(c.isdigit() for c in message.content)
-    done = state["left"] == 1
-    after = {"left": state["left"] - 1, "seen": [*state["seen"], digits]}
-    return Step(after, () if done else (Message("user", str(digits)),), float(digits), done)
-
-
-def with_tool(state: dict, message: Message, key: int, *, tool: str) -> Step:
-    """As `count_digits`, with a file as the tool that it cannot do without."""
-    return count_digits(state, message, key + len(Path(tool).read_text()))
-
-
-def broken(state: dict, message: Message, key: int) -> Step:
-    raise RuntimeError("the tool is out of order")
-
-
-def hangs(state: dict, message: Message, key: int) -> Step:
-    threading.Event().wait()
-
-
-def nonsense(state: dict, message: Message, key: int) -> Step:
-    return Step({"set": {1, 2}}, (), 0.0, True)
-
-
-TALK = Environment(start=start, step=step, pure=True)
+def ends_with_one(tokenizer: PreTrainedTokenizerBase) -> Digits:
+    return Digits(tokenizer, "\n", "\n", no_calls)
 
 
 class Here:

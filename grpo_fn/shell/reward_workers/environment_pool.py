@@ -76,8 +76,8 @@ class EnvironmentPool:
         """What was counted since the last call."""
         with self._lock:
             counts, self.counts = self.counts, Counter()
-        names = ("environment_seconds", "environment_calls", "environment_failures", "decoding_wait_seconds")
-        return {f"episode/{name}": float(counts[name]) for name in names}
+        names = ("time/environments", "time/environment_wait", "episode/environment_failures")
+        return {name: float(counts[name]) for name in names}
 
     def _submit(self, kind: str, *given: Any) -> Future[Answer]:
         if self._threads is None:
@@ -93,9 +93,8 @@ class EnvironmentPool:
             self._drop()
             answer = Answer(failure=lost.reason)
         with self._lock:
-            self.counts["environment_calls"] += 1
-            self.counts["environment_seconds"] += time.monotonic() - begun
-            self.counts["environment_failures"] += bool(answer.failure)
+            self.counts["time/environments"] += time.monotonic() - begun
+            self.counts["episode/environment_failures"] += bool(answer.failure)
         return answer
 
     def _ask(self, row: bytes) -> Answer:

@@ -4,8 +4,8 @@ A message is a 4-byte big-endian length and that many bytes. In: a pickled `(fun
 each row `(problem, completion)` are pickles themselves, so that a row is opened only when its turn has come. Out:
 JSON, `["ready"]` when the function is loaded, then for each row in order `["value", row, number or null, seconds]`
 (of an environment text, not a number), or `["raised", row, the exception in one line, traceback, seconds]` when the
-function raised; `["importing", package]` before that, while it imports one. On `["failed", traceback]`, the function could not be loaded, and `["memory"]` the
-worker ends. It ends as well when its standard input does.
+function raised; `["importing", package]` before that, while it imports one. On `["failed", traceback]`, the function
+could not be loaded, and `["memory"]` the worker ends. It ends as well when its standard input does.
 
 This file imports nothing heavy: a worker starts in a fraction of a second.
 """

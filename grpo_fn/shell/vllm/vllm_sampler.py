@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
+from grpo_fn.shell.episodes.episode_rows import Environments, row_keys
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import Encode
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -29,9 +30,11 @@ from grpo_fn.shell.sampler.interface import (
     OnCompletion,
     SamplerContext,
     assemble,
+    assemble_episodes,
     check_limits,
     completion_limits,
     completion_of_row,
+    context_limit,
     ignore_completion,
     never_stop,
     positions,
@@ -39,6 +42,7 @@ from grpo_fn.shell.sampler.interface import (
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
 from grpo_fn.shell.vllm.colocated import ColocatedEngine
+from grpo_fn.shell.vllm.episode_rounds import EngineEpisodes
 from grpo_fn.shell.vllm.options import arguments, check_extra, merge_options, params, row_seeds
 from grpo_fn.shell.world import World
 
@@ -89,7 +93,7 @@ def colocated_sampler(
         ValueError: before the engine is started, for what vLLM does not draw; where it does not open the model.
     """
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
-    asked += (context.on_completion, max_total_tokens)
+    asked += (context.on_completion, max_total_tokens, context.environments)
     check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)
     how = arguments(
         context,
@@ -143,7 +147,7 @@ def dedicated_sampler(
         ValueError: for what vLLM does not draw, before there is an engine.
     """
     asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
-    asked += (context.on_completion, max_total_tokens)
+    asked += (context.on_completion, max_total_tokens, context.environments)
     check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)
     made = engine(context.world, context.dtype)
     return VllmSampler(made, context, tokenizer, end_tokens(context, tokenizer), *asked)
@@ -182,6 +186,7 @@ class VllmSampler:
     extra: Mapping[str, Any]
     on_completion: OnCompletion | None = None  # called with every completion; an engine's ranks share them
     max_total_tokens: int | None = None  # of a prompt and its completion together
+    environments: Environments | None = None  # of rows that are episodes
     # Of the weights; other samplers on the same engine count on.
     versions: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
@@ -189,6 +194,11 @@ class VllmSampler:
         """Raise ValueError for limits below 1, stop strings that stop at once, and what vLLM does not draw."""
         check_limits(self.stop, max_new_tokens=self.max_new_tokens, max_rows=self.max_rows)
         merge_options(params(self.token_sampler), self.extra)
+        if self.environments is not None and not self.environments.pure and self.engine.ranks > 1:
+            raise ValueError(
+                f"episodes: got {self.environments.name}, which is not pure, with an engine of {self.engine.ranks} "
+                "ranks, wanted an engine for each rank: those that share one have to observe the same"
+            )
 
     ranks = property(attrgetter("engine.ranks"), doc="How many have the engine together; they sample the same.")
     overlaps = property(attrgetter("engine.overlaps"), doc="Whether it can sample while the policy trains.")
@@ -205,8 +215,8 @@ class VllmSampler:
         self.engine.rest()
 
     def figures(self) -> dict[str, float]:
-        """The engine's messages."""
-        return self.engine.figures()
+        """The engine's messages, and the environment's."""
+        return {**self.engine.figures(), **({} if self.environments is None else self.environments.caller.figures())}
 
     def close(self) -> None:
         """The engine is not needed any more."""
@@ -214,12 +224,14 @@ class VllmSampler:
 
     def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "VllmSampler":
         """The same engine, drawing with `token_sampler`; `check` is called with every completion that ends."""
-        return replace(
-            self, token_sampler=token_sampler, on_completion=None if check is never_stop else lambda *_: check()
-        )
+        on_completion = None if check is never_stop else lambda *_: check()
+        environments = self.environments and self.environments.without_tape()
+        return replace(self, token_sampler=token_sampler, on_completion=on_completion, environments=environments)
 
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:
         """G completions of every problem. Row p * G + g has the seed that fold_in(key, uid, g) leads to."""
+        if self.environments is not None:
+            return self._sample_episodes(self.environments, problems, group_size, key)
         prompts = [self.encode(self.tokenizer, problem.prompt) for problem in problems]
         limits = completion_limits(
             problems,
@@ -243,13 +255,33 @@ class VllmSampler:
             torch.tensor([answer.stopped for answer in answers], device=device),
         )
 
+    def _sample_episodes(self, of: Environments, problems: Sequence[Problem], group_size: int, key: Tensor) -> Rollout:
+        """G episodes of every problem; each turn of row p * G + g has a seed of its own."""
+        most = min(filter(None, (positions(self.context.config), self.max_model_len)), default=None)
+        context = context_limit(self.max_total_tokens, most)
+        rows = of.begin(problems, group_size, key=key, max_tokens=self.max_new_tokens, context=context)
+        of_one = {"max_new_tokens": 1, "max_total_tokens": self.max_total_tokens, "positions": context}
+        completion_limits(problems, rows.prompts, **of_one)  # every opening leaves a token
+
+        def ended(b: int) -> None:
+            if self.on_completion is not None and b in self._own(len(rows.rows)):
+                self.on_completion(problems[b // group_size], rows.completion(b))
+
+        how = {**self._how(), "stop_token_ids": [*self.ends, of.chat.end]}
+        episodes = EngineEpisodes(self.engine, rows, row_keys(key, problems, group_size), how=how, ended=ended)
+        episodes.run(self.max_rows)
+        logp = torch.tensor([x for row in episodes.logp for x in row], device=self.context.world.device)
+        return assemble_episodes(rows, episodes.tokens, logp, self.tokenizer)
+
+    def _own(self, rows: int) -> range:
+        """The rows that are reported on this one of the engine's ranks: those that it will score."""
+        return range(rows)[rank_share(rows, self.context.world.rank % self.ranks, self.ranks)]
+
     def _on_answer(
         self, problems: Sequence[Problem], group_size: int, p: int, g: int, answer: EngineCompletion
     ) -> None:
         """Report a row, on the one of the engine's ranks that has it among the rows that it will score."""
-        rows = len(problems) * group_size
-        own = range(rows)[rank_share(rows, self.context.world.rank % self.ranks, self.ranks)]
-        if p * group_size + g in own:
+        if p * group_size + g in self._own(len(problems) * group_size):
             self.on_completion(problems[p], completion_of_row(self.tokenizer, answer.tokens, stopped=answer.stopped))
 
     def _how(self) -> dict[str, Any]:

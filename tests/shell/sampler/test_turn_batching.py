@@ -5,7 +5,8 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from episode_fakes import TALK, Here, environments
+from environment_fakes import TALK
+from episode_fakes import Here, environments
 from fakes import MODELS, VOCABULARY, problem, tokenizer
 from hypothesis import given, settings
 from policies import local
@@ -145,7 +146,7 @@ def test_the_policys_logp_is_the_samplers(name) -> None:
     assert not bool((rollout.mask[:, 1:] <= rollout.mask[:, :-1]).all()), "wanted observations between turns"
     optimizer = partial(adamw, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
     knobs = {"micro_tokens": 60, "min_micro_batches": 1, "max_grad_norm": 1.0, "logits_chunk_elements": 10**4}
-    policy = local(s.model, optimizer, temperature=0.4, **knobs)
+    policy = local(s.model, optimizer=optimizer, temperature=0.4, **knobs)
     assert isinstance(policy, FSDPPolicy)
     gap = policy.logp(rollout) - rollout.logp_sampled
     assert float(gap[rollout.mask].abs().max()) < 1e-4

@@ -246,7 +246,7 @@ class LocalSampler:
         if rows is not None:
             batching = TurnBatching(made, prompts, u, limit, rows=rows, **how)
             decoded = batching.run()
-            rows.of.caller.count("decoding_wait_seconds", batching.waited)
+            rows.of.caller.count("time/environment_wait", batching.waited)
             return decoded
         if made is None:
             return hf_cache_decode.decode(self.model, prompts, u, limit, **how)

@@ -1,0 +1,63 @@
+"""Runs of episodes: interrupted, replayed without their tool, and on two ranks, they are what they were."""
+
+import gzip
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from e2e.running import TESTS, AtPhase, command, finish, metrics, outcome
+
+from grpo_fn.replay.__main__ import main as replay
+
+EPISODES = ("--gin_file", str(TESTS / "e2e" / "episodes.gin"))
+
+
+def run_of(cache: Path, run_dir: Path, **changes: object) -> Path:
+    out = run_dir.with_suffix(".out")
+    assert finish(command(cache, run_dir, *EPISODES, **changes), out) == 0, out.read_text()
+    return run_dir
+
+
+def rows(run_dir: Path, step: int) -> list[dict]:
+    with gzip.open(run_dir / "rollouts" / f"step_{step:06d}.jsonl.gz", "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def episodes(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_of(cache, tmp_path_factory.mktemp("episodes") / "run")
+
+
+def test_episodes_of_several_turns_train(episodes: Path) -> None:
+    turns = [row["turns"] for row in rows(episodes, 1)]
+    assert max(map(len, turns)) > 1
+    assert {turn["limit"] for row in turns for turn in row} > {""}
+    for row in rows(episodes, 1):
+        assert sum(row["mask"]) == sum(turn["length"] for turn in row["turns"])
+    assert metrics(episodes)[1]["episode/turns_max"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["generate", "train", "checkpoint"])
+def test_a_killed_run_goes_on_bit_for_bit(cache: Path, episodes: Path, tmp_path: Path, phase: str) -> None:
+    argv = command(cache, tmp_path / "run", *EPISODES)
+    assert finish(argv, tmp_path / "out", AtPhase(phase, 2, signal.SIGKILL)) == -signal.SIGKILL
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert outcome(tmp_path / "run") == outcome(episodes)
+
+
+@pytest.mark.slow
+def test_a_step_is_replayed_without_its_tool(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tool = tmp_path / "tool"
+    tool.write_text("?")
+    run = run_of(
+        cache,
+        tmp_path / "run",
+        environment__Environment__step="@environment_fakes.with_tool",
+        environment__Environment__pure=False,
+        environment_fakes__with_tool__tool=repr(str(tool)),
+    )
+    tool.unlink()
+    assert replay([str(run), "--step", "3"]) == 0, capsys.readouterr().out
+    assert "is what it was" in capsys.readouterr().out

@@ -1,0 +1,52 @@
+"""Readers of tool calls are total: any text gives content, calls and what is malformed."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_fn.core.environment import ToolCall
+from grpo_fn.shell.episodes.tool_calls import ReadTurn, hermes, tags
+
+names = st.from_regex(r"[a-z_]{1,6}", fullmatch=True)
+pieces = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}', "<f>", "</f>", "[" * 9999, "text", "{"]
+
+
+@given(st.lists(st.sampled_from(pieces) | st.text(max_size=4), max_size=7).map("".join))
+def test_readers_are_total(text: str) -> None:
+    for found in (hermes(text), tags(text, argument="x")):
+        assert isinstance(found, ReadTurn)
+        assert all(isinstance(call, ToolCall) for call in found.calls)
+
+
+@given(names, st.dictionaries(names, st.integers() | st.text("ab é", max_size=5), max_size=3), st.integers(0, 3))
+def test_hermes_calls_are_read_as_written(name: str, arguments: dict, count: int) -> None:
+    written = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    assert hermes("before " + written * count) == ReadTurn("before", (ToolCall(name, arguments),) * count, "")
+
+
+@given(names, st.text("0123+* ", max_size=6))
+def test_tags_are_read_as_written(name: str, argument: str) -> None:
+    assert tags(f"a<{name}>{argument}</{name}>b", argument="x") == ReadTurn(
+        "ab", (ToolCall(name, {"x": argument}),), ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<tool_call>{}", "got no </tool_call>"),
+        ("<tool_call>{</tool_call>", "no JSON"),
+        ('<tool_call>{"name": 1}</tool_call>', "without a name"),
+        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "arguments of type list"),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "got NaN"),
+    ],
+)
+def test_what_is_malformed_is_said(text: str, said: str) -> None:
+    assert said in hermes(text).malformed
+
+
+@pytest.mark.parametrize(("text", "said"), [("<f>1", "got <f>, wanted </f>"), ("1</f>", "got </f>, wanted <f>")])
+def test_tags_that_are_no_pair_are_malformed(text: str, said: str) -> None:
+    assert said in tags(text, argument="x").malformed
