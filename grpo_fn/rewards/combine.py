@@ -31,7 +31,7 @@ def combine(
 ) -> Reward:
     """Weighted sum of several rewards: `value[p, g] = sum_k weights[k] * parts[k](problem p, completion p * G + g)`.
 
-    A sample is valid when every part with a non-zero weight could score it, and its environment every turn; the value of an invalid one is 0. In
+    A sample is valid when every part with a non-zero weight could score it; the value of an invalid one is 0. In
     `parts` what could not be scored is 0 as well: read it where `valid`. A part of weight 0 is only logged: it makes
     no sample invalid, so who compares parts one by one (GDPO) gives each of them a weight. Parts are named after
     their functions.
@@ -64,8 +64,7 @@ def combine(
 
     table = [grid([0.0 if s is None else float(s) for s in column]) for column in scores]
     known = [grid([s is not None for s in column]) for column, w in zip(scores, weights, strict=True) if w != 0]
-    whole = grid([all(turn.reward is not None for turn in completion.turns) for completion in completions])
-    valid = torch.stack([whole, *known]).all(0)
+    valid = torch.stack([torch.ones_like(table[0], dtype=torch.bool), *known]).all(0)
     value = torch.stack([w * part for w, part in zip(weights, table, strict=True)]).sum(0)
     return Reward(torch.where(valid, value, 0.0), valid, dict(zip(names, table, strict=True)))
 

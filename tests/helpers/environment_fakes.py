@@ -47,7 +47,7 @@ def dies(state: dict, message: Message, key: int) -> Step:
     os._exit(3)
 
 
-def nonsense(state: dict, message: Message, key: int) -> Step:
+def state_of_a_set(state: dict, message: Message, key: int) -> Step:
     return Step({"set": {1, 2}}, (), 0.0, True)
 
 

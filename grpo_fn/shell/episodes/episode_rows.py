@@ -72,7 +72,10 @@ class Environments:
     ) -> "EpisodeRows":
         """The episodes of a call, with their openings. Raises EnvironmentFailed where there is none."""
         base = prng.fold_in(key.cpu(), ENVIRONMENT)
-        asked = [None if self._taped_start(p) else self.caller.start(p, seed_of(base, p.uid, START)) for p in problems]
+        asked = [
+            None if self._taped_start(p) else self.caller.start(p, environment_seed(base, p.uid, START))
+            for p in problems
+        ]
         openings = [
             self._taped_opening(p) if future is None else self._opening(p, future.result())
             for p, future in zip(problems, asked, strict=True)
@@ -101,7 +104,7 @@ class Environments:
         return self.chat.open(found.messages), found.state, found.state_hash
 
 
-def seed_of(key: Tensor, *data: int) -> int:
+def environment_seed(key: Tensor, *data: int) -> int:
     """The seed below 2^63 that an environment is asked with."""
     return int(prng.fold_in(key, *data)[0]) & (2**63 - 1)
 
@@ -180,9 +183,9 @@ class EpisodeRows:
         n = len(row.turns) - 1
         taped = self.of.tape.of(row.problem.uid, row.g)
         if taped is not None and not self.of.pure:
-            row.asked = done(self._from_tape(row, taped, n))
+            row.asked = ready_answer(self._from_tape(row, taped, n))
         else:
-            row.asked = self.of.caller.step(row.state, message, seed_of(self.key, row.problem.uid, row.g, n))
+            row.asked = self.of.caller.step(row.state, message, environment_seed(self.key, row.problem.uid, row.g, n))
         return True
 
     def go_on(self, b: int) -> GoesOn | None:
@@ -277,7 +280,7 @@ class EpisodeRows:
             )
 
 
-def done(answer: Answer) -> Future[Answer]:
+def ready_answer(answer: Answer) -> Future[Answer]:
     """An answer that is there."""
     future: Future[Answer] = Future()
     future.set_result(answer)
@@ -285,7 +288,7 @@ def done(answer: Answer) -> Future[Answer]:
 
 
 def as_observation(failure: Answer, called: bool) -> Answer:
-    """What went wrong is what the policy observes, as a tool's message where it had called one; the state stays.
+    """An observation of what went wrong, as a tool's message where the turn had called one; the state stays.
 
     Args:
         failure: of the environment.
@@ -310,7 +313,7 @@ def as_unscorable(failure: Answer, called: bool) -> Answer:
     return Answer(reward=None, done=True)
 
 
-def row_keys(key: Tensor, problems: Sequence[Problem], group_size: int) -> Tensor:
+def sample_keys(key: Tensor, problems: Sequence[Problem], group_size: int) -> Tensor:
     """fold_in(key, uid, g) of every row, `[B, 2]`."""
     uid = torch.tensor([p.uid for p in problems], device=key.device).repeat_interleave(group_size)
     return prng.fold_in(key, uid, torch.arange(group_size, device=key.device).repeat(len(problems)))

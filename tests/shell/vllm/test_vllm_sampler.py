@@ -170,7 +170,7 @@ def test_the_local_samplers_own_completions_come_back_as_its_own_rollout(texts: 
     engine.generate = lambda asks, how, on_answer: [[next(drawn) for _ in ask.seeds] for ask in asks]
     found = sampler(engine).sample(problems(texts), group_size, key=KEY)
     assert found.text == wanted.text
-    for got, due in zip(found[:-1], wanted[:-1], strict=True):
+    for got, due in zip(found[:4], wanted[:4], strict=True):
         assert torch.equal(got, due)
 
 
