@@ -6,7 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from e2e.faults import job
 from e2e.running import TESTS, AtPhase, command, finish, metrics, outcome
+from e2e.test_ranks import same_run
 
 from grpo_fn.replay.__main__ import main as replay
 
@@ -61,3 +63,10 @@ def test_a_step_is_replayed_without_its_tool(cache: Path, tmp_path: Path, capsys
     tool.unlink()
     assert replay([str(run), "--step", "3"]) == 0, capsys.readouterr().out
     assert "is what it was" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_same_run(cache: Path, episodes: Path, tmp_path: Path) -> None:
+    made = job(tmp_path, 2, command(cache, tmp_path / "run", *EPISODES))
+    assert made.code == 0, made.everything()
+    same_run(tmp_path / "run", episodes)

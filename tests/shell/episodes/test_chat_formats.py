@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.core.environment import Message
+from grpo_fn.core.environment import Message, ToolCall
 from grpo_fn.shell.episodes.chat_format import ChatFormat, text
 from grpo_fn.shell.episodes.chat_template import tokenizer_template
+from grpo_fn.shell.episodes.renderers_format import family_renderer
 from grpo_fn.shell.episodes.tool_calls import hermes, no_calls
 from grpo_fn.shell.model.tiny_model import CHAT_TEMPLATE, byte_tokenizer
 
@@ -77,3 +78,24 @@ def test_a_role_that_was_not_tried_is_refused() -> None:
     made = tokenizer_template(chat_tokenizer(), observed=("tool",), read_calls=hermes)
     with pytest.raises(ValueError, match="got an observation of role 'user', wanted tool"):
         made.extend([Message("user", "x")])
+
+
+def test_a_family_of_the_renderers_package_appends_to_what_was_sampled() -> None:
+    pytest.importorskip("renderers", reason="pip install grpo_fn[agents]")
+    tokenizer = byte_tokenizer(chat=True)
+    tokenizer.unk_token = None
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"])
+    made = family_renderer(tokenizer, family="qwen3", observed=("tool",))
+    assert isinstance(made, ChatFormat)
+    assert (
+        tokenizer.decode(made.open([Message("user", "hi")]))
+        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    behind = "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(made.extend([Message("tool", "12")])) == behind
+    turn = tokenizer('so <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>')["input_ids"]
+    assert made.parse(turn) == Message("assistant", "so", "", (ToolCall("f", {"x": 1}),))
+    broken = made.parse(tokenizer('<tool_call>\n{"name": }\n</tool_call><|im_end|>')["input_ids"])
+    assert "invalid_json" in broken.malformed
+    with pytest.raises(ValueError, match="family: got 'none'"):
+        family_renderer(tokenizer, family="none", observed=("tool",))
