@@ -70,3 +70,24 @@ def test_two_ranks_make_the_same_run(cache: Path, episodes: Path, tmp_path: Path
     made = job(tmp_path, 2, command(cache, tmp_path / "run", *EPISODES))
     assert made.code == 0, made.everything()
     same_run(tmp_path / "run", episodes)
+
+
+@pytest.mark.slow
+def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_path: Path) -> None:
+    """The run is killed after step 3, whose checkpoint is that of step 2; then its tool answers otherwise."""
+    tool = tmp_path / "tool"
+    tool.write_text("?")
+    changes = {
+        "environment__Environment__step": "@environment_fakes.with_tool",
+        "environment__Environment__pure": False,
+        "environment_fakes__with_tool__tool": repr(str(tool)),
+    }
+    argv = command(cache, tmp_path / "run", *EPISODES, **changes)
+    assert finish(argv, tmp_path / "out", AtPhase("generate", 4, signal.SIGKILL)) == -signal.SIGKILL
+    before = rows(tmp_path / "run", 3)
+    tool.write_text("other")
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert "environments answer as recorded in 1 steps after step 2" in (tmp_path / "out").read_text()
+    assert rows(tmp_path / "run", 3) == before
+    shown = [turn["observation"] for row in rows(tmp_path / "run", 4) for turn in row["turns"]]
+    assert any(text.endswith("other") for text in shown)

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fn.core import prng
 from grpo_fn.core.environment import Message, PlainData
 from grpo_fn.core.problem import Completion, Problem, Turn
-from grpo_fn.shell.episodes.answers import Answer, read_entry
+from grpo_fn.shell.episodes.answers import FAILURE, Answer, read_entry
 from grpo_fn.shell.episodes.chat_format import ChatFormat
 from grpo_fn.shell.episodes.tape import Tape, Taped, TapeDiffers
 
@@ -182,7 +182,7 @@ class EpisodeRows:
         self._note(row, tokens, None)
         n = len(row.turns) - 1
         taped = self.of.tape.of(row.problem.uid, row.g)
-        if taped is not None and not self.of.pure:
+        if taped is not None and (not self.of.pure or self._failed_before(row, taped, n)):
             row.asked = ready_answer(self._from_tape(row, taped, n))
         else:
             row.asked = self.of.caller.step(row.state, message, environment_seed(self.key, row.problem.uid, row.g, n))
@@ -267,6 +267,11 @@ class EpisodeRows:
             return Answer(failure=text)
         return read_entry(was.answer)
 
+    def _failed_before(self, row: EpisodeRow, taped: Taped, n: int) -> bool:
+        """Whether the environment failed there: it may have been late, which it may not be again."""
+        was = taped.turns[n] if n < len(taped.turns) else None
+        return was is not None and was.text == row.message.content and was.answer.startswith(FAILURE)
+
     def _compare(self, row: EpisodeRow, found: Answer) -> None:
         """Raise TapeDiffers where a pure environment answers the same message otherwise than before."""
         n, taped = len(row.turns) - 1, self.of.tape.of(row.problem.uid, row.g)
@@ -276,7 +281,8 @@ class EpisodeRows:
         if (was.state, was.answer) != (row.state_hash, found.entry()):
             raise TapeDiffers(
                 f"{self._place(row, n)}: got {found.entry()[:200]} in state {row.state_hash}, wanted what it answered "
-                f"before, {was.answer[:200]} in state {was.state}: the environment says that it is pure, and is not"
+                f"before, {was.answer[:200]} in state {was.state}: the environment says that it is pure, "
+                "and is not, or its code has changed since (a run goes on without the tape with --force)"
             )
 
 

@@ -217,3 +217,13 @@ def test_a_failure_is_what_the_knob_says(fails, reward) -> None:
     assert {turn.reward for turn in failed} == {reward}
     assert {turn.error for turn in failed} == {"RuntimeError: the tool is out of order"}
     assert ("error: RuntimeError" in failed[0].observation) is (fails is as_observation)
+
+
+def test_a_failure_on_the_tape_fails_again() -> None:
+    asked = ["aT 7", "7"]
+    late = Here(Environment(start=TALK.start, step=broken, pure=True))
+    once = sampler(caller=late).sample(problems(asked), 2, key=KEY)
+    tape = Tape(episodes={(100 + b // 2, b % 2): Taped((), turns) for b, turns in enumerate(once.turns)})
+    again = sampler(tape=tape).sample(problems(asked), 2, key=KEY)
+    assert any(turn.error for turns in once.turns for turn in turns)
+    assert again.turns == once.turns
