@@ -13,6 +13,7 @@ from grpo_fn.shell.sampler.interface import EngineRefused as EngineRefused  # fo
 from grpo_fn.shell.world import Elsewhere, LostRank, join_world, leave_lost
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.build import build
+from grpo_fn.trainer.checks.try_environment import try_environment
 from grpo_fn.trainer.checks.validate import check_this_machine, dry_run_lines, validate
 from grpo_fn.trainer.loop import run_training
 from grpo_fn.trainer.run import RunRequest
@@ -112,6 +113,7 @@ def train(
         health=health,
     )
     plan = validate(settings)
+    try_environment(episodes, plan.task.test[0])  # not in validate: a replay may be without the tool
     if request.dry_run:
         if not request.force and has_progress(request.run_dir):
             check_run(request.run_dir, config_text=request.config.text, fingerprint=request.config.fingerprint)

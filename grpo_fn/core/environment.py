@@ -5,12 +5,13 @@ No torch in here: environments run in worker processes, which must start fast un
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grpo_fn.core.problem import Problem
 
-# What a state is made of: it is hashed, stored and sent to other processes, and compares by value.
-PlainData = None | bool | int | float | str | Sequence["PlainData"] | Mapping[str, "PlainData"]
+# What a state is made of, at any depth: it is hashed, sent to other processes as JSON, and compares by value. An
+# environment finds lists where it put tuples.
+PlainData = None | bool | int | float | str | Sequence[Any] | Mapping[str, Any]
 
 
 class ToolCall(NamedTuple):

@@ -30,6 +30,12 @@ class Turn(NamedTuple):
     answer: str = ""  # what the environment answered, as JSON: this turn's entry of the tape
 
 
+def transcript(text: str, turns: Sequence[Turn]) -> str:
+    """An episode as a person reads it: turns, and each observation quoted behind its own; `text` without turns."""
+    said = [part for turn in turns for part in (turn.text, turn.observation and f"> {turn.observation}") if part]
+    return "\n".join(said) if turns else text
+
+
 LIMITS = ("turns", "turn_tokens", "tokens", "context")  # of an episode
 
 

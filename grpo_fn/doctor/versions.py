@@ -68,6 +68,8 @@ PACKAGES = (
     Package("datasets", ">=3", (), extra="data"),
     Package("pyarrow", ">=17", (), extra="data"),
     Package("reasoning-gym", ">=0.1.25,<0.2", (TestedVersion("0.1.25", MAIN),), "tasks"),
+    Package("renderers", ">=0.1.12", (), extra="agents"),
+    Package("httpx", ">=0.27", (), extra="agents"),
     Package("wandb", ">=0.31", (TestedVersion("0.31.0", MAIN),), extra="wandb"),
     Package("trackio", ">=0.43", (TestedVersion("0.43.0", MAIN),), extra="trackio"),
 )

@@ -34,10 +34,18 @@ from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import prepare_data, start_sampler
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_sources import try_task
-from grpo_fn.trainer.episodes import open_environments
 from grpo_fn.trainer.model_source import LocatedModel, check_fits, copy_checkpoint_weights, locate
 from grpo_fn.trainer.run import EVALUATION
-from grpo_fn.trainer.sections import Compute, Data, Episodes, Evaluation, Rewards, Sampling
+from grpo_fn.trainer.sections import (
+    Compute,
+    Data,
+    Episodes,
+    Evaluation,
+    Rewards,
+    Sampling,
+    check_episodes,
+    open_environments,
+)
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
 BYTES_A_TOKEN = 16  # of samples.jsonl, generously: four of English, six a character of other scripts
@@ -69,6 +77,7 @@ def measure(
     """
     clock = Stopwatch()
     check_sandboxes(evaluation.graders)
+    check_episodes(episodes, sampling)
     check_engines([sampling.sampler])
     place, precision = find_device(compute.device, 0), hf.find_dtype(compute.dtype)
     hf.check_attention(compute.attention)
@@ -91,19 +100,11 @@ def measure(
         greedy = start_sampler(sampling.sampler, context, *asked, max_rows=sampling.max_rows)
         if found.checkpoint is not None:
             greedy.load(FixedWeights(full_model(), context.world))
-    with (
-        note_on_error(f"evaluating {found.path}"),
-        closing(greedy),
-        environment_workers,
-        rewards.pool() as pool,
-        clock.span("evaluate"),
-    ):
+    with note_on_error(f"evaluating {found.path}"), closing(greedy), environment_workers, rewards.pool() as pool:
         score = clock.span("score")(pool.score)  # its time is counted apart from that of the evaluation around it
-        judged = graded_answers(greedy, problems, seed=seed, how=evaluation, score=score)
+        judged = clock.span("evaluate")(graded_answers)(greedy, problems, seed=seed, how=evaluation, score=score)
     eval_store.write_evaluation_rows(request.out / SAMPLES, [one.row() for one in judged])
     figures = {**summarise(judged, ks=evaluation.ks, by=evaluation.by), **clock.lap()}
-    grouped = {key: problems_by_meta(judged, key) for key in evaluation.by}
-    parts = {key: {value: count_graded(rows) for value, rows in of.items()} for key, of in grouped.items()}
     results = {
         "model": request.model,
         "weights": found.path,
@@ -113,7 +114,7 @@ def measure(
         "seed": seed,
         "fingerprint": request.config.fingerprint,
         "figures": figures,
-        "parts": {key: values for key, values in parts.items() if values},
+        "parts": count_parts(judged, evaluation.by),
     }
     write_json(request.out / RESULTS, results)  # the last one: where it is, the others are whole
     print(*report(results), f"written to {request.out}", sep="\n")
@@ -155,6 +156,12 @@ def graded_answers(
             judged += how.grade_answers(greedy, sampled, asked, key=key, score=score)
             bar.update(len(judged) - bar.n)
     return judged
+
+
+def count_parts(judged: Sequence[GradedAnswer], by: Sequence[str]) -> dict[str, dict[str, dict[str, float | int]]]:
+    """`count_graded` of the problems with each value of a field, for every field that some have."""
+    grouped = {key: problems_by_meta(judged, key) for key in by}
+    return {key: {value: count_graded(rows) for value, rows in of.items()} for key, of in grouped.items() if of}
 
 
 def count_graded(judged: Sequence[GradedAnswer]) -> dict[str, float | int]:

@@ -42,9 +42,8 @@ from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
 from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
-from grpo_fn.trainer.episodes import open_environments
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
-from grpo_fn.trainer.sections import Data, Sampling, Settings
+from grpo_fn.trainer.sections import Data, Sampling, Settings, open_environments
 from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
 from grpo_fn.trainer.state import check_steps, has_progress
 from grpo_fn.trainer.teachers import check_keys, open_teachers, teacher_logp
@@ -88,12 +87,10 @@ def build(
     environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
-    specs = teacher_specs(s, spec, checked, theirs)
-    load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=specs)
-    loaded = world.together(load, what="loading the model")
+    frozen = {"reference": checked.frozen, "teachers": teacher_specs(s, spec, checked, theirs)}
+    loaded = world.together(partial(load_and_shard, world, spec, **frozen), what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
-    pool = s.rewards.pool()
-    streaming = StreamingRewards(pool)
+    streaming = StreamingRewards(pool := s.rewards.pool())
     context = sampler_context(spec, world, loaded.decoding, streaming.on_completion, environments)
     token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)

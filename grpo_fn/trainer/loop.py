@@ -82,11 +82,12 @@ def read_tape(run: TrainingRun, start: int) -> list[str]:
     """Take in what environments answered in steps that a run has taken and lost; returns what there is to say of it."""
     if run.environments is None or run.request.force:  # with another configuration it is another run
         return []
-    asked = partial(run.environments.tape.read, run.run_dir / "rollouts", after=start)
+    asked = partial(recorded_episodes, run.run_dir / "rollouts", after=start)
     steps = run.world.agree(asked, what="the tape of environments")
-    return (
-        [f"environments answer as recorded in {steps} steps after step {start}, which are taken again"] if steps else []
-    )
+    for rows in steps:
+        run.environments.tape.add(rows)
+    text = f"environments answer as recorded in {len(steps)} steps after step {start}, which are taken again"
+    return [text] if steps else []
 
 
 def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:

@@ -16,6 +16,7 @@ from grpo_fn.analysis.evaluation import GradedAnswer
 from grpo_fn.analysis.html import token_page
 from grpo_fn.analysis.html.heat_map import heat_map
 from grpo_fn.core import checksums
+from grpo_fn.core.problem import transcript
 from grpo_fn.core.types import Gains, Scores
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import eval_store, rollout_store
@@ -46,7 +47,7 @@ def sample_rows(seen: Experience, count: int) -> list[Row]:
     return [
         {
             "prompt": problems[b // size].prompt,
-            "completion": rollout.text[b],
+            "completion": transcript(rollout.text[b], rollout.turns[b] if rollout.turns else ()),
             "answer": problems[b // size].answer,
             "reward": f"{reward.value.flatten()[b]:.2f}",
             "advantage": f"{adv.flatten()[b]:.2f}",

@@ -6,20 +6,24 @@ checked in `validate`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
 from grpo_fn.core.checks import check_positive
 from grpo_fn.core.environment import Environment
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Sampler
-from grpo_fn.shell.episodes.chat_format import MakeChatFormat
-from grpo_fn.shell.episodes.episode_rows import OnFailure
+from grpo_fn.shell.episodes.chat_format import ChatFormat, MakeChatFormat
+from grpo_fn.shell.episodes.episode_rows import Environments, OnFailure
+from grpo_fn.shell.episodes.tape import Tape
 from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.logprob_model import LogprobModel
@@ -27,6 +31,7 @@ from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.model.packed_input import InputPacking
 from grpo_fn.shell.policy.fsdp import LossScale, Optimizer, Schedule
 from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.shell.reward_workers.environment_pool import EnvironmentPool
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.interface import EngineSampler
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
@@ -114,6 +119,40 @@ class Episodes:
         check_positive(max_turns=self.max_turns, max_turn_tokens=self.max_turn_tokens)
         if self.answer_steps < 0:
             raise ValueError(f"sections.Episodes.answer_steps: got {self.answer_steps}, wanted at least 0")
+
+    @property
+    def name(self) -> str:
+        """The function that makes the environment's steps, with its module."""
+        fn, _ = function_and_knobs(self.environment.step)
+        return f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__name__)}"
+
+    def pool(self) -> EnvironmentPool:
+        """The worker processes of the environment. A context manager."""
+        knobs = {name: getattr(self, name) for name in ("workers", "deadline", "memory_mb")}
+        return EnvironmentPool(self.environment, **knobs)
+
+    def environments(self, tokenizer: PreTrainedTokenizerBase, pool: EnvironmentPool) -> Environments:
+        """What samplers need of it.
+
+        Raises ValueError for a tokenizer in whose chat format turns cannot be appended exactly.
+        """
+        chat = self.chat_format(tokenizer)
+        if not isinstance(chat, ChatFormat):
+            raise ValueError(
+                f"sections.Episodes.chat_format: got a {type(chat).__name__}, wanted a ChatFormat: an object with end, "
+                "open, extend and parse"
+            )
+        return Environments(
+            name=self.name,
+            pure=self.environment.pure,
+            caller=pool,
+            chat=chat,
+            max_turns=self.max_turns,
+            max_turn_tokens=self.max_turn_tokens,
+            fails=self.on_failure,
+            answer_steps=self.answer_steps,
+            tape=Tape(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +290,36 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_positive(steps=self.steps)
+        check_episodes(self.episodes, self.sampling)
+
+
+def check_episodes(episodes: Episodes | None, sampling: Sampling) -> None:
+    """Raise ValueError where limits do not fit episodes."""
+    if episodes is None:
+        return
+    if sampling.stop:
+        raise ValueError(
+            f"sections.Sampling.stop: got {tuple(sampling.stop)} with sections.Episodes, wanted (): a turn ends with "
+            "the end token of its chat format"
+        )
+    if sampling.max_total_tokens is None:
+        raise ValueError(
+            "sections.Sampling.max_total_tokens: got None with sections.Episodes, wanted the most tokens of an "
+            "episode, opening, turns and observations together: every slot holds as many"
+        )
+
+
+def open_environments(
+    episodes: Episodes | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Environments | None, EnvironmentPool | nullcontext]:
+    """What samplers need of the environment, and the context in which its workers live; None where rows have one turn.
+
+    Raises ValueError for a tokenizer in whose chat format turns cannot be appended exactly.
+    """
+    if episodes is None:
+        return None, nullcontext()
+    pool = episodes.pool()
+    return episodes.environments(tokenizer, pool), pool
 
 
 def model_source(model: object, knob: str) -> hf.ModelSource:

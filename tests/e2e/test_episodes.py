@@ -6,7 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from e2e.faults import job
 from e2e.running import TESTS, AtPhase, command, finish, metrics, outcome
+from e2e.test_ranks import same_run
 
 from grpo_fn.replay.__main__ import main as replay
 
@@ -61,3 +63,31 @@ def test_a_step_is_replayed_without_its_tool(cache: Path, tmp_path: Path, capsys
     tool.unlink()
     assert replay([str(run), "--step", "3"]) == 0, capsys.readouterr().out
     assert "is what it was" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_same_run(cache: Path, episodes: Path, tmp_path: Path) -> None:
+    made = job(tmp_path, 2, command(cache, tmp_path / "run", *EPISODES))
+    assert made.code == 0, made.everything()
+    same_run(tmp_path / "run", episodes)
+
+
+@pytest.mark.slow
+def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_path: Path) -> None:
+    """The run is killed after step 3, whose checkpoint is that of step 2; then its tool answers otherwise."""
+    tool = tmp_path / "tool"
+    tool.write_text("?")
+    changes = {
+        "environment__Environment__step": "@environment_fakes.with_tool",
+        "environment__Environment__pure": False,
+        "environment_fakes__with_tool__tool": repr(str(tool)),
+    }
+    argv = command(cache, tmp_path / "run", *EPISODES, **changes)
+    assert finish(argv, tmp_path / "out", AtPhase("generate", 4, signal.SIGKILL)) == -signal.SIGKILL
+    before = rows(tmp_path / "run", 3)
+    tool.write_text("other")
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert "environments answer as recorded in 1 steps after step 2" in (tmp_path / "out").read_text()
+    assert rows(tmp_path / "run", 3) == before
+    shown = [turn["observation"] for row in rows(tmp_path / "run", 4) for turn in row["turns"]]
+    assert any(text.endswith("other") for text in shown)

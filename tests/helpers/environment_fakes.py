@@ -31,8 +31,9 @@ def count_digits(state: dict, message: Message, key: int) -> Step:
 
 
 def with_tool(state: dict, message: Message, key: int, *, tool: str) -> Step:
-    """As `count_digits`, with a file as the tool that it cannot do without."""
-    return count_digits(state, message, key + len(Path(tool).read_text()))
+    """As `count_digits`, with a file as the tool: what it says is observed as well."""
+    found, says = count_digits(state, message, key), Path(tool).read_text()
+    return found._replace(messages=tuple(m._replace(content=m.content + says) for m in found.messages))
 
 
 def broken(state: dict, message: Message, key: int) -> Step:
@@ -47,7 +48,7 @@ def dies(state: dict, message: Message, key: int) -> Step:
     os._exit(3)
 
 
-def nonsense(state: dict, message: Message, key: int) -> Step:
+def state_of_a_set(state: dict, message: Message, key: int) -> Step:
     return Step({"set": {1, 2}}, (), 0.0, True)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from grpo_fn.core.environment import Environment, Message, PlainData, Start, Step
 
+FAILURE = '{"failure":'  # how the entry of a failure begins
 OBSERVED = ("system", "user", "tool")  # roles of messages that an environment writes
 
 

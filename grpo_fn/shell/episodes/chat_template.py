@@ -52,12 +52,12 @@ class TemplateFormat:
         """The text without the template's marks."""
         return parse_turn(self.tokenizer, turn, self.read_calls)
 
-    def appended(self, turn: str, messages: Sequence[Message]) -> list[int]:
+    def row_with(self, turn: str, messages: Sequence[Message]) -> list[int]:
         """The row of a conversation in which the policy wrote `turn`, as sampling makes it."""
         written = self.tokenizer(turn, add_special_tokens=False)["input_ids"]
         return [*self._render(OPENING), *written, self.end, *self.extend(messages)]
 
-    def rendered(self, turn: str, messages: Sequence[Message]) -> list[int]:
+    def conversation_with(self, turn: str, messages: Sequence[Message]) -> list[int]:
         """The same conversation as the template has it."""
         return self._render([*OPENING, Message("assistant", turn), *messages])
 
@@ -67,7 +67,9 @@ class TemplateFormat:
         return chat["input_ids"]
 
 
-def template(tokenizer: PreTrainedTokenizerBase, *, observed: Sequence[str], read_calls: ReadCalls) -> TemplateFormat:
+def tokenizer_template(
+    tokenizer: PreTrainedTokenizerBase, *, observed: Sequence[str], read_calls: ReadCalls
+) -> TemplateFormat:
     """The tokenizer's chat template.
 
     Args:
@@ -83,7 +85,7 @@ def template(tokenizer: PreTrainedTokenizerBase, *, observed: Sequence[str], rea
             appended exactly, with the first token that differs.
     """
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
-        raise ValueError("chat_template.template: got a tokenizer without chat template or EOS token, wanted both")
+        raise ValueError("chat format: got a tokenizer without chat template or EOS token, wanted both")
     made = TemplateFormat(tokenizer, tuple(observed), read_calls)
     for role in made.observed:
         for turn in TRIED:
@@ -93,9 +95,9 @@ def template(tokenizer: PreTrainedTokenizerBase, *, observed: Sequence[str], rea
 
 def check_appending(made: TemplateFormat, turn: str, messages: Sequence[Message]) -> None:
     """Raise ValueError, with the first token that differs, unless the turn can be appended exactly."""
-    wanted = made.rendered(turn, messages)
+    wanted = made.conversation_with(turn, messages)
     try:
-        got = made.appended(turn, messages)
+        got = made.row_with(turn, messages)
     except ValueError as error:
         raise ValueError(
             f"chat template: got no {made.tokenizer.eos_token!r} behind a turn ({error}), wanted the end-of-turn token"

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_fn.core import prng
 from grpo_fn.core.environment import Message, PlainData
 from grpo_fn.core.problem import Completion, Problem, Turn
-from grpo_fn.shell.episodes.answers import Answer, read_entry
+from grpo_fn.shell.episodes.answers import FAILURE, Answer, read_entry
 from grpo_fn.shell.episodes.chat_format import ChatFormat
 from grpo_fn.shell.episodes.tape import Tape, Taped, TapeDiffers
 
@@ -72,7 +72,10 @@ class Environments:
     ) -> "EpisodeRows":
         """The episodes of a call, with their openings. Raises EnvironmentFailed where there is none."""
         base = prng.fold_in(key.cpu(), ENVIRONMENT)
-        asked = [None if self._taped_start(p) else self.caller.start(p, seed_of(base, p.uid, START)) for p in problems]
+        asked = [
+            None if self._taped_start(p) else self.caller.start(p, environment_seed(base, p.uid, START))
+            for p in problems
+        ]
         openings = [
             self._taped_opening(p) if future is None else self._opening(p, future.result())
             for p, future in zip(problems, asked, strict=True)
@@ -101,7 +104,7 @@ class Environments:
         return self.chat.open(found.messages), found.state, found.state_hash
 
 
-def seed_of(key: Tensor, *data: int) -> int:
+def environment_seed(key: Tensor, *data: int) -> int:
     """The seed below 2^63 that an environment is asked with."""
     return int(prng.fold_in(key, *data)[0]) & (2**63 - 1)
 
@@ -179,10 +182,10 @@ class EpisodeRows:
         self._note(row, tokens, None)
         n = len(row.turns) - 1
         taped = self.of.tape.of(row.problem.uid, row.g)
-        if taped is not None and not self.of.pure:
-            row.asked = done(self._from_tape(row, taped, n))
+        if taped is not None and (not self.of.pure or self._failed_before(row, taped, n)):
+            row.asked = ready_answer(self._from_tape(row, taped, n))
         else:
-            row.asked = self.of.caller.step(row.state, message, seed_of(self.key, row.problem.uid, row.g, n))
+            row.asked = self.of.caller.step(row.state, message, environment_seed(self.key, row.problem.uid, row.g, n))
         return True
 
     def go_on(self, b: int) -> GoesOn | None:
@@ -264,6 +267,11 @@ class EpisodeRows:
             return Answer(failure=text)
         return read_entry(was.answer)
 
+    def _failed_before(self, row: EpisodeRow, taped: Taped, n: int) -> bool:
+        """Whether the environment failed there: it may have been late, which it may not be again."""
+        was = taped.turns[n] if n < len(taped.turns) else None
+        return was is not None and was.text == row.message.content and was.answer.startswith(FAILURE)
+
     def _compare(self, row: EpisodeRow, found: Answer) -> None:
         """Raise TapeDiffers where a pure environment answers the same message otherwise than before."""
         n, taped = len(row.turns) - 1, self.of.tape.of(row.problem.uid, row.g)
@@ -273,11 +281,12 @@ class EpisodeRows:
         if (was.state, was.answer) != (row.state_hash, found.entry()):
             raise TapeDiffers(
                 f"{self._place(row, n)}: got {found.entry()[:200]} in state {row.state_hash}, wanted what it answered "
-                f"before, {was.answer[:200]} in state {was.state}: the environment says that it is pure, and is not"
+                f"before, {was.answer[:200]} in state {was.state}: the environment says that it is pure, "
+                "and is not, or its code has changed since (a run goes on without the tape with --force)"
             )
 
 
-def done(answer: Answer) -> Future[Answer]:
+def ready_answer(answer: Answer) -> Future[Answer]:
     """An answer that is there."""
     future: Future[Answer] = Future()
     future.set_result(answer)
@@ -285,7 +294,7 @@ def done(answer: Answer) -> Future[Answer]:
 
 
 def as_observation(failure: Answer, called: bool) -> Answer:
-    """What went wrong is what the policy observes, as a tool's message where it had called one; the state stays.
+    """An observation of what went wrong, as a tool's message where the turn had called one; the state stays.
 
     Args:
         failure: of the environment.
@@ -310,7 +319,7 @@ def as_unscorable(failure: Answer, called: bool) -> Answer:
     return Answer(reward=None, done=True)
 
 
-def row_keys(key: Tensor, problems: Sequence[Problem], group_size: int) -> Tensor:
+def sample_keys(key: Tensor, problems: Sequence[Problem], group_size: int) -> Tensor:
     """fold_in(key, uid, g) of every row, `[B, 2]`."""
     uid = torch.tensor([p.uid for p in problems], device=key.device).repeat_interleave(group_size)
     return prng.fold_in(key, uid, torch.arange(group_size, device=key.device).repeat(len(problems)))

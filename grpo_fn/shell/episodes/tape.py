@@ -4,7 +4,7 @@ A row's entries form a hash chain (`checksums.tape_digest`), which is stored wit
 checksums. Where a step is taken again, environments that are not pure are read from the tape, and others are compared.
 """
 
-import gzip
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from grpo_fn.core.checksums import tape_digest
 from grpo_fn.core.json_lines import json_rows
 from grpo_fn.core.problem import Turn
+
+FIELDS = ("uid", "g", "tokens", "mask", "turns", "tape")  # of a stored row
 
 
 class TapeDiffers(RuntimeError):
@@ -54,14 +56,16 @@ class Tape:
             opening = tuple(row["tokens"][: row["mask"].index(1)])
             self.episodes[row["uid"], row["g"]] = Taped(opening, turns)
 
-    def read(self, folder: Path, *, after: int) -> int:
-        """Take in the steps after this one that `folder` holds; returns how many. A torn file ends it."""
-        count = 0
-        for path in sorted(folder.glob("step_*.jsonl.gz")):
-            if int(path.name[5:].partition(".")[0]) > after:
-                try:
-                    self.add([row.value for row in json_rows(path, wanted="an object")])
-                except (OSError, EOFError, gzip.BadGzipFile):
-                    break
-                count += 1
-        return count
+
+def recorded_episodes(folder: Path, *, after: int) -> list[list[dict[str, Any]]]:
+    """What `Tape.add` reads of the rows, for every step after this one that `folder` holds. A torn file ends it."""
+    steps: list[list[dict[str, Any]]] = []
+    for path in sorted(folder.glob("step_*.jsonl.gz")):
+        if int(path.name[5:].partition(".")[0]) <= after:
+            continue
+        try:
+            rows = [row.value for row in json_rows(path, wanted="an object")]
+        except (OSError, EOFError, zlib.error):
+            break
+        steps.append([{name: row[name] for name in FIELDS} for row in rows if "turns" in row])
+    return steps

@@ -37,28 +37,27 @@ def hermes(text: str) -> ReadTurn:
     """
     calls, wrong = [], ""
     for found in _HERMES.finditer(text):
-        try:
-            if not found[2]:
-                raise ValueError("got no </tool_call>, wanted one behind the call")
-            calls.append(_hermes_call(found[1]))
-        except ValueError as error:
-            wrong = wrong or str(error)
+        call = _hermes_call(found[1]) if found[2] else "got no </tool_call>, wanted one behind the call"
+        if isinstance(call, ToolCall):
+            calls.append(call)
+        else:
+            wrong = wrong or call
     return ReadTurn(_HERMES.sub("", text).strip(), tuple(calls), wrong)
 
 
-def _hermes_call(body: str) -> ToolCall:
-    """The call. Raises ValueError saying what is wrong with it."""
+def _hermes_call(body: str) -> ToolCall | str:
+    """The call, or what is wrong with it."""
     try:
         found = json.loads(body, parse_constant=_no_constant)
     except RecursionError:
-        raise ValueError("got JSON nested too deeply, wanted a call") from None
+        return "got JSON nested too deeply, wanted a call"
     except ValueError as error:
-        raise ValueError(f"got a tool call that is no JSON: {error}") from None
+        return f"got a tool call that is no JSON: {error}"
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        raise ValueError('got a tool call without a name, wanted {"name": ..., "arguments": {...}}')
+        return 'got a tool call without a name, wanted {"name": ..., "arguments": {...}}'
     arguments = found.get("arguments", {})
     if not isinstance(arguments, dict):
-        raise ValueError(f"got arguments of type {type(arguments).__name__}, wanted an object")
+        return f"got arguments of type {type(arguments).__name__}, wanted an object"
     return ToolCall(found["name"], arguments)
 
 

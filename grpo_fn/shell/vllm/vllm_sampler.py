@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.episodes.episode_rows import Environments, row_keys
+from grpo_fn.shell.episodes.episode_rows import Environments, sample_keys
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import Encode
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -268,7 +268,7 @@ class VllmSampler:
                 self.on_completion(problems[b // group_size], rows.completion(b))
 
         how = {**self._how(), "stop_token_ids": [*self.ends, of.chat.end]}
-        episodes = EngineEpisodes(self.engine, rows, row_keys(key, problems, group_size), how=how, ended=ended)
+        episodes = EngineEpisodes(self.engine, rows, sample_keys(key, problems, group_size), how=how, ended=ended)
         episodes.run(self.max_rows)
         logp = torch.tensor([x for row in episodes.logp for x in row], device=self.context.world.device)
         return assemble_episodes(rows, episodes.tokens, logp, self.tokenizer)

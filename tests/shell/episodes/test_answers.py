@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from environment_fakes import TALK, nonsense
+from environment_fakes import TALK, state_of_a_set
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,9 +60,9 @@ def test_what_is_no_answer_is_refused(answer, said) -> None:
         answering(lambda *_: answer)("step", None, Message("assistant", ""), 0)
 
 
-def test_nonsense_of_an_environment_is_refused() -> None:
+def test_a_set_in_a_state_is_refused() -> None:
     with pytest.raises(ValueError, match=r"state\['set'\]"):
-        answering(nonsense)("step", None, Message("assistant", ""), 0)
+        answering(state_of_a_set)("step", None, Message("assistant", ""), 0)
 
 
 def stored(turns: list[Turn]) -> dict:

@@ -5,7 +5,8 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from environment_fakes import TALK
+from crew import crew
+from environment_fakes import TALK, broken
 from episode_fakes import Here, environments
 from fakes import MODELS, VOCABULARY, problem, tokenizer
 from hypothesis import given, settings
@@ -13,14 +14,18 @@ from policies import local
 
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
+from grpo_fn.core.environment import Environment
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
-from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, seed_of
+from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, as_observation, as_unscorable, environment_seed
+from grpo_fn.shell.episodes.tape import Tape, Taped, TapeDiffers
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
+from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
+from grpo_fn.shell.world import World
 
 EOS = VOCABULARY - 1
 KEY = prng.key(5, device="cpu")
@@ -31,7 +36,9 @@ texts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_si
 def sampler(name: str = "qwen2_tied", *, caller: Here | None = None, **knobs) -> LocalSampler:
     model = MODELS[name](VOCABULARY)
     model.generation_config.eos_token_id = [EOS, *range(0, 60, 2)]
-    ours = {k: knobs.pop(k) for k in ("max_turns", "max_turn_tokens", "answer_steps", "tape") if k in knobs}
+    ours = {
+        k: knobs.pop(k) for k in ("max_turns", "max_turn_tokens", "answer_steps", "tape", "pure", "fails") if k in knobs
+    }
     chosen = {"max_new_tokens": 14, "stop": (), "max_rows": 64, "max_total_tokens": 60, **knobs}
     return LocalSampler(
         model,
@@ -52,7 +59,7 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
     of, call = s.environments, EnvironmentCall(TALK)
     u = prng.uniform(prng.fold_in(KEY, uid, g), s.max_new_tokens, dtype=torch.float32, low=0.0, high=1.0)
     base = prng.fold_in(KEY, ENVIRONMENT)
-    begun = decode_answer(call("start", problem(uid, prompt), seed_of(base, uid, START)))
+    begun = decode_answer(call("start", problem(uid, prompt), environment_seed(base, uid, START)))
     opening, state = of.chat.open(begun.messages), begun.state
     tokens, mask, logps, n = [], [], [], 0
     for turn in range(of.max_turns):
@@ -70,7 +77,7 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
                 return tokens, mask, logps, "turn_tokens"
             if len(opening) + len(tokens) == s.max_total_tokens:
                 return tokens, mask, logps, "context"
-        found = decode_answer(call("step", state, of.chat.parse(tokens[at:]), seed_of(base, uid, g, turn)))
+        found = decode_answer(call("step", state, of.chat.parse(tokens[at:]), environment_seed(base, uid, g, turn)))
         state = found.state
         if found.done:
             return tokens, mask, logps, ""
@@ -150,3 +157,73 @@ def test_the_policys_logp_is_the_samplers(name) -> None:
     assert isinstance(policy, FSDPPolicy)
     gap = policy.logp(rollout) - rollout.logp_sampled
     assert float(gap[rollout.mask].abs().max()) < 1e-4
+
+
+def spread_out(world: World, asked: list[str]) -> Rollout:
+    """All rows, of which this rank sampled its share."""
+    return DataParallelSampler(sampler(), world).sample(problems(asked), 2, key=KEY)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_number_of_ranks_changes_no_token(size: int) -> None:
+    asked = ["aT 7", "7", "T a\n", "é", "a7"]
+    wanted = sampler().sample(problems(asked), 2, key=KEY)
+    for got in crew(size).run(spread_out, asked):
+        assert got.turns == wanted.turns
+        assert got.text == wanted.text
+        assert torch.equal(got.mask, wanted.mask)
+        assert torch.equal(got.tokens[got.mask], wanted.tokens[wanted.mask])
+        torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+
+
+def test_a_tape_is_read_in_the_place_of_a_tool_that_is_not_pure() -> None:
+    asked = ["aT 7", "7"]
+    once = sampler().sample(problems(asked), 2, key=KEY)
+    tape = Tape(strict=True)
+    opened = [row[: int(mask.int().argmax())].tolist() for row, mask in zip(once.tokens, once.mask, strict=True)]
+    for b, turns in enumerate(once.turns):
+        tape.episodes[100 + b // 2, b % 2] = Taped(tuple(opened[b]), turns)
+    caller = Here()
+    again = sampler(caller=caller, tape=tape, pure=False).sample(problems(asked), 2, key=KEY)
+    assert not caller.calls
+    assert again.turns == once.turns
+    assert all(torch.equal(a, b) for a, b in zip(again[:4], once[:4], strict=True))
+    other = once.turns[0][0]._replace(text="something else")
+    tape.episodes[100, 0] = tape.episodes[100, 0]._replace(turns=(other, *once.turns[0][1:]))
+    with pytest.raises(
+        TapeDiffers, match=r"talk, problem 100, sample 0, turn 1: got a turn that began 'something else'"
+    ):
+        sampler(tape=tape, pure=False).sample(problems(asked), 2, key=KEY)
+
+
+def test_a_pure_environment_that_answers_otherwise_is_named() -> None:
+    asked = ["aT 7", "7"]
+    once = sampler().sample(problems(asked), 2, key=KEY)
+    b, n = next((b, n) for b, turns in enumerate(once.turns) for n, turn in enumerate(turns) if turn.answer)
+    changed = once.turns[b][n]._replace(answer='{"messages":[]}')
+    turns = (*once.turns[b][:n], changed, *once.turns[b][n + 1 :])
+    tape = Tape(episodes={(100 + b // 2, b % 2): Taped((), turns)})
+    said = rf"talk, problem {100 + b // 2}, sample {b % 2}, turn {n + 1}: got .* says that it is pure, and is not"
+    with pytest.raises(TapeDiffers, match=said):
+        sampler(tape=tape).sample(problems(asked), 2, key=KEY)
+
+
+@pytest.mark.parametrize(("fails", "reward"), [(as_observation, 0.0), (as_unscorable, None)])
+def test_a_failure_is_what_the_knob_says(fails, reward) -> None:
+    caller = Here(Environment(start=TALK.start, step=broken, pure=True))
+    rollout = sampler(caller=caller, fails=fails).sample(problems(["aT 7", "7"]), 3, key=KEY)
+    failed = [turn for turns in rollout.turns for turn in turns if turn.answer]
+    assert failed
+    assert {turn.reward for turn in failed} == {reward}
+    assert {turn.error for turn in failed} == {"RuntimeError: the tool is out of order"}
+    assert ("error: RuntimeError" in failed[0].observation) is (fails is as_observation)
+
+
+def test_a_failure_on_the_tape_fails_again() -> None:
+    asked = ["aT 7", "7"]
+    late = Here(Environment(start=TALK.start, step=broken, pure=True))
+    once = sampler(caller=late).sample(problems(asked), 2, key=KEY)
+    tape = Tape(episodes={(100 + b // 2, b % 2): Taped((), turns) for b, turns in enumerate(once.turns)})
+    again = sampler(tape=tape).sample(problems(asked), 2, key=KEY)
+    assert any(turn.error for turns in once.turns for turn in turns)
+    assert again.turns == once.turns

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows, row_keys
+from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows, sample_keys
 from grpo_fn.shell.model.hf import Encode, stop_ids
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
@@ -190,7 +190,7 @@ class LocalSampler:
 
     def _draws(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> Tensor:
         """The uniform numbers of every row, `[P G, max_new_tokens]`."""
-        keys = row_keys(key, problems, group_size)
+        keys = sample_keys(key, problems, group_size)
         return prng.uniform(keys, self.max_new_tokens, low=0.0, high=1.0, dtype=torch.float32)
 
     def _sample_episodes(self, of: Environments, problems: Sequence[Problem], group_size: int, key: Tensor) -> Rollout:
