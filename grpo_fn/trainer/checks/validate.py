@@ -32,7 +32,6 @@ from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_out import try_credit, try_objective, try_token_sampler
 from grpo_fn.trainer.checks.try_rewards import reward_parts, try_rewards
 from grpo_fn.trainer.checks.try_sources import try_optimizer, try_schedule, try_task
-from grpo_fn.trainer.episodes import check_episodes
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
 from grpo_fn.trainer.sections import Settings, model_source
 from grpo_fn.trainer.teachers import check_distillation, check_teacher_shapes, reads_gap
@@ -85,7 +84,6 @@ def validate(settings: Settings) -> ValidatedPlan:
     config = source.config()
     task = sample_tests(try_task(s.data.task), s.evaluation.problems)
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
-    check_episodes(s.episodes, s.sampling, task.test[0])
     parts, scored = reward_parts(s.rewards.reward, task.test[0])
     try_rewards("sections.Rewards.reward", scored, task.test[0], s.rewards.pool)
     try_rewards("sections.Evaluation.graders", s.evaluation.graders, task.test[0], s.rewards.pool)
