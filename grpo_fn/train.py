@@ -50,6 +50,7 @@ def train(
     seed: int,
     lora: LoRA | None,
     teacher: sections.Teacher | None,
+    demonstrations: sections.Demonstrations | None,
     data: sections.Data,
     compute: sections.Compute,
     sampling: sections.Sampling,
@@ -72,6 +73,7 @@ def train(
         seed: of everything random.
         lora: adapters; None trains all parameters.
         teacher: frozen models to learn from, beside rewards or instead of them; None: rewards alone.
+        demonstrations: given completions to learn from beside the sampled ones; None: none.
         data: the task, and how prompts become tokens.
         compute: device, dtype, attention and head of the model.
         sampling: sampler, temperature and limits of the training completions.
@@ -99,6 +101,7 @@ def train(
         seed=seed,
         lora=lora,
         teacher=teacher,
+        demonstrations=demonstrations,
         data=data,
         compute=compute,
         sampling=sampling,

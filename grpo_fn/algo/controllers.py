@@ -10,6 +10,10 @@ A loss scale is `(scale, good_steps, finite) -> (scale, good_steps)`, called aft
 scale that does not shrink after a step that was not finite says that scaling is not what broke it.
 """
 
+from collections.abc import Callable, Mapping
+
+from grpo_fn.core.types import Gains
+
 # Knobs as tests try them.
 EXAMPLES = {"target": (0.5,), "rate": (0.1,), "limit": (0.2,), "step": (0.05,), "highest": (2.0,)}
 
@@ -131,3 +135,27 @@ def dynamic_loss_scale(
     if good_steps + 1 < interval:
         return scale, good_steps + 1
     return min(high, scale * growth), 0
+
+
+def next_gains(
+    gains: Gains,
+    figures: Mapping[str, float],
+    *,
+    kl_control: Callable[[float, float], float],
+    entropy_control: Callable[[float, float], float],
+) -> Gains:
+    """The gains of the next step; those of a step that learned nothing stay.
+
+    Args:
+        gains: those of this step.
+        figures: metrics of this step, by name.
+        kl_control: gain, measured KL -> gain of the next step.
+        entropy_control: gain, measured entropy -> gain of the next step.
+
+    Returns:
+        The gains of the next step.
+    """
+    kl = figures.get("loss/kl", figures.get("loss/approx_kl"))
+    if kl is None:
+        return gains
+    return Gains(kl_control(gains.kl, kl), entropy_control(gains.entropy, figures["loss/entropy"]))

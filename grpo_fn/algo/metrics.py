@@ -156,6 +156,35 @@ def of_learning(stats: Mapping[str, Stat], *, reference: bool) -> dict[str, floa
     }
 
 
+def of_supervised(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """Figures of the given tokens that were learned from, over every micro-batch and epoch of a step.
+
+    Args:
+        stats: statistics by name, as `diagnose` makes them.
+
+    Returns:
+        `sft/loss`, the mean of -log p, in nats a token; `sft/perplexity`, its exponential; `sft/weight_mean`, what a
+        token weighs; `sft/tokens`, how many they were. Nothing of a step without given tokens.
+    """
+    if "nll" not in stats:
+        return {}
+    return {**likelihood("sft/", stats["nll"]), "sft/weight_mean": float(stats["token_weight"].mean)}
+
+
+def likelihood(prefix: str, nll: Stat) -> dict[str, float]:
+    """How likely given tokens are found.
+
+    Args:
+        prefix: of the names.
+        nll: -log p of each, in nats.
+
+    Returns:
+        `loss`, the mean; `perplexity`, its exponential; `tokens`, how many.
+    """
+    found = {"loss": float(nll.mean), "perplexity": float(nll.mean.exp()), "tokens": float(nll.count)}
+    return {f"{prefix}{name}": value for name, value in found.items()}
+
+
 def mismatch(x: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]) -> dict[str, Stat]:
     """Statistics of x = logp - logp_sampled, trainer against sampler, in nats, over the sampled tokens: |x|, k3, ratio.
 
@@ -207,11 +236,13 @@ class UpdateResult(NamedTuple):
 
 
 def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, Stat]:
-    """Statistics of the objective's per-token diagnostics over the sampled tokens.
+    """Statistics of the objective's per-token diagnostics over the tokens that learn; given ones have no ratio.
 
     A ratio is "capped" where it is the largest that `capped_exp` lets through: there the loss is a constant to the
     gradient, however large it is.
     """
+    if "ratio" not in tokens:
+        return {name: stat(x, micro.mask) for name, x in tokens.items()}
     ratio = tokens["ratio"]
     largest = capped_exp(torch.full_like(ratio, torch.inf)).exp()
     more = {
@@ -261,12 +292,12 @@ def summarise_updates(batch: Batch, learned: list[UpdateResult], *, reference: b
     if not learned:  # a refused step
         return {"loss/objective": 0.0, **taken}
     stats = merge_all([step.stats for step in learned])
-    if not stats:  # every sample was unscorable: there was nothing to learn from
-        return {"loss/objective": 0.0, **taken, **learned[-1].update}
+    sampled = "ratio" in stats  # not where every sample was unscorable, or tokens are given ones
     return {
         "loss/objective": sum(step.objective for step in learned) / len(learned),
         **taken,
-        **of_learning(stats, reference=reference),
-        **of_mismatch(mismatch_before_update(batch, learned)),
+        **(of_learning(stats, reference=reference) if sampled else {}),
+        **(of_mismatch(mismatch_before_update(batch, learned)) if sampled else {}),
+        **of_supervised(stats),
         **learned[-1].update,
     }

@@ -9,26 +9,27 @@ from typing import ClassVar, NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import vmap
 
 from grpo_fn.algo import metrics
+from grpo_fn.algo.controllers import next_gains
 from grpo_fn.algo.credit import first_token
 from grpo_fn.algo.group_sampling import GroupBatch
+from grpo_fn.algo.objective import Component, update_policy
 from grpo_fn.core import prng
 from grpo_fn.core.batch import (
     check_reward_shapes,
     check_rollout,
     count,
+    given_batch,
     make_batch,
     minibatches,
     reweigh_groups,
-    scatter_rows,
-    trim_rows,
 )
 from grpo_fn.core.checks import check_divides, check_positive, check_signal
-from grpo_fn.core.groups import by_group
+from grpo_fn.core.groups import by_group, row_keys
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Totals
+from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
@@ -56,6 +57,8 @@ class StepKnobs(Stages):
     old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or from_trainer
     kl_control: Callable[[float, float], float]  # gain, measured KL -> gain of the next step
     entropy_control: Callable[[float, float], float]  # gain, measured entropy -> gain of the next step
+    supervised: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # as objective, of given tokens; see `algo.supervised`
+    supervised_share: Callable[[int], float]  # steps taken -> mu: (1 - mu) objective + mu supervised; 0 without any
     min_groups_with_signal: int  # that a step needs to be trained on
     group_size: int  # samples of each problem
     epochs: int  # passes over one rollout
@@ -72,7 +75,12 @@ class Algorithm(StepKnobs):
     """
 
     prompts: int  # a step
-    SUPPLIED: ClassVar = {"objective": ("batch", "totals", "gains"), "group_sampling": ("prompts",)}
+    stage: Callable[..., tuple["Experience", Carry, dict[str, float]]]  # takes a step: grpo_step or supervised_step
+    SUPPLIED: ClassVar = {
+        **dict.fromkeys(["objective", "supervised"], ("batch", "totals", "gains")),
+        "group_sampling": ("prompts",),
+        "stage": ("key", "algo", "span"),
+    }
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that do not fit together."""
@@ -91,6 +99,8 @@ class StepAlgorithm(StepKnobs):
     teacher: Callable[[Groups], Tensor | None]  # log-probs of the sampled tokens, [B T]; without_teacher without one
     energy: Callable[[Rollout], Tensor]  # |d logp / d logits|^2 of the sampled tokens, [B T]; without_energy: zeros
     look: Callable[[Policy, Batch], Tensor]  # log-probs now for `reweighting`, [B T]; without_look: logp_old
+    given: Callable[[Sequence[Problem]], Rollout]  # demonstrations of problems, one row each: tokens and which to learn
+    demonstrations: Callable[[int], Rollout | None]  # steps taken -> rows for `supervised`; without_demonstrations
     anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
     split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.trim_rows
 
@@ -139,6 +149,15 @@ def without_teacher(groups: Groups) -> None:
 
     Args:
         groups: P problems, their samples and rewards; not read.
+    """
+    return None
+
+
+def without_demonstrations(steps: int) -> None:
+    """There are no given tokens to learn from beside the sampled ones.
+
+    Args:
+        steps: steps taken before; not read.
     """
     return None
 
@@ -204,18 +223,21 @@ def grpo_step(
             groups, logp_old, logp_ref, logp_teacher, energy, carried.gains, key=key, stages=algo
         )
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
+        how = {"split": algo.split, "anchor": algo.anchor}
+        updates = components(batch, algo.demonstrations(carried.steps), carried.steps, enough=enough, algo=algo)
         learned = [
-            update_policy(policy, mini, count(mini), carried.gains, algo)
-            for _ in range(algo.epochs if enough else 0)
-            for mini in minibatches(batch, algo.minibatches)
+            update_policy(policy, reweighed_components(policy, update, algo), carried.gains, **how)
+            for _ in range(algo.epochs)
+            for update in updates
         ]
         batch = learned[0].batch if len(learned) == 1 else batch
     with span("sync"):
         sampler.load(policy)  # pi_old <- pi_theta
     found = metrics.summarise_updates(batch, learned, reference=reference is not None)
+    gain_controls = {"kl_control": algo.kl_control, "entropy_control": algo.entropy_control}
     return (
         Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)]), energy),
-        carried._replace(gains=next_gains(carried.gains, found, algo)),
+        carried._replace(gains=next_gains(carried.gains, found, **gain_controls), steps=carried.steps + 1),
         {
             **figures,
             **metrics.rollout_metrics(fresh.rollout),
@@ -228,6 +250,51 @@ def grpo_step(
             **found,
         },
     )
+
+
+def components(
+    batch: Batch, shown: Rollout | None, steps: int, *, enough: bool, algo: StepAlgorithm
+) -> list[list[Component]]:
+    """The components of each optimizer step of a pass: (1 - mu) objective + mu supervised, each over its own tokens.
+
+    Args:
+        batch: the sampled rows of the step, each field [B, T].
+        shown: the given rows beside them, [D, T'], dealt out to the minibatches too; None: the objective alone.
+        steps: steps taken before, from which mu follows.
+        enough: whether the sampled rows may be learned from; given ones always are.
+        algo: the functions and numbers of the step.
+
+    Returns:
+        The components of each minibatch; none of a refused step.
+    """
+    sampled = minibatches(batch, algo.minibatches)
+    if shown is None:
+        return [[Component(mini, count(mini), algo.objective, 1.0)] for mini in sampled if enough]
+    mu = algo.supervised_share(steps)
+    given = minibatches(given_batch(shown), algo.minibatches)
+    return [
+        [
+            Component(mini, count(mini), algo.objective, (1.0 - mu) * enough),
+            Component(more, count(more), algo.supervised, mu),
+        ]
+        for mini, more in zip(sampled, given, strict=True)
+    ]
+
+
+def reweighed_components(policy: Policy, update: list[Component], algo: StepAlgorithm) -> list[Component]:
+    """The components of an optimizer step, the groups of sampled rows weighed by what the policy says of them now.
+
+    Args:
+        policy: pi_theta as this optimizer step finds it.
+        update: its components, that of the sampled rows first.
+        algo: its `look` and `reweighting`.
+
+    Returns:
+        The components, the first with other advantages.
+    """
+    batch = update[0].batch
+    batch = reweigh_groups(batch, algo.look(policy, batch), len(batch.mask) // algo.group_size, algo.reweighting)
+    return [update[0]._replace(batch=batch), *update[1:]]
 
 
 def sample_and_score(
@@ -324,76 +391,6 @@ def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tens
         The advantage of each sample, [P, G].
     """
     return first_token(adv, by_group(groups.rollout.mask, len(adv)))
-
-
-def row_keys(groups: Groups, key: Tensor) -> Tensor:
-    """fold_in(key, uid, g) of every row, whatever batch the row is in.
-
-    Args:
-        groups: P problems, their samples and rewards.
-        key: random key, [2].
-
-    Returns:
-        One key a row, [B, 2].
-    """
-    size = groups.reward.value.shape[1]
-    uid = torch.tensor([problem.uid for problem in groups.problems]).repeat_interleave(size)
-    return prng.fold_in(key, uid, torch.arange(size).repeat(len(groups.problems))).to(groups.rollout.tokens.device)
-
-
-def next_gains(gains: Gains, figures: dict[str, float], algo: StepAlgorithm) -> Gains:
-    """The gains of the next step; those of a step that learned nothing stay.
-
-    Args:
-        gains: those of this step.
-        figures: metrics of this step, by name.
-        algo: its controllers of KL and entropy.
-
-    Returns:
-        The gains of the next step.
-    """
-    kl = figures.get("loss/kl", figures.get("loss/approx_kl"))
-    if kl is None:
-        return gains
-    return Gains(algo.kl_control(gains.kl, kl), algo.entropy_control(gains.entropy, figures["loss/entropy"]))
-
-
-def update_policy(
-    policy: Policy, batch: Batch, totals: Totals, gains: Gains, algo: StepAlgorithm
-) -> metrics.UpdateResult:
-    """Accumulate the batch's gradient in micro-batches, then take one optimizer step.
-
-    Args:
-        policy: pi_theta, updated in place.
-        batch: the rows of one optimizer step, each field [B, T].
-        totals: its sampled tokens and rows with any.
-        gains: what the coefficients of the objective are multiplied with.
-        algo: the functions and numbers of the step.
-
-    Returns:
-        The objective, per-token statistics, and the batch with the log-probs that it was compared with.
-    """
-    objective, stats, apart, ratio = 0.0, [], [], [batch.adv.new_zeros(0)]
-    batch = reweigh_groups(batch, algo.look(policy, batch), len(batch.mask) // algo.group_size, algo.reweighting)
-    parts = algo.split(batch)
-    policy.set_accumulation_steps(len(parts))
-    for rows in parts:
-        micro = trim_rows(batch, rows)
-        scores, pullback = policy.vjp(micro)  # log pi_theta
-        micro = algo.anchor(micro, scores.logp)
-        loss = partial(algo.objective, batch=micro, totals=totals, gains=gains)
-        signal, (value, tokens) = grad_and_value(loss, has_aux=True)(scores)
-        pullback(signal)  # theta.grad += J^T dlogp
-        objective += float(value)
-        stats.append(metrics.diagnose(micro, tokens))
-        apart.append(metrics.mismatch(scores.logp - micro.logp_sampled, micro.mask))
-        ratio.append(tokens["ratio"].detach()[micro.mask].to(batch.adv.dtype))
-        old, ref = (
-            partial(scatter_rows, rows=rows, mask=micro.mask, values=x) for x in (micro.logp_old, micro.logp_ref)
-        )
-        batch = batch._replace(logp_old=old(batch.logp_old), logp_ref=ref(batch.logp_ref))
-    merged = (metrics.merge_all(stats), metrics.merge_all(apart))
-    return metrics.UpdateResult(objective, *merged, torch.cat(ratio), policy.update(), batch, len(parts))
 
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)

@@ -16,7 +16,8 @@ from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem, RewardFn, Scorer, verdict_name
 from grpo_fn.core.types import Sampler
 from grpo_fn.rewards.combine import completions_of, part_names
-from grpo_fn.rewards.math.extract import LONGEST_ANSWER, marked_answer, plain_answer
+from grpo_fn.rewards.math.extract import LONGEST_ANSWER, marked_answer
+from grpo_fn.rewards.math.spelling import plain_answer
 
 # The answer that a completion marks, spelt one way; None where it marks none.
 AnswerExtractor = Callable[[str], str | None]

@@ -88,6 +88,14 @@ def make_batch(
     )
 
 
+def given_batch(given: Rollout) -> Batch:
+    """Rows of given tokens to learn from, each of advantage 1; what was not sampled has no log-prob to compare with."""
+    nothing = torch.zeros_like(given.logp_sampled)
+    logps = dict.fromkeys(("logp_sampled", "logp_old", "logp_ref", "logp_teacher"), nothing)
+    selected = torch.zeros_like(given.mask)
+    return Batch(tokens=given.tokens, mask=given.mask, **logps, adv=torch.ones_like(nothing), selected=selected)
+
+
 def count(batch: Batch) -> Totals:
     """The denominators this batch contributes: sampled tokens, rows that have any, and all rows.
 

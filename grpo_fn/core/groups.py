@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
+from grpo_fn.core import prng
 from grpo_fn.core.problem import Turn
 from grpo_fn.core.types import Groups, Reward, Rollout
 
@@ -110,3 +111,18 @@ def pad_rollout(rollout: Rollout, width: int) -> Rollout:
     extra = (0, width - rollout.tokens.shape[1])
     tokens, mask, logp = (pad(field, extra) for field in rollout[:3])
     return rollout._replace(tokens=tokens, mask=mask, logp_sampled=logp)
+
+
+def row_keys(groups: Groups, key: Tensor) -> Tensor:
+    """fold_in(key, uid, g) of every row, whatever batch the row is in.
+
+    Args:
+        groups: P problems, their samples and rewards.
+        key: random key, [2].
+
+    Returns:
+        One key a row, [B, 2].
+    """
+    size = groups.reward.value.shape[1]
+    uid = torch.tensor([problem.uid for problem in groups.problems]).repeat_interleave(size)
+    return prng.fold_in(key, uid, torch.arange(size).repeat(len(groups.problems))).to(groups.rollout.tokens.device)

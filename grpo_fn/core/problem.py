@@ -6,6 +6,8 @@ No torch in here: reward workers import this module and must start fast under a 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+COMPLETION = "completion"  # what a problem's `meta` calls a completion that is given, to be learned word for word
+
 
 class Problem(NamedTuple):
     """One question. `uid` is unique among the problems of a run and is what its randomness is keyed on."""
@@ -49,6 +51,22 @@ class Completion(NamedTuple):
     length: int
     truncated: bool
     turns: tuple[Turn, ...] = ()
+
+
+class ReasonedScore(float):
+    """A reward's number that says why it is what it is, for people: `score` and the worker pool carry the words."""
+
+    reason: str
+
+    def __new__(cls, value: float, reason: str) -> "ReasonedScore":
+        """The number `value` with its `reason`, one line of text or nothing."""
+        score = super().__new__(cls, value)
+        score.reason = reason
+        return score
+
+    def __getnewargs__(self) -> tuple[float, str]:  # type: ignore[override]
+        """What a pickle makes it of again."""
+        return float(self), self.reason
 
 
 # A reward maps one completion to a number; None means it cannot be scored (a broken gold, a verifier that died). It may

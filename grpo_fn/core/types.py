@@ -90,6 +90,7 @@ class Carry(NamedTuple):
     drawn: int  # problems taken from the stream so far
     waiting: Groups | None  # groups with signal that were sampled and not yet learned from
     gains: Gains
+    steps: int = 0  # steps taken so far
 
 
 class RunState(NamedTuple):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from grpo_fn.core.problem import Completion, Problem, Program, Ran
+from grpo_fn.core.problem import Completion, Problem, Program, Ran, ReasonedScore
 
 Runner = Callable[[Program], Ran]
 
@@ -41,7 +41,7 @@ def all_tests_pass(problem: Problem, completion: Completion, *, run: Runner) -> 
         run: runs a program against its tests: `sandbox.run_program` with its knobs.
 
     Returns:
-        1.0 or 0.0; None for a problem that cannot be scored.
+        1.0, or 0.0 with the sandbox's reason; None for a problem that cannot be scored.
 
     Raises:
         Exception: what `run` raises when it cannot run.
@@ -49,7 +49,7 @@ def all_tests_pass(problem: Problem, completion: Completion, *, run: Runner) -> 
     ran = run_against_tests(problem, completion, run)
     if ran is None or (None in ran.verdicts and False not in ran.verdicts):
         return None
-    return float(ran.proven and all(ran.verdicts))
+    return 1.0 if ran.proven and all(ran.verdicts) else ReasonedScore(0.0, ran.reason)
 
 
 def share_of_tests(problem: Problem, completion: Completion, *, run: Runner) -> float | None:
@@ -64,7 +64,7 @@ def share_of_tests(problem: Problem, completion: Completion, *, run: Runner) -> 
         run: runs a program against its tests: `sandbox.run_program` with its knobs.
 
     Returns:
-        The share, in [0, 1]; None for a problem that cannot be scored.
+        The share, in [0, 1], less than 1 with the sandbox's reason; None for a problem that cannot be scored.
 
     Raises:
         Exception: what `run` raises when it cannot run.
@@ -72,9 +72,9 @@ def share_of_tests(problem: Problem, completion: Completion, *, run: Runner) -> 
     ran = run_against_tests(problem, completion, run)
     if ran is None or None in ran.verdicts:
         return None
-    if all(ran.verdicts) and not ran.proven:
-        return 0.0
-    return sum(map(bool, ran.verdicts)) / len(ran.verdicts)
+    if all(ran.verdicts):
+        return 1.0 if ran.proven else ReasonedScore(0.0, ran.reason)
+    return ReasonedScore(sum(map(bool, ran.verdicts)) / len(ran.verdicts), ran.reason)
 
 
 def program_of(text: str) -> str:

@@ -26,7 +26,7 @@ def flags() -> argparse.ArgumentParser:
         "--reward",
         required=True,
         metavar="NAME",
-        help="math, lenient, code, share_of_tests, or a function of yours: module.function",
+        help="math, math_evaluated, lenient, code, share_of_tests, or a function of yours: module.function",
     )
     parser.add_argument(
         "--reward_param",

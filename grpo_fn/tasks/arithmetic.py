@@ -5,7 +5,7 @@ What is asked is one of a finite list of *contents*: a first number and some add
 held out or trained on, whatever the words, so no training draw can touch a held-out problem.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, product
 from itertools import count as count_from
@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from grpo_fn.core import prng
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import COMPLETION, Problem
 from grpo_fn.tasks.draws import block_uniforms
 from grpo_fn.tasks.task import FrozenKey, Task, frozen_key, generated_task
 
@@ -158,6 +158,28 @@ def demonstrations(task: Task, key: Tensor, *, worked_share: float) -> Iterator[
         yield problem.prompt, solution(problem)
 
 
+def demonstration_task(*, max_value: int, operations: int, test_size: int, worked_share: float) -> Task:
+    """The task, each of its problems with a right solution to be answered with: those that a warm start learns.
+
+    Args:
+        max_value: largest number of a word problem.
+        operations: steps of a word problem.
+        test_size: held-out problems.
+        worked_share: probability that a completion shows the working, in [0, 1].
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: as `task`.
+    """
+    whole = task(max_value=max_value, operations=operations, test_size=test_size)
+    key = prng.key(_STYLE, device="cpu")
+    show = partial(_demonstrated, frozen_key(key), worked_share)
+    tests = tuple(show(problem, index) for index, problem in enumerate(whole.test))
+    return whole._replace(train=partial(_demonstrated_train, whole.train, show), test=tests)
+
+
 def corpus(task: Task, key: Tensor, count: int) -> list[str]:
     """`count` training prompts with both of their solutions, as text to train a tokenizer on.
 
@@ -171,6 +193,17 @@ def corpus(task: Task, key: Tensor, count: int) -> list[str]:
     """
     problems = (task.train(key, index) for index in range(count))
     return [f"{problem.prompt} {worked_solution(problem)} {answer_only(problem)}" for problem in problems]
+
+
+def _demonstrated(style: FrozenKey, worked_share: float, problem: Problem, index: int) -> Problem:
+    solution = worked_solution if _draw(style, 0, index)[0] < worked_share else answer_only
+    return problem._replace(meta={**problem.meta, COMPLETION: solution(problem)})
+
+
+def _demonstrated_train(
+    train: Callable[[Tensor, int], Problem], show: Callable[[Problem, int], Problem], key: Tensor, index: int
+) -> Problem:
+    return show(train(key, index), index)
 
 
 def _train(rest: tuple[Content, ...], operations: int, key: Tensor, index: int) -> Problem:

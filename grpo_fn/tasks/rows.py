@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_fn.core import prng
 from grpo_fn.core.conversation import chat_prompt, is_message_list, read_messages
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import COMPLETION, Problem
 from grpo_fn.tasks import task as templates
 from grpo_fn.tasks.readers import Row, text_field
 from grpo_fn.tasks.task import (
@@ -133,6 +133,44 @@ def read_problems(
     return found
 
 
+def read_demonstrations(
+    *, read: Reader, source: str, prompt_field: str, completion_field: str, template: str, size: int
+) -> list[Problem]:
+    """The first rows that `read` finds, as problems with the completion that each is to be answered with.
+
+    The completion is kept word for word, white space included, in `meta`; the answer, for graders, is its text without
+    white space around it. Messages as in `read_problems`: where prompt and completion are the same field, the last
+    message is the completion, and the ones before it are the prompt; a completion of its own may be a list of one
+    message of the assistant.
+
+    Args:
+        read: a reader of rows with its knobs bound: `readers.file`, `readers.hub` or one of your own.
+        source: a name of your choice, kept in `meta["source"]`.
+        prompt_field: the field with the prompt, text or chat messages.
+        completion_field: the field with the completion.
+        template: holds `{prompt}`, in whose place the prompt's text stands.
+        size: rows to read; 0 for all.
+
+    Returns:
+        The problems, in the order of the rows.
+
+    Raises:
+        ValueError: for a row without the fields, with an empty completion or with messages that are none, with file and
+            line; for a source without rows, a template without `{prompt}`, a negative `size`.
+    """
+    templates.check_template(template, ["prompt"])
+    if size < 0:
+        raise ValueError(f"size: got {size}, wanted 0 for all rows, or how many")
+    found = []
+    for number, row in enumerate(islice(read(list(dict.fromkeys((prompt_field, completion_field)))), size or None)):
+        prompt, completion = _prompt_and_answer(row, prompt_field, completion_field, template)
+        text = _completion(row.where, completion_field, completion)
+        found.append(Problem(0, prompt, text.strip(), {"row": number, "source": source, COMPLETION: text}))
+    if not found:
+        raise ValueError(f"{source}: got no rows, wanted at least one")
+    return found
+
+
 def field_text(value: Any) -> str | None:
     """A text as it is, a whole number without a decimal point (27.0 is "27"), others as Python has them.
 
@@ -183,6 +221,20 @@ def _prompt_and_answer(row: Row, prompt_field: str, answer_field: str, template:
         return chat_prompt(messages, fill), answer
     except ValueError as error:
         raise ValueError(f"{row.where}: {prompt_field!r}: {error}") from error
+
+
+def _completion(where: str, field: str, value: Any) -> str:
+    try:
+        if is_message_list(value):
+            (message,) = read_messages(value) if len(value) == 1 else [{"role": f"{len(value)} messages"}]
+            if message["role"] != "assistant":
+                raise ValueError(f"got {message['role']!r}, wanted one message of 'assistant'")
+            value = message["content"]
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"got {type(value).__name__} {str(value)[:80]!r}, wanted text that is not empty")
+    except ValueError as error:
+        raise ValueError(f"{where}: {field!r}: {error}") from error
+    return value
 
 
 def _gold(where: str, field: str, value: Any, gold: Callable[[Any], str | None]) -> str:

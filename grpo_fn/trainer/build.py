@@ -20,6 +20,7 @@ from grpo_fn.algo.step import (
     compare_as_given,
     compare_to_own_pass,
     from_sampler,
+    without_demonstrations,
     without_teacher,
 )
 from grpo_fn.core import prng
@@ -28,6 +29,7 @@ from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
@@ -40,6 +42,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
+from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
@@ -115,7 +118,7 @@ def build(
             greedy=DataParallelSampler(sampler.for_evaluation(token_samplers.greedy), world),
             sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
             tokenizer=tokenizer,
-            algo=step_algorithm(s, checked, policy, loaded.teachers, streaming, world),
+            algo=step_algorithm(s, checked, policy, loaded.teachers, streaming, world, tokenizer),
             task=task,
             evaluator=build_evaluator(s, spec, tokenizer, world, environments),
             pool=pool,
@@ -301,20 +304,26 @@ def step_algorithm(
     teachers: Mapping[str, ReferenceModel],
     streaming: StreamingRewards,
     world: World,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> StepAlgorithm:
     """The algorithm section with what the run gives it."""
-    a, own_pass = settings.algorithm, checked.own_pass
+    a, own_pass, shown = settings.algorithm, checked.own_pass, settings.demonstrations
     knobs = {field.name: getattr(a, field.name) for field in fields(StepKnobs)}
     knobs["group_sampling"] = partial(a.group_sampling, prompts=a.prompts)
     if own_pass:
         knobs["old_logp"] = from_sampler
     how, asked = settings.teacher, {name: partial(policy.logp_under, model) for name, model in teachers.items()}
     ask = without_teacher if how is None else partial(teacher_logp, teachers=asked, key=how.key)
+    encoding = {"demonstration": settings.data.demonstration, "encode": settings.data.encode_prompt}
+    given = partial(given_rollout, tokenizer=tokenizer, device=world.device, **encoding)
+    show = shown and partial(shown_rows, checked.shown, shown_key(settings), shown.rows, given)
     return StepAlgorithm(
         **knobs,
         teacher=ask,
         energy=policy.energy if reads_energy(a.baseline) else without_energy,
         look=look_first if reads_logp(a.reweighting) and not own_pass else without_look,
+        given=given,
+        demonstrations=show or without_demonstrations,
         reward=partial(streaming.round, reward=settings.rewards.reward, world=world),
         anchor=partial(compare_to_own_pass, reference=checked.reference) if own_pass else compare_as_given,
         split=policy.split_rows,
@@ -368,6 +377,7 @@ def prepare_with_teachers(
     if settings.teacher is not None:
         check_keys(drawn, settings.teacher.models, settings.teacher.key)
     prepared = prepare_data(checked.source, checked.task, drawn, checked.config, settings.data, settings.sampling)
+    look_at_demonstrations(settings, checked.shown, drawn, prepared.tokenizer, prepared.task, checked.config)
     return prepared, open_teachers({name: source for name, (source, _) in checked.teachers.items()}, prepared.tokenizer)
 
 

@@ -11,7 +11,7 @@ from math import nan
 from torch import Tensor
 
 from grpo_fn.algo import metrics
-from grpo_fn.algo.step import AT_THE_START, Experience, Span, grpo_step
+from grpo_fn.algo.step import AT_THE_START, Experience, Span
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import grader_names, summarise
 from grpo_fn.core import prng
@@ -19,6 +19,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Policy, Rollout, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
+from grpo_fn.shell.episodes.tape import recorded_episodes
 from grpo_fn.shell.logging import system_metrics, tensorboard_layout
 from grpo_fn.shell.logging.step_line import evaluation_line
 from grpo_fn.shell.logging.stopwatch import ErrorContext
@@ -26,6 +27,7 @@ from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval
+from grpo_fn.trainer.checks.supervised_stage import is_supervised
 from grpo_fn.trainer.export import export_run
 from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
 from grpo_fn.trainer.recording import check_health, is_due, record, record_evaluation, step_checksums
@@ -242,11 +244,8 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     for line in run.sampler.messages():
         loggers.console.line(line)
     times = clock.lap()
-    generating = times["time/total" if run.sampler.max_staleness else "time/generate"]  # ahead, it fills the step
     figures |= {
-        "generation/prompts": figures["generation/rows"] / run.algo.group_size,
-        "generation/group_size": float(run.algo.group_size),
-        "generation/tokens_per_second": figures["generation/tokens"] / generating,
+        **throughput(run, figures, times),
         **lost,
         **run.sampler.figures(),
         **system_metrics.usage(run.world),
@@ -260,6 +259,18 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     progress.state = RunState(step, run.settings.seed)
 
 
+def throughput(run: TrainingRun, figures: dict[str, float], times: dict[str, float]) -> dict[str, float]:
+    """What was sampled and how fast, or how fast given tokens were learned."""
+    if "generation/rows" not in figures:
+        return {"sft/tokens_per_second": figures["sft/tokens"] / times["time/train"]}
+    generating = times["time/total" if run.sampler.max_staleness else "time/generate"]  # ahead, it fills the step
+    return {
+        "generation/prompts": figures["generation/rows"] / run.algo.group_size,
+        "generation/group_size": float(run.algo.group_size),
+        "generation/tokens_per_second": figures["generation/tokens"] / generating,
+    }
+
+
 def take_step(run: TrainingRun, step: int, carried: Carry, span: Span) -> tuple[Experience, Carry, dict[str, float]]:
     """One step of the algorithm, with `loss/kl_start` where that is due; nothing of it is recorded."""
     at_start: list[Tensor] = []
@@ -269,7 +280,7 @@ def take_step(run: TrainingRun, step: int, carried: Carry, span: Span) -> tuple[
         return run.algo.old_logp(policy, rollout)
 
     watched = is_due(step, run.settings.logging.start_kl_every)
-    experience, carried, figures = grpo_step(
+    experience, carried, figures = run.settings.algorithm.stage(
         run.policy,
         run.sampler,
         partial(train_problems, run.task, prng.fold_in(run.key, DATA)),
@@ -289,10 +300,20 @@ def training_problem(run: TrainingRun) -> Callable[[int], Problem]:
 def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[str, float]:
     """Measure the policy on the held-out problems; all that it answered goes to eval/step_N.jsonl."""
     how, key = run.settings.evaluation, prng.fold_in(run.key, EVALUATION)
+    found = {}
+    if is_supervised(run.settings.algorithm):
+        found = held_out_likelihood(run)
+        run.sampler.load(run.policy)  # no step did
     judged = how.grade_answers(run.greedy, run.sampled, run.held_out, key=key, score=run.score)
     if run.world.main:
         record_evaluation(run.run_dir, step, judged, run.settings.logging.samples_rows, loggers.writer)
-    return summarise(judged, ks=how.ks, by=how.by)
+    return {**summarise(judged, ks=how.ks, by=how.by), **found}
+
+
+def held_out_likelihood(run: TrainingRun) -> dict[str, float]:
+    """How likely the policy finds the held-out demonstrations: `eval/loss`, `eval/perplexity` and `eval/tokens`."""
+    given = run.algo.given(run.held_out)
+    return metrics.likelihood("eval/", metrics.stat(-run.policy.logp(given), given.mask))
 
 
 def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -> None:

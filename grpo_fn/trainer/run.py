@@ -22,7 +22,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks.task import Task
 from grpo_fn.trainer.sections import Settings
 
-DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING = range(5)  # streams of the run's key
+DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING, SHOWING = range(6)  # streams of the run's key
 
 
 @dataclass(frozen=True)

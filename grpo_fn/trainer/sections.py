@@ -26,6 +26,7 @@ from grpo_fn.shell.episodes.episode_rows import Environments, OnFailure
 from grpo_fn.shell.episodes.tape import Tape
 from grpo_fn.shell.logging.tracker import Mirror
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.demonstrations import Demonstrate
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.model.packed_input import InputPacking
@@ -50,6 +51,8 @@ class Data:
     task: Callable[[], Task]  # makes the task: training problems and the held-out set
     encode_prompt: hf.Encode  # (tokenizer, prompt) -> token ids
     overlong_prompts: Callable[..., tuple[Task, int]]  # rule for prompts that leave no space for an answer
+    demonstration: Demonstrate  # (tokenizer, problem, *, encode) -> its given tokens, and which of them to learn
+    SUPPLIED: ClassVar = {"demonstration": ("encode",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +185,17 @@ class Teacher:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+    """Given completions that `step.Algorithm.supervised` learns from beside the sampled ones."""
+
+    task: Callable[[], Task]  # makes the problems, each with a completion; the held-out ones are not used
+    rows: int  # a step, dealt out to its minibatches
+
+    def __post_init__(self) -> None:
+        check_positive(demonstration_rows=self.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyUpdate:
     """Weight updates: micro-batches, optimizer, learning-rate schedule, loss scale and gradient clipping."""
 
@@ -275,6 +289,7 @@ class Settings:
     seed: int
     lora: LoRA | None
     teacher: Teacher | None
+    demonstrations: Demonstrations | None
     data: Data
     compute: Compute
     sampling: Sampling

@@ -178,7 +178,7 @@ def pack_carried(carried: Carry) -> dict[str, Any]:
         "rollout": pack_rollout(carried.waiting.rollout),
         "reward": [*carried.waiting.reward],
     }
-    return {"drawn": carried.drawn, "gains": [*carried.gains], "waiting": waiting}
+    return {"drawn": carried.drawn, "gains": [*carried.gains], "waiting": waiting, "steps": carried.steps}
 
 
 def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -> Carry:
@@ -188,7 +188,7 @@ def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -
         unpack_rollout(blob["waiting"]["rollout"]),
         unpack_reward(blob["waiting"]["reward"]),
     )
-    return Carry(blob["drawn"], waiting, Gains(*blob["gains"]))
+    return Carry(blob["drawn"], waiting, Gains(*blob["gains"]), blob.get("steps", 0))
 
 
 def null_to_nan(value: float | None) -> float:

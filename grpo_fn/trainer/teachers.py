@@ -145,18 +145,21 @@ def reads_gap(distillation: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
     return not torch.equal(ask(gap, everything), ask(0 * gap, everything))
 
 
-def check_distillation(distillation: Callable[[Tensor, Tensor, Tensor], Tensor], teacher: object | None) -> None:
+def check_distillation(
+    distillation: Callable[[Tensor, Tensor, Tensor], Tensor], teacher: object | None, *, also: bool
+) -> None:
     """Raise ValueError for an algorithm that learns from a teacher in a run without one.
 
     Args:
         distillation: `step.Algorithm.distillation`.
         teacher: `train.train.teacher`.
+        also: whether the objective looks at a teacher, too.
     """
-    if teacher is None and reads_gap(distillation):
+    if teacher is None and (also or reads_gap(distillation)):
         raise ValueError(
             "train.train.teacher: got None with an algorithm that learns from a teacher, wanted one: "
             "--gin_file scale/teacher.gin --gin_param TEACHER='FOLDER', or step.Algorithm.distillation = "
-            "@distillation.no_teacher"
+            "@distillation.no_teacher and an objective without one"
         )
 
 

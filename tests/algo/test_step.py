@@ -40,6 +40,7 @@ from grpo_fn.algo.step import (
     sample_advantages,
     without_teacher,
 )
+from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.core import prng
 from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.groups import by_group, outcome_reward
@@ -126,7 +127,9 @@ def algo(
         "reward": reward,
         "credit": outcome(mean_centered),
     }
-    return StepAlgorithm(**{**numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes})
+    return StepAlgorithm(
+        **{**SAMPLED_ONLY, **numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes}
+    )
 
 
 def pair(lr: float = 0.5, reference: Tensor | None = None, table: Tensor = TABLE) -> tuple[TablePolicy, TableSampler]:
@@ -438,7 +441,7 @@ def test_a_step_with_too_little_signal_is_refused_and_said(min_signal):
     assert figures["train/skipped_step"] == 1.0
     assert torch.equal(policy.table, before)
     assert {"vjp", "update"}.isdisjoint(policy.log)
-    assert carried == AT_THE_START._replace(drawn=3)
+    assert carried == AT_THE_START._replace(drawn=3, steps=1)
     assert "loss/kl" not in figures
 
 

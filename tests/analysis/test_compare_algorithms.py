@@ -36,15 +36,16 @@ from grpo_fn.algo.step import (
     grpo_step,
     without_teacher,
 )
+from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.analysis import compare_algorithms
 from grpo_fn.core import prng
+from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.types import Gains, Scores
 from grpo_fn.rewards.combine import combine, score_serially
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)
 TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
 KEY = prng.key(5, device="cpu")
-NO_ENERGY = torch.zeros(())  # no preset below reads it
 
 
 def stages(
@@ -80,10 +81,13 @@ def one_step(mine: Stages):
     """A policy, and what it saw in a step of `mine`."""
     policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
     algo = StepAlgorithm(
+        **SAMPLED_ONLY,
         **vars(mine),
         group_sampling=partial(group_sampling.keep_all, prompts=3),
         reward=partial(combine, parts=[likes_two], weights=[1.0], score=score_serially),
         teacher=without_teacher,
+        energy=without_energy,
+        look=without_look,
         old_logp=from_sampler,
         kl_control=controllers.constant_gain,
         entropy_control=controllers.constant_gain,
@@ -110,7 +114,7 @@ def one_step(mine: Stages):
 def test_a_view_is_the_signal_that_a_step_sends_back(name):
     policy, seen = one_step(OTHERS[name])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
-    view = compare_algorithms.view(OTHERS[name], seen.groups, old, ref, old, NO_ENERGY, UNMOVED, KEY)
+    view = compare_algorithms.view(OTHERS[name], seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY)
     scores = table_scores(TABLE.double(), view.batch.tokens, seen.groups.rollout.mask)
     (signal,) = compare_algorithms.signals(scores, {name: view}, UNMOVED)
     sent, shown = policy.signals[0].logp, policy.seen[0]
@@ -133,7 +137,7 @@ def test_one_vmapped_call_is_a_gradient_for_each_view():
     _, seen = one_step(OTHERS["plain"])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
     views = {
-        name: compare_algorithms.view(s, seen.groups, old, ref, old, NO_ENERGY, UNMOVED, KEY)
+        name: compare_algorithms.view(s, seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY)
         for name, s in OTHERS.items()
     }
     drift = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
@@ -188,7 +192,7 @@ def test_the_gradients_of_rows_add_up_to_the_steps():
         return table_scores(params["table"], tokens, mask).logp
 
     old, ref = batch.logp_old, batch.logp_ref
-    view = compare_algorithms.view(OTHERS["clipped"], seen.groups, old, ref, old, NO_ENERGY, UNMOVED, KEY)
+    view = compare_algorithms.view(OTHERS["clipped"], seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY)
     scores = table_scores(TABLE.double(), batch.tokens, batch.mask)
     (signal,) = compare_algorithms.signals(scores, {"": view}, UNMOVED)
     rows = row_gradients(logp, {"table": TABLE.double()}, batch, signal)

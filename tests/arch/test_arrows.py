@@ -1,8 +1,8 @@
 """Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
 core < algo, rewards < environments, tasks < analysis are pure; shell is stateful and knows neither algo nor analysis;
-trainer puts both together; train, and the commands run, eval, score, replay and doctor, come last. Nothing imports
-testing or a command.
+trainer puts both together; train, and the commands run, eval, score, redteam, replay and doctor, come last. Nothing
+imports testing or a command, but redteam has the rewards of score.
 """
 
 import ast
@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "run": {"command_line", "config", "train"},
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},
     "score": {"command_line", "core", "shell", "trainer", "config"},
+    "redteam": {"command_line", "core", "analysis", "tasks", "score", "shell", "config"},
     "replay": {"command_line", *PURE, "shell", "trainer", "config", "train"},
     "doctor": {"command_line", "config", "shell.model"},
     "testing": {*PURE, "shell"},
@@ -89,6 +90,7 @@ NO_TORCH = {
     "run",
     "score",
     "eval.__main__",
+    "redteam.__main__",
     "replay.__main__",
     "doctor",
 }

@@ -11,7 +11,7 @@ UNREAD = {"__pycache__", "__init__.py", "py.typed"}
 # Folders with more entries, and why.
 FULLER = {
     "gin/algo": "one file for each published algorithm, which the command line names",
-    "grpo_fn": "the packages of docs/design.md's table",
+    "grpo_fn": "a package for each role and one for each command",
 }
 # Functions that are longer, and why.
 LONGER = {"grpo_fn/train.py:train": "the root: 15 arguments, documented, and handed on by name"}

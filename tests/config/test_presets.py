@@ -45,8 +45,13 @@ SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go"}
 # What a preset needs of the run file, as its header says.
 OWN_PASS = ["--gin_param", "step.Algorithm.old_logp = @step.from_trainer"]
 TEACHER = ["--gin_file", "scale/teacher.gin", "--gin_param", "TEACHER = @tiny_model.Recipe()"]
+DEMONSTRATIONS = ["--gin_file", "task/demonstrations.gin"]  # of the task itself, where a user names a file
+DEMONSTRATIONS += ["--gin_param", "sections.Demonstrations.task = @arithmetic.demonstration_task"]
+for knob in ("max_value = 5", "operations = 3", "test_size = 8", "worked_share = 0.5"):
+    DEMONSTRATIONS += ["--gin_param", f"arithmetic.demonstration_task.{knob}"]
 NEEDS = {
     "m2po": (OWN_PASS, "wanted step.Algorithm.old_logp = @step.from_trainer"),
+    "chord": (DEMONSTRATIONS, "wanted some: --gin_file task/demonstrations.gin"),
     **dict.fromkeys(["opd", "mopd", "iw_opd", "rlsd"], (TEACHER, "wanted one: --gin_file scale/teacher.gin")),
 }
 each_preset = pytest.mark.parametrize("name", PRESETS)

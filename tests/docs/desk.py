@@ -106,6 +106,8 @@ def one(word: str, flag: str, argv: Sequence[str], things: Things) -> str:
         return f"runs/new_{word.rsplit('/', 1)[-1]}_{next(NUMBER)}"
     if word.startswith("MODEL="):
         return f"MODEL={things.model}"
+    if word.startswith("DEMONSTRATIONS=") or (word.startswith("DATA=") and "run/sft.gin" in argv):
+        return f"{word.partition('=')[0]}={things.data / 'demonstrations.jsonl'}"
     if word.startswith(("DATA=", "GSM8K=")):
         return f"{word.partition('=')[0]}={data(word, argv, things)}"
     return GIVEN.get(word, word)
@@ -128,6 +130,8 @@ def small_run(argv: Sequence[str], things: Things) -> list[str]:
     given = [word for word in argv if word.startswith(("MODEL=", "DATA="))]
     if "--dry_run" in argv:
         return [*argv]
+    if "run/sft.gin" in files:
+        return before_params([], {"STEPS": 1, "ROWS": 2, "HELD_OUT": 2, "MAX_NEW_TOKENS": 4}, argv)
     local = any(name.endswith("engine/local.gin") for name in files)
     served = any(word.startswith(("SERVERS=", "EVAL_SERVERS=")) for word in argv)
     if not local and (served or any("vllm" in name for name in files)):

@@ -18,6 +18,7 @@ TOOLS = {
     "tools/tables/bias_table.py": [],
     "tools/tables/catalogue_page.py": ["--check"],
     "tools/tables/gin_pages.py": ["--check"],
+    "tools/tables/options_table.py": ["--check"],
     "tools/compare.py": [],
     "tools/export.py": [],
     "tools/import_config": [],
@@ -33,6 +34,8 @@ TOOLS = {
 PARSED = {
     "tools/bench": "measures for minutes, on ranks of its own; tests/tools/test_bench.py runs it",
     "tools/device_check": "wants a GPU; a test of its own runs its small form",
+    "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
+    "tools/tables/distillation_table.py": "wants finished runs; tests/tools/test_distillation_table.py runs it",
     "tools/lock.py": "asks the package index",
     "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",
 }
@@ -105,6 +108,10 @@ def as_it_is(argv: list[str], place: Place) -> list[str]:
 
 def one_worker(argv: list[str], place: Place) -> list[str]:
     return [*argv, "--workers", "1"]
+
+
+def few_problems(argv: list[str], place: Place) -> list[str]:
+    return [*one_worker(argv, place), "--problems", "4", "--pulls", "0"]
 
 
 def small_eval(argv: list[str], place: Place) -> list[str]:
@@ -237,6 +244,7 @@ MODULES = {
     "grpo_fn.run": ours(small_run),
     "grpo_fn.eval": ours(small_eval),
     "grpo_fn.score": ours(one_worker),
+    "grpo_fn.redteam": ours(few_problems),
     "grpo_fn.replay": ours(as_it_is),
     "grpo_fn.doctor": ours(as_it_is, (0, 1, 2)),  # what it finds is the machine's affair
     "pytest": pytest_module,

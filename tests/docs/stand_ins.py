@@ -24,6 +24,8 @@ def rows(folder: Path) -> None:
     lines(folder / "math" / "math500.jsonl", algebra, "Then?")
     lines(folder / "mbpp" / "mbpp.jsonl", [mbpp(n) for n in (*range(1, 5), *range(11, 15), *range(601, 609))], "")
     lines(folder / "rows.jsonl", [{"completion": f"\\boxed{{{a}}}", "answer": a} for _, a in sums[:2]], "")
+    shown = [{"prompt": q, "completion": f"\\boxed{{{a}}}"} for q, a in sums]
+    lines(folder / "demonstrations.jsonl", shown, "")
     program = {"completion": "```python\ndef f():\n    return 1\n```", "tests": ["assert f() == 1"]}
     lines(folder / "programs.jsonl", [program], "")
 

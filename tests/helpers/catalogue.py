@@ -25,6 +25,7 @@ from grpo_fn.algo import (
     losses,
     masking,
     rejection,
+    supervised,
     turn_credit,
     weighted_losses,
 )
@@ -72,6 +73,8 @@ KINDS = [
         },
     ),
     (rejection, ("logp", "row"), {"rejected_row", "outlier_row"}),
+    (supervised, ("logp", "row"), {"every_token_alike", "uncertain_tokens"}),
+    (supervised, ("steps",), {"sampled_alone", "constant_share", "decaying_share"}),
     (aggregation, ("mask", "totals"), {"token_mean", "sequence_mean", "constant_length"}),
     (controllers, ("gain", "measured"), {"constant_gain", "adaptive_kl", "adaptive_entropy"}),
     (controllers, ("scale", "good_steps", "finite"), {"constant_loss_scale", "dynamic_loss_scale"}),
@@ -92,7 +95,7 @@ KNOWN_PRESETS = {
     ),
     *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
     *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo", "otb", "real"),
-    *("opd", "mopd", "iw_opd", "rlsd"),
+    *("opd", "mopd", "iw_opd", "rlsd", "chord"),
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.
 AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}

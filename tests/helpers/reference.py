@@ -428,6 +428,11 @@ def opo(groups: Groups, limit: int) -> Dual:
     return row_sums(rows, lambda s, t, a: s.logp[t] * -a, 1)
 
 
+def chord(groups: Groups, limit: int) -> Dual:
+    """arXiv:2508.11408, its sampled tokens: PPO's clip, the mean over tokens. Its given ones are in test_supervised."""
+    return token_mean(all_of(compared(groups, standard)), ppo(0.2, 0.2))
+
+
 def opd(groups: Groups, limit: int) -> Dual:
     """arXiv:2306.13649, on the sampled tokens: how much likelier the teacher finds each."""
     rows = [(s, 0.0) for group in groups for s in group if s.scored]

@@ -15,6 +15,7 @@ from torch import Tensor
 from grpo_fn.algo import controllers
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.group_sampling import GroupBatch
+from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import prng
 from grpo_fn.core.groups import outcome_reward, select_groups
@@ -181,6 +182,7 @@ def learn(
     """What grpo_step makes of the step's groups, or of the groups `only` in that order."""
     groups = step.groups if only is None else select_groups(step.groups, only)
     algo = algorithm.StepAlgorithm(
+        **SAMPLED_ONLY,
         group_sampling=partial(as_sampled, groups),
         reward=unasked,
         teacher=partial(taught, step),

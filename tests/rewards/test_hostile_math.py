@@ -114,9 +114,9 @@ LARGE = {
     "megabyte of unicode": "٤²" * (MEGABYTE // 4),
 }
 ODD = {
-    "arabic digits": "٤٢",
+    "reversed arabic digits": "٢٤",
     "superscript digits": "⁴²",
-    "full-width digits": "４２",
+    "full-width digits": "４３",
     "roman numerals": "ⅩⅬⅡ",
     "a null": "\x00",
     "a surrogate": "\ud83d",

@@ -14,14 +14,18 @@ import import_config as tool
 import import_draft
 import import_nemo_rl
 import import_trl
+import nemo_rl_program
 import nemo_rl_yaml
+import options_table
 import pytest
+import trl_program
 import yaml
 from e2e.running import TESTS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn import run
+from grpo_fn.algo import credit, distillation
 from grpo_fn.config import freeze, load_config
 from grpo_fn.shell.model import tiny_model
 from grpo_fn.trainer.checks import validate
@@ -102,12 +106,12 @@ TRL = {
     "scale_rewards": st.sampled_from(["group", "batch", "none", "mean", True, False]),
     "mask_truncated_completions": st.booleans(),
     "learning_rate": st.sampled_from([1e-6, "1e-5", 0.0]),
-    "lr_scheduler_type": st.sampled_from([*import_trl.SCHEDULES, "polynomial"]),
+    "lr_scheduler_type": st.sampled_from([*trl_program.SCHEDULES, "polynomial"]),
     "lr_scheduler_kwargs.min_lr": st.sampled_from([None, 1e-7, 1e-3]),
     "lr_scheduler_kwargs.min_lr_rate": st.sampled_from([None, 0.1, 2.0]),
     "warmup_ratio": st.sampled_from([0.0, 0.1]),
     "warmup_steps": st.sampled_from([0, 10, 0.05]),
-    "optim": st.sampled_from([*import_trl.OPTIMIZERS]),
+    "optim": st.sampled_from([*trl_program.OPTIMIZERS]),
     "max_grad_norm": st.sampled_from([1.0, 0, 0.1]),
     "weight_decay": st.sampled_from([0.0, 0.01]),
     "temperature": st.sampled_from([1.0, 0.7]),
@@ -155,7 +159,7 @@ NEMO = {
     "policy.model_name": st.sampled_from(["a/b", "@math.correct", "%X", "it's"]),
     "policy.train_global_batch_size": st.one_of(st.none(), COUNTS),
     "policy.max_total_sequence_length": st.sampled_from([64, 512]),
-    "policy.precision": st.sampled_from([*import_nemo_rl.PRECISIONS, "fp8"]),
+    "policy.precision": st.sampled_from([*nemo_rl_program.PRECISIONS, "fp8"]),
     "policy.dtensor_cfg.cpu_offload": st.booleans(),
     "policy.dtensor_cfg.tensor_parallel_size": st.sampled_from([1, 2]),
     "policy.dtensor_cfg.lora_cfg.enabled": st.booleans(),
@@ -438,14 +442,62 @@ def trl_draft(**config: Any) -> import_draft.Draft:
 
 
 def test_every_option_of_trl_1_16_is_known_and_on_the_page() -> None:
-    """Its 79 fields with their defaults: none is unknown to the importer, and the page names each."""
-    fields = json.loads((CONFIGS / "trl_1_16.json").read_text())
+    """Its 79 fields with their defaults: none is unknown to the importer, and the page has a line of each."""
+    fields = options_table.trl_options()
     assert len(fields) == 79
     made = trl_draft(**fields)
     assert not [key for kind, key, _ in made.notes if kind == import_draft.UNKNOWN]
-    page = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"[\w.]+", " ".join(re.findall(r"`([^`]*)`", page))))
-    assert sorted(set(fields) - named) == []
+    assert set(fields) <= lines_of_options()
+
+
+def lines_of_options() -> set[str]:
+    page = (ROOT / "docs" / "import_options.md").read_text(encoding="utf-8")
+    return set(re.findall(r"^\| `([\w.]+)` \| \w", page, re.MULTILINE))
+
+
+def test_every_key_of_nemo_rls_examples_is_known_and_on_the_page() -> None:
+    keys = options_table.nemo_keys()
+    assert len(keys) > 350
+    assert set(keys) <= lines_of_options()
+
+
+def test_the_page_of_options_is_what_the_importer_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options_table.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["DistillationConfig", "GKDConfig", "IWOPDConfig"])
+def test_a_configuration_of_trls_distillation_is_refused_by_name(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {
+        "DistillationConfig": "teacher_model_name_or_path='a'",
+        "GKDConfig": "lmbda=0.5",
+        "IWOPDConfig": "iw_opd_gamma=1",
+    }
+    (tmp_path / "c.py").write_text(f"{kind}({own[kind]}, learning_rate=1e-6)")
+    assert tool.main([str(tmp_path / "c.py")]) == 2
+    assert "wanted a GRPOConfig; algo/opd.gin and algo/iw_opd.gin" in capsys.readouterr().err
+
+
+def test_a_teacher_of_nemo_rl_is_carried_and_several_are_refused(tmp_path: Path) -> None:
+    teachers = "on_policy_distillation.teacher_model_by_agent_name"
+    flat = {"grpo.max_num_steps": 7, "grpo.adv_estimator.name": "opd", f"{teachers}.a": "T/1", f"{teachers}.b": "T/1"}
+    made = import_nemo_rl.from_nemo_rl(nested(flat))
+    assert made.macros["TEACHER"] == "T/1"
+    (tmp_path / "made.gin").write_text(made.text("x"))
+    knobs = load_config([str(tmp_path / "made.gin")], ["MODEL=m", "DATA=m"]).root.knobs
+    algorithm = {name: freeze(knobs["algorithm"].knobs[name], {}) for name in ("credit", "distillation")}
+    assert algorithm["credit"] is credit.no_rewards
+    assert algorithm["distillation"].func is distillation.teacher_gap
+    for changes in ({f"{teachers}.b": "T/2"}, {f"{teachers}.a": None, f"{teachers}.b": None}):
+        with pytest.raises(ValueError, match=r"with adv_estimator opd, wanted one model"):
+            import_nemo_rl.from_nemo_rl(nested(flat | changes))
+
+
+def test_nemo_rls_distillation_of_logits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("distillation: {max_num_steps: 1}\npolicy: {model_name: a}\n")
+    assert tool.main([str(tmp_path / "c.yaml")]) == 2
+    assert "distillation: got NeMo-RL's distillation of a teacher's top logits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -463,6 +515,21 @@ def test_every_option_of_trl_1_16_is_known_and_on_the_page() -> None:
             },
         ),
         ({"loss_type": "luspo"}, {"objective.policy_objective.token_loss": "@losses.clipped_ratio"}),
+        (  # good tokens are bounded at delta there, bad ones at 1 + epsilon_high
+            {"delta": 1.1},
+            {"losses.dual_clip.clip_low": 0.2, "losses.dual_clip.clip_high": 0.1, "losses.dual_clip.cap": 1.2},
+        ),
+        (
+            {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+            {"objective.policy_objective.importance_correction": None, "importance.masked_weight.high": None},
+        ),
+        (
+            {
+                **{"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+                "vllm_importance_sampling_clip_max": None,
+            },
+            {"importance.masked_weight.low": 0.0, "importance.masked_weight.high": 1e9},
+        ),
         (
             {"loss_type": "vespo", "vespo_k_neg": 4.0},
             {
@@ -515,10 +582,22 @@ def test_the_model_and_the_lengths_of_trl_1_16() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"delta": 1.1}, "delta: below 1 + epsilon_high, it caps good tokens too"),
+        ({"generation_batch_size": 32}, "steps_per_generation: TRL shuffles completions into its minibatches"),
+        ({"generation_batch_size": 32}, "dapo divides by the tokens of each optimizer step here; there by those of"),
+        (
+            {"scale_rewards": "batch", "steps_per_generation": 1, "gradient_accumulation_steps": 2},
+            "the std of each generation",
+        ),
+        (
+            {"entropy_coef": 0.1, "gradient_accumulation_steps": 2},
+            "entropy_coef: a mean over the tokens of each micro-batch",
+        ),
         ({"beta": 0.1, "importance_sampling_level": "sequence"}, "a KL is weighed with its row's ratio there"),
-        ({"entropy_coef": 0.1, "loss_type": "grpo"}, "entropy_coef: a mean over tokens there"),
-        ({"loss_type": "vespo"}, "vespo: the row's weight is to the sampler here"),
+        ({"entropy_coef": 0.1, "loss_type": "grpo"}, "entropy_coef: a mean over the tokens of each micro-batch there"),
+        (
+            {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+            "vespo: a row's weight is to the sampler here",
+        ),
         ({"use_adaptive_entropy": True}, "controllers.adaptive_entropy"),
         ({"dtype": "bfloat16"}, "dtype: bfloat16: what trains is kept in float32"),
     ],
@@ -533,10 +612,24 @@ def test_what_differs_from_trl_1_16_is_said(config: dict[str, Any], said: str) -
     [
         ({"eval_strategy": "epoch"}, None, "eval_strategy: got 'epoch', wanted --rows"),
         (
-            {"use_vllm": True, "vllm_importance_sampling_clip_max": None},
+            {
+                **{"use_vllm": True, "vllm_importance_sampling_clip_max": None},
+                "vllm_importance_sampling_mode": "token_truncate",
+            },
             None,
             "vllm_importance_sampling_clip_max: got None without a clip_min",
         ),
+        (
+            {"loss_type": "vespo", "use_vllm": True},
+            None,
+            "vllm_importance_sampling_mode: got a sequence's with loss_type",
+        ),
+        (
+            {"num_iterations": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2},
+            None,
+            "num_iterations: got 2 with 16 completions sampled at a time and 32 an optimizer step",
+        ),
+        ({"scale_rewards": "mean"}, None, "scale_rewards: got 'mean', wanted group"),
     ],
 )
 def test_what_trl_1_16_takes_and_we_cannot_is_refused(config: dict[str, Any], rows: int | None, message: str) -> None:

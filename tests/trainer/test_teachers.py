@@ -121,9 +121,11 @@ def test_the_first_token_that_differs_is_named(tmp_path: Path):
 )
 def test_an_algorithm_that_learns_from_a_teacher_wants_one(f, reads):
     assert teachers.reads_gap(f) is reads
-    teachers.check_distillation(f, object())
+    teachers.check_distillation(f, object(), also=True)
     if reads:
         with pytest.raises(ValueError, match=r"train\.train\.teacher: got None with an algorithm that learns from a"):
-            teachers.check_distillation(f, None)
+            teachers.check_distillation(f, None, also=False)
     else:
-        teachers.check_distillation(f, None)
+        teachers.check_distillation(f, None, also=False)
+        with pytest.raises(ValueError, match="wanted one"):
+            teachers.check_distillation(f, None, also=True)

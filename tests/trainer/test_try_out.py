@@ -11,7 +11,7 @@ from e2e.running import command, finish
 from grpo_fn.algo import controllers, credit, group_sampling, losses, masking, step
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import sampling
-from grpo_fn.trainer.checks import try_out
+from grpo_fn.trainer.checks import supervised_stage, try_out
 
 PROJECT = Path(__file__).resolve().parents[2]
 ALGOS = sorted(path.stem for path in (PROJECT / "gin" / "algo").glob("*.gin"))
@@ -25,7 +25,8 @@ def algorithm(name: str = "dr_grpo", **changed: object) -> step.Algorithm:
 
 
 def tried(made: step.Algorithm) -> None:
-    try_out.try_objective(made)
+    how = {"names": supervised_stage.SAMPLED, "kind": supervised_stage.TOKEN_LOSS}
+    try_out.try_objective("step.Algorithm.objective", made.objective, made.group_size, **how)
     try_out.try_credit(made, ["correct", "boxed"])
 
 

@@ -30,6 +30,7 @@ from grpo_fn.algo import (
 from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo.objective import policy_objective
 from grpo_fn.algo.step import StepAlgorithm, compare_as_given, from_sampler, without_teacher
+from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.problem import Completion, Problem
@@ -127,6 +128,7 @@ class Bench(NamedTuple):
     def algo(self, prompts: int, group_size: int) -> StepAlgorithm:
         """GRPO with one update a step, and a reward that rows of random tokens differ in."""
         return StepAlgorithm(
+            **SAMPLED_ONLY,
             group_sampling=partial(group_sampling.keep_all, prompts=prompts),
             reward=partial(combine, parts=[even], weights=[1.0], score=score_serially),
             credit=partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-4, ddof=1)),

@@ -8,7 +8,8 @@ from device_parts import Bench, built, forget, most_held, require, seconds
 from device_runner import Figure, Setting
 from device_shapes import QWEN_HALF, QWEN_LARGE, Shape, folder, sized
 
-from grpo_fn.algo.step import UNMOVED, update_policy
+from grpo_fn.algo.objective import Component, update_policy
+from grpo_fn.algo.step import UNMOVED
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.shell.model import blocks
@@ -97,7 +98,8 @@ def train(setting: Setting, shape: Shape, *, goal: float | None, **changed: obje
     bench = built(setting, folder(setting, shape), torch.bfloat16, micro_tokens=micro_tokens, **changed)
     algo, batch = bench.algo(work.groups, work.size), made_up(setting, shape, work)
     batch = batch._replace(logp_old=(logp := bench.policy.logp(rolled(batch))), logp_ref=logp, logp_sampled=logp)
-    step = partial(update_policy, bench.policy, batch, count(batch), UNMOVED, algo)
+    learns = [Component(batch, count(batch), algo.objective, 1.0)]
+    step = partial(update_policy, bench.policy, learns, UNMOVED, split=algo.split, anchor=algo.anchor)
     learned = step()  # compiles, makes the moments
     require(learned.update["loss/grad_norm"] > 0, "training: got no gradient")
     forget(setting.device)

@@ -66,13 +66,14 @@ def python(text: str) -> Any:
 
 def kind_of(config: Mapping[str, Any]) -> str:
     """nemo_rl or trl, by the keys. Raises ValueError when they are neither's."""
-    if isinstance(config.get("grpo"), Mapping):
-        return "nemo_rl"
-    if {"actor_rollout_ref", "algorithm"} & config.keys():
+    if {"actor_rollout_ref", "algorithm"} & config.keys():  # before NeMo-RL's: verl has a distillation.*, too
         raise ValueError(
             "got a configuration of verl, wanted NeMo-RL's or TRL's; docs/from_verl.md has the knobs by hand"
         )
+    if any(isinstance(config.get(name), Mapping) for name in ("grpo", "distillation")):
+        return "nemo_rl"
     known = {"learning_rate", "num_generations", "per_device_train_batch_size", "loss_type", "max_completion_length"}
+    known |= {"teacher_model_name_or_path", "lmbda"}
     if known & config.keys():
         return "trl"
     got = ", ".join(sorted(map(str, config))[:8])

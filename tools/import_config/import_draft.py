@@ -57,7 +57,8 @@ def one_line(text: str) -> str:
 MODULES = {
     "grpo_fn": "train",
     "grpo_fn.algo": (
-        "advantage aggregation credit group_sampling importance kl losses masking objective step weighted_losses"
+        "advantage aggregation credit distillation group_sampling importance kl losses masking objective step "
+        "weighted_losses"
     ),
     "grpo_fn.rewards": "combine length math",
     "grpo_fn.shell.model": "blocks lora",

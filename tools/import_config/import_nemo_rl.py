@@ -7,33 +7,34 @@ from typing import Any
 from import_draft import (
     DIFFERS,
     LARGEST,
-    LEFT,
     Draft,
     Number,
     Reader,
     Text,
-    adamw,
     bounded,
     clipped,
-    colocated,
     correct,
     corrected,
     normalized,
     penalty,
-    schedule,
     token_loss,
     weigh,
 )
 from nemo_rl_options import NEMO_LEFT, NEMO_QUIET
+from nemo_rl_program import nemo_engine, nemo_optimizer, nemo_policy
 from nemo_rl_yaml import interpolated
 
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": None}
 KL_TYPES = {"k1": "k1_ratio", "k2": "k2", "k3": "k3_ratio"}
-ESTIMATORS = ("grpo", "gdpo", "reinforce_plus_plus")
+ESTIMATORS = ("grpo", "gdpo", "reinforce_plus_plus", "opd")
 
 
 def from_nemo_rl(config: Mapping[str, Any], rows: int | None = None) -> Draft:
     """The YAML of a NeMo-RL GRPO run. Raises ValueError for what is refused there, and for Megatron alone."""
+    if "distillation" in config:
+        raise ValueError(
+            "distillation: got NeMo-RL's distillation of a teacher's top logits, wanted its GRPO with adv_estimator "
+            "opd; algo/opd.gin has the reverse KL of the sampled token (docs/distillation.md)"
+        )
     key, draft = Reader(interpolated(config)), Draft()
     nemo_batches(key, draft, rows)
     nemo_loss(key, draft)
@@ -174,6 +175,12 @@ def nemo_loss(key: Reader, draft: Draft) -> None:
             "weighed with exp(logp - its own value) there since June 2026 (before: kl.k3), with the ratio here: the "
             "gradient of a step's first update is the same",
         )
+    if beta and sampled:
+        draft.note(
+            DIFFERS,
+            "loss_fn.use_on_policy_kl_approximation",
+            "weighed with the ratio to the sampler there, to the old policy here",
+        )
     if key("loss_fn.use_kl_in_reward", bool, False) and beta:
         raise ValueError(
             "loss_fn.use_kl_in_reward: got true, which takes each token's own KL from its advantage, wanted false; "
@@ -219,6 +226,9 @@ def nemo_advantage(key: Reader, draft: Draft) -> None:
         for where in ("grpo.", "grpo.adv_estimator.")
         for knob in ("normalize_rewards", "use_leave_one_out_baseline")
     }
+    if name == "opd":
+        nemo_teacher(key, draft)
+        return
     if name == "reinforce_plus_plus":
         nemo_whitened(draft, centered)
         return
@@ -250,6 +260,22 @@ def nemo_advantage(key: Reader, draft: Draft) -> None:
     draft.knobs[f"credit.{stage}.advantage"] = f"@advantage.{compare}"
 
 
+def nemo_teacher(key: Reader, draft: Draft) -> None:
+    """On-policy distillation: the gap to a teacher is the advantage, rewards are measured only."""
+    place = "on_policy_distillation.teacher_model_by_agent_name."
+    named = sorted({key(name, str, "") for name in key.values if name.startswith(place)})
+    key.taken.add("on_policy_distillation.enabled")
+    if len(named) != 1 or not named[0]:
+        raise ValueError(
+            f"{place[:-1]}: got {named} with adv_estimator opd, wanted one model; several are sections.Teacher.models "
+            "(docs/distillation.md)"
+        )
+    draft.includes.append("scale/teacher.gin")
+    draft.macros["TEACHER"] = Text(named[0])
+    draft.knobs |= {"step.Algorithm.credit": "@credit.no_rewards", "distillation.teacher_gap.coef": 1.0}
+    draft.knobs["step.Algorithm.distillation"] = "@distillation.teacher_gap"
+
+
 def nemo_whitened(draft: Draft, centered: bool) -> None:
     """REINFORCE++, with or without a prompt's mean as the baseline."""
     draft.knobs |= {"step.Algorithm.credit": "@credit.token_whitened", "credit.token_whitened.eps": 1e-8}
@@ -258,121 +284,3 @@ def nemo_whitened(draft: Draft, centered: bool) -> None:
         draft.knobs["credit.outcome.advantage"] = "@advantage.mean_centered"
     else:
         draft.knobs |= {"credit.token_whitened.credit": "@credit.reward_to_go", "credit.reward_to_go.beta": 0.0}
-
-
-def nemo_policy(key: Reader, draft: Draft) -> None:
-    """Model, precision, adapters, arrangement, sampling."""
-    model = key("policy.model_name", str, None)
-    if model is not None:
-        draft.macros["MODEL"] = Text(model)
-    if key("policy.megatron_cfg.enabled", bool, False):
-        raise ValueError("policy.megatron_cfg.enabled: got true, wanted a file for dtensor_cfg")
-    key.taken |= {"policy.dtensor_cfg.enabled"}
-    precision = key.choice("policy.precision", "bfloat16", PRECISIONS)
-    draft.includes += [f"scale/{precision}.gin"] if precision else []
-    for knob, name in (("cpu_offload", "offload"), ("activation_checkpointing", "activation_checkpointing")):
-        if key(f"policy.dtensor_cfg.{knob}", bool, False):
-            draft.includes.append(f"scale/{name}.gin")
-    draft.knobs["mesh.Parallelism.tp"] = key.count("policy.dtensor_cfg.tensor_parallel_size", 1)
-    draft.knobs["sections.Sampling.temperature"] = key.positive("policy.generation.temperature", 1.0, zero=False)
-    stops = key("policy.generation.stop_strings", list, [])
-    draft.knobs["sections.Sampling.stop"] = [Text(stop) for stop in stops if stop]
-    lora(key, draft)
-
-
-def nemo_engine(key: Reader, draft: Draft) -> None:
-    """vLLM where the training is or on servers, and sampling ahead."""
-    place = "policy.generation."
-    ahead = key("grpo.async_grpo.enabled", bool, False)
-    backend, beside = key(f"{place}backend", str, None), key(f"{place}colocated.enabled", bool, True)
-    if ahead and (backend != "vllm" or beside):
-        raise ValueError(f"grpo.async_grpo.enabled: got true, wanted {place}backend vllm with colocated.enabled false")
-    if backend not in (None, "vllm"):
-        draft.note(LEFT, f"{place}backend", f"{backend!r}: vLLM (files of engine/) or the local sampler draws here")
-    elif backend and beside:
-        name = f"{place}vllm_cfg.gpu_memory_utilization"
-        share, ranks = key.positive(name, 0.6, zero=False), key.count(f"{place}vllm_cfg.tensor_parallel_size", 1)
-        colocated(draft, share=share, ranks=ranks, name=name)
-        eager = key(f"{place}vllm_cfg.enforce_eager", bool, False)
-        draft.knobs["vllm_sampler.colocated_sampler.enforce_eager"] = eager
-    elif backend:
-        draft.includes.append("engine/vllm_dedicated.gin")
-        draft.note(
-            DIFFERS, f"{place}colocated.enabled", "start tools/launch/vllm_server.sh first; SERVERS says where they are"
-        )
-    if ahead:
-        nemo_ahead(key, draft)
-
-
-def nemo_ahead(key: Reader, draft: Draft) -> None:
-    """The next batches sampled while the policy trains."""
-    place = "grpo.async_grpo."
-    if "objective.policy_objective.importance_correction" not in draft.knobs:
-        raise ValueError(f"loss_fn.use_importance_sampling_correction: got false with {place}enabled, wanted true")
-    draft.includes.append("engine/async_one_step.gin")
-    draft.knobs["sections.Sampling.max_staleness"] = key.count(f"{place}max_trajectory_age_steps", 1)
-    if key(f"{place}in_flight_weight_updates", bool, False):
-        draft.knobs["vllm_servers.DedicatedEngine.pause"] = "keep"
-    draft.note(
-        DIFFERS, f"{place}max_trajectory_age_steps", "whole batches in their order here, not single trajectories"
-    )
-
-
-def lora(key: Reader, draft: Draft) -> None:
-    """Adapters, where they are enabled."""
-    name = "policy.dtensor_cfg.lora_cfg."
-    targets, every = key(f"{name}target_modules", list, []), key(f"{name}match_all_linear", bool, True)
-    rank, alpha = key.count(f"{name}dim", 8), key.positive(f"{name}alpha", 32, zero=False)
-    dropout = key.positive(f"{name}dropout", 0.0, zero=True)
-    if not key(f"{name}enabled", bool, False):
-        return
-    if dropout >= 1:
-        raise ValueError(f"{name}dropout: got {dropout}, wanted less than 1")
-    if not every and not targets:
-        raise ValueError(f"{name}target_modules: got none without match_all_linear, wanted names")
-    draft.includes.append("scale/lora.gin")
-    draft.knobs |= {"lora.LoRA.rank": rank, "lora.LoRA.alpha": alpha, "lora.LoRA.dropout": dropout}
-    draft.knobs["lora.LoRA.targets"] = "all-linear" if every else [Text(target) for target in targets]
-    draft.note(DIFFERS, f"{name}match_all_linear", "all linear layers of the blocks; the head is not among them")
-
-
-def nemo_optimizer(key: Reader, draft: Draft) -> None:
-    """AdamW, and a warm-up where the schedule begins with one."""
-    name = key("policy.optimizer.name", str, "torch.optim.AdamW")
-    if name.rpartition(".")[2] not in ("AdamW", "FusedAdam"):
-        raise ValueError(f"policy.optimizer.name: got {name!r}, wanted torch.optim.AdamW or a FusedAdam")
-    betas = key("policy.optimizer.kwargs.betas", list, [0.9, 0.999])
-    if len(betas) != 2 or not all(isinstance(beta, Number) and 0 <= beta < 1 for beta in betas):
-        raise ValueError(f"policy.optimizer.kwargs.betas: got {betas}, wanted two numbers in [0, 1)")
-    place = "policy.optimizer.kwargs."
-    adamw(
-        draft,
-        "adamw",
-        lr=key.positive(f"{place}lr", 5e-6, zero=True),
-        beta1=betas[0],
-        beta2=betas[1],
-        eps=key.positive(f"{place}eps", 1e-8, zero=False),
-        weight_decay=key.positive(f"{place}weight_decay", 0.01, zero=True),
-    )
-    if draft.knobs["optimizer.adamw.weight_decay"]:
-        draft.note(DIFFERS, "weight_decay", "on matrices alone here, not on norms and biases")
-    stages = key("policy.scheduler", list, [])
-    updates = draft.knobs["step.Algorithm.minibatches"]  # of a step; schedules count steps there, updates here
-    warm, odd = 0, []
-    for stage in stages:
-        name = str(stage.get("name", "")).rpartition(".")[2] if isinstance(stage, Mapping) else str(stage)
-        kwargs = stage.get("kwargs", {}) if isinstance(stage, Mapping) else {}
-        if name == "LinearLR" and isinstance(kwargs, Mapping) and isinstance(kwargs.get("total_iters"), int):
-            warm = max(0, kwargs["total_iters"]) * updates
-        elif name not in ("ConstantLR", ""):
-            odd.append(name)
-    if odd:
-        draft.note(LEFT, "policy.scheduler", f"{odd}: constant after the warm-up")
-    if warm:
-        draft.note(
-            DIFFERS,
-            "policy.scheduler",
-            f"from its start_factor in {warm // updates} steps there; from 1/{warm + 1} to 1 in {warm} updates here",
-        )
-    schedule(draft, "constant", warm, 0, 0.0)
-    draft.knobs["sections.PolicyUpdate.max_grad_norm"] = key.positive("policy.max_grad_norm", 1.0, zero=True) or 1e9

@@ -42,17 +42,23 @@ NEMO_LEFT = {
         "sections.PolicyUpdate.micro_tokens"
     ),
     r"policy\.(tokenizer|hf_config_overrides)\..*": "the model folder's own tokenizer, template and config",
-    r"policy\.dtensor_cfg\.(_v2|custom_parallel_plan|sequence_parallel|context_parallel_size|clear_cache.*|env_vars)": (
+    r"policy\.dtensor_cfg\.(_v2|custom_parallel_plan|sequence_parallel|context_parallel_size)": (
         "the model's own plan of tensor parallelism; a row lies on one device"
     ),
+    r"policy\.dtensor_cfg\.(clear_cache.*|env_vars.*)": "variables of the environment are the launcher's",
+    r"policy\.dtensor_cfg\.(expert_parallel_size|moe_parallelizer.*)": "experts are sharded like any weight",
     r"policy\.dtensor_cfg\.lora_cfg\.(exclude_modules|dropout_position|lora_A_init|use_triton)": (
         "PEFT's way: dropout before A, A uniform"
     ),
     r"policy\.optimizer\.kwargs\.(foreach|fused)": "fused; scale/adamw_foreach.gin for the other",
+    r"policy\.optimizer\.kwargs\.(master_weights|store_param_remainders|exp_avg_dtype|exp_avg_sq_dtype)": (
+        "weights and moments are in float32; scale/adamw_8bit.gin has moments in 8 bits"
+    ),
     r"policy\.offload_optimizer_for_logprob": "scale/offload.gin",
     r"data\..*": "a task: docs/tasks.md",
     r"env\..*": "base.gin's verified answers (math-verify) and box; reward_pool.RewardPool.workers",
-    r"data_plane\..*|on_policy_distillation.*": "rows go from sampler to trainer in the ranks; docs/distillation.md",
+    r"data_plane\..*": "rows go from sampler to trainer in the ranks",
+    r"on_policy_distillation.*": "teachers lie beside the policy, one for all problems: docs/distillation.md",
     r"cluster\..*": "how many ranks there are is the launcher's: docs/cluster.md",
 }
 NEMO_QUIET = [r"logger\..*", r"checkpointing\..*", r"policy\.(refit_.*|draft\..*|megatron_.*|fp8.*)"]

@@ -24,7 +24,7 @@ from grpo_fn.config.nodes import Bindings, Macro, Reference, functions
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, GIN = ROOT / "docs", ROOT / "gin"
 # What a file uses without a value of its own: a user gives it.
-GIVEN = {"MODEL": "'MODEL'", "DATA": "'DATA'"}
+GIVEN = {"MODEL": "'MODEL'", "DATA": "'DATA'", "DEMONSTRATIONS": "'DEMONSTRATIONS'"}
 KNOBS = """# Knobs
 
 Every knob that a gin file can bind: its type, its value in `gin/base.gin` where that binds it, and what it means.

@@ -1,17 +1,19 @@
 r"""Is the answer right? math-verify behind two functions with three verdicts: 1 right, 0 wrong, None unscorable.
 
-Which text is the answer is decided in `extract`, what is not worth reading in `screen`, and what has the same value in
-`equivalence`. What goes into math-verify's parser is always one short answer in one `\boxed{}`: bare LaTeX parses
+Which text is the answer is decided in `extract` and `boxes`, how it is spelt in `spelling`, `units` and
+`inequalities`, what is not worth reading in `screen`, and what has the same value in `equivalence` and `exact`. What
+goes into math-verify's parser is always one short answer in one `\boxed{}`: bare LaTeX parses
 wrongly there (`2\sqrt{6}` as 2), and its own search merges neighbouring boxes and takes a number in passing for the
 answer. No parsed answer is turned into text: that can take for ever.
 
 A model can still write what takes too long. math-verify's time-outs are signals and work in the main thread only, so
 they are off: text from a model is scored in processes that can be killed. The row is then unscorable.
 
-Leniencies that are kept, each with its test: units, degrees and currencies are ignored, and so is a base that only one
-side names; a percent sign is a unit where the gold has none and is 1 or more, else a hundredth; a name before an equals
-sign is ignored; letters have no case; point, open interval and list of the same numbers are equal; expressions with
-letters or roots are equal if their values are, multiplied out or not; of decimals, 6 places count.
+Leniencies that are kept, each with its test: a unit, degree, currency or base that only one side names is ignored; a
+percent sign is a unit where the gold has none and is 1 or more, else a hundredth; a name before an equals sign is
+ignored; letters have no case; point, open interval and bare list of the same numbers are equal; expressions with
+letters or roots are equal if their values are, multiplied out or not; a decimal of 6 places or more may stand for the
+rational that it rounds. docs/verifier.md says it class by class.
 """
 
 import re
@@ -20,53 +22,86 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from math_verify import LatexExtractionConfig, grader, parse, parser
-from sympy import Basic, Float, Integer, MatrixBase
+from sympy import Basic, Expr, FiniteSet, Float, Integer, MatrixBase
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.math import equivalence
-from grpo_fn.rewards.math.extract import LONGEST_ANSWER, last_value, marked_answer, plain_answer
+from grpo_fn.rewards.math.boxes import as_list, find_boxes
+from grpo_fn.rewards.math.extract import LONGEST_ANSWER, last_value, marked_answer, without_thoughts
+from grpo_fn.rewards.math.inequalities import same_kind
 from grpo_fn.rewards.math.screen import is_costly, is_evasive, is_worked_out
+from grpo_fn.rewards.math.spelling import plain_answer
+from grpo_fn.rewards.math.units import unit_of, units_differ
 
 # math-verify warns once per process that its time-outs are off; they are meant to be.
 parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
 
-# Units are taken away in `extract`: the parser takes the t of "4t" for one.
+# Units are taken away in `spelling`: the parser takes the t of "4t" for one.
 _LATEX = LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
 _LATEX = replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False))
 _LITERAL = re.compile(r"([+-]?)(?:([0-9]+)|([1-9][0-9]{0,2}(?:,[0-9]{3})+)|([0-9]*\.[0-9]+))")
 _NAME = re.compile(r"\s*\\?[A-Za-z](?:[^=<>{}()]|\{[^{}]*\}|\([^()]*\))*=")
 _CHAIN = re.compile(r"^[^=,;]*[^=,;\\<>!]=[^,;]*[^,;\\<>!]=[^,;]*$", re.DOTALL)
 _WORD = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)\s*\{([^{}\\]*)\}")
+_OPTION = re.compile(
+    r"[\s({]*(?:\\(?:text[a-z]*|mbox|mathrm|mathbf)\s*\{)?[\s({]*(?:(?:option|choice|answer)\s+)?\(?([A-Z])\)?[\s)}.]*",
+    re.I,
+)
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
+_SHORT_UNIT = re.compile(r"(?<=[0-9])\s+[gmshlGMSHL]\s*\Z")
+_BRACES = {r"\{", r"\lbrace"}
+_BRACKETED = re.compile(
+    r"[\s$]*(?:\(?[A-Za-z](?:\s*,\s*[A-Za-z])*\)?\s*(?:=|\\in)\s*)?(\\left\s*(?:\(|\[|\\\{)|\(|\[|\\\{|\\lbrace)"
+    r"[^()\[\]]*,[^()\[\]]*(?:\)|\]|\\\}|\\rbrace)[\s$.]*"
+)
 
 
 class _Verdict(NamedTuple):
-    strict: float | None
+    evaluated: float | None
+    closed: float | None
     lenient: float | None
 
 
-_UNSCORABLE, _WRONG = _Verdict(None, None), _Verdict(0.0, 0.0)
+_UNSCORABLE, _WRONG, _RIGHT = _Verdict(None, None, None), _Verdict(0.0, 0.0, 0.0), _Verdict(1.0, 1.0, 1.0)
 
 
 def correct(problem: Problem, completion: Completion) -> float | None:
     r"""1 iff the marked answer equals the gold and is worked out, else 0; None when the gold itself cannot be parsed.
 
-    The marked answer is the last `\boxed{...}`, or else what follows the last `####`, or else the last "the answer
-    is". A last box that never closes, an answer longer than `LONGEST_ANSWER` and no marked answer at all are wrong.
-    Worked out means that a gold which is a plain number gets a number, a fraction or a power, not the sum to be done,
-    and that no function is left to be evaluated which the gold does not use: to copy the question is no answer.
+    The marked answer is the last `\boxed{...}` with those joined to it, or else what follows the last `####`, or else
+    the last "the answer is"; nothing within `<think>` is. Of a gold with n parts, n boxes apart are its answer too. A
+    last box that never closes, an answer longer than `LONGEST_ANSWER` and no marked answer at all are wrong. To a gold
+    that is a plain number a sum or product that is still to be done is no answer; a closed form of it, 5! or i^4, is
+    one here and none for `correct_evaluated`.
 
     Args:
         problem: the problem; its answer is the gold, LaTeX or plain text.
         completion: the completion with the answer.
 
     Returns:
-        1.0, 0.0 or None.
+        1.0, 0.0, or None when the gold itself cannot be parsed.
     """
-    return _judge(problem.answer, marked_answer(completion.text)).strict
+    return _judge(problem.answer, completion.text, marked_answer(completion.text)).closed
+
+
+def correct_evaluated(problem: Problem, completion: Completion) -> float | None:
+    r"""`correct`, and no closed form is left to be evaluated: 120 and not 5!, to a gold of 120.
+
+    A gold that is a plain number gets a number, a fraction or a power. No function may be left that the gold does not
+    use itself: where a prompt asks for `\binom{8}{4}`, to copy it is no answer.
+
+    Args:
+        problem: the problem; its answer is the gold, LaTeX or plain text.
+        completion: the completion with the answer.
+
+    Returns:
+        1.0, 0.0, or None when the gold itself cannot be parsed.
+    """
+    return _judge(problem.answer, completion.text, marked_answer(completion.text)).evaluated
 
 
 def lenient(problem: Problem, completion: Completion) -> float | None:
-    """1 iff the answer equals the gold, worked out or not; without a marked answer, the last number or its formula.
+    """1 iff the answer equals the gold, worked out or not; without a marked answer, the last formula or number.
 
     Args:
         problem: the problem; its answer is the gold, LaTeX or plain text.
@@ -76,30 +111,58 @@ def lenient(problem: Problem, completion: Completion) -> float | None:
         1.0, 0.0, or None when the gold itself cannot be parsed.
     """
     answer = marked_answer(completion.text)
-    return _judge(problem.answer, last_value(completion.text) if answer is None else answer).lenient
+    return _judge(problem.answer, completion.text, last_value(completion.text) if answer is None else answer).lenient
 
 
-def _judge(gold: str, answer: str | None) -> _Verdict:
-    if answer is None or len(answer) > LONGEST_ANSWER:
-        answer = ""
-    return _verdict(plain_answer(gold), plain_answer(answer))
+def _judge(gold: str, text: str, answer: str | None) -> _Verdict:
+    """The verdict on an answer, or where it is wrong, on as many boxes as the gold has parts."""
+    verdict = _verdict(gold, answer if answer is not None and len(answer) <= LONGEST_ANSWER else "")
+    parts = _parts(gold)
+    if verdict is not _WRONG or parts < 2 or len(boxes := find_boxes(without_thoughts(text))) != parts:
+        return verdict
+    inside = [box.inside for box in boxes if box.inside is not None]
+    every = as_list(inside) if len(set(inside)) == parts else ""
+    return _verdict(gold, every) if 0 < len(every) <= LONGEST_ANSWER else verdict
+
+
+@lru_cache(maxsize=2048)
+def _parts(gold: str) -> int:
+    """How many values a gold lists; 1 of anything else."""
+    wanted = _read(plain_answer(gold))
+    return len(wanted.args) if isinstance(wanted, FiniteSet) else 1
 
 
 @lru_cache(maxsize=8192)
 def _verdict(gold: str, answer: str) -> _Verdict:
-    wanted = _read(gold)
+    """The verdict on an answer, both as they are written."""
+    wanted = _read(plain_answer(gold))
     if wanted is None:
         return _UNSCORABLE
+    if not answer or units_differ(gold, answer) or _in_other_brackets(gold, answer):
+        return _WRONG
+    gold, answer = same_kind(gold, answer)
+    shared = _SHORT_UNIT.search(answer)
+    if shared and unit_of(gold) == unit_of(answer):
+        answer = answer[: shared.start()]
+    gold, answer = plain_answer(gold), plain_answer(answer)
+    wanted = _read(gold)
+    option = _OPTION.fullmatch(gold), _OPTION.fullmatch(answer)
+    if option[0] and option[1]:
+        return _RIGHT if option[0][1].casefold() == option[1][1].casefold() else _WRONG
     if not answer or is_costly(gold, answer) or is_evasive(gold, answer):
         return _WRONG
     if (_WORD.fullmatch(gold) or ":" in gold) and _words(gold) == _words(answer):  # a time is no quotient
-        return _Verdict(1.0, 1.0)
+        return _RIGHT
+    if isinstance(wanted, Expr) and wanted.is_number and "," not in gold and _DECIMAL_COMMA.fullmatch(answer):
+        answer = answer.replace(",", ".")
     given = _read(answer)
     if given is None:
         return _WRONG
     try:
         wanted = equivalence.stated_value(wanted)
-        given = equivalence.comparable_part(wanted, given)
+        complex_given = equivalence.with_imaginary_unit(given)
+        evaluated = complex_given is given
+        given = equivalence.comparable_part(wanted, complex_given)
         right = given is not None and equivalence.equal(wanted, given)
     except MemoryError:
         raise
@@ -107,8 +170,16 @@ def _verdict(gold: str, answer: str) -> _Verdict:
         return _WRONG
     if not right:
         return _WRONG
-    finished = is_worked_out(gold, answer) and (equivalence.is_written_out(given) or not equivalence.is_plain(wanted))
-    return _Verdict(float(finished), 1.0)
+    plain = equivalence.is_plain(wanted)
+    finished = is_worked_out(gold, answer) and (not plain or (evaluated and equivalence.is_written_out(given)))
+    closed = finished or not plain or equivalence.is_closed_form(given)
+    return _Verdict(float(finished), float(closed), 1.0)
+
+
+def _in_other_brackets(gold: str, answer: str) -> bool:
+    """Is one of them a set in braces and the other one a point or an interval?"""
+    marks = [found[1].removeprefix("\\left") for text in (gold, answer) if (found := _BRACKETED.fullmatch(text))]
+    return len(marks) == 2 and (marks[0] in _BRACES) != (marks[1] in _BRACES)
 
 
 @lru_cache(maxsize=2048)
@@ -140,4 +211,5 @@ def _parsed(text: str) -> Any:
 
 def _words(text: str) -> str:
     bare = " ".join(_WORD.sub(r"\1", text).casefold().split())
-    return re.sub(r"\s*,\s*", ",", bare.lstrip("0").rstrip("."))
+    items = re.split(r"\s*,\s*", bare.lstrip("0").rstrip("."))
+    return ",".join(sorted(items) if max(map(len, items)) == 1 else items)  # options have no order

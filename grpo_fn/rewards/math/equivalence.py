@@ -2,7 +2,8 @@
 
 Numbers, and tuples, lists, intervals and matrices of them, are settled here. Two expressions whose values at a point
 differ are not equal, nor is an equation that fails where the gold's holds. math-verify would find that out by
-simplifying or solving, which can take for ever, and its way with numbers is 6 decimals: 1e-7 equals 2e-7.
+simplifying or solving, which can take for ever, and its way with numbers is 6 decimals: 1e-7 equals 2e-7. What numbers
+are the same is in `exact`.
 
 Everything here takes what the parser made of a text, and may raise whatever sympy raises.
 """
@@ -14,6 +15,8 @@ from typing import Any
 import sympy
 from math_verify import verify
 from sympy.core.function import AppliedUndef
+
+from grpo_fn.rewards.math.exact import same_value, without_decimals
 
 _HUNDREDTH = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # how the parser reads a percent sign
 _POINTS = (sympy.Rational(7391, 10007), sympy.Rational(-13627, 10009))  # nowhere in particular
@@ -60,6 +63,7 @@ def comparable_part(gold: Any, answer: Any) -> Any:
 
 def equal(gold: Any, answer: Any) -> bool:
     """Has the answer the value of the gold? Not symmetric: the gold says what kind of answer is asked for."""
+    gold, answer = with_imaginary_unit(gold), with_imaginary_unit(answer)
     answer = comparable_part(gold, answer)
     if _is_number(gold) or answer is None:
         return _is_number(answer) and _same_number(gold, answer)
@@ -69,10 +73,14 @@ def equal(gold: Any, answer: Any) -> bool:
         same_ends = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
         return same_ends and equal(gold.start, answer.start) and equal(gold.end, answer.end)
     items, given = _items(gold), _items(answer)
+    if isinstance(gold, sympy.FiniteSet) and len(set(items)) == len(items):
+        given = list(dict.fromkeys(given))  # the same once more is no other answer, unless the gold counts
     if items and given:
         return len(items) == len(given) and _paired(items, given, anyhow=isinstance(gold, sympy.FiniteSet))
     if gold == answer:
         return True
+    if not gold.has(sympy.Float):  # a decimal is the fraction that it says
+        answer = without_decimals(answer)
     if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr) and _differ(gold, answer):
         return False
     if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq) and _misses(gold, answer):
@@ -93,10 +101,27 @@ def is_written_out(value: Any) -> bool:
     return isinstance(value, sympy.Number) or _is_power(value)
 
 
+def is_closed_form(value: Any) -> bool:
+    """A number, a power, root or function of one, or a product of these: 5!, i^4, 7!/7, but not 3 * 14 or 40 + 2."""
+    if isinstance(value, sympy.Mul):
+        plain = [factor for factor in value.args if isinstance(factor, sympy.Number)]
+        return len(plain) < min(2, len(value.args)) and all(map(is_closed_form, value.args))
+    if isinstance(value, sympy.Pow | sympy.Function):
+        return all(map(is_closed_form, value.args))
+    return _is_number(value) and not isinstance(value, sympy.Add)
+
+
 def _is_power(value: Any) -> bool:
     if not (isinstance(value, sympy.Pow) and isinstance(value.exp, sympy.Integer)):
         return False
     return value.base.is_Number or _is_power(value.base)
+
+
+def with_imaginary_unit(value: Any) -> Any:
+    """The value with the number i where i is its only letter; the parser has a symbol for it."""
+    letters = value.free_symbols if isinstance(value, sympy.Basic) else set()
+    alone = isinstance(value, sympy.Expr) and {letter.name for letter in letters} == {"i"}
+    return value.xreplace(dict.fromkeys(letters, sympy.I)) if alone else value
 
 
 def _is_number(value: Any) -> bool:
@@ -139,13 +164,13 @@ def _paired(gold: Sequence[Any], answer: Sequence[Any], *, anyhow: bool) -> bool
 
 
 def _same_number(gold: sympy.Expr, answer: sympy.Expr) -> bool:
-    """The gold's percent sign may be left out; where only the answer has one, the gold's size says what it means."""
+    """A gold of 50 % is 50 % or its value; where only the answer has the sign, the gold's size says what it means."""
     share, given = _percent(gold), _percent(answer)
     if share is None and given is None:
-        return _close(gold, answer)
+        return same_value(gold, answer)
     if share is None:
-        return _close(gold, given if abs(gold.evalf()) >= 1 else given / 100)
-    return _close(share, answer if given is None else given) or (given is None and _close(share / 100, answer))
+        return same_value(gold, given if abs(gold.evalf()) >= 1 else given / 100)
+    return same_value(share, given) if given is not None else same_value(share / 100, answer)
 
 
 def _percent(number: sympy.Expr) -> sympy.Expr | None:
@@ -153,20 +178,6 @@ def _percent(number: sympy.Expr) -> sympy.Expr | None:
     if not (isinstance(number, sympy.Mul) and _HUNDREDTH in number.args):
         return None
     return sympy.Mul(*(factor for factor in number.args if factor != _HUNDREDTH))
-
-
-def _close(gold: sympy.Expr, answer: sympy.Expr) -> bool:
-    """Equal; where there are decimals, to 6 places and to a thousandth of the number."""
-    if gold == answer:
-        return gold not in (sympy.nan, sympy.zoo)
-    if isinstance(gold, sympy.Rational) and isinstance(answer, sympy.Rational):
-        return False
-    x, y = gold.evalf(30), answer.evalf(30)
-    if not (x.is_finite and y.is_finite):
-        return False
-    gap, size = abs(x - y), max(abs(x), abs(y))
-    allowed = min(1e-6, 1e-3 * size) if gold.has(sympy.Float) or answer.has(sympy.Float) else 1e-20 * size
-    return bool(gap <= allowed)
 
 
 def _differ(gold: sympy.Expr, answer: sympy.Expr) -> bool:
@@ -212,4 +223,4 @@ def _apart(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     """Not the same number; an unknown function is none, and decides nothing in a gold."""
     if not (gold.is_number and answer.is_number):
         return bool(gold.is_number)
-    return bool(abs(gold - answer) > 1e-6 * max(abs(gold), abs(answer)) + 1e-12)
+    return bool(abs(gold - answer) > 1e-9 * max(abs(gold), abs(answer)) + 1e-12)

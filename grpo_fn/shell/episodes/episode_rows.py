@@ -294,7 +294,7 @@ def ready_answer(answer: Answer) -> Future[Answer]:
 
 
 def as_observation(failure: Answer, called: bool) -> Answer:
-    """An observation of what went wrong, as a tool's message where the turn had called one; the state stays.
+    """The failure as an observation, a tool's message where the turn had called one; the state stays as it is.
 
     Args:
         failure: of the environment.

@@ -52,7 +52,8 @@ def evaluation_line(metrics: Metrics, grader: str) -> str:
     """
     low, high = metrics.get("eval/accuracy_low"), metrics.get("eval/accuracy_high")
     interval = "" if low is None or high is None else f" (95 %: {low:.3f} to {high:.3f})"
-    return f"accuracy {metrics['eval/accuracy']:.3f}{interval} by {grader}"
+    loss = f", loss {format_number(metrics['eval/loss'], 3)}" if "eval/loss" in metrics else ""
+    return f"accuracy {metrics['eval/accuracy']:.3f}{interval} by {grader}{loss}"
 
 
 def format_number(value: float | int, digits: int) -> str:
@@ -100,7 +101,8 @@ def _lengths(metrics: Metrics) -> str:
 
 def _loss(metrics: Metrics) -> str:
     kl = next((name for name in ("loss/kl", "loss/approx_kl") if name in metrics), None)
-    shown = [] if kl is None or abs(metrics[kl]) < ROUNDING else [f"kl {format_number(metrics[kl], 3)}"]
+    shown = [f"sft loss {format_number(metrics['sft/loss'], 3)}"] if "sft/loss" in metrics else []
+    shown += [] if kl is None or abs(metrics[kl]) < ROUNDING else [f"kl {format_number(metrics[kl], 3)}"]
     if "loss/grad_norm" in metrics:
         shown.append(f"grad {format_number(metrics['loss/grad_norm'], 2)}")
     return " ".join(shown)

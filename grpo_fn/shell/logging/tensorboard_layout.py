@@ -20,7 +20,8 @@ def lines(*tags: str) -> Chart:
 
 OF_REWARD = "mean|std|min|max|correct_rate|invalid|timeouts|worker_crashes|protocol_errors|exceptions"
 OF_EVAL = (
-    r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|lag_steps|seconds|(pass|maj)@\d+"
+    r"accuracy|accuracy_low|accuracy_high|problems|unscorable|length_mean|truncated|lag_steps|seconds|"
+    r"loss|perplexity|tokens|(pass|maj)@\d+"
 )
 
 LAYOUT: dict[str, dict[str, Chart]] = {
@@ -57,6 +58,8 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "reward by part": lines(rf"reward/(?!({OF_REWARD})$).+"),
         "advantage": lines("advantage/(mean|std|min|max)"),
         "objective": lines("loss/objective"),
+        "given tokens: loss and perplexity": lines("(sft|eval)/(loss|perplexity)"),
+        "given tokens: how many, what one weighs": lines("(sft/(tokens|weight_mean|tokens_per_second)|eval/tokens)"),
         "from the policy to its teacher, nats a token": lines("teacher/(reverse_kl|gap_abs|gap_min)"),
         "gains of the controllers": lines("loss/(kl|entropy)_coef_multiplier"),
         "learning rate": lines("optimizer/lr"),

@@ -17,12 +17,12 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2TokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from grpo_fn.core import prng
-from grpo_fn.shell.model import hf, load_weights
+from grpo_fn.shell.model import demonstrations, hf, load_weights
+from grpo_fn.shell.model.demonstrations import Demonstration, pad_demonstrations
 from grpo_fn.tasks import arithmetic, draws
 from grpo_fn.tasks import task as tasks
 
@@ -101,7 +101,7 @@ class Recipe:
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
-        return cached_folder("arithmetic", self, (arithmetic, draws, tasks, prng, hf), make_tiny_model)
+        return cached_folder("arithmetic", self, (arithmetic, draws, tasks, prng, hf, demonstrations), make_tiny_model)
 
 
 @runtime_checkable
@@ -239,18 +239,19 @@ def warm_up_and_decay(step: int, total: int) -> float:
 
 
 def collate(rows: Sequence[Sequence[Segment]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and labels `[B, T]`; labels are -100 on padding and on what is only read.
+    """Right-padded ids and labels `[B, T]`, in the rows of a supervised stage; labels are -100 where nothing learns.
 
     Segments become tokens by themselves, as in sampling, and one that is taught ends with EOS.
     """
     eos = tokenizer.eos_token_id
     tokens = iter(tokenizer([text for row in rows for text, _ in row])["input_ids"])
-    ids, labels = [], []
+    shown = []
     for row in rows:
         segments = [(([*next(tokens), eos] if taught else next(tokens)), taught) for _, taught in row]
-        ids.append(torch.tensor([one for segment, _ in segments for one in segment]))
-        labels.append(torch.tensor([one if taught else -100 for segment, taught in segments for one in segment]))
-    return pad_sequence(ids, batch_first=True, padding_value=eos), pad_sequence(labels, True, -100)
+        read = [one for segment, _ in segments for one in segment]
+        shown.append(Demonstration(read, [taught for segment, taught in segments for _ in segment]))
+    ids, learn = pad_demonstrations(shown, eos)
+    return ids, torch.where(learn, ids, -100)
 
 
 CHAT_TEMPLATE = (

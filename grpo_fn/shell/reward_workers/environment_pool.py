@@ -116,7 +116,7 @@ class EnvironmentPool:
                         worker.begin(self.deadline)
                     case ["importing", str()]:
                         pass
-                    case ["value", 0, str() as text, float()]:
+                    case ["value", 0, str() as text, str(), float()]:
                         try:
                             return decode_answer(text)
                         except (ValueError, TypeError) as error:

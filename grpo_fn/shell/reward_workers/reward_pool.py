@@ -244,8 +244,10 @@ class RewardPool:
             match reply:
                 case ["ready"] if worker.loading:
                     worker.loading, worker.proven, self._stillborn = False, True, 0
-                case ["value", place, None | float() as value, float() as seconds] if _is_next(worker, place):
-                    worker.settle(Outcome(value, RETURNED_NONE if value is None else "", seconds))
+                case ["value", place, None | float() as value, str() as said, float() as seconds] if _is_next(
+                    worker, place
+                ):
+                    worker.settle(Outcome(value, said or (RETURNED_NONE if value is None else ""), seconds))
                 case ["raised", place, str() as reason, str() as trace, float() as seconds] if _is_next(worker, place):
                     self._lose(worker, job, "exceptions", reason, seconds, trace)
                 case ["failed", str() as trace] if worker.loading:

@@ -2,10 +2,11 @@
 
 A message is a 4-byte big-endian length and that many bytes. In: a pickled `(function, rows)`, where the function and
 each row `(problem, completion)` are pickles themselves, so that a row is opened only when its turn has come. Out:
-JSON, `["ready"]` when the function is loaded, then for each row in order `["value", row, number or null, seconds]`
-(of an environment text, not a number), or `["raised", row, the exception in one line, traceback, seconds]` when the
-function raised; `["importing", package]` before that, while it imports one. On `["failed", traceback]`, the function
-could not be loaded, and `["memory"]` the worker ends. It ends as well when its standard input does.
+JSON, `["ready"]` when the function is loaded, then for each row in order `["value", row, number or null, what a
+`ReasonedScore` says, seconds]` (of an environment text, not a number), or `["raised", row, the exception in one line,
+traceback, seconds]` when the function raised; `["importing", package]` before that, while it imports one. On
+`["failed", traceback]`, the function could not be loaded, and `["memory"]` the worker ends. It ends as well when its
+standard input does.
 
 This file imports nothing heavy: a worker starts in a fraction of a second.
 """
@@ -81,14 +82,15 @@ def score_row(index: int, fn: Any, row: bytes) -> list[Any]:
     """The reply to one row. Raises MemoryError, after which the process is not to be trusted."""
     start = time.perf_counter()
     try:
-        check = getattr(fn, "check_value", check_reward_value)  # an environment answers with more than a number
-        value = check(await_reward(fn(*pickle.loads(row))))
+        given, check = await_reward(fn(*pickle.loads(row))), getattr(fn, "check_value", check_reward_value)
+        value, reason = check(given), getattr(given, "reason", "")
     except MemoryError:
         raise
     except Exception as error:
         reason = " ".join("".join(traceback.format_exception_only(error)).split())[:LONGEST_REASON]
         return ["raised", index, reason, traceback.format_exc()[-LONGEST_TRACE:], time.perf_counter() - start]
-    return ["value", index, value, time.perf_counter() - start]
+    said = reason[:LONGEST_REASON] if isinstance(reason, str) else ""  # a number of numpy's, say, has none
+    return ["value", index, value, said, time.perf_counter() - start]
 
 
 def await_reward(value: Any) -> Any:

@@ -33,7 +33,7 @@ class Loss(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a row. `reason` says why the value is None and is empty otherwise."""
+    """What became of a row. `reason` says why the value is None, or what a `ReasonedScore` says; else empty."""
 
     value: float | None
     reason: str

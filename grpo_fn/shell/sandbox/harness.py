@@ -18,6 +18,7 @@ READY = "ready"
 LONGEST_REASON = 400  # characters
 LONGEST_OUTPUT = 4000
 PATIENCE = 0.1  # seconds
+SIGNALS = {24: ", over the CPU time", 25: ", over the file size"}
 
 
 def main(settings, take):
@@ -190,7 +191,8 @@ def finish(child, patience):
         time.sleep(0.001)
     if gone[0]:
         code = os.waitstatus_to_exitcode(gone[1])
-        return f"the program died of signal {-code}" if code < 0 else f"the program ended by itself: exit status {code}"
+        died = f"the program died of signal {-code}{SIGNALS.get(-code, '')}"
+        return died if code < 0 else f"the program ended by itself: exit status {code}"
     os.kill(child, confine.SIGKILL)
     os.waitpid(child, 0)
     return "the program leaves processes behind" if orphan_is_running() else ""

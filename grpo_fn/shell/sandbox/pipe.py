@@ -21,6 +21,7 @@ class Channel:
         self.requests, self.replies, self.output, self.life = requests, replies, output, life
         self.incoming, self.text, self.over = bytearray(), bytearray(), ""
         self.closed = False  # on the program's side
+        self.seconds, self.most = START_SECONDS, START_BYTES
         self.left, self.due = START_BYTES, time.monotonic() + START_SECONDS
         self.poll = select.poll()
         for fd in (replies, output, life):
@@ -39,6 +40,7 @@ class Channel:
 
     def begin(self, seconds, most):
         """From now on the program has `seconds` of wall clock, and `most` bytes to print and to answer with."""
+        self.seconds, self.most = seconds, most
         self.due, self.left = time.monotonic() + seconds, most
 
     def check(self):
@@ -80,7 +82,7 @@ class Channel:
         seconds = self.due - time.monotonic()
         ready = self.poll.poll(1000 * seconds) if seconds > 0 else []
         if not ready:
-            self._end("wall time")
+            self._end(f"over the wall time of {self.seconds:g} s")
         for fd, _ in ready:
             if fd != self.requests:
                 self._take(fd)
@@ -94,7 +96,7 @@ class Channel:
             self.closed = True
             self._end("the program ended")
         if self.left < 0:
-            self._end("output")
+            self._end(f"over the output limit of {self.most // 1024} kB, printed and answered together")
         if data:
             target = self.incoming if fd == self.replies else self.text
             target += data

@@ -20,7 +20,6 @@ from grpo_fn.core.types import Batch, Gains, Rollout, Scores
 T = TypeVar("T")
 
 GROUPS, TOKENS = 2, 3  # of the toy step; its samples have the configured group size, its first column is the prompt
-PER_TOKEN = ("ratio", "clip_low", "clip_high", "correction", "kl", "entropy")  # what an objective returns besides
 
 
 def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> None:
@@ -46,35 +45,40 @@ def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> 
     )
 
 
-def try_objective(algorithm: Algorithm) -> None:
-    """Raise ValueError unless the objective, its token loss included, gives a value, a gradient and its diagnostics.
+def try_objective(
+    knob: str, objective: Callable[..., Any], group_size: int, *, names: Sequence[str], kind: str
+) -> None:
+    """Raise ValueError unless the objective, its functions included, gives a value, a gradient and its diagnostics.
 
     Args:
-        algorithm: its `objective` and `group_size`.
+        knob: `step.Algorithm.objective` or `step.Algorithm.supervised`.
+        objective: what the knob holds.
+        group_size: samples of each problem.
+        names: the diagnostics that are needed.
+        kind: what its functions take and return, for the error.
     """
-    batch = toy_batch(algorithm.group_size)
+    batch = toy_batch(group_size)
     shape = tuple(batch.mask.shape)
 
     def value(scores: Scores) -> tuple[Tensor, Any]:
-        return algorithm.objective(scores, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))
+        return objective(scores, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))
 
     def problem(found: tuple[Scores, tuple[Tensor, Any]]) -> str | None:
-        signal, (objective, seen) = found
+        signal, (loss, seen) = found
         if not isinstance(seen, dict):
             return f"{shown_type(seen)} of diagnostics"
-        if missing := [name for name in PER_TOKEN if name not in seen]:
+        if missing := [name for name in names if name not in seen]:
             return f"no diagnostic {', '.join(missing)}"
-        parts = {"value": (objective, ()), "gradient": (signal.logp, shape), **{n: (seen[n], shape) for n in PER_TOKEN}}
+        parts = {"value": (loss, ()), "gradient": (signal.logp, shape), **{n: (seen[n], shape) for n in names}}
         wrong = {name: wrong_tensor(x, size, torch.float32) for name, (x, size) in parts.items()}
         return next((f"{name}: {text}" for name, text in wrong.items() if text), None)
 
     _try(
-        "step.Algorithm.objective",
-        algorithm.objective,
+        knob,
+        objective,
         lambda: grad_and_value(value, has_aux=True)(Scores(batch.logp_old + 0.1, torch.ones(shape))),
         problem,
-        wanted=f"a finite value and gradient, and [B, T] of each of {', '.join(PER_TOKEN)}: a token loss takes "
-        "(logp [T], row) and returns (loss [T], {ratio, clip_low, clip_high})",
+        wanted=f"a finite value and gradient, and [B, T] of each of {', '.join(names)}: {kind}",
     )
 
 

@@ -29,7 +29,8 @@ from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
-from grpo_fn.trainer.checks.try_out import try_credit, try_objective, try_token_sampler
+from grpo_fn.trainer.checks.supervised_stage import check_stage, is_supervised
+from grpo_fn.trainer.checks.try_out import try_credit, try_token_sampler
 from grpo_fn.trainer.checks.try_rewards import reward_parts, try_rewards
 from grpo_fn.trainer.checks.try_sources import try_optimizer, try_schedule, try_task
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
@@ -54,6 +55,7 @@ class ValidatedPlan:
     reference: bool  # whether objective or credit read logp_ref
     frozen: bool  # whether a frozen copy of the start model is kept, as that reference or to measure the KL to it
     teachers: Mapping[str, tuple[hf.ModelSource, PretrainedConfig]]  # by key
+    shown: Task | None  # whose demonstrations are learned from beside the sampled completions
     own_pass: bool  # whether logp_old is what the step's one update finds in its own pass
     plan: Plan
 
@@ -67,12 +69,9 @@ def validate(settings: Settings) -> ValidatedPlan:
     profiler.check_profile_steps(s.logging.profile_steps, s.steps)
     check_sandboxes([s.rewards.reward, *s.evaluation.graders])
     try_token_sampler(s.sampling.token_sampler, s.sampling.temperature)
-    try_objective(algorithm)
-    check_full_support(
-        partial(s.sampling.token_sampler, temperature=s.sampling.temperature),
-        s.sampling.temperature,
-        s.sampling.allow_biased,
-    )
+    check_stage(s)
+    drawn = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
+    check_full_support(drawn, s.sampling.temperature, s.sampling.allow_biased)
     check_deterministic(s.compute.deterministic, s.parallelism.compile)
     check_correction(algorithm.objective, algorithm.old_logp)
     check_selection(algorithm.token_mask, algorithm.old_logp)
@@ -88,7 +87,8 @@ def validate(settings: Settings) -> ValidatedPlan:
     try_rewards("sections.Rewards.reward", scored, task.test[0], s.rewards.pool)
     try_rewards("sections.Evaluation.graders", s.evaluation.graders, task.test[0], s.rewards.pool)
     try_credit(algorithm, parts)
-    check_credit(algorithm.credit, algorithm.distillation, algorithm.group_size, parts)
+    if not is_supervised(algorithm):
+        check_credit(algorithm.credit, algorithm.distillation, algorithm.group_size, parts)
     reference = uses_reference(algorithm.objective, algorithm.credit, parts)
     own_pass = own_pass_suffices(
         algorithm.old_logp, updates, algorithm.credit, algorithm.distillation, algorithm.token_mask, parts
@@ -101,6 +101,7 @@ def validate(settings: Settings) -> ValidatedPlan:
         reference=reference,
         frozen=reference or s.logging.start_kl_every > 0,
         teachers=find_teachers(s, config),
+        shown=None if s.demonstrations is None else try_task(s.demonstrations.task),
         # What drops at random says another thing in the pass that trains.
         own_pass=own_pass and (s.lora is None or s.lora.dropout == 0),
         plan=Plan(
@@ -122,7 +123,9 @@ def validate(settings: Settings) -> ValidatedPlan:
 
 def find_teachers(settings: Settings, own: PretrainedConfig) -> dict[str, tuple[hf.ModelSource, PretrainedConfig]]:
     """The teachers by key. Raises ValueError for one that cannot read what the policy writes, or that is missing."""
-    check_distillation(settings.algorithm.distillation, settings.teacher)
+    check_distillation(
+        settings.algorithm.distillation, settings.teacher, also=reads_teacher(settings.algorithm.objective)
+    )
     if settings.teacher is None:
         return {}
     found = {name: (source, source.config()) for name, source in settings.teacher.sources().items()}
@@ -214,6 +217,18 @@ def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -
         return loss(Scores(logp, entropy))[0]
 
     return bool(value(logp - 1) != value(logp)) or reads_drift(credit, parts)
+
+
+def reads_teacher(objective: Objective) -> bool:
+    """Whether an objective moves with logp_teacher, found by asking it."""
+    mask = torch.tensor([[False, True, True], [False, True, True]])
+    logp = torch.full((2, 3), -1.0, dtype=torch.float64)
+
+    def value(logp_teacher: Tensor) -> Tensor:
+        batch = Batch(mask.long(), mask, logp, logp, logp, logp_teacher, torch.ones_like(logp), mask)
+        return objective(Scores(logp, -logp), batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))[0]
+
+    return bool(value(logp - 1) != value(logp))
 
 
 def reads_drift(credit: Credit, parts: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ from policies import DEFAULTS, handed_over, local
 from torch import Tensor, nn
 from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, importance, kl, objective
+from grpo_fn.algo import aggregation, importance, kl, objective, supervised
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Policy, Rollout, Scores
 from grpo_fn.shell.model.logprob_model import has_linear_head
@@ -41,7 +41,12 @@ def composed(loss: str, penalty: str, weigh: str) -> partial:
 IN_FLOAT64 = {name: 1e-6 if name == "gemma2_capped" else 1e-12 for name in MODELS}
 # Every function in some objective; the whole product is a slow test.
 OBJECTIVES = {"-".join(names): composed(*names) for names in zip(LOSSES, cycle(KLS), cycle(WEIGHTS), strict=False)}
-PRODUCT = {"-".join(names): composed(*names) for names in product(LOSSES, KLS, WEIGHTS)}
+GIVEN = {  # objectives of given tokens
+    name: partial(supervised.cross_entropy, token_weight=phi, loss_aggregation=aggregation.token_mean)
+    for name, phi in bound(supervised, "logp", "row").items()
+}
+OBJECTIVES |= GIVEN
+PRODUCT = {"-".join(names): composed(*names) for names in product(LOSSES, KLS, WEIGHTS)} | GIVEN
 
 
 def tokens_and_mask(seed: int, rows: int, prompt: int = 2, width: int = 9) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from crew import CPU, crew
 from fakes import MODELS
 from hypothesis import Phase, given, settings
 from test_fsdp import (
+    GIVEN,
     OBJECTIVES,
     PRODUCT,
     V,
@@ -394,6 +395,11 @@ def check_step(folders: Path, size: int, case: Case, which: str, seed: int, rows
         torch.testing.assert_close(seen.weights[name], x, rtol=0, atol=right.tolerance * STEP["lr"] + rounding)
         assert torch.equal(seen.weights[name], seen.before[name]) == (name in frozen), name
     torch.testing.assert_close(seen.logp, right.logp, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("which", list(GIVEN))
+def test_given_tokens_are_learned_on_two_ranks_as_in_one_process(folders, which):
+    check_step(folders, 2, Case("qwen2_tied", "full_shard"), which, seed=2, rows=5, parts=3)
 
 
 WHOLE = [

@@ -37,6 +37,7 @@ from grpo_fn.algo import (
 )
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grpo_step
+from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.core import prng
 from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.groups import outcome_reward
@@ -399,6 +400,7 @@ def length_reward(problems: Sequence[Problem], rollout: Rollout) -> Reward:
 
 def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trained) -> Trained:
     algo = StepAlgorithm(
+        **SAMPLED_ONLY,
         group_sampling=partial(gather, prompts=2),
         reward=length_reward,
         teacher=algorithm.without_teacher,

@@ -22,6 +22,7 @@ from grpo_fn.algo import controllers, group_sampling
 from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grpo_step
+from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.batch import without_energy, without_look
@@ -156,6 +157,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
     sampler, score = DataParallelSampler(own, world), spread_score(score_serially, world)
     gather = partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else group_sampling.keep_all
     algo = StepAlgorithm(
+        **SAMPLED_ONLY,
         group_sampling=partial(gather, prompts=plan.prompts),
         reward=partial(combine, parts=[letters, short], weights=[1.0, 0.5], score=score),
         teacher=algorithm.without_teacher,

@@ -177,14 +177,17 @@ def test_every_process_of_a_fork_bomb_is_counted(walls):
     assert ran.reason == "the program leaves processes behind"
 
 
+OVER_OUTPUT = "over the output limit of 8 kB, printed and answered together"
+
+
 @pytest.mark.parametrize(
     ("source", "knobs", "reason"),
     [
-        ("def f(x):\n    while True: pass", {"cpu_seconds": 1}, "the program died of signal 24"),
-        ("import time\ndef f(x): time.sleep(60)", {"wall_seconds": 0.5}, "wall time"),
+        ("def f(x):\n    while True: pass", {"cpu_seconds": 1}, "the program died of signal 24, over the CPU time"),
+        ("import time\ndef f(x): time.sleep(60)", {"wall_seconds": 0.5}, "over the wall time of 0.5 s"),
         ("kept = bytearray(10**8)", {"memory_mb": 64}, "MemoryError: "),
-        ("def f(x): return 'x' * 10**5", {"output_kb": 8}, "output"),
-        ("def f(x): print('x' * 10**5); return x * x", {"output_kb": 8}, "output"),
+        ("def f(x): return 'x' * 10**5", {"output_kb": 8}, OVER_OUTPUT),
+        ("def f(x): print('x' * 10**5); return x * x", {"output_kb": 8}, OVER_OUTPUT),
     ],
 )
 def test_a_limit_says_which_it_was(isolation, source, knobs, reason):

@@ -1,0 +1,150 @@
+"""Supervised runs: what they learn, record and refuse, that they go on to the last bit, and GRPO after them."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from e2e.running import AfterStep, board, command, finish, metrics, outcome
+
+from grpo_fn.core import prng
+from grpo_fn.replay import __main__ as replaying
+from grpo_fn.tasks import arithmetic
+
+SFT = ["--gin_file", "run/sft.gin", "--gin_param", "STEPS=6", "--gin_param", "ROWS=8", "--gin_param", "HELD_OUT=6"]
+SOON = {"sections__Evaluation__every": 3, "sections__Checkpoints__every": 2, "sections__Logging__token_report_every": 6}
+SOON |= {"optimizer__adamw__lr": 1e-2, "optimizer__linear_decay__warmup": 1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Right solutions of word problems, as a file of prompts and completions."""
+    path = tmp_path_factory.mktemp("data") / "demonstrations.jsonl"
+    task = arithmetic.task(max_value=5, operations=3, test_size=16)
+    pairs = arithmetic.demonstrations(task, prng.key(5, device="cpu"), worked_share=0.0)
+    rows = [
+        json.dumps({"prompt": prompt, "completion": text}) for (prompt, text), _ in zip(pairs, range(80), strict=False)
+    ]
+    path.write_text("\n".join(rows))
+    return path
+
+
+def supervised(cache: Path, run_dir: Path | None, data: Path, *flags: str, **changes: object) -> list[str]:
+    params = ["--gin_param", f"DATA={str(data)!r}", "--gin_param", "MAX_NEW_TOKENS=8"]
+    return command(cache, run_dir, *SFT, *params, *flags, **{**SOON, **changes})
+
+
+@pytest.fixture(scope="module")
+def calm(cache: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calm")
+    assert finish(supervised(cache, folder / "run", data), folder / "out") == 0, (folder / "out").read_text()
+    return folder / "run"
+
+
+def test_the_held_out_loss_falls_and_nothing_is_sampled_or_scored(calm: Path) -> None:
+    rows = metrics(calm)
+    losses = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    assert len(losses) == 3
+    assert losses[-1] < losses[1] < losses[0]
+    steps = rows[1:]
+    assert all(row["sft/loss"] == pytest.approx(row["loss/objective"], rel=1e-5) for row in steps)
+    assert all(row["sft/tokens"] > 8 and row["sft/weight_mean"] == 1 and row["loss/grad_norm"] > 0 for row in steps)
+    assert not any(name in row for row in steps for name in ("reward/mean", "generation/tokens", "loss/ratio_mean"))
+    assert {"sft/loss", "sft/perplexity", "eval/loss"} <= {*board(calm).Tags()["scalars"]}
+    assert (calm / "model" / "model.safetensors").is_file()
+    assert (calm / "signal" / "step_6.html").is_file()
+
+
+def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, data: Path, calm: Path, tmp_path: Path) -> None:
+    argv = supervised(cache, tmp_path / "run", data)
+    assert finish(argv, tmp_path / "out", AfterStep(3, signal.SIGKILL)) == -9
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    got, wanted = outcome(tmp_path / "run"), outcome(calm)
+    for one in (got, wanted):
+        for row in one["metrics"]:
+            row.pop("sft/tokens_per_second", None)
+    assert got == wanted
+
+
+def test_a_step_is_replayed(calm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replaying.main([str(calm), "--step", "3"]) == 0, capsys.readouterr().out
+    assert "is what it was" in capsys.readouterr().out
+
+
+def test_a_dry_run_says_the_numbers(cache: Path, data: Path, tmp_path: Path) -> None:
+    assert finish(supervised(cache, tmp_path / "run", data, "--dry_run"), tmp_path / "out") == 0
+    assert "rows a step           8 prompts x 1 samples = 8" in (tmp_path / "out").read_text()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_grpo_begins_with_its_model_and_mixes_its_demonstrations_in(
+    cache: Path, data: Path, calm: Path, tmp_path: Path
+) -> None:
+    """And the mixture goes on to the last bit, too."""
+    flags = ["--gin_file", "algo/chord.gin", "--gin_file", "task/demonstrations.gin"]
+    params = [f"DEMONSTRATIONS={str(data)!r}", "DEMONSTRATION_ROWS=4", f"MODEL={str(calm / 'model')!r}"]
+    more = [*flags, *(part for param in params for part in ("--gin_param", param))]
+    for name, doom in (("calm", None), ("killed", AfterStep(3, signal.SIGKILL))):
+        argv = command(cache, tmp_path / name, *more)
+        code = finish(argv, tmp_path / f"{name}.out", doom)
+        assert code == (-9 if doom else 0), (tmp_path / f"{name}.out").read_text()
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "calm")
+    rows = metrics(tmp_path / "calm")[1:]
+    assert all(row["sft/tokens"] > 4 and row["loss/ratio_mean"] == pytest.approx(1, abs=1e-3) for row in rows)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "1+1"}', "wanted also completion"),
+        ('{"prompt": "1+1", "completion": ""}', "'completion': got str '', wanted text that is not empty"),
+        ('{"prompt": "1+1", "completion": 2}', "'completion': got int '2', wanted text"),
+        (
+            '{"prompt": "1+1", "completion": [{"role": "user", "content": "2"}]}',
+            "'completion': got 'user', wanted one message of 'assistant'",
+        ),
+        (
+            json.dumps({"prompt": "1+1", "completion": "\\boxed{2} " * 60}),
+            "wanted at most 128, as many as the model reads",
+        ),
+        (
+            json.dumps(
+                {"prompt": [{"role": r, "content": "a"} for r in ("user", "assistant", "user")], "completion": "b"}
+            ),
+            "without a chat template",
+        ),
+    ],
+    ids=["no_field", "empty", "number", "user", "long", "no_template"],
+)
+def test_bad_data_is_refused_with_its_row_before_a_run_folder_is_made(
+    cache: Path, data: Path, tmp_path: Path, line: str, complaint: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join([*data.read_text().splitlines(), line]))
+    flags = ["--gin_param", "STEPS=10"]  # of 80 rows: every row is drawn
+    assert finish(supervised(cache, tmp_path / "run", path, *flags), tmp_path / "out") == 2
+    said = (tmp_path / "out").read_text()
+    assert complaint in said
+    assert "wanted" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["step.Algorithm.group_size=2"], "group_size: got 2 in a supervised stage, wanted 1"),
+        (["step.Algorithm.minibatches=3"], "do not split into 3 minibatches"),
+    ],
+    ids=["groups", "minibatches"],
+)
+def test_numbers_that_do_not_fit_a_supervised_stage_are_refused(
+    cache: Path, data: Path, tmp_path: Path, flags: list[str], complaint: str
+) -> None:
+    argv = supervised(cache, tmp_path / "run", data, "--dry_run", *(x for f in flags for x in ("--gin_param", f)))
+    assert finish(argv, tmp_path / "out") == 2
+    assert complaint in (tmp_path / "out").read_text()

@@ -1,0 +1,30 @@
+"""tools/tables/distillation_table.py: steps to the teacher's accuracy, from run folders."""
+
+import json
+from pathlib import Path
+
+import distillation_table
+import pytest
+
+
+def run(folder: Path, name: str, accuracy: dict[int, float]) -> None:
+    (folder / name).mkdir()
+    (folder / name / "summary.json").write_text("{}")
+    with open(folder / name / "metrics.jsonl", "w") as file:
+        for step, value in accuracy.items():
+            file.write(json.dumps({"step": step, "eval/accuracy": value, "generation/rows": 16.0}) + "\n")
+
+
+def test_a_line_has_the_first_step_at_the_teachers_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "grpo_lr5e-05_s0", {0: 0.25, 2: 0.5, 4: 0.75})
+    run(tmp_path, "opd_lr2e-4_s0", {0: 0.25, 2: 0.75, 4: 0.5})
+    run(tmp_path, "opd_48_lr1e-4_s0", {0: 0.25, 2: 0.7, 4: 0.74})
+    assert distillation_table.main([str(tmp_path), "--problems", "40"]) == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [line[2] for line in lines] == ["5e-05", "0.0001", "0.0002"]
+    assert [line[-2:] for line in lines] == [["4", "4 |"], ["not reached", "2 |"], ["2", "2 |"]]
+
+
+def test_a_folder_without_a_teacher_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert distillation_table.main([str(tmp_path)]) == 2
+    assert "wanted that of each teacher" in capsys.readouterr().err

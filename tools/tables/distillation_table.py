@@ -1,0 +1,106 @@
+"""The table of experiments/distillation, from its run folders.
+
+python tools/tables/distillation_table.py RUNS
+
+RUNS has a folder for each run, `METHOD_lrRATE_sSEED`; METHOD is grpo or opd, `_48` or the like behind it. A line is a
+method, its completions a step, a learning rate and a seed: held-out accuracy before and after, and the first evaluated
+step at which it was that of the seed's teacher, or two problems less. The teacher of a seed is the model that
+`grpo_lr5e-05_sSEED` ended with.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo_fn.core.json_lines import metrics_by_step
+
+FOLDER = re.compile(r"(grpo|opd)(?:_\d+)?_lr([\d.e+-]+)_s(\d+)")
+ACCURACY = "eval/accuracy"
+TEACHER, SLACK = ("grpo", 5e-5), 2  # problems
+
+
+class Run(NamedTuple):
+    """Held-out accuracy of a run, by step."""
+
+    method: str
+    rows: int  # completions a step
+    rate: float
+    seed: int
+    accuracy: dict[int, float]
+
+
+def flags() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, metavar="RUNS", help="the folder of run folders")
+    parser.add_argument("--problems", type=int, default=128, metavar="N", help="held-out problems (default 128)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit code."""
+    args = flags().parse_args(argv)
+    runs = found(args.runs) if args.runs.is_dir() else []
+    teachers = {run.seed: last(run) for run in runs if (run.method, run.rate) == TEACHER}
+    if not teachers:
+        print(f"error: got no run grpo_lr5e-05_sSEED in {args.runs}, wanted that of each teacher", file=sys.stderr)
+        return 2
+    print("\n".join(table(runs, teachers, args.problems)))
+    return 0
+
+
+def found(folder: Path) -> list[Run]:
+    """The finished runs."""
+    runs = []
+    for path in sorted(folder.iterdir()):
+        if (said := FOLDER.fullmatch(path.name)) and (path / "summary.json").exists():
+            rows = metrics_by_step(path, torn_end=False)
+            accuracy = {int(step): row[ACCURACY] for step, row in rows.items() if ACCURACY in row}
+            size = next(int(row["generation/rows"]) for row in rows.values() if "generation/rows" in row)
+            runs.append(Run(said[1], size, float(said[2]), int(said[3]), accuracy))
+    return runs
+
+
+def last(run: Run) -> float:
+    return run.accuracy[max(run.accuracy)]
+
+
+def table(runs: Sequence[Run], teachers: dict[int, float], problems: int) -> list[str]:
+    """A markdown table, methods and rates together, a line a seed."""
+    lines = [
+        "| method | completions a step | learning rate | seed | before | after | steps | teacher | teacher's at step "
+        "| within two problems |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in sorted(runs, key=lambda run: run[:4]):
+        wanted = teachers.get(run.seed)
+        reached = ["", ""] if wanted is None else [first(run, wanted), first(run, wanted - SLACK / problems)]
+        before, after = run.accuracy[min(run.accuracy)], last(run)
+        goal = "" if wanted is None else f"{wanted:.3f}"
+        cells = [
+            run.method,
+            run.rows,
+            f"{run.rate:g}",
+            run.seed,
+            f"{before:.3f}",
+            f"{after:.3f}",
+            max(run.accuracy),
+            goal,
+            *reached,
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def first(run: Run, wanted: float) -> str:
+    """The first evaluated step with that accuracy."""
+    return str(min((step for step, value in run.accuracy.items() if value >= wanted - 1e-9), default="not reached"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
