@@ -17,9 +17,9 @@ from grpo_fn.algo.aggregation import token_mean
 from grpo_fn.algo.objective import Component, update_policy
 from grpo_fn.algo.step import Experience, Span, StepAlgorithm, Stream, without_demonstrations
 from grpo_fn.core.batch import check_rollout, count, given_batch, minibatches
-from grpo_fn.core.groups import by_group
+from grpo_fn.core.groups import by_group, outcome_reward
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
+from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Rollout, Sampler, Scores, Totals
 
 EXAMPLES = {
     "mu": (0.1,),
@@ -246,4 +246,4 @@ def next_demonstrations(stream: Stream, first: int, problems: int, *, algo: Step
     rollout = algo.given(asked)
     check_rollout(rollout)
     nothing = torch.zeros_like(rollout.logp_sampled[:, :1])
-    return Groups(asked, rollout, Reward(nothing, torch.ones_like(nothing, dtype=torch.bool), {}))
+    return Groups(asked, rollout, outcome_reward(nothing, torch.ones_like(nothing, dtype=torch.bool), {}))

@@ -124,9 +124,10 @@ def tape_digest(turns: Sequence[Turn]) -> str:
 
 
 def reward_checksums(reward: Reward) -> int:
-    """Of the rewards, of which are valid, and of every part by its name."""
+    """Of the rewards, of which are valid, and of every part by its name; of several turns also what they were worth."""
     parts = [x for name in sorted(reward.parts) for x in (seed_of(name, (), torch.int64), digest(reward.parts[name]))]
-    return combine_digests([digest(reward.value), digest(reward.valid), *parts])
+    turns = [digest(reward.turns), digest(reward.states)] if reward.turns.shape[-1] > 1 else []
+    return combine_digests([digest(reward.value), digest(reward.valid), *parts, *turns])
 
 
 def of_sampled(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
@@ -22,16 +22,36 @@ def concat_groups(parts: Sequence[Groups]) -> Groups:
     """
     device = parts[-1].rollout.tokens.device
     parts = [tree_map_only(torch.Tensor, lambda x: x.to(device), part) for part in parts]
-    rewards = [part.reward for part in parts]
     return Groups(
         tuple(problem for part in parts for problem in part.problems),
         concat_rollouts([part.rollout for part in parts]),
-        Reward(
-            torch.cat([r.value for r in rewards]),
-            torch.cat([r.valid for r in rewards]),
-            {name: torch.cat([r.parts[name] for r in rewards]) for name in rewards[0].parts},
-        ),
+        concat_rewards([part.reward for part in parts]),
     )
+
+
+def concat_rewards(rewards: Sequence[Reward]) -> Reward:
+    """The groups of all rewards in their order, padded to the most turns. Wants at least one reward."""
+    most = max(r.turns.shape[-1] for r in rewards)
+    return Reward(
+        torch.cat([r.value for r in rewards]),
+        torch.cat([r.valid for r in rewards]),
+        {name: torch.cat([r.parts[name] for r in rewards]) for name in rewards[0].parts},
+        torch.cat([pad(r.turns, (0, most - r.turns.shape[-1])) for r in rewards]),
+        torch.cat([pad(r.states, (0, most - r.states.shape[-1]), value=-1) for r in rewards]),
+    )
+
+
+def unpack_reward(fields: Sequence[Any]) -> Reward:
+    """The reward of its fields, one after the other; also of those that were stored when there were no turns."""
+    return Reward(*fields) if len(fields) > 3 else outcome_reward(*fields)
+
+
+def outcome_reward(
+    value: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"], parts: dict[str, Float[Tensor, "P G"]]
+) -> Reward:
+    """The reward of samples without turns: each is one turn, worth its value, and a prompt's all begin in one state."""
+    prompt = torch.arange(len(value), device=value.device)[:, None]
+    return Reward(value, valid, parts, value[..., None], prompt.expand(value.shape)[..., None])
 
 
 def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
@@ -53,7 +73,7 @@ def select_groups(groups: Groups, chosen: Sequence[int]) -> Groups:
     return Groups(
         tuple(groups.problems[p] for p in chosen),
         select_rows(rollout, rows),
-        Reward(*(field[list(chosen)] for field in reward[:2]), {k: x[list(chosen)] for k, x in reward.parts.items()}),
+        tree_map_only(torch.Tensor, lambda x: x[list(chosen)], reward),
     )
 
 

@@ -1,6 +1,7 @@
 """The types that travel between the parts of the package.
 
-Axes: P prompts, G samples per prompt, B = P * G rows with b = p * G + g, T padded tokens, V vocabulary entries.
+Axes: P prompts, G samples per prompt, B = P * G rows with b = p * G + g, K turns, T padded tokens, V vocabulary
+entries.
 A row reads `[prompt | completion | padding]`: with causal attention the padding on the right is never seen by a
 real token, so no attention mask exists anywhere outside the sampler.
 One index: `logp[b, t]` is the log-probability of `tokens[b, t]` given `tokens[b, <t]`, in nats.
@@ -27,11 +28,17 @@ class Rollout(NamedTuple):
 
 
 class Reward(NamedTuple):
-    """Rewards of a rollout; invalid samples carry no information and change nothing."""
+    """Rewards of a rollout; invalid samples carry no information and change nothing.
+
+    `turns` are what the environment gave at each of up to K turns; a row without turns has one, worth its value
+    (`groups.outcome_reward`).
+    """
 
     value: Float[Tensor, "P G"]
     valid: Bool[Tensor, "P G"]
     parts: dict[str, Float[Tensor, "P G"]]
+    turns: Float[Tensor, "P G K"]  # 0 where a row has no such turn
+    states: Int[Tensor, "P G K"]  # equal where turns of a prompt's samples began in the same state; -1: no such turn
 
 
 class Groups(NamedTuple):

@@ -46,7 +46,7 @@ def all_tests_pass(problem: Problem, completion: Completion, *, run: Runner) -> 
     Raises:
         Exception: what `run` raises when it cannot run.
     """
-    ran = _ran(problem, completion, run)
+    ran = run_against_tests(problem, completion, run)
     if ran is None or (None in ran.verdicts and False not in ran.verdicts):
         return None
     return 1.0 if ran.proven and all(ran.verdicts) else ReasonedScore(0.0, ran.reason)
@@ -69,7 +69,7 @@ def share_of_tests(problem: Problem, completion: Completion, *, run: Runner) -> 
     Raises:
         Exception: what `run` raises when it cannot run.
     """
-    ran = _ran(problem, completion, run)
+    ran = run_against_tests(problem, completion, run)
     if ran is None or None in ran.verdicts:
         return None
     if all(ran.verdicts):
@@ -118,7 +118,20 @@ class _Tests(NamedTuple):
     names: tuple[str, ...]
 
 
-def _ran(problem: Problem, completion: Completion, run: Runner) -> Ran | None:
+def run_against_tests(problem: Problem, completion: Completion, run: Runner) -> Ran | None:
+    """The run of a completion's program against the problem's tests.
+
+    Args:
+        problem: the problem, as in `all_tests_pass`.
+        completion: the completion that holds the program.
+        run: runs a program against its tests: `sandbox.run_program` with its knobs.
+
+    Returns:
+        What the sandbox found; None for a problem without tests, or with tests that do not parse.
+
+    Raises:
+        Exception: what `run` raises when it cannot run.
+    """
     tests = tuple(problem.meta.get("tests", ()))
     judged = _judged(tests, problem.meta.get("setup", ""), problem.answer)
     if not tests or judged is None:

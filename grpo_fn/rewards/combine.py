@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.partials import unwrap_reward
 from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Rollout
@@ -36,6 +37,9 @@ def combine(
     no sample invalid, so who compares parts one by one (GDPO) gives each of them a weight. Parts are named after
     their functions.
 
+    Of episodes, a turn that the environment could not score makes the sample invalid, and `turns` and `states` are what
+    it gave at every turn; a row without turns is one, worth its value.
+
     Args:
         problems: the P problems of the batch.
         rollout: their completions, P * G rows, the G of a problem one after the other.
@@ -44,7 +48,8 @@ def combine(
         score: applies one part to all rows: the reward pool's, or `score_serially`.
 
     Returns:
-        The reward, float32 and dimensionless: `value` and `valid` [P, G], and the unweighted `parts` [P, G] by name.
+        The reward, float32 and dimensionless: `value` and `valid` [P, G], the unweighted `parts` [P, G] by name, and
+        `turns` and `states` [P, G, K].
 
     Raises:
         ValueError: for no parts, not one weight per part, the same part twice, or rows that are no whole groups.
@@ -64,9 +69,39 @@ def combine(
 
     table = [grid([0.0 if s is None else float(s) for s in column]) for column in scores]
     known = [grid([s is not None for s in column]) for column, w in zip(scores, weights, strict=True) if w != 0]
-    valid = torch.stack([torch.ones_like(table[0], dtype=torch.bool), *known]).all(0)
+    whole = grid([all(turn.reward is not None for turn in completion.turns) for completion in completions])
+    valid = torch.stack([whole, *known]).all(0)
     value = torch.stack([w * part for w, part in zip(weights, table, strict=True)]).sum(0)
-    return Reward(torch.where(valid, value, 0.0), valid, dict(zip(names, table, strict=True)))
+    parts_by_name = dict(zip(names, table, strict=True))
+    return with_turns(outcome_reward(torch.where(valid, value, 0.0), valid, parts_by_name), completions)
+
+
+def with_turns(reward: Reward, completions: Sequence[Completion]) -> Reward:
+    """The reward of episodes: the same, and what the environment gave at every turn.
+
+    A sample with a turn that could not be scored is invalid. States are numbered as they come.
+
+    Args:
+        reward: of the P * G samples, without turns.
+        completions: the samples, in the order of the rows.
+
+    Returns:
+        The reward; as it was where no sample has turns.
+    """
+    most = max((len(completion.turns) for completion in completions), default=0)
+    if not most:
+        return reward
+    numbers: dict[str, int] = {}
+    gained, begun, scored = [], [], []
+    for completion in completions:
+        turns, missing = completion.turns, most - len(completion.turns)
+        gained.append([turn.reward or 0.0 for turn in turns] + [0.0] * missing)
+        begun.append([numbers.setdefault(turn.state, len(numbers)) for turn in turns] + [-1] * missing)
+        scored.append(all(turn.reward is not None for turn in turns))
+    device, shape = reward.value.device, (*reward.value.shape, most)
+    valid = reward.valid & torch.tensor(scored, device=device).view(reward.valid.shape)
+    rewards, states = (torch.tensor(column, device=device).view(shape) for column in (gained, begun))
+    return reward._replace(value=torch.where(valid, reward.value, 0.0), valid=valid, turns=rewards, states=states)
 
 
 def completions_of(rollout: Rollout) -> list[Completion]:

@@ -11,12 +11,12 @@ from itertools import accumulate, product
 from itertools import count as count_from
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import COMPLETION, Problem
-from grpo_fn.tasks.task import FrozenKey, Task, frozen_key, generated_task, thawed_key
+from grpo_fn.tasks.draws import block_uniforms
+from grpo_fn.tasks.task import FrozenKey, Task, frozen_key, generated_task
 
 T = TypeVar("T")
 
@@ -31,7 +31,6 @@ LOSSES = ("{p} sells {v}.", "{p} loses {v} more.", "{m} takes {v}.", "Then {v} a
 QUESTIONS = ("How many {s} now?", "How many {s} are there?", "How many {s} in the end?")
 
 _SPLIT_SEED = 20_260_117  # decides what is held out, for every run and every seed alike
-_BLOCK = 256  # problems whose random numbers are made at once: a tensor operation per problem would dominate
 _STYLE = 1 << 32  # of the key's children: blocks of problems are numbered from 0 and never get this far
 _WORDS = 6  # uniforms per problem besides one per change: content, two names, thing, start, question
 
@@ -215,14 +214,8 @@ def _train(rest: tuple[Content, ...], operations: int, key: Tensor, index: int) 
 
 
 def _draw(frozen: FrozenKey, operations: int, index: int) -> list[float]:
-    """The uniforms of one problem: a row of its block, so that reading a stream in order makes each block once."""
-    return _block(frozen, operations, index // _BLOCK)[index % _BLOCK]
-
-
-@lru_cache(maxsize=16)
-def _block(frozen: FrozenKey, operations: int, block: int) -> list[list[float]]:
-    key = prng.fold_in(thawed_key(frozen), block)
-    return prng.uniform(key, _BLOCK, _WORDS + operations, dtype=torch.float64, low=0.0, high=1.0).tolist()
+    """The uniforms of one problem."""
+    return block_uniforms(frozen, _WORDS + operations, index)
 
 
 def _word(content: Content, uid: int, draw: list[float]) -> Problem:

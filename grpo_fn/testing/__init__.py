@@ -14,6 +14,7 @@ Needs hypothesis (`pip install hypothesis`).
 
 from grpo_fn.testing.advantages import check_advantage
 from grpo_fn.testing.aggregations import check_weights
+from grpo_fn.testing.environments import check_environment, policy_messages
 from grpo_fn.testing.kls import check_kl
 from grpo_fn.testing.losses import check_token_loss
 from grpo_fn.testing.rewards import check_reward
@@ -25,6 +26,7 @@ __all__ = [
     "HOSTILE",
     "batches",
     "check_advantage",
+    "check_environment",
     "check_kl",
     "check_reward",
     "check_token_loss",
@@ -34,6 +36,7 @@ __all__ = [
     "groups",
     "loss_rows",
     "masks",
+    "policy_messages",
     "rollouts",
     "tensors",
     "text_problems",

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fn.analysis import health
-from grpo_fn.core.groups import pack_rollout, unpack_rollout
+from grpo_fn.core.groups import pack_rollout, unpack_reward, unpack_rollout
 from grpo_fn.core.json_lines import metrics_by_step, step_lines
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Carry, Gains, Groups, Reward, RunState
+from grpo_fn.core.types import Carry, Gains, Groups, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy import checksums
@@ -186,7 +186,7 @@ def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -
     waiting = blob["waiting"] and Groups(
         tuple(problem(uid) for uid in blob["waiting"]["uids"]),
         unpack_rollout(blob["waiting"]["rollout"]),
-        Reward(*blob["waiting"]["reward"]),
+        unpack_reward(blob["waiting"]["reward"]),
     )
     return Carry(blob["drawn"], waiting, Gains(*blob["gains"]), blob.get("steps", 0))
 

@@ -14,12 +14,13 @@ import catalogue_page as tables
 import pytest
 from catalogue import KINDS
 
-from grpo_fn.algo import controllers, credit, importance, losses, rejection, supervised, weighted_losses
+from grpo_fn.algo import controllers, credit, importance, losses, rejection, supervised, turn_credit, weighted_losses
 
 # What a module defines besides functions of a kind, for others to use.
 HELPERS = {
     controllers: {"next_gains"},
     credit: {"over_tokens", "first_token", "zero_outside_mask", "moments", "standardise"},
+    turn_credit: {"discounted_returns", "turns_taken", "by_state", "turns_over_tokens"},
     importance: {"log_ratio", "capped_exp", "ratio"},
     losses: {"sampled_values", "loss_diagnostics"},
     supervised: {"cross_entropy", "nothing_given", "supervised_step", "next_demonstrations"},

@@ -12,11 +12,13 @@ from catalogue import bound, each
 from hypothesis import example, given, settings
 from strategies import masks, tensors
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from grpo_fn.algo import advantage, credit
+from grpo_fn.algo import advantage, credit, turn_credit
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Reward
 
-ALL = bound(credit, "reward", "drift", "mask")
+ALL = {**bound(credit, "reward", "drift", "mask"), **bound(turn_credit, "reward", "drift", "mask")}
 WITH_BETA = {"outcome_minus_kl", "reward_to_go"}
 WHITENED = {"token_whitened", "row_whitened", "batch_scaled"}  # around one that looks at the drift
 COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))  # of each function at each setting
@@ -27,14 +29,24 @@ Step = tuple[Reward, Tensor, Tensor]  # reward, drift [P G T], mask [P G T]
 
 @st.composite
 def steps(draw) -> Step:
-    """Rewards, drift and mask of P prompts with G samples of T tokens; rows without a token and invalid ones too."""
+    """Rewards, drift and mask of P prompts with G samples of T tokens; rows without a token and invalid ones too.
+
+    Some are of episodes: up to three turns, not as many in each row as there are runs of tokens.
+    """
     p, g, t = (draw(st.integers(1, 3)) for _ in range(3))
     numbers = st.one_of(eighths, st.sampled_from([0.0, 1.0]))
     same = draw(masks((p, 1)))  # groups of one reward
     value = draw(tensors((p, g), numbers))
     value = torch.where(same, value[:, :1], value)
     parts = {name: draw(tensors((p, g), numbers)) for name in ("correct", "boxed")}
-    return Reward(value, draw(masks((p, g))), parts), draw(tensors((p, g, t), eighths)), draw(masks((p, g, t)))
+    reward = outcome_reward(value, draw(masks((p, g))), parts)
+    if draw(st.booleans()):
+        k = draw(st.integers(1, 3))
+        there = torch.arange(k) < draw(tensors((p, g, 1), st.integers(1, k)))
+        turns = torch.where(there, draw(tensors((p, g, k), numbers)), 0.0)
+        states = torch.where(there, draw(tensors((p, g, k), st.integers(0, 2))).long(), -1)
+        reward = reward._replace(turns=turns, states=states)
+    return reward, draw(tensors((p, g, t), eighths)), draw(masks((p, g, t)))
 
 
 def run(f, step: Step) -> Tensor:
@@ -50,13 +62,15 @@ def spoiled(step: Step, garbage: float) -> Step:
     reward, drift, mask = step
     value, *parts = (torch.where(reward.valid, x, garbage) for x in (reward.value, *reward.parts.values()))
     named = dict(zip(reward.parts, parts, strict=True))
-    return Reward(value, reward.valid, named), torch.where(mask, drift, garbage), mask
+    turns = torch.where(reward.valid[..., None], reward.turns, garbage)
+    spoiled = reward._replace(value=value, parts=named, turns=turns)
+    return spoiled, torch.where(mask, drift, garbage), mask
 
 
 def cast(step: Step, dtype: torch.dtype) -> Step:
     reward, drift, mask = step
-    parts = {name: x.to(dtype) for name, x in reward.parts.items()}
-    return Reward(reward.value.to(dtype), reward.valid, parts), drift.to(dtype), mask
+    low = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, reward)
+    return low, drift.to(dtype), mask
 
 
 def close(got: Tensor, wanted: Tensor, tol: float = 1e-9) -> None:
@@ -69,7 +83,7 @@ def outcomes(value, valid=None, length=None) -> Step:
     valid = torch.ones_like(value, dtype=torch.bool) if valid is None else torch.tensor(valid)
     length = torch.ones_like(value).int() if length is None else torch.tensor(length)
     mask = torch.arange(int(length.max())) < length[..., None]
-    return Reward(value, valid, {"correct": value, "boxed": value}), torch.zeros(mask.shape), mask
+    return outcome_reward(value, valid, {"correct": value, "boxed": value}), torch.zeros(mask.shape), mask
 
 
 # -- what holds for each of them
@@ -100,8 +114,7 @@ def test_the_order_of_prompts_does_not_matter(f, step, random):
     reward, drift, mask = step
     order = list(range(len(drift)))
     random.shuffle(order)
-    parts = {name: x[order] for name, x in reward.parts.items()}
-    shuffled = Reward(reward.value[order], reward.valid[order], parts), drift[order], mask[order]
+    shuffled = tree_map_only(Tensor, lambda x: x[order], (reward, drift, mask))
     close(run(f, shuffled), run(f, step)[order])
 
 
@@ -132,7 +145,7 @@ def test_a_step_of_equal_rewards_that_did_not_drift_is_exactly_zero_in_float32(f
     """But for reward_to_go by itself, which has no baseline: there each token has the reward."""
     reward, drift, mask = cast(step, torch.float32)
     equal = torch.full_like(reward.value, value)
-    step = Reward(equal, reward.valid, dict.fromkeys(reward.parts, equal)), torch.zeros_like(drift), mask
+    step = outcome_reward(equal, reward.valid, dict.fromkeys(reward.parts, equal)), torch.zeros_like(drift), mask
     wanted = torch.where(counted(step), value, 0.0) if f.func is credit.reward_to_go else torch.zeros_like(drift)
     assert torch.equal(run(f, step), wanted)
 
@@ -200,7 +213,7 @@ def test_what_the_sum_of_rewards_hides_its_parts_show():
     """Two rewards of two samples, (0, 1) or (0, 2) in all: GDPO's example, arXiv:2601.05242, section 3.1."""
     normalized = partial(advantage.group_normalized, eps=0.0, ddof=1)
     correct, boxed = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])
-    reward = Reward(correct + boxed, torch.ones(2, 2, dtype=torch.bool), {"correct": correct, "boxed": boxed})
+    reward = outcome_reward(correct + boxed, torch.ones(2, 2, dtype=torch.bool), {"correct": correct, "boxed": boxed})
     step = reward, torch.zeros(2, 2, 1), torch.ones(2, 2, 1, dtype=torch.bool)
     half = math.sqrt(0.5)
     summed = run(partial(credit.outcome, advantage=normalized), step)[..., 0]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from grpo_fn.algo import losses, metrics
 from grpo_fn.algo.metrics import Stat, merge, merge_all, stat
-from grpo_fn.core.types import Batch, Reward, Rollout
+from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.types import Batch, Rollout
 
 values = st.integers(0, 6).flatmap(lambda n: tensors(n, finite_floats(1e4)))
 
@@ -98,7 +99,7 @@ def test_a_rollouts_figures():
 def test_a_rewards_figures_leave_out_what_could_not_be_scored():
     valid = torch.tensor([[True, True], [True, False]])
     right, form = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.0, 1.0]])
-    got = metrics.reward_metrics(Reward(right + 0.5 * form, valid, {"right": right, "form": form}))
+    got = metrics.reward_metrics(outcome_reward(right + 0.5 * form, valid, {"right": right, "form": form}))
     numbers = np.array([1.5, 0.5, 0.0])
     assert got == pytest.approx(
         {
@@ -109,7 +110,7 @@ def test_a_rewards_figures_leave_out_what_could_not_be_scored():
 
 
 def test_a_reward_without_a_valid_sample_has_figures_too():
-    nothing = Reward(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool), {"right": torch.zeros(2, 2)})
+    nothing = outcome_reward(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool), {"right": torch.zeros(2, 2)})
     got = metrics.reward_metrics(nothing)
     assert got.pop("reward/invalid") == 1.0
     assert set(got.values()) == {0.0}

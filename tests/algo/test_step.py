@@ -43,7 +43,7 @@ from grpo_fn.algo.step import (
 from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.core import prng
 from grpo_fn.core.batch import look_first, without_energy, without_look
-from grpo_fn.core.groups import by_group
+from grpo_fn.core.groups import by_group, outcome_reward
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Carry, Gains, Policy, Reward, Rollout, Sampler
 from grpo_fn.rewards.combine import combine, score_serially
@@ -711,7 +711,7 @@ def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
 def test_a_reward_laid_out_the_other_way_is_refused():
     def turned(asked: Sequence[Problem], rollout: Rollout) -> Reward:
         good = algo().reward(asked, rollout)
-        return Reward(good.value.T, good.valid.T, {name: x.T for name, x in good.parts.items()})
+        return outcome_reward(good.value.T, good.valid.T, {name: x.T for name, x in good.parts.items()})
 
     policy, sampler = pair()
     with pytest.raises(ValueError, match=r"got reward value \(4, 3\), wanted problems by samples, \(3, 4\)"):

@@ -1,8 +1,8 @@
 """Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
-core < algo, rewards < tasks < analysis are pure; shell is stateful and knows neither algo nor analysis; trainer puts
-both together; train, and the commands run, eval, score, redteam, replay and doctor, come last. Nothing imports testing
-or a command, but redteam has the rewards of score.
+core < algo, rewards < environments, tasks < analysis are pure; shell is stateful and knows neither algo nor analysis;
+trainer puts both together; train, and the commands run, eval, score, redteam, replay and doctor, come last. Nothing
+imports testing or a command, but redteam has the rewards of score.
 """
 
 import ast
@@ -13,13 +13,14 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "grpo_fn"
 
-PURE = {"core", "algo", "rewards", "tasks", "analysis"}
-SCIENCE = {"core", "rewards", "tasks"}  # what the shell may know
+PURE = {"core", "algo", "rewards", "environments", "tasks", "analysis"}
+SCIENCE = {"core", "rewards", "environments", "tasks"}  # what the shell may know
 BASE = {"shell.world", "shell.process", "shell.atomic_io", "shell.background_worker"}
 MAY_IMPORT = {
     "core": set(),
     "algo": {"core"},
     "rewards": {"core"},
+    "environments": {"core", "rewards"},
     "tasks": {"core", "rewards"},
     "analysis": {"core", "algo", "rewards"},
     "config": set(),
@@ -68,11 +69,18 @@ IMPURE = set(  # noqa: C405
         "psutil",
     ]
 )
-READS_FILES = {"tasks", "rewards", "core.json_lines", "core.conversation"}  # these may use pathlib and json
+READS_FILES = {
+    "tasks",
+    "rewards",
+    "environments",
+    "core.json_lines",
+    "core.conversation",
+}  # these may use pathlib and json
 # Reward workers and --help start without torch, and so does what looks at machines on which it may be broken.
 NO_TORCH = {
     "core.problem",
     "core.environment",
+    "environments",
     "shell.episodes.answers",
     "core.conversation",
     "core.display_text",

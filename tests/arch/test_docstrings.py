@@ -19,7 +19,7 @@ from grpo_fn.config.nodes import functions
 ROOT = Path(__file__).resolve().parents[2]
 GIVEN = {"MODEL": "'MODEL'", "DATA": "'DATA'"}  # macros that a user gives
 # Whose public functions are imported from other people's code and named in their gin files; but not what serves them.
-LIBRARY = ("grpo_fn.algo", "grpo_fn.rewards", "grpo_fn.tasks", "grpo_fn.testing")
+LIBRARY = ("grpo_fn.algo", "grpo_fn.rewards", "grpo_fn.environments", "grpo_fn.tasks", "grpo_fn.testing")
 INTERNAL = ("grpo_fn.algo.metrics", "grpo_fn.rewards.math.", "grpo_fn.tasks.rows")
 # How a first line does not begin: it is to say what the thing is, not to ask.
 QUESTIONS = re.compile(r"(What|Where|Which|Whether|Who|Whose|How|When)\b")

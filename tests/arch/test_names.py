@@ -14,6 +14,9 @@ SHARED = {
     "main": "every command has one",
     "flags": "the command line of each command",
     "task": "a data set's module has one: gin binds @gsm8k.task",
+    "environment": "an environment's module has one: gin binds @guess.environment()",
+    "start": "the two functions of every environment",
+    "step": "the two functions of every environment",
 }
 # Participles that are the field's own names, and why.
 TERMS = {"boxed": "the reward for \\boxed{...}", "split": "jax.random.split"}

@@ -12,6 +12,7 @@ UNREAD = {"__pycache__", "__init__.py", "py.typed"}
 FULLER = {
     "gin/algo": "one file for each published algorithm, which the command line names",
     "grpo_fn": "a package for each role and one for each command",
+    "grpo_fn/algo": "a module for each kind of function",
     "gin/scale": "one file for each way to spread, save, compute or teach, which the command line names",
 }
 # Functions that are longer, and why.

@@ -15,7 +15,8 @@ from torch.func import grad_and_value
 
 from grpo_fn.algo import aggregation, importance, kl, losses, objective
 from grpo_fn.core.batch import check_reward_shapes, check_rollout, count, lengths, make_batch, minibatches
-from grpo_fn.core.types import Batch, Reward, Rollout, Scores
+from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.types import Batch, Rollout, Scores
 
 LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, importance, kl))
 WEIGHTS = bound(aggregation, "mask", "totals")
@@ -298,7 +299,7 @@ def test_what_was_not_sampled_may_hold_anything(garbage):
 
 @pytest.mark.parametrize("name", ["value", "valid", "right"])
 def test_a_reward_of_another_layout_is_refused(name):
-    good = Reward(torch.zeros(P, G), EVERYONE, {"right": torch.zeros(P, G)})
+    good = outcome_reward(torch.zeros(P, G), EVERYONE, {"right": torch.zeros(P, G)})
     check_reward_shapes(good, P, G)
     unchecked = check_reward_shapes.__wrapped__ if hasattr(check_reward_shapes, "__wrapped__") else check_reward_shapes
     if name == "right":

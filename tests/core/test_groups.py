@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.core.checksums import rollout_checksums
-from grpo_fn.core.groups import concat_rollouts, pack_rollout, select_rows, unpack_rollout
+from grpo_fn.core.groups import concat_rollouts, outcome_reward, pack_rollout, select_rows, unpack_rollout
 from grpo_fn.core.problem import LIMITS, Problem, Turn, transcript
-from grpo_fn.core.types import Reward, Rollout
+from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.logging.rollout_store import groups_from_rows, load_rollouts, store_rollouts
 
@@ -62,7 +62,7 @@ def test_joined_rows_are_cut_apart_again(parts: list[Rollout]) -> None:
 def test_stored_episodes_come_back(rollout: Rollout, value: float) -> None:
     rows = len(rollout.text)
     grid = torch.full((rows, 1), value)
-    reward = Reward(grid, torch.ones(rows, 1).bool(), {"part": grid})
+    reward = outcome_reward(grid, torch.ones(rows, 1).bool(), {"part": grid})
     with TemporaryDirectory() as folder:
         asked = [Problem(uid, "?", "", {}) for uid in range(rows)]
         store_rollouts(Path(folder), 1, asked, 1, rollout, reward, grid, keep=1)

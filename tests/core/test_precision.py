@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.func import grad
 
 from grpo_fn.algo import advantage, aggregation, credit, kl
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, Reward, Totals
 
 U = 2.0**-24  # 6e-8
@@ -199,11 +200,11 @@ def float32_steps(draw, most: int = 4) -> tuple[Reward, Tensor, Tensor]:
     few = st.sampled_from(draw(st.lists(number, min_size=1, max_size=3)))
     value, correct, boxed = (draw(tensors((p, g), few)).float() for _ in range(3))
     drift, mask = draw(tensors((p, g, t), number)).float(), draw(masks((p, g, t)))
-    return Reward(value, draw(masks((p, g))), {"correct": correct, "boxed": boxed}), drift, mask
+    return outcome_reward(value, draw(masks((p, g))), {"correct": correct, "boxed": boxed}), drift, mask
 
 
 def in_double(reward: Reward) -> Reward:
-    return Reward(reward.value.double(), reward.valid, {name: x.double() for name, x in reward.parts.items()})
+    return outcome_reward(reward.value.double(), reward.valid, {name: x.double() for name, x in reward.parts.items()})
 
 
 def reach(f: partial, reward: Reward, drift: Tensor, mask: Tensor) -> float:
@@ -245,6 +246,6 @@ def test_a_step_of_equal_rewards_gives_exactly_nothing(f, value, p, g, data):
         return
     valid = data.draw(masks((p, 1))).expand(p, g) | (torch.arange(g) % 3 == 0)
     same = torch.where(valid, torch.full((p, g), value, dtype=torch.float32), torch.nan)
-    reward = Reward(same, valid, {"correct": same, "boxed": same})
+    reward = outcome_reward(same, valid, {"correct": same, "boxed": same})
     mask = torch.arange(3) < 1 + torch.arange(p * g).view(p, g, 1) % 3
     assert (f(reward, torch.zeros(p, g, 3), mask) == 0).all()

@@ -26,6 +26,7 @@ from grpo_fn.algo import (
     masking,
     rejection,
     supervised,
+    turn_credit,
     weighted_losses,
 )
 
@@ -49,6 +50,7 @@ KINDS = [
             *("token_whitened", "row_whitened", "batch_scaled"),
         },
     ),
+    (turn_credit, ("reward", "drift", "mask"), {"turn_returns", "group_in_group"}),
     (distillation, ("adv", "gap", "mask"), {"no_teacher", "teacher_gap", "early_teacher_gap", "teacher_reweighted"}),
     (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable", "drop_zero_advantage"}),
     (masking, ("batch", "key"), {"no_tokens", "clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),

@@ -12,8 +12,9 @@ from grpo_fn.algo.step import Experience
 from grpo_fn.analysis import token_report
 from grpo_fn.core import prng
 from grpo_fn.core.batch import make_batch
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Gains, Groups, Reward, Rollout, Scores
+from grpo_fn.core.types import Gains, Groups, Rollout, Scores
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)
 CLIPPED = partial(
@@ -77,7 +78,7 @@ def step(prompts: Sequence[str], texts: Sequence[Sequence[str]], seed: int = 0) 
     problems = tuple(Problem(100 + i, prompt, "", {}) for i, prompt in enumerate(prompts))
     truncated = torch.arange(rows) % 5 == 4
     rollout = Rollout(tokens, mask, old, truncated, tuple(text for answers in texts for text in answers))
-    reward = Reward(value, torch.ones(p, g, dtype=torch.bool), parts)
+    reward = outcome_reward(value, torch.ones(p, g, dtype=torch.bool), parts)
     keep = torch.arange(rows).view(p, g) % 7 != 6  # a filter leaves some out
     batch = make_batch(rollout, keep, adv, old, ref, ref)
     scores = Scores(logp, torch.where(mask, between(0.0, 3.0, rows, width), 0.0))

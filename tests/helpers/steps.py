@@ -18,9 +18,9 @@ from grpo_fn.algo.group_sampling import GroupBatch
 from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import prng
-from grpo_fn.core.groups import select_groups
+from grpo_fn.core.groups import outcome_reward, select_groups
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Reward, Rollout, Scores
+from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Rollout, Scores
 
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")
@@ -87,7 +87,11 @@ def steps(draw, prompts: st.SearchStrategy[int], most: int = 6, stray: float = 2
     tokens[:, 0] = torch.arange(b)  # a row's number, by which the policy knows it
     rollout = Rollout(tokens, mask, sampled, truncated, ("",) * b)
     problems = tuple(Problem(draw(st.integers(0, 1000)) * 8 + i, "", "", {}) for i in range(p))
-    reward = Reward(value, ~valid.view(p, g), dict(zip(PARTS, parts, strict=True)))
+    reward = outcome_reward(value, ~valid.view(p, g), dict(zip(PARTS, parts, strict=True)))
+    if draw(st.booleans()):  # of episodes of two turns at most
+        turns, states = draw(tensors((p, g, 2), verdict)), draw(tensors((p, g, 2), st.integers(-1, 1))).long()
+        states[..., 0].clamp_(min=0)
+        reward = reward._replace(turns=torch.where(states < 0, 0.0, turns), states=states)
     return Step(Groups(problems, rollout, reward), logp, old, ref, teacher, energy)
 
 
@@ -108,7 +112,7 @@ def rich_step(seed: int, prompts: int, group_size: int = 6, width: int = 6) -> S
     tokens = torch.where(columns == 0, torch.arange(b)[:, None], 0)
     rollout = Rollout(tokens, mask, sampled, between(0.0, 1.0, b) < 0.2, ("",) * b)
     value, *parts = (between(0.0, 1.5, prompts, group_size) for _ in range(1 + len(PARTS)))
-    reward = Reward(value, between(0.0, 1.0, prompts, group_size) < 0.9, dict(zip(PARTS, parts, strict=True)))
+    reward = outcome_reward(value, between(0.0, 1.0, prompts, group_size) < 0.9, dict(zip(PARTS, parts, strict=True)))
     problems = tuple(Problem(7 * i, "", "", {}) for i in range(prompts))
     teacher = (logp + between(-2.0, 2.0, b, width)).clamp(max=0)
     return Step(Groups(problems, rollout, reward), logp, old, ref, teacher, between(0.0, 2.0, b, width))

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.algo.metrics import reward_metrics
-from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.problem import Completion, Problem, Turn
 from grpo_fn.core.types import Rollout
-from grpo_fn.rewards.combine import TAKEN, combine, part_names, score_serially
+from grpo_fn.rewards.combine import TAKEN, combine, part_names, score_serially, with_turns
 from grpo_fn.rewards.format import boxed
 from grpo_fn.rewards.math import correct
 
@@ -187,3 +188,38 @@ def test_where_a_sample_is_valid_every_weighted_part_was_scored(rows):
     for g, (score, _) in enumerate(rows):
         if got.valid[0, g]:
             assert (float(got.parts["as_number"][0, g]), float(got.parts["said"][0, g])) == (score, 1.0)
+
+
+# -- episodes
+
+
+def turn(reward, state):
+    return Turn("said", 1, "seen", reward, state)
+
+
+def episode(*turns):
+    return Completion("said", len(turns), False, turns)
+
+
+def test_the_turns_of_episodes_are_in_the_reward():
+    rows = [episode(turn(0.5, "a"), turn(1.0, "b")), episode(turn(0.25, "a")), episode(turn(0, "a")), episode()]
+    plain = outcome_reward(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bool), {})
+    found = with_turns(plain, rows)
+    assert found.turns.tolist() == [[[0.5, 1.0], [0.25, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    assert found.states.tolist() == [[[0, 1], [0, -1]], [[0, -1], [-1, -1]]]
+    assert found.value is not None
+    assert found.valid.all()
+
+
+def test_a_turn_that_cannot_be_scored_makes_the_sample_invalid():
+    rows = [episode(turn(None, "a"), turn(1.0, "b")), episode(turn(1.0, "a"))]
+    found = with_turns(outcome_reward(torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), {}), rows)
+    assert found.valid.tolist() == [[False, True]]
+    assert found.value.tolist() == [[0.0, 1.0]]
+    assert found.turns.isfinite().all()
+
+
+def test_rows_without_turns_are_episodes_of_one():
+    found = combine(problems(2), rollout(["1", "2", "3", "4"]), parts=[as_number], weights=[1.0], score=score_serially)
+    assert found.turns.tolist() == [[[1.0], [2.0]], [[3.0], [4.0]]]
+    assert found.states.tolist() == [[[0], [0]], [[1], [1]]]

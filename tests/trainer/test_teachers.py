@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2Config
 
 from grpo_fn.algo import distillation
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Groups, Reward, Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy import self_teachers
@@ -38,7 +39,7 @@ def step(tasks: list[str], size: int, width: int = 4) -> Groups:
     rollout = Rollout(tokens, mask, torch.zeros(rows, width), ~mask[:, 0], ("",) * rows)
     value = torch.zeros(len(tasks), size)
     problems = tuple(of_task(i, task) for i, task in enumerate(tasks))
-    return Groups(problems, rollout, Reward(value, torch.ones_like(value, dtype=torch.bool), {}))
+    return Groups(problems, rollout, outcome_reward(value, torch.ones_like(value, dtype=torch.bool), {}))
 
 
 def says(scale: float, asked: list, rollout: Rollout) -> Tensor:

@@ -24,6 +24,7 @@ from grpo_fn.algo.weighted_losses import vespo
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import masked, prng
 from grpo_fn.core.batch import count
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Scores
 from grpo_fn.shell.policy.functional import FunctionalPolicy
@@ -104,7 +105,7 @@ def imported(case: Case, draft: Draft, shared: Mapping[str, Any], model: nn.Modu
         draft,
         algo,
         policy,
-        Groups(problems, rollout, Reward(value, valid, {})),
+        Groups(problems, rollout, outcome_reward(value, valid, {})),
         start if algo.old_logp is from_trainer else rollout.logp_sampled,
         scores_under(policy, shared["reference"], tokens, mask),
         case.config.get("generation_batch_size", device * rounds),
@@ -163,7 +164,7 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
         part = Groups(
             groups.problems[piece],
             Rollout(*(x[rows] for x in groups.rollout)),
-            Reward(groups.reward.value[piece], groups.reward.valid[piece], {}),
+            outcome_reward(groups.reward.value[piece], groups.reward.valid[piece], {}),
         )
         old, ref = made.old[rows], made.ref[rows]
         given = (part, old, ref, old, torch.zeros_like(old), UNMOVED)  # no baseline of an import reads an energy

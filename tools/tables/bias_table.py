@@ -12,7 +12,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from bias_lines import line, measured
 from bias_losses import LOSSES
+from bias_turns import CREDITS, with_turns
 from tiny_worlds import (
     EOS,
     MASK,
@@ -35,9 +37,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from grpo_fn.algo import advantage, aggregation, credit, distillation, kl, losses, masking
-from grpo_fn.core.types import Reward, Rollout
-
-EXACT = 1e-12
+from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.types import Rollout
 
 # The expected update in each of S worlds, or the gradient that it is held against: [S, PROMPTS, 1 + V, V].
 Signal = Callable[[World], Tensor]
@@ -131,7 +132,8 @@ def by_step(
     def judged(w: World, drift: Tensor, energy: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         valid, written = torch.ones(step.shape, dtype=torch.bool), MASK[step]
         graded, solved = (x.gather(1, step) for x in (w.reward, w.solved))
-        reward = Reward(paid * graded, valid, {"graded": graded, "solved": solved})
+        reward = outcome_reward(paid * graded, valid, {"graded": graded, "solved": solved})
+        reward = with_turns(reward, paid * w.reward, ROWS, MASK, step)
         there = step[..., None].expand(written.shape)
         adv = vmap(baseline)(assign(reward, drift.gather(1, there), written), energy.gather(1, there), written)
         return adv, valid if keeps is None else keeps(rollout(step.flatten()), adv)
@@ -186,6 +188,12 @@ def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
     yield "Advantages, graded rewards, against the gradient of E[R]", 0.0, against(minus_reward, graded())
     yield "Advantages, rewards 0 and 1, against the gradient of P(success)", 0.0, against(failure, binary())
     yield "Advantages against the gradient of another objective", 0.0, elsewhere()
+    in_turns = {name: by_step(assign, size=2) for name, assign in CREDITS.items()}
+    yield (
+        "Credit of turns, each token a turn, steps of 2 x 2, against the gradient of E[R]",
+        0.0,
+        against(minus_reward, in_turns),
+    )
     yield "Weights and filters, `leave_one_out`, against the gradient of E[R]", 0.0, against(minus_reward, lengths())
     for drift in (0.0, 0.1, 1.0):
         title = f"Token losses, sampled from logits up to {drift:g} away, against the gradient of E[R]"
@@ -300,19 +308,6 @@ def against(objective: Callable, found: dict[str, Signal]) -> list[Comparison]:
 
 
 # -- the table
-
-
-def measured(got: Tensor, wanted: Tensor) -> tuple[float, float, float]:
-    """Scale: the projection on the true gradient, in units of it. Error: the distance from it, likewise. Cosine."""
-    along, length = (got * wanted).sum(), wanted.norm()
-    return float(along / length**2), float((got - wanted).norm() / length), float(along / (length * got.norm()))
-
-
-def line(name: str, figures: list[tuple[float, float, float]]) -> str:
-    scale, error, cosine = zip(*figures, strict=True)
-    means = [sum(values) / len(values) for values in (scale, error, cosine)]
-    errors = ("0" if x < EXACT else f"{x:.2g}" for x in (means[1], max(error)))
-    return f"| {name} | {means[0]:.2f} | {' | '.join(errors)} | {means[2]:.3f} | {min(cosine):.3f} |"
 
 
 def rows(drift: float, comparisons: list[Comparison]) -> list[str]:

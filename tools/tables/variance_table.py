@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import jacfwd, vmap
 
 from grpo_fn.algo import advantage, credit, losses
-from grpo_fn.core.types import Reward
+from grpo_fn.core.groups import outcome_reward
 
 Weight = Callable[[Tensor, Tensor], Tensor]  # energy, written [7, 2] -> the weight of each token of each row
 
@@ -67,7 +67,7 @@ def judged(
 ) -> Tensor:
     """By a credit and a baseline, [P, G, 2]."""
     value, written = getattr(w, worth)[prompts].gather(1, step), tiny.MASK[step]
-    reward = Reward(value, torch.ones(step.shape, dtype=torch.bool), {})
+    reward = outcome_reward(value, torch.ones(step.shape, dtype=torch.bool), {})
     drift, energy = (
         torch.stack([table(p)[rows] for p, rows in zip(prompts, step, strict=True)])
         for table in (lambda p: tiny.logps(w.old[p]) - tiny.logps(w.ref[p]), lambda p: tiny.energies(w.old[p]))

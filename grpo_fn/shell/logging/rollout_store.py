@@ -14,9 +14,11 @@ from torch import Tensor
 
 from grpo_fn.core.batch import lengths
 from grpo_fn.core.checksums import tape_digest
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.json_lines import json_rows
 from grpo_fn.core.problem import Problem, Turn
 from grpo_fn.core.types import Groups, Reward, Rollout
+from grpo_fn.rewards.combine import completions_of, with_turns
 from grpo_fn.shell.atomic_io import to_json, write_bytes
 
 
@@ -67,22 +69,21 @@ def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> Groups:
         return rearrange(torch.tensor(column), "(p g) -> p g", g=size)
 
     names = rows[0]["parts"]
-    return Groups(
-        tuple(Problem(row["uid"], row["prompt"], row["answer"], {}) for row in rows[::size]),
-        Rollout(
-            tokens,
-            mask,
-            logp,
-            torch.tensor([row["truncated"] for row in rows]),
-            tuple(row["text"] for row in rows),
-            tuple(tuple(Turn(**turn) for turn in row["turns"]) for row in rows if "turns" in row),
-        ),
-        Reward(
-            grid([row["reward"] for row in rows]),
-            grid([row["valid"] for row in rows]),
-            {name: grid([row["parts"][name] for row in rows]) for name in names},
-        ),
+    rollout = Rollout(
+        tokens,
+        mask,
+        logp,
+        torch.tensor([row["truncated"] for row in rows]),
+        tuple(row["text"] for row in rows),
+        tuple(tuple(Turn(**turn) for turn in row["turns"]) for row in rows if "turns" in row),
     )
+    reward = outcome_reward(
+        grid([row["reward"] for row in rows]),
+        grid([row["valid"] for row in rows]),
+        {name: grid([row["parts"][name] for row in rows]) for name in names},
+    )
+    problems = tuple(Problem(row["uid"], row["prompt"], row["answer"], {}) for row in rows[::size])
+    return Groups(problems, rollout, with_turns(reward, completions_of(rollout)))
 
 
 def rollout_steps(root: Path) -> list[int]:

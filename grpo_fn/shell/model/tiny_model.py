@@ -6,11 +6,13 @@ folder found in the cache is the folder the recipe would make.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import ModuleType
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -20,8 +22,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model import demonstrations, hf, load_weights
-from grpo_fn.shell.model.demonstrations import pad_demonstrations, prompt_and_answer
-from grpo_fn.tasks import arithmetic
+from grpo_fn.shell.model.demonstrations import Demonstration, pad_demonstrations
+from grpo_fn.tasks import arithmetic, draws
 from grpo_fn.tasks import task as tasks
 
 EOS = "<|endoftext|>"
@@ -56,6 +58,18 @@ class Shape:
         )
 
 
+Segment = tuple[str, bool]  # text, and whether it is taught or only read
+
+
+@runtime_checkable
+class SupervisedPlan(Protocol):
+    """The size of a supervised warm start."""
+
+    steps: int
+    rows: int
+    lr: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
     """Supervised steps on a task's training demonstrations: cross-entropy of the completion and EOS, AdamW."""
@@ -87,18 +101,36 @@ class Recipe:
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
-        fields = {k: v for k, v in asdict(self).items() if k != "cache"}
-        made_with = {"torch": version("torch"), "transformers": version("transformers")}
-        code = "".join(Path(module.__file__).read_text() for module in (arithmetic, tasks, prng, hf, demonstrations))
-        source = hashlib.sha256((code + Path(__file__).read_text()).encode()).hexdigest()
-        name = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
-        path = Path(self.cache).expanduser() / f"arithmetic-{name}"
-        if path.is_dir():
-            check_cached(path)
-        else:
-            check_cache(path.parent)
-            make_tiny_model(self, path)
-        return str(path)
+        return cached_folder("arithmetic", self, (arithmetic, draws, tasks, prng, hf, demonstrations), make_tiny_model)
+
+
+@runtime_checkable
+class CachedRecipe(Protocol):
+    """A dataclass that decides every byte of a model; `cache` is the folder that models are kept in."""
+
+    cache: str
+
+
+R = TypeVar("R", bound=CachedRecipe)
+
+
+def cached_folder(name: str, recipe: R, code: Sequence[ModuleType], make: Callable[[R, Path], None]) -> str:
+    """The folder of the recipe's model, made now when it is not there.
+
+    Its name is a hash of the recipe, of the source of this module and of `code`, and of the libraries' versions.
+    """
+    fields = {k: v for k, v in asdict(recipe).items() if k != "cache"}
+    made_with = {"torch": version("torch"), "transformers": version("transformers")}
+    text = "".join(Path(module.__file__).read_text() for module in code) + Path(__file__).read_text()
+    source = hashlib.sha256(text.encode()).hexdigest()
+    number = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(recipe.cache).expanduser() / f"{name}-{number}"
+    if path.is_dir():
+        check_cached(path)
+    else:
+        check_cache(path.parent)
+        make(recipe, path)
+    return str(path)
 
 
 def check_cached(path: Path) -> None:
@@ -131,7 +163,8 @@ def make_tiny_model(recipe: Recipe, path: Path, *, report: Callable[[str], None]
     key = prng.key(recipe.seed, device="cpu")
     tokenizer = train_tokenizer(arithmetic.corpus(task, prng.fold_in(key, 0), 4000), vocabulary=recipe.shape.vocabulary)
     model = random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
-    pairs = arithmetic.demonstrations(task, prng.fold_in(key, 1), worked_share=recipe.warm_start.worked_share)
+    shown = arithmetic.demonstrations(task, prng.fold_in(key, 1), worked_share=recipe.warm_start.worked_share)
+    pairs = (((prompt, False), (completion, True)) for prompt, completion in shown)
     train_supervised(model, tokenizer, pairs, recipe.warm_start, report=report)
     hf.export(model, tokenizer, path)
 
@@ -173,12 +206,12 @@ def random_model(shape: Shape, *, seed: int, eos: int) -> Qwen2ForCausalLM:
 def train_supervised(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Iterator[tuple[str, str]],
-    plan: WarmStart,
+    rows: Iterator[Sequence[Segment]],
+    plan: SupervisedPlan,
     *,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Minimise the cross-entropy of completion and EOS given the prompt, for `plan.steps` AdamW steps."""
+    """Minimise the cross-entropy of what each row teaches, for `plan.steps` AdamW steps."""
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.01},
@@ -186,7 +219,7 @@ def train_supervised(
     ]
     updates = torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.99), eps=1e-8, fused=True)
     for step in range(plan.steps):
-        ids, labels = collate([next(pairs) for _ in range(plan.rows)], tokenizer)
+        ids, labels = collate([next(rows) for _ in range(plan.rows)], tokenizer)
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
         for group in updates.param_groups:
@@ -205,11 +238,19 @@ def warm_up_and_decay(step: int, total: int) -> float:
     return 1.0 - 0.9 * ((step - warmup) / max(1, total - warmup))
 
 
-def collate(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and labels `[B, T]`, in the rows of a supervised stage; labels are -100 where nothing learns."""
+def collate(rows: Sequence[Sequence[Segment]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
+    """Right-padded ids and labels `[B, T]`, in the rows of a supervised stage; labels are -100 where nothing learns.
+
+    Segments become tokens by themselves, as in sampling, and one that is taught ends with EOS.
+    """
     eos = tokenizer.eos_token_id
-    prompts, answers = (tokenizer(list(texts))["input_ids"] for texts in zip(*pairs, strict=True))
-    ids, learn = pad_demonstrations([prompt_and_answer(p, a, eos) for p, a in zip(prompts, answers, strict=True)], eos)
+    tokens = iter(tokenizer([text for row in rows for text, _ in row])["input_ids"])
+    shown = []
+    for row in rows:
+        segments = [(([*next(tokens), eos] if taught else next(tokens)), taught) for _, taught in row]
+        read = [one for segment, _ in segments for one in segment]
+        shown.append(Demonstration(read, [taught for segment, taught in segments for _ in segment]))
+    ids, learn = pad_demonstrations(shown, eos)
     return ids, torch.where(learn, ids, -100)
 
 

@@ -13,8 +13,9 @@ from torch.func import grad_and_value, vmap
 
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.core.batch import count
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.partials import function_and_knobs
-from grpo_fn.core.types import Batch, Gains, Reward, Rollout, Scores
+from grpo_fn.core.types import Batch, Gains, Rollout, Scores
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
     size, batch = algorithm.group_size, toy_batch(algorithm.group_size)
     mask = batch.mask.view(GROUPS, size, -1)
     value = torch.arange(GROUPS * size, dtype=torch.float32).view(GROUPS, size) / (GROUPS * size)
-    reward = Reward(value, torch.ones_like(value, dtype=torch.bool), dict.fromkeys(parts, value))
+    reward = outcome_reward(value, torch.ones_like(value, dtype=torch.bool), dict.fromkeys(parts, value))
     groups = Batch(*(x.view(mask.shape) for x in batch))
     adv, logp = groups.adv, groups.logp_old + 0.1
     ended = torch.zeros(len(batch.mask), dtype=torch.bool)

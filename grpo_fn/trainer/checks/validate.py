@@ -19,6 +19,7 @@ from grpo_fn.algo.credit import Credit
 from grpo_fn.algo.step import from_sampler, from_trainer
 from grpo_fn.core.batch import count
 from grpo_fn.core.checks import check_positive
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.partials import uses_of
 from grpo_fn.core.types import Batch, Gains, Policy, Reward, Rollout, Scores
 from grpo_fn.shell.logging import profiler
@@ -197,7 +198,7 @@ def small_step(drift: Tensor, parts: Sequence[str]) -> tuple[Reward, Tensor, Ten
     """A step to ask a credit about: drift `[P, G, T]`, every token sampled, every sample rewarded differently."""
     value = torch.arange(drift.shape[0] * drift.shape[1], dtype=drift.dtype).reshape(drift.shape[:2])
     everything = torch.ones_like(drift, dtype=torch.bool)
-    return Reward(value, everything[..., 0], dict.fromkeys(parts, value)), drift, everything
+    return outcome_reward(value, everything[..., 0], dict.fromkeys(parts, value)), drift, everything
 
 
 def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -> bool:

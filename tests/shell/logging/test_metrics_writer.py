@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as BoardView
 from tensorboard.plugin_util import markdown_to_safe_html
 
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json
@@ -231,7 +232,7 @@ def rollout_of(P: int, G: int, T: int, seed: int, text: str) -> tuple[list[Probl
         tuple(f"{text}{b}" for b in range(P * G)),
     )
     value = torch.randn(P, G, generator=g, dtype=torch.float64)
-    reward = Reward(value, torch.rand(P, G, generator=g) < 0.5, {"math": value.round()})
+    reward = outcome_reward(value, torch.rand(P, G, generator=g) < 0.5, {"math": value.round()})
     problems = [Problem(100 + p, f"{text}?", text, {}) for p in range(P)]
     return problems, rollout, reward, torch.randn(P, G, generator=g)
 

@@ -117,7 +117,7 @@ def test_no_held_out_content_is_in_the_tokenizers_texts_or_the_warm_start(tmp_pa
         return train_tokenizer(corpus, vocabulary=vocabulary)
 
     def spy_pairs(model, tokenizer, pairs, plan, *, report) -> None:
-        texts.extend(completion for _, completion in islice(pairs, 3000))
+        texts.extend(completion for _, (completion, _) in islice(pairs, 3000))
 
     monkeypatch.setattr(tiny_model, "train_tokenizer", spy_texts)
     monkeypatch.setattr(tiny_model, "train_supervised", spy_pairs)
@@ -132,7 +132,7 @@ def test_no_held_out_content_is_in_the_tokenizers_texts_or_the_warm_start(tmp_pa
 
 def test_the_warm_start_lowers_the_loss_and_leaves_prompts_alone(tmp_path: Path):
     tokenizer = tiny_model.train_tokenizer(["How many? \\boxed{7}"] * 9, vocabulary=262)
-    ids, labels = tiny_model.collate([("How many?", "7"), ("How?", "77")], tokenizer)
+    ids, labels = tiny_model.collate([[("How many?", False), ("7", True)], [("How?", False), ("77", True)]], tokenizer)
     eos = tokenizer.eos_token_id
     for row, (prompt, answer) in enumerate((("How many?", "7"), ("How?", "77"))):
         p, a = (tokenizer(text)["input_ids"] for text in (prompt, answer))
@@ -142,7 +142,8 @@ def test_the_warm_start_lowers_the_loss_and_leaves_prompts_alone(tmp_path: Path)
     said: list[str] = []
     model = tiny_model.random_model(replace(SHAPE, vocabulary=262), seed=0, eos=eos)
     plan = WarmStart(steps=100, rows=2, lr=1e-2, worked_share=0.0)
-    pairs = iter([("How many?", "7"), ("How?", "77")] * 100)
+    rows = [[("How many?", False), ("7", True)], [("How?", False), ("77", True)]]
+    pairs = iter(rows * 100)
     tiny_model.train_supervised(model, tokenizer, pairs, plan, report=said.append)
     assert said == [said[0]]
     assert said[0].startswith("[warm start] step 100/100 loss 0.0")

@@ -28,6 +28,7 @@ from grpo_fn.core.checksums import (
     to_int64,
     total_digest,
 )
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, Reward, Rollout, Scores
 from grpo_fn.shell.policy.checksums import (
     TensorBlock,
@@ -276,7 +277,7 @@ def step(seed: int, rows: int = 6, width: int = 9) -> tuple[Rollout, Reward, Ten
     values = torch.randn(5, rows, width, generator=generator)
     rollout = Rollout(tokens, mask, -values[0].abs(), torch.zeros(rows, dtype=torch.bool), ("",) * rows)
     value = torch.randn(2, rows // 2, generator=generator)
-    reward = Reward(value, torch.ones_like(value, dtype=torch.bool), {"a": value / 2, "b": value / 3})
+    reward = outcome_reward(value, torch.ones_like(value, dtype=torch.bool), {"a": value / 2, "b": value / 3})
     return rollout, reward, values[1].reshape(2, rows // 2, width), values[2]
 
 

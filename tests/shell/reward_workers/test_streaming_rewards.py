@@ -19,6 +19,7 @@ from pool_rewards import length_of_text, not_a_number, obeys, raises, scaled, ta
 from test_probe import KEY, model, sampler
 from test_probe import asked as probed
 
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.reward_workers import streaming
@@ -101,7 +102,7 @@ def asking(fns: Sequence[Any], asked: Sequence[tuple[Problem, Completion]], into
     def reward(problems: Sequence[Problem], rollout: Rollout, *, score: Any) -> Reward:
         into.extend(score(fn, [p for p, _ in asked], [c for _, c in asked]) for fn in fns)
         value = torch.zeros(1, 1)
-        return Reward(value, value == 0, {})
+        return outcome_reward(value, value == 0, {})
 
     return reward
 

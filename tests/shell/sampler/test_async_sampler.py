@@ -40,6 +40,7 @@ from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grp
 from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.core import prng
 from grpo_fn.core.batch import without_energy, without_look
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Groups, Reward, Rollout
 from grpo_fn.shell.checkpoint import manifest
@@ -394,7 +395,7 @@ class Trained(NamedTuple):
 def length_reward(problems: Sequence[Problem], rollout: Rollout) -> Reward:
     value = rollout.mask.sum(-1).double().view(len(problems), -1)
     value = torch.where(torch.tensor([p.uid % 3 == 0 for p in problems])[:, None], 1.0, value)  # no signal
-    return Reward(value, torch.ones_like(value, dtype=torch.bool), {"length": value})
+    return outcome_reward(value, torch.ones_like(value, dtype=torch.bool), {"length": value})
 
 
 def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trained) -> Trained:

@@ -1,0 +1,1 @@
+"""Environments of episodes of several turns: pure functions over plain data, which gin names."""

@@ -1,0 +1,105 @@
+"""A calculator: sums, differences, products and quotients of numbers, exact, without running anything."""
+
+import re
+from collections.abc import Callable
+from decimal import Context, Decimal
+from fractions import Fraction
+from typing import NamedTuple
+
+_TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]+)?|\.[0-9]+)|(\*\*|[-+*/()×÷]))")
+_PLACES = Context(prec=12)  # of a result that is no whole number
+
+
+class _Operator(NamedTuple):
+    binds: int
+    operands: int
+    compute: Callable[..., Fraction]
+
+
+_BINARY = {
+    "+": _Operator(1, 2, lambda a, b: a + b),
+    "-": _Operator(1, 2, lambda a, b: a - b),
+    "*": _Operator(2, 2, lambda a, b: a * b),
+    "/": _Operator(2, 2, lambda a, b: a / b),
+}
+_SIGNS = {"+": _Operator(3, 1, lambda a: a), "-": _Operator(3, 1, lambda a: -a)}
+_SPELLINGS = {"×": "*", "÷": "/"}
+
+
+def calculator(expression: str, *, max_length: int) -> str:
+    """Compute an arithmetic expression of numbers with + - * / and brackets.
+
+    Args:
+        expression: for example 12*(7+5)
+        max_length: longest expression that is computed, in characters.
+
+    Returns:
+        The value: a whole number in full, any other to 12 significant digits.
+
+    Raises:
+        ValueError: for anything that is no expression, a division by zero and an expression that is too long.
+    """
+    if len(expression) > max_length:
+        raise ValueError(f"got an expression of {len(expression)} characters, wanted at most {max_length}")
+    value = _value(_read_tokens(expression))
+    if value.denominator == 1:
+        return str(value.numerator)
+    return str(_PLACES.divide(Decimal(value.numerator), Decimal(value.denominator)))
+
+
+def _read_tokens(text: str) -> list[str]:
+    """Numbers, operators and brackets."""
+    tokens, place, text = [], 0, text.rstrip()
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if found is None or found[2] == "**":
+            raise ValueError(f"got {text[place:].strip()[:20]!r}, wanted a number, one of + - * / or a bracket")
+        tokens.append(found[1] or _SPELLINGS.get(found[2], found[2]))
+        place = found.end()
+    return tokens
+
+
+def _value(tokens: list[str]) -> Fraction:
+    """Two stacks, operands and operators (Dijkstra's shunting yard), so that no depth of brackets is too deep."""
+    values: list[Fraction] = []
+    waiting: list[_Operator | None] = []  # None is an open bracket
+    operand_next = True
+
+    def apply() -> None:
+        operator = waiting.pop()
+        operands = values[-operator.operands :]
+        del values[-operator.operands :]
+        try:
+            values.append(operator.compute(*operands))
+        except ZeroDivisionError:
+            raise ValueError("got a division by zero, wanted a divisor that is not 0") from None
+
+    for token in tokens:
+        if operand_next and token in _SIGNS:
+            waiting.append(_SIGNS[token])
+        elif operand_next and token == "(":
+            waiting.append(None)
+        elif operand_next and token not in _BINARY and token != ")":
+            values.append(Fraction(token))
+            operand_next = False
+        elif not operand_next and token in _BINARY:
+            while waiting and waiting[-1] is not None and waiting[-1].binds >= _BINARY[token].binds:
+                apply()
+            waiting.append(_BINARY[token])
+            operand_next = True
+        elif not operand_next and token == ")":
+            while waiting and waiting[-1] is not None:
+                apply()
+            if not waiting:
+                raise ValueError("got ')' without '(', wanted brackets in pairs")
+            waiting.pop()
+        else:
+            wanted = "a number or '('" if operand_next else "one of + - * / or ')'"
+            raise ValueError(f"got {token[:20]!r}, wanted {wanted} there")
+    if operand_next:
+        raise ValueError("got the end of the expression, wanted a number")
+    while waiting:
+        if waiting[-1] is None:
+            raise ValueError("got '(' without ')', wanted brackets in pairs")
+        apply()
+    return values[0]

@@ -1,0 +1,97 @@
+"""Programs with another try: what fails of a program's tests is shown to the policy, which writes it anew."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from grpo_fn.core.environment import Environment, Message, PlainData, Start, Step
+from grpo_fn.core.problem import Completion, Problem, Ran
+from grpo_fn.environments.python_tool import tail
+from grpo_fn.rewards.code import Runner, run_against_tests
+
+
+def environment(*, run: Runner, max_tries: int, shown_tests: int, max_output: int) -> Environment:
+    """The environment of problems with tests, as `mbpp.task` makes them.
+
+    Args:
+        run: runs a program against its tests: `sandbox.run_program` with its knobs.
+        max_tries: programs of an episode.
+        shown_tests: tests whose text is shown where they fail, the first ones; of the others only their number. As many
+            as the prompt shows, or else what was held back can be answered from a table.
+        max_output: characters of what the program printed that are shown, the last ones.
+
+    Returns:
+        The environment.
+
+    Raises:
+        ValueError: for fewer than one try, and numbers below 0.
+    """
+    if max_tries < 1 or shown_tests < 0 or max_output < 0:
+        got = f"max_tries {max_tries}, shown_tests {shown_tests} and max_output {max_output}"
+        raise ValueError(f"got {got}, wanted at least 1, 0 and 0")
+    answer = partial(step, run=run, max_tries=max_tries, shown_tests=shown_tests, max_output=max_output)
+    # Not pure: a program may look at the clock, and the limits on its time are those of a busy machine.
+    return Environment(start=start, step=answer, pure=False)
+
+
+def start(problem: Problem, key: int) -> Start:
+    """The task.
+
+    Args:
+        problem: the problem, with `tests` and perhaps `setup` in `meta`, and a reference program or "" as its answer.
+        key: not read.
+
+    Returns:
+        The state: the reference, the tests, and the tries taken; the messages.
+    """
+    tests, setup = list(problem.meta.get("tests", ())), problem.meta.get("setup", "")
+    state = {"answer": problem.answer, "tests": tests, "setup": setup, "tries": 0}
+    return Start(state, (Message("user", problem.prompt),))
+
+
+def step(
+    state: Mapping[str, PlainData],
+    message: Message,
+    key: int,
+    *,
+    run: Runner,
+    max_tries: int,
+    shown_tests: int,
+    max_output: int,
+) -> Step:
+    """The tests' verdict on the program in the message: a reward of 1 and the end, or what failed and another try.
+
+    Args:
+        state: as `start` or the last step returned it.
+        message: of the policy.
+        key: not read.
+        run: runs a program against its tests.
+        max_tries: programs of an episode.
+        shown_tests: failing tests that are shown, among the first so many.
+        max_output: characters of what the program printed that are shown.
+
+    Returns:
+        The step; its reward is None, and the episode at its end, for tests that no program can pass.
+    """
+    tries = state["tries"] + 1
+    after = {**state, "tries": tries}
+    problem = Problem(0, "", state["answer"], {"tests": tuple(state["tests"]), "setup": state["setup"]})
+    ran = run_against_tests(problem, Completion(message.content, 0, False), run)
+    if ran is None or (None in ran.verdicts and False not in ran.verdicts):
+        return Step(after, (), None, True)
+    if ran.proven and all(ran.verdicts):
+        return Step(after, (), 1.0, True)
+    if tries >= max_tries:
+        return Step(after, (), 0.0, True)
+    feedback = _describe_failure(ran, state["tests"], shown_tests, max_output)
+    return Step(after, (Message("user", feedback),), 0.0, False)
+
+
+def _describe_failure(ran: Ran, tests: list[str], shown_tests: int, max_output: int) -> str:
+    """Which tests failed, why, and what the program printed."""
+    failed = [test for test, verdict in zip(tests, ran.verdicts, strict=True) if verdict is False]
+    shown = [test for test in tests[:shown_tests] if test in failed]
+    lines = [f"The program fails {len(failed)} of {len(tests)} tests: {ran.reason}", *shown]
+    if failed and not shown:
+        lines.append("The tests that fail are not among those shown.")
+    printed = tail(ran.printed, max_output)
+    return "\n".join([*lines, *(["It printed:", printed] if printed else []), "Write the whole program again."])

@@ -1,0 +1,53 @@
+"""Rewards of whole episodes: what the environment gave at their turns, and what the policy did in them."""
+
+from grpo_fn.core.problem import Completion, Problem
+
+
+def total_reward(problem: Problem, completion: Completion, *, gamma: float) -> float | None:
+    """sum_k gamma^k r_k over the turns, k from 0: what the environment gave, a later turn for less where gamma < 1.
+
+    Args:
+        problem: not read.
+        completion: the episode.
+        gamma: discount a turn, in [0, 1]; 1 for the plain sum.
+
+    Returns:
+        The sum, 0 without turns; None where a turn could not be scored.
+
+    Raises:
+        ValueError: for a gamma outside [0, 1].
+    """
+    if not 0 <= gamma <= 1:
+        raise ValueError(f"gamma: got {gamma}, wanted 0 to 1")
+    total = 0.0
+    for turn in reversed(completion.turns):
+        if turn.reward is None:
+            return None
+        total = turn.reward + gamma * total
+    return total
+
+
+def last_reward(problem: Problem, completion: Completion) -> float | None:
+    """The last turn's reward: the verdict, in environments that grade the end.
+
+    Args:
+        problem: not read.
+        completion: the episode.
+
+    Returns:
+        The reward, 0 without turns; None where the last turn could not be scored.
+    """
+    return completion.turns[-1].reward if completion.turns else 0.0
+
+
+def used_tool(problem: Problem, completion: Completion) -> float:
+    """1 if a tool was called in any turn, else 0; give it the weight 0 to see it in the metrics alone.
+
+    Args:
+        problem: not read.
+        completion: the episode.
+
+    Returns:
+        1.0 or 0.0.
+    """
+    return float(any(turn.calls for turn in completion.turns))

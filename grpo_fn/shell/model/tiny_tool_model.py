@@ -1,0 +1,78 @@
+"""A small Qwen2 that can call a calculator, made here: warm-started on right answers to `calculation.task`.
+
+Some demonstrations call the tool and read what it gives, the others state the answer alone. Rows are laid out as
+`chat_format.text` lays them out with `tool_calls.tags`.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import Qwen2Config
+
+from grpo_fn.core import prng
+from grpo_fn.core.problem import Problem
+from grpo_fn.shell.model import hf, tiny_model
+from grpo_fn.shell.model.tiny_model import Segment, Shape
+from grpo_fn.tasks import arithmetic, calculation, draws
+from grpo_fn.tasks import task as tasks
+
+TEXTS = 4000  # that the tokenizer is trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolWarmStart:
+    """Supervised steps on a task's training demonstrations: cross-entropy of each turn and EOS, AdamW."""
+
+    steps: int  # optimizer updates
+    rows: int  # demonstrations a step
+    lr: float  # peak of a warm-up and a decay
+    tool_share: float  # of the demonstrations, the share that calls the tool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolRecipe:
+    """The recipe of a tiny model that can call a calculator, which decides its every byte."""
+
+    max_value: int  # largest number of a word problem
+    test_size: int  # held-out problems, which no demonstration shows
+    before: str  # text in front of what the tool gives, as the chat format has it
+    after: str  # text behind it
+    shape: Shape  # of the model
+    warm_start: ToolWarmStart  # supervised steps before the run
+    seed: int  # of weights and demonstrations
+    cache: str  # folder that models are kept in; ~ is the home
+
+    def config(self) -> Qwen2Config:
+        """The shape, without making the model."""
+        return self.shape.config(eos=self.shape.vocabulary - 1)
+
+    def folder(self) -> str:
+        """The cached folder, made now when it is not there."""
+        code = (sys.modules[__name__], arithmetic, calculation, draws, tasks, prng, hf)
+        return tiny_model.cached_folder("calculator", self, code, make_tool_model)
+
+
+def make_tool_model(recipe: ToolRecipe, path: Path, *, report: Callable[[str], None] = print) -> None:
+    """Build, warm-start and write the model."""
+    task = calculation.task(max_value=recipe.max_value, test_size=recipe.test_size)
+    key = prng.key(recipe.seed, device="cpu")
+    rows = partial(demonstration, before=recipe.before, after=recipe.after)
+    corpus_key = prng.fold_in(key, 0)
+    problems = [task.train(corpus_key, index) for index in range(TEXTS)]
+    texts = ["".join(text for text, _ in rows(problem, use)) for problem in problems for use in (False, True)]
+    tokenizer = tiny_model.train_tokenizer(texts, vocabulary=recipe.shape.vocabulary)
+    model = tiny_model.random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
+    shown = calculation.tool_demonstrations(task, prng.fold_in(key, 1), tool_share=recipe.warm_start.tool_share)
+    taught = (rows(problem, use) for problem, use in shown)
+    tiny_model.train_supervised(model, tokenizer, taught, recipe.warm_start, report=report)
+    hf.export(model, tokenizer, path)
+
+
+def demonstration(problem: Problem, use_tool: bool, *, before: str, after: str) -> list[Segment]:
+    r"""The problem, a call of the tool and what it gives if it is to be used, and the answer in `\boxed{}`."""
+    call = (f"<calculator>{problem.meta['expression']}</calculator>", True)
+    turns = [call, (f"{before}{problem.answer}{after}", False)] if use_tool else []
+    return [(problem.prompt, False), *turns, (arithmetic.answer_only(problem), True)]

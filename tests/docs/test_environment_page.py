@@ -1,0 +1,53 @@
+"""docs/environment.md, block by block: the module, what it prints, its test and its gin file."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from profiles import profile
+
+from grpo_fn.config import freeze, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+PYTHON = [text for kind, text in BLOCKS if kind == "python"]
+
+
+@pytest.fixture
+def countdown(tmp_path, monkeypatch):
+    """The page's module, found by its name here and in the processes that the checks start."""
+    (tmp_path / "countdown.py").write_text(PYTHON[0], encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("countdown", None)
+
+
+def test_every_block_is_tested():
+    assert [kind for kind, _ in BLOCKS] == ["python", "python", "text", "python", "gin", "python"]
+
+
+@pytest.mark.usefixtures("countdown")
+def test_it_prints_what_the_page_says(capsys):
+    exec(compile(PYTHON[1], "docs/environment.md", "exec"), {})
+    assert capsys.readouterr().out == BLOCKS[2][1]
+
+
+@pytest.mark.usefixtures("countdown")
+def test_its_test_passes():
+    names = {}
+    exec(compile(PYTHON[2], "docs/environment.md", "exec"), names)
+    with profile(max_examples=10):
+        names["test_countdown_is_fit_for_a_run"]()
+
+
+@pytest.mark.usefixtures("countdown")
+def test_its_gin_file_resolves(tmp_path):
+    (tmp_path / "countdown.gin").write_text(BLOCKS[4][1], encoding="utf-8")
+    episodes = freeze(load_config([str(tmp_path / "countdown.gin")], []).root.knobs["episodes"], {})
+    assert episodes.environment.pure
+
+
+def test_a_tool_is_described_as_the_page_says():
+    exec(compile(PYTHON[3], "docs/environment.md", "exec"), {})

@@ -1,0 +1,141 @@
+"""Questions with tools: calls are answered, the first message without one is graded and ends the episode."""
+
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from profiles import profile, quarter
+
+from grpo_fn import testing
+from grpo_fn.core import prng
+from grpo_fn.core.environment import Message, ToolCall
+from grpo_fn.core.problem import Problem
+from grpo_fn.environments import tool_use
+from grpo_fn.environments.calculator import calculator
+from grpo_fn.environments.script import play_script
+from grpo_fn.rewards import math
+from grpo_fn.tasks import calculation
+
+KEY = prng.key(5, device="cpu")
+TASK = calculation.task(max_value=99, test_size=16)
+PROBLEMS = st.sampled_from([TASK.train(KEY, index) for index in range(100)])
+QUESTIONS = tool_use.environment(
+    tools=[partial(calculator, max_length=60)], grade=math.correct, instructions="", max_turns=3, pure=True
+)
+
+
+def asks(expression):
+    return Message("assistant", "", calls=(ToolCall("calculator", {"expression": expression}),))
+
+
+def boxed(answer):
+    return Message("assistant", rf"\boxed{{{answer}}}")
+
+
+@given(PROBLEMS)
+def test_the_tool_gives_the_answer_and_the_answer_is_right(problem):
+    messages = (asks(problem.meta["expression"]), boxed(problem.answer))
+    start, (call, end) = play_script(QUESTIONS, problem, messages, 0)
+    assert start.messages == (Message("user", problem.prompt),)
+    assert call.messages == (Message("tool", problem.answer, "calculator"),)
+    assert (call.reward, call.done) == (0.0, False)
+    assert (end.reward, end.done) == (1.0, True)
+
+
+def test_an_answer_at_once_is_graded_too():
+    problem = Problem(0, "6 * 7?", "42", {})
+    for answer, worth in (("42", 1.0), ("41", 0.0)):
+        ((end,)) = play_script(QUESTIONS, problem, [boxed(answer)], 0)[1]
+        assert (end.reward, end.done) == (worth, True)
+
+
+def test_a_malformed_call_is_answered_and_does_not_end_the_episode():
+    message = Message("assistant", r"\boxed{42}", malformed="got '{', wanted JSON")
+    (step,) = play_script(QUESTIONS, Problem(0, "?", "42", {}), [message], 0)[1]
+    assert step.messages == (Message("tool", "error: got '{', wanted JSON"),)
+    assert not step.done
+
+
+def test_calls_that_never_stop_end_with_nothing():
+    _, steps = play_script(QUESTIONS, Problem(0, "?", "42", {}), [asks("6*7")] * 5, 0)
+    assert [step.done for step in steps] == [False, False, True]
+    assert [step.reward for step in steps] == [0.0] * 3
+    assert steps[-1].messages == ()
+
+
+def test_a_gold_that_cannot_be_read_makes_the_turn_unscorable():
+    (step,) = play_script(QUESTIONS, Problem(0, "?", "", {}), [boxed(1)], 0)[1]
+    assert (step.reward, step.done) == (None, True)
+
+
+def test_instructions_come_first_and_name_the_tools():
+    environment = tool_use.environment(
+        tools=[partial(calculator, max_length=60)],
+        grade=math.correct,
+        instructions="You may call:\n{tools}",
+        max_turns=3,
+        pure=True,
+    )
+    system, user = environment.start(Problem(0, "?", "1", {}), 0).messages
+    assert system.role == "system"
+    assert system.content.startswith('You may call:\n{"type": "function", "function": {"name": "calculator", ')
+    assert "max_length" not in system.content
+    assert user == Message("user", "?")
+
+
+def test_it_is_fit_for_a_run():
+    expressions = st.one_of(st.sampled_from(["1+1", "2*3", "1/0", "9" * 90]), st.text(max_size=9))
+    written = st.one_of(expressions.map(asks), st.integers(0, 99).map(boxed))
+    with profile(max_examples=quarter() // 2):
+        testing.check_environment(QUESTIONS, problems=PROBLEMS, messages=written, max_turns=3)
+
+
+@pytest.mark.parametrize(("tools", "max_turns"), [([], 3), ([calculator], 0)])
+def test_no_tools_and_no_turns_are_refused(tools, max_turns):
+    said = f"got {len(tools)} tools and max_turns {max_turns}, wanted at least 1 of each"
+    with pytest.raises(ValueError, match=said):
+        tool_use.environment(tools=tools, grade=math.correct, instructions="", max_turns=max_turns, pure=True)
+
+
+# -- the task
+
+
+@given(PROBLEMS)
+def test_a_problem_asks_for_its_expression(problem):
+    a, b, c = (int(n) for n in problem.meta["expression"].replace("*", " ").replace("+", " ").replace("-", " ").split())
+    value = a * b + (c if "+" in problem.meta["expression"] else -c)
+    assert str(value) == problem.answer
+    assert value >= 0
+    assert problem.prompt == f"What is {problem.meta['expression']}?"
+
+
+def test_no_training_problem_asks_for_a_held_out_expression():
+    small = calculation.task(max_value=4, test_size=20)  # 54 contents: draws meet held-out ones all the time
+    held_out = {problem.meta["expression"] for problem in small.test}
+    assert len(held_out) == 20
+    trained = {small.train(KEY, index).meta["expression"] for index in range(300)}
+    assert not trained & held_out
+    assert small.train(KEY, 7) == small.train(KEY, 7)
+    assert small.train(KEY, 7).uid == 7
+
+
+def test_more_held_out_problems_begin_with_fewer():
+    few, many = (calculation.task(max_value=9, test_size=n).test for n in (5, 50))
+    assert many[:5] == few
+
+
+@pytest.mark.parametrize(
+    ("max_value", "test_size", "said"),
+    [(2, 1, "max_value: got 2, wanted at least 3"), (9, 0, "test_size: got 0, wanted 1 to 512, half of the 1024")],
+)
+def test_numbers_that_leave_nothing_are_refused(max_value, test_size, said):
+    with pytest.raises(ValueError, match=said):
+        calculation.task(max_value=max_value, test_size=test_size)
+
+
+def test_demonstrations_use_the_tool_as_often_as_asked():
+    drawn = calculation.tool_demonstrations(TASK, KEY, tool_share=0.3)
+    shares = [next(drawn)[1] for _ in range(1000)]
+    assert 0.25 < sum(shares) / 1000 < 0.35
+    assert not any(next(calculation.tool_demonstrations(TASK, KEY, tool_share=0.0))[1] for _ in range(5))
