@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen2Config
 
 from grpo_fn.algo import distillation
 from grpo_fn.core.groups import outcome_reward
-from grpo_fn.core.types import Groups, Reward, Rollout
+from grpo_fn.core.types import Groups, Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy import self_teachers
 from grpo_fn.shell.policy.weight_average import WeightAverage
@@ -166,7 +166,7 @@ def group_of(*texts: str) -> Groups:
     value = torch.arange(float(len(texts)))[None]
     rollout = Rollout(tokens, mask, torch.where(mask, logp, torch.nan), ~mask[:, 0], texts)
     return Groups(
-        (problem(0, "q"),), rollout, Reward(value, torch.ones_like(value, dtype=torch.bool), {"right": value})
+        (problem(0, "q"),), rollout, outcome_reward(value, torch.ones_like(value, dtype=torch.bool), {"right": value})
     )
 
 
