@@ -89,9 +89,8 @@ def build(
     environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
     spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
-    specs = teacher_specs(s, spec, checked, taught.folders)
-    load = partial(load_and_shard, world, spec, reference=checked.frozen, teachers=specs)
-    loaded = world.together(load, what="loading the model")
+    frozen = {"reference": checked.frozen, "teachers": teacher_specs(s, spec, checked, taught.folders)}
+    loaded = world.together(partial(load_and_shard, world, spec, **frozen), what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
     streaming = StreamingRewards(pool := s.rewards.pool())
     context = replace(sampler_context(spec, world, loaded.decoding, streaming.on_completion), environments=environments)
