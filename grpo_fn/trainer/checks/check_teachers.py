@@ -87,7 +87,7 @@ def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: T
 
 
 def reads_gap(distillation: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
-    """Whether advantages move with the log-prob gap to the teacher, found by asking the function.
+    """Whether advantages move with the log-prob gap to the teacher.
 
     Args:
         distillation: (advantage [P, G, T], gap [P, G, T], mask [P, G, T]) -> [P, G, T].

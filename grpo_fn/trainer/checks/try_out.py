@@ -117,7 +117,7 @@ def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
 
 
 def reads_energy(baseline: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
-    """Whether advantages move with the tokens' energies, found by asking: only then does a step compute them.
+    """Whether advantages move with the tokens' energies; only then does a step compute them.
 
     Args:
         baseline: (advantage, energy, mask) of one group -> advantage, [G, T] each.
@@ -129,7 +129,7 @@ def reads_energy(baseline: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
 
 
 def reads_logp(reweighting: Callable[[Tensor, Batch], Tensor]) -> bool:
-    """Whether advantages move with the policy at an update, found by asking: only then is it looked at before.
+    """Whether advantages move with the policy at an update; only then is it looked at before.
 
     Args:
         reweighting: (log-probs now, rows) of one group -> advantage, [G, T] each.

@@ -217,7 +217,7 @@ def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -
 
 
 def reads_teacher(objective: Objective) -> bool:
-    """Whether an objective moves with logp_teacher, found by asking it."""
+    """Whether an objective moves with logp_teacher."""
     mask = torch.tensor([[False, True, True], [False, True, True]])
     logp = torch.full((2, 3), -1.0, dtype=torch.float64)
 
