@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from beartype.roar import BeartypeCallHintParamViolation
 from jaxtyping import Float, TypeCheckError
 from shape_checks import names_an_array
 from torch import Tensor
@@ -16,7 +15,7 @@ Row = Float[Tensor, "t"]
 
 
 def test_a_call_with_a_wrong_argument_is_refused_whether_arrays_are_among_them_or_not():
-    with pytest.raises(BeartypeCallHintParamViolation, match="names"):
+    with pytest.raises(TypeError, match="names"):
         comma_list(3)
     with pytest.raises(TypeCheckError, match="mask"):
         masked.mean(torch.zeros(2, 3), torch.ones(3, 2, dtype=torch.bool), dim=1)

@@ -20,6 +20,7 @@ from grpo_fn.shell.logging.tensorboard_layout import LAYOUT, MEASURES, read_hpar
 ELSEWHERE = {
     "KL to the reference",
     "from the policy to its teacher, nats a token",
+    "share of the rows that are taught",
     *{"given tokens: loss and perplexity", "given tokens: how many, what one weighs"},
     *{"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"},
     *{"evaluation beside the training, steps late", "seconds of an evaluation beside the training"},

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any, get_args
 
 import jaxtyping
+from beartype import BeartypeConf, beartype
 
+REFUSES = BeartypeConf(violation_type=TypeError)  # as jaxtyping's own error is one
 with_shapes = jaxtyping.jaxtyped
 
 
@@ -29,7 +31,7 @@ def jaxtyped(fn: Any = None, *, typechecker: Callable[..., Any]) -> Any:
     odd = not inspect.isfunction(fn) or inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn)
     if odd or any(map(names_an_array, inspect.get_annotations(fn).values())):
         return with_shapes(fn, typechecker=typechecker)
-    return typechecker(fn)
+    return beartype(conf=REFUSES)(fn)
 
 
 jaxtyping.jaxtyped = jaxtyped  # the hook looks it up whenever it decorates

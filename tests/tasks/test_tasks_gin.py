@@ -32,8 +32,35 @@ def made(name, macros):
     return load_config(["run/math.gin", f"task/{name}.gin"], given).kwargs()["data"].task
 
 
+# Those that bring an environment: over which run file, its macros, and what the policy reads first.
+EPISODES = {
+    "guess": ("run/math.gin", {}, "Guess it"),
+    "maze": ("run/math.gin", {}, "maze"),
+    "mbpp_retry": ("run/mbpp_code.gin", {"DATA": "mbpp"}, "Python"),
+    "python_tool": ("run/gsm8k.gin", {"DATA": "gsm8k"}, "<tool_call>"),
+}
+
+
 def test_every_task_file_is_tried():
-    assert {path.stem for path in FOLDER.glob("*.gin")} == {*TASKS, "openmath"}
+    assert {path.stem for path in FOLDER.glob("*.gin")} == {*TASKS, *EPISODES, "openmath", "demonstrations"}
+
+
+@pytest.mark.parametrize("name", EPISODES)
+def test_the_environment_of_a_task_file_begins_an_episode(name):
+    run, macros, read = EPISODES[name]
+    given = [f"{macro}={published(path)}" for macro, path in macros.items()]
+    found = load_config([run, f"task/{name}.gin"], ["MODEL=some/model", *(given or ["DATA=no_such_folder"])]).kwargs()
+    begun = found["episodes"].environment.start(found["data"].task().test[0], 7)
+    assert read in " ".join(message.content for message in begun.messages)
+
+
+def test_demonstrations_are_laid_beside_a_run(tmp_path):
+    shown = tmp_path / "shown.jsonl"
+    shown.write_text('{"prompt": "1+1?", "completion": "2"}\n')
+    given = ["MODEL=some/model", "DATA=no_such_folder", f"DEMONSTRATIONS={shown}"]
+    found = load_config(["run/math.gin", "algo/chord.gin", "task/demonstrations.gin"], given).kwargs()
+    task = found["demonstrations"].task()
+    assert (task.size, task.rows[0].prompt, task.rows[0].answer) == (1, "1+1?", "2")
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -165,7 +165,7 @@ def test_rows_are_padded_on_the_right_and_log_probs_say_nothing(pairs):
 def test_a_warm_start_minimises_what_a_supervised_stage_does() -> None:
     """Its rows are those of the stage, and its gradient that of the component, to the rounding of float32."""
     pairs = [("1+1=", "2"), ("12+30=", "42, I think"), ("7", "7")]
-    ids, labels = tiny_model.collate(pairs, BARE)
+    ids, labels = tiny_model.collate([[(asked, False), (answer, True)] for asked, answer in pairs], BARE)
     how = {"demonstration": demonstrations.last_turn, "encode": hf.bare_prompt}
     given_ = demonstrations.given_rollout(
         [problem(*pair) for pair in pairs], tokenizer=BARE, device=torch.device("cpu"), **how

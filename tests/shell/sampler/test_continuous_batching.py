@@ -238,19 +238,19 @@ def test_no_more_is_held_than_the_rows_at_once_need() -> None:
 @pytest.mark.parametrize("max_rows", [3, 64])
 @pytest.mark.parametrize("fit", [True, False])
 def test_every_row_is_reported_once_as_the_rollout_has_it(max_rows: int, fit: bool) -> None:
-    reported: dict[tuple[int, str, int, bool], int] = {}
+    reported: dict[tuple[int, Completion], int] = {}
 
     def on_completion(problem: Problem, completion: Completion) -> None:
-        asked = (problem.uid, *completion)
+        asked = (problem.uid, completion)
         reported[asked] = reported.get(asked, 0) + 1
 
     s = sampler(max_rows=max_rows, on_completion=on_completion)
     if not fit:
         s.held.model = s.model  # as if it had been asked, and were not
     rollout = s.sample(problems(TEXTS), 3, key=KEY)
-    wanted: dict[tuple[int, str, int, bool], int] = {}
+    wanted: dict[tuple[int, Completion], int] = {}
     for b, text in enumerate(rollout.text):
-        row = (100 + b // 3, text, int(rollout.mask[b].sum()), bool(rollout.truncated[b]))
+        row = (100 + b // 3, Completion(text, int(rollout.mask[b].sum()), bool(rollout.truncated[b])))
         wanted[row] = wanted.get(row, 0) + 1
     assert reported == wanted
 
