@@ -48,11 +48,16 @@ class Findings(NamedTuple):
     score_seconds: float  # an answer, on the average
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; with --kinds, the findings of these kinds in this process, as JSON."""
+def flags() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="print what this process finds of these, as JSON")
-    asked = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; with --kinds, the findings of these kinds in this process, as JSON."""
+    asked = flags().parse_args(argv)
     if asked.kinds:
         print("\n" + json.dumps({name: examine(name)._asdict() for name in asked.kinds}))
         return 0
