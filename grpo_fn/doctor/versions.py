@@ -70,6 +70,9 @@ PACKAGES = (
     Package("reasoning-gym", ">=0.1.25,<0.2", (TestedVersion("0.1.25", MAIN),), "tasks"),
     Package("renderers", ">=0.1.12", (), extra="agents"),
     Package("httpx", ">=0.27", (), extra="agents"),
+    Package("mcp", ">=2,<3", (TestedVersion("2.3.0", MAIN),), extra="mcp"),
+    Package("gymnasium", ">=1", (TestedVersion("1.4.0", MAIN),), extra="gymnasium"),
+    Package("websockets", ">=15", (TestedVersion("17.4", MAIN),), extra="openenv"),
     Package("wandb", ">=0.31", (TestedVersion("0.31.0", MAIN),), extra="wandb"),
     Package("trackio", ">=0.43", (TestedVersion("0.43.0", MAIN),), extra="trackio"),
 )

@@ -1,6 +1,6 @@
 """Questions that are answered with the help of tools: a turn calls some, or gives the answer and ends the episode."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from grpo_fn.core.environment import Environment, Message, PlainData, Start, Step
@@ -31,7 +31,7 @@ def environment(
     named = tools_by_name(tools)
     return Environment(
         start=partial(start, instructions=instructions.replace("{tools}", describe_tools(named))),
-        step=partial(step, tools=named, grade=grade, max_turns=max_turns),
+        step=partial(step, answer=partial(answer_calls, named), grade=grade, max_turns=max_turns),
         pure=pure,
     )
 
@@ -57,7 +57,7 @@ def step(
     message: Message,
     key: int,
     *,
-    tools: Mapping[str, Tool],
+    answer: Callable[[Message], tuple[Message, ...]],
     grade: RewardFn,
     max_turns: int,
 ) -> Step:
@@ -67,7 +67,7 @@ def step(
         state: as `start` or the last step returned it.
         message: of the policy.
         key: not read.
-        tools: the tools by name.
+        answer: the observations that answer the calls of a message.
         grade: what an answer is worth.
         max_turns: turns after which the episode ends; the calls of the last one are not made, and it is worth 0.
 
@@ -81,4 +81,4 @@ def step(
         return Step(after, (), grade(asked, Completion(message.content, 0, False)), True)
     if turns >= max_turns:
         return Step(after, (), 0.0, True)
-    return Step(after, answer_calls(tools, message), 0.0, False)
+    return Step(after, answer(message), 0.0, False)

@@ -8,6 +8,7 @@ use, in words that the policy can read.
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args, get_origin
 
 from grpo_fn.core.environment import Message, PlainData, ToolCall
@@ -96,7 +97,20 @@ def answer_calls(tools: Mapping[str, Tool], message: Message) -> tuple[Message, 
     Returns:
         Messages of the role "tool"; none where the message calls nothing.
     """
-    answers = tuple(Message("tool", _answer(tools, call), call.name) for call in message.calls)
+    return answer_each(message, answer=partial(_answer, tools))
+
+
+def answer_each(message: Message, *, answer: Callable[[ToolCall], str]) -> tuple[Message, ...]:
+    """The observations of a message's tool calls, wherever the tools are.
+
+    Args:
+        message: of the policy.
+        answer: the text that answers a call.
+
+    Returns:
+        Messages of the role "tool", one for each call and one for what could not be read as a call.
+    """
+    answers = tuple(Message("tool", answer(call), call.name) for call in message.calls)
     return (*answers, Message("tool", f"error: {message.malformed}")) if message.malformed else answers
 
 

@@ -8,6 +8,9 @@ import pytest
 from profiles import profile
 
 from grpo_fn.config import freeze, load_config
+from grpo_fn.core.environment import Message
+from grpo_fn.core.problem import Problem
+from grpo_fn.environments.script import play_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
@@ -25,7 +28,7 @@ def countdown(tmp_path, monkeypatch):
 
 
 def test_every_block_is_tested():
-    assert [kind for kind, _ in BLOCKS] == ["python", "python", "text", "python", "gin", "python"]
+    assert [kind for kind, _ in BLOCKS] == ["python", "python", "text", "python", "gin", "python", "gin"]
 
 
 @pytest.mark.usefixtures("countdown")
@@ -47,6 +50,16 @@ def test_its_gin_file_resolves(tmp_path):
     (tmp_path / "countdown.gin").write_text(BLOCKS[4][1], encoding="utf-8")
     episodes = freeze(load_config([str(tmp_path / "countdown.gin")], []).root.knobs["episodes"], {})
     assert episodes.environment.pure
+
+
+def test_the_gin_file_of_an_adapter_makes_its_environment(tmp_path):
+    pytest.importorskip("gymnasium", reason="NOT TESTED without gymnasium: the page's adapter")
+    (tmp_path / "lake.gin").write_text(BLOCKS[6][1], encoding="utf-8")
+    environment = freeze(load_config([str(tmp_path / "lake.gin")], []).root.knobs["episodes"], {}).environment
+    start, (step,) = play_script(environment, Problem(0, "", "", {}), [Message("assistant", "down")], 0)
+    assert start.messages[0].content.endswith("You are on field 0.")
+    assert step.state["actions"] == [1]
+    assert not environment.pure
 
 
 def test_a_tool_is_described_as_the_page_says():
