@@ -12,6 +12,9 @@ NEEDS = {
     "grpo_fn.shell.policy.optimizer.adamw_8bit": "torchao",
     "grpo_fn.shell.logging.tracker.wandb": "wandb",
     "grpo_fn.shell.logging.tracker.trackio": "trackio",
+    "grpo_fn.shell.environments.mcp_tools.environment": "mcp",
+    "grpo_fn.shell.environments.gymnasium_class.make_registered": "gymnasium",
+    "grpo_fn.shell.environments.openenv_server.environment": "websockets",
 }
 
 

@@ -19,6 +19,7 @@ from grpo_fn.doctor.report import DoctorFinding, State
 
 MAIN = "main suite, CPU"
 VLLM = "vLLM tests, CPU"
+OPENENV = "tests of openenv_server, CPU"
 SHELL = "275 tests of the shell, CPU"
 
 
@@ -72,7 +73,7 @@ PACKAGES = (
     Package("httpx", ">=0.27", (), extra="agents"),
     Package("mcp", ">=2,<3", (TestedVersion("2.3.0", MAIN),), extra="mcp"),
     Package("gymnasium", ">=1", (TestedVersion("1.4.0", MAIN),), extra="gymnasium"),
-    Package("websockets", ">=15", (TestedVersion("17.4", MAIN),), extra="openenv"),
+    Package("websockets", ">=15", (TestedVersion("17.4", OPENENV),), extra="openenv"),
     Package("wandb", ">=0.31", (TestedVersion("0.31.0", MAIN),), extra="wandb"),
     Package("trackio", ">=0.43", (TestedVersion("0.43.0", MAIN),), extra="trackio"),
 )

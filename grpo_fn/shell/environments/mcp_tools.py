@@ -47,7 +47,7 @@ def environment(
 
     Args:
         command: what starts the server: the program and its arguments.
-        variables: names of environment variables that it gets besides HOME, PATH, USER and their like.
+        variables: names of environment variables that it gets besides HOME, PATH, USER and their like; each is set.
         grade: what the text of the last turn is worth to the problem; reads its prompt and answer alone.
         instructions: system message; `{tools}` in it is the tools' JSON schemas, a line each; "" for none.
         max_turns: turns after which the episode ends without an answer.
@@ -137,7 +137,7 @@ class Connection:
         server: what is started.
 
     Raises:
-        RuntimeError: where it does not start, or lists no tools, within the deadline.
+        RuntimeError: where it does not start, or lists no tools, within the deadline; where a variable is not set.
         ValueError: for two tools of one name.
     """
 
@@ -147,6 +147,10 @@ class Connection:
         self._server, self._name = server, " ".join(server.command)
         if shutil.which(server.command[0]) is None:
             raise RuntimeError(f"MCP server {self._name}: got no program {server.command[0]!r}, wanted one on PATH")
+        if missing := [name for name in server.variables if name not in os.environ]:
+            raise RuntimeError(
+                f"MCP server {self._name}: got no value of {', '.join(missing)}, wanted these variables set"
+            )
         self.schemas: dict[str, dict[str, PlainData]] = {}
         stack = ExitStack()
         self._portal: BlockingPortal = stack.enter_context(start_blocking_portal(name="mcp"))
@@ -217,7 +221,7 @@ async def serve(server: ToolServer, ready: "Future[Client]") -> None:
     command = server.command
     if sys.platform == "linux":
         command = (sys.executable, "-I", "-S", "-c", DIE_TOGETHER, *command)
-    given = {name: os.environ[name] for name in server.variables if name in os.environ}
+    given = {name: os.environ[name] for name in server.variables}
     program = StdioServerParameters(command=command[0], args=list(command[1:]), env=given)
     try:
         async with Client(stdio_client(program, errlog=sys.__stderr__)) as client:

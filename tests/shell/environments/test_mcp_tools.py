@@ -6,8 +6,11 @@ import sys
 import time
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from profiles import profile
 
+from grpo_fn import testing
 from grpo_fn.core.environment import Message, ToolCall
 from grpo_fn.core.problem import Problem
 from grpo_fn.environments.script import play_script
@@ -21,7 +24,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "helpers" / "mcp_server_program.
 COMMAND = (sys.executable, str(PROGRAM))
 KNOBS = {
     "command": COMMAND,
-    "variables": ("MCP_TEST_KEY",),
+    "variables": (),
     "grade": math.correct,
     "instructions": "Tools:\n{tools}",
     "max_turns": 3,
@@ -77,6 +80,17 @@ def test_a_call_is_answered_and_what_is_wrong_with_it_is_an_observation(server, 
     answer = server.answer(ToolCall(name, arguments))
     assert answer.startswith(said)
     assert len(answer) <= 300
+
+
+def test_it_is_fit_for_a_run():
+    texts = st.text(max_size=20)
+    numbers = st.one_of(st.integers(), st.floats(), texts)
+    calls = st.one_of(
+        st.builds(lambda text: asks("repeat", text=text, times=2), texts),
+        st.builds(lambda a, b: asks("add", a=a, b=b), numbers, numbers),
+    )
+    with profile(max_examples=10):
+        testing.check_environment(mcp_tools.environment(**KNOBS), messages=calls, max_turns=3)
 
 
 def test_an_episode_in_a_worker_calls_the_tools_and_is_graded():
@@ -137,6 +151,12 @@ def test_a_worker_that_is_killed_leaves_no_server(tmp_path):
 def test_a_server_that_does_not_start_says_so(command, deadline, said):
     server = mcp_tools.ToolServer(command, (), deadline, 300)
     with pytest.raises(RuntimeError, match=said):
+        server.describe()
+
+
+def test_a_variable_that_is_not_set_is_named():
+    server = mcp_tools.ToolServer(COMMAND, ("HOME", "NOT_SET_ANYWHERE"), 30.0, 300)
+    with pytest.raises(RuntimeError, match="got no value of NOT_SET_ANYWHERE, wanted these variables set"):
         server.describe()
 
 
