@@ -5,7 +5,7 @@ from functools import partial
 
 import hypothesis.strategies as st
 import pytest
-from gymnasium_fakes import Broken, Corridor, Drifting, Unbounded
+from gymnasium_fakes import Broken, Corridor, Drifting, Unbounded, hide
 from hypothesis import given
 from profiles import profile
 
@@ -92,6 +92,20 @@ def test_sessions_are_kept_up_to_the_limit_and_closed():
     ended = corridor(max_turns=1)
     ended.step(ended.start(PROBLEM, 0).state, says("forward"), 0)
     assert Corridor.running == running + 2
+
+
+def test_sessions_that_look_alike_are_known_by_their_actions():
+    environment = corridor(show=hide, max_sessions=3)
+    ahead = environment.start(PROBLEM, 7).state
+    environment.step(environment.start(PROBLEM, 7).state, says("back"), 0)
+    rewards = []
+    for _ in range(4):
+        step = environment.step(ahead, says("forward"), 0)
+        rewards.append(step.reward)
+        ahead = step.state
+        if step.done:
+            break
+    assert rewards[-1] == 1.0
 
 
 def test_samples_that_begin_alike_have_a_session_each():
