@@ -88,7 +88,8 @@ def measure(
         check_fits(found.checkpoint, config)
     how = (data, sampling, episodes)
     folder, tokenizer, problems = problems_for(found.source, config, *how, count=evaluation.problems)
-    check_space(request.out, len(problems) * (1 + evaluation.samples) * sampling.max_new_tokens * BYTES_A_TOKEN + 2**20)
+    tokens = sampling.max_new_tokens if episodes is None else 2 * sampling.max_total_tokens  # what was observed, too
+    check_space(request.out, len(problems) * (1 + evaluation.samples) * tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
     write_bytes(request.out / "config.gin", request.config.text.encode())
     load = partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
