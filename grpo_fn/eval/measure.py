@@ -86,8 +86,7 @@ def measure(
     config = found.source.config()
     if found.checkpoint is not None:
         check_fits(found.checkpoint, config)
-    how = (data, sampling, episodes)
-    folder, tokenizer, problems = problems_for(found.source, config, *how, count=evaluation.problems)
+    folder, tokenizer, problems = problems_for(found.source, config, data, sampling, episodes, evaluation.problems)
     tokens = sampling.max_new_tokens if episodes is None else 2 * sampling.max_total_tokens  # what was observed, too
     check_space(request.out, len(problems) * (1 + evaluation.samples) * tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
@@ -129,7 +128,6 @@ def problems_for(
     data: Data,
     sampling: Sampling,
     episodes: Episodes | None,
-    *,
     count: int,
 ) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
     """The model's folder, its tokenizer, and those of `count` held-out problems that leave tokens to answer."""

@@ -46,7 +46,7 @@ def kills_the_run_once(state: dict, message: Message, key: int, *, folder: str, 
     """As `count_digits`; the process that asks gets SIGKILL in the midst of the first call after so many."""
     with open(Path(folder) / "calls", "ab", buffering=0) as calls:
         calls.write(b".")
-        if calls.tell() > after and not (Path(folder) / "killed").exists():
+        if os.fstat(calls.fileno()).st_size > after and not (Path(folder) / "killed").exists():
             (Path(folder) / "killed").touch()
             os.kill(os.getppid(), signal.SIGKILL)
             threading.Event().wait()
