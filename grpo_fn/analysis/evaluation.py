@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_fn.analysis.statistics import estimate_pass_at_k, exact_mean, maj_at_k, wilson
 from grpo_fn.core import prng
-from grpo_fn.core.problem import Problem, RewardFn, Scorer, verdict_name
+from grpo_fn.core.problem import Problem, RewardFn, Scorer, Turn, transcript, verdict_name
 from grpo_fn.core.types import Sampler
 from grpo_fn.rewards.combine import completions_of, part_names
 from grpo_fn.rewards.math.extract import LONGEST_ANSWER, marked_answer
@@ -53,6 +53,12 @@ class Attempt(NamedTuple):
     scores: dict[str, float | None]  # by judge, the deciding one first; None: could not be scored
     length: int  # sampled tokens
     truncated: bool
+    turns: tuple[Turn, ...] = ()  # of an episode, whose last turn `text` is
+
+    def row(self) -> dict[str, Any]:
+        """All of it by name; `turns` where it is an episode."""
+        fields = {**self._asdict(), "verdict": self.verdict, "turns": [turn._asdict() for turn in self.turns]}
+        return {name: value for name, value in fields.items() if name != "turns" or value}
 
     @property
     def verdict(self) -> str:
@@ -68,16 +74,15 @@ class GradedAnswer(NamedTuple):
     samples: tuple[Attempt, ...]
 
     def row(self) -> dict[str, Any]:
-        """All of it by name, one level deep but for the samples; `answer` is the problem's."""
+        """All of it by name, one level deep but for samples and turns; `answer` is the problem's."""
         uid, prompt, answer, meta = self.problem
         asked = {"uid": uid, "prompt": prompt, "answer": answer, "meta": dict(meta)}
-        samples = [{**attempt._asdict(), "verdict": attempt.verdict} for attempt in self.samples]
-        return {**asked, **self.greedy._asdict(), "verdict": self.greedy.verdict, "samples": samples}
+        return {**asked, **self.greedy.row(), "samples": [attempt.row() for attempt in self.samples]}
 
     def display_fields(self) -> dict[str, str]:
         """What a person reads of it."""
         predicted = {} if self.greedy.marked is None else {"prediction": self.greedy.marked}
-        asked = {"problem": self.problem.prompt, "completion": self.greedy.text}
+        asked = {"problem": self.problem.prompt, "completion": transcript(self.greedy.text, self.greedy.turns)}
         return {**asked, **predicted, "truth": self.problem.answer, "verdict": self.greedy.verdict}
 
 
@@ -108,7 +113,8 @@ def evaluate(
     for completion, *scores in zip(completions, *columns, strict=True):
         marked = None if answer is None else answer(completion.text) or ""
         by_judge = dict(zip(names, scores, strict=True))
-        attempts.append(Attempt(completion.text, marked, by_judge, completion.length, completion.truncated))
+        ended = (completion.length, completion.truncated, completion.turns)
+        attempts.append(Attempt(completion.text, marked, by_judge, *ended))
     n = len(problems)
     return [
         GradedAnswer(problem, attempts[i], tuple(attempts[n + i * samples : n + (i + 1) * samples]))

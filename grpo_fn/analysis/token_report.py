@@ -19,6 +19,7 @@ from grpo_fn.algo.step import Experience
 from grpo_fn.analysis.html.heat_map import heat_map
 from grpo_fn.core.batch import count
 from grpo_fn.core.batch import minibatches as parted
+from grpo_fn.core.problem import Turn
 from grpo_fn.core.types import Batch, Gains, Scores, Totals
 
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # Stages.objective
@@ -32,6 +33,7 @@ class Token(NamedTuple):
     id: int
     text: str  # empty where the token is a part of the character that a later one ends
     special: bool
+    sampled: bool  # by the policy; False in an observation
     signal: float | None  # dlogp; None where the policy sampled nothing, or the loss leaves the row out
     figures: dict[str, float]  # logp, adv and the objective's diagnostics by name; none where there is no signal
 
@@ -51,6 +53,7 @@ class ReportRow(NamedTuple):
     learns: bool  # False where a filter, or a reward that could not be scored, leaves the row out
     adv: float
     influence: float  # sum |dlogp| over the row; inf where one of them is not finite
+    turns: tuple[Turn, ...]  # of an episode; () where the row is none
 
 
 class Sums(NamedTuple):
@@ -151,12 +154,13 @@ def row(
     start, end = int(sampled[0]), int(sampled[-1]) + 1
     ids = rollout.tokens[b, :end].tolist()
     learns = experience.batch.mask[b, start:end].tolist()
+    written = rollout.mask[b, start:end].tolist()
     columns = {name: x[b, start:end].tolist() for name, x in seen.items()}
     texts, signals = token_texts(ids, start, decode), dlogp[b, start:end].tolist()
     tokens = []
     for i, (token, text, x) in enumerate(zip(ids[start:], texts, signals, strict=True)):
         figures = {name: column[i] for name, column in columns.items()} if learns[i] else {}
-        tokens.append(Token(token, text, token in special, x if learns[i] else None, figures))
+        tokens.append(Token(token, text, token in special, written[i], x if learns[i] else None, figures))
     return ReportRow(
         prompt=p,
         sample=g,
@@ -170,7 +174,20 @@ def row(
         learns=any(learns),
         adv=float(experience.adv[p, g, start]),  # that of its first sampled token, as `step.sample_advantages` has it
         influence=influence,
+        turns=rollout.turns[b] if rollout.turns else (),
     )
+
+
+def turn_spans(row: ReportRow) -> list[tuple[Turn, slice, slice]]:
+    """The turns of an episode, each with the places in `row.tokens` of what was sampled and of what was observed."""
+    spans, start = [], 0
+    for turn in row.turns:
+        end = behind = start + turn.length
+        while behind < len(row.tokens) and not row.tokens[behind].sampled:
+            behind += 1
+        spans.append((turn, slice(start, end), slice(end, behind)))
+        start = behind
+    return spans
 
 
 def token_texts(ids: Sequence[int], start: int, decode: Decode) -> list[str]:

@@ -86,8 +86,9 @@ def measure(
     config = found.source.config()
     if found.checkpoint is not None:
         check_fits(found.checkpoint, config)
-    folder, tokenizer, problems = problems_for(found.source, config, data, sampling, evaluation.problems)
-    check_space(request.out, len(problems) * (1 + evaluation.samples) * sampling.max_new_tokens * BYTES_A_TOKEN + 2**20)
+    folder, tokenizer, problems = problems_for(found.source, config, data, sampling, episodes, evaluation.problems)
+    tokens = sampling.max_new_tokens if episodes is None else 2 * sampling.max_total_tokens  # what was observed, too
+    check_space(request.out, len(problems) * (1 + evaluation.samples) * tokens * BYTES_A_TOKEN + 2**20)
     request.out.mkdir(parents=True, exist_ok=True)  # before hours of work, to see that it can be written to
     write_bytes(request.out / "config.gin", request.config.text.encode())
     load = partial(hf.load_model, folder, dtype=precision, device=place, attention=compute.attention)
@@ -122,14 +123,19 @@ def measure(
 
 
 def problems_for(
-    source: hf.ModelSource, config: PretrainedConfig, data: Data, sampling: Sampling, count: int
+    source: hf.ModelSource,
+    config: PretrainedConfig,
+    data: Data,
+    sampling: Sampling,
+    episodes: Episodes | None,
+    count: int,
 ) -> tuple[str, PreTrainedTokenizerBase, Sequence[Problem]]:
     """The model's folder, its tokenizer, and those of `count` held-out problems that leave tokens to answer."""
     asked = sample_tests(held_out_only(try_task(data.task).test), count)
     if not asked.test:
         raise ValueError("got a task without held-out problems, wanted one that holds some out to evaluate on")
     disable_progress_bar()
-    folder, tokenizer, fitting = prepare_data(source, asked, (), config, data, sampling)
+    folder, tokenizer, fitting = prepare_data(source, asked, (), config, data, sampling, episodes)
     for note in fitting.notes:
         warn(note)
     return folder, tokenizer, fitting.test

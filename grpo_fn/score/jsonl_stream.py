@@ -2,12 +2,13 @@
 
 import json
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from grpo_fn.core.json_lines import json_object
-from grpo_fn.core.problem import Completion, Problem, verdict_name
+from grpo_fn.core.problem import LIMITS, Completion, Problem, Turn, verdict_name
 from grpo_fn.shell.reward_workers.worker_handle import Outcome
 
 PIECE = 2**16  # bytes read at once
@@ -65,9 +66,9 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
     `problem.meta` is the row without the completion, and has the fields of MBPP under our names too: `tests`, `setup`
     and, of a row without one, `answer`, the reference program. `problem.answer` is the field `answer`; of an answer
     that ends in a line with `####`, as GSM8K's do, it is what follows there. `length` and `truncated` are read where
-    they are an integer and a boolean, and are 0 and False otherwise. `needs` names fields of FIELDS that the reward
-    cannot do without. Raises ValueError that says where, for a line that is not such a row and for a row that has one
-    of the names that `annotate_row` adds with this suffix.
+    they are an integer and a boolean, and are 0 and False otherwise; `turns` are those of an episode. `needs` names
+    fields of FIELDS that the reward cannot do without. Raises ValueError that says where, for a line that is not such a
+    row, for turns that are none, and for a row that has one of the names that `annotate_row` adds with this suffix.
     """
     row = json_object(where, line, wanted="an object with 'completion'")
     seen = _renamed(row)
@@ -80,12 +81,30 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
         fits, wanted = FIELDS[name]
         if not fits(seen.get(name)):
             raise ValueError(f"{where}: got {_shown(seen, name)}, wanted {wanted}")
-    meta = {name: value for name, value in seen.items() if name != "completion"}
+    turns = read_turns(where, row.get("turns", []))
+    meta = {name: value for name, value in seen.items() if name not in ("completion", "turns")}
     prompt, answer, length = seen.get("prompt"), seen.get("answer"), seen.get("length")
     gold = str(answer) if _is_answer(answer) else ""
     asked = prompt if isinstance(prompt, str) else ""
     problem = Problem(number, asked, gold if "tests" in seen else _last_line(gold), meta)
-    return problem, Completion(row["completion"], length if _is_count(length) else 0, row.get("truncated") is True)
+    counted = length if _is_count(length) else 0
+    return problem, Completion(row["completion"], counted, row.get("truncated") is True, turns)
+
+
+def read_turns(where: str, value: object) -> tuple[Turn, ...]:
+    """The turns of an episode, as rollouts/ and evaluations store them. Raises ValueError that says where."""
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise ValueError(f"{where}: got 'turns': {json.dumps(value)[:80]}, wanted a list with an object for each turn")
+    for n, turn in enumerate(value, start=1):
+        lacking = [name for name in Turn._fields if name not in turn and name not in Turn._field_defaults]
+        if lacking or (unknown := [name for name in turn if name not in Turn._fields]):
+            got = f"no {lacking[0]!r}" if lacking else f"{unknown[0]!r}"
+            raise ValueError(f"{where}, turn {n}: got {got}, wanted the fields {', '.join(Turn._fields)}")
+        for name, held in turn.items():
+            fits, wanted = TURN_FIELDS[name]
+            if not fits(held):
+                raise ValueError(f"{where}, turn {n}: got {name!r}: {json.dumps(held)[:80]}, wanted {wanted}")
+    return tuple(Turn(**turn) for turn in value)
 
 
 def annotate_row(line: bytes, outcome: Outcome, *, suffix: str) -> bytes:
@@ -132,14 +151,30 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_reward(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (number and abs(value) <= sys.float_info.max)
+
+
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 # What a field has to be where it is needed, and the words of the error.
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "completion": (lambda value: isinstance(value, str), "text in 'completion'"),
+    "completion": (_is_text, "text in 'completion'"),
     "answer": (_is_answer, "text or a number in 'answer'"),
     "tests": (lambda value: _are_texts(value) and bool(value), "a list of asserts in 'tests' or 'test_list'"),
     "length": (_is_count, "the number of sampled tokens in 'length'"),
+}
+TURN_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("text", "observation", "state", "error", "answer"), (_is_text, "text")),
+    "length": (_is_count, "a number of sampled tokens"),
+    "calls": (_is_count, "a number of tool calls"),
+    "reward": (_is_reward, "a finite number, or null for a turn that cannot be scored"),
+    "limit": (lambda value: value in ("", *LIMITS), f"an empty text or one of {', '.join(LIMITS)}"),
 }

@@ -43,10 +43,11 @@ from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
 from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
+from grpo_fn.trainer.checks.try_environment import check_openings
 from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
-from grpo_fn.trainer.sections import Data, Sampling, Settings, open_environments
+from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
 from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
 from grpo_fn.trainer.state import check_steps, has_progress
 
@@ -352,7 +353,8 @@ def prepare_with_teachers(
     settings: Settings, checked: ValidatedPlan, drawn: Sequence[Problem], *, main: bool
 ) -> tuple[PreparedModel, PreparedTeachers]:
     """As `prepare_data`, and the teachers; raises ValueError for either."""
-    prepared = prepare_data(checked.source, checked.task, drawn, checked.config, settings.data, settings.sampling)
+    how = (settings.data, settings.sampling, settings.episodes)
+    prepared = prepare_data(checked.source, checked.task, drawn, checked.config, *how)
     look_at_demonstrations(settings, checked.shown, drawn, prepared.tokenizer, prepared.task, checked.config)
     return prepared, prepare_teachers(settings, checked, drawn, prepared.tokenizer, main=main)
 
@@ -364,10 +366,12 @@ def prepare_data(
     config: PretrainedConfig,
     data: Data,
     sampling: Sampling,
+    episodes: Episodes | None,
 ) -> PreparedModel:
     """Make the model's folder there, and look at every prompt: those of the task, and those `drawn` from it.
 
-    Raises ValueError for a prompt without tokens, and as `overlong_prompts` does for one that leaves no tokens.
+    Raises ValueError for a prompt without tokens, as `overlong_prompts` does for one that leaves no tokens, and for an
+    episode's opening that leaves none.
     """
     folder = source.folder()
     tokenizer = hf.load_tokenizer(folder)
@@ -383,4 +387,7 @@ def prepare_data(
         return PreparedModel(folder, tokenizer, task)
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out
         overlong.refuse(task._replace(rows=tuple(drawn)), length, limit)
-    return PreparedModel(folder, tokenizer, data.overlong_prompts(task, length, limit)[0])
+    fitting = data.overlong_prompts(task, length, limit)[0]
+    kept = [problem for problem in drawn if length(problem.prompt) <= limit]
+    check_openings(episodes, (*kept, *fitting.test), tokenizer, limit)
+    return PreparedModel(folder, tokenizer, fitting)

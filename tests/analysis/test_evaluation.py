@@ -1,5 +1,6 @@
 """What is found about a problem depends on that problem alone, and the figures are those of all of them together."""
 
+import json
 import math
 import re
 import time
@@ -25,7 +26,7 @@ from grpo_fn.analysis.evaluation import (
 )
 from grpo_fn.analysis.statistics import estimate_pass_at_k, maj_at_k, wilson
 from grpo_fn.core import prng, sampling
-from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.core.problem import Completion, Problem, Turn
 from grpo_fn.rewards.combine import score_serially
 from grpo_fn.trainer.sections import Evaluation
 
@@ -153,12 +154,22 @@ def test_the_row_holds_everything_by_name():
     assert (row["uid"], row["prompt"], row["answer"], row["meta"]) == (3, "why?", "42", {"level": 2})
     assert (row["text"], row["verdict"]) == (one.greedy.text, one.greedy.verdict)
     (sample,) = row["samples"]
-    assert sample == {**one.samples[0]._asdict(), "verdict": one.samples[0].verdict}
+    assert {**sample, "turns": ()} == {**one.samples[0]._asdict(), "verdict": one.samples[0].verdict}
     assert one.display_fields() == {
         **{"problem": "why?", "completion": one.greedy.text, "prediction": one.greedy.marked, "truth": "42"},
         **{"verdict": one.greedy.verdict},
     }
     assert "prediction" not in found([Problem(3, "why?", "42", {})], answer=None)[0].display_fields()
+
+
+def test_a_row_of_an_episode_has_its_turns_and_a_person_reads_all_of_them():
+    turns = (Turn("3*4?", 4, "12", 0.0, "a", calls=1), Turn("12", 2, "", 1.0, "b"))
+    attempt = Attempt("12", None, {"strict": 1.0}, 6, False, turns)
+    row = GradedAnswer(Problem(3, "3*4", "12", {}), attempt, (attempt, attempt._replace(turns=()))).row()
+    assert [Turn(**turn) for turn in json.loads(json.dumps(row))["turns"]] == list(turns)
+    assert [tuple(Turn(**turn) for turn in sample.get("turns", ())) for sample in row["samples"]] == [turns, ()]
+    shown = GradedAnswer(Problem(3, "3*4", "12", {}), attempt, ()).display_fields()
+    assert shown["completion"] == "3*4?\n> 12\n12"
 
 
 # -- the figures

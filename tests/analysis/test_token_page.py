@@ -13,7 +13,7 @@ import pytest
 import torch
 from fakes import tokenizer
 from hypothesis import assume, given
-from signal_steps import CLIPPED, HOSTILE, UNMOVED, decode, looked_at, special, step
+from signal_steps import CLIPPED, EPISODES, HOSTILE, UNMOVED, decode, looked_at, special, step
 from steps import CHOSEN, KEY, PRESETS, learn, preset, rich_step, steps
 
 from grpo_fn.algo.step import Experience, Stages, compute_advantages
@@ -22,6 +22,7 @@ from grpo_fn.analysis.html import escape, page, token_page
 from grpo_fn.analysis.html.token_page import SCRIPT
 from grpo_fn.analysis.token_report import token_texts
 from grpo_fn.core.batch import reweigh_groups
+from grpo_fn.core.problem import Turn
 from grpo_fn.core.types import Scores
 
 # -- the figures
@@ -194,7 +195,7 @@ class Reader(HTMLParser):
 
 ALLOWED = {
     *{"html", "head", "meta", "title", "style", "body", "h1", "p", "dl", "div", "dt", "dd", "small", "span", "input"},
-    *{"label", "output", "main", "article", "header", "b", "i", "script"},
+    *{"label", "output", "main", "article", "header", "b", "i", "script", "details", "summary"},
 }
 
 
@@ -304,6 +305,62 @@ def test_special_tokens_are_marked_and_figures_stand_beside_their_tokens():
         assert f'data-values="{" ".join(str(token.id) for token in row.tokens)}"' in html
         ratios = " ".join(token_page.figure(token.figures["ratio"]) for token in row.tokens)
         assert f'data-name="ratio" data-values="{ratios}"' in html
+
+
+# -- episodes
+
+SAID = st.one_of(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.sampled_from(HOSTILE[:4]))
+TURNS = st.lists(
+    st.builds(
+        Turn,
+        text=SAID,
+        length=st.just(0),
+        observation=SAID,
+        reward=st.sampled_from([None, 0.0, 0.5]),
+        state=st.just("s"),
+        calls=st.integers(0, 2),
+        error=SAID,
+        limit=st.sampled_from(["", "turn_tokens"]),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(st.lists(TURNS, min_size=2, max_size=2))
+def test_a_page_shows_every_turn_with_what_was_sampled_and_what_was_observed(episodes):
+    shown = looked_at(*step(["a"], [episodes]))
+    for row in shown.rows:
+        spans = token_report.turn_spans(row)
+        assert [turn._replace(length=0) for turn, *_ in spans] == episodes[row.sample]
+        places = [i for _, wrote, read in spans for i in (*range(*wrote.indices(10**6)), *range(*read.indices(10**6)))]
+        assert places == list(range(len(row.tokens)))
+        for turn, wrote, read in spans:
+            assert len(row.tokens[wrote]) == turn.length
+            assert all(token.sampled for token in row.tokens[wrote])
+            assert not any(token.sampled or token.figures for token in row.tokens[read])
+            assert "".join(token.text for token in row.tokens[read]) in ("", f"\n{turn.observation}\n")
+    html = token_page.token_page(shown, title="t", note="s")
+    reader = Reader(html)
+    assert reader.open == []
+    assert {tag for tag, _ in reader.tags} <= ALLOWED
+    assert reader.scripts == [SCRIPT]
+    assert sum(found.get("class") == "turn" for _, found in reader.tags) == sum(map(len, episodes))
+    there = [token for row in shown.rows for token in row.tokens if token.signal is not None]
+    assert len(there) == sum("data-i" in found for tag, found in reader.tags if tag == "span")
+
+
+def test_what_is_known_of_a_turn_stands_beside_it():
+    html = token_page.token_page(looked_at(*step(["a", "b"], EPISODES)), title="t", note="s")
+    assert html.count(">turn 1 of 3</b>") == 1
+    assert html.count("ended by the limit of turn tokens</span>") == 1
+    assert html.count("division by zero</span>") == 1
+    assert html.count("reward <b>none</b>") == 1
+    assert re.findall(r"<summary>(.*?)</summary>", html, re.S).count("answer to 2 tool calls, 4 tokens") == 1
+    assert html.count("observation, not read: the episode was over") == 1
+    folded = re.findall(r'<details class="observed"( open)?>', html)
+    assert folded.count("") == 1  # the long one
+    assert len(folded) == 6
 
 
 # -- for TensorBoard

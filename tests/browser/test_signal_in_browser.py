@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from browser.chrome import Chrome
 from PIL import Image
-from signal_steps import HOSTILE, looked_at, step
+from signal_steps import EPISODES, HOSTILE, looked_at, step
 
 from grpo_fn.analysis.html import token_page
 from grpo_fn.analysis.token_report import TokenReport
@@ -213,6 +213,31 @@ def test_up_and_down_differ_for_any_colour_vision(chrome: Chrome, page: Path, vi
 def test_on_a_narrow_screen_nothing_is_cut_off(chrome: Chrome, page: Path) -> None:
     chrome.open(page, width=390, height=800)
     assert chrome.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_observations_of_episodes_are_grey_and_fold(chrome: Chrome, tmp_path: Path, dark: bool, width: int) -> None:
+    path = tmp_path / "episodes.html"
+    path.write_text(token_page.token_page(looked_at(*step(PROMPTS, EPISODES)), title="t", note="s"))
+    chrome.open(path, width=width, height=800, dark=dark)
+    assert chrome.run("return document.documentElement.scrollWidth <= innerWidth")
+    assert chrome.run("return document.querySelectorAll('.turn').length") == 9
+    soft = "getComputedStyle(document.querySelector('.note')).color"
+    grey = f"return [...document.querySelectorAll('.observed .t')].every(t => getComputedStyle(t).color === {soft} &&"
+    assert chrome.run(grey + " getComputedStyle(t).backgroundColor === 'rgba(0, 0, 0, 0)')")
+    assert chrome.run("return document.querySelectorAll('.observed [data-i]').length") == 0
+    assert chrome.run(CONTRAST) >= 4.5
+    shown = "return [...document.querySelectorAll('.observed .tokens')].filter(t => t.checkVisibility()).length"
+    assert chrome.run(shown) == 4  # one is long
+    chrome.run("document.querySelectorAll('.observed summary').forEach(s => s.click())")
+    assert chrome.run(shown) == 1
+    chrome.run("document.querySelector('.t[data-first]').focus()")
+    chrome.press("Home")
+    assert chrome.run(TIP)["token"].startswith("1 of ")
+    chrome.press("End")  # over observations, to the last token that was sampled
+    assert chrome.run(TIP)["inside"]
+    assert chrome.logged("browser") == []
 
 
 def test_the_pages_own_policy_stops_a_script_that_was_put_into_it(chrome: Chrome, page: Path, tmp_path: Path) -> None:

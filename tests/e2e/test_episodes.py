@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from e2e.faults import job
 from e2e.running import TESTS, AtPhase, command, finish, metrics, outcome
+from e2e.test_ahead_run import AHEAD, IMPORTS
 from e2e.test_ranks import same_run
 
 from grpo_fn.replay.__main__ import main as replay
@@ -39,6 +41,18 @@ def test_episodes_of_several_turns_train(episodes: Path) -> None:
     for row in rows(episodes, 1):
         assert sum(row["mask"]) == sum(turn["length"] for turn in row["turns"])
     assert metrics(episodes)[1]["episode/turns_max"] > 1
+
+
+def test_an_opening_that_leaves_no_turn_is_refused_before_a_model_is_loaded(cache: Path, tmp_path: Path) -> None:
+    argv = command(cache, tmp_path / "run", *EPISODES, environment__Environment__start="@environment_fakes.long_start")
+    assert finish(argv, tmp_path / "out") == 2
+    said = (tmp_path / "out").read_text()
+    assert re.search(
+        r"Episodes.environment: environment_fakes.count_digits: got an opening of \d{3} tokens for problem \d+, wanted "
+        r"at most 119 \(sections.Sampling.max_total_tokens less one for a turn\): '",
+        said,
+    ), said
+    assert "loading the model" not in said
 
 
 @pytest.mark.slow
@@ -116,3 +130,42 @@ def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_p
     assert rows(tmp_path / "run", 3) == before
     shown = [turn["observation"] for row in rows(tmp_path / "run", 4) for turn in row["turns"]]
     assert any(text.endswith("other") for text in shown)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_inside_a_tool_goes_on_bit_for_bit(cache: Path, episodes: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "calls"
+    folder.mkdir()
+    changes = {
+        "environment__Environment__step": "@environment_fakes.kills_the_run_once",
+        "environment_fakes__kills_the_run_once__folder": repr(str(folder)),
+        "environment_fakes__kills_the_run_once__after": 20,
+    }
+    argv = command(cache, tmp_path / "run", *EPISODES, **changes)
+    assert finish(argv, tmp_path / "out") == -signal.SIGKILL
+    assert (folder / "killed").exists()
+    assert 0 < metrics(tmp_path / "run")[-1]["step"] < 6  # in the middle of the run
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    one, other = outcome(tmp_path / "run"), outcome(episodes)
+    for name in ("model", "tensors", "eval", "metrics", "rollouts"):
+        assert one[name] == other[name], name
+
+
+def ahead_of(cache: Path, folder: Path) -> list[str]:
+    """The arguments of a run of episodes that samples ahead."""
+    folder.mkdir()
+    (folder / "engines.gin").write_text(IMPORTS)
+    return [*command(cache, folder / "run", *EPISODES, **AHEAD), "--gin_file", str(folder / "engines.gin")]
+
+
+@pytest.mark.slow
+def test_a_batch_of_episodes_that_is_sampled_ahead_goes_through_a_checkpoint(cache: Path, tmp_path: Path) -> None:
+    argv = ahead_of(cache, tmp_path / "whole")
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    whole = tmp_path / "whole" / "run"
+    assert [row["generation/staleness"] for row in metrics(whole)[1:]] == [0, 1, 2, 2, 2, 2]
+    assert max(len(row["turns"]) for row in rows(whole, 4)) > 1
+    argv = ahead_of(cache, tmp_path / "broken")
+    assert finish(argv, tmp_path / "out", AtPhase("train", 4, signal.SIGKILL)) == -signal.SIGKILL
+    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
+    assert outcome(tmp_path / "broken" / "run") == outcome(whole)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import threading
 from pathlib import Path
 
@@ -11,6 +12,11 @@ from grpo_fn.core.problem import Problem
 
 def start(problem: Problem, key: int) -> Start:
     return Start({"left": 3, "seen": []}, (Message("user", problem.prompt),))
+
+
+def long_start(problem: Problem, key: int) -> Start:
+    """A start with 200 more digits to read."""
+    return start(problem._replace(prompt=problem.prompt + "7" * 200), key)
 
 
 def step(state: dict, message: Message, key: int) -> Step:
@@ -34,6 +40,17 @@ def with_tool(state: dict, message: Message, key: int, *, tool: str) -> Step:
     """As `count_digits`, with a file as the tool: what it says is observed as well."""
     found, says = count_digits(state, message, key), Path(tool).read_text()
     return found._replace(messages=tuple(m._replace(content=m.content + says) for m in found.messages))
+
+
+def kills_the_run_once(state: dict, message: Message, key: int, *, folder: str, after: int) -> Step:
+    """As `count_digits`; the process that asks gets SIGKILL in the midst of the first call after so many."""
+    with open(Path(folder) / "calls", "ab", buffering=0) as calls:
+        calls.write(b".")
+        if os.fstat(calls.fileno()).st_size > after and not (Path(folder) / "killed").exists():
+            (Path(folder) / "killed").touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            threading.Event().wait()
+    return count_digits(state, message, key)
 
 
 def broken(state: dict, message: Message, key: int) -> Step:

@@ -13,7 +13,7 @@ from grpo_fn.analysis import token_report
 from grpo_fn.core import prng
 from grpo_fn.core.batch import make_batch
 from grpo_fn.core.groups import outcome_reward
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import Problem, Turn
 from grpo_fn.core.types import Gains, Groups, Rollout, Scores
 
 UNMOVED = Gains(kl=1.0, entropy=1.0)
@@ -43,6 +43,23 @@ HOSTILE = [
     "]]><!--<!DOCTYPE html><html><body onload=window.owned=1>",
 ]
 
+LISTING = "".join(f"{i:>3} apples = {i * 7} pears\n" for i in range(40))
+# Two prompts with two episodes each: tools, an error, a long observation, a limit, a turn that cannot be scored.
+EPISODES = [
+    [
+        [
+            Turn("12 + 30 = <tool>12+30</tool>", 0, "42", 0.0, "s0", calls=1),
+            Turn("twice: <tool>42/0</tool><tool>42*2</tool>", 0, "84", 0.25, "s1", calls=2, error="division by zero"),
+            Turn("\\boxed{84}", 0, "", 1.0, "s2"),
+        ],
+        [Turn("<tool>list</tool>", 0, LISTING, 0.5, "s0", calls=1), Turn("I do not know.", 0, "Wrong.", 0.0, "s1")],
+    ],
+    [
+        [Turn("a guess: 7", 0, "higher", -0.5, "s0"), Turn("8 or 9 or 10 or", 0, "", 0.0, "s1", limit="turn_tokens")],
+        [Turn("a guess: 9", 0, "higher", None, "s0"), Turn("another guess: 10", 0, "", 1.0, "s1")],
+    ],
+]
+
 
 def decode(ids: Sequence[int]) -> str:
     return tokenizer().decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -52,16 +69,35 @@ def special() -> set[int]:
     return set(tokenizer().all_special_ids)
 
 
-def step(prompts: Sequence[str], texts: Sequence[Sequence[str]], seed: int = 0) -> tuple[Experience, Scores]:
-    """These answers to these prompts, equally many to each, and a policy that has moved since it gave them."""
+def episode(turns: Sequence[Turn]) -> tuple[list[int], list[bool], tuple[Turn, ...]]:
+    """Its ids behind the opening, their mask, and the turns with their lengths; the last observation is not read."""
+    ids, mask, found = [], [], []
+    for i, turn in enumerate(turns):
+        wrote = [*tokenizer().encode(turn.text), tokenizer().eos_token_id]
+        read = tokenizer().encode(f"\n{turn.observation}\n") if i + 1 < len(turns) else []
+        ids += wrote + read
+        mask += [True] * len(wrote) + [False] * len(read)
+        found.append(turn._replace(length=len(wrote)))
+    return ids, mask, tuple(found)
+
+
+def step(
+    prompts: Sequence[str], texts: Sequence[Sequence[str | Sequence[Turn]]], seed: int = 0
+) -> tuple[Experience, Scores]:
+    """These answers to these prompts, equally many to each, and a policy that has moved since it gave them.
+
+    An answer may be the turns of an episode; then all are.
+    """
     end = tokenizer().eos_token_id
     asked = [tokenizer().encode(p) for p, answers in zip(prompts, texts, strict=True) for _ in answers]
-    said = [[*tokenizer().encode(text), end] for answers in texts for text in answers]
+    episodes = [episode([Turn(a, 0, "", 0.0, "")] if isinstance(a, str) else a) for answers in texts for a in answers]
+    turns = tuple(of for *_, of in episodes)
+    said = [ids for ids, *_ in episodes]
     width, rows = max(len(a) + len(s) for a, s in zip(asked, said, strict=True)), len(said)
     tokens, mask = torch.full((rows, width), end), torch.zeros(rows, width, dtype=torch.bool)
-    for b, (a, s) in enumerate(zip(asked, said, strict=True)):
+    for b, (a, (s, written, _)) in enumerate(zip(asked, episodes, strict=True)):
         tokens[b, : len(a) + len(s)] = torch.tensor([*a, *s])
-        mask[b, len(a) : len(a) + len(s)] = True
+        mask[b, len(a) : len(a) + len(s)] = torch.tensor(written)
     keys = iter(prng.split(prng.key(seed, device="cpu"), 5))
 
     def between(low: float, high: float, *shape: int) -> Tensor:
@@ -77,7 +113,8 @@ def step(prompts: Sequence[str], texts: Sequence[Sequence[str]], seed: int = 0) 
     adv = (value - value.mean(-1, keepdim=True))[..., None] * mask.view(p, g, width)
     problems = tuple(Problem(100 + i, prompt, "", {}) for i, prompt in enumerate(prompts))
     truncated = torch.arange(rows) % 5 == 4
-    rollout = Rollout(tokens, mask, old, truncated, tuple(text for answers in texts for text in answers))
+    spoken = tuple(of[-1].text for of in turns)
+    rollout = Rollout(tokens, mask, old, truncated, spoken, () if isinstance(texts[0][0], str) else turns)
     reward = outcome_reward(value, torch.ones(p, g, dtype=torch.bool), parts)
     keep = torch.arange(rows).view(p, g) % 7 != 6  # a filter leaves some out
     batch = make_batch(rollout, keep, adv, old, ref, ref)

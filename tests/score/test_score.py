@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -20,7 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from published import published
 
-from grpo_fn.core.problem import Completion, Problem, verdict_name
+from grpo_fn.core.problem import LIMITS, Completion, Problem, Turn, verdict_name
 from grpo_fn.score.jsonl_stream import PIECE, Lines, annotate_row, parse_row, verdict_names
 from grpo_fn.score.reward_spec import RewardSpec, reward_of
 from grpo_fn.score.scoring import EXIT_BROKEN_PIPE, MOST_BYTES, MOST_ROWS, score_lines
@@ -105,7 +106,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
     max_leaves=6,
 )
-added = {*verdict_names(""), "completion"}
+added = {*verdict_names(""), "completion", "turns"}
 others = st.dictionaries(words.filter(lambda name: name not in added), values, max_size=4)
 
 
@@ -174,9 +175,9 @@ def pool(folder: Path) -> RewardPool:
     sys.path.remove(str(folder))
 
 
-def stream(pool: RewardPool, data: bytes) -> list[bytes]:
+def stream(pool: RewardPool, data: bytes, reward: str = "mine.number", *knobs: str) -> list[bytes]:
     """What comes out, until there is no more or a bad row."""
-    fn = reward_of(RewardSpec("mine.number", (), "", 5.0, ()), [])
+    fn = reward_of(RewardSpec(reward, (), "", 5.0, ()), knobs)
     out = []
     with tempfile.TemporaryFile(buffering=0) as file:
         file.write(data)
@@ -231,6 +232,62 @@ def test_a_bad_row_is_named_after_all_before_it_are_scored(
     assert error.decode().startswith(f"rows:{len(before) + 1}: ")
     assert complaint in error.decode()
     assert [json.loads(row)["completion"] for row in out] == [json.loads(row)["completion"] for row in before]
+
+
+amounts, said = st.integers(0, 9), st.text(max_size=5)
+turns = st.builds(
+    Turn,
+    text=said,
+    length=amounts,
+    observation=said,
+    reward=st.none() | st.integers(-2, 2) | st.floats(-2, 2),
+    state=said,
+    calls=amounts,
+    error=said,
+    limit=st.sampled_from(["", *LIMITS]),
+    answer=said,
+)
+
+
+@given(st.lists(turns, max_size=3), st.booleans())
+def test_the_turns_of_a_row_are_those_of_its_episode(episode: list[Turn], short: bool) -> None:
+    fields = [turn._asdict() for turn in episode]
+    if short:  # what is as it is when nothing is said may be left out
+        fields = [{n: x for n, x in turn.items() if (n, x) not in Turn._field_defaults.items()} for turn in fields]
+    line = json.dumps({"completion": "x", "turns": fields}).encode()
+    problem, completion = parse_row("here", 1, line, needs=(), suffix="")
+    assert completion.turns == tuple(episode)
+    assert "turns" not in problem.meta
+
+
+TURN = Turn("a", 1, "b", 0.5, "s")._asdict()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ("a", "here: got 'turns': \"a\", wanted a list with an object for each turn"),
+        (["a"], "here: got 'turns': [\"a\"], wanted a list with an object for each turn"),
+        ([TURN, {**TURN, "role": "user"}], "here, turn 2: got 'role', wanted the fields text, length, observation"),
+        ([{"text": "a"}], "here, turn 1: got no 'length', wanted the fields text, length, observation"),
+        ([{**TURN, "length": -1}], "here, turn 1: got 'length': -1, wanted a number of sampled tokens"),
+        ([{**TURN, "reward": "1"}], "here, turn 1: got 'reward': \"1\", wanted a finite number, or null"),
+        ([{**TURN, "reward": float("nan")}], "here, turn 1: got 'reward': NaN, wanted a finite number, or null"),
+        ([{**TURN, "reward": 10**400}], "here, turn 1: got 'reward': 1000"),
+        ([{**TURN, "limit": "time"}], "here, turn 1: got 'limit': \"time\", wanted an empty text or one of turns"),
+        ([{**TURN, "state": None}], "here, turn 1: got 'state': null, wanted text"),
+    ],
+)
+def test_turns_that_are_none_are_refused(wrong: object, complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(complaint)}"):
+        parse_row("here", 1, json.dumps({"completion": "x", "turns": wrong}).encode(), needs=(), suffix="")
+
+
+def test_a_reward_of_episodes_scores_stored_rows(pool: RewardPool) -> None:
+    rows = [{"completion": "b", "turns": [TURN, {**TURN, "reward": reward}]} for reward in (1.0, None)]
+    data = b"\n".join(json.dumps(row).encode() for row in rows)
+    found = stream(pool, data, "grpo_fn.rewards.episode.total_reward", "gamma=0.5")
+    assert [json.loads(row)["score"] for row in found] == [1.0, None]
 
 
 @pytest.mark.parametrize(

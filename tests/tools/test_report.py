@@ -12,6 +12,7 @@ import report_runs
 from e2e.running import metrics
 
 from grpo_fn.core.display_text import escape_control
+from grpo_fn.core.problem import Turn
 from grpo_fn.shell.logging import rollout_store
 
 HOSTILE = "<script>alert(1)</script>\x1b[2J\ud800 | ![x](http://example.com/t.png)"
@@ -222,6 +223,15 @@ def test_samples_are_those_with_the_largest_and_smallest_advantages(whole: Path,
     assert step == 6
     assert found == pytest.approx([*adv[:3], *adv[-2:]], abs=1e-3)
     assert "prompt" not in [row[0] for row in made([whole], tmp_path, "--samples", "0").rows]
+
+
+def test_of_an_episode_every_turn_is_shown() -> None:
+    long = "x" * (tool.SHOWN + 7)
+    turns = [Turn("a tool", 1, long, 0.0, "s")._asdict(), Turn("the end", 1, "", 1.0, "t")._asdict()]
+    assert tool.written({"text": "the end", "turns": turns}) == (
+        f"a tool\n> {'x' * tool.SHOWN}… (7 more characters)\nthe end"
+    )
+    assert tool.written({"text": "the end"}) == "the end"
 
 
 def test_a_run_that_has_only_begun_has_a_page(whole: Path, tmp_path: Path) -> None:

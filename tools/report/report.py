@@ -8,8 +8,9 @@ RUN is a run folder, finished or going on. The page is one HTML file without scr
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import plots
 import report_runs
@@ -19,6 +20,7 @@ from grpo_fn.analysis import health
 from grpo_fn.analysis.html import page
 from grpo_fn.analysis.html.escape import escape_text
 from grpo_fn.core.display_text import markdown_cell
+from grpo_fn.core.problem import Turn, transcript
 from grpo_fn.shell.atomic_io import write_bytes
 
 KL = "loss/kl"
@@ -51,7 +53,7 @@ td, th { text-align: left; vertical-align: top; border-bottom: 1px solid var(--l
 td:has(.long) { overflow-wrap: anywhere; }
 .wide { overflow-x: auto; } .long { max-height: 14rem; overflow-y: auto; min-width: 16rem; }
 </style>"""
-SHOWN = 1500  # characters of a prompt or a completion
+SHOWN = 1500  # characters of a prompt, a completion, or a turn or observation of an episode
 
 
 def flags() -> argparse.ArgumentParser:
@@ -268,8 +270,8 @@ def samples(runs: Sequence[Run]) -> str:
     parts = []
     for run in runs:
         rows = [
-            [f'<div class="long">{shown(row[name])}</div>' for name in ("prompt", "text")]
-            + [shown(str(row["answer"])), *(signed(row[name]) for name in ("reward", "advantage"))]
+            [f'<div class="long">{markdown_cell(text)}</div>' for text in (shortened(row["prompt"]), written(row))]
+            + [markdown_cell(shortened(str(row["answer"]))), *(signed(row[name]) for name in ("reward", "advantage"))]
             for row in run.samples
         ]
         if rows:
@@ -279,9 +281,16 @@ def samples(runs: Sequence[Run]) -> str:
     return page.html_section("Samples", note, *parts)
 
 
-def shown(text: str) -> str:
-    """What a model wrote, which shows and does nothing."""
-    return markdown_cell(text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text) - SHOWN} more characters)")
+def written(row: Mapping[str, Any]) -> str:
+    """What was written in a row: of an episode, every turn and every observation; each of them may be shortened."""
+    turns = [Turn(**turn) for turn in row.get("turns", ())]
+    cut = [turn._replace(text=shortened(turn.text), observation=shortened(turn.observation)) for turn in turns]
+    return transcript(shortened(row["text"]), cut)
+
+
+def shortened(text: str) -> str:
+    """The text, or the beginning of a long one."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text) - SHOWN} more characters)"
 
 
 def signed(value: float | None) -> str:

@@ -15,10 +15,12 @@ from markupsafe import Markup
 
 from grpo_fn.analysis.html.escape import escape_visibly, printable
 from grpo_fn.analysis.html.templates import source, template
-from grpo_fn.analysis.token_report import ReportRow, Sums, Token, TokenReport, signal_size
+from grpo_fn.analysis.token_report import ReportRow, Sums, Token, TokenReport, signal_size, turn_spans
+from grpo_fn.core.problem import Turn
 
 SCRIPT = source("token_page.js")
 TITLES = {"kl": "KL to the reference, nats", "adv": "advantage", "logp": "log-prob, nats", "entropy": "entropy, nats"}
+FOLDED = 400  # an observation of more characters is folded when the page opens
 CLIPS = {"clip_low": "at the lower bound", "clip_high": "at the upper bound"}
 
 
@@ -69,6 +71,7 @@ def article(row: ReportRow, sums: Sums, longest: float) -> dict[str, Any]:
         for title, name in (("KL", "kl"), ("entropy", "entropy"))
         if (there := [token.figures[name] for token in row.tokens if name in token.figures])
     ]
+    spans = [span(i, token, sums.largest, first=i == first) for i, token in enumerate(row.tokens)]
     return {
         "row": row,
         "louder": f"{sums.largest / strongest if strongest else 1.0:.4g}",
@@ -83,7 +86,25 @@ def article(row: ReportRow, sums: Sums, longest: float) -> dict[str, Any]:
         "high": sum(token.figures.get("clip_high", 0.0) > 0 for token in row.tokens),
         "means": ", ".join(means),
         "columns": tooltip_columns(row.tokens),
-        "tokens": [span(i, token, sums.largest, first=i == first) for i, token in enumerate(row.tokens)],
+        "tokens": spans,
+        "turns": [turn_section(turn, spans[wrote], spans[read]) for turn, wrote, read in turn_spans(row)],
+    }
+
+
+def turn_section(turn: Turn, wrote: Sequence[dict[str, Any]], read: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A turn of an episode, as the template shows it: its facts, its tokens, and the observation behind them."""
+    calls = f"{turn.calls} tool call{'s' * (turn.calls != 1)}"
+    size = f"{len(read)} token{'s' * (len(read) != 1)}" if read else "not read: the episode was over"
+    return {
+        "reward": "none" if turn.reward is None else signed_number(turn.reward),
+        "calls": calls if turn.calls else "",
+        "error": printable(turn.error),
+        "limit": turn.limit.replace("_", " "),
+        "tokens": wrote,
+        "observed": f"{f'answer to {calls}' if turn.calls else 'observation'}, {size}",
+        "read": read,
+        "unread": "" if read else turn.observation,
+        "open": len(turn.observation) <= FOLDED,
     }
 
 

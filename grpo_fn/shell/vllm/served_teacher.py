@@ -1,6 +1,6 @@
 """A teacher on vLLM servers: log-probs of given tokens over HTTP.
 
-Any server that `vllm serve TEACHER` starts will do; nothing is sent to it but token ids. It says the log-probs of a
+Any vLLM server of the model will do; nothing is sent to it but token ids. It says the log-probs of a
 prompt's tokens at temperature 1 alone (verl #5592).
 """
 

@@ -1,11 +1,17 @@
 """An environment tried out before anything expensive starts: it has to begin an episode, and to answer any text."""
 
+from collections.abc import Sequence
+from heapq import nlargest
+
+from transformers import PreTrainedTokenizerBase
+
 from grpo_fn.core.environment import Message
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.answers import Answer
 from grpo_fn.trainer.sections import Episodes
 
 TEXTS = ("", "text", "<tool_call>", "\N{REPLACEMENT CHARACTER}")  # an environment answers to any message
+LONGEST = 4  # problems whose openings are counted
 
 
 def try_environment(episodes: Episodes | None, problem: Problem) -> None:
@@ -31,6 +37,36 @@ def try_environment(episodes: Episodes | None, problem: Problem) -> None:
                 f"sections.Episodes.environment: {name}: got a step that is not done and has no messages, wanted an "
                 "observation that the policy reads"
             )
+
+
+def check_openings(
+    episodes: Episodes | None, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, limit: int
+) -> None:
+    """Raise ValueError where an opening leaves no token for a turn, among the problems with the longest prompts.
+
+    Others are found out when they are sampled, and those of environments that are not pure, as a replay is without
+    their tools. One that cannot begin is no error here: the tape of a replay may say how it began.
+
+    Args:
+        episodes: the section; None does nothing.
+        problems: those of the run.
+        tokenizer: of the policy.
+        limit: most tokens of an opening.
+    """
+    if episodes is None or not episodes.environment.pure:
+        return
+    longest = nlargest(LONGEST, problems, key=lambda problem: len(problem.prompt))
+    with episodes.pool() as pool:
+        chat = episodes.environments(tokenizer, pool).chat
+        for problem, future in [(problem, pool.start(problem, 0)) for problem in longest]:
+            begun = future.result()
+            opening = [] if begun.failure else chat.open(begun.messages)
+            if len(opening) > limit:
+                raise ValueError(
+                    f"sections.Episodes.environment: {episodes.name}: got an opening of {len(opening)} tokens for "
+                    f"problem {problem.uid}, wanted at most {limit} (sections.Sampling.max_total_tokens less one for "
+                    f"a turn): {begun.messages[0].content[:80]!r}"
+                )
 
 
 def require_answer(what: str, answer: Answer) -> None:

@@ -1,5 +1,6 @@
 """Episodes in slots: every row is what a plain loop over that row alone gives, in whatever order answers come."""
 
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -17,6 +18,7 @@ from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.environment import Environment
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
+from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
 from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, as_observation, as_unscorable, environment_seed
 from grpo_fn.shell.episodes.tape import Tape, Taped, TapeDiffers
@@ -144,6 +146,17 @@ def test_the_order_of_answers_changes_no_bit(delays, answer_steps) -> None:
     assert got.turns == wanted.turns
     for a, b in zip(got[:4], wanted[:4], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("answer_steps", [0, 3])
+def test_a_reported_row_is_the_row_of_the_rollout_with_its_turns(answer_steps) -> None:
+    reported = []
+    s = replace(sampler(answer_steps=answer_steps), on_completion=lambda *row: reported.append(row))
+    asked = problems(["aT 7", "7", "T a\n"])
+    rollout = s.sample(asked, 3, key=KEY)
+    wanted = [(asked[b // 3], one) for b, one in enumerate(completions_of(rollout))]
+    assert max(len(one.turns) for _, one in wanted) > 1
+    assert sorted(reported, key=repr) == sorted(wanted, key=repr)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
