@@ -7,9 +7,9 @@
 # All flags are grpo_fn.run's. With --dry_run, --gin_file engine/local.gin, or --gin_param 'EVAL_SERVERS=[...]' for
 # servers of your own, none is started. Environment: RUN_DIR (default runs/qwen_math_2gpu), NPROC (default 2), PORT (of
 # the server, default 8001), SHARE (of the card's memory that it has, default 0.15), READY_SECONDS (to start in, default
-# 900), and what tools/launch/torchrun.sh knows. The server's log is RUN_DIR.server.log. Exit codes: docs/cluster.md.
+# 900), and what tools/launch/torchrun.sh knows. The server's log is RUN_DIR.server.log. Exit codes: docs/running/cluster.md.
 set -euo pipefail
-# One host, whose two cards copy to one another over NVLink alone (docs/cluster.md).
+# One host, whose two cards copy to one another over NVLink alone (docs/running/cluster.md).
 export NCCL_IB_DISABLE=${NCCL_IB_DISABLE:-1} NCCL_P2P_LEVEL=${NCCL_P2P_LEVEL:-NVL}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 run_dir=${RUN_DIR:-runs/qwen_math_2gpu}

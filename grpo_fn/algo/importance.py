@@ -28,7 +28,7 @@ EXAMPLES: dict[str, tuple[object, ...]] = {"cap": (3.0,), "low": (0.1,), "high":
 def no_correction(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     """1: the sampler is taken for pi_old.
 
-    Use it when: sampler and trainer are one module, or the ratio does it (docs/catalogue.md).
+    Use it when: sampler and trainer are one module, or the ratio does it (docs/algorithms/catalogue.md).
     Peers: verl, OpenRLHF, NeMo-RL by default.
 
     Args:

@@ -269,7 +269,7 @@ def truncated_high(history: History, *, share: float, steps: int) -> str | None:
     return (
         f"generation/truncated was at least {min(values):.2f} for {steps} steps{at(history)}: so many answers ran into "
         "the limit, most of them before they came to a result, and lose their reward for it. Raise "
-        "sections.Sampling.max_new_tokens, or reward shorter answers (docs/catalogue.md)"
+        "sections.Sampling.max_new_tokens, or reward shorter answers (docs/algorithms/catalogue.md)"
     )
 
 
@@ -338,7 +338,7 @@ def length_exploded(history: History, *, times: float, window: int) -> str | Non
     return (
         f"generation/length_mean grew from {ends[0]:.3g} to {ends[1]:.3g}{at(history)}, more than {times:g} times: "
         "unless the reward grew with it, length itself is being rewarded. Compare reward/mean; weigh by tokens or a "
-        "constant (objective.policy_objective.loss_aggregation, docs/catalogue.md), or add a length part to "
+        "constant (objective.policy_objective.loss_aggregation, docs/algorithms/catalogue.md), or add a length part to "
         "combine.combine.parts"
     )
 

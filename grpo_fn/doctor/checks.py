@@ -78,7 +78,7 @@ def _device(i: int, device: Facts) -> DoctorFinding:
 def check_all_reduce(reply: Reply, count: int) -> DoctorFinding:
     """Of `probe_devices.time_all_reduce` over so many devices."""
     if reply.facts is None:
-        todo = "NCCL_DEBUG=INFO names the link; if NCCL_P2P_DISABLE=1 helps it is peer access (docs/cluster.md)"
+        todo = "NCCL_DEBUG=INFO names the link; if NCCL_P2P_DISABLE=1 helps it is peer access (docs/running/cluster.md)"
         return _device_finding("all-reduce", State.BROKEN, reply.trouble, todo)
     return _device_finding("all-reduce", State.OK, f"{count} devices, {reply.facts['seconds'] * 1e3:.3g} ms for 4 MB")
 

@@ -2,7 +2,7 @@
 
 Needs the extra `tasks`. A problem is item 0 of the library's dataset with a seed, the seed a function of (key, index).
 What `python tools/tables/procedural_audit.py` found wrong with a kind is in `AUDIT_FAILURES`: such a kind is refused
-unless `accept` names it. docs/procedural.md has the whole table.
+unless `accept` names it. docs/tasks/procedural.md has the whole table.
 """
 
 import importlib

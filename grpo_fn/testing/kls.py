@@ -21,7 +21,7 @@ Estimator = Callable[[Tensor, Batch], Tensor]
 def check_kl(kl: Estimator) -> None:
     """Check that every invariant of INVARIANTS holds for a KL estimator.
 
-    Whether its value and its gradient estimate the KL without bias is not found out here: see docs/catalogue.md.
+    Whether its value and its gradient estimate the KL without bias is not checked: see docs/algorithms/catalogue.md.
 
     Args:
         kl: (logp [T], row) -> [T], its knobs bound.

@@ -88,12 +88,12 @@ def test_a_knob_of_which_nothing_is_known_is_refused_by_name():
 # -- the page of the catalogue
 
 PROJECT = Path(__file__).resolve().parents[2]
-PAGE = (PROJECT / "docs" / "catalogue.md").read_text(encoding="utf-8")
+PAGE = (PROJECT / "docs" / "algorithms" / "catalogue.md").read_text(encoding="utf-8")
 
 
 def test_the_page_is_what_the_docstrings_say():
     assert tables.written(PAGE) == PAGE, (
-        "docs/catalogue.md differs from the docstrings: run python tools/tables/catalogue_page.py"
+        "docs/algorithms/catalogue.md differs from the docstrings: run python tools/tables/catalogue_page.py"
     )
 
 

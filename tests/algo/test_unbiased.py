@@ -2,7 +2,7 @@
 
 The policy writes T = 2 tokens of V = 3, tabular: one row of logits for the first token, one for the second after each
 first. Expectations are finite sums over the 9 sequences, or over all groups of them, in float64. What is exact is
-proven here; how far off the rest is stands in docs/bias.md, measured by tools/tables/bias_table.py.
+proven here; how far off the rest is stands in docs/algorithms/bias.md, measured by tools/tables/bias_table.py.
 """
 
 import importlib.util
@@ -311,7 +311,7 @@ def test_no_baseline_and_the_kl_in_the_reward_are_exact_for_whole_rows(seed, whi
 
 def test_the_docs_show_what_the_tool_measures():
     """To the digits shown. What is slow to measure is left to the test below."""
-    shown = (PROJECT / "docs" / "bias.md").read_text(encoding="utf-8").splitlines()
+    shown = (PROJECT / "docs" / "algorithms" / "bias.md").read_text(encoding="utf-8").splitlines()
     for title, drift, comparisons in bias.sections():
         quick = [c for c in comparisons if "whitened" not in c.name]
         assert f"**{title}**" in shown
@@ -324,13 +324,13 @@ def test_the_docs_show_the_whole_table(name):
     command, env = [sys.executable, f"tools/tables/{name}.py"], {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    shown = (PROJECT / "docs" / "bias.md").read_text(encoding="utf-8")
+    shown = (PROJECT / "docs" / "algorithms" / "bias.md").read_text(encoding="utf-8")
     assert f"<!-- what tools/tables/{name}.py prints -->\n\n{done.stdout}" in shown
 
 
 def test_the_functions_of_the_catalogue_are_in_the_table():
     """Those that were there when it was measured; a new one may go without."""
-    shown = set(re.findall(r"`(\w+)`", (PROJECT / "docs" / "bias.md").read_text(encoding="utf-8")))
+    shown = set(re.findall(r"`(\w+)`", (PROJECT / "docs" / "algorithms" / "bias.md").read_text(encoding="utf-8")))
     measured = {
         (advantage, ("reward", "valid")),
         (advantage, ("value", "energy", "mask")),
@@ -344,4 +344,4 @@ def test_the_functions_of_the_catalogue_are_in_the_table():
     known = [(positional, names) for module, positional, names in KINDS if (module, positional) in measured]
     assert len(known) == len(measured)
     absent = [name for _, names in known for name in names if name not in shown]
-    assert not absent, f"docs/bias.md says nothing of {absent}: measure them in tools/tables/bias_table.py"
+    assert not absent, f"docs/algorithms/bias.md says nothing of {absent}: measure them in tools/tables/bias_table.py"

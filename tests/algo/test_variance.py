@@ -1,4 +1,4 @@
-"""How noisy the estimators are, by enumerating every outcome; docs/bias.md shows what variance_table.py finds."""
+"""The variance of the estimators, by enumerating every outcome: the table of docs/algorithms/bias.md."""
 
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_the_optimal_token_baseline_lowers_the_variance_in_every_world(worth):
 
 def test_the_docs_show_what_the_tool_measures():
     """To the digits shown. Large groups and what is slow to measure are left to the test of the whole table."""
-    shown = (PROJECT / "docs" / "bias.md").read_text(encoding="utf-8")
+    shown = (PROJECT / "docs" / "algorithms" / "bias.md").read_text(encoding="utf-8")
     for title, estimators in variance.sections():
         _, found, rest = shown.partition(f"**{title}**\n")
         assert found

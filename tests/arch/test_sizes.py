@@ -16,7 +16,9 @@ FULLER = {
     "gin/scale": "one file for each way to spread, save, compute or teach, which the command line names",
 }
 # Functions that are longer, and why.
-LONGER = {"grpo_fn/train.py:train": "the root: 15 arguments, documented, and handed on by name"}
+LONGER = {
+    "grpo_fn/train.py:train": "the root: the sections and what a run is made of, documented and handed on by name"
+}
 
 
 def sources() -> list[Path]:
@@ -62,7 +64,7 @@ def test_a_function_is_short() -> None:
 
 
 def test_a_folder_has_few_entries() -> None:
-    below = [path for top in ("grpo_fn", "tools", "gin") for path in (ROOT / top, *(ROOT / top).rglob("*"))]
+    below = [path for top in ("grpo_fn", "tools", "gin", "docs") for path in (ROOT / top, *(ROOT / top).rglob("*"))]
     folders = [path for path in below if path.is_dir() and path.name not in UNREAD]
     entries = {path: [e for e in path.iterdir() if e.name not in UNREAD] for path in folders}
     over = {str(path.relative_to(ROOT)): len(e) for path, e in entries.items() if len(e) > FOLDER}

@@ -1,4 +1,4 @@
-"""Every configuration resolves to the values that it had before knobs were grouped in sections (docs/renamed.md).
+"""Every configuration resolves to the values that it had before knobs had sections (docs/configuration/renamed.md).
 
 values_6bb6efa.json has what 59 combinations of gin files resolved to at commit 6bb6efa, under the names of then:
 "values" of the first by path from the root, and of the others what differs from it. The page maps names of then to
@@ -17,7 +17,7 @@ from grpo_fn.config import load_config
 from grpo_fn.config.nodes import Node
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "renamed.md"
+PAGE = HERE.parents[1] / "docs" / "configuration" / "renamed.md"
 STORED = json.loads((HERE / "values_6bb6efa.json").read_text())
 BASE = "arithmetic"
 # Where the owner of a knob of then stood in the tree of then, and where its section stands in that of now.

@@ -1,4 +1,4 @@
-"""docs/environment.md, block by block: the module, what it prints, its test and its gin file."""
+"""docs/tasks/environment.md, block by block: the module, what it prints, its test and its gin file."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.environments.script import play_script
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tasks" / "environment.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 PYTHON = [text for kind, text in BLOCKS if kind == "python"]
 
@@ -33,14 +33,14 @@ def test_every_block_is_tested():
 
 @pytest.mark.usefixtures("countdown")
 def test_it_prints_what_the_page_says(capsys):
-    exec(compile(PYTHON[1], "docs/environment.md", "exec"), {})
+    exec(compile(PYTHON[1], "docs/tasks/environment.md", "exec"), {})
     assert capsys.readouterr().out == BLOCKS[2][1]
 
 
 @pytest.mark.usefixtures("countdown")
 def test_its_test_passes():
     names = {}
-    exec(compile(PYTHON[2], "docs/environment.md", "exec"), names)
+    exec(compile(PYTHON[2], "docs/tasks/environment.md", "exec"), names)
     with profile(max_examples=10):
         names["test_countdown_is_fit_for_a_run"]()
 
@@ -63,4 +63,4 @@ def test_the_gin_file_of_an_adapter_makes_its_environment(tmp_path):
 
 
 def test_a_tool_is_described_as_the_page_says():
-    exec(compile(PYTHON[3], "docs/environment.md", "exec"), {})
+    exec(compile(PYTHON[3], "docs/tasks/environment.md", "exec"), {})

@@ -13,7 +13,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/concepts/library.md"])
 def test_the_python_of_a_page_runs_from_its_first_block_to_its_last(page: str, capsys) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
@@ -22,7 +22,7 @@ def test_the_python_of_a_page_runs_from_its_first_block_to_its_last(page: str, c
 
 def test_the_notebook_runs_and_prints_what_it_shows() -> None:
     """In a process of its own: here the types of arguments are checked before the functions see them."""
-    path = ROOT / "docs" / "library.ipynb"
+    path = ROOT / "docs" / "concepts" / "library.ipynb"
     code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     script = "\n".join("".join(cell["source"]) for cell in code)
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -30,7 +30,7 @@ def test_the_notebook_runs_and_prints_what_it_shows() -> None:
     assert done.stdout == "".join(line for cell in code for out in cell["outputs"] for line in out["text"])
 
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -49,7 +49,7 @@ def test_the_tests_that_a_page_names_exist() -> None:
 
 
 def test_the_files_of_the_step_exist() -> None:
-    text = (ROOT / "docs" / "one_step.md").read_text()
+    text = (ROOT / "docs" / "concepts" / "one_step.md").read_text()
     named = set(re.findall(r"\b((?:\w+/)+\w+\.py)\b", text))
     assert len(named) > 25
     assert not [name for name in named if not any((ROOT / top / name).exists() for top in ("", "grpo_fn"))]

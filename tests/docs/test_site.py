@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 FOREIGN = {"CUDA out of memory"}
 
 
-# Modules whose public functions docs/api.md has.
+# Modules whose public functions docs/concepts/api.md has.
 LIBRARY = [
     f"grpo_fn.{name}"
     for name in (
@@ -54,10 +54,10 @@ def test_the_site_builds_and_warns_of_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "troubleshooting" / "index.html").exists()
-    metrics = (tmp_path / "site" / "metrics" / "index.html").read_text()
+    metrics = (tmp_path / "site" / "monitoring" / "metrics" / "index.html").read_text()
     assert all(f"<code>{name}</code>" in metrics for name in ("loss/kl", "eval/accuracy", "system/memory_gb"))
-    reference = (tmp_path / "site" / "api" / "index.html").read_text()
-    of_page = set(re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), re.MULTILINE))
+    reference = (tmp_path / "site" / "concepts" / "api" / "index.html").read_text()
+    of_page = set(re.findall(r"^::: (\S+)", (DOCS / "concepts" / "api.md").read_text(), re.MULTILINE))
     named = {f"{module}.{name}" for module in LIBRARY for name in public_functions(module)}
     assert len(named) > 100
     assert not [name for name in named if name.rpartition(".")[0] not in of_page and name not in of_page]
@@ -94,12 +94,12 @@ def test_a_knob_is_described_by_its_comment_and_by_its_line_under_args() -> None
 def test_a_page_that_is_old_is_named_and_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gin_pages, "DOCS", tmp_path)
+    monkeypatch.setattr(gin_pages, "PAGES", tmp_path)
     (tmp_path / "knobs.md").write_text("old")
     assert gin_pages.main(["--check"]) == 1
     assert capsys.readouterr().out.count("run python tools/tables/gin_pages.py") == 2
     assert gin_pages.main([]) == 0
-    assert (tmp_path / "knobs.md").read_text() == (DOCS / "knobs.md").read_text()
+    assert (tmp_path / "knobs.md").read_text() == (DOCS / "configuration" / "knobs.md").read_text()
 
 
 def test_every_page_is_in_the_site() -> None:
@@ -125,7 +125,7 @@ def test_the_messages_that_are_explained_are_those_that_are_given() -> None:
 
 def test_the_knobs_and_files_that_are_named_exist() -> None:
     text = "\n".join(path.read_text() for path in sorted(DOCS.rglob("*.md"))) + (ROOT / "README.md").read_text()
-    text = text.replace((DOCS / "renamed.md").read_text(), "")
+    text = text.replace((DOCS / "configuration" / "renamed.md").read_text(), "")
     missing = [
         name
         for name in re.findall(r"`((?:scale|algo|run|task|eval)/\w+\.gin)`", text)

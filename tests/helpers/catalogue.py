@@ -80,7 +80,7 @@ KINDS = [
     (controllers, ("scale", "good_steps", "finite"), {"constant_loss_scale", "dynamic_loss_scale"}),
     (group_sampling, ("explore", "carried"), {"keep_all", "dynamic"}),
 ]
-# Presets of gin/algo that have a line in docs/catalogue.md and a scalar loop in reference.py; a new one may go without.
+# Presets of gin/algo that have a line in docs/algorithms/catalogue.md and a loop in reference.py; a new one need not.
 KNOWN_PRESETS = {
     *(
         "grpo",

@@ -111,6 +111,6 @@ def agent_arguments(folder: Path) -> list[str]:
 
 
 def documented(start: str) -> list[str]:
-    """The commands of docs/cluster.md that begin so."""
-    lines = (ROOT / "docs" / "cluster.md").read_text().splitlines()
+    """The commands of docs/running/cluster.md that begin so."""
+    lines = (ROOT / "docs" / "running" / "cluster.md").read_text().splitlines()
     return [line.strip() for line in lines if line.startswith(f"    {start}")]

@@ -14,7 +14,7 @@ PORT = "29555"
 
 
 def by_hand(folder: Path, **bindings: object) -> list[str | Path]:
-    """The command of docs/cluster.md, the same on both hosts, for one rank on each and the stand-in."""
+    """The command of docs/running/cluster.md, the same on both hosts, for one rank on each and the stand-in."""
     (line,) = documented("python tools/launch/agent.py")
     here = {
         "host-a:29400": f"grpo-0:{PORT}",

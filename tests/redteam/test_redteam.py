@@ -99,7 +99,7 @@ def test_help_needs_no_torch():
     assert all(name in done.stdout for name in TASKS)
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "redteam.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards" / "redteam.md"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""docs/custom_reward.md, block by block: what it quotes is in the tested files, and the rest of it runs as it says."""
+"""docs/rewards/custom_reward.md, block by block: what it quotes is in the tested files, and the rest runs."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from grpo_fn.rewards.combine import part_names
 
 PROJECT = Path(__file__).resolve().parents[2]
 FOLDER = PROJECT / "experiments" / "custom_reward"
-PAGE = (PROJECT / "docs" / "custom_reward.md").read_text(encoding="utf-8")
+PAGE = (PROJECT / "docs" / "rewards" / "custom_reward.md").read_text(encoding="utf-8")
 BLOCKS = [(kind, text) for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)]
 QUOTED = [(FOLDER / name).read_text(encoding="utf-8") for name in ("idea.py", "test_idea.py")]
 IMPORTS = """
@@ -56,7 +56,7 @@ def test_python_is_quoted_from_the_files_or_runs():
     for text in blocks("python"):
         if not any(text in file for file in QUOTED):
             with profile(max_examples=quarter()):
-                exec(compile(text, "docs/custom_reward.md", "exec"), {})
+                exec(compile(text, "docs/rewards/custom_reward.md", "exec"), {})
             ran += 1
     assert ran == 1
 

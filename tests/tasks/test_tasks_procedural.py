@@ -19,7 +19,7 @@ procedural_audit = pytest.importorskip(
 )
 KNOBS = {"levels": [0, 2], "template": "Q: {question}\n", "test_size": 6, "accept": ()}
 SMALL = {"chain_sum": 2, "gcd": 1}
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "procedural.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks" / "procedural.md"
 
 
 def made(**changed):

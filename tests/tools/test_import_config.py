@@ -451,7 +451,7 @@ def test_every_option_of_trl_1_16_is_known_and_on_the_page() -> None:
 
 
 def lines_of_options() -> set[str]:
-    page = (ROOT / "docs" / "import_options.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "migrating" / "import_options.md").read_text(encoding="utf-8")
     return set(re.findall(r"^\| `([\w.]+)` \| \w", page, re.MULTILINE))
 
 
@@ -870,7 +870,7 @@ def test_python_is_read_and_never_run(tmp_path: Path) -> None:
 
 # -- the pages
 
-PAGES = sorted((TESTS.parent / "docs").glob("from_*.md"))
+PAGES = sorted((TESTS.parent / "docs" / "migrating").glob("from_*.md"))
 PACKAGES = [f"grpo_fn.{name}" for name in ("algo", "rewards", "tasks", "trainer", "analysis", "core", "shell.logging")]
 PACKAGES += [
     f"grpo_fn.shell.{name}" for name in ("model", "policy", "vllm", "sampler", "sampler.local", "reward_workers")

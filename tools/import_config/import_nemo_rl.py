@@ -1,4 +1,4 @@
-"""The YAML of a NeMo-RL GRPO run as a gin file (tools/import_config, docs/from_nemo_rl.md)."""
+"""The YAML of a NeMo-RL GRPO run as a gin file (tools/import_config, docs/migrating/from_nemo_rl.md)."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -33,7 +33,7 @@ def from_nemo_rl(config: Mapping[str, Any], rows: int | None = None) -> Draft:
     if "distillation" in config:
         raise ValueError(
             "distillation: got NeMo-RL's distillation of a teacher's top logits, wanted its GRPO with adv_estimator "
-            "opd; algo/opd.gin has the reverse KL of the sampled token (docs/distillation.md)"
+            "opd; algo/opd.gin has the reverse KL of the sampled token (docs/algorithms/distillation.md)"
         )
     key, draft = Reader(interpolated(config)), Draft()
     nemo_batches(key, draft, rows)
@@ -268,7 +268,7 @@ def nemo_teacher(key: Reader, draft: Draft) -> None:
     if len(named) != 1 or not named[0]:
         raise ValueError(
             f"{place[:-1]}: got {named} with adv_estimator opd, wanted one model; several are sections.Teacher.models "
-            "(docs/distillation.md)"
+            "(docs/algorithms/distillation.md)"
         )
     draft.includes.append("scale/teacher.gin")
     draft.macros["TEACHER"] = Text(named[0])

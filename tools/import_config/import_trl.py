@@ -1,4 +1,4 @@
-"""A GRPOConfig of TRL as a gin file (tools/import_config, docs/from_trl.md)."""
+"""A GRPOConfig of TRL as a gin file (tools/import_config, docs/migrating/from_trl.md)."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -55,7 +55,7 @@ def from_trl(config: Mapping[str, Any], world: int, rows: int | None) -> Draft:
     if taught := sorted(TEACHERS & config.keys()):
         raise ValueError(
             f"got {', '.join(taught)}, of a DistillationConfig, GKDConfig or IWOPDConfig, wanted a GRPOConfig; "
-            "algo/opd.gin and algo/iw_opd.gin with scale/teacher.gin learn from a teacher (docs/from_trl.md)"
+            "algo/opd.gin and algo/iw_opd.gin with scale/teacher.gin learn from a teacher (docs/migrating/from_trl.md)"
         )
     key, draft = Reader(config), Draft()
     batches = trl_batches(key, draft, world, rows)

@@ -21,7 +21,7 @@ NEMO_LEFT = {
     r"loss_fn\.positive_example_nll_weight": "there is no second term of the loss",
     r"policy\.(tokenizer\.use_fastokens|dtensor_cfg\.automodel_kwargs.*)": "transformers' own tokenizer and model",
     r"policy\.generation\.(val_.*|port_range_.*|refit_.*|real_quant_.*|trtllm_.*|dynamo_.*|router.*)": (
-        "evaluation is greedy; ports and weight sync are the engine's: docs/engines.md"
+        "evaluation is greedy; ports and weight sync are the engine's: docs/running/engines.md"
     ),
     r"loss_fn\.truncated_importance_sampling.*": "nothing is corrected: @importance.no_correction",
     r"loss_fn\.kl_(input|output)_clamp_value": "x is capped before exp, its value is not",
@@ -55,10 +55,10 @@ NEMO_LEFT = {
         "weights and moments are in float32; scale/adamw_8bit.gin has moments in 8 bits"
     ),
     r"policy\.offload_optimizer_for_logprob": "scale/offload.gin",
-    r"data\..*": "a task: docs/tasks.md",
+    r"data\..*": "a task: docs/tasks/tasks.md",
     r"env\..*": "base.gin's verified answers (math-verify) and box; reward_pool.RewardPool.workers",
     r"data_plane\..*": "rows go from sampler to trainer in the ranks",
-    r"on_policy_distillation.*": "teachers lie beside the policy, one for all problems: docs/distillation.md",
-    r"cluster\..*": "how many ranks there are is the launcher's: docs/cluster.md",
+    r"on_policy_distillation.*": "teachers lie beside the policy, one for all: docs/algorithms/distillation.md",
+    r"cluster\..*": "how many ranks there are is the launcher's: docs/running/cluster.md",
 }
 NEMO_QUIET = [r"logger\..*", r"checkpointing\..*", r"policy\.(refit_.*|draft\..*|megatron_.*|fp8.*)"]

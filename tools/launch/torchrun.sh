@@ -6,7 +6,7 @@
 # One rank per GPU that nvidia-smi lists; without it NPROC ranks, or one. CUDA_VISIBLE_DEVICES narrows the choice.
 # Environment: PYTHON (default .venv/bin/python, else python3), NPROC, MAX_RESTARTS (default 3), GRACE (seconds to save
 # after SIGTERM, default 120), MODULE (default grpo_fn.run). --dry_run is printed once, for that number of ranks.
-# Exit codes: docs/cluster.md.
+# Exit codes: docs/running/cluster.md.
 set -euo pipefail
 
 fail() {

@@ -1,4 +1,4 @@
-"""A line of a table of docs/bias.md, from expected updates and true gradients."""
+"""A line of a table of docs/algorithms/bias.md, from expected updates and true gradients."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The token losses of docs/bias.md, by the name of their line; `bias_table.py` measures them."""
+"""The token losses of docs/algorithms/bias.md, by the name of their line; `bias_table.py` measures them."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Measure the bias of every estimator by enumerating all outcomes, and print the table that docs/bias.md shows.
+"""Measure the bias of every estimator by enumerating all outcomes: the table of docs/algorithms/bias.md.
 
 python tools/tables/bias_table.py
 

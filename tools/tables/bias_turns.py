@@ -1,4 +1,4 @@
-"""Rows of docs/bias.md as episodes: each token is a turn with a reward and a state; and the credits that read them."""
+"""Rows of docs/algorithms/bias.md as episodes, each token a turn with a reward and a state, and their credits."""
 
 from collections.abc import Callable
 from functools import partial

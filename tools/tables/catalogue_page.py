@@ -1,4 +1,4 @@
-"""Writes the tables of docs/catalogue.md from the docstrings of the functions they list.
+"""Writes the tables of docs/algorithms/catalogue.md from the docstrings of the functions they list.
 
 python tools/tables/catalogue_page.py            rewrite the tables in the page
 python tools/tables/catalogue_page.py --check    exit 1 if the page is not what would be written
@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "catalogue.md"
+PAGE = ROOT / "docs" / "algorithms" / "catalogue.md"
 TABLE = re.compile(r"^<!-- functions of (\w+) \(([\w, ]+)\) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 LABELS = {"Use it when": "use it when", "Peers": "peers"}
 # "GSPO (arXiv:2507.18071, eq. 5 and 7)" or "(IcePop; arXiv:...)": a clause, and in parentheses where it is to be found.
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = PAGE.read_text(encoding="utf-8")
     wanted = written(page)
     if check and page != wanted:
-        print("docs/catalogue.md: got tables that differ, run python tools/tables/catalogue_page.py")
+        print("docs/algorithms/catalogue.md: got tables that differ, run python tools/tables/catalogue_page.py")
         return 1
     if not check:
         PAGE.write_text(wanted, encoding="utf-8")

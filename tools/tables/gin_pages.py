@@ -1,4 +1,4 @@
-"""Writes docs/knobs.md and docs/gin_files.md from the gin files and from the code that they name.
+"""Writes docs/configuration/{knobs,gin_files}.md from the gin files and from the code that they name.
 
 python tools/tables/gin_pages.py            rewrite both pages
 python tools/tables/gin_pages.py --check    exit 1 if a page is not what would be written
@@ -22,7 +22,7 @@ from grpo_fn.config import parse_gin
 from grpo_fn.config.nodes import Bindings, Macro, Reference, functions
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS, GIN = ROOT / "docs", ROOT / "gin"
+PAGES, GIN = ROOT / "docs" / "configuration", ROOT / "gin"
 # What a file uses without a value of its own: a user gives it.
 GIVEN = {"MODEL": "'MODEL'", "DATA": "'DATA'", "DEMONSTRATIONS": "'DEMONSTRATIONS'"}
 KNOBS = """# Knobs
@@ -34,7 +34,8 @@ Written by `python tools/tables/gin_pages.py`; a test holds it against the code.
 
 prints the plan with the value that every knob has then. A knob without a value in `base.gin` is bound by the file that
 names its function, or given by the program (a sampler's temperature). What a function computes is in its docstring;
-those of the algorithms are in [the catalogue](catalogue.md) with their papers, the files in [gin files](gin_files.md).
+those of the algorithms are in [the catalogue](../algorithms/catalogue.md) with their papers, the files in
+[gin files](gin_files.md).
 """
 FILES = """# Gin files
 
@@ -158,7 +159,7 @@ def knob_sections(base: Bindings, targets: Sequence[Callable[..., Any]]) -> Iter
 
 
 def knobs_page(paths: Sequence[Path]) -> str:
-    """docs/knobs.md: the root, its sections, then everything else by module."""
+    """docs/configuration/knobs.md: the root, its sections, then everything else by module."""
     found = dict.fromkeys(target for path in paths for target in functions(bindings_of(path)))
 
     def order(target: Callable[..., Any]) -> tuple[bool, bool, str, int]:
@@ -191,7 +192,7 @@ def own_bindings(path: Path) -> list[str]:
 
 
 def files_page(paths: Sequence[Path]) -> str:
-    """docs/gin_files.md: a table for each folder."""
+    """docs/configuration/gin_files.md: a table for each folder."""
     parts = [FILES]
     for folder, what in FOLDERS.items():
         parts += [f"## gin/{folder}", "", f"{what[0].upper()}{what[1:]}.", ""]
@@ -207,7 +208,7 @@ def files_page(paths: Sequence[Path]) -> str:
 def pages() -> dict[Path, str]:
     """Both pages as they would be written."""
     paths = sorted(GIN.rglob("*.gin"))
-    return {DOCS / "knobs.md": knobs_page(paths), DOCS / "gin_files.md": files_page(paths)}
+    return {PAGES / "knobs.md": knobs_page(paths), PAGES / "gin_files.md": files_page(paths)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -219,7 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = parser.parse_args(argv).check
     changed = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in changed if check else ():
-        print(f"docs/{path.name}: got another page than the code gives, run python tools/tables/gin_pages.py")
+        print(
+            f"docs/configuration/{path.name}: got another page than the code gives, run "
+            "python tools/tables/gin_pages.py"
+        )
     for path in () if check else changed:
         path.write_text(pages()[path], encoding="utf-8")
     return int(check and bool(changed))

@@ -1,4 +1,4 @@
-"""docs/import_options.md: every option of TRL's GRPOConfig and of NeMo-RL's GRPO examples, and what becomes of it.
+"""docs/migrating/import_options.md: every option of TRL's GRPOConfig and of NeMo-RL's GRPO examples.
 
 python tools/tables/options_table.py            rewrite the page
 python tools/tables/options_table.py --check    exit 1 if the page is not what would be written
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "import_options.md"
+PAGE = HERE.parents[1] / "docs" / "migrating" / "import_options.md"
 sys.path.insert(0, str(HERE.parent / "import_config"))
 
 from import_draft import DIFFERS, LEFT, UNKNOWN, Draft, fits  # noqa: E402
@@ -287,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     changed = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
     if changed and check:
         print(
-            "docs/import_options.md: got another page than the importer gives, run python tools/tables/options_table.py"
+            "docs/migrating/import_options.md: got another page than the importer gives, run "
+            "python tools/tables/options_table.py"
         )
     elif changed:
         PAGE.write_text(text, encoding="utf-8")

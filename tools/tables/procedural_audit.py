@@ -1,4 +1,4 @@
-"""Audit every kind of procedural problem that reasoning-gym has, and print the table that docs/procedural.md shows.
+"""Audit every kind of procedural problem of reasoning-gym, and print the table of docs/tasks/procedural.md.
 
 python tools/tables/procedural_audit.py
 

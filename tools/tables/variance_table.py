@@ -1,4 +1,4 @@
-"""Measure the variance of the gradient under every advantage and baseline, and print the table that docs/bias.md shows.
+"""Measure the gradient's variance under every advantage and baseline: the table of docs/algorithms/bias.md.
 
 python tools/tables/variance_table.py
 

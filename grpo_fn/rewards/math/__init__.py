@@ -13,7 +13,7 @@ Leniencies that are kept, each with its test: a unit, degree, currency or base t
 percent sign is a unit where the gold has none and is 1 or more, else a hundredth; a name before an equals sign is
 ignored; letters have no case; point, open interval and bare list of the same numbers are equal; expressions with
 letters or roots are equal if their values are, multiplied out or not; a decimal of 6 places or more may stand for the
-rational that it rounds. docs/verifier.md says it class by class.
+rational that it rounds. docs/rewards/verifier.md says it class by class.
 """
 
 import re

@@ -95,7 +95,7 @@ class Probe:
             raise Mismatch(
                 f"engine {worst} of {spread.engines}: got log-probs that are {mean:.3g} nats from the policy's "
                 f"in the mean of {len(rows[worst])} tokens, wanted at most {limit:g} (probe.Probe.max_gap{knob}): "
-                "it samples from other weights, another temperature or in a coarser precision; docs/engines.md"
+                "it samples from other weights, another temperature or in a coarser precision; docs/running/engines.md"
             )
         return {"engine/probe_gap_mean": float(torch.cat(rows).mean()), "engine/probe_gap_max": float(gap.max())}
 
@@ -117,7 +117,7 @@ class Probe:
             raise Mismatch(
                 f"engine {worst} of {engines}: got draws that the policy's distribution makes with a chance of "
                 f"{lowest:.2g}, wanted at least {self.min_p_value:g} (probe.Probe.min_p_value): it leaves tokens out "
-                "(top-k, top-p, min-p), or draws at another temperature; docs/engines.md"
+                "(top-k, top-p, min-p), or draws at another temperature; docs/running/engines.md"
             )
         return {"engine/probe_draws_p_value": lowest}
 

@@ -1,7 +1,7 @@
 """Programs that a model wrote, run against tests where they can do no harm and cannot say themselves that they pass.
 
 What happens inside is in `harness`, how it is shut in is in `isolation`; here it is started and listened to.
-docs/sandbox.md says what that guards against and what it does not. It runs in reward workers, without torch.
+docs/rewards/sandbox.md says what that guards against and what it does not. It runs in reward workers, without torch.
 """
 
 import marshal
@@ -112,7 +112,7 @@ def strongest_isolation(limits: Limits) -> AbstractContextManager[Cell]:
             return isolation(limits)
     raise RuntimeError(
         f"sandbox: got bubblewrap {_amiss(bubblewrap)!r} and namespaces {_amiss(namespaces)!r}, wanted one of them to "
-        "work: install bubblewrap, allow user namespaces, or accept what docs/sandbox.md says of rlimits alone with "
+        "work: install bubblewrap, allow user namespaces, or accept what docs/rewards/sandbox.md says of rlimits with "
         "sandbox.run_program.isolation = @isolation.rlimits_only"
     )
 
