@@ -42,6 +42,7 @@ class Bindings:
     bound_at: dict[str, str] = field(default_factory=dict)  # macro -> the last place that binds it
     used_at: dict[str, str] = field(default_factory=dict)  # macro -> the first place that mentions it
     from_params: set[str] = field(default_factory=set)  # macros that the command line binds
+    knobs_from_params: dict[tuple[str, Callable[..., Any]], dict[str, str]] = field(default_factory=dict)  # to its flag
 
 
 def nested_references(value: Any) -> Iterator[Reference | Macro]:

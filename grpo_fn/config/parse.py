@@ -58,9 +58,9 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
         for file in gin_files:
             parse(gin.parse_config_file, file, "")
         for param in gin_params:
-            parse(gin.parse_config, param_statement(param, bindings, imports), f"--gin_param {param!r}: ")
+            parse_param(param, bindings, imports)
         for (scope, selector), knobs in gin.config._CONFIG.items():
-            target = gin.config._REGISTRY[selector].wrapped
+            target = wrapped_function(selector)
             values = {knob: plain_value(value) for knob, value in knobs.items()}
             if target is gin.config.macro:
                 bindings.macros[scope] = values["value"]
@@ -72,6 +72,27 @@ def parse_gin(gin_files: Sequence[str], gin_params: Sequence[str]) -> Bindings:
     labels = {key: "/".join(filter(None, [key[0], full_name(key[1])])) for key in bindings.knobs}
     complain([p for key, knobs in bindings.knobs.items() for p in bad_names(labels[key], key[1], knobs)])
     return bindings
+
+
+def parse_param(param: str, bindings: Bindings, imports: list[ImportStatement]) -> None:
+    """Let gin parse `NAME=VALUE` on top of what it has, and note the knob that this binds."""
+    flag, table = f"--gin_param {param!r}", gin.config._CONFIG
+    statement = param_statement(param, bindings, imports)
+    earlier = {key: {**knobs} for key, knobs in table.items()}
+    table.clear()  # so that what is in it afterwards is of this parameter
+    parse(gin.parse_config, statement, f"{flag}: ")
+    new = {key: {**knobs} for key, knobs in table.items()}
+    table.clear()
+    for key in dict.fromkeys([*earlier, *new]):
+        table[key] = earlier.get(key, {}) | new.get(key, {})
+    for (scope, selector), knobs in new.items():
+        if (target := wrapped_function(selector)) is not gin.config.macro:
+            bindings.knobs_from_params.setdefault((scope, target), {}).update(dict.fromkeys(knobs, flag))
+
+
+def wrapped_function(selector: str) -> Callable[..., Any]:
+    """The function itself that gin knows by this name."""
+    return gin.config._REGISTRY[selector].wrapped
 
 
 def plain_value(value: Any) -> Any:

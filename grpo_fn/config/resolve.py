@@ -25,13 +25,15 @@ Supplied = Mapping[str, Collection[str]]
 def resolve(bindings: Bindings, root: Callable[..., Any], supplied: Supplied, wanted: Collection[str]) -> Node:
     """The root with all of the wanted knobs that it would receive. Raises ValueError with all that is missing or wrong.
 
-    Knobs bound for a function that the root never reaches are no error: an include may set the knobs of a function
-    which a later include replaces.
+    Knobs bound in a file for a function that the root never reaches are no error: an include may set the knobs of a
+    function which a later include replaces. Those bound on the command line are, where all of the root is wanted.
     """
     complain(list(unused_macros(bindings)))
     resolver = Resolver(bindings, supplied, wanted)
     node = resolver.node(Reference(root, (), False), (), (), ())
     complain(resolver.problems)
+    if set(knobs_of(root)) <= set(wanted):
+        complain(list(unused_params(bindings, resolver.reached)))
     return node
 
 
@@ -44,6 +46,24 @@ def unused_macros(bindings: Bindings) -> Iterator[str]:
         if name not in used | mentioned:
             hint = suggest_name(name, used) or f"; macros in use: {comma_list(sorted(used))}"
             yield f"{name}: nothing uses this macro (bound at {bindings.bound_at[name]}){hint}"
+
+
+def unused_params(bindings: Bindings, reached: Collection[tuple[str, Callable[..., Any]]]) -> Iterator[str]:
+    """A knob bound on the command line has to be one of a function that the run uses, in that scope."""
+    used = {target for _, target in reached}
+    for (scope, target), knobs in bindings.knobs_from_params.items():
+        if (scope, target) in reached:
+            continue
+        where = f" in the scope {scope}" if target in used else ""
+        for knob, flag in knobs.items():
+            owners = [f"{gin_name(other)}.{knob}" for other in used - {target} if knob in knobs_of(other)]
+            hint = suggest_name(f"{gin_name(target)}.{knob}", owners)
+            yield f"{flag}: the run does not use {gin_name(target)}{where}, wanted a knob that has an effect{hint}"
+
+
+def gin_name(target: Callable[..., Any]) -> str:
+    """`module.function`, as a gin file writes it."""
+    return ".".join(full_name(target).split(".")[-2:])
 
 
 def fill_macros(bindings: Bindings, standing_for: Mapping[str, str]) -> None:
@@ -69,6 +89,7 @@ class Resolver:
     def __init__(self, bindings: Bindings, supplied: Supplied, wanted: Collection[str]) -> None:
         self.bindings, self.supplied, self.wanted = bindings, supplied, wanted  # the last two are the root's
         self.problems: list[str] = []
+        self.reached: set[tuple[str, Callable[..., Any]]] = set()  # scopes and functions whose knobs are looked up
 
     def value(self, value: Any, scope: tuple[str, ...], supplied: Collection[str], trail: tuple[str, ...]) -> Any:
         """`trail` names the functions and macros on the way from the root; `supplied` is for a reference right here."""
@@ -100,6 +121,7 @@ class Resolver:
             return self.circle(label, trail)
         parameters = signature(ref.target)
         prefixes = ["/".join(scope[:depth]) for depth in range(len(scope) + 1)]
+        self.reached.update((prefix, ref.target) for prefix in prefixes)
         bound = reduce(dict.__or__, (self.bindings.knobs.get((prefix, ref.target), {}) for prefix in prefixes))
         left = () if trail else parameters.keys() - self.wanted
         bound = {knob: value for knob, value in bound.items() if knob not in left}

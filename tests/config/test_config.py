@@ -412,6 +412,23 @@ def test_every_mistake_is_one_line_that_names_it(line: str, wanted: str) -> None
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("param", "wanted"),
+    [
+        ("fm.shift.by=2", "the run does not use fixture_module.shift, wanted a knob that has an effect"),
+        (
+            "fm.broken_task.size=3",
+            "the run does not use fixture_module.broken_task, wanted a knob that has an effect; did you mean "
+            "fixture_module.task.size?",
+        ),
+        ("s/fm.task.size=3", "the run does not use fixture_module.task in the scope s, wanted a knob that has an"),
+    ],
+)
+def test_a_knob_of_a_function_that_the_run_does_not_use_is_refused_on_the_command_line(param: str, wanted: str) -> None:
+    assert complaint(RUN, param).startswith(f"--gin_param {param!r}: {wanted}")
+    assert load_text(f"{RUN}{param}\n").fingerprint == load_text(RUN).fingerprint  # in a file it may be for another one
+
+
 def test_everything_unbound_is_listed_at_once() -> None:
     text = f"{HEADER}fm.root.objective = @fm.objective\nfm.objective.beta = %BETA\nfm.root.advantage = @s/fm.scale\n"
     assert complaint(text).splitlines() == [

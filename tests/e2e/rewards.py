@@ -1,6 +1,7 @@
 """Rewards that a model can get before it has learnt anything, and that start without a parser of mathematics."""
 
 import os
+import time
 
 from grpo_fn.core.problem import Completion, Problem
 
@@ -18,3 +19,9 @@ def digits(problem: Problem, completion: Completion) -> float:
 def deadly(problem: Problem, completion: Completion) -> float:
     """None of its workers outlives it."""
     os._exit(1)
+
+
+def slow_digits(problem: Problem, completion: Completion) -> float:
+    """As `digits`, and slow enough that rows are scored as they end."""
+    time.sleep(0.005)
+    return digits(problem, completion)

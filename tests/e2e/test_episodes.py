@@ -5,7 +5,9 @@ import json
 import re
 import signal
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from e2e.faults import job
@@ -14,6 +16,7 @@ from e2e.test_ahead_run import AHEAD, IMPORTS
 from e2e.test_ranks import same_run
 
 from grpo_fn.replay.__main__ import main as replay
+from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 
 EPISODES = ("--gin_file", str(TESTS / "e2e" / "episodes.gin"))
 
@@ -53,15 +56,6 @@ def test_an_opening_that_leaves_no_turn_is_refused_before_a_model_is_loaded(cach
         said,
     ), said
     assert "loading the model" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["generate", "train", "checkpoint"])
-def test_a_killed_run_goes_on_bit_for_bit(cache: Path, episodes: Path, tmp_path: Path, phase: str) -> None:
-    argv = command(cache, tmp_path / "run", *EPISODES)
-    assert finish(argv, tmp_path / "out", AtPhase(phase, 2, signal.SIGKILL)) == -signal.SIGKILL
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    assert outcome(tmp_path / "run") == outcome(episodes)
 
 
 @pytest.mark.slow
@@ -132,25 +126,6 @@ def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_p
     assert any(text.endswith("other") for text in shown)
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_inside_a_tool_goes_on_bit_for_bit(cache: Path, episodes: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "calls"
-    folder.mkdir()
-    changes = {
-        "environment__Environment__step": "@environment_fakes.kills_the_run_once",
-        "environment_fakes__kills_the_run_once__folder": repr(str(folder)),
-        "environment_fakes__kills_the_run_once__after": 20,
-    }
-    argv = command(cache, tmp_path / "run", *EPISODES, **changes)
-    assert finish(argv, tmp_path / "out") == -signal.SIGKILL
-    assert (folder / "killed").exists()
-    assert 0 < metrics(tmp_path / "run")[-1]["step"] < 6  # in the middle of the run
-    assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
-    one, other = outcome(tmp_path / "run"), outcome(episodes)
-    for name in ("model", "tensors", "eval", "metrics", "rollouts"):
-        assert one[name] == other[name], name
-
-
 def ahead_of(cache: Path, folder: Path) -> list[str]:
     """The arguments of a run of episodes that samples ahead."""
     folder.mkdir()
@@ -169,3 +144,32 @@ def test_a_batch_of_episodes_that_is_sampled_ahead_goes_through_a_checkpoint(cac
     assert finish(argv, tmp_path / "out", AtPhase("train", 4, signal.SIGKILL)) == -signal.SIGKILL
     assert finish(argv, tmp_path / "out") == 0, (tmp_path / "out").read_text()
     assert outcome(tmp_path / "broken" / "run") == outcome(whole)
+
+
+def notes_early_rows(note: Path) -> None:
+    """Doom that harms nothing: a dot in the file for each row that is claimed before its step asks for rewards."""
+    claim = StreamingRewards._early
+
+    def watched(streaming: StreamingRewards, *args: Any) -> Any:
+        rows = claim(streaming, *args)
+        with note.open("a") as file:
+            file.write("." * len(rows))
+        return rows
+
+    StreamingRewards._early = watched
+
+
+def without_early_rewards() -> None:
+    """Doom that harms nothing: no row is scored before its step asks for rewards."""
+    StreamingRewards.on_completion = lambda streaming, problem, completion: None
+
+
+@pytest.mark.slow
+def test_rewards_that_come_early_are_those_that_come_late(cache: Path, tmp_path: Path) -> None:
+    changes = {"combine__combine__parts": "[@rewards.named, @rewards.slow_digits]"}
+    dooms = {"early": partial(notes_early_rows, tmp_path / "rows"), "late": without_early_rewards}
+    for name, doom in dooms.items():
+        argv = command(cache, tmp_path / name, *EPISODES, **changes)
+        assert finish(argv, tmp_path / "out", doom) == 0, (tmp_path / "out").read_text()
+    assert (tmp_path / "rows").stat().st_size > 4 * 16 / 2  # of four steps, the first two being scored as one
+    assert outcome(tmp_path / "early") == outcome(tmp_path / "late")

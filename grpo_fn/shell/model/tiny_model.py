@@ -197,10 +197,26 @@ def train_tokenizer(texts: list[str], *, vocabulary: int) -> PreTrainedTokenizer
 
 
 def random_model(shape: Shape, *, seed: int, eos: int) -> Qwen2ForCausalLM:
-    """Random weights under `seed`; the global generator is left as it was."""
+    """A model of this shape with random weights under `seed`, of the standard deviation 0.02 as Qwen2 has it."""
+    return random_weights(shape.config(eos), seed=seed)
+
+
+def initial_config(shape: Shape, initializer_range: float, *, eos: int) -> Qwen2Config:
+    """The config of a model whose first weights have this standard deviation.
+
+    Qwen2's 0.02 is for wide models: at a width of 128 the attention of such a model is flat at first, and it takes more
+    than a thousand steps to learn to copy. 1 / sqrt(width) is a good choice.
+    """
+    config = shape.config(eos)
+    config.initializer_range = initializer_range
+    return config
+
+
+def random_weights(config: Qwen2Config, *, seed: int) -> Qwen2ForCausalLM:
+    """A model with random weights under `seed`; the global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(shape.config(eos)).eval()
+        return Qwen2ForCausalLM(config).eval()
 
 
 def train_supervised(

@@ -41,13 +41,14 @@ class ToolRecipe:
     before: str  # text in front of what the tool gives, as the chat format has it
     after: str  # text behind it
     shape: Shape  # of the model
+    initializer_range: float  # standard deviation of the weights that it begins with
     warm_start: ToolWarmStart  # supervised steps before the run
     seed: int  # of weights and demonstrations
     cache: str  # folder that models are kept in; ~ is the home
 
     def config(self) -> Qwen2Config:
         """The shape, without making the model."""
-        return self.shape.config(eos=self.shape.vocabulary - 1)
+        return tiny_model.initial_config(self.shape, self.initializer_range, eos=self.shape.vocabulary - 1)
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
@@ -64,7 +65,8 @@ def make_tool_model(recipe: ToolRecipe, path: Path, *, report: Callable[[str], N
     problems = [task.train(corpus_key, index) for index in range(TEXTS)]
     texts = ["".join(text for text, _ in rows(problem, use)) for problem in problems for use in (False, True)]
     tokenizer = tiny_model.train_tokenizer(texts, vocabulary=recipe.shape.vocabulary)
-    model = tiny_model.random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
+    config = tiny_model.initial_config(recipe.shape, recipe.initializer_range, eos=tokenizer.eos_token_id)
+    model = tiny_model.random_weights(config, seed=recipe.seed)
     shown = calculation.tool_demonstrations(task, prng.fold_in(key, 1), tool_share=recipe.warm_start.tool_share)
     taught = (rows(problem, use) for problem, use in shown)
     tiny_model.train_supervised(model, tokenizer, taught, recipe.warm_start, report=report)

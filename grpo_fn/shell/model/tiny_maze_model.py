@@ -1,0 +1,93 @@
+"""A small Qwen2 that can walk a maze, made here: warm-started on walks that choose among the open ways by chance.
+
+Rows are laid out as `chat_format.text` lays out episodes of `environments.maze`.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count as count_from
+from pathlib import Path
+
+from transformers import Qwen2Config
+
+from grpo_fn.core import prng
+from grpo_fn.core.environment import Message
+from grpo_fn.core.problem import Problem
+from grpo_fn.environments import maze
+from grpo_fn.shell.model import demonstrations, hf, tiny_model
+from grpo_fn.shell.model.tiny_model import Segment, Shape
+from grpo_fn.tasks import draws, mazes
+from grpo_fn.tasks import task as tasks
+
+TEXTS = 2000  # walks that the tokenizer is trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class MazeWarmStart:
+    """Supervised steps on walks through training mazes: cross-entropy of each direction and EOS, AdamW."""
+
+    steps: int  # optimizer updates
+    rows: int  # walks a step
+    lr: float  # peak of a warm-up and a decay
+    moves: int  # directions of a walk, unless it reaches the exit before
+
+
+@dataclass(frozen=True, kw_only=True)
+class MazeRecipe:
+    """The recipe of a tiny model that can walk a maze, which decides its every byte."""
+
+    side: int  # places in a row of the maze
+    test_size: int  # held-out mazes, in which no demonstration walks
+    before: str  # text in front of what is seen, as the chat format has it
+    after: str  # text behind it
+    shape: Shape  # of the model
+    initializer_range: float  # standard deviation of the weights that it begins with
+    warm_start: MazeWarmStart  # supervised steps before the run
+    seed: int  # of weights and demonstrations
+    cache: str  # folder that models are kept in; ~ is the home
+
+    def config(self) -> Qwen2Config:
+        """The shape, without making the model."""
+        return tiny_model.initial_config(self.shape, self.initializer_range, eos=self.shape.vocabulary - 1)
+
+    def folder(self) -> str:
+        """The cached folder, made now when it is not there."""
+        code = (sys.modules[__name__], maze, mazes, draws, tasks, prng, hf, demonstrations)
+        return tiny_model.cached_folder("maze", self, code, make_maze_model)
+
+
+def make_maze_model(recipe: MazeRecipe, path: Path, *, report: Callable[[str], None] = print) -> None:
+    """Build, warm-start and write the model."""
+    key = prng.key(recipe.seed, device="cpu")
+    task = mazes.task(side=recipe.side, show_map=False, test_size=recipe.test_size)
+    walk = partial(random_walk, moves=recipe.warm_start.moves, before=recipe.before, after=recipe.after)
+    chance = random.Random(recipe.seed)
+
+    def walks(number: int) -> Iterator[list[Segment]]:
+        stream = prng.fold_in(key, number)
+        return (walk(task.train(stream, index), chance) for index in count_from())
+
+    texts = ["".join(text for text, _ in row) for row, _ in zip(walks(0), range(TEXTS), strict=False)]
+    tokenizer = tiny_model.train_tokenizer(texts, vocabulary=recipe.shape.vocabulary)
+    config = tiny_model.initial_config(recipe.shape, recipe.initializer_range, eos=tokenizer.eos_token_id)
+    model = tiny_model.random_weights(config, seed=recipe.seed)
+    tiny_model.train_supervised(model, tokenizer, walks(1), recipe.warm_start, report=report)
+    hf.export(model, tokenizer, path)
+
+
+def random_walk(problem: Problem, chance: random.Random, *, moves: int, before: str, after: str) -> list[Segment]:
+    """A walk that takes each open way with the same probability, back where it came from included."""
+    walker = maze.environment(cost=0.0)
+    state, messages = walker.start(problem, 0)
+    row = [("\n".join(message.content for message in messages), False)]
+    for move in range(moves):
+        way = chance.choice(maze.open_ways(state["maze"], state["row"], state["column"]))
+        row.append((way, True))
+        state, messages, _, done = walker.step(state, Message("assistant", way), 0)
+        if done or move + 1 == moves:
+            break
+        row += [(f"{before}{message.content}{after}", False) for message in messages]
+    return row
