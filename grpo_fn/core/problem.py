@@ -21,7 +21,7 @@ class Problem(NamedTuple):
 class Turn(NamedTuple):
     """One turn of an episode: what the policy wrote, and what the environment made of it."""
 
-    text: str  # of the policy's message
+    text: str  # that the policy wrote, its tool calls included
     length: int  # sampled tokens
     observation: str  # text of the messages that answered it
     reward: float | None  # None: it cannot be scored

@@ -87,15 +87,28 @@ def open_ways(maze: Sequence[str], row: int, column: int) -> list[str]:
     return [name for name, (down, right) in DIRECTIONS.items() if maze[row + down][column + right] != "#"]
 
 
+def exit_directions(maze: Sequence[str], row: int, column: int) -> list[str]:
+    """The directions in which the exit lies as the crow flies.
+
+    Args:
+        maze: the map, a text for each row.
+        row: of the place, from 0.
+        column: of the place, from 0.
+
+    Returns:
+        One or two of DIRECTIONS, in their order; none at the exit.
+    """
+    exit_row, exit_column = _find(maze, "E")
+    down, right = exit_row - row, exit_column - column
+    lies = zip(DIRECTIONS, (down < 0, right > 0, down > 0, right < 0), strict=True)
+    return [name for name, is_there in lies if is_there]
+
+
 def _find(maze: Sequence[str], mark: str) -> tuple[int, int]:
     return next((row, line.index(mark)) for row, line in enumerate(maze) if mark in line)
 
 
 def _describe(maze: Sequence[str], row: int, column: int) -> str:
     """The place, the exit's place relative to it, and the open ways."""
-    exit_row, exit_column = _find(maze, "E")
-    down, right = exit_row - row, exit_column - column
-    aims = [
-        name for name, is_there in zip(DIRECTIONS, (down < 0, right > 0, down > 0, right < 0), strict=True) if is_there
-    ]
+    aims = exit_directions(maze, row, column)
     return f"The exit is {' and '.join(aims)}. Open: {', '.join(open_ways(maze, row, column))}."

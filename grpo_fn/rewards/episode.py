@@ -51,3 +51,16 @@ def used_tool(problem: Problem, completion: Completion) -> float:
         1.0 or 0.0.
     """
     return float(any(turn.calls for turn in completion.turns))
+
+
+def right_with_tool(problem: Problem, completion: Completion) -> float | None:
+    """`used_tool` of episodes whose last turn was rewarded: as a grader, the share of right answers that used a tool.
+
+    Args:
+        problem: not read.
+        completion: the episode.
+
+    Returns:
+        1.0 or 0.0; None, which no mean counts, where the last turn was not rewarded.
+    """
+    return used_tool(problem, completion) if last_reward(problem, completion) else None

@@ -149,7 +149,7 @@ class Episodes:
         if not isinstance(chat, ChatFormat):
             raise ValueError(
                 f"sections.Episodes.chat_format: got a {type(chat).__name__}, wanted a ChatFormat: an object with end, "
-                "open, extend and parse"
+                "open, extend, parse and read"
             )
         return Environments(
             name=self.name,

@@ -447,7 +447,8 @@ def test_what_the_program_supplies_may_be_unbound_only_where_it_supplies_it() ->
 
 
 def test_knobs_of_a_function_that_was_replaced_are_no_error() -> None:
-    config = load_text(RUN, "fm.root.advantage=@fm.shift", "fm.shift.by=4", "fm.root.advantage=@fm.plain")
+    text = f"{RUN}fm.root.advantage = @fm.shift\nfm.shift.by = 4\n"
+    config = load_text(text, "fm.root.advantage=@fm.plain")
     assert config.kwargs()["advantage"] is fm.plain
 
 

@@ -41,7 +41,13 @@ SMALL = {
     "reward_pool.RewardPool.timeout_per_completion": 60.0,
 }
 # The same of a run of the arithmetic task, on top of e2e/small.gin.
-SMALLER = {"STEPS": 2, "TEST_SIZE": 8, "tiny_model.WarmStart.steps": 5}
+SMALLER = {"STEPS": 2, "TEST_SIZE": 8}
+# The warm start of a run file's model, and what makes it.
+MADE = {
+    "run/calculator.gin": ("tiny_tool_model.ToolWarmStart", "tiny_tool_model.ToolRecipe"),
+    "run/maze.gin": ("tiny_maze_model.MazeWarmStart", "tiny_maze_model.MazeRecipe"),
+}
+ARITHMETIC = ("tiny_model.WarmStart", "tiny_model.Recipe")
 # A recipe that wants what a CPU has not.
 QWEN = {"sections.Compute.attention": '"sdpa"', "mesh.Parallelism.compile": "@blocks.eager"}
 MORE = {"experiments/qwen_math_2gpu/run.gin": QWEN}
@@ -147,11 +153,13 @@ def small_run(argv: Sequence[str], things: Things) -> list[str]:
             bound["GSM8K"] = data("GSM8K", argv, things)
         bound |= MORE.get(recipe, {})
         return before_params([], bound, argv)
-    return before_params(["--gin_file", str(SMALL_RUN)], SMALLER | cache(things), argv)
+    warm_start, made = next((MADE[name] for name in files if name in MADE), ARITHMETIC)
+    bound = SMALLER | {f"{warm_start}.steps": 5} | cache(things, made)
+    return before_params(["--gin_file", str(SMALL_RUN)], bound, argv)
 
 
-def cache(things: Things) -> dict[str, str]:
-    return {"tiny_model.Recipe.cache": repr(str(things.cache))}
+def cache(things: Things, made: str = ARITHMETIC[1]) -> dict[str, str]:
+    return {f"{made}.cache": repr(str(things.cache))}
 
 
 def needs_model(files: Sequence[str], given: Sequence[str]) -> bool:

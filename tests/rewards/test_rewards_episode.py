@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.core.problem import Completion, Problem, Turn
-from grpo_fn.rewards.episode import last_reward, total_reward, used_tool
+from grpo_fn.rewards.episode import last_reward, right_with_tool, total_reward, used_tool
 
 ASKED = Problem(0, "?", "42", {})
 rewards = st.one_of(st.none(), st.integers(-8, 8).map(float))
@@ -39,3 +39,17 @@ def test_a_tool_was_used_in_any_turn(calls):
 def test_a_discount_outside_its_range_is_refused(gamma):
     with pytest.raises(ValueError, match=rf"gamma: got {gamma}, wanted 0 to 1"):
         total_reward(ASKED, episode([1.0]), gamma=gamma)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "calls", "wanted"),
+    [
+        ([0.0, 1.0], [1, 0], 1.0),
+        ([1.0], [0], 0.0),
+        ([0.0, 0.0], [1, 0], None),
+        ([0.0, None], [1, 0], None),
+        ([], [], None),
+    ],
+)
+def test_a_tool_counts_where_the_answer_is_right(rewards, calls, wanted):
+    assert right_with_tool(ASKED, episode(rewards, calls)) == wanted

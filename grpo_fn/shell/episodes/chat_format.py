@@ -30,14 +30,22 @@ class ChatFormat(Protocol):
     def parse(self, turn: Sequence[int]) -> Message:
         """What the policy sampled in a turn, its end token included, as a message."""
 
+    def read(self, turn: Sequence[int]) -> str:
+        """The text of a turn as the policy wrote it, its calls and its thinking included, without special tokens."""
+
 
 MakeChatFormat = Callable[[PreTrainedTokenizerBase], ChatFormat]
 
 
 def parse_turn(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], read_calls: ReadCalls) -> Message:
     """The turn's text without special tokens, apart from its tool calls."""
-    content, calls, malformed = read_calls(tokenizer.decode(list(turn), skip_special_tokens=True))
+    content, calls, malformed = read_calls(read_turn(tokenizer, turn))
     return Message("assistant", content, "", calls, malformed)
+
+
+def read_turn(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int]) -> str:
+    """The turn's whole text without special tokens."""
+    return tokenizer.decode(list(turn), skip_special_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,10 @@ class TextFormat:
     def parse(self, turn: Sequence[int]) -> Message:
         """The text."""
         return parse_turn(self.tokenizer, turn, self.read_calls)
+
+    def read(self, turn: Sequence[int]) -> str:
+        """The whole text."""
+        return read_turn(self.tokenizer, turn)
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.environment import Message
-from grpo_fn.shell.episodes.chat_format import parse_turn
+from grpo_fn.shell.episodes.chat_format import parse_turn, read_turn
 from grpo_fn.shell.episodes.tool_calls import ReadCalls
 
 OPENING = (Message("user", "question"),)
@@ -51,6 +51,10 @@ class TemplateFormat:
     def parse(self, turn: Sequence[int]) -> Message:
         """The text without the template's marks."""
         return parse_turn(self.tokenizer, turn, self.read_calls)
+
+    def read(self, turn: Sequence[int]) -> str:
+        """The whole text."""
+        return read_turn(self.tokenizer, turn)
 
     def row_with(self, turn: str, messages: Sequence[Message]) -> list[int]:
         """The row of a conversation in which the policy wrote `turn`, as sampling makes it."""

@@ -224,9 +224,9 @@ class EpisodeRows:
     # -- one row
 
     def _note(self, row: EpisodeRow, tokens: Sequence[int], reward: float | None, limit: str = "") -> None:
-        message = row.message
+        message, written = row.message, self.of.chat.read(tokens)
         row.turns.append(
-            Turn(message.content, len(tokens), "", reward, row.state_hash, len(message.calls), message.malformed, limit)
+            Turn(written, len(tokens), "", reward, row.state_hash, len(message.calls), message.malformed, limit)
         )
 
     def _cut_by(self, row: EpisodeRow, length: int) -> str:
@@ -255,11 +255,11 @@ class EpisodeRows:
 
     def _from_tape(self, row: EpisodeRow, taped: Taped, n: int) -> Answer:
         """What the environment answered then. Where it was asked about something else, a failure, or TapeDiffers."""
-        was = taped.turns[n] if n < len(taped.turns) else None
-        if was is None or was.text != row.message.content or not was.answer:
+        was, written = taped.turns[n] if n < len(taped.turns) else None, row.turns[n].text
+        if was is None or was.text != written or not was.answer:
             got = "the end of the tape" if was is None else f"a turn that began {was.text[:80]!r}"
             text = (
-                f"{self._place(row, n)}: got {got}, wanted what was answered to {row.message.content[:80]!r}: the "
+                f"{self._place(row, n)}: got {got}, wanted what was answered to {written[:80]!r}: the "
                 "policy wrote something else than when the tape was made"
             )
             if self.of.tape.strict:
@@ -270,7 +270,7 @@ class EpisodeRows:
     def _failed_before(self, row: EpisodeRow, taped: Taped, n: int) -> bool:
         """Whether the environment failed there: it may have been late, which it may not be again."""
         was = taped.turns[n] if n < len(taped.turns) else None
-        return was is not None and was.text == row.message.content and was.answer.startswith(FAILURE)
+        return was is not None and was.text == row.turns[n].text and was.answer.startswith(FAILURE)
 
     def _compare(self, row: EpisodeRow, found: Answer) -> None:
         """Raise TapeDiffers where a pure environment answers the same message otherwise than before."""

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.environment import Message, ToolCall
+from grpo_fn.shell.episodes.chat_format import read_turn
 
 OPENING = ({"role": "user", "content": "question"},)
 TURNS = ("answer", "another")  # what is put behind must not depend on them
@@ -45,6 +46,10 @@ class RendererFormat:
             else:
                 wrong = wrong or f"got a tool call that is {call.status}: {call.raw[:80]!r}"
         return Message("assistant", found.content, "", tuple(calls), wrong)
+
+    def read(self, turn: Sequence[int]) -> str:
+        """The whole text."""
+        return read_turn(self.tokenizer, turn)
 
     def _behind(self, turn: str, messages: Sequence[Message]) -> list[int]:
         before = self.renderer.render_ids(list(OPENING), add_generation_prompt=True)

@@ -1,11 +1,11 @@
-"""A small Qwen2 that can walk a maze, made here: warm-started on walks that choose among the open ways by chance.
+"""A small Qwen2 that can walk a maze, made here: warm-started on walks of two kinds, of which one finds the exit.
 
 Rows are laid out as `chat_format.text` lays out episodes of `environments.maze`.
 """
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count as count_from
@@ -22,7 +22,8 @@ from grpo_fn.shell.model.tiny_model import Segment, Shape
 from grpo_fn.tasks import draws, mazes
 from grpo_fn.tasks import task as tasks
 
-TEXTS = 2000  # walks that the tokenizer is trained on
+TEXTS = 500  # walks that the tokenizer is trained on
+OPPOSITE = {"north": "south", "east": "west", "south": "north", "west": "east"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class MazeWarmStart:
     rows: int  # walks a step
     lr: float  # peak of a warm-up and a decay
     moves: int  # directions of a walk, unless it reaches the exit before
+    seeking_share: float  # of the walks, the share that seeks the exit; the others take the first way that is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +65,14 @@ def make_maze_model(recipe: MazeRecipe, path: Path, *, report: Callable[[str], N
     """Build, warm-start and write the model."""
     key = prng.key(recipe.seed, device="cpu")
     task = mazes.task(side=recipe.side, show_map=False, test_size=recipe.test_size)
-    walk = partial(random_walk, moves=recipe.warm_start.moves, before=recipe.before, after=recipe.after)
-    chance = random.Random(recipe.seed)
+    plan, chance = recipe.warm_start, random.Random(recipe.seed)
 
     def walks(number: int) -> Iterator[list[Segment]]:
         stream = prng.fold_in(key, number)
-        return (walk(task.train(stream, index), chance) for index in count_from())
+        for index in count_from():
+            choose = seek_exit if chance.random() < plan.seeking_share else take_first
+            choose = partial(choose, chance=chance)
+            yield walk(task.train(stream, index), choose, moves=plan.moves, before=recipe.before, after=recipe.after)
 
     texts = ["".join(text for text, _ in row) for row, _ in zip(walks(0), range(TEXTS), strict=False)]
     tokenizer = tiny_model.train_tokenizer(texts, vocabulary=recipe.shape.vocabulary)
@@ -78,13 +82,30 @@ def make_maze_model(recipe: MazeRecipe, path: Path, *, report: Callable[[str], N
     hf.export(model, tokenizer, path)
 
 
-def random_walk(problem: Problem, chance: random.Random, *, moves: int, before: str, after: str) -> list[Segment]:
-    """A walk that takes each open way with the same probability, back where it came from included."""
+# (open ways, those of them that lead nearer to the exit, the way back) -> the way that is taken
+ChooseWay = Callable[[Sequence[str], Sequence[str], str], str]
+
+
+def take_first(ways: Sequence[str], nearer: Sequence[str], back: str, *, chance: random.Random) -> str:
+    """The first way that is named: a walk to and fro, unless the exit happens to be there."""
+    return ways[0]
+
+
+def seek_exit(ways: Sequence[str], nearer: Sequence[str], back: str, *, chance: random.Random) -> str:
+    """A way that leads nearer to the exit, by chance where there are two; back only where nothing else is open."""
+    ahead = [way for way in ways if way != back] or ways
+    return chance.choice([way for way in ahead if way in nearer] or ahead)
+
+
+def walk(problem: Problem, choose: ChooseWay, *, moves: int, before: str, after: str) -> list[Segment]:
+    """The walk of a walker through the maze."""
     walker = maze.environment(cost=0.0)
     state, messages = walker.start(problem, 0)
-    row = [("\n".join(message.content for message in messages), False)]
+    row, back = [("\n".join(message.content for message in messages), False)], ""
     for move in range(moves):
-        way = chance.choice(maze.open_ways(state["maze"], state["row"], state["column"]))
+        place = state["maze"], state["row"], state["column"]
+        way = choose(maze.open_ways(*place), maze.exit_directions(*place), back)
+        back = OPPOSITE[way]
         row.append((way, True))
         state, messages, _, done = walker.step(state, Message("assistant", way), 0)
         if done or move + 1 == moves:

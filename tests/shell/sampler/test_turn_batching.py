@@ -15,11 +15,12 @@ from policies import local
 
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
-from grpo_fn.core.environment import Environment
+from grpo_fn.core.environment import Environment, ToolCall
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
+from grpo_fn.shell.episodes.chat_format import TextFormat
 from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, as_observation, as_unscorable, environment_seed
 from grpo_fn.shell.episodes.tape import Tape, Taped, TapeDiffers
 from grpo_fn.shell.model.hf import encode_prompt
@@ -39,7 +40,9 @@ def sampler(name: str = "qwen2_tied", *, caller: Here | None = None, **knobs) ->
     model = MODELS[name](VOCABULARY)
     model.generation_config.eos_token_id = [EOS, *range(0, 60, 2)]
     ours = {
-        k: knobs.pop(k) for k in ("max_turns", "max_turn_tokens", "answer_steps", "tape", "pure", "fails") if k in knobs
+        k: knobs.pop(k)
+        for k in ("max_turns", "max_turn_tokens", "answer_steps", "tape", "pure", "fails", "chat")
+        if k in knobs
     }
     chosen = {"max_new_tokens": 14, "stop": (), "max_rows": 64, "max_total_tokens": 60, **knobs}
     return LocalSampler(
@@ -219,6 +222,22 @@ def test_a_pure_environment_that_answers_otherwise_is_named() -> None:
     said = rf"talk, problem {100 + b // 2}, sample {b % 2}, turn {n + 1}: got .* says that it is pure, and is not"
     with pytest.raises(TapeDiffers, match=said):
         sampler(tape=tape).sample(problems(asked), 2, key=KEY)
+
+
+def test_a_call_with_other_arguments_is_not_the_one_on_the_tape() -> None:
+    """A message without its calls is empty here: the whole text tells turns apart."""
+    reads = lambda text: ("", (ToolCall("repeat", {"text": text}),), "")  # noqa: E731
+    asked, knobs = ["aT 7", "7"], {"chat": TextFormat(tokenizer(), "\n", "\n", reads)}
+    once = sampler(**knobs).sample(problems(asked), 2, key=KEY)
+    b = next(b for b, turns in enumerate(once.turns) if turns[0].answer)
+    first, *rest = once.turns[b]
+    assert first.text
+    opening = tuple(once.tokens[b][: int(once.mask[b].int().argmax())].tolist())
+    taped = Taped(opening, (first._replace(text=f"{first.text}7", answer='{"messages":[]}'), *rest))
+    tape = Tape(strict=True, episodes={(100 + b // 2, b % 2): taped})
+    assert sampler(**knobs, tape=tape).sample(problems(asked), 2, key=KEY).turns == once.turns
+    with pytest.raises(TapeDiffers, match="the policy wrote something else than when the tape was made"):
+        sampler(**knobs, tape=tape, pure=False).sample(problems(asked), 2, key=KEY)
 
 
 @pytest.mark.parametrize(("fails", "reward"), [(as_observation, 0.0), (as_unscorable, None)])
