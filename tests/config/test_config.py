@@ -643,7 +643,7 @@ def test_the_fingerprint_is_blind_to_spelling_and_sees_every_value() -> None:
         load_text(
             RUN.replace("import fixture_module as fm", "import fixture_module").replace("fm.", "fixture_module.")
         ),
-        load_text(RUN, "fm.shift.by=9"),
+        load_text(f"{RUN}fm.shift.by = 9\n"),
         load_text(RUN, "fm.root.steps=10"),
         load_text(f"# a comment\n{RUN}"),
         load_text(RUN, "fm.root.advantage=@fm.plain"),
