@@ -58,6 +58,6 @@ def test_the_calculator_gains_thirty_points_by_its_tool_within_four_minutes(seed
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_maze_gains_thirty_points(seed: int, tmp_path: Path) -> None:
+def test_the_maze_gains_twenty_points(seed: int, tmp_path: Path) -> None:
     run, _ = from_nothing(tmp_path, "run/maze.gin", seed, "tiny_maze_model.MazeRecipe")
-    assert gain(run) >= 0.30
+    assert gain(run) >= 0.20
