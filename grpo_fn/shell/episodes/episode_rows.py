@@ -6,7 +6,7 @@ uid, sample, turn): a row is a function of (weights, problem, key, uid, g, what 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -64,7 +64,7 @@ class Environments:
     max_turns: int
     max_turn_tokens: int
     fails: OnFailure
-    answer_steps: int  # decode steps of other rows before an answer is waited for
+    answer_steps: int | None  # decode steps of other rows before an answer is waited for; None: it never is
     tape: Tape
 
     def begin(
@@ -187,6 +187,13 @@ class EpisodeRows:
         else:
             row.asked = self.of.caller.step(row.state, message, environment_seed(self.key, row.problem.uid, row.g, n))
         return True
+
+    def answered(self, waiting: Sequence[int], *, some: bool) -> list[int]:
+        """Those of the rows whose environments have answered; waits until there are `some`."""
+        asked = [self.rows[b].asked for b in waiting]
+        if some:
+            wait(asked, return_when=FIRST_COMPLETED)
+        return [b for b, answer in zip(waiting, asked, strict=True) if answer.done()]
 
     def go_on(self, b: int) -> GoesOn | None:
         """What stands behind the row's last turn, once the environment has answered; None: the episode is over."""

@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from crew import crew
-from environment_fakes import TALK, broken
-from episode_fakes import Here, environments
+from environment_fakes import TALK, THREE_TURNS, broken
+from episode_fakes import Here, Late, environments
 from fakes import MODELS, VOCABULARY, problem, tokenizer
 from hypothesis import given, settings
 from policies import local
@@ -16,6 +16,7 @@ from policies import local
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.environment import Environment
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
@@ -146,6 +147,28 @@ def test_the_order_of_answers_changes_no_bit(delays, answer_steps) -> None:
     assert got.turns == wanted.turns
     for a, b in zip(got[:4], wanted[:4], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.timeout(60)
+def test_rows_that_go_on_as_answers_come_are_not_held_up_by_a_slow_one() -> None:
+    """Its first answer comes when the others' episodes are over; with a number of steps, that would be never."""
+    over, late = [], Late(slow=[100])
+
+    def ended(asked: Problem, completion: Completion) -> None:
+        over.append(asked.uid)
+        if len(over) == 3:
+            late.release()
+
+    asked = problems(["aT 7", "7", "T a\n", "a"])
+    s = replace(sampler(caller=late, answer_steps=None), on_completion=ended)
+    assert not s.repeatable
+    rollout = s.sample(asked, 1, key=KEY)
+    assert over[-1] == 100
+    assert len(rollout.turns[0]) > 1
+    wanted = sampler(caller=Here(THREE_TURNS)).sample(asked, 1, key=KEY)
+    assert rollout.turns == wanted.turns
+    assert torch.equal(rollout.tokens, wanted.tokens)
+    torch.testing.assert_close(rollout.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("answer_steps", [0, 3])
