@@ -39,6 +39,7 @@ class GenerationRequest(NamedTuple):
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     max_tokens: int | None = None  # of each completion; None: what `how` says
+    near: int | None = None  # requests with the same number begin alike: one server has read that already
 
     def fields(self, how: Mapping[str, Any]) -> dict[str, Any]:
         """`how`, fields of vLLM's SamplingParams, with this request's own limit."""

@@ -71,7 +71,9 @@ class EngineEpisodes:
         """The row so far, as a prompt."""
         key = prng.fold_in(self.keys[b], len(self.rows.rows[b].turns))
         prompt = (*self.rows.prompts[b // self.group], *self.tokens[b])
-        return GenerationRequest(prompt, (int(prng.randint(key, low=0, high=SEEDS)),), self.most[b])
+        return GenerationRequest(
+            prompt, (int(prng.randint(key, low=0, high=SEEDS)),), self.most[b], near=b // self.group
+        )
 
     def take(self, b: int, answer: EngineCompletion) -> bool:
         """A turn has ended; whether its environment is asked. If not, the episode is over."""
