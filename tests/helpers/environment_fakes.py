@@ -19,6 +19,11 @@ def long_start(problem: Problem, key: int) -> Start:
     return start(problem._replace(prompt=problem.prompt + "7" * 200), key)
 
 
+def long_where_asked(problem: Problem, key: int) -> Start:
+    """A long start for problems whose answer says so; nothing in their prompts tells."""
+    return (long_start if problem.answer == "long" else start)(problem, key)
+
+
 def step(state: dict, message: Message, key: int) -> Step:
     """Says how long the message was and a number of its key; over when it has been asked often enough, or by chance."""
     number = random.Random(key).randrange(100)

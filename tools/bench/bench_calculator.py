@@ -13,7 +13,8 @@ from grpo_fn.tasks import calculation
 MAX_VALUE = 99
 HELD_OUT = 128
 MAX_TURNS = 3
-ROWS, LR = 64, 3e-3  # of the warm start, which shows nothing but calls of the tool
+TOTAL = 128  # tokens of a slot of ours: more than the question, all that is sampled and two observations
+ROWS, LR = 16, 3e-3  # of the warm start, which shows nothing but calls of the tool
 
 
 def make(shape: Shape, *, warm_start: int, count: int, folder: Path) -> list[str]:
@@ -48,6 +49,7 @@ sections.Episodes:
     chat_format = @chat_format.text
     max_turns = {max_turns}
     max_turn_tokens = {new_tokens}
+sections.Sampling.max_total_tokens = {total_tokens}
 tool_use.environment:
     tools = [@bench_reward.calculator]
     grade = @bench_reward.ours

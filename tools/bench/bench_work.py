@@ -68,6 +68,7 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
         "prompts_file": str(folder / "prompts.jsonl"),
         "chats_file": str(folder / "chats.jsonl") if work.warm_start else None,
         "max_turns": bench_calculator.MAX_TURNS if work.warm_start else None,
+        "total_tokens": bench_calculator.TOTAL,
         "parameters": sum(p.numel() for p in model.parameters()),
         "prompt_tokens": sum(len(tokenizer(prompt)["input_ids"]) for prompt in asked) / len(asked),
         "prompts": work.prompts,
