@@ -58,6 +58,7 @@ class EngineEpisodes:
         self.answer_steps = steps if engine.repeatable or engine.ranks > 1 else None
         self._due: dict[int, int] = {}  # rows whose environments work, and the engine's step at which they go on
         self._opened = False
+        self._seeds: dict[int, list[int]] = {}  # of every row, by turn
         self._lock, self._drawing, self._idle_since = threading.Lock(), 0, None
 
     def run(self, width: int) -> None:
@@ -69,11 +70,11 @@ class EngineEpisodes:
 
     def ask(self, b: int) -> GenerationRequest:
         """The row so far, as a prompt."""
-        key = prng.fold_in(self.keys[b], len(self.rows.rows[b].turns))
+        n = len(self.rows.rows[b].turns)
+        if n not in self._seeds:
+            self._seeds[n] = prng.randint(prng.fold_in(self.keys, n), low=0, high=SEEDS).tolist()
         prompt = (*self.rows.prompts[b // self.group], *self.tokens[b])
-        return GenerationRequest(
-            prompt, (int(prng.randint(key, low=0, high=SEEDS)),), self.most[b], near=b // self.group
-        )
+        return GenerationRequest(prompt, (self._seeds[n][b],), self.most[b], near=b // self.group)
 
     def take(self, b: int, answer: EngineCompletion) -> bool:
         """A turn has ended; whether its environment is asked. If not, the episode is over."""

@@ -14,11 +14,6 @@ pieces = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"x": 1}}',
 pieces += ["<function=f>", "</function>", "<parameter=x>", "</parameter>", "<|python_tag|>"]
 texts = st.text("ab é\n", min_size=1).map("t{}t".format)
 values = st.integers() | st.booleans() | st.lists(st.integers(), max_size=2) | texts
-    st.integers()
-    | st.booleans()
-    | st.lists(st.integers(), max_size=2)
-    | st.text("ab é\n", min_size=1).map("t{}t".format)
-)
 
 
 @given(st.lists(st.sampled_from(pieces) | st.text(max_size=4), max_size=7).map("".join))

@@ -21,7 +21,7 @@ from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
-from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, as_observation, as_unscorable, environment_seed
+from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, as_observation, as_unscorable, environment_seeds
 from grpo_fn.shell.episodes.tape import Tape, Taped, TapeDiffers
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -62,7 +62,7 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
     of, call = s.environments, EnvironmentCall(TALK)
     u = prng.uniform(prng.fold_in(KEY, uid, g), s.max_new_tokens, dtype=torch.float32, low=0.0, high=1.0)
     base = prng.fold_in(KEY, ENVIRONMENT)
-    begun = decode_answer(call("start", problem(uid, prompt), environment_seed(base, uid, START)))
+    begun = decode_answer(call("start", problem(uid, prompt), environment_seeds(base, uid, START)))
     opening, state = of.chat.open(begun.messages), begun.state
     tokens, mask, logps, n = [], [], [], 0
     for turn in range(of.max_turns):
@@ -80,7 +80,7 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
                 return tokens, mask, logps, "turn_tokens"
             if len(opening) + len(tokens) == s.max_total_tokens:
                 return tokens, mask, logps, "context"
-        found = decode_answer(call("step", state, of.chat.parse(tokens[at:]), environment_seed(base, uid, g, turn)))
+        found = decode_answer(call("step", state, of.chat.parse(tokens[at:]), environment_seeds(base, uid, g, turn)))
         state = found.state
         if found.done:
             return tokens, mask, logps, ""
