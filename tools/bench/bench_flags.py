@@ -30,6 +30,14 @@ def add_growth_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps a point, after one to warm up (default 3)")
 
 
+def add_turn_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `turns`."""
+    parser.add_argument("--turns", default="1,2,4,8", metavar="N,...", help="of an episode (default 1,2,4,8)")
+    parser.add_argument("--episodes", type=int, default=64, help="of a step, a multiple of 8 (default 64)")
+    parser.add_argument("--size", choices=GROWTH_SIZES, default="usual")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps a point, after one to warm up (default 3)")
+
+
 def add_rank_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `scaling` and `checkpoint`."""
     parser.add_argument("--ranks", default=None, metavar="N,...", help="numbers of ranks (default: 1,2; checkpoint: 1)")
