@@ -20,7 +20,7 @@ def long_start(problem: Problem, key: int) -> Start:
 
 
 def long_where_asked(problem: Problem, key: int) -> Start:
-    """A long start for problems whose answer says so; nothing in their prompts tells."""
+    """A long start for problems whose answer says so; nothing in their prompts shows it."""
     return (long_start if problem.answer == "long" else start)(problem, key)
 
 

@@ -12,7 +12,7 @@ from grpo_fn.environments.calculator import calculator
 from grpo_fn.rewards.episode import used_tool
 from grpo_fn.shell.episodes.chat_format import TextFormat
 
-EXPRESSION, TOLD = "12*(7+5)", "144"
+EXPRESSION, RESULT = "12*(7+5)", "144"
 CALCULATOR = tool_use.environment(
     tools=[partial(calculator, max_length=40)], grade=used_tool, instructions="", max_turns=3, pure=True
 )

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from episode_fakes import Here, environments
-from episodes_of_engines import CALCULATOR, TOLD, calls_the_calculator, problems
+from episodes_of_engines import CALCULATOR, RESULT, calls_the_calculator, problems
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_fn.core import prng
@@ -302,7 +302,7 @@ def test_calculator_episodes_are_the_policys_and_read_what_a_server_has_read(pro
     one, other = found
     assert other.turns == one.turns
     assert torch.equal(other.tokens, one.tokens)
-    assert {turn.observation for turns in one.turns for turn in turns[:-1]} == {TOLD}
+    assert {turn.observation for turns in one.turns for turn in turns[:-1]} == {RESULT}
     for row, mask, said in zip(one.tokens.tolist(), one.mask, one.logp_sampled, strict=True):
         start = int(mask.int().argmax())
         own = own_logp(trained, row[:start], row[start:])

@@ -12,7 +12,7 @@ import torch
 from engines import Case, case
 from environment_fakes import THREE_TURNS
 from episode_fakes import Here, Late, environments
-from episodes_of_engines import CALCULATOR, TOLD, calls_the_calculator, ends, problems
+from episodes_of_engines import CALCULATOR, RESULT, calls_the_calculator, ends, problems
 from fakes import tokenizer
 
 from grpo_fn.core import prng
@@ -57,8 +57,8 @@ def test_calculator_episodes_are_the_policys_and_observations_are_masked(plain: 
         for turn, after in pairwise(turns):
             at += turn.length
             closing = [] if ids[at - 1] == sampler.environments.chat.end else [sampler.environments.chat.end]
-            observed = [*closing, *tokenizer()(f"\n{TOLD}\n")["input_ids"]]
-            assert turn.observation == TOLD
+            observed = [*closing, *tokenizer()(f"\n{RESULT}\n")["input_ids"]]
+            assert turn.observation == RESULT
             assert ids[at : at + len(observed)] == observed
             assert not mask[at : at + len(observed)].any()
             assert mask[at + len(observed) : at + len(observed) + after.length].all()

@@ -148,13 +148,13 @@ def record(ends: list[float], logged: list[dict[str, Any]], rows: int, used: dic
 
     Raises ValueError when what TRL logged lacks the length of every step's completions.
     """
-    told = [line for line in logged if "completions/mean_length" in line]
-    lengths = [line["completions/mean_length"] for line in told]
+    logged_steps = [line for line in logged if "completions/mean_length" in line]
+    lengths = [line["completions/mean_length"] for line in logged_steps]
     if len(lengths) != len(ends) - 1:
         raise ValueError(f"got lengths of {len(lengths)} steps, wanted those of {len(ends) - 1}")
     seconds = [after - before for before, after in pairwise(ends)]
     steps = [{"seconds": s, "rows": rows, "length": n} for s, n in zip(seconds, lengths, strict=True)]
-    for step, line in zip(steps, told, strict=True):
+    for step, line in zip(steps, logged_steps, strict=True):
         if "tools/call_frequency" in line:
             step["calls"] = line["tools/call_frequency"]
     return {"steps": steps, "versions": used}

@@ -190,7 +190,7 @@ class EpisodeRows:
             row.asked = self.of.caller.step(row.state, message, self._seeds(n)[b])
         return True
 
-    def answered(self, waiting: Sequence[int], *, some: bool) -> list[int]:
+    def rows_with_answers(self, waiting: Sequence[int], *, some: bool) -> list[int]:
         """Those of the rows whose environments have answered; waits until there are `some`."""
         asked = [self.rows[b].asked for b in waiting]
         if some:

@@ -118,7 +118,7 @@ class EngineEpisodes:
         """Rows that go on now: whose answer is due, or there; where nothing is running, any row that waits."""
         if self.answer_steps is not None:
             return [b for b, step in self._due.items() if step <= steps or not running]
-        return self.rows.answered([*self._due], some=not running)
+        return self.rows.rows_with_answers([*self._due], some=not running)
 
     def turn_ended(self, b: int, steps: int, answer: EngineCompletion) -> None:
         """The engine has drawn a row's turn, in its step with that number."""

@@ -58,7 +58,7 @@ class TurnBatching(ContinuousBatching):
     def answered_slots(self, slots: Int[Tensor, "m"], *, idle: bool) -> Int[Tensor, "n"]:
         """Those of the slots whose environments have answered; with no row that decodes, the first is waited for."""
         begun = time.perf_counter()
-        there = self.rows.answered(self.row[slots].tolist(), some=idle)
+        there = self.rows.rows_with_answers(self.row[slots].tolist(), some=idle)
         self.waited += time.perf_counter() - begun
         return slots[torch.isin(self.row[slots], torch.tensor(there, dtype=torch.long))]
 
