@@ -15,6 +15,7 @@ NEEDS = {
     "grpo_fn.shell.environments.mcp_tools.environment": "mcp",
     "grpo_fn.shell.environments.gymnasium_class.make_registered": "gymnasium",
     "grpo_fn.shell.environments.openenv_server.environment": "websockets",
+    "grpo_fn.shell.episodes.renderers_format.family_renderer": "renderers",
 }
 
 

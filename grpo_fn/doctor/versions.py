@@ -19,7 +19,6 @@ from grpo_fn.doctor.report import DoctorFinding, State
 
 MAIN = "main suite, CPU"
 VLLM = "vLLM tests, CPU"
-OPENENV = "tests of openenv_server, CPU"
 SHELL = "275 tests of the shell, CPU"
 
 
@@ -69,11 +68,11 @@ PACKAGES = (
     Package("datasets", ">=3", (), extra="data"),
     Package("pyarrow", ">=17", (), extra="data"),
     Package("reasoning-gym", ">=0.1.25,<0.2", (TestedVersion("0.1.25", MAIN),), "tasks"),
-    Package("renderers", ">=0.1.12", (), extra="agents"),
-    Package("httpx", ">=0.27", (), extra="agents"),
+    Package("renderers", ">=0.1.12", (TestedVersion("0.1.12", MAIN),), extra="agents"),
+    Package("httpx", ">=0.27", (TestedVersion("0.28.1", MAIN),), extra="agents"),
     Package("mcp", ">=2,<3", (TestedVersion("2.3.0", MAIN),), extra="mcp"),
     Package("gymnasium", ">=1", (TestedVersion("1.4.0", MAIN),), extra="gymnasium"),
-    Package("websockets", ">=15", (TestedVersion("17.4", OPENENV),), extra="openenv"),
+    Package("websockets", ">=15", (TestedVersion("17.4", MAIN),), extra="openenv"),
     Package("wandb", ">=0.31", (TestedVersion("0.31.0", MAIN),), extra="wandb"),
     Package("trackio", ">=0.43", (TestedVersion("0.43.0", MAIN),), extra="trackio"),
 )

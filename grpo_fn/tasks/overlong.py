@@ -1,7 +1,8 @@
 """Prompts that leave no tokens for a completion, in one signature: `(task, length, limit) -> (task, rows left out)`.
 
-`length` counts a prompt's tokens as the sampler will, and `limit` is the most that a prompt may have: the model's
-positions less `max_new_tokens`, or one less than `max_total_tokens`. A task that makes its problems as they are drawn
+`length` counts the tokens of a problem's prompt as the sampler will, of an episode those of what the environment begins
+with, and `limit` is the most that there may be: the model's positions less `max_new_tokens`, or one less than
+`max_total_tokens`. A task that makes its problems as they are drawn
 has no rows to look at: one who has the key looks at its draws.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks.task import Task, filter_rows, list_places, place_of, with_notes
 
-Length = Callable[[str], int]
+Length = Callable[[Problem], int]
 
 
 def refuse(task: Task, length: Length, limit: int) -> tuple[Task, int]:
@@ -18,7 +19,7 @@ def refuse(task: Task, length: Length, limit: int) -> tuple[Task, int]:
 
     Args:
         task: the task.
-        length: tokens of a prompt as the sampler counts them.
+        length: tokens of a problem's prompt as the sampler counts them.
         limit: most tokens that a prompt may have.
 
     Returns:
@@ -39,7 +40,7 @@ def drop(task: Task, length: Length, limit: int) -> tuple[Task, int]:
 
     Args:
         task: the task.
-        length: tokens of a prompt as the sampler counts them.
+        length: tokens of a problem's prompt as the sampler counts them.
         limit: most tokens that a prompt may have.
 
     Returns:
@@ -59,7 +60,7 @@ def drop_both(task: Task, length: Length, limit: int) -> tuple[Task, int]:
 
     Args:
         task: the task.
-        length: tokens of a prompt as the sampler counts them.
+        length: tokens of a problem's prompt as the sampler counts them.
         limit: most tokens that a prompt may have.
 
     Returns:
@@ -69,10 +70,10 @@ def drop_both(task: Task, length: Length, limit: int) -> tuple[Task, int]:
         ValueError: when no row or no held-out problem is left, and for a generated task.
     """
     left, rows = _without_long_rows(task, length, limit)
-    over = [str(i) for i, problem in enumerate(task.test) if length(problem.prompt) > limit]
+    over = [str(i) for i, problem in enumerate(task.test) if length(problem) > limit]
     if not over:
         return left, rows
-    fit = tuple(problem for problem in task.test if length(problem.prompt) <= limit)  # each with the uid it had
+    fit = tuple(problem for problem in task.test if length(problem) <= limit)  # each with the uid it had
     if not fit:
         _check("held-out", task.test, length, limit)
     line = f"left out {len(over)} held-out problems with prompts of more than {limit} tokens: {list_places(over)}"
@@ -80,16 +81,16 @@ def drop_both(task: Task, length: Length, limit: int) -> tuple[Task, int]:
 
 
 def _without_long_rows(task: Task, length: Length, limit: int) -> tuple[Task, int]:
-    left, count = filter_rows(task, lambda problem: length(problem.prompt) <= limit)
+    left, count = filter_rows(task, lambda problem: length(problem) <= limit)
     if not count:
         return left, 0
-    over = [place_of(problem) for problem in task.rows if length(problem.prompt) > limit]
+    over = [place_of(problem) for problem in task.rows if length(problem) > limit]
     line = f"left out {count} training rows with prompts of more than {limit} tokens: {list_places(over)}"
     return with_notes(left, line), count
 
 
 def _check(side: str, problems: Sequence[Problem], length: Length, limit: int) -> None:
-    lengths = [length(problem.prompt) for problem in problems]
+    lengths = [length(problem) for problem in problems]
     over = sum(tokens > limit for tokens in lengths)
     if over:
         longest = max(lengths)

@@ -43,7 +43,7 @@ from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
 from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
-from grpo_fn.trainer.checks.try_environment import check_openings
+from grpo_fn.trainer.checks.try_environment import fitting_episodes
 from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
@@ -376,18 +376,23 @@ def prepare_data(
     folder = source.folder()
     tokenizer = hf.load_tokenizer(folder)
     max_positions = positions(config)
-    length = cache(partial(prompt_length, tokenizer, encode=data.encode_prompt, max_positions=max_positions))
-    if empty := [problem.prompt for problem in (*drawn, *task.test) if not length(problem.prompt)]:
+    of_prompt = cache(partial(prompt_length, tokenizer, encode=data.encode_prompt, max_positions=max_positions))
+
+    def length(problem: Problem) -> int:
+        return of_prompt(problem.prompt)
+
+    limit = prompt_limit(sampling, max_positions)
+    if episodes is not None:
+        if limit is not None:
+            task = fitting_episodes(data.overlong_prompts, episodes, task, drawn, tokenizer, length, limit)
+        return PreparedModel(folder, tokenizer, task)
+    if empty := [problem.prompt for problem in (*drawn, *task.test) if not length(problem)]:
         raise ValueError(
             f"got a prompt of no tokens, {empty[0][:80]!r} with the tokenizer of {folder}, wanted at least one: is "
             "the prompt empty, or the folder without the tokenizer's files?"
         )
-    limit = prompt_limit(sampling, max_positions)
     if limit is None:
         return PreparedModel(folder, tokenizer, task)
     if drawn and not task.rows:  # made as they are drawn: nothing can be left out
         overlong.refuse(task._replace(rows=tuple(drawn)), length, limit)
-    fitting = data.overlong_prompts(task, length, limit)[0]
-    kept = [problem for problem in drawn if length(problem.prompt) <= limit]
-    check_openings(episodes, (*kept, *fitting.test), tokenizer, limit)
-    return PreparedModel(folder, tokenizer, fitting)
+    return PreparedModel(folder, tokenizer, data.overlong_prompts(task, length, limit)[0])

@@ -244,10 +244,12 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     for line in run.sampler.messages():
         loggers.console.line(line)
     times = clock.lap()
+    engine = run.sampler.figures()
     figures |= {
         **throughput(run, figures, times),
         **lost,
-        **run.sampler.figures(),
+        **engine,
+        **environment_share(engine, times, ahead=bool(run.sampler.max_staleness)),
         **system_metrics.usage(run.world),
         **times,
         "system/steps_per_second": 1 / times["time/total"],
@@ -269,6 +271,14 @@ def throughput(run: TrainingRun, figures: dict[str, float], times: dict[str, flo
         "generation/group_size": float(run.algo.group_size),
         "generation/tokens_per_second": figures["generation/tokens"] / generating,
     }
+
+
+def environment_share(engine: dict[str, float], times: dict[str, float], *, ahead: bool) -> dict[str, float]:
+    """Of the time that sampling takes, the share in which nothing is drawn as environments are waited for."""
+    if "time/environment_wait" not in engine:
+        return {}
+    sampling = times["time/total"] if ahead else times.get("time/generate", 0.0) + times.get("time/evaluate", 0.0)
+    return {"system/environment_wait_share": engine["time/environment_wait"] / sampling if sampling else 0.0}
 
 
 def take_step(run: TrainingRun, step: int, carried: Carry, span: Span) -> tuple[Experience, Carry, dict[str, float]]:

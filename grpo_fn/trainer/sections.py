@@ -116,7 +116,7 @@ class Episodes:
     max_turns: int  # of an episode
     max_turn_tokens: int  # that the policy may sample in a turn
     on_failure: OnFailure  # (failure, whether tools were called) -> the answer that the episode gets
-    answer_steps: int  # decode steps of other rows before an answer is waited for; local sampler only
+    answer_steps: int | None  # decode steps before an answer is waited for; None: rows go on as answers come
     workers: int  # processes that the environment runs in, on each rank
     deadline: float  # wall clock of a start or step, seconds
     memory_mb: int  # address space of each process, MB
@@ -126,8 +126,8 @@ class Episodes:
             got = type(self.environment).__name__
             raise ValueError(f"sections.Episodes.environment: got a {got}, wanted an Environment (core.environment)")
         check_positive(max_turns=self.max_turns, max_turn_tokens=self.max_turn_tokens)
-        if self.answer_steps < 0:
-            raise ValueError(f"sections.Episodes.answer_steps: got {self.answer_steps}, wanted at least 0")
+        if self.answer_steps is not None and self.answer_steps < 0:
+            raise ValueError(f"sections.Episodes.answer_steps: got {self.answer_steps}, wanted None or at least 0")
 
     @property
     def name(self) -> str:

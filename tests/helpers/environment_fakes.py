@@ -19,6 +19,11 @@ def long_start(problem: Problem, key: int) -> Start:
     return start(problem._replace(prompt=problem.prompt + "7" * 200), key)
 
 
+def long_where_asked(problem: Problem, key: int) -> Start:
+    """A long start for problems whose answer says so; nothing in their prompts shows it."""
+    return (long_start if problem.answer == "long" else start)(problem, key)
+
+
 def step(state: dict, message: Message, key: int) -> Step:
     """Says how long the message was and a number of its key; over when it has been asked often enough, or by chance."""
     number = random.Random(key).randrange(100)
@@ -69,4 +74,15 @@ def state_of_a_set(state: dict, message: Message, key: int) -> Step:
     return Step({"set": {1, 2}}, (), 0.0, True)
 
 
+def start_named(problem: Problem, key: int) -> Start:
+    return Start({"left": 3, "uid": problem.uid}, (Message("user", problem.prompt),))
+
+
+def step_named(state: dict, message: Message, key: int) -> Step:
+    """Three turns, whatever is said; the state says of which problem."""
+    left = state["left"] - 1
+    return Step({**state, "left": left}, () if not left else (Message("user", "7"),), 0.0, not left)
+
+
+THREE_TURNS = Environment(start=start_named, step=step_named, pure=True)
 TALK = Environment(start=start, step=step, pure=True)

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from environment_fakes import TALK
+from environment_fakes import TALK, THREE_TURNS
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.environment import Environment, Message, ToolCall
@@ -31,6 +31,30 @@ def ends_with_one(tokenizer: PreTrainedTokenizerBase) -> Digits:
 def calls_repeat(tokenizer: PreTrainedTokenizerBase) -> Digits:
     """Whatever is written is a call of the tool `repeat`."""
     return Digits(tokenizer, "\n", "\n", lambda text: ("", (ToolCall("repeat", {"text": text, "times": 2}),), ""))
+
+
+class Late:
+    """Episodes of three turns, called in this process; first turns of problems `slow` wait for `release`."""
+
+    def __init__(self, slow: Sequence[int]) -> None:
+        self.here, self.slow, self.held = Here(THREE_TURNS), set(slow), []
+        self.start, self.figures, self.waits = self.here.start, self.here.figures, {}
+
+    def step(self, state: dict, message: Message, key: int) -> Future[Answer]:
+        answered = self.here.step(state, message, key)
+        if state["uid"] not in self.slow or state["left"] < 3:
+            return answered
+        self.held.append((Future(), answered.result()))
+        return self.held[-1][0]
+
+    def release(self) -> None:
+        """Answer what was asked so far."""
+        while self.held:
+            future, answer = self.held.pop()
+            future.set_result(answer)
+
+    def count(self, name: str, amount: float) -> None:
+        self.waits[name] = self.waits.get(name, 0.0) + amount
 
 
 class Here:

@@ -12,6 +12,10 @@ from grpo_fn.tasks.task import TEST_UID, from_rows
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
+def prompt_length(problem):
+    return len(problem.prompt)
+
+
 def made(train, test):
     """A task whose prompts have these lengths; the first character keeps training and held-out prompts apart."""
     rows = [Problem(0, "t" * length, "", {}) for length in train]
@@ -22,13 +26,13 @@ def made(train, test):
 def test_refuse_returns_the_task_when_all_fits_and_names_the_longest_prompt_otherwise(train, test, limit):
     task = made(train, test)
     if max(*train, *test) <= limit:
-        assert refuse(task, len, limit) == (task, 0)
+        assert refuse(task, prompt_length, limit) == (task, 0)
         return
     over, sign = (train, "t") if max(train) > limit else (test, "h")
     with pytest.raises(
         ValueError, match=rf"over the {limit} tokens .* the longest has at least {max(over)}: '{sign * max(over)}'"
     ):
-        refuse(task, len, limit)
+        refuse(task, prompt_length, limit)
 
 
 @given(lengths, lengths, st.integers(1, 9))
@@ -36,9 +40,9 @@ def test_drop_leaves_the_rows_that_fit_and_counts_the_others(train, test, limit)
     task = made(train, test)
     if max(test) > limit or min(train) > limit:
         with pytest.raises(ValueError, match=r"held-out ones over|none may stay"):
-            drop(task, len, limit)
+            drop(task, prompt_length, limit)
         return
-    left, count = drop(task, len, limit)
+    left, count = drop(task, prompt_length, limit)
     assert [len(row.prompt) for row in left.rows] == [length for length in train if length <= limit]
     assert count == sum(length > limit for length in train) == len(train) - left.size
     assert left.test == task.test
@@ -53,9 +57,9 @@ def test_drop_both_leaves_held_out_problems_out_too_and_each_keeps_its_uid(train
     task = made(train, test)
     if min(test) > limit or min(train) > limit:
         with pytest.raises(ValueError, match=r"held-out ones over|none may stay"):
-            drop_both(task, len, limit)
+            drop_both(task, prompt_length, limit)
         return
-    left, count = drop_both(task, len, limit)
+    left, count = drop_both(task, prompt_length, limit)
     assert count == sum(length > limit for length in (*train, *test))
     assert [(p.uid - TEST_UID, len(p.prompt)) for p in left.test] == [(i, n) for i, n in enumerate(test) if n <= limit]
     assert len(left.notes) == (max(train) > limit) + (max(test) > limit)
@@ -64,8 +68,8 @@ def test_drop_both_leaves_held_out_problems_out_too_and_each_keeps_its_uid(train
 def test_nothing_can_be_dropped_from_problems_that_are_made_but_their_held_out_ones_are_looked_at():
     task = arithmetic.task(max_value=3, operations=1, test_size=2)
     longest = max(len(problem.prompt) for problem in task.test)
-    assert refuse(task, len, longest) == (task, 0)
+    assert refuse(task, prompt_length, longest) == (task, 0)
     with pytest.raises(ValueError, match=f"the longest has at least {longest}"):
-        refuse(task, len, longest - 1)
+        refuse(task, prompt_length, longest - 1)
     with pytest.raises(ValueError, match="made as they are drawn"):
-        drop(task, len, 10**6)
+        drop(task, prompt_length, 10**6)

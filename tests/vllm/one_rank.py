@@ -7,6 +7,7 @@ group goes on.
 import json
 import sys
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engines import ENDS, KNOBS, Case, asked, completions, refill
+from episode_fakes import Here, environments
+from episodes_of_engines import CALCULATOR, calls_the_calculator, ends, problems
 from fakes import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,6 +27,7 @@ from grpo_fn.shell.sampler.weight_export import export_weights
 from grpo_fn.shell.vllm.vllm_sampler import colocated_sampler
 from grpo_fn.shell.world import World, join_world
 
+KEY = prng.key(5, device="cpu")
 TEXTS = ["Tom has", "a", "7 + 7", "He buys 30 more. " * 20]
 
 
@@ -39,9 +43,27 @@ def measure(world: World, folder: str, tensor_parallel: int) -> dict[str, Any]:
         for seed in (1, 2):
             refill(model, seed)
             receipt = sampler.engine.push(export_weights(case.policy(), context), version=seed)
-            rollout = spread.sample(asked(TEXTS), 3, key=prng.key(5, device="cpu"))
+            rollout = spread.sample(asked(TEXTS), 3, key=KEY)
             gaps.append(case.gap(rollout))
+        turns = replace(
+            sampler,
+            environments=environments(
+                tokenizer(),
+                Here(CALCULATOR, [0.02 * world.rank, 0.0, 0.01]),
+                chat=calls_the_calculator(tokenizer()),
+                max_turn_tokens=12,
+            ),
+            ends=ends(),
+            max_new_tokens=40,
+        )
+        all_ranks = DataParallelSampler(turns, world).sample(problems(short=2, long=2), 2, key=KEY)
+        by_itself = turns.sample(problems(short=2, long=2), 2, key=KEY)
+        gaps += [case.gap(all_ranks), case.gap(by_itself)]
         found = {
+            "turns": str(all_ranks.turns),
+            "turns by itself": str(by_itself.turns),
+            "rows": completions(all_ranks),
+            "rows by itself": completions(by_itself),
             "gaps": gaps,
             "engines": spread.engines,
             "completions": completions(rollout),

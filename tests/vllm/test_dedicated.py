@@ -16,11 +16,18 @@ import httpx2
 import psutil
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from episode_fakes import Here, environments
+from episodes_of_engines import CALCULATOR, RESULT, calls_the_calculator, problems
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_fn.shell.sampler.interface import GenerationRequest, verify_receipt
+from grpo_fn.core import prng
+from grpo_fn.core.batch import check_rollout
+from grpo_fn.core.sampling import categorical
+from grpo_fn.shell.model.hf import encode_prompt
+from grpo_fn.shell.sampler.interface import GenerationRequest, SamplerContext, verify_receipt
 from grpo_fn.shell.vllm import vllm_transfer
 from grpo_fn.shell.vllm.client import FIELDS, Patience, Server, Unreachable
+from grpo_fn.shell.vllm.vllm_sampler import VllmSampler
 from grpo_fn.shell.vllm.vllm_servers import DedicatedEngine
 from grpo_fn.shell.world import World
 
@@ -258,6 +265,49 @@ def test_an_update_that_broke_off_is_given_up_and_a_wrong_file_is_refused(proces
     assert gap(model(3), ASKS, servers.generate(ASKS, how=HOW)) < CLOSE
     both_well(servers)
     assert gap(model(3), ASKS * 4, servers.generate(ASKS * 4, how=HOW)) < CLOSE
+
+
+def prefix_hits(processes):
+    """Tokens that the servers' prefix caches have given so far."""
+    texts = [httpx2.get(f"{one.url}/metrics", timeout=30).text for one in processes]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+    assert len(lines) == len(processes)
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_calculator_episodes_are_the_policys_and_read_what_a_server_has_read(processes, servers):
+    trained, folder = model(7), processes[0].folder
+    read = AutoTokenizer.from_pretrained(folder)
+    world = World(0, 1, torch.device("cpu"), deadline=600.0)
+    context = SamplerContext(
+        folder=str(folder),
+        config=trained.config,
+        dtype=torch.float32,
+        world=world,
+        adapters=None,
+        full_model=lambda: trained,
+    )
+    draw = partial(categorical, temperature=TEMPERATURE)
+    how = (context, read, [*range(0, 300, 3)], draw, encode_prompt, 40, (), 8, None, {})
+    asked, found = problems(short=2, long=2), []
+    for version, delays in enumerate(([], [0.05, 0.0, 0.2, 0.01]), 100):
+        servers.push(weights(trained), version=version)  # nothing is cached
+        before = prefix_hits(processes)
+        of = environments(read, Here(CALCULATOR, delays), chat=calls_the_calculator(read), max_turn_tokens=12)
+        found.append(VllmSampler(servers, *how, environments=of).sample(asked, 3, key=prng.key(5, device="cpu")))
+        check_rollout(found[-1])
+        later = sum(len(turns) - 1 for turns in found[-1].turns[6:])
+        assert later > 3
+        assert prefix_hits(processes) - before >= 128 * later, "a later turn was read anew"
+    one, other = found
+    assert other.turns == one.turns
+    assert torch.equal(other.tokens, one.tokens)
+    assert {turn.observation for turns in one.turns for turn in turns[:-1]} == {RESULT}
+    for row, mask, said in zip(one.tokens.tolist(), one.mask, one.logp_sampled, strict=True):
+        start = int(mask.int().argmax())
+        own = own_logp(trained, row[:start], row[start:])
+        assert not bool(mask[start : start + int(mask.sum()) + 1].all()), "wanted an observation"
+        assert float((own - said[start:])[mask[start:]].abs().max()) < CLOSE
 
 
 def test_what_a_killed_server_was_asked_another_one_answers_and_it_is_taken_back(processes, servers):

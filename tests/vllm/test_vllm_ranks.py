@@ -60,6 +60,14 @@ def test_all_ranks_see_the_same_rows(job: tuple[int, list[dict[str, Any]]]) -> N
     assert [row[-1] not in first["ends"] for row in first["completions"]] == first["truncated"]
 
 
+def test_episodes_are_the_same_rows_for_one_rank_and_for_two(job: tuple[int, list[dict[str, Any]]]) -> None:
+    """Environments answer in another order on each. One engine over both has the same numbers for both."""
+    for rank in job[1]:
+        assert rank["turns"] == job[1][0]["turns by itself"]
+        assert rank["rows"] == job[1][0]["rows by itself"]
+    assert "144" in job[1][0]["turns"]
+
+
 def test_the_parts_of_an_engine_hold_together_what_was_sent(job: tuple[int, list[dict[str, Any]]]) -> None:
     assert all(rank["held"] == rank["sent"] for rank in job[1])
     assert job[1][0]["sent"] == job[1][1]["sent"]

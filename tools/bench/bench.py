@@ -2,12 +2,14 @@
 
     python tools/bench trl [--scale arithmetic,small] [--out experiments/bench/trl.md]
     python tools/bench growth [--completions 64,128,...] [--lengths 32,64,...]
+    python tools/bench turns [--turns 1,2,4,8] [--episodes 64]
     python tools/bench scaling [--ranks 1,2] [--scale scale/no_shard.gin] [--size small]
     python tools/bench checkpoint [--ranks 1] [--size small]
 
 `trl`: completions per second and peak memory against TRL's GRPOTrainer, program against program. `growth`: how a step
-grows with the number and the length of completions. `scaling`: what more ranks gain. `checkpoint`: what a save takes
-from a step. Prints markdown, or writes it with --out. `--help` after the name lists the flags of each.
+grows with the number and the length of completions. `turns`: and with the turns of episodes. `scaling`: what more ranks
+gain. `checkpoint`: what a save takes from a step. Prints markdown, or writes it with --out. `--help` after the name
+lists the flags of each.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench_flags import add_growth_flags, add_rank_flags, add_trl_flags
+from bench_flags import add_growth_flags, add_rank_flags, add_trl_flags, add_turn_flags
 
 from grpo_fn.command_line import exit_code
 
@@ -28,6 +30,7 @@ from grpo_fn.command_line import exit_code
 BENCHES = {
     "trl": ("bench_trl.trl", add_trl_flags, "completions a second and peak memory against TRL's GRPOTrainer"),
     "growth": ("bench_growth.growth", add_growth_flags, "time per step at growing numbers and lengths of completions"),
+    "turns": ("bench_turns.turns", add_turn_flags, "time per step at growing numbers of turns of its episodes"),
     "scaling": ("bench_ranks.ranks", add_rank_flags, "what more ranks gain and cost"),
     "checkpoint": ("bench_ranks.ranks", add_rank_flags, "what a save takes from a step"),
 }

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 TRL_PYTHON = ".venv-trl"  # beside the project, made when --trl_python names none
-TRL_SCALES = ("tiny", "arithmetic", "small")  # of bench_work.SCALES
+TRL_SCALES = ("tiny", "arithmetic", "calculator_tiny", "calculator", "small")  # of bench_work.SCALES
 GROWTH_SIZES = ("tiny", "usual")  # of bench_growth.SIZES
 RANK_SIZES = ("tiny", "small", "0.5b")  # of bench_rank.SIZES
 
@@ -26,6 +26,14 @@ def add_growth_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `growth`."""
     parser.add_argument("--completions", default="64,128,256,512,1024", metavar="N,...", help="of the shortest length")
     parser.add_argument("--lengths", default="32,64,128,256", metavar="T,...", help="of the fewest completions")
+    parser.add_argument("--size", choices=GROWTH_SIZES, default="usual")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps a point, after one to warm up (default 3)")
+
+
+def add_turn_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `turns`."""
+    parser.add_argument("--turns", default="1,2,4,8", metavar="N,...", help="of an episode (default 1,2,4,8)")
+    parser.add_argument("--episodes", type=int, default=64, help="of a step, a multiple of 8 (default 64)")
     parser.add_argument("--size", choices=GROWTH_SIZES, default="usual")
     parser.add_argument("--steps", type=int, default=3, help="measured steps a point, after one to warm up (default 3)")
 

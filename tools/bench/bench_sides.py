@@ -40,6 +40,7 @@ class Measured(NamedTuple):
     processor: float  # seconds a step, warm-up and what follows the last step included
     used: Used
     versions: dict[str, str]
+    calls: list[float]  # of tools in an episode, mean; none where there are no episodes
 
     def rate(self) -> float:
         """Completions per second of the median step."""
@@ -57,6 +58,7 @@ def together(several: list[Measured]) -> Measured:
         processor=sum(one.processor for one in several) / len(several),
         used=max((one.used for one in several), key=lambda used: used.peak),
         versions=several[0].versions,
+        calls=[x for one in several for x in one.calls],
     )
 
 
@@ -91,6 +93,7 @@ def of_ours(metrics: Mapping[int, dict[str, float | None]], warm_up: int, used: 
         processor=used.processor / len(every),
         used=used,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        calls=[line["episode/tool_calls"] for line in steps if "episode/tool_calls" in line],
     )
 
 
@@ -115,6 +118,7 @@ def of_trl(record: dict[str, Any], warm_up: int, used: Used) -> Measured:
         processor=used.processor / len(record["steps"]),
         used=used,
         versions=record["versions"],
+        calls=[step["calls"] for step in steps if "calls" in step],
     )
 
 

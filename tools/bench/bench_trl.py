@@ -28,7 +28,11 @@ class Bar(NamedTuple):
     memory: float | None  # peak memory, at most this share
 
 
-BARS = {"tiny": Bar(None, None), "arithmetic": Bar(2.5, None), "small": Bar(3.0, 1 / 3)}
+BARS = {
+    **dict.fromkeys(("tiny", "calculator_tiny"), Bar(None, None)),
+    **dict.fromkeys(("arithmetic", "calculator"), Bar(2.5, None)),
+    "small": Bar(3.0, 1 / 3),
+}
 
 
 def trl(args: argparse.Namespace) -> Iterable[str]:
@@ -113,6 +117,8 @@ def against(bar: Bar, ours: Measured, theirs: Measured) -> Iterable[str]:
     yield f"| and from, to | {' | '.join(f'{min(s.seconds):.2f}, {max(s.seconds):.2f}' for s in both)} | | |"
     yield row("processor seconds a step, mean", *(side.processor for side in both), ".2f", "")
     yield row("tokens of a completion, mean", *(sum(s.length) / len(s.length) for s in both), ".2f", "")
+    if ours.calls or theirs.calls:
+        yield row("calls of the tool in an episode, mean", *(sum(s.calls) / len(s.calls) for s in both), ".2f", "")
     yield row("peak memory, GB", *(side.used.peak / 1e9 for side in both), ".2f", memory)
     above = "of which above what it held before the first step, GB"
     yield row(above, *((side.used.peak - side.used.before) / 1e9 for side in both), ".2f", "")
@@ -140,9 +146,20 @@ def settings(args: argparse.Namespace, versions: dict[str, dict[str, str]]) -> I
         rows=f"{args.trl_rows} rows" if args.trl_rows else "all rows",
         generation={"regular": "`generate`", "continuous": "continuous batching"}[args.trl_generation],
     )
+    if "calculator" in args.scale:
+        yield EPISODES
+        yield ""
     for side, used in versions.items():
         yield f"- {side}: {', '.join(f'{name} {version}' for name, version in used.items())}"
 
+
+EPISODES = """Calculator: a completion is an episode of at most three turns. The model has been shown nothing but calls
+of the tool for a short while, so it calls it nearly always. Tool, reward and the text around what it gives are the
+same on both sides; of the tokens that a row may have behind its prompt, ours counts those that were sampled, TRL's all.
+Ours: the tool runs in a process of its own, as ever, which is asked for every turn: `environments` is the seconds of
+all calls together, and `environment_wait` those of generation in which nothing was decoded. TRL:
+`GRPOTrainer(tools=[calculator])`, which calls the function in its own process; its tokenizer is given a chat template
+and a response template for the model's format."""
 
 RAN = """## What ran
 

@@ -17,23 +17,28 @@ BEGUN = {"steps": []}
 
 def main(work: Path, out: Path) -> int:
     """Train and write down what each step took."""
+    import bench_reward
     import datasets
     import torch
     import transformers
     import trl
-    from bench_reward import trl as reward
     from transformers import AutoTokenizer
 
     shared = json.loads(work.read_text())
+    tokenizer = AutoTokenizer.from_pretrained(shared["model"], padding_side="left")
     seen = noting(transformers.TrainerCallback)(out)
     trainer = trl.GRPOTrainer(
         model=shared["model"],
         args=trl.GRPOConfig(**settings(shared, out.parent / "trl")),
-        reward_funcs=reward,
+        reward_funcs=bench_reward.trl_episodes if shared["max_turns"] else bench_reward.trl,
         train_dataset=datasets.load_dataset(
-            "json", data_files=shared["prompts_file"], split="train", cache_dir=str(out.parent / "datasets")
+            "json",
+            data_files=shared["chats_file"] or shared["prompts_file"],
+            split="train",
+            cache_dir=str(out.parent / "datasets"),
         ),
-        processing_class=AutoTokenizer.from_pretrained(shared["model"], padding_side="left"),
+        processing_class=with_tools(tokenizer) if shared["max_turns"] else tokenizer,
+        tools=[bench_reward.calculator] if shared["max_turns"] else None,
         callbacks=[seen],
     )
     trainer.train()
@@ -42,6 +47,40 @@ def main(work: Path, out: Path) -> int:
         json.dumps(record(seen.ends, trainer.state.log_history, shared["prompts"] * shared["group_size"], used))
     )
     return 0
+
+
+CALL = {"name": "calculator", "arguments": {"expression": "{content}"}}
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor_pattern": r"(?s).+",  # nothing of a turn is in the prompt
+    "fields": {
+        "tool_calls": {
+            "open": "<calculator>",
+            "close": "</calculator>",
+            "repeats": True,
+            "content": "text",
+            "transform": {"type": "function", "function": CALL},
+        },
+        "content": {"content": "text"},
+    },
+}
+CHAT = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'tool' -%}{{ '\\n' + message.content + '\\n' }}"
+    "{%- elif message.role == 'assistant' -%}{{ message.content }}"
+    "{%- for call in message.tool_calls or [] -%}{{ '<' + call.function.name + '>' }}"
+    "{%- for name, value in call.function.arguments.items() -%}"
+    "{{ ('' if name == 'expression' else name + '=') + value }}"
+    "{%- endfor -%}{{ '</' + call.function.name + '>' }}{%- endfor -%}{{ eos_token }}"
+    "{%- else -%}{{ message.content }}{%- endif -%}"
+    "{%- endfor -%}"
+)
+
+
+def with_tools(tokenizer: Any) -> Any:
+    """The tokenizer with templates that write turns as `chat_format.text` does, and read calls as `tool_calls.tags`."""
+    tokenizer.chat_template, tokenizer.response_template = CHAT, RESPONSE
+    return tokenizer
 
 
 def settings(shared: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -57,6 +96,7 @@ def settings(shared: dict[str, Any], folder: Path) -> dict[str, Any]:
         "gradient_accumulation_steps": rows // micro,
         "num_generations": shared["group_size"],
         "max_completion_length": shared["new_tokens"],
+        "max_tool_calling_iterations": shared["max_turns"] and shared["max_turns"] - 1,  # a turn follows the last one
         "learning_rate": shared["lr"],
         "lr_scheduler_type": "constant",
         "adam_beta2": shared["beta2"],
@@ -108,11 +148,15 @@ def record(ends: list[float], logged: list[dict[str, Any]], rows: int, used: dic
 
     Raises ValueError when what TRL logged lacks the length of every step's completions.
     """
-    lengths = [line["completions/mean_length"] for line in logged if "completions/mean_length" in line]
+    logged_steps = [line for line in logged if "completions/mean_length" in line]
+    lengths = [line["completions/mean_length"] for line in logged_steps]
     if len(lengths) != len(ends) - 1:
         raise ValueError(f"got lengths of {len(lengths)} steps, wanted those of {len(ends) - 1}")
     seconds = [after - before for before, after in pairwise(ends)]
     steps = [{"seconds": s, "rows": rows, "length": n} for s, n in zip(seconds, lengths, strict=True)]
+    for step, line in zip(steps, logged_steps, strict=True):
+        if "tools/call_frequency" in line:
+            step["calls"] = line["tools/call_frequency"]
     return {"steps": steps, "versions": used}
 
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bench_calculator
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_fn.core import prng
 from grpo_fn.shell.model import hf, tiny_model
@@ -17,7 +18,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Work(NamedTuple):
-    """A model with random weights, and the completions of one step."""
+    """A model with random weights, and the completions of one step; or one that has learned to call a calculator, and
+    the episodes of one step."""
 
     shape: tiny_model.Shape
     prompts: int
@@ -26,6 +28,7 @@ class Work(NamedTuple):
     new_tokens: int
     micro_tokens: int  # of ours, in one forward and backward pass
     logits_chunk_elements: int  # of ours, logits in one chunk of the head
+    warm_start: int = 0  # supervised steps towards calls of the calculator; 0: none, and completions instead
 
 
 def shape(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int) -> tiny_model.Shape:
@@ -44,6 +47,8 @@ def shape(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: i
 SCALES = {
     "tiny": Work(shape(352, 32, 1, 2, 64, 128), 2, 4, 0, 4, 16_384, 2**24),
     "arithmetic": Work(shape(352, 128, 2, 4, 512, 128), 32, 16, 0, 9, 16_384, 2**24),
+    "calculator_tiny": Work(shape(276, 32, 1, 2, 64, 160), 2, 4, 0, 64, 16_384, 2**24, 2),
+    "calculator": Work(shape(276, 128, 2, 4, 384, 160), 16, 16, 0, 64, 16_384, 2**24, 150),
     "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 2048, 2**26),
 }
 LR, BETA2 = 1e-6, 0.99
@@ -51,16 +56,19 @@ LR, BETA2 = 1e-6, 0.99
 
 def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
     """Write the model and the prompts of so many steps to `folder`; returns the settings that both sides share."""
-    key = prng.key(0, device="cpu")
-    tokenizer = tiny_model.train_tokenizer(texts(work, key), vocabulary=work.shape.vocabulary)
-    model = tiny_model.random_model(work.shape, seed=0, eos=tokenizer.eos_token_id)
-    hf.export(model, tokenizer, folder / "model")
-    asked = prompts(work, tokenizer, key, work.prompts * steps + 1)  # one is held out: a run of ours has to hold out
-    rows = "".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in asked)
-    (folder / "prompts.jsonl").write_text(rows)
+    count = work.prompts * steps + 1  # one is held out: a run of ours has to hold out
+    if work.warm_start:
+        asked = bench_calculator.make(work.shape, warm_start=work.warm_start, count=count, folder=folder)
+    else:
+        asked = make_random(work, count, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
     return {
         "model": str(folder / "model"),
         "prompts_file": str(folder / "prompts.jsonl"),
+        "chats_file": str(folder / "chats.jsonl") if work.warm_start else None,
+        "max_turns": bench_calculator.MAX_TURNS if work.warm_start else None,
+        "total_tokens": bench_calculator.TOTAL,
         "parameters": sum(p.numel() for p in model.parameters()),
         "prompt_tokens": sum(len(tokenizer(prompt)["input_ids"]) for prompt in asked) / len(asked),
         "prompts": work.prompts,
@@ -72,6 +80,18 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
         "lr": LR,
         "beta2": BETA2,
     }
+
+
+def make_random(work: Work, count: int, folder: Path) -> list[str]:
+    """Write a model with random weights and so many prompts, which are returned."""
+    key = prng.key(0, device="cpu")
+    tokenizer = tiny_model.train_tokenizer(texts(work, key), vocabulary=work.shape.vocabulary)
+    model = tiny_model.random_model(work.shape, seed=0, eos=tokenizer.eos_token_id)
+    hf.export(model, tokenizer, folder / "model")
+    asked = prompts(work, tokenizer, key, count)
+    rows = "".join(json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in asked)
+    (folder / "prompts.jsonl").write_text(rows)
+    return asked
 
 
 def texts(work: Work, key: torch.Tensor) -> list[str]:
@@ -124,7 +144,7 @@ def words(key: torch.Tensor, count: int) -> list[str]:
 
 def gin(shared: dict[str, Any]) -> str:
     """Our run file."""
-    return GIN.format(**shared)
+    return GIN.format(**shared) + (bench_calculator.EPISODES.format(**shared) if shared["max_turns"] else "")
 
 
 GIN = """# Written by tools/bench trl.

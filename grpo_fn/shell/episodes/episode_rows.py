@@ -6,7 +6,7 @@ uid, sample, turn): a row is a function of (weights, problem, key, uid, g, what 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -64,7 +64,7 @@ class Environments:
     max_turns: int
     max_turn_tokens: int
     fails: OnFailure
-    answer_steps: int  # decode steps of other rows before an answer is waited for
+    answer_steps: int | None  # decode steps of other rows before an answer is waited for; None: it never is
     tape: Tape
 
     def begin(
@@ -72,9 +72,10 @@ class Environments:
     ) -> "EpisodeRows":
         """The episodes of a call, with their openings. Raises EnvironmentFailed where there is none."""
         base = prng.fold_in(key.cpu(), ENVIRONMENT)
+        seeds = environment_seeds(base, torch.tensor([p.uid for p in problems]), START)
         asked = [
-            None if self._taped_start(p) else self.caller.start(p, environment_seed(base, p.uid, START))
-            for p in problems
+            None if self._taped_start(p) else self.caller.start(p, seed)
+            for p, seed in zip(problems, seeds, strict=True)
         ]
         openings = [
             self._taped_opening(p) if future is None else self._opening(p, future.result())
@@ -104,9 +105,9 @@ class Environments:
         return self.chat.open(found.messages), found.state, found.state_hash
 
 
-def environment_seed(key: Tensor, *data: int) -> int:
-    """The seed below 2^63 that an environment is asked with."""
-    return int(prng.fold_in(key, *data)[0]) & (2**63 - 1)
+def environment_seeds(key: Tensor, *data: int | Tensor) -> list[int]:
+    """Seeds below 2^63 that an environment is asked with, of data `[B]`; many at once, as one costs as much."""
+    return (prng.fold_in(key, *data)[..., 0] & (2**63 - 1)).tolist()
 
 
 @dataclass
@@ -161,6 +162,7 @@ class EpisodeRows:
     key: Tensor  # of environments
     max_tokens: int  # sampled in an episode, at most
     context: int | None  # tokens of a row, at most
+    seeds: dict[int, list[int]] = field(default_factory=dict)  # of turns: what environments of all rows are asked with
 
     def most(self, b: int) -> int:
         """Tokens that the row's next turn may have."""
@@ -185,8 +187,15 @@ class EpisodeRows:
         if taped is not None and (not self.of.pure or self._failed_before(row, taped, n)):
             row.asked = ready_answer(self._from_tape(row, taped, n))
         else:
-            row.asked = self.of.caller.step(row.state, message, environment_seed(self.key, row.problem.uid, row.g, n))
+            row.asked = self.of.caller.step(row.state, message, self._seeds(n)[b])
         return True
+
+    def rows_with_answers(self, waiting: Sequence[int], *, some: bool) -> list[int]:
+        """Those of the rows whose environments have answered; waits until there are `some`."""
+        asked = [self.rows[b].asked for b in waiting]
+        if some:
+            wait(asked, return_when=FIRST_COMPLETED)
+        return [b for b, answer in zip(waiting, asked, strict=True) if answer.done()]
 
     def go_on(self, b: int) -> GoesOn | None:
         """What stands behind the row's last turn, once the environment has answered; None: the episode is over."""
@@ -220,6 +229,13 @@ class EpisodeRows:
     def completions(self) -> list[Completion]:
         """Of all rows."""
         return [row.completion() for row in self.rows]
+
+    def _seeds(self, n: int) -> list[int]:
+        """Of every row's turn n."""
+        if n not in self.seeds:
+            uid, g = (torch.tensor([*of]) for of in zip(*((r.problem.uid, r.g) for r in self.rows), strict=True))
+            self.seeds[n] = environment_seeds(self.key, uid, g, n)
+        return self.seeds[n]
 
     # -- one row
 

@@ -14,7 +14,8 @@ from grpo_fn.core.environment import Message, ToolCall
 from grpo_fn.shell.episodes.chat_format import read_turn
 
 OPENING = ({"role": "user", "content": "question"},)
-TURNS = ("answer", "another")  # what is put behind must not depend on them
+# What is put behind must not depend on the turn. Families that open a thought themselves want it closed.
+TURNS = (("answer", "another"), ("thought</think>answer", "more thoughts</think>another"))
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,22 @@ class RendererFormat:
 
     def extend(self, messages: Sequence[Message]) -> list[int]:
         """What stands behind a turn's end token. Raises ValueError where the renderer cannot append exactly."""
-        first, second = (self._behind(turn, messages) for turn in TURNS)
-        if first != second:
-            raise ValueError("renderer: got observations that depend on the turn before, wanted the same tokens")
-        return first
+        for pair in TURNS:
+            first, second = (self._behind(turn, messages) for turn in pair)
+            if first is None or second is None:
+                continue
+            if first != second:
+                raise ValueError("renderer: got observations that depend on the turn before, wanted the same tokens")
+            return first
+        raise ValueError(
+            f"renderer: got no bridge from a turn to messages of {', '.join(m.role for m in messages)}, wanted one "
+            "that keeps what was sampled"
+        )
 
     def parse(self, turn: Sequence[int]) -> Message:
         """The text and the calls, as the family's parser reads them; thinking is not part of the text."""
-        found = self.renderer.parse_response(list(turn))
+        before = self.renderer.render_ids(list(OPENING), add_generation_prompt=True)  # which may open a thought
+        found = self.renderer.parse_response(list(turn), prompt_ids=before)
         calls, wrong = [], ""
         for call in found.tool_calls:
             if call.status == "ok" and call.name is not None and isinstance(call.arguments, dict):
@@ -51,17 +60,45 @@ class RendererFormat:
         """The whole text."""
         return read_turn(self.tokenizer, turn)
 
-    def _behind(self, turn: str, messages: Sequence[Message]) -> list[int]:
+    def _behind(self, turn: str, messages: Sequence[Message]) -> list[int] | None:
+        """What the package's bridge puts behind a turn; None where it has none that keeps the turn."""
         before = self.renderer.render_ids(list(OPENING), add_generation_prompt=True)
         written = [*self.tokenizer(turn, add_special_tokens=False)["input_ids"], self.end]
         found = self.renderer.bridge_to_next_turn(before, written, as_dicts(messages))
         row = [*before, *written]
-        if found is None or list(found.token_ids[: len(row)]) != row:
-            raise ValueError(
-                f"renderer: got no bridge from a turn to messages of {', '.join(m.role for m in messages)}, wanted one "
-                "that keeps what was sampled"
-            )
-        return list(found.token_ids[len(row) :])
+        return None if found is None or list(found.token_ids[: len(row)]) != row else list(found.token_ids[len(row) :])
+
+
+def check_conversation(made: RendererFormat, role: str) -> None:
+    """Compare a row with the conversation as the package renders it whole.
+
+    Raises ValueError, with the first token that differs, where turns cannot be appended exactly, and for a family that
+    ends turns with the beginning of the next message.
+    """
+    name = "tool"
+    call = {"type": "function", "id": "functions.tool:0", "function": {"name": name, "arguments": {"x": 1}}}
+    called = {"content": "", "tool_calls": [call]} if role == "tool" else {"content": "answer"}
+    observed = {"role": role, "content": "observation"}
+    if role == "tool":
+        observed |= {"name": name, "tool_call_id": call["id"]}
+    opened = made.renderer.render_ids(list(OPENING), add_generation_prompt=True)
+    for thought in ({}, {"reasoning_content": "thoughts"}):  # families whose prompts open a thought render one
+        said = [*OPENING, {"role": "assistant", **called, **thought}, observed]
+        whole = list(made.renderer.render_ids(said, add_generation_prompt=True))
+        if whole[: len(opened)] == opened:
+            break
+    rest = whole[len(opened) :]
+    turn = rest[: rest.index(made.end) + 1] if made.end in rest else rest
+    row = [*opened, *turn, *made.extend([Message(role, "observation", observed.get("name", ""))])]
+    if row != whole:
+        at = next((i for i, (a, b) in enumerate(zip(row, whole, strict=False)) if a != b), min(len(row), len(whole)))
+        got, wanted = (
+            repr(made.tokenizer.decode(ids[at : at + 1])) if at < len(ids) else "the end" for ids in (row, whole)
+        )
+        raise ValueError(
+            f"renderer: got {got} as token {at} of a conversation with a {role} message, wanted {wanted}, as the "
+            "package renders it whole: turns of this family cannot be appended exactly"
+        )
 
 
 def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -81,7 +118,8 @@ def family_renderer(tokenizer: PreTrainedTokenizerBase, *, family: str, observed
         The format.
 
     Raises:
-        ValueError: where the package is missing, does not know the family, or cannot append observations of such roles.
+        ValueError: where the package is missing, does not know the family, or cannot append observations of such roles
+            exactly, with the first token that differs.
     """
     try:
         from renderers import config_from_name, create_renderer
@@ -100,5 +138,5 @@ def family_renderer(tokenizer: PreTrainedTokenizerBase, *, family: str, observed
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
     made = RendererFormat(tokenizer, renderer, end)
     for role in observed:
-        made.extend([Message(role, "observation")])
+        check_conversation(made, role)
     return made

@@ -7,9 +7,10 @@ is wrong with the first one that could not be read.
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-from grpo_fn.core.environment import ToolCall
+from grpo_fn.core.environment import PlainData, ToolCall
 
 
 class ReadTurn(NamedTuple):
@@ -23,6 +24,8 @@ class ReadTurn(NamedTuple):
 ReadCalls = Callable[[str], ReadTurn]
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_XML = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _TAGS = re.compile(r"<(/?)([A-Za-z_][A-Za-z0-9_]*)>")
 
 
@@ -35,9 +38,44 @@ def hermes(text: str) -> ReadTurn:
     Returns:
         The text around the calls, the calls in order, and what is malformed.
     """
+    return _between_marks(text, partial(_json_call, field="arguments"))
+
+
+def qwen_xml(text: str) -> ReadTurn:
+    """`<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`, as Qwen3-Coder writes them.
+
+    A value that is JSON is what it says, any other is text.
+
+    Args:
+        text: of a turn.
+
+    Returns:
+        The text around the calls, the calls in order, and what is malformed.
+    """
+    return _between_marks(text, _xml_call)
+
+
+def llama_json(text: str) -> ReadTurn:
+    """`{"name": ..., "parameters": {...}}`, as Llama 3 writes a call: it is all that the turn says.
+
+    Args:
+        text: of a turn.
+
+    Returns:
+        No text and the call; the text where it does not begin as a call does; what is malformed.
+    """
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not body.startswith("{"):
+        return ReadTurn(text.strip(), (), "")
+    call = _json_call(body, field="parameters")
+    return ReadTurn("", (call,), "") if isinstance(call, ToolCall) else ReadTurn("", (), call)
+
+
+def _between_marks(text: str, read: Callable[[str], ToolCall | str]) -> ReadTurn:
+    """Calls between <tool_call> and </tool_call>."""
     calls, wrong = [], ""
     for found in _HERMES.finditer(text):
-        call = _hermes_call(found[1]) if found[2] else "got no </tool_call>, wanted one behind the call"
+        call = read(found[1]) if found[2] else "got no </tool_call>, wanted one behind the call"
         if isinstance(call, ToolCall):
             calls.append(call)
         else:
@@ -45,7 +83,24 @@ def hermes(text: str) -> ReadTurn:
     return ReadTurn(_HERMES.sub("", text).strip(), tuple(calls), wrong)
 
 
-def _hermes_call(body: str) -> ToolCall | str:
+def _xml_call(body: str) -> ToolCall | str:
+    """The call, or what is wrong with it."""
+    function = _XML.fullmatch(body)
+    if function is None:
+        return "got a tool call without a function, wanted <function=name>...</function> alone"
+    if rest := _PARAMETER.sub("", function[2]).strip():
+        return f"got {rest[:40]!r} in the call of {function[1]}, wanted <parameter=name>value</parameter> alone"
+    return ToolCall(function[1].strip(), {name.strip(): _value(text) for name, text in _PARAMETER.findall(function[2])})
+
+
+def _value(text: str) -> PlainData:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _json_call(body: str, *, field: str) -> ToolCall | str:
     """The call, or what is wrong with it."""
     try:
         found = json.loads(body, parse_constant=_no_constant)
@@ -54,10 +109,10 @@ def _hermes_call(body: str) -> ToolCall | str:
     except ValueError as error:
         return f"got a tool call that is no JSON: {error}"
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return 'got a tool call without a name, wanted {"name": ..., "arguments": {...}}'
-    arguments = found.get("arguments", {})
+        return f'got a tool call without a name, wanted {{"name": ..., "{field}": {{...}}}}'
+    arguments = found.get(field, {})
     if not isinstance(arguments, dict):
-        return f"got arguments of type {type(arguments).__name__}, wanted an object"
+        return f"got {field} of type {type(arguments).__name__}, wanted an object"
     return ToolCall(found["name"], arguments)
 
 

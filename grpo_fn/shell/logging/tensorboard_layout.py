@@ -83,6 +83,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
     "Time": {
         "seconds a step": lines("time/total"),
         "seconds by phase": lines("time/(?!total$).+"),
+        "share of sampling that waits for environments": lines("system/environment_wait_share"),
         "seconds of the engine": lines("generation/wait_seconds", "engine/.*_seconds"),
         "seconds of an evaluation beside the training": lines("eval/seconds"),
     },

@@ -39,6 +39,7 @@ class GenerationRequest(NamedTuple):
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     max_tokens: int | None = None  # of each completion; None: what `how` says
+    near: int | None = None  # requests with the same number begin alike: one server has read that already
 
     def fields(self, how: Mapping[str, Any]) -> dict[str, Any]:
         """`how`, fields of vLLM's SamplingParams, with this request's own limit."""
@@ -55,6 +56,12 @@ class EngineCompletion(NamedTuple):
 
 
 OnAnswer = Callable[[int, int, EngineCompletion], None]  # place of the ask, place of the seed in it, the answer to it
+
+
+# (the engine's steps so far, whether a request is running) -> what begins now: a number of the caller's, and a request
+# with one seed. Where nothing runs it waits until something begins, and says () when all is over.
+DueRequests = Callable[[int, bool], Sequence[tuple[int, GenerationRequest]]]
+OnTurn = Callable[[int, int, EngineCompletion], None]  # that number, the engine's steps so far, the answer
 
 
 def ignore_completion(ask: int, seed: int, answer: EngineCompletion) -> None:
@@ -165,6 +172,14 @@ class InferenceEngine(Protocol):
 
     def close(self) -> None:
         """The engine is not needed any more."""
+
+
+@runtime_checkable
+class SteppedEngine(InferenceEngine, Protocol):
+    """An engine in this process, which decodes only while it is called."""
+
+    def generate_turns(self, due: DueRequests, *, how: Mapping[str, Any], on_turn: OnTurn) -> None:
+        """Requests that come while others are decoded: between two steps `due` is asked, and `on_turn` called."""
 
 
 def check_limits(stop: Sequence[str], **limits: int) -> None:

@@ -14,9 +14,11 @@ from torch import Tensor
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint
 from grpo_fn.shell.sampler.interface import (
+    DueRequests,
     EngineCompletion,
     GenerationRequest,
     OnAnswer,
+    OnTurn,
     SamplerContext,
     WeightReceipt,
     ignore_completion,
@@ -30,6 +32,7 @@ from grpo_fn.shell.vllm.process_guards import group_of_one, import_vllm, restore
 from grpo_fn.shell.world import LostRank
 
 UNPUSHED = -1  # the version of the weights in the model folder
+COUNTED = ("requests", "tokens", "prompt_tokens", "cached_tokens", "generate_seconds", "push_seconds")
 TAGS = ("weights", "kv_cache")  # what vLLM puts to sleep, in the order in which it is woken
 
 
@@ -55,7 +58,7 @@ class ColocatedEngine:
         self.asleep: list[str] = []  # of TAGS
         self.complaints: list[str] = []  # what goes wrong here is raised
         self._verified = False
-        self._counts = dict.fromkeys(("requests", "tokens", "generate_seconds", "push_seconds"), 0.0)
+        self._counts = dict.fromkeys(COUNTED, 0.0)
         with self._apart():
             self.vllm = import_vllm()
             group_of_one(context.world.device)
@@ -87,47 +90,67 @@ class ColocatedEngine:
 
         `on_answer` is called with every answer between two of vLLM's steps.
 
-        Raises TimeoutError after `deadline` seconds, naming what is unfinished; nothing of it goes on.
+        Raises TimeoutError after `deadline` seconds, saying how much is unfinished; nothing of it goes on.
+        """
+        places = [(i, j) for i, ask in enumerate(asks) for j in range(len(ask.seeds))]
+        due = [(n, asks[i]._replace(seeds=asks[i].seeds[j : j + 1])) for n, (i, j) in enumerate(places)]
+        done: dict[tuple[int, int], EngineCompletion] = {}
+
+        def ended(n: int, _: int, answer: EngineCompletion) -> None:
+            done[places[n]] = answer
+            on_answer(*places[n], answer)
+
+        self.generate_turns(lambda steps, running: [] if running or done else due, how=how, on_turn=ended)
+        return [[done[i, j] for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]
+
+    def generate_turns(self, due: DueRequests, *, how: Mapping[str, Any], on_turn: OnTurn) -> None:
+        """Requests that come while others are decoded, until `due` has none and all are finished.
+
+        Between two of vLLM's steps `due` says what begins now, and `on_turn` is called with what has ended.
+
+        Raises TimeoutError for a request that takes longer than `deadline` seconds, those that `due` takes aside, with
+        how much is unfinished; nothing of it goes on.
         """
         if not self.ready:
             raise RuntimeError("generate: got an engine at rest, or one whose last push failed; wanted a push first")
         if how.get("stop") and not self.detokenize:
             raise ValueError(f"stop: got {how['stop']!r} for an engine without tokenizer, wanted it made with them")
-        started = time.monotonic()
-        rows = {f"{i} {j}": (ask, seed) for i, ask in enumerate(asks) for j, seed in enumerate(ask.seeds)}
         with self._apart(), self._together("generating"):
-            done = self._finished(rows, how, started, on_answer)
-        self._counts["requests"] += len(rows)
-        self._counts["tokens"] += sum(len(answer.tokens) for answer in done.values())
-        self._counts["generate_seconds"] += time.monotonic() - started
-        return [[done[f"{i} {j}"] for j in range(len(ask.seeds))] for i, ask in enumerate(asks)]
+            self._step_until_done(due, how, on_turn)
 
-    def _finished(
-        self,
-        rows: Mapping[str, tuple[GenerationRequest, int]],
-        how: Mapping[str, Any],
-        started: float,
-        on_answer: OnAnswer,
-    ) -> dict[str, EngineCompletion]:
-        """Every row's answer: vLLM's own loop, with a deadline."""
-        engine, done = self.llm.llm_engine, {}
+    def _step_until_done(self, due: DueRequests, how: Mapping[str, Any], on_turn: OnTurn) -> None:
+        """vLLM's own loop, with a deadline."""
+        engine, running, asked, steps, seconds = self.llm.llm_engine, {}, 0, 0, 0.0
         try:
-            for name, (ask, seed) in rows.items():
-                engine.add_request(name, {"prompt_token_ids": [*ask.prompt]}, self._params(ask.fields(how), seed))
-            while len(done) < len(rows):
-                if (waited := time.monotonic() - started) > self.deadline:
+            while (asks := due(steps, bool(running))) or running:
+                began = time.monotonic()
+                for number, ask in asks:
+                    name = f"{asked} {number}"  # a row asks for several turns, each by another name
+                    running[name], asked, fields = seconds, asked + 1, ask.fields(how)
+                    engine.add_request(name, {"prompt_token_ids": [*ask.prompt]}, self._params(fields, *ask.seeds))
+                if (waited := seconds - next(iter(running.values()))) > self.deadline:
                     raise TimeoutError(
-                        f"generate: got {len(rows) - len(done)} of {len(rows)} requests unfinished after {waited:.0f} "
+                        f"generate: got {len(running)} of {asked} requests unfinished after {waited:.0f} "
                         f"s, wanted all within {self.deadline:g} (vllm_sampler.colocated_sampler.generate_timeout)"
                     )
-                for out in engine.step():
-                    if out.finished:
-                        done[out.request_id] = self._answer(out.outputs[0])
-                        on_answer(*map(int, out.request_id.split()), done[out.request_id])
+                ended = [out for out in engine.step() if out.finished]
+                steps += 1
+                seconds += time.monotonic() - began
+                for out in ended:
+                    del running[out.request_id]
+                    on_turn(int(out.request_id.split()[1]), steps, self._counted(out))
         finally:
-            if left := [name for name in rows if name not in done]:
-                engine.abort_request(left)
-        return done
+            self._counts["generate_seconds"] += seconds
+            if running:
+                engine.abort_request([*running])
+
+    def _counted(self, out: Any) -> EngineCompletion:
+        """A finished request's completion, which the figures have counted."""
+        answer = self._answer(out.outputs[0])
+        added = {"requests": 1, "tokens": len(answer.tokens), "prompt_tokens": len(out.prompt_token_ids)}
+        for name, more in {**added, "cached_tokens": out.num_cached_tokens or 0}.items():
+            self._counts[name] += more
+        return answer
 
     def _params(self, how: Mapping[str, Any], seed: int) -> Any:
         """SamplingParams of one row: the answer comes whole, with the log-probs of its own tokens alone."""

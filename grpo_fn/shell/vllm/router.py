@@ -16,6 +16,7 @@ from grpo_fn.shell.sampler.interface import EngineCompletion, GenerationRequest,
 from grpo_fn.shell.vllm.client import Server, ServerCompletion, Unreachable
 
 COMPLAINTS = 16  # kept until they are logged
+AHEAD = 8  # requests that a server may have more than twice those of another, and be asked for what it has read
 
 
 class NewestWeights(NamedTuple):
@@ -69,7 +70,7 @@ class Router:
         what = f"{sum(len(ask.seeds) for ask in asks)} completions of {len(asks)} prompts"
 
         async def draw(i: int, j: int) -> EngineCompletion:
-            answer = await self._draw(asks[i].prompt, asks[i].seeds[j], asks[i].fields(how), what)
+            answer = await self._draw(asks[i], asks[i].seeds[j], asks[i].fields(how), what)
             on_answer(i, j, answer)
             return answer
 
@@ -84,17 +85,17 @@ class Router:
             raise
         return [[task.result() for task in row] for row in tasks]
 
-    async def _draw(self, prompt: tuple[int, ...], seed: int, how: Mapping[str, Any], what: str) -> EngineCompletion:
+    async def _draw(self, ask: GenerationRequest, seed: int, how: Mapping[str, Any], what: str) -> EngineCompletion:
         """One completion, from whichever server: weights, prompt and seed decide it."""
         async with self.slots:
             until: float | None = None  # the time it has from its first failure on
             while True:
                 await self.wait_live(what)
-                member = min(self.live, key=lambda member: member.busy)
+                member = self._choose(ask.near)
                 member.busy += 1
                 had = self.newest.label
                 try:
-                    found = await member.server.generate(prompt, seed, how)
+                    found = await member.server.generate(ask.prompt, seed, how)
                     return EngineCompletion(found.tokens, found.logp, found.stopped, self._oldest(member, found, had))
                 except Unreachable as error:
                     self.lose(member, error)
@@ -104,6 +105,14 @@ class Router:
                         raise self.given_up(what) from error
                 finally:
                     member.busy -= 1
+
+    def _choose(self, near: int | None) -> ServerState:
+        """The least busy, or the one that holds what such requests begin with, unless that has far more to do."""
+        least = min(self.live, key=lambda member: member.busy)
+        if near is None:
+            return least
+        home = self.members[near % len(self.members)]
+        return home if home.live and home.busy <= 2 * least.busy + AHEAD else least
 
     def _oldest(self, member: ServerState, found: ServerCompletion, had: str) -> int:
         """Version of the oldest token; `had` is what the server had when it was asked, for one that does not say it."""

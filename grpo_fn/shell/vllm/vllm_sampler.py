@@ -42,7 +42,7 @@ from grpo_fn.shell.sampler.interface import (
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
 from grpo_fn.shell.vllm.colocated import ColocatedEngine
-from grpo_fn.shell.vllm.episode_rounds import EngineEpisodes
+from grpo_fn.shell.vllm.engine_episodes import EngineEpisodes
 from grpo_fn.shell.vllm.options import arguments, check_extra, merge_options, params, row_seeds
 from grpo_fn.shell.world import World
 
@@ -199,12 +199,22 @@ class VllmSampler:
                 f"episodes: got {self.environments.name}, which is not pure, with an engine of {self.engine.ranks} "
                 "ranks, wanted an engine for each rank: those that share one have to observe the same"
             )
+        if self.environments is not None and self.environments.answer_steps is None and self.engine.ranks > 1:
+            raise ValueError(
+                f"sections.Episodes.answer_steps: got None with an engine of {self.engine.ranks} ranks, wanted a "
+                "number: ranks that share an engine have to go on at the same step"
+            )
 
     ranks = property(attrgetter("engine.ranks"), doc="How many have the engine together; they sample the same.")
     overlaps = property(attrgetter("engine.overlaps"), doc="Whether it can sample while the policy trains.")
-    repeatable = property(attrgetter("engine.repeatable"), doc="Whether asked again it draws the same tokens.")
     mixes = property(attrgetter("engine.mixes"), doc="Whether a completion may have tokens of two versions of weights.")
     complaints = property(attrgetter("engine.complaints"), doc="Warnings for the log; cleared once logged.")
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether asked again it draws the same tokens."""
+        counted = self.environments is None or self.environments.answer_steps is not None or self.overlaps
+        return self.engine.repeatable and counted
 
     def load(self, policy: FSDPPolicy | FixedWeights) -> None:
         """Give the engine the policy's weights. Raises StaleEngine when it does not take them."""
@@ -270,6 +280,7 @@ class VllmSampler:
         how = {**self._how(), "stop_token_ids": [*self.ends, of.chat.end]}
         episodes = EngineEpisodes(self.engine, rows, sample_keys(key, problems, group_size), how=how, ended=ended)
         episodes.run(self.max_rows)
+        of.caller.count("time/environment_wait", episodes.waited)
         logp = torch.tensor([x for row in episodes.logp for x in row], device=self.context.world.device)
         return assemble_episodes(rows, episodes.tokens, logp, self.tokenizer)
 

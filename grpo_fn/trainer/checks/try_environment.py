@@ -1,13 +1,18 @@
 """An environment tried out before anything expensive starts: it has to begin an episode, and to answer any text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import nlargest
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.environment import Message
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.answers import Answer
+from grpo_fn.shell.episodes.episode_rows import Environments
+from grpo_fn.tasks import overlong
+from grpo_fn.tasks.overlong import Length
+from grpo_fn.tasks.task import Task
 from grpo_fn.trainer.sections import Episodes
 
 TEXTS = ("", "text", "<tool_call>", "\N{REPLACEMENT CHARACTER}")  # an environment answers to any message
@@ -67,6 +72,65 @@ def check_openings(
                     f"problem {problem.uid}, wanted at most {limit} (sections.Sampling.max_total_tokens less one for "
                     f"a turn): {begun.messages[0].content[:80]!r}"
                 )
+
+
+def fitting_episodes(
+    rule: Callable[..., tuple[Task, int]],
+    episodes: Episodes,
+    task: Task,
+    drawn: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    length: Length,
+    limit: int,
+) -> Task:
+    """The task without the episodes that `overlong_prompts` leaves out by the length of their openings.
+
+    Args:
+        rule: `sections.Data.overlong_prompts`. `overlong.refuse` looks at the openings of the longest prompts alone.
+        episodes: the section.
+        task: the task.
+        drawn: training problems of the run, of a task that makes them as they are drawn.
+        tokenizer: of the policy.
+        length: tokens of a problem's prompt; an environment that is not pure is not asked how it begins.
+        limit: most tokens of an opening.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: for openings over the limit as the rule says, and for a rule that leaves problems out with an
+            environment that is not pure.
+    """
+    refuses = function_and_knobs(rule)[0] is overlong.refuse
+    if not episodes.environment.pure:
+        if drawn and not task.rows:
+            overlong.refuse(task._replace(rows=tuple(drawn)), length, limit)
+        left, count = rule(task, length, limit)
+        if count:
+            raise ValueError(
+                f"sections.Data.overlong_prompts: got a rule that leaves out {count} problems by their prompts, and "
+                f"{episodes.name}, which is not pure, wanted overlong.refuse: what such an environment begins with is "
+                "known when it is asked, in the run"
+            )
+        return left
+    if not refuses and task.rows:
+        with episodes.pool() as pool:
+            task = rule(task, opening_length(episodes.environments(tokenizer, pool)), limit)[0]
+    check_openings(episodes, (*(() if task.rows and not refuses else drawn), *task.test), tokenizer, limit)
+    return task
+
+
+def opening_length(environments: Environments) -> Length:
+    """Counts the tokens of a problem's opening, once; one that cannot begin has none."""
+    known: dict[int, tuple[Problem, int]] = {}  # by identity: the rows of a task have no numbers yet
+
+    def length(problem: Problem) -> int:
+        if id(problem) not in known:
+            begun = environments.caller.start(problem, 0).result()
+            known[id(problem)] = problem, 0 if begun.failure else len(environments.chat.open(begun.messages))
+        return known[id(problem)][1]
+
+    return length
 
 
 def require_answer(what: str, answer: Answer) -> None:

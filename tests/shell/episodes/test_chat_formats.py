@@ -80,21 +80,77 @@ def test_a_role_that_was_not_tried_is_refused() -> None:
         made.extend([Message("user", "x")])
 
 
-def test_a_family_of_the_renderers_package_appends_to_what_was_sampled() -> None:
-    pytest.importorskip("renderers", reason="pip install grpo_fn[agents]")
+# -- families of the renderers package, on bytes with their special tokens: their own tokenizers are not here
+
+SPECIAL = (
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<|endoftext|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),  # Qwen
+    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),  # DeepSeek
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
+    *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+    *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),  # GLM
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),  # Kimi
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+    "<|tool_call_argument_begin|>",
+    *("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>", "<response>", "</response>"),
+    *("〈|EOS|〉", "<system>", "</system>", "<user>", "</user>", "<assistant>", "</assistant>"),  # Laguna
+)
+EXACT = ("deepseek-v3", "laguna-xs-2.1", "llama-3", "minimax-m2", "nemotron-3", "prime-qwen3", "qwen3")
+EXACT += ("qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8")
+REFUSED = {
+    "glm-5": r"got '<\|observation\|>' as token \d+ of a conversation with a tool message",  # an end and a beginning
+    "kimi-k2": r"got '\\n' as token \d+ of a conversation with a tool message, wanted 'f'",  # it names the call
+    "default": "got no bridge from a turn to messages of tool, wanted one that keeps what was sampled",
+}
+OPENED = [{"role": "user", "content": "hi"}]
+
+
+def family_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = byte_tokenizer(chat=True)
     tokenizer.unk_token = None
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"])
-    made = family_renderer(tokenizer, family="qwen3", observed=("tool",))
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(SPECIAL)})
+    return tokenizer
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_a_family_of_the_renderers_package_appends_to_what_was_sampled(family: str) -> None:
+    pytest.importorskip("renderers", reason="pip install grpo_fn[agents]")
+    made = family_renderer(family_tokenizer(), family=family, observed=("tool",))
     assert isinstance(made, ChatFormat)
-    assert (
-        tokenizer.decode(made.open([Message("user", "hi")]))
-        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    behind = "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(made.extend([Message("tool", "12")])) == behind
-    turn = tokenizer('so <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>')["input_ids"]
-    assert made.parse(turn) == Message("assistant", "so", "", (ToolCall("f", {"x": 1}),))
+    call = {"type": "function", "id": "functions.f:0", "function": {"name": "f", "arguments": {"x": 1}}}
+    opened = made.open([Message("user", "hi")])
+    for thought in ({}, {"reasoning_content": "so"}):
+        said = [*OPENED, {"role": "assistant", "content": "", "tool_calls": [call], **thought}]
+        whole = made.renderer.render_ids(
+            [*said, {"role": "tool", "content": "12", "name": "f", "tool_call_id": "functions.f:0"}],
+            add_generation_prompt=True,
+        )
+        if whole[: len(opened)] == opened:
+            break
+    turn = whole[len(opened) : whole.index(made.end, len(opened)) + 1]
+    assert [*opened, *turn, *made.extend([Message("tool", "12", "f")])] == whole
+    assert made.parse(turn) == Message("assistant", "", "", (ToolCall("f", {"x": 1}),))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_cannot_be_appended_to_exactly_is_refused(family: str) -> None:
+    pytest.importorskip("renderers", reason="pip install grpo_fn[agents]")
+    with pytest.raises(ValueError, match=REFUSED[family]):
+        family_renderer(family_tokenizer(), family=family, observed=("tool",))
+
+
+def test_what_a_family_of_the_renderers_package_cannot_read_is_malformed() -> None:
+    pytest.importorskip("renderers", reason="pip install grpo_fn[agents]")
+    tokenizer = family_tokenizer()
+    made = family_renderer(tokenizer, family="qwen3", observed=("tool",))
     broken = made.parse(tokenizer('<tool_call>\n{"name": }\n</tool_call><|im_end|>')["input_ids"])
     assert "invalid_json" in broken.malformed
     with pytest.raises(ValueError, match="family: got 'none'"):

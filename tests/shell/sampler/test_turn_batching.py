@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from crew import crew
-from environment_fakes import TALK, broken
-from episode_fakes import Here, environments
+from environment_fakes import TALK, THREE_TURNS, broken
+from episode_fakes import Here, Late, environments
 from fakes import MODELS, VOCABULARY, problem, tokenizer
 from hypothesis import given, settings
 from policies import local
@@ -16,12 +16,13 @@ from policies import local
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.environment import Environment, ToolCall
+from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.episodes.answers import EnvironmentCall, decode_answer
 from grpo_fn.shell.episodes.chat_format import TextFormat
-from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, as_observation, as_unscorable, environment_seed
+from grpo_fn.shell.episodes.episode_rows import ENVIRONMENT, START, as_observation, as_unscorable, environment_seeds
 from grpo_fn.shell.episodes.tape import Tape, Taped, TapeDiffers
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -64,7 +65,7 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
     of, call = s.environments, EnvironmentCall(TALK)
     u = prng.uniform(prng.fold_in(KEY, uid, g), s.max_new_tokens, dtype=torch.float32, low=0.0, high=1.0)
     base = prng.fold_in(KEY, ENVIRONMENT)
-    begun = decode_answer(call("start", problem(uid, prompt), environment_seed(base, uid, START)))
+    begun = decode_answer(call("start", problem(uid, prompt), environment_seeds(base, uid, START)))
     opening, state = of.chat.open(begun.messages), begun.state
     tokens, mask, logps, n = [], [], [], 0
     for turn in range(of.max_turns):
@@ -82,7 +83,7 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
                 return tokens, mask, logps, "turn_tokens"
             if len(opening) + len(tokens) == s.max_total_tokens:
                 return tokens, mask, logps, "context"
-        found = decode_answer(call("step", state, of.chat.parse(tokens[at:]), environment_seed(base, uid, g, turn)))
+        found = decode_answer(call("step", state, of.chat.parse(tokens[at:]), environment_seeds(base, uid, g, turn)))
         state = found.state
         if found.done:
             return tokens, mask, logps, ""
@@ -149,6 +150,28 @@ def test_the_order_of_answers_changes_no_bit(delays, answer_steps) -> None:
     assert got.turns == wanted.turns
     for a, b in zip(got[:4], wanted[:4], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.timeout(60)
+def test_rows_that_go_on_as_answers_come_are_not_held_up_by_a_slow_one() -> None:
+    """Its first answer comes when the others' episodes are over; with a number of steps, that would be never."""
+    over, late = [], Late(slow=[100])
+
+    def ended(asked: Problem, completion: Completion) -> None:
+        over.append(asked.uid)
+        if len(over) == 3:
+            late.release()
+
+    asked = problems(["aT 7", "7", "T a\n", "a"])
+    s = replace(sampler(caller=late, answer_steps=None), on_completion=ended)
+    assert not s.repeatable
+    rollout = s.sample(asked, 1, key=KEY)
+    assert over[-1] == 100
+    assert len(rollout.turns[0]) > 1
+    wanted = sampler(caller=Here(THREE_TURNS)).sample(asked, 1, key=KEY)
+    assert rollout.turns == wanted.turns
+    assert torch.equal(rollout.tokens, wanted.tokens)
+    torch.testing.assert_close(rollout.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("answer_steps", [0, 3])

@@ -29,9 +29,11 @@ from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.sampler.data_parallel import rank_share
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.sampler.interface import (
+    DueRequests,
     EngineCompletion,
     GenerationRequest,
     OnAnswer,
+    OnTurn,
     SamplerContext,
     StaleEngine,
     WeightReceipt,
@@ -85,6 +87,12 @@ class Engine:
         for i, j in random.Random(len(places)).sample(places, len(places)):
             on_answer(i, j, answers[i][j])
         return answers
+
+    def generate_turns(self, due: DueRequests, *, how: Mapping[str, Any], on_turn: OnTurn) -> None:
+        while asks := [*due(len(self.asked), False)]:
+            self.asked.append(([ask for _, ask in asks], {**how}))
+            for b, ask in random.Random(len(asks)).sample(asks, len(asks)):
+                on_turn(b, len(self.asked), self.answer(ask, *ask.seeds, ask.fields(how)["max_tokens"]))
 
     @staticmethod
     def answer(ask: GenerationRequest, seed: int, most: int) -> EngineCompletion:
@@ -347,7 +355,8 @@ class Stepping:
         tokens = [*range(seed)]
         logp = SimpleNamespace(logprobs=[-1.0] * seed, token_ids=tokens)
         done = SimpleNamespace(finish_reason="stop", token_ids=tokens, logprobs=logp)
-        return SimpleNamespace(request_id=name, outputs=[done], finished=True)
+        read = {"prompt_token_ids": [1], "num_cached_tokens": 0}
+        return SimpleNamespace(request_id=name, outputs=[done], finished=True, **read)
 
 
 def test_an_answer_is_reported_in_the_step_that_ends_it(

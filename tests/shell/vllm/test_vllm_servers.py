@@ -125,6 +125,29 @@ def test_a_swap_is_in_order_and_nothing_computed_before_is_remembered(two):
     assert all(sent["mode"] == "wait" for path, sent in one.calls if path == "/pause")
 
 
+def test_requests_that_begin_alike_are_asked_of_the_server_that_has_read_it_unless_it_is_gone(two):
+    one, other, servers = two
+    servers.push(weights(0), version=0)
+    asks = [ask._replace(near=near) for ask, near in zip(ASKS * 4, [5, 2] * 4, strict=False)]
+    drawn = servers.generate(asks, how=HOW)
+    for stub, near in ((one, 2), (other, 5)):
+        asked = {tuple(sent["token_ids"]) for path, sent in stub.calls if path == "/inference/v1/generate"}
+        assert asked == {ask.prompt for ask in asks if ask.near == near and ask.seeds}
+    other.kill()
+    assert servers.generate(asks, how=HOW) == drawn
+
+
+def test_a_server_with_far_more_to_do_is_not_asked_for_what_it_has_read(two):
+    *_, servers = two
+    first, second = servers._fleet.members
+    servers.push(weights(0), version=0)
+    for busy, least, chosen in ((8, 0, first), (9, 0, second), (18, 5, first), (19, 5, second)):
+        first.busy, second.busy = busy, least
+        assert servers._fleet._choose(4) is chosen
+        assert servers._fleet._choose(None) is second
+    first.busy = second.busy = 0
+
+
 def test_a_request_says_all_that_decides_the_tokens(two):
     one, other, servers = two
     servers.push(weights(0), version=0)

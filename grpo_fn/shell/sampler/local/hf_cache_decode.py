@@ -3,17 +3,23 @@
 It grows with every token, and rows that have ended leave it; rows that wait come when all have.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import torch
+import transformers
 from einops import rearrange
 from jaxtyping import Float, Int
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from grpo_fn.shell.model.blocks import CACHES
 from grpo_fn.shell.model.hf import as_tokens
 from grpo_fn.shell.sampler.local.continuous_batching import DecodedRows, Ended, Ends, empty_rows
 from grpo_fn.shell.sampler.local.decode_step import TokenSampler
+
+RENAMED = Version("5.24")  # of transformers: from here on the second of CACHES
 
 
 def decode(
@@ -89,8 +95,15 @@ def batch(
 
 def forward(model: nn.Module, ids: Tensor, attend: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
     """Logits after the last column, `[R, V]`."""
-    model_kwargs = {"attention_mask": attend.long(), "position_ids": position, "past_key_values": cache}
+    model_kwargs = {"attention_mask": attend.long(), "position_ids": position, cache_keyword(model): cache}
     return model(input_ids=ids, **model_kwargs, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+
+def cache_keyword(model: nn.Module) -> str:
+    """What the model's forward calls its cache; of one that takes anything, what this transformers calls it."""
+    taken = inspect.signature(model.forward).parameters
+    by_version = CACHES[Version(transformers.__version__) >= RENAMED]
+    return next((name for name in CACHES if name in taken), by_version)
 
 
 def ends_with_stop(tokens: Tensor, ends: Ends) -> Tensor:

@@ -127,8 +127,12 @@ class LocalSampler:
     held: SharedDecoder = field(default_factory=SharedDecoder, repr=False, compare=False)
     ranks: ClassVar[int] = 1  # that have one of it together
     overlaps: ClassVar[bool] = False  # it cannot sample while its device trains
-    repeatable: ClassVar[bool] = True
     mixes: ClassVar[bool] = False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether asked again it draws the same tokens."""
+        return self.environments is None or self.environments.answer_steps is not None
 
     @property
     def complaints(self) -> list[str]:

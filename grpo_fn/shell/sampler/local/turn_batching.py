@@ -3,7 +3,7 @@
 Its keys and values stay, the observation is read into its slot in one go, and other rows decode meanwhile. When a row
 goes on is counted in decode steps, never in seconds: after `answer_steps` of them, or at once where no other row
 decodes, its answer is waited for. So what is computed together, and with it every bit of a row, does not depend on how
-fast environments answer.
+fast environments answer. With `answer_steps` None rows go on as answers come, and rounding depends on the clock.
 """
 
 import time
@@ -50,9 +50,17 @@ class TurnBatching(ContinuousBatching):
 
     def due_slots(self) -> Int[Tensor, "m"]:
         """Slots whose rows go on now: those whose answer is due, and all that wait where no other row decodes."""
-        if not bool((self.busy & ~self.paused).any()):
-            return self.paused.nonzero()[:, 0]
-        return (self.paused & (self.due <= self.steps)).nonzero()[:, 0]
+        idle, slots = not bool((self.busy & ~self.paused).any()), self.paused.nonzero()[:, 0]
+        if self.rows.of.answer_steps is None and len(slots):
+            return self.answered_slots(slots, idle=idle)
+        return slots if idle else slots[self.due[slots] <= self.steps]
+
+    def answered_slots(self, slots: Int[Tensor, "m"], *, idle: bool) -> Int[Tensor, "n"]:
+        """Those of the slots whose environments have answered; with no row that decodes, the first is waited for."""
+        begun = time.perf_counter()
+        there = self.rows.rows_with_answers(self.row[slots].tolist(), some=idle)
+        self.waited += time.perf_counter() - begun
+        return slots[torch.isin(self.row[slots], torch.tensor(there, dtype=torch.long))]
 
     def leave(self, slot: Int[Tensor, "m"], drawn: Tensor, stopped: Tensor) -> None:
         """A turn of these rows has ended: some wait for their environment, the others' episodes are over."""
@@ -63,7 +71,7 @@ class TurnBatching(ContinuousBatching):
                 for s, row in zip(slot.tolist(), tokens, strict=True)
             ]
         )
-        self.paused[slot[asked]], self.due[slot[asked]] = True, self.steps + self.rows.of.answer_steps
+        self.paused[slot[asked]], self.due[slot[asked]] = True, self.steps + (self.rows.of.answer_steps or 0)
         if len(over := slot[~asked]):
             super().leave(over, drawn, stopped)
 

@@ -1,0 +1,62 @@
+"""The calculator episodes of `tools/bench trl`: a model that calls the tool, its questions, and our run file's part."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from grpo_fn.core import prng
+from grpo_fn.shell.model import tiny_tool_model
+from grpo_fn.shell.model.tiny_model import Shape
+from grpo_fn.tasks import calculation
+
+MAX_VALUE = 99
+HELD_OUT = 128
+MAX_TURNS = 3
+TOTAL = 128  # tokens of a slot of ours: more than the question, all that is sampled and two observations
+ROWS, LR = 16, 3e-3  # of the warm start, which shows nothing but calls of the tool
+
+
+def make(shape: Shape, *, warm_start: int, count: int, folder: Path) -> list[str]:
+    """Write a model that calls the calculator and so many questions to `folder`; returns the questions."""
+    recipe = tiny_tool_model.ToolRecipe(
+        max_value=MAX_VALUE,
+        test_size=HELD_OUT,
+        before="\n",
+        after="\n",
+        shape=shape,
+        warm_start=tiny_tool_model.ToolWarmStart(steps=warm_start, rows=ROWS, lr=LR, tool_share=1.0),
+        seed=0,
+        cache=str(folder),
+    )
+    tiny_tool_model.make_tool_model(recipe, folder / "model", report=partial(print, file=sys.stderr, flush=True))
+    task, key = calculation.task(max_value=MAX_VALUE, test_size=HELD_OUT), prng.key(1, device="cpu")
+    questions = list(dict.fromkeys(task.train(key, uid).prompt for uid in range(2 * count)))[:count]
+    rows = [{"prompt": question, "answer": "0"} for question in questions]
+    chats = [{"prompt": [{"role": "user", "content": question}]} for question in questions]
+    for name, lines in (("prompts.jsonl", rows), ("chats.jsonl", chats)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return questions
+
+
+EPISODES = """
+from grpo_fn.environments import tool_use
+from grpo_fn.shell.episodes import chat_format
+
+train.train.episodes = @sections.Episodes()
+sections.Episodes:
+    environment = @tool_use.environment()
+    chat_format = @chat_format.text
+    max_turns = {max_turns}
+    max_turn_tokens = {new_tokens}
+sections.Sampling.max_total_tokens = {total_tokens}
+tool_use.environment:
+    tools = [@bench_reward.calculator]
+    grade = @bench_reward.ours
+    instructions = ""
+    max_turns = {max_turns}
+    pure = True
+chat_format.text:
+    before = "\\n"
+    after = "\\n"
+"""
