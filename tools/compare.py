@@ -154,7 +154,7 @@ def verdict(run: Run, key: Key, judge: str | None) -> bool | None:
 
 def change(base: dict[Key, bool], other: dict[Key, bool]) -> Change:
     """What became of every problem from one run to the other."""
-    from paired_tests import mcnemar, paired_bootstrap
+    from grpo_fn.analysis.paired import mcnemar, paired_bootstrap
 
     gained = [key for key in base if other[key] and not base[key]]
     lost = [key for key in base if base[key] and not other[key]]
