@@ -100,8 +100,8 @@ def exponential(key: Int[Tensor, "*K 2"], *shape: int) -> Float[Tensor, "..."]:
 
         e = -log(1 - u),   u = (bits + 1/2) / 2^32
 
-    Small ones, which decide a race among many, are fine-grained: the smallest is 2^-33. Large ones are as coarse as 1 - u
-    is with 24 bits; the largest is 24 log 2. Draws extend, as in `uniform`.
+    Small ones, which decide a race among many, are fine-grained: the smallest is 2^-33. Large ones are as coarse as
+    1 - u is with 24 bits; the largest is 24 log 2. Draws extend, as in `uniform`.
     """
     u = (_bits32(key, shape).float() + 0.5) * 2.0**-32
     return -torch.log1p(-u.clamp(max=1 - 2.0**-24))

@@ -12,8 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from e2e.running import TESTS
 from hypothesis import given
-from grpo_fn.analysis.paired import mcnemar, paired_bootstrap
 
+from grpo_fn.analysis.paired import mcnemar, paired_bootstrap
 from grpo_fn.analysis.statistics import wilson
 from grpo_fn.shell.logging import eval_store
 
