@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 CONFIDENCE = 0.95  # of the intervals over seeds
+ROUNDING = 2.0**-40  # of the values: differences that are no further apart are equal
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -83,6 +84,8 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Paired
     if n == 1:
         return PairedDifference(n, *means, *(math.nan,) * 5)
     t, noise, alone = student_quantile(n - 1), variance(apart), variance(first) + variance(second)
+    if max(apart) - min(apart) <= ROUNDING * max(map(abs, (*first, *second))):  # differences that are one number
+        noise = 0.0
     half = t * math.sqrt(noise / n)
     together = max(0.0, 2 * alone - noise)  # Var(first + second)
     slope = t / math.sqrt(n - 1)
