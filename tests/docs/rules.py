@@ -16,6 +16,7 @@ from docs import desk, doing
 # Flags that make a tool small, after the page's, which they win over. No tool is without a line.
 TOOLS = {
     "tools/tables/bias_table.py": [],
+    "tools/tables/coupling_table.py": [],
     "tools/tables/variance_table.py": [],
     "tools/tables/catalogue_page.py": ["--check"],
     "tools/tables/gin_pages.py": ["--check"],
@@ -27,8 +28,10 @@ TOOLS = {
     "tools/make_tiny_model.py": [],
     "tools/report": [],
     "tools/tables/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
+    "tools/pair": [],
     "tools/sweep": [],
     "tools/bench/bench_rewards.py": ["--rows", "1"],
+    "tools/bench/bench_samplers.py": ["--prompts", "2", "--group_size", "2", "--new_tokens", "4", "--repeats", "1"],
     "experiments/vmap_sweep/idea.py": ["--policies", "2", "--rows", "2", "--repeats", "1"],
 }
 # Tools whose work is not for here: their own parser reads the flags.
