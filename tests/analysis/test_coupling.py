@@ -1,8 +1,10 @@
 """How often draws with shared random numbers meet: bounds, known cases, and what the samplers do."""
 
 import math
+import re
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import coupling_table
 import hypothesis.strategies as st
@@ -14,6 +16,7 @@ from hypothesis import given
 from grpo_fn.analysis import coupling
 from grpo_fn.core import prng, sampling
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "experiments" / "paired.md"
 COUPLINGS = [coupling.maximal_meetings, coupling.inversion_meetings, coupling.gumbel_meetings]
 weights = st.lists(st.one_of(st.floats(1e-3, 1.0), st.just(0.0)), min_size=2, max_size=8).filter(any)
 
@@ -102,3 +105,13 @@ def test_a_row_meets_as_its_tokens_do_one_after_the_other(seed, meet):
         for first, second in tiny.ROWS.tolist()
     ]
     torch.testing.assert_close(coupling_table.row_parting(meet, a, b, 2), 1 - torch.stack(both).sum())
+
+
+def test_the_page_has_the_tables_of_the_tool():
+    """Of the second one the three smaller vocabularies: the largest takes seconds."""
+    text = PAGE.read_text()
+    assert "\n".join(coupling_table.tiny_table()) in text
+    sizes = coupling_table.SIZES[:3]
+    for line in coupling_table.vocabulary_table(sizes)[2:]:
+        assert line.rstrip("|") in text
+    assert re.search(r"\| coupling \| " + " \\| ".join(f"{size} tokens" for size in sizes), text)

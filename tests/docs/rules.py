@@ -28,7 +28,7 @@ TOOLS = {
     "tools/make_tiny_model.py": [],
     "tools/report": [],
     "tools/tables/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
-    "tools/pair": [],
+    "tools/pair": ["--gin_file", str(desk.SMALL_RUN), "--gin_param", "tiny_model.WarmStart.steps=5"],
     "tools/sweep": [],
     "tools/bench/bench_rewards.py": ["--rows", "1"],
     "tools/bench/bench_samplers.py": ["--prompts", "2", "--group_size", "2", "--new_tokens", "4", "--repeats", "1"],
@@ -150,6 +150,9 @@ def script(argv: Sequence[str], place: Place, site: Site) -> None:
         small = [*given, *TOOLS[name]]
         if "--trials" in given:
             small += ["--trials", "1"]
+        if name == "tools/pair":  # it makes the model that all runs begin with
+            cache = desk.cache(place.things).items()
+            small += ["--seeds", "0", *(part for k, v in cache for part in ("--gin_param", f"{k}={v}"))]
         well(forked(doing.start, [name, *small], things=place.things, site=site), " ".join([name, *small]))
 
 

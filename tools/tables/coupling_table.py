@@ -38,17 +38,21 @@ def flags() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables."""
     flags().parse_args(argv)
-    first = [f"token, drift {drift:g}" for drift in DRIFTS] + [f"row, drift {drift:g}" for drift in DRIFTS]
-    print(
-        *table(first, [partial(mean_parting, drift=drift, depth=depth) for depth in (1, 2) for drift in DRIFTS]),
-        "",
-        sep="\n",
-    )
-    print(
-        *table([f"{size} tokens" for size in SIZES], [partial(vocabulary_parting, size=size) for size in SIZES]),
-        sep="\n",
-    )
+    print(*tiny_table(), "", *vocabulary_table(SIZES), sep="\n")
     return 0
+
+
+def tiny_table() -> list[str]:
+    """Tokens and rows of the tiny worlds."""
+    columns = {
+        f"{what}, drift {drift:g}": (depth, drift) for depth, what in ((1, "token"), (2, "row")) for drift in DRIFTS
+    }
+    return table([*columns], [partial(mean_parting, drift=drift, depth=depth) for depth, drift in columns.values()])
+
+
+def vocabulary_table(sizes: Sequence[int]) -> list[str]:
+    """One token of larger vocabularies."""
+    return table([f"{size} tokens" for size in sizes], [partial(vocabulary_parting, size=size) for size in sizes])
 
 
 def table(columns: Sequence[str], measures: Sequence[Callable[[Meetings], float]]) -> list[str]:
