@@ -28,7 +28,6 @@ TOOLS = {
     "tools/make_tiny_model.py": [],
     "tools/report": [],
     "tools/tables/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
-    "tools/pair": ["--gin_file", str(desk.SMALL_RUN), "--gin_param", "tiny_model.WarmStart.steps=5"],
     "tools/sweep": [],
     "tools/bench/bench_rewards.py": ["--rows", "1"],
     "tools/bench/bench_samplers.py": ["--prompts", "2", "--group_size", "2", "--new_tokens", "4", "--repeats", "1"],
@@ -41,6 +40,7 @@ PARSED = {
     "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
     "tools/tables/distillation_table.py": "wants finished runs; tests/tools/test_distillation_table.py runs it",
     "tools/tables/procedural_audit.py": "takes minutes; tests/tasks/test_tasks_procedural.py runs some of it",
+    "tools/pair": "starts runs of its own; tests/tools/test_pair.py runs it",
     "tools/lock.py": "asks the package index",
     "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",
 }
@@ -150,9 +150,6 @@ def script(argv: Sequence[str], place: Place, site: Site) -> None:
         small = [*given, *TOOLS[name]]
         if "--trials" in given:
             small += ["--trials", "1"]
-        if name == "tools/pair":  # it makes the model that all runs begin with
-            cache = desk.cache(place.things).items()
-            small += ["--seeds", "0", *(part for k, v in cache for part in ("--gin_param", f"{k}={v}"))]
         well(forked(doing.start, [name, *small], things=place.things, site=site), " ".join([name, *small]))
 
 
