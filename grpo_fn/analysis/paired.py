@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 CONFIDENCE = 0.95  # of the intervals over seeds
-ROUNDING = 2.0**-40  # of the values: differences that are no further apart are equal
+ROUNDING = 2.0**-40  # of the values: a difference that is no larger is none
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -80,11 +80,12 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Paired
     if len(first) != len(second) or not first:
         raise ValueError(f"got {len(first)} and {len(second)} values, wanted as many of each, one or more")
     n, apart = len(first), [b - a for a, b in zip(first, second, strict=True)]
-    means = fmean(first), fmean(second), fmean(apart)
+    error, mean = ROUNDING * max(map(abs, (*first, *second))), fmean(apart)
+    means = fmean(first), fmean(second), mean if abs(mean) > error else 0.0
     if n == 1:
         return PairedDifference(n, *means, *(math.nan,) * 5)
     t, noise, alone = student_quantile(n - 1), variance(apart), variance(first) + variance(second)
-    if max(apart) - min(apart) <= ROUNDING * max(map(abs, (*first, *second))):  # differences that are one number
+    if max(apart) - min(apart) <= error:  # differences that are one number
         noise = 0.0
     half = t * math.sqrt(noise / n)
     together = max(0.0, 2 * alone - noise)  # Var(first + second)
