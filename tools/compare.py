@@ -4,10 +4,12 @@ python tools/compare.py A B [C ...]
 
 A, B, ... are folders that `python -m grpo_fn.eval` wrote, run folders (their newest evaluation) or .jsonl files of
 either. The others are compared with A, problem by problem. The differences come with an exact McNemar test and a paired
-bootstrap interval; with several runs the p-values are not corrected for there being several.
+bootstrap interval; with several runs the p-values are not corrected for there being several. Run folders whose knobs
+differ in the seed alone are one setting: settings that share two seeds or more are compared over those, too.
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -91,6 +93,7 @@ def compared(args: argparse.Namespace) -> list[str]:
         "",
     ]
     lines += overview(runs, [base, *others], changes)
+    lines += over_seeds(args.runs, [sum(column.values()) / len(column) for column in (base, *others)])
     for run, result in zip(runs[1:], changes, strict=True):
         lines += flipped(runs[0], run, result, args.max_rows)
     return lines
@@ -154,7 +157,7 @@ def verdict(run: Run, key: Key, judge: str | None) -> bool | None:
 
 def change(base: dict[Key, bool], other: dict[Key, bool]) -> Change:
     """What became of every problem from one run to the other."""
-    from paired_tests import mcnemar, paired_bootstrap
+    from grpo_fn.analysis.paired import mcnemar, paired_bootstrap
 
     gained = [key for key in base if other[key] and not base[key]]
     lost = [key for key in base if base[key] and not other[key]]
@@ -177,6 +180,51 @@ def overview(runs: Sequence[Run], columns: Sequence[dict[Key, bool]], changes: S
             cells += [str(gained), str(lost), f"{result.p:.3g}"]
         lines.append(f"| {' | '.join(cells + [''] * (8 - len(cells)))} |")
     return lines
+
+
+def over_seeds(paths: Sequence[Path], accuracies: Sequence[float]) -> list[str]:
+    """Settings that share seeds with the first one, compared over those; nothing where there are none."""
+    from grpo_fn.analysis.paired import paired_difference
+
+    first, *others = settings(paths, accuracies).values()
+    lines = []
+    for other in others:
+        shared = [seed for seed in first if seed in other]
+        if len(shared) < 2:
+            continue
+        found = paired_difference([first[seed][1] for seed in shared], [other[seed][1] for seed in shared])
+        worth = "" if math.isnan(found.worth) else f"{found.worth:.3g}"
+        cells = [*(code(str(one[shared[0]][0])) for one in (first, other)), str(found.n), f"{found.first:.3f}"]
+        cells += [f"{found.second:.3f}", f"{found.difference:+.3f}", f"{found.low:+.3f} to {found.high:+.3f}", worth]
+        lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return []
+    head = [
+        "",
+        "## Over shared seeds",
+        "",
+        "Student's 95 % interval of the paired differences; worth is how many unpaired",
+    ]
+    head += ["seeds a paired one is worth, (Var first + Var other) / Var difference.", ""]
+    names = "| first setting, as in | other, as in | seeds | first | other | difference | 95 % | worth |"
+    return [*head, names, "|---" * 8 + "|", *lines]
+
+
+Seeds = tuple[object, ...]
+
+
+def settings(paths: Sequence[Path], accuracies: Sequence[float]) -> dict[str, dict[Seeds, tuple[Path, float]]]:
+    """Setting -> seeds -> run and accuracy; what is no run folder is a setting of its own, without a seed."""
+    from grpo_fn.shell.checkpoint.run_dir import MARKER, SEED_KNOBS
+    from grpo_fn.shell.logging.tensorboard_layout import read_hparams
+
+    found: dict[str, dict[Seeds, tuple[Path, float]]] = {}
+    for path, accuracy in zip(paths, accuracies, strict=True):
+        knobs = read_hparams(path) if (path / MARKER).is_file() else {"path": str(path)}
+        setting = repr(sorted((name, value) for name, value in knobs.items() if name not in SEED_KNOBS))
+        seeds = tuple(knobs.get(name) for name in SEED_KNOBS)
+        found.setdefault(setting, {})[seeds] = (path, accuracy)
+    return found
 
 
 def flipped(base: Run, other: Run, result: Change, show: int) -> list[str]:

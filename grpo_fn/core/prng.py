@@ -95,6 +95,18 @@ def uniform(key: Int[Tensor, "*K 2"], *shape: int, dtype: torch.dtype, low: floa
     return draws.clamp(max=torch.nextafter(hi, lo).item())
 
 
+def exponential(key: Int[Tensor, "*K 2"], *shape: int) -> Float[Tensor, "..."]:
+    """Draws `[*K, *shape]` of the exponential distribution with mean 1, in float32; their -log are Gumbel draws.
+
+        e = -log(1 - u),   u = (bits + 1/2) / 2^32
+
+    Small ones, which decide a race among many, are fine-grained: the smallest is 2^-33. Large ones are as coarse as
+    1 - u is with 24 bits; the largest is 24 log 2. Draws extend, as in `uniform`.
+    """
+    u = (_bits32(key, shape).float() + 0.5) * 2.0**-32
+    return -torch.log1p(-u.clamp(max=1 - 2.0**-24))
+
+
 def randint(key: Int[Tensor, "*K 2"], *shape: int, low: int, high: int) -> Int[Tensor, "..."]:
     """Integers `[*K, *shape]` from low to high - 1: 64 random bits modulo the range, plus low.
 

@@ -7,8 +7,8 @@ from itertools import combinations, permutations, product
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from paired_tests import mcnemar, paired_bootstrap
 
+from grpo_fn.analysis.paired import mcnemar, paired_bootstrap
 from grpo_fn.analysis.statistics import (
     estimate_pass_at_k,
     exact_mean,

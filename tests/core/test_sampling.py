@@ -18,6 +18,8 @@ SAMPLERS = {
     "top_k": partial(sampling.nucleus, temperature=1.3, top_k=3, top_p=1.0),
     "top_p": partial(sampling.nucleus, temperature=1.0, top_k=0, top_p=0.8),
     "both": partial(sampling.nucleus, temperature=0.5, top_k=4, top_p=0.6),
+    "gumbel": partial(sampling.gumbel_max, temperature=0.7),
+    "gumbel_both": partial(sampling.gumbel_max_nucleus, temperature=0.5, top_k=4, top_p=0.6),
 }
 every_sampler = pytest.mark.parametrize("name", SAMPLERS)
 BELOW_ONE = 1 - 2**-24
@@ -247,10 +249,14 @@ def test_a_temperature_without_a_distribution_is_refused_and_greedy_named(temper
     with pytest.raises(ValueError, match=r"temperature: got .*, wanted .*greedy"):
         sampling.categorical(*row, temperature=temperature)
     with pytest.raises(ValueError, match=r"temperature: got .*, wanted .*greedy"):
-        sampling.nucleus(*row, temperature=temperature, top_k=0, top_p=1.0)
+        sampling.gumbel_max(*row, temperature=temperature)
+    for cut in (sampling.nucleus, sampling.gumbel_max_nucleus):
+        with pytest.raises(ValueError, match=r"temperature: got .*, wanted .*greedy"):
+            cut(*row, temperature=temperature, top_k=0, top_p=1.0)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(-1, 1.0), (0, 0.0), (0, -0.1), (0, 1.5), (0, math.nan)])
 def test_cuts_outside_their_range_are_refused(top_k, top_p):
-    with pytest.raises(ValueError, match=r"top_[kp]: got .*, wanted"):
-        sampling.nucleus(torch.zeros(3), torch.tensor(0.5), temperature=1.0, top_k=top_k, top_p=top_p)
+    for cut in (sampling.nucleus, sampling.gumbel_max_nucleus):
+        with pytest.raises(ValueError, match=r"top_[kp]: got .*, wanted"):
+            cut(torch.zeros(3), torch.tensor(0.5), temperature=1.0, top_k=top_k, top_p=top_p)

@@ -16,6 +16,7 @@ from docs import desk, doing
 # Flags that make a tool small, after the page's, which they win over. No tool is without a line.
 TOOLS = {
     "tools/tables/bias_table.py": [],
+    "tools/tables/coupling_table.py": [],
     "tools/tables/variance_table.py": [],
     "tools/tables/catalogue_page.py": ["--check"],
     "tools/tables/gin_pages.py": ["--check"],
@@ -29,6 +30,7 @@ TOOLS = {
     "tools/tables/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
     "tools/sweep": [],
     "tools/bench/bench_rewards.py": ["--rows", "1"],
+    "tools/bench/bench_samplers.py": ["--prompts", "2", "--group_size", "2", "--new_tokens", "4", "--repeats", "1"],
     "experiments/vmap_sweep/idea.py": ["--policies", "2", "--rows", "2", "--repeats", "1"],
 }
 # Tools whose work is not for here: their own parser reads the flags.
@@ -38,6 +40,7 @@ PARSED = {
     "tools/import_config/compare_trl.py": "wants TRL's environment; tests/tools/test_compare_trl.py runs it",
     "tools/tables/distillation_table.py": "wants finished runs; tests/tools/test_distillation_table.py runs it",
     "tools/tables/procedural_audit.py": "takes minutes; tests/tasks/test_tasks_procedural.py runs some of it",
+    "tools/pair": "starts runs of its own; tests/tools/test_pair.py runs it",
     "tools/lock.py": "asks the package index",
     "tools/resume_check.py": "starts runs of its own; tests/tools/test_resume_check.py runs it",
 }

@@ -23,6 +23,7 @@ FIRST = {each.text: each for each in reversed(ALL)}  # a line that stands on sev
 # Seconds of CPU that a test of every run cannot have. Flags are read by the tool's own parser all the same.
 SLOW = {
     "python tools/tables/bias_table.py": "17 s; tests/algo/test_unbiased.py holds its tables against the page",
+    "python tools/tables/coupling_table.py": "5 s; tests/analysis/test_coupling.py holds its tables against the page",
     "python tools/tables/variance_table.py": "23 s; tests/algo/test_variance.py holds its tables against the page",
     "OMP_NUM_THREADS=1 python experiments/vmap_sweep/idea.py --repeats 5": "6 s",
     "OMP_NUM_THREADS=1 python tools/bench/bench_rewards.py --data DIR --rows 600": "6 s",

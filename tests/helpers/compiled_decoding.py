@@ -6,11 +6,12 @@ A program of its own: what tests put around functions to check shapes cannot be 
 import copy
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
 from test_continuous_batching import TEXTS, family, held
-from test_local_sampler import KEY, completions, problems
+from test_local_sampler import CHOICES, KEY, completions, problems
 
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.blocks import recompilations
@@ -22,9 +23,9 @@ from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 ASKED = ((TEXTS, 3), (TEXTS[:3], 2), (TEXTS[:1], 5))
 
 
-def main(name: str) -> dict[str, object]:
-    """What one family of models gives."""
-    s = family(name, max_rows=7)
+def main(name: str, choice: str) -> dict[str, object]:
+    """What one family of models gives with one of the token samplers."""
+    s = replace(family(name, max_rows=7), token_sampler=CHOICES[choice])
     module = copy.deepcopy(s.model)
     made = held(module, Eager())  # asks the model as it is written whether it is fit, and compiles then, as samplers do
     made.engine.code = compile_decode_parts(module)
@@ -46,4 +47,4 @@ def apart(one: Rollout, two: Rollout) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.compile = partial(torch.compile, backend=sys.argv[1])
-    print(json.dumps(main(sys.argv[2])))
+    print(json.dumps(main(*sys.argv[2:])))

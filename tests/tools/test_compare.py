@@ -12,8 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from e2e.running import TESTS
 from hypothesis import given
-from paired_tests import mcnemar, paired_bootstrap
 
+from grpo_fn.analysis.paired import mcnemar, paired_bootstrap, paired_difference
 from grpo_fn.analysis.statistics import wilson
 from grpo_fn.shell.logging import eval_store
 
@@ -57,7 +57,32 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def run_folder(folder: Path, scores: list[float | None], **hparams: Any) -> Path:
+    """A run's, as far as the tool looks into it."""
+    (evaluated(folder / "eval", scores) / "samples.jsonl").rename(folder / "eval" / "step_4.jsonl")
+    (folder / "run.json").write_text(json.dumps({"hparams": hparams}))
+    return folder
+
+
 # -- what it finds
+
+
+def test_run_folders_that_share_seeds_are_compared_over_those(tmp_path, capsys):
+    scores = {("a", 0): 3, ("a", 1): 1, ("b", 0): 4, ("b", 1): 4, ("b", 2): 0, ("c", 1): 2}
+    runs = [
+        run_folder(
+            tmp_path / f"{lr}{seed}", [1.0] * right + [0.0] * (4 - right), **{"lr": lr, "train.train.seed": seed}
+        )
+        for (lr, seed), right in scores.items()
+    ]
+    _, _, section = said(capsys, *runs, "--max_rows", "0").partition("## Over shared seeds")
+    (line,) = [cells(line) for line in section.split("##")[0].splitlines() if "`" in line]  # c shares one seed alone
+    wanted = paired_difference([0.75, 0.25], [1.0, 1.0])
+    assert line == [
+        *(f"`{run}`" for run in (runs[0], runs[2])),
+        *("2", "0.500", "1.000", "+0.500", f"{wanted.low:+.3f} to {wanted.high:+.3f}", f"{wanted.worth:.3g}"),
+    ]
+    assert "shared seeds" not in said(capsys, runs[0], runs[1], runs[5], "--max_rows", "0")
 
 
 outcomes = st.lists(st.tuples(*[st.sampled_from([None, 0.0, 0.5, 1.0])] * 2), min_size=1, max_size=30)

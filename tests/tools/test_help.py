@@ -8,7 +8,7 @@ import bench_flags
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = [path for path in sorted((ROOT / "tools").glob("*.py")) if path.name != "paired_tests.py"]  # no command
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
 TOOLS += [path.parent for path in sorted((ROOT / "tools").glob("*/__main__.py"))]
 CODE = """
 import runpy, sys

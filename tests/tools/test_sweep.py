@@ -27,6 +27,7 @@ from experiments.vmap_sweep.test_idea import (  # its tests are run here, too
 from experiments.vmap_sweep.test_idea import (
     test_policies_that_differ_go_different_ways as test_policies_that_differ_go_different_ways,
 )
+from grpo_fn.analysis.paired import paired_difference
 from grpo_fn.core.display_text import escape_control
 
 TOOL = Path(tool.__file__).parent
@@ -148,6 +149,22 @@ def test_a_setting_is_its_seeds_together_and_the_best_comes_first(values, lowest
     means = [one.mean for one in found if one.scores]
     assert means == sorted(means, reverse=not lowest)
     assert [bool(one.scores) for one in found] == sorted((bool(one.scores) for one in found), reverse=True)
+
+
+def test_settings_that_share_seeds_are_compared_over_those(tmp_path) -> None:
+    values = {("a", "0"): 0.5, ("a", "1"): 0.9, ("a", "2"): 0.7, ("b", "1"): 0.8, ("b", "2"): 0.5, ("c", "7"): 0.1}
+    text = sweep_table.report(tmp_path, outcomes(values), "eval/accuracy", False)
+    first, second, third = read(tmp_path / "table.csv")
+    wanted = paired_difference([0.9, 0.7], [0.8, 0.5])
+    assert (first["lr"], first["pairs"], first["to first"]) == ("a", "", "")
+    assert (second["lr"], second["pairs"], second["to first"]) == ("b", "2", "-0.15")
+    assert second["95 %"] == f"{wanted.low:+.3g} to {wanted.high:+.3g}"
+    assert second["worth"] == f"{wanted.worth:.3g}"
+    assert (third["lr"], third["pairs"]) == ("c", "")
+    assert sweep_table.PAIRED in text
+    assert sweep_table.PAIRED in (tmp_path / "table.md").read_text()
+    alone = {key: value for key, value in values.items() if key[0] != "b"}
+    assert sweep_table.PAIRED not in sweep_table.report(tmp_path, outcomes(alone), "eval/accuracy", False)
 
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12))

@@ -124,6 +124,14 @@ def test_draws_from_the_full_support_are_taken(f, temperature):
     validate.check_full_support(partial(f, temperature=temperature), temperature, False)
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_draws_by_gumbel_max_are_taken_and_cut_ones_are_not(temperature):
+    validate.check_full_support(partial(sampling.gumbel_max, temperature=temperature), temperature, False)
+    cut = partial(sampling.gumbel_max_nucleus, temperature=temperature, top_k=0, top_p=0.95)
+    with pytest.raises(ValueError, match=r"^token_sampler: got .* wanted draws from softmax"):
+        validate.check_full_support(cut, temperature, False)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize(
     "cut",

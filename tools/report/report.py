@@ -22,9 +22,9 @@ from grpo_fn.analysis.html.escape import escape_text
 from grpo_fn.core.display_text import markdown_cell
 from grpo_fn.core.problem import Turn, transcript
 from grpo_fn.shell.atomic_io import write_bytes
+from grpo_fn.shell.checkpoint.run_dir import SEED_KNOBS
 
 KL = "loss/kl"
-SEEDS = ("train.train.seed", "tiny_model.Recipe.seed")  # what a configuration is repeated over
 SEEDS_NOTE = "Runs that differ in their seeds alone are their mean, in a band from the smallest to the largest. "
 NOT_PARTS = {
     *(f"reward/{name}" for name in ("mean", "min", "max", "std", "correct_rate", "invalid")),
@@ -176,7 +176,7 @@ def seed_groups(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs whose knobs differ in the seed alone, under the name that the legend has for them."""
     found: dict[str, list[Run]] = {}
     for run in runs:
-        knobs = {name: value for name, value in run.knobs.items() if name not in SEEDS}
+        knobs = {name: value for name, value in run.knobs.items() if name not in SEED_KNOBS}
         found.setdefault(repr(sorted(knobs.items(), key=str)), []).append(run)
     return {
         those[0].name if len(those) == 1 else f"mean of {', '.join(run.name for run in those)}": those

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sweep_runner import STOPPED, Runner
-from sweep_spec import Trial, check_bindings, entered, spec, wanted
+from sweep_spec import Trial, check_bindings, entered, params, run_flags, spec, wanted
 from sweep_table import outcome, report
 
 from grpo_fn.command_line import add_gin_flags
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    stopped = not args.report and Runner(args, trials).work()
+    stopped = not args.report and runner(args, trials).work()
     outcomes = [outcome(args.out, one, args.metric) for one in trials]
     done = [one for one in outcomes if one.state == "done"]
     if done and not any(math.isfinite(one.value) for one in done):
@@ -79,3 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(report(args.out, outcomes, args.metric, args.lowest))
     return STOPPED if stopped else int(any(one.state != "done" for one in outcomes))
+
+
+def runner(args: argparse.Namespace, trials: Sequence[Trial]) -> Runner:
+    """What runs the trials, each with the sweep's files and bindings and its own on top."""
+    return Runner(
+        args.out,
+        trials,
+        lambda one: run_flags(args.gin_file, params(args.gin_param, one)),
+        jobs=args.jobs,
+        timeout=args.timeout,
+    )

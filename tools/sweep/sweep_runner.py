@@ -1,18 +1,17 @@
 """The trials of a sweep run some at a time, each in a process of its own, and stopped together."""
 
-import argparse
 import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from sweep_spec import Trial, params
+from sweep_spec import Trial
 
 STOPPED, UNHEALTHY = 75, 76
 INTERRUPTED = (STOPPED, -signal.SIGTERM)  # a trial without its signal handlers yet has nothing to save
@@ -30,11 +29,16 @@ class Running(NamedTuple):
 
 
 class Runner:
-    """Some trials at a time, until all have been run or a signal says stop."""
+    """Some trials at a time, until all have been run or a signal says stop.
 
-    def __init__(self, args: argparse.Namespace, trials: Sequence[Trial]) -> None:
-        self.args = args
-        self.left = [one for one in trials if not (folder(args.out, one) / "summary.json").exists()]
+    `flags` are those of `python -m grpo_fn.run` for a trial, its run folder aside; `timeout` is a trial's, in seconds.
+    """
+
+    def __init__(
+        self, out: Path, trials: Sequence[Trial], flags: Callable[[Trial], list[str]], *, jobs: int, timeout: float
+    ) -> None:
+        self.out, self.flags, self.jobs, self.timeout = out, flags, jobs, timeout
+        self.left = [one for one in trials if not (folder(out, one) / "summary.json").exists()]
         self.running: list[Running] = []
         self.stopped_at = math.inf  # when the first signal came
 
@@ -43,8 +47,9 @@ class Runner:
         before = {number: signal.signal(number, self._note_stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             while self.running or (self.left and self.stopped_at == math.inf):
-                while self.left and self.stopped_at == math.inf and len(self.running) < self.args.jobs:
-                    self.running.append(start(self.args, self.left.pop(0)))
+                while self.left and self.stopped_at == math.inf and len(self.running) < self.jobs:
+                    one = self.left.pop(0)
+                    self.running.append(start(self.out, one, self.flags(one), self.jobs))
                 time.sleep(POLL)
                 self.running = [one for one in self.running if not self._over(one)]
         finally:
@@ -59,10 +64,10 @@ class Runner:
 
     def _over(self, one: Running) -> bool:
         """Whether a trial has ended; says how. One past its deadline gets SIGTERM, then SIGKILL."""
-        code, late = one.process.poll(), time.monotonic() - min(self.stopped_at, one.since + self.args.timeout)
+        code, late = one.process.poll(), time.monotonic() - min(self.stopped_at, one.since + self.timeout)
         if code is not None:
-            exit_file(self.args.out, one.trial).write_text(f"{code}\n")
-            say(f"{one.trial.name}: {ending(self.args.out, one.trial, code)}")
+            exit_file(self.out, one.trial).write_text(f"{code}\n")
+            say(f"{one.trial.name}: {ending(self.out, one.trial, code)}")
             return True
         if late > GRACE:
             one.process.kill()
@@ -71,16 +76,14 @@ class Runner:
         return False
 
 
-def start(args: argparse.Namespace, one: Trial) -> Running:
+def start(out: Path, one: Trial, flags: Sequence[str], jobs: int) -> Running:
     """A trial in a process of its own, with its share of the cores; what it prints is added to NAME.out."""
-    files = [part for file in args.gin_file for part in ("--gin_file", file)]
-    bound = [part for param in params(args.gin_param, one) for part in ("--gin_param", param)]
-    threads = max(1, (os.cpu_count() or 1) // args.jobs)
-    exit_file(args.out, one).unlink(missing_ok=True)
-    with open(output(args.out, one), "ab") as out:
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    exit_file(out, one).unlink(missing_ok=True)
+    with open(output(out, one), "ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "grpo_fn.run", *files, *bound, "--run_dir", str(folder(args.out, one))],
-            stdout=out,
+            [sys.executable, "-m", "grpo_fn.run", *flags, "--run_dir", str(folder(out, one))],
+            stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env={"OMP_NUM_THREADS": str(threads), **os.environ},

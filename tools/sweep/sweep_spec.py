@@ -116,6 +116,12 @@ def params(common: Sequence[str], one: Trial) -> list[str]:
     return [*common, *(f"{name}={value}" for name, value in one.values.items())]
 
 
+def run_flags(files: Sequence[str], bindings: Sequence[str]) -> list[str]:
+    """Gin files and bindings as flags of `python -m grpo_fn.run`."""
+    named = [("--gin_file", file) for file in files] + [("--gin_param", binding) for binding in bindings]
+    return [word for pair in named for word in pair]
+
+
 def spec(out: Path) -> Path:
     """Where a sweep says what it is."""
     return out / "sweep.json"

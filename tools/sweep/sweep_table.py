@@ -18,6 +18,10 @@ from sweep_spec import Trial
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.json_lines import metrics_by_step
 
+PAIRED = (
+    "to first: paired difference to the first line over the seeds of both, with Student's 95 % interval; worth: how "
+    "many unpaired seeds a paired one is worth (the ratio of variances). The first line was chosen by these numbers."
+)
 SEEDS = ("SEED", "train.train.seed")  # what a setting is repeated over
 
 
@@ -33,8 +37,12 @@ class Setting(NamedTuple):
     """A setting over its seeds."""
 
     values: dict[str, str]
-    scores: list[float]  # of the trials that are done
+    by_seed: dict[tuple[str, ...], float]  # the values of SEEDS -> the score of the trial that is done
     missing: int
+
+    @property
+    def scores(self) -> list[float]:
+        return [*self.by_seed.values()]
 
     @property
     def mean(self) -> float:
@@ -63,20 +71,28 @@ def settings(outcomes: Sequence[Outcome], lowest: bool) -> list[Setting]:
         by_values.setdefault(key, []).append(one)
     found = []
     for key, group in by_values.items():
-        scores = [one.value for one in group if math.isfinite(one.value)]
+        scores = {seeds_of(one): one.value for one in group if math.isfinite(one.value)}
         found.append(Setting(json.loads(key), scores, len(group) - len(scores)))
     sign = 1 if lowest else -1
     return sorted(found, key=lambda one: sign * one.mean if one.scores else math.inf)
+
+
+def seeds_of(one: Outcome) -> tuple[str, ...]:
+    """The values of SEEDS in a trial, "" for one that it does not bind."""
+    return tuple(one.trial.values.get(name, "") for name in SEEDS)
 
 
 def report(out: Path, outcomes: Sequence[Outcome], metric: str, lowest: bool) -> str:
     """Write the tables and what TensorBoard shows; returns the table in markdown."""
     from grpo_fn.shell.atomic_io import write_bytes
 
-    rows = [figures(one) for one in settings(outcomes, lowest)]
+    found = settings(outcomes, lowest)
+    rows = [{**figures(one), **against_best(found[0], one)} for one in found]
     each = [{"trial": one.trial.name, **one.trial.values, "state": one.state, metric: one.value} for one in outcomes]
     unfinished = [one for one in outcomes if one.state != "done"]
     said = [f"{metric} at the end, {'lowest' if lowest else 'highest'} mean first", "", table_markdown(rows)]
+    if any("pairs" in row for row in rows):
+        said += ["", PAIRED]
     said += ["", *(f"{one.state}: {one.trial.name}, see {output(out, one.trial)}" for one in unfinished)]
     text = "\n".join(said).rstrip() + "\n"
     write_bytes(out / "table.md", text.encode())
@@ -97,6 +113,22 @@ def figures(one: Setting) -> dict[str, Any]:
         "min": f"{min(scores):.4g}" if scores else "",
         "max": f"{max(scores):.4g}" if scores else "",
         "missing": one.missing,
+    }
+
+
+def against_best(best: Setting, one: Setting) -> dict[str, Any]:
+    """The paired difference to the first line, over the seeds that both have; nothing of fewer than two."""
+    from grpo_fn.analysis.paired import paired_difference
+
+    shared = [] if one is best else [seed for seed in best.by_seed if seed in one.by_seed]
+    if len(shared) < 2:
+        return {}
+    found = paired_difference([best.by_seed[seed] for seed in shared], [one.by_seed[seed] for seed in shared])
+    return {
+        "pairs": found.n,
+        "to first": f"{found.difference:+.4g}",
+        "95 %": f"{found.low:+.3g} to {found.high:+.3g}",
+        "worth": "" if math.isnan(found.worth) else f"{found.worth:.3g}",
     }
 
 

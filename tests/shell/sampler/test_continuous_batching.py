@@ -147,11 +147,18 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
 
 # Tracing alone shows what has to be built how often; building the code of all parts takes minutes.
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["qwen3_untied", "gemma2_capped"])
-def test_compiled_steps_draw_the_same_and_are_not_built_again(name: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("qwen3_untied", "categorical"),
+        ("gemma2_capped", "categorical"),
+        pytest.param("qwen3_untied", "gumbel_max", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_steps_draw_the_same_and_are_not_built_again(name: str, choice: str, backend: str) -> None:
     helpers = Path(__file__).parents[2] / "helpers"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(helpers / "compiled_decoding.py"), backend, name]
+    command = [sys.executable, str(helpers / "compiled_decoding.py"), backend, name, choice]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])

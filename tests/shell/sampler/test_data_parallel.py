@@ -1,6 +1,6 @@
 """A run is the same run on any number of ranks: the same tokens, rewards, advantages, losses and evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -94,6 +94,7 @@ class Plan(NamedTuple):
     steps: int = 2
     adapted: bool = False
     dynamic: bool = False
+    token_sampler: Callable = sampling.categorical
 
 
 class Step(NamedTuple):
@@ -152,7 +153,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
         initial_scale=1.0,
         max_grad_norm=1.0,
     )
-    token_sampler = partial(sampling.categorical, temperature=1.0)
+    token_sampler = partial(plan.token_sampler, temperature=1.0)
     own = LocalSampler(placed.decoding(), tokenizer(), token_sampler, encode_prompt, NEW_TOKENS, (), 64)
     sampler, score = DataParallelSampler(own, world), spread_score(score_serially, world)
     gather = partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else group_sampling.keep_all
@@ -234,7 +235,9 @@ def check(folder: Path, size: int, strategy: str, plan: Plan) -> None:
 
 EVEN = Plan("grpo", prompts=4, minibatches=2, epochs=1, micro_tokens=60, steps=3)
 ODD = Plan("dapo", prompts=5, minibatches=1, epochs=2, micro_tokens=40)
-FEW = Plan("dr_grpo", prompts=3, minibatches=3, epochs=1, micro_tokens=30, group_size=2)
+FEW = Plan("dr_grpo", prompts=3, minibatches=3, epochs=1, micro_tokens=30, group_size=2)._replace(
+    token_sampler=sampling.gumbel_max
+)
 LOW = Plan("gspo", prompts=5, minibatches=1, epochs=1, micro_tokens=50, adapted=True)
 AGAIN = Plan("grpo", prompts=3, minibatches=1, epochs=1, micro_tokens=50, dynamic=True)
 

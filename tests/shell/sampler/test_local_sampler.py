@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
-from grpo_fn.core.sampling import categorical, greedy, nucleus
+from grpo_fn.core.sampling import categorical, greedy, gumbel_max, gumbel_max_nucleus, nucleus, uniform_dtype
 from grpo_fn.core.types import Batch, Rollout, Sampler, Scores
 from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -29,7 +29,10 @@ CHOICES: dict[str, TokenSampler] = {
     "greedy": greedy,
     "categorical": partial(categorical, temperature=0.4),
     "nucleus": partial(nucleus, temperature=0.8, top_k=20, top_p=0.9),
+    "gumbel_max": partial(gumbel_max, temperature=0.4),
+    "gumbel_max_nucleus": partial(gumbel_max_nucleus, temperature=0.8, top_k=20, top_p=0.9),
 }
+either = pytest.mark.parametrize("choice", ["categorical", "gumbel_max"])
 prompts = st.lists(st.text("aT 7\né", min_size=1, max_size=9), min_size=1, max_size=4)
 
 
@@ -62,7 +65,8 @@ def completions(rollout: Rollout) -> list[list[int]]:
 
 def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], list[float], bool]:
     """The plain loop: one row, the whole text through the model for every token, no cache, no padding."""
-    u = prng.uniform(prng.fold_in(KEY, uid, g), s.max_new_tokens, dtype=torch.float32, low=0.0, high=1.0)
+    dtype = uniform_dtype(s.token_sampler)
+    u = prng.uniform(prng.fold_in(KEY, uid, g), s.max_new_tokens, dtype=dtype, low=0.0, high=1.0)
     ids, tokens, logps = encode_prompt(s.tokenizer, prompt), [], []
     ends = s.model.generation_config.eos_token_id
     for t in range(s.max_new_tokens):
@@ -114,21 +118,23 @@ def policy(module: nn.Module, temperature: float, lr: float = 0.1) -> FSDPPolicy
 # -- a row depends on (weights, prompt, key, uid, g) alone
 
 
+@either
 @COSTLY
 @given(prompts, st.integers(1, 4), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_neighbours_order_and_chunks_do_not_change_a_row(texts, group_size, max_rows, random):
-    asked = problems(texts)
+def test_neighbours_order_and_chunks_do_not_change_a_row(choice, texts, group_size, max_rows, random):
+    asked, how = problems(texts), {"token_sampler": CHOICES[choice]}
     shuffled = random.sample(asked, random.randint(1, len(asked)))
-    whole = dict(zip([p.uid for p in asked], grouped(sampler(), asked, group_size), strict=True))
-    part = grouped(sampler(max_rows=max_rows), shuffled, group_size)
+    whole = dict(zip([p.uid for p in asked], grouped(sampler(**how), asked, group_size), strict=True))
+    part = grouped(sampler(max_rows=max_rows, **how), shuffled, group_size)
     assert part == [whole[p.uid] for p in shuffled]
 
 
+@either
 @COSTLY
 @given(prompts, st.integers(1, 3), st.integers(0, 3))
-def test_a_smaller_group_is_a_prefix_of_a_larger(texts, group_size, more):
-    asked = problems(texts)
-    small, large = (grouped(sampler(), asked, g) for g in (group_size, group_size + more))
+def test_a_smaller_group_is_a_prefix_of_a_larger(choice, texts, group_size, more):
+    asked, how = problems(texts), {"token_sampler": CHOICES[choice]}
+    small, large = (grouped(sampler(**how), asked, g) for g in (group_size, group_size + more))
     assert small == [rows[:group_size] for rows in large]
 
 

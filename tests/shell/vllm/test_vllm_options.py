@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from grpo_fn.core import prng
-from grpo_fn.core.sampling import categorical, greedy, nucleus
+from grpo_fn.core.sampling import categorical, greedy, gumbel_max, nucleus
 from grpo_fn.shell.vllm.options import NEUTRAL, OURS, SEEDS, check_extra, merge_options, params, row_seeds
 
 temperatures = st.floats(0.01, 2.0)
@@ -35,6 +35,8 @@ def test_greedy_is_temperature_zero() -> None:
 def test_other_functions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"token_sampler: got fork_rng, wanted sampling.greedy, .* vLLM draws itself"):
         params(partial(torch.random.fork_rng, enabled=True))
+    with pytest.raises(ValueError, match=r"token_sampler: got gumbel_max, wanted sampling.greedy"):
+        params(partial(gumbel_max, temperature=1.0))
 
 
 @given(temperature=st.floats(0.0, 0.0099) | st.floats(2.001, 99.0))

@@ -61,7 +61,8 @@ def empty_slots(count: int, new: int, device: torch.device) -> Live:
     """Slots without a row."""
     number = partial(torch.zeros, dtype=torch.long, device=device)
     flag = partial(torch.zeros, count, dtype=torch.bool, device=device)
-    u, logp = (torch.zeros(count, n, device=device) for n in (new, new + 1))
+    u = torch.zeros(count, new, dtype=torch.float64, device=device)
+    logp = torch.zeros(count, new + 1, device=device)
     return Live(*(number(count) for _ in range(5)), ~flag(), flag(), flag(), u, number(count, new + 1), logp)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.core import prng
+from grpo_fn.core import prng, sampling
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows, sample_keys
@@ -193,9 +193,9 @@ class LocalSampler:
         return assemble(self.tokenizer, prompts, completions, decoded.logp[drawn], decoded.stopped)
 
     def _draws(self, problems: Sequence[Problem], group_size: int, key: Tensor) -> Tensor:
-        """The uniform numbers of every row, `[P G, max_new_tokens]`."""
-        keys = sample_keys(key, problems, group_size)
-        return prng.uniform(keys, self.max_new_tokens, low=0.0, high=1.0, dtype=torch.float32)
+        """The uniform numbers of every row, `[P G, max_new_tokens]`, of the token sampler's dtype held in float64."""
+        keys, dtype = sample_keys(key, problems, group_size), sampling.uniform_dtype(self.token_sampler)
+        return prng.uniform(keys, self.max_new_tokens, low=0.0, high=1.0, dtype=dtype).double()
 
     def _sample_episodes(self, of: Environments, problems: Sequence[Problem], group_size: int, key: Tensor) -> Rollout:
         """G episodes of every problem, in slots that hold all that stands behind an opening."""
