@@ -18,7 +18,7 @@ from grpo_fn.shell.model.hf import Encode, bare_prompt
 from grpo_fn.shell.model.token_scores import ScoredText, TokenScores
 from grpo_fn.shell.serving.decode_service import DecodeService, QueuedText, QueueFull, ServiceClosed
 from grpo_fn.shell.serving.decode_session import DecodeKnobs, DrawnRow, QueuedRow
-from grpo_fn.shell.serving.http_endpoint import Json, HttpError, Route
+from grpo_fn.shell.serving.http_endpoint import HttpError, Json, Route
 from grpo_fn.trainer.run import EVALUATION
 
 

@@ -43,7 +43,7 @@ class GrpoFnLM(TemplateLM):
         timeout: seconds that one answer may take after the one before it.
         batch_size: lm-eval's, of no effect: `max_rows` is ours, and results do not depend on it.
         max_batch_size: as batch_size.
-        device: None, or the value of sections.Compute.device.
+        device: as batch_size, for lm-eval names a GPU where none is asked for: sections.Compute.device is ours.
     """
 
     def __init__(
@@ -63,10 +63,7 @@ class GrpoFnLM(TemplateLM):
     ) -> None:
         super().__init__()
         files, params = ([x] if isinstance(x, str) else [*x] for x in (gin_file, gin_param))
-        if device is not None:
-            params.append(f"sections.Compute.device={device!r}")
-        config = load_config(files or serve_files(model), params, taker="grpo_fn.serve.service.serve")
-        kwargs = config.kwargs()
+        kwargs = load_config(files or serve_files(model), params, taker="grpo_fn.serve.service.serve").kwargs()
         loaded = load_service(
             model,
             compute=kwargs["compute"],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_fn.core.conversation import chat_prompt, read_messages
-from grpo_fn.shell.serving.http_endpoint import Json, HttpError
+from grpo_fn.shell.serving.http_endpoint import HttpError, Json
 
 ALTERNATIVES = 20  # likeliest tokens that may be asked for in each place
 CHOICES = 1024  # completions of one request, at most
@@ -168,7 +168,7 @@ def check_together(read: GenerationBody) -> GenerationBody:
     return read
 
 
-def integer(body: Json, name: str, default: int | None, *, low: int, high: float = math.inf) -> int | None:
+def integer(body: Json, name: str, default: int | None, *, low: int, high: int | float = math.inf) -> int | None:
     """A whole number of a range."""
     value = body.get(name)
     if value is None:
