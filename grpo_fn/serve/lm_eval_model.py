@@ -154,7 +154,7 @@ class GrpoFnLM(TemplateLM):
         """Of each continuation its log-prob in nats, and whether greedy decoding would have written it."""
         texts = []
         for _, context, continuation in requests:
-            ids = [*context, *continuation]
+            ids = [*(context or [self.prefix_token_id]), *continuation]
             kept = ids[-self.max_length - 1 :]  # the last one is not read
             self.cut += len(kept) < len(ids)
             texts.append(QueuedText(ScoredText(kept, max(1, len(kept) - len(continuation))), 1.0, 1))
@@ -178,7 +178,7 @@ class GrpoFnLM(TemplateLM):
             raise ValueError(
                 f"max_gen_toks: got {how['max_gen_toks']}, wanted 1 to max_tokens, {self.service.max_tokens}"
             )
-        return {"until": None, "top_p": 1.0, "top_k": 0, **how}
+        return {"until": None, "temperature": 0.0, "top_p": 1.0, "top_k": 0, **how}
 
     def _fitting(self, prompt: list[int], more: int) -> list[int]:
         """The end of a prompt that leaves so many tokens."""
