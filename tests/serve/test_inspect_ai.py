@@ -75,4 +75,4 @@ def test_an_inspect_task(server: Client, tmp_path: Path, monkeypatch: pytest.Mon
     assert log.status == "success", log.error
     assert [sample.output.completion for sample in log.samples] == answers
     assert len(log.samples) == 6
-    assert log.results.scores[0].metrics["accuracy"].value == pytest.approx(0.5)
+    assert log.results.scores[0].metrics["mean"].value == pytest.approx(0.5)
