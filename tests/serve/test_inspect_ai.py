@@ -53,7 +53,7 @@ def test_the_openai_client(server: Client) -> None:
 def test_an_inspect_task(server: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy; the targets are what the server says of half of the questions."""
     from inspect_ai.dataset import Sample
-    from inspect_ai.scorer import exact
+    from inspect_ai.scorer import includes
     from inspect_ai.solver import generate
 
     monkeypatch.setenv("OURS_BASE_URL", f"{server.url}/v1")
@@ -65,14 +65,14 @@ def test_an_inspect_task(server: Client, tmp_path: Path, monkeypatch: pytest.Mon
         asked = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 6}
         answers.append(server.ask("/v1/chat/completions", **asked)["choices"][0]["message"]["content"])
     samples = [
-        Sample(input=text, target=said if i % 2 else "no")
+        Sample(input=text, target=said if i % 2 else "#absent#")
         for i, (text, said) in enumerate(zip(texts, answers, strict=True))
     ]
-    task = inspect_ai.Task(dataset=samples, solver=generate(), scorer=exact())
+    task = inspect_ai.Task(dataset=samples, solver=generate(), scorer=includes(ignore_case=False))
     (log,) = inspect_ai.eval(
         task, model="openai-api/ours/tiny", log_dir=str(tmp_path), temperature=0.0, max_tokens=6, seed=1
     )
     assert log.status == "success", log.error
     assert [sample.output.completion for sample in log.samples] == answers
     assert len(log.samples) == 6
-    assert log.results.scores[0].metrics["mean"].value == pytest.approx(0.5)
+    assert log.results.scores[0].metrics["accuracy"].value == pytest.approx(0.5)
