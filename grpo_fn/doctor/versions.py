@@ -19,6 +19,7 @@ from grpo_fn.doctor.report import DoctorFinding, State
 
 MAIN = "main suite, CPU"
 VLLM = "vLLM tests, CPU"
+LM_EVAL = "tests of lm_eval_model, CPU"
 SHELL = "275 tests of the shell, CPU"
 
 
@@ -73,6 +74,7 @@ PACKAGES = (
     Package("mcp", ">=2,<3", (TestedVersion("2.3.0", MAIN),), extra="mcp"),
     Package("gymnasium", ">=1", (TestedVersion("1.4.0", MAIN),), extra="gymnasium"),
     Package("websockets", ">=15", (TestedVersion("17.4", MAIN),), extra="openenv"),
+    Package("lm-eval", ">=0.4.13,<0.5", (TestedVersion("0.4.13", LM_EVAL),), extra="lm_eval"),
     Package("wandb", ">=0.31", (TestedVersion("0.31.0", MAIN),), extra="wandb"),
     Package("trackio", ">=0.43", (TestedVersion("0.43.0", MAIN),), extra="trackio"),
 )

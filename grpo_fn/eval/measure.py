@@ -5,14 +5,13 @@ one for evaluation too.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -34,7 +33,7 @@ from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import prepare_data, start_sampler
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.try_sources import try_task
-from grpo_fn.trainer.model_source import LocatedModel, check_fits, copy_checkpoint_weights, locate
+from grpo_fn.trainer.model_source import check_fits, load_located_model, locate
 from grpo_fn.trainer.run import EVALUATION
 from grpo_fn.trainer.sections import (
     Compute,
@@ -139,14 +138,6 @@ def problems_for(
     for note in fitting.notes:
         warn(note)
     return folder, tokenizer, fitting.test
-
-
-def load_located_model(found: LocatedModel, load: Callable[[], nn.Module]) -> nn.Module:
-    """The model of the folder, with the checkpoint's weights in it where there is one."""
-    module = load()
-    if found.checkpoint is not None:
-        copy_checkpoint_weights(module, found.checkpoint)
-    return module
 
 
 def graded_answers(

@@ -136,6 +136,14 @@ def copy_checkpoint_weights(model: nn.Module, saved: Path) -> None:
             own[name].copy_(weight)
 
 
+def load_located_model(found: LocatedModel, load: Callable[[], nn.Module]) -> nn.Module:
+    """The model of the folder, with the checkpoint's weights in it where there is one."""
+    module = load()
+    if found.checkpoint is not None:
+        copy_checkpoint_weights(module, found.checkpoint)
+    return module
+
+
 def with_adapters(weights: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a model and the adapters of a checkpoint, under the names that they have in a run."""
     layers = {name.removesuffix(lora.A) for name in trained if name.endswith(lora.A)}

@@ -1,8 +1,8 @@
 """Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
 core < algo, rewards < environments, tasks < analysis are pure; shell is stateful and knows neither algo nor analysis;
-trainer puts both together; train, and the commands run, eval, score, redteam, replay and doctor, come last. Nothing
-imports testing or a command, but redteam has the rewards of score.
+trainer puts both together; train, and the commands run, eval, serve, score, redteam, replay and doctor, come last.
+Nothing imports testing or a command, but redteam has the rewards of score.
 """
 
 import ast
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "shell.policy": SCIENCE | BASE | {"shell.model"},
     "shell.episodes": SCIENCE | BASE | {"shell.model"},
     "shell.sampler": SCIENCE | BASE | {"shell.model", "shell.policy", "shell.episodes"},
+    "shell.serving": SCIENCE | BASE | {"shell.model", "shell.sampler"},
     "shell.vllm": SCIENCE | BASE | {"shell.model", "shell.policy", "shell.sampler", "shell.episodes"},
     "shell.environments": SCIENCE | {"shell.episodes.answers"},
     "shell.reward_workers": SCIENCE | BASE | {"shell.sampler", "shell.episodes"},
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "command_line": {"core.display_text"},
     "run": {"command_line", "config", "train"},
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},
+    "serve": {"command_line", *PURE, "shell", "trainer", "config"},
     "score": {"command_line", "core", "shell", "trainer", "config"},
     "redteam": {"command_line", "core", "analysis", "tasks", "score", "shell", "config"},
     "replay": {"command_line", *PURE, "shell", "trainer", "config", "train"},
@@ -92,6 +94,11 @@ NO_TORCH = {
     "run",
     "score",
     "eval.__main__",
+    "serve.__main__",
+    "serve.lm_eval_cli",
+    "serve.request_body",
+    "serve.response_body",
+    "shell.serving.http_endpoint",
     "redteam.__main__",
     "replay.__main__",
     "doctor",

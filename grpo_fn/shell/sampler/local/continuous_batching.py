@@ -94,10 +94,11 @@ class ContinuousBatching:
         self.group = len(u) // len(prompts)
         self.out, self.waiting = empty_rows(u, pad), 0  # rows before `waiting` have had a slot
         self.shelf: Shelf | None = None
-        self.most = min(slots, len(u))  # rows at once
         size = len(ends.stops.suspect)
         marks = Marks(token_table(ends.ids, size, u.device), ends.stops.suspect.to(u.device))
-        engine.ready(Need(self.most, u.shape[1], min(len(prompts), self.most + 1), max(map(len, prompts))), marks)
+        need = self.capacity_for(slots)
+        self.most = need.rows  # at once
+        engine.ready(need, marks)
         # What the host knows: of every slot, whether a row is in it, whether that waits for an environment, which it
         # is, its prompt's slot, tokens drawn when it was last looked at, lengths; of every prompt's slot, how many rows
         # have not ended.
@@ -109,6 +110,11 @@ class ContinuousBatching:
         self.steps = 0  # taken in this call
         self.owed = torch.zeros(engine.prompts.count, dtype=torch.long)
         self.shape: DecodeShape | None = None  # None when rows have come, gone or moved
+
+    def capacity_for(self, slots: int) -> Need:
+        """The capacity of this call, for at most `slots` rows at once."""
+        most = min(slots, len(self.u))
+        return Need(most, self.u.shape[1], min(len(self.prompts), most + 1), max(map(len, self.prompts)))
 
     def run(self) -> DecodedRows:
         """Until all rows have ended."""

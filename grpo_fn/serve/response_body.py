@@ -1,0 +1,130 @@
+"""Completions and scores as the answers of /v1/completions and /v1/chat/completions."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from grpo_fn.serve.request_body import GenerationBody
+from grpo_fn.shell.serving.http_endpoint import Json
+
+UNSPELT = "\N{REPLACEMENT CHARACTER}"  # of a token that is a part of a character
+
+
+class PlacedToken(NamedTuple):
+    """A token as it is shown: its log-prob, None for a first token, and the likeliest ones in its place."""
+
+    text: str
+    logp: float | None
+    top: Sequence[tuple[str, float]] | None  # falling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One completion, ready to be shown."""
+
+    text: str  # what was drawn, without a stop string
+    echoed: str  # the prompt's text, where it is wanted
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    stopped: bool | None  # None: nothing was to be drawn
+    scored: Sequence[PlacedToken] | None
+
+    @property
+    def finish_reason(self) -> str:
+        """As OpenAI names it."""
+        return "stop" if self.stopped else "length"
+
+
+def completion_body(choices: Sequence[Choice], asked: GenerationBody, model: str, seed: int) -> Json:
+    """The answer of /v1/completions."""
+    shown = []
+    for choice in choices:
+        extra = {"prompt_token_ids": [*choice.prompt], "token_ids": [*choice.tokens]} if asked.token_ids else {}
+        scored = None if choice.scored is None else _completion_logprobs(choice.scored)
+        shown.append({"text": choice.echoed + choice.text, "logprobs": scored, **_end(choice), **extra})
+    return _answer("cmpl", "text_completion", shown, choices, asked, model, seed)
+
+
+def chat_body(choices: Sequence[Choice], asked: GenerationBody, model: str, seed: int) -> Json:
+    """The answer of /v1/chat/completions."""
+    shown = []
+    for choice in choices:
+        extra = {"token_ids": [*choice.tokens]} if asked.token_ids else {}
+        scored = None if choice.scored is None else {"content": _chat_logprobs(choice.scored), "refusal": None}
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        shown.append({"message": message, "logprobs": scored, **_end(choice), **extra})
+    prompt = {"prompt_token_ids": [*choices[0].prompt]} if asked.token_ids else {}
+    return {**_answer("chatcmpl", "chat.completion", shown, choices, asked, model, seed), **prompt}
+
+
+def models_body(model: str, created: int, *, positions: int | None) -> Json:
+    """The answer of /v1/models."""
+    one = {"id": model, "object": "model", "created": created, "owned_by": "grpo_fn", "max_model_len": positions}
+    return {"object": "list", "data": [one]}
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the stop string that comes first in it."""
+    found = [at for one in stop if (at := text.find(one)) >= 0]
+    return text[: min(found)] if found else text
+
+
+def _end(choice: Choice) -> Json:
+    return {"finish_reason": choice.finish_reason}
+
+
+def _answer(
+    prefix: str,
+    kind: str,
+    shown: Sequence[Json],
+    choices: Sequence[Choice],
+    asked: GenerationBody,
+    model: str,
+    seed: int,
+) -> Json:
+    # A prompt is counted once, however many completions it has.
+    read = sum(len(choice.prompt) for choice in choices[:: asked.n])
+    drawn = sum(len(choice.tokens) for choice in choices)
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": i, **one} for i, one in enumerate(shown)],
+        "usage": {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn},
+        "seed": seed,
+    }
+
+
+def _completion_logprobs(scored: Sequence[PlacedToken]) -> dict[str, list[Any]]:
+    offsets = [0]
+    for token in scored:
+        offsets.append(offsets[-1] + len(token.text))
+    return {
+        "tokens": [token.text for token in scored],
+        "token_logprobs": [token.logp for token in scored],
+        "top_logprobs": [_by_text(token) for token in scored],
+        "text_offset": offsets[:-1],
+    }
+
+
+def _by_text(token: PlacedToken) -> dict[str, float] | None:
+    """From text to log-prob, the token itself included; of several tokens with one text the likeliest."""
+    if token.logp is None:
+        return None
+    found: dict[str, float] = {}
+    for text, logp in sorted([*(token.top or ()), (token.text, token.logp)], key=lambda one: -one[1]):
+        found.setdefault(text, logp)
+    return found
+
+
+def _chat_logprobs(scored: Sequence[PlacedToken]) -> list[Json]:
+    return [
+        {**_one(token.text, token.logp), "top_logprobs": [_one(*each) for each in token.top or ()]} for token in scored
+    ]
+
+
+def _one(text: str, logp: float | None) -> Json:
+    return {"token": text, "logprob": logp, "bytes": None if UNSPELT in text else [*text.encode()]}
