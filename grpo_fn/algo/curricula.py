@@ -51,7 +51,7 @@ def part_at_least(reward: Reward, *, part: str, threshold: float) -> Float[Tenso
     return _share(reward.parts[part] >= threshold, reward.valid)
 
 
-def uniform(*, pass_rate: PassRate) -> Curriculum:
+def uniform_arms(*, pass_rate: PassRate) -> Curriculum:
     """Every arm alike, whatever the pass rates: what the others are compared with.
 
     Args:

@@ -168,12 +168,15 @@ def update_curriculum(
 
 
 def check_arrays(got: Arrays, wanted: Arrays, what: str) -> None:
-    """Raise ValueError unless arrays have the names, shapes and dtypes of others.
+    """Check that arrays have the names, shapes and dtypes of others.
 
     Args:
         got: the arrays.
         wanted: those that they are to be like.
         what: where they come from, for the message.
+
+    Raises:
+        ValueError: where they differ.
     """
     shown = [{name: f"{x.dtype} {[*x.shape]}" for name, x in some.items()} for some in (got, wanted)]
     if shown[0] != shown[1]:
@@ -188,7 +191,7 @@ def curriculum_figures(
     uids: Sequence[int],
     rates: Float[Tensor, "P"],
 ) -> dict[str, float]:
-    """What a step asked and how it went: `curriculum/share/<label>` and `curriculum/pass_rate/<label>`, and its own.
+    """Metrics of a step of a curriculum: `curriculum/share/<label>` and `curriculum/pass_rate/<label>`, and its own.
 
     Args:
         curriculum: how arms are chosen.

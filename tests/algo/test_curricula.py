@@ -28,7 +28,7 @@ from grpo_fn.core.types import Groups
 RATE = partial(curricula.reward_at_least, threshold=1.0)
 BANDIT = {"temperature": 0.3, "decay": 0.7, "floor": 0.1, "pass_rate": RATE}
 ALL = {
-    "uniform": curricula.uniform(pass_rate=RATE),
+    "uniform": curricula.uniform_arms(pass_rate=RATE),
     "threshold": curricula.threshold_levels(threshold=0.7, decay=0.5, min_groups=2, review=0.25, pass_rate=RATE),
     "learnability": curricula.learnability_bandit(**BANDIT),
     "progress": curricula.progress_bandit(**BANDIT, slow_decay=0.9),

@@ -48,7 +48,7 @@ class TaskRecipe:
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
         made = self.task()
-        first = [text for _, text in zip(range(SHOWN), completions(made, self.solution, self.seed), strict=False)]
+        first = [text for _, text in zip(range(SHOWN), taught_completions(made, self.solution, self.seed), strict=False)]
         described = DescribedRecipe(
             task=describe_function(self.task),
             solution=describe_function(self.solution),
@@ -78,7 +78,7 @@ class DescribedRecipe:
     cache: str
 
 
-def completions(task: tasks.Task, solution: Callable[[Problem], str], seed: int) -> Iterator[tuple[str, str]]:
+def taught_completions(task: tasks.Task, solution: Callable[[Problem], str], seed: int) -> Iterator[tuple[str, str]]:
     """Endless (prompt, completion) pairs of training problems under a seed."""
     key = prng.fold_in(prng.key(seed, device="cpu"), 1)
     for index in count():
@@ -88,7 +88,7 @@ def completions(task: tasks.Task, solution: Callable[[Problem], str], seed: int)
 
 def make_task_model(recipe: TaskRecipe, task: tasks.Task, path: Path) -> None:
     """Build, warm-start and write the model."""
-    shown = completions(task, recipe.solution, recipe.seed)
+    shown = taught_completions(task, recipe.solution, recipe.seed)
     texts = [f"{prompt} {completion}" for prompt, completion in (next(shown) for _ in range(TEXTS))]
     tokenizer = tiny_model.train_tokenizer(texts, vocabulary=recipe.shape.vocabulary)
     model = tiny_model.random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
