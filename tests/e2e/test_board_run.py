@@ -24,6 +24,7 @@ ELSEWHERE = {
     *{"given tokens: loss and perplexity", "given tokens: how many, what one weighs"},
     *{"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"},
     *{"evaluation beside the training, steps late", "seconds of an evaluation beside the training"},
+    *{"curriculum: share of the problems", "curriculum: pass rate", "curriculum: level, pool"},
     *{"engine", "engine against policy after a push, nats", "seconds of the engine"},
 }
 

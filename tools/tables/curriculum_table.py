@@ -102,8 +102,8 @@ def level_run(where: Path, name: str, seed: int) -> LevelRun | None:
 def table(runs: Sequence[LevelRun]) -> str:
     """A markdown table, a line a curriculum: accuracies, and differences from uniform paired by seed with intervals."""
     lines = [
-        "| curriculum | seeds | samples | before | after | mean over the run | after, less uniform | mean, less uniform "
-        "| share of the samples by level | accuracy by level at the end |",
+        "| curriculum | seeds | samples | before | after | mean over the run | after, less uniform "
+        "| mean, less uniform | share of the samples by level | accuracy by level at the end |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     plain = {run.seed: run for run in runs if run.curriculum == BASELINE}

@@ -4,7 +4,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 from transformers import Qwen2Config
@@ -48,7 +48,9 @@ class TaskRecipe:
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
         made = self.task()
-        first = [text for _, text in zip(range(SHOWN), taught_completions(made, self.solution, self.seed), strict=False)]
+        first = [
+            text for _, text in zip(range(SHOWN), taught_completions(made, self.solution, self.seed), strict=False)
+        ]
         described = DescribedRecipe(
             task=describe_function(self.task),
             solution=describe_function(self.solution),
