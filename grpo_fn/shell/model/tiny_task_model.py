@@ -48,9 +48,7 @@ class TaskRecipe:
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
         made = self.task()
-        first = [
-            text for _, text in zip(range(SHOWN), taught_completions(made, self.solution, self.seed), strict=False)
-        ]
+        first = [*islice(taught_completions(made, self.solution, self.seed), SHOWN)]
         described = DescribedRecipe(
             task=describe_function(self.task),
             solution=describe_function(self.solution),
