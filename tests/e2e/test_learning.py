@@ -37,7 +37,7 @@ def test_the_embedded_default_gains_thirty_points_within_four_minutes(seed: int,
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_five_procedural_kinds_are_learnt_in_one_mixture(seed: int, tmp_path: Path) -> None:
-    """run/procedural.gin, as docs/tasks/procedural.md reports it: more of the held-out questions are right afterwards."""
+    """run/procedural.gin, as docs/tasks/procedural.md reports it: more held-out questions are right afterwards."""
     pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
     argv = [sys.executable, "-m", "grpo_fn.run", "--gin_file", "run/procedural.gin", "--run_dir", str(tmp_path / "run")]
     cache = f"tiny_task_model.TaskRecipe.cache={str(tmp_path / 'cache')!r}"

@@ -21,12 +21,12 @@ def finished(folder: Path, name: str, seed: int, accuracies: list[float]) -> Non
 
 def test_differences_are_of_the_same_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed, base in enumerate((0.2, 0.4, 0.6)):
-        finished(tmp_path, "uniform", seed, [base, base, base])
+        finished(tmp_path, "uniform_arms", seed, [base, base, base])
         finished(tmp_path, "progress_bandit", seed, [base, base, base + 0.1 + 0.01 * (seed - 1)])
     flags = ["--runs", str(tmp_path), "--seeds", "0", "1", "2", "3", "--table_only"]
     assert curriculum_table.main(flags) == 0
     *_, plain, bandit = capsys.readouterr().out.splitlines()
-    assert plain == "| `uniform` | 3 | 16 | 0.400 | 0.400 | 0.400 |  |  | 0.25 0.75 | 0.40 0.20 |"
+    assert plain == "| `uniform_arms` | 3 | 16 | 0.400 | 0.400 | 0.400 |  |  | 0.25 0.75 | 0.40 0.20 |"
     # 4.303 * 0.01 / sqrt(3) either way
     paired = "+0.100 (+0.075 to +0.125) | +0.050 (+0.038 to +0.062)"
     assert bandit == f"| `progress_bandit` | 3 | 16 | 0.400 | 0.500 | 0.450 | {paired} | 0.25 0.75 | 0.50 0.25 |"
@@ -34,4 +34,4 @@ def test_differences_are_of_the_same_seed(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_curriculum_that_it_does_not_know_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert curriculum_table.main(["--runs", str(tmp_path), "--curricula", "best", "--table_only"]) == 2
-    assert "got ['best'], wanted some of ['uniform'" in capsys.readouterr().err
+    assert "got ['best'], wanted some of ['uniform_arms'" in capsys.readouterr().err

@@ -21,12 +21,12 @@ from grpo_fn.run import main as run_main
 
 RUN = Path(__file__).resolve().parents[2] / "experiments" / "levels" / "run.gin"
 CURRICULA = {
-    "uniform": "@curricula.uniform_arms()",
+    "uniform_arms": "@curricula.uniform_arms()",
     "threshold_levels": "@curricula.threshold_levels()",
     "learnability_bandit": "@curricula.learnability_bandit()",
     "progress_bandit": "@curricula.progress_bandit()",
 }
-BASELINE = "uniform"
+BASELINE = "uniform_arms"
 # 97.5 % points of Student's t by degrees of freedom, for 95 % intervals of paired differences.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 

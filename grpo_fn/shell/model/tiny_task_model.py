@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from grpo_fn.core import prng
 from grpo_fn.core.partials import describe_function, function_and_knobs
-from grpo_fn.core.problem import Problem
+from grpo_fn.core.problem import COMPLETION, Problem
 from grpo_fn.shell.model import demonstrations, hf, tiny_model
 from grpo_fn.shell.model.tiny_model import Shape
 from grpo_fn.tasks import draws, mixture
@@ -76,6 +76,23 @@ class DescribedRecipe:
     warm_start: TaskWarmStart
     seed: int
     cache: str
+
+
+def given_completion(problem: Problem) -> str:
+    """The completion that a task of demonstrations gives its problem: `arithmetic.demonstration_task`.
+
+    Args:
+        problem: of such a task.
+
+    Returns:
+        Its completion.
+
+    Raises:
+        ValueError: for a problem without one.
+    """
+    if COMPLETION not in problem.meta:
+        raise ValueError(f"problem {problem.uid}: got no completion, wanted one in meta[{COMPLETION!r}]")
+    return problem.meta[COMPLETION]
 
 
 def taught_completions(task: tasks.Task, solution: Callable[[Problem], str], seed: int) -> Iterator[tuple[str, str]]:
