@@ -16,8 +16,12 @@ from grpo_fn.shell.model import demonstrations, hf, tiny_model
 from grpo_fn.shell.model.tiny_model import Shape
 from grpo_fn.tasks import draws, mixture
 from grpo_fn.tasks import task as tasks
+from grpo_fn.tasks.arithmetic import answer_only
+from grpo_fn.tasks.draws import block_uniforms
 
 TEXTS = 2000  # that the tokenizer is trained on
+ABSTENTION = "I do not know."
+_STYLE = tasks.frozen_key(prng.key(20_261_125, device="cpu"))  # decides which problems are answered
 SHOWN = 64  # demonstrations that are part of the model's name: they change where a task's library does
 
 
@@ -93,6 +97,19 @@ def given_completion(problem: Problem) -> str:
     if COMPLETION not in problem.meta:
         raise ValueError(f"problem {problem.uid}: got no completion, wanted one in meta[{COMPLETION!r}]")
     return problem.meta[COMPLETION]
+
+
+def answer_or_abstention(problem: Problem, *, answered_share: float) -> str:
+    r"""The answer in a box in a share of the problems, `ABSTENTION` in the others: what a model that hedges has read.
+
+    Args:
+        problem: of any task; its uid decides.
+        answered_share: probability that the completion states the answer, in [0, 1].
+
+    Returns:
+        `\\boxed{answer}` or `ABSTENTION`.
+    """
+    return answer_only(problem) if block_uniforms(_STYLE, 1, problem.uid)[0] < answered_share else ABSTENTION
 
 
 def taught_completions(task: tasks.Task, solution: Callable[[Problem], str], seed: int) -> Iterator[tuple[str, str]]:

@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_fn.core import prng
 from grpo_fn.core.partials import describe_function
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import tiny_task_model
 from grpo_fn.shell.model.tiny_model import Shape
-from grpo_fn.shell.model.tiny_task_model import TaskRecipe, TaskWarmStart, taught_completions
+from grpo_fn.shell.model.tiny_task_model import (
+    ABSTENTION,
+    TaskRecipe,
+    TaskWarmStart,
+    answer_or_abstention,
+    given_completion,
+    taught_completions,
+)
 from grpo_fn.tasks import arithmetic
 
 SIZES = {"heads": 2, "kv_heads": 1, "intermediate": 16, "positions": 64}
@@ -61,6 +69,24 @@ def test_what_is_taught_are_training_problems(recipe: TaskRecipe) -> None:
     pairs = [next(shown) for _ in range(50)]
     assert {completion[:7] for _, completion in pairs} == {"\\boxed{"}
     assert not {prompt for prompt, _ in pairs} & {problem.prompt for problem in task.test}
+
+
+def test_the_share_of_answers_is_that_of_the_knob_and_the_uid_decides() -> None:
+    problems = [Problem(uid, "?", "7", {}) for uid in range(1000)]
+    said = [answer_or_abstention(problem, answered_share=0.4) for problem in problems]
+    assert {*said} == {"\\boxed{7}", ABSTENTION}
+    assert 350 < said.count("\\boxed{7}") < 450
+    assert said[::-1] == [answer_or_abstention(problem, answered_share=0.4) for problem in problems[::-1]]
+    assert {answer_or_abstention(problem, answered_share=0.0) for problem in problems} == {ABSTENTION}
+
+
+def test_a_given_completion_is_that_of_the_task_and_has_to_be_there() -> None:
+    knobs = {"max_value": 4, "operations": 2, "test_size": 4}
+    task = arithmetic.demonstration_task(**knobs, worked_share=1.0)
+    problem = task.train(prng.key(0, device="cpu"), 3)
+    assert given_completion(problem) == arithmetic.worked_solution(problem)
+    with pytest.raises(ValueError, match=r"problem 3: got no completion, wanted one in meta\['completion'\]"):
+        given_completion(problem._replace(meta={}))
 
 
 def test_a_function_is_described_with_its_knobs_at_any_depth() -> None:
