@@ -46,4 +46,4 @@ def test_five_procedural_kinds_are_learnt_in_one_mixture(seed: int, tmp_path: Pa
     first, *_, last = metrics(tmp_path / "run")
     kinds = [name for name in first if name.startswith("eval/task/")]
     assert len(kinds) == 5
-    assert last["eval/accuracy"] - first["eval/accuracy"] >= 0.05
+    assert last["eval/accuracy"] - first["eval/accuracy"] >= 0.15
