@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_fn.algo.curriculum import Curriculum
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.shell.checkpoint.run_dir import check_run, open_run
 from grpo_fn.shell.model import hf
@@ -55,6 +56,7 @@ def train(
     compute: sections.Compute,
     sampling: sections.Sampling,
     episodes: sections.Episodes | None,
+    curriculum: Curriculum | None,
     rewards: sections.Rewards,
     algorithm: Algorithm,
     policy: sections.PolicyUpdate,
@@ -78,6 +80,7 @@ def train(
         compute: device, dtype, attention and head of the model.
         sampling: sampler, temperature and limits of the training completions.
         episodes: an environment that answers turns of the policy, and tools; None: every row is one turn.
+        curriculum: which levels, parts or rows of the task a step asks, by pass rates; None: the stream in its order.
         rewards: the reward and the processes that compute it.
         algorithm: prompts and group size, advantage, objective, filters: the GRPO step.
         policy: optimizer, schedule, micro-batches, gradient clipping.
@@ -106,6 +109,7 @@ def train(
         compute=compute,
         sampling=sampling,
         episodes=episodes,
+        curriculum=curriculum,
         rewards=rewards,
         algorithm=algorithm,
         policy=policy,

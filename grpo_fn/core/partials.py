@@ -24,3 +24,17 @@ def unwrap_reward(fn: Any) -> Any:
     function, knobs = function_and_knobs(fn)
     functions = [knob for knob, value in knobs.items() if callable(value)]
     return unwrap_reward(knobs["reward"]) if functions == ["reward"] else function
+
+
+def describe_function(value: Any) -> str:
+    """What a value is bound to, as text: functions by module and name with their knobs, at any depth."""
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{key!r}: {describe_function(item)}" for key, item in value.items()) + "}"
+        case list() | tuple():
+            return f"{type(value).__name__}({', '.join(map(describe_function, value))})"
+    if not callable(value):
+        return repr(value)
+    function, knobs = function_and_knobs(value)
+    named = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+    return named + describe_function(dict(knobs))

@@ -7,7 +7,7 @@ real token, so no attention mask exists anywhere outside the sampler.
 One index: `logp[b, t]` is the log-probability of `tokens[b, t]` given `tokens[b, <t]`, in nats.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
@@ -84,6 +84,16 @@ class Gains(NamedTuple):
     entropy: float
 
 
+Arrays = Mapping[str, Tensor]  # of fixed names, shapes and dtypes, on the CPU
+
+
+class CurriculumState(NamedTuple):
+    """What a run knows of the A arms that its curriculum chooses among: see `algo.curriculum`."""
+
+    turns: Int[Tensor, "A"]  # problems that each arm has been asked
+    arrays: Arrays  # the curriculum's own
+
+
 class Carry(NamedTuple):
     """What one step hands to the next besides the policy."""
 
@@ -91,6 +101,7 @@ class Carry(NamedTuple):
     waiting: Groups | None  # groups with signal that were sampled and not yet learned from
     gains: Gains
     steps: int = 0  # steps taken so far
+    curriculum: CurriculumState | None = None  # None: problems come in the order of the stream
 
 
 class RunState(NamedTuple):

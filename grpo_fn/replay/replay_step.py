@@ -49,7 +49,7 @@ from grpo_fn.trainer.build import build
 from grpo_fn.trainer.checks.validate import ValidatedPlan, check_this_machine, validate
 from grpo_fn.trainer.loop import take_step
 from grpo_fn.trainer.recording import step_checksums, token_signals, write_signal_page
-from grpo_fn.trainer.run import RunRequest, TrainingRun
+from grpo_fn.trainer.run import RunRequest, TrainingRun, check_restored
 from grpo_fn.trainer.sections import Settings
 from grpo_fn.trainer.start_lines import no_report
 
@@ -293,5 +293,5 @@ def step_with_override(run: TrainingRun, *, asked: ReplayRequest, story: Story) 
         run = replace(run, sampler=NoSampler())
     run.sampler.load(run.policy)
     run.sampler.refill(story.before.ahead)
-    other, _ = replay_one_step(run, story.before.carried, step, story.stored)
+    other, _ = replay_one_step(run, check_restored(run, story.before.carried), step, story.stored)
     say(f"step {step} with {', '.join(asked.overrides)}:", *side_by_side(story.taken, other), sep="\n")

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
-from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core.groups import pad_rollout
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Groups, Rollout
@@ -22,7 +21,7 @@ from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.trainer.loop import training_problem
 from grpo_fn.trainer.model_source import verified_checkpoint
-from grpo_fn.trainer.run import TrainingRun
+from grpo_fn.trainer.run import TrainingRun, check_restored, first_carry, follow_groups
 from grpo_fn.trainer.state import unpack_carried
 
 
@@ -76,7 +75,7 @@ def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Ca
         found = Groups(problems, rollout, run.algo.reward(problems, rollout))
         return GroupBatch(found, found, carried, {})
 
-    return collect
+    return follow_groups(run.settings, run.task, collect)
 
 
 class NoSampler:
@@ -124,12 +123,13 @@ def restore_nearest(run: TrainingRun, last: int) -> RestoredState:
     found = run.world.agree(partial(nearest_checkpoint, root, last, notes), what="the checkpoint before the step")
     if found is None:
         notes.append("no checkpoint is kept before this step: from the model that the run began with")
-        step, carried, ahead = 0, AT_THE_START, []
+        step, carried, ahead = 0, first_carry(run), []
     else:
         step, path, blobs = found
         notes.append(f"restored {path}")
         run.policy.restore(partial(store.load_into, path, world=run.world), blobs["policy"])
-        carried, ahead = unpack_carried(blobs["carried"], training_problem(run)), blobs.get("ahead", [])
+        carried = check_restored(run, unpack_carried(blobs["carried"], training_problem(run)))
+        ahead = blobs.get("ahead", [])
     run.sampler.load(run.policy)
     run.sampler.refill(ahead)
     return RestoredState(step, carried, notes)

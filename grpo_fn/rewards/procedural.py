@@ -3,12 +3,18 @@ r"""The verdict on a procedural problem, by the scorer that reasoning-gym has fo
 Needs the extra `tasks`.
 """
 
-import importlib
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from grpo_fn.core.problem import Completion, Problem
+
+# Where this module is loaded, not where the first completion is judged: it takes seconds, which are no completion's.
+_missing: ImportError | None = None
+try:
+    from reasoning_gym import factory
+except ImportError as error:
+    factory, _missing = None, error
 
 # completion -> the answer that it states; None where it states none.
 AnswerOf = Callable[[str], str | None]
@@ -46,8 +52,6 @@ def procedural_correct(problem: Problem, completion: Completion, *, answer_of: A
 
 @lru_cache(maxsize=128)
 def _scorer(kind: str) -> Callable[[str, Any], float]:
-    try:
-        factory = importlib.import_module("reasoning_gym.factory")
-    except ImportError as error:
-        raise ValueError(f"got no library reasoning-gym, wanted it: pip install 'grpo-fn[tasks]' ({error})") from error
+    if factory is None:
+        raise ValueError(f"got no library reasoning-gym, wanted it: pip install 'grpo-fn[tasks]' ({_missing})")
     return factory.get_score_answer_fn(kind)

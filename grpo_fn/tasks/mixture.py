@@ -55,20 +55,26 @@ def task(*, tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, int |
         ValueError: when names differ, for weights as `whole_counts`, for a weight on a task without training rows, and
             what a part raises, with its name.
     """
-    if set(tasks) != set(weights):
-        raise ValueError(
-            f"weights: got {', '.join(weights) or 'none'}, wanted one each of {', '.join(tasks) or 'none'}"
-        )
-    counts = whole_counts([weights[name] for name in tasks])
-    parts = [(name, _of(name, make), count) for (name, make), count in zip(tasks.items(), counts, strict=True)]
-    for name, part, count in parts:
-        if count and not part.size:
-            raise ValueError(f"weights: got {weights[name]} for {name}, which has no training rows, wanted 0")
-    test = number_tests([_named(name, problem) for name, part, _ in parts for problem in part.test])
-    apart = tuple((name, _apart(name, part, test) if count else part, count) for name, part, count in parts)
-    shares = ", ".join(f"{count} of {name}" for name, _, count in parts)
-    notes = [f"{name}: {line}" for name, part, _ in apart for line in part.notes]
-    return _over(test, (f"of every {sum(counts)} training problems: {shares}", *notes), apart)
+    test, notes, parts = _apart_parts(tasks, weights)
+    counts = [(name, count) for name, _, count in parts]
+    shares = ", ".join(f"{count} of {name}" for name, count in counts)
+    return _over(test, (f"of every {sum(n for _, n in counts)} training problems: {shares}", *notes), parts)
+
+
+def arms(*, tasks: Mapping[str, Callable[[], Task]]) -> Task:
+    """The named tasks as arms of one task, for a curriculum to choose among: problem `turn * A + arm` is the arm's own.
+
+    Args:
+        tasks: function that makes each part, by the part's name; levels from the easy to the hard.
+
+    Returns:
+        The task, with all of their held-out problems; `meta["task"]` names a problem's part.
+
+    Raises:
+        ValueError: as `task`, and for a part without training rows.
+    """
+    test, notes, parts = _apart_parts(tasks, dict.fromkeys(tasks, 1))
+    return _with_arms(test, notes, parts)
 
 
 def whole_counts(weights: Sequence[int | float]) -> tuple[int, ...]:
@@ -125,6 +131,43 @@ def _blocks(frozen: FrozenKey, chunk: int, at_once: int, counts: tuple[int, ...]
     u = prng.uniform(key, at_once, len(turns), dtype=torch.float64, low=0.0, high=1.0)
     order = ((before + u) / count).argsort(dim=-1, stable=True)
     return [[turns[i] for i in block] for block in order.tolist()]
+
+
+def _apart_parts(
+    tasks: Mapping[str, Callable[[], Task]], weights: Mapping[str, int | float]
+) -> tuple[tuple[Problem, ...], list[str], Parts]:
+    """All held-out problems, the notes of the parts, and the parts without what is held out in any of them."""
+    if set(tasks) != set(weights):
+        raise ValueError(
+            f"weights: got {', '.join(weights) or 'none'}, wanted one each of {', '.join(tasks) or 'none'}"
+        )
+    counts = whole_counts([weights[name] for name in tasks])
+    parts = [(name, _of(name, make), count) for (name, make), count in zip(tasks.items(), counts, strict=True)]
+    for name, part, count in parts:
+        if count and not part.size:
+            raise ValueError(f"weights: got {weights[name]} for {name}, which has no training rows, wanted 0")
+    test = number_tests([_named(name, problem) for name, part, _ in parts for problem in part.test])
+    apart = tuple((name, _apart(name, part, test) if count else part, count) for name, part, count in parts)
+    return test, [f"{name}: {line}" for name, part, _ in apart for line in part.notes], apart
+
+
+def _with_arms(test: tuple[Problem, ...], notes: Sequence[str], parts: Parts) -> Task:
+    whole = _over(test, tuple(notes), parts)
+    narrow = partial(_narrow_arms, parts)
+    return whole._replace(train=partial(_train_arm, parts), narrow=narrow, arms=tuple(name for name, _, _ in parts))
+
+
+def _train_arm(parts: Parts, key: Tensor, index: int) -> Problem:
+    if index < 0:
+        raise ValueError(f"training index: got {index}, wanted an integer >= 0")
+    turn, arm = divmod(index, len(parts))
+    name, part, _ = parts[arm]
+    return _named(name, part.train(_keys(frozen_key(key), len(parts))[1 + arm], turn))._replace(uid=index)
+
+
+def _narrow_arms(parts: Parts, task: Task, predicate: Predicate) -> Task:
+    left = tuple((name, _kept(name, part, predicate), count) for name, part, count in parts)
+    return _with_arms(task.test, task.notes, left)
 
 
 def _over(test: tuple[Problem, ...], notes: tuple[str, ...], parts: Parts) -> Task:

@@ -34,6 +34,7 @@ class Task(NamedTuple):
     rows: tuple[Problem, ...]  # what the stream draws from; none where problems are made as they are drawn
     narrow: Callable[["Task", Predicate], "Task"]  # how `filter_rows` leaves rows out of this kind of task
     notes: tuple[str, ...]  # what was left out and why, a line each, for the log
+    arms: tuple[str, ...] = ()  # names of what a curriculum chooses among; problem i is of arm i % len(arms)
 
 
 def from_rows(rows: Sequence[Problem], test: Sequence[Problem]) -> Task:

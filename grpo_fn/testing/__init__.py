@@ -14,6 +14,7 @@ Needs hypothesis (`pip install hypothesis`).
 
 from grpo_fn.testing.advantages import check_advantage
 from grpo_fn.testing.aggregations import check_weights
+from grpo_fn.testing.curricula import check_curriculum
 from grpo_fn.testing.environments import check_environment, policy_messages
 from grpo_fn.testing.kls import check_kl
 from grpo_fn.testing.losses import check_token_loss
@@ -26,6 +27,7 @@ __all__ = [
     "HOSTILE",
     "batches",
     "check_advantage",
+    "check_curriculum",
     "check_environment",
     "check_kl",
     "check_reward",

@@ -46,7 +46,7 @@ from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, show
 from grpo_fn.trainer.checks.try_environment import fitting_episodes
 from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
-from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
+from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun, follow_groups, looked_at
 from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
 from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
 from grpo_fn.trainer.state import check_steps, has_progress
@@ -118,7 +118,7 @@ def build(
             greedy=DataParallelSampler(sampler.for_evaluation(token_samplers.greedy), world),
             sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
             tokenizer=tokenizer,
-            algo=step_algorithm(s, checked, policy, loaded, taught, streaming, world, tokenizer),
+            algo=step_algorithm(s, checked, policy, loaded, taught, streaming, world, tokenizer, task),
             task=task,
             evaluator=build_evaluator(s, spec, tokenizer, world, environments),
             pool=pool,
@@ -183,7 +183,7 @@ def open_and_prepare(
 ) -> tuple["PreparedModel", PreparedTeachers]:
     """Enter the run folder, and look at model folder, all prompts and teachers; in the order that wastes least."""
     s, task = settings, checked.task
-    draws = min(task.size, s.algorithm.prompts * s.steps)
+    draws = looked_at(s, task)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
     prepare_here = partial(prepare_with_teachers, s, checked, train_problems(task, key, 0, draws), main=world.main)
     enter_folder = partial(
@@ -289,11 +289,12 @@ def step_algorithm(
     streaming: StreamingRewards,
     world: World,
     tokenizer: PreTrainedTokenizerBase,
+    task: Task,
 ) -> StepAlgorithm:
     """The algorithm section with what the run gives it."""
     a, own_pass, shown = settings.algorithm, checked.own_pass, settings.demonstrations
     knobs = {field.name: getattr(a, field.name) for field in fields(StepKnobs)}
-    knobs["group_sampling"] = partial(a.group_sampling, prompts=a.prompts)
+    knobs["group_sampling"] = follow_groups(settings, task, partial(a.group_sampling, prompts=a.prompts))
     if own_pass:
         knobs["old_logp"] = from_sampler
     encoding = {"demonstration": settings.data.demonstration, "encode": settings.data.encode_prompt}

@@ -11,7 +11,7 @@ from math import nan
 from torch import Tensor
 
 from grpo_fn.algo import metrics
-from grpo_fn.algo.step import AT_THE_START, Experience, Span
+from grpo_fn.algo.step import Experience, Span
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import grader_names, summarise
 from grpo_fn.core import prng
@@ -25,13 +25,21 @@ from grpo_fn.shell.logging.step_line import evaluation_line
 from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
-from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval
 from grpo_fn.trainer.checks.supervised_stage import is_supervised
 from grpo_fn.trainer.export import export_run
 from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
 from grpo_fn.trainer.recording import check_health, is_due, record, record_evaluation, step_checksums
-from grpo_fn.trainer.run import DATA, EVALUATION, SAMPLING, TrainingRun, resume_command
+from grpo_fn.trainer.run import (
+    DATA,
+    EVALUATION,
+    SAMPLING,
+    TrainingRun,
+    check_restored,
+    first_carry,
+    problem_stream,
+    resume_command,
+)
 from grpo_fn.trainer.state import BEST, Progress, packed_progress, read_history, restore
 
 
@@ -100,7 +108,7 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     if run.evaluator is not None:
         loggers.writer.scalars(0, loggers.clock.lap())
         loggers.history.append(health.history_line(0, {}))
-        progress = Progress(RunState(0, run.settings.seed), AT_THE_START, nan, nan, 0, 0.0, pending=[0])
+        progress = Progress(RunState(0, run.settings.seed), first_carry(run), nan, nan, 0, 0.0, pending=[0])
         with ErrorContext(run.world, 0, loggers.clock), loggers.clock.span("evaluate"):
             async_eval.begin_evaluation(run, 0, loggers)
         with loggers.clock.span("checkpoint"):
@@ -115,7 +123,7 @@ def start_from_scratch(run: TrainingRun, loggers: RunLoggers) -> Progress:
     loggers.console.line(
         f"before training: {evaluation_line(figures, grader)} on {len(run.held_out)} held-out problems"
     )
-    return Progress(RunState(0, run.settings.seed), AT_THE_START, figures[BEST], figures[BEST], 0, 0.0)
+    return Progress(RunState(0, run.settings.seed), first_carry(run), figures[BEST], figures[BEST], 0, 0.0)
 
 
 def resume(
@@ -123,6 +131,7 @@ def resume(
 ) -> list[health.HealthFinding]:
     """Go on from a checkpoint: history, batches sampled ahead, pending evaluations; returns what ends the run."""
     start = progress.state.step
+    progress.carried = check_restored(run, progress.carried)
     if run.world.main:
         loggers.history[:] = read_history(run.run_dir)
     run.sampler.refill(progress.ahead)
@@ -293,7 +302,7 @@ def take_step(run: TrainingRun, step: int, carried: Carry, span: Span) -> tuple[
     experience, carried, figures = run.settings.algorithm.stage(
         run.policy,
         run.sampler,
-        partial(train_problems, run.task, prng.fold_in(run.key, DATA)),
+        problem_stream(run, carried),
         carried,
         key=prng.fold_in(run.key, SAMPLING),  # a problem's uid is its place in the stream: no step is needed
         algo=replace(run.algo, old_logp=old_logp) if watched else run.algo,

@@ -1,28 +1,35 @@
-"""TrainingRun: the pieces of a run, put together by `build`, used by the loop and by replay."""
+"""TrainingRun: the pieces of a run, put together by `build`, used by the loop and by replay; which problems it asks."""
 
 import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.algo.step import StepAlgorithm
+from grpo_fn.algo.curriculum import begin_curriculum, check_arrays, choose_uids, sample_and_follow
+from grpo_fn.algo.group_sampling import Explore, GroupBatch
+from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, Stream
 from grpo_fn.config import Config
+from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem, Scorer
+from grpo_fn.core.types import Carry
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.interface import EngineSampler, TrainingSampler
 from grpo_fn.shell.world import World
-from grpo_fn.tasks.task import Task
+from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.sections import Settings
 
-DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING, SHOWING = range(6)  # streams of the run's key
+DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING, SHOWING, CHOOSING = range(7)  # streams of the run's key
+
+SampleGroups = Callable[[Explore, Carry], GroupBatch]
 
 
 @dataclass(frozen=True)
@@ -90,3 +97,59 @@ def resume_command(run_dir: Path, ranks: int) -> str:
     return f"{launcher} -m grpo_fn.run " + shlex.join(
         ["--gin_file", str(run_dir / "config.gin"), "--run_dir", str(run_dir)]
     )
+
+
+# -- which problems a step asks
+
+
+def first_carry(run: TrainingRun) -> Carry:
+    """What the first step gets."""
+    if run.settings.curriculum is None:
+        return AT_THE_START
+    key = prng.fold_in(run.key, CHOOSING)
+    return AT_THE_START._replace(curriculum=begin_curriculum(run.settings.curriculum, len(run.task.arms), key))
+
+
+def check_restored(run: TrainingRun, carried: Carry) -> Carry:
+    """What a checkpoint holds, for a run with a curriculum or without one.
+
+    Raises ValueError for the state of another curriculum, or one over other arms.
+    """
+    wanted, got = first_carry(run).curriculum, carried.curriculum
+    if wanted is None or got is None:
+        return carried._replace(curriculum=wanted)
+    check_arrays({"turns": got.turns, **got.arrays}, {"turns": wanted.turns, **wanted.arrays}, "checkpoint, curriculum")
+    return carried
+
+
+def problem_stream(run: TrainingRun, carried: Carry) -> Stream:
+    """The problems of a step by number: those that the curriculum chooses, or the stream in its order."""
+    key, curriculum = prng.fold_in(run.key, DATA), run.settings.curriculum
+    if curriculum is None:
+        return partial(train_problems, run.task, key)
+    choosing = prng.fold_in(run.key, CHOOSING)
+
+    def stream(first: int, count: int) -> tuple[Problem, ...]:
+        uids = choose_uids(curriculum, carried.curriculum, choosing, carried.drawn, first, count)
+        return tuple(run.task.train(key, uid) for uid in uids)
+
+    return stream
+
+
+def follow_groups(settings: Settings, task: Task, group_sampling: SampleGroups) -> SampleGroups:
+    """How a step's groups are found, the curriculum's state moved on by them where there is one."""
+    if settings.curriculum is None:
+        return group_sampling
+    knobs = {"curriculum": settings.curriculum, "labels": task.arms}
+    return partial(sample_and_follow, group_sampling=group_sampling, **knobs)
+
+
+def looked_at(settings: Settings, task: Task) -> int:
+    """Training problems from the first one on among which all that the run may ask are, an epoch at most.
+
+    A curriculum may ask a single arm all the time; where there are rows, all of them are looked at anyway.
+    """
+    draws = settings.algorithm.prompts * settings.steps
+    if settings.curriculum is not None and not task.rows:
+        draws *= len(task.arms)
+    return min(task.size, draws)

@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from grpo_fn.algo.curriculum import Curriculum
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
@@ -320,6 +321,7 @@ class Settings:
     compute: Compute
     sampling: Sampling
     episodes: Episodes | None
+    curriculum: Curriculum | None
     rewards: Rewards
     algorithm: Algorithm
     policy: PolicyUpdate

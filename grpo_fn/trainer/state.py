@@ -11,7 +11,7 @@ from grpo_fn.analysis import health
 from grpo_fn.core.groups import pack_rollout, unpack_reward, unpack_rollout
 from grpo_fn.core.json_lines import metrics_by_step, step_lines
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Carry, Gains, Groups, RunState
+from grpo_fn.core.types import Carry, CurriculumState, Gains, Groups, RunState
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy import checksums
@@ -178,7 +178,10 @@ def pack_carried(carried: Carry) -> dict[str, Any]:
         "rollout": pack_rollout(carried.waiting.rollout),
         "reward": [*carried.waiting.reward],
     }
-    return {"drawn": carried.drawn, "gains": [*carried.gains], "waiting": waiting, "steps": carried.steps}
+    chosen = carried.curriculum and {"turns": carried.curriculum.turns, "arrays": {**carried.curriculum.arrays}}
+    gains = [*carried.gains]
+    blob = {"drawn": carried.drawn, "gains": gains, "waiting": waiting, "steps": carried.steps}
+    return blob if chosen is None else {**blob, "curriculum": chosen}
 
 
 def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -> Carry:
@@ -188,7 +191,8 @@ def unpack_carried(blob: Mapping[str, Any], problem: Callable[[int], Problem]) -
         unpack_rollout(blob["waiting"]["rollout"]),
         unpack_reward(blob["waiting"]["reward"]),
     )
-    return Carry(blob["drawn"], waiting, Gains(*blob["gains"]), blob.get("steps", 0))
+    chosen = blob.get("curriculum") and CurriculumState(**blob["curriculum"])
+    return Carry(blob["drawn"], waiting, Gains(*blob["gains"]), blob.get("steps", 0), chosen)
 
 
 def null_to_nan(value: float | None) -> float:

@@ -80,6 +80,7 @@ KNOBS_SINCE = {
     "algorithm.supervised_share": "@supervised.sampled_alone",
     "data.demonstration": "@demonstrations.assistant_turns",
     "demonstrations": "None",
+    "curriculum": "None",
     "teacher": "None",
     "episodes": "None",
     "compute.deterministic": "False",

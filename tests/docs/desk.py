@@ -48,6 +48,16 @@ MADE = {
     "run/maze.gin": ("tiny_maze_model.MazeWarmStart", "tiny_maze_model.MazeRecipe"),
 }
 ARITHMETIC = ("tiny_model.WarmStart", "tiny_model.Recipe")
+# The same of runs whose model is warm-started on a task of theirs.
+ON_TASK = ("run/procedural.gin", "experiments/levels/run.gin")
+SMALL_TASK = {
+    "STEPS": 1,
+    "tiny_task_model.TaskWarmStart.steps": 2,
+    "tiny_task_model.TaskWarmStart.rows": 2,
+    "step.Algorithm.prompts": 2,
+    "step.Algorithm.group_size": 2,
+    "sections.Evaluation.problems": 5,
+}
 # A recipe that wants what a CPU has not.
 QWEN = {"sections.Compute.attention": '"sdpa"', "mesh.Parallelism.compile": "@blocks.eager"}
 MORE = {"experiments/qwen_math_2gpu/run.gin": QWEN}
@@ -153,6 +163,8 @@ def small_run(argv: Sequence[str], things: Things) -> list[str]:
             bound["GSM8K"] = data("GSM8K", argv, things)
         bound |= MORE.get(recipe, {})
         return before_params([], bound, argv)
+    if any(name in ON_TASK for name in files):
+        return before_params([], SMALL_TASK | {"tiny_task_model.TaskRecipe.cache": repr(str(things.cache))}, argv)
     warm_start, made = next((MADE[name] for name in files if name in MADE), ARITHMETIC)
     bound = SMALLER | {f"{warm_start}.steps": 5} | cache(things, made)
     return before_params(["--gin_file", str(SMALL_RUN)], bound, argv)

@@ -32,6 +32,7 @@ TOOLS = {
     "tools/report": [],
     "tools/tables/preset_table.py": ["--presets", "grpo", "--seeds", "0", "--gin_param", "STEPS=2"],
     "tools/sweep": [],
+    "tools/tables/curriculum_table.py": ["--table_only"],
     "tools/bench/bench_rewards.py": ["--rows", "1"],
     "tools/bench/bench_samplers.py": ["--prompts", "2", "--group_size", "2", "--new_tokens", "4", "--repeats", "1"],
     "experiments/vmap_sweep/idea.py": ["--policies", "2", "--rows", "2", "--repeats", "1"],

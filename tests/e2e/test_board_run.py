@@ -25,6 +25,7 @@ ELSEWHERE = {
     *{"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"},
     *{"evaluation beside the training, steps late", "seconds of an evaluation beside the training"},
     "share of sampling that waits for environments",
+    *{"curriculum: share of the problems", "curriculum: pass rate", "curriculum: level, pool"},
     *{"engine", "engine against policy after a push, nats", "seconds of the engine"},
 }
 

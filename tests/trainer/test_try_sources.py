@@ -48,7 +48,7 @@ def has_no_file() -> Task:
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        (fits(), r"got a Task of 6 \(bound with \(\), which calls it too early\?\), wanted a function of no arg"),
+        (fits(), r"got a Task of 7 \(bound with \(\), which calls it too early\?\), wanted a function of no arg"),
         (ROWS, "got a list, wanted a function of no arguments that returns a grpo_fn.tasks.task.Task"),
         (rows, "got a list from test_try_sources.rows, wanted a function of no arguments"),
         (wants_more, "got TypeError: wants_more.. missing 1 required .* from test_try_sources.wants_more"),

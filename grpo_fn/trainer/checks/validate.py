@@ -28,6 +28,7 @@ from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate, self_teachers
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.tasks.task import Task, sample_tests
+from grpo_fn.trainer.checks.check_curriculum import check_curriculum_of_run
 from grpo_fn.trainer.checks.check_teachers import find_teachers, reads_gap, uses_teacher
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.supervised_stage import check_stage, is_supervised
@@ -90,6 +91,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     try_credit(algorithm, parts)
     if not is_supervised(algorithm):
         check_credit(algorithm.credit, algorithm.distillation, algorithm.group_size, parts)
+    check_curriculum_of_run(s, task, parts)
     reference = uses_reference(algorithm.objective, algorithm.credit, parts)
     own_pass = own_pass_suffices(
         algorithm.old_logp, updates, algorithm.credit, algorithm.distillation, algorithm.token_mask, parts

@@ -1,0 +1,149 @@
+"""Runs whose problems follow pass rates: killed anywhere, on any number of ranks and taken again, they ask the same."""
+
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e.faults import job
+from e2e.running import SMALL, AtPhase, command, finish, metrics, outcome
+from e2e.test_ranks import same_run
+
+from grpo_fn.replay import __main__ as replay
+from grpo_fn.shell.logging import rollout_store
+
+KILL = signal.SIGKILL
+FILE = str(SMALL.parent / "curriculum.gin")
+LEVELS: dict[str, Any] = {
+    "sections__Data__task": "@mixture.arms",
+    "train__train__curriculum": "@curricula.learnability_bandit()",
+    "step__Algorithm__group_sampling": "@group_sampling.keep_all",
+}
+
+
+def arguments(cache: Path, run: Path | None, *flags: str, **changes: Any) -> list[str]:
+    return [*command(cache, run, "--gin_file", FILE, *flags, **changes)]
+
+
+def ended(cache: Path, folder: Path, dooms: Sequence[AtPhase] = (), **changes: Any) -> Path:
+    """The run, started again after each doom until it is done."""
+    folder.mkdir(exist_ok=True)
+    argv = arguments(cache, folder / "run", **changes)
+    for doom in dooms:
+        assert finish(argv, folder / "out", doom) == -KILL, (folder / "out").read_text()
+    assert finish(argv, folder / "out") == 0, (folder / "out").read_text()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def pool(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ended(cache, tmp_path_factory.mktemp("pool"))
+
+
+@pytest.fixture(scope="module")
+def levels(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ended(cache, tmp_path_factory.mktemp("levels"), **LEVELS)
+
+
+def uids_asked(run: Path, step: int) -> list[int]:
+    rows = rollout_store.load_rollouts(run / "rollouts" / f"step_{step:06d}.jsonl.gz")
+    return [*dict.fromkeys(row["uid"] for row in rows)]
+
+
+def test_problems_leave_the_pool_and_others_come_and_metrics_say_so(pool: Path) -> None:
+    rows = metrics(pool)[1:]
+    assert all(row["curriculum/pool_size"] == 6 for row in rows)
+    assert sum(row["curriculum/retired"] + row["curriculum/set_aside"] for row in rows) > 0
+    assert [row["curriculum/admitted"] for row in rows] == [
+        row["curriculum/retired"] + row["curriculum/set_aside"] for row in rows
+    ]
+    assert any(row["generation/carried_over_groups"] for row in rows), "no group waited: wanted the harder case"
+    assert all(row["curriculum/share/rows"] == 1.0 and 0 <= row["curriculum/pass_rate/rows"] <= 1 for row in rows)
+
+
+@pytest.mark.parametrize(("phase", "n"), [("train", 4), pytest.param("generate", 6, marks=pytest.mark.slow)])
+def test_a_killed_run_asks_what_it_would_have_asked(
+    cache: Path, pool: Path, tmp_path: Path, phase: str, n: int
+) -> None:
+    run = ended(cache, tmp_path, [AtPhase(phase, n, KILL)])
+    assert outcome(run) == outcome(pool)
+
+
+def test_a_replayed_step_begins_with_the_state_before_it(
+    pool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 4 from the checkpoint of step 2 or 4; with the state of another step it would ask other problems."""
+    assert replay.main([str(pool), "--step", "6"]) == 0
+    assert "step 6 of" in capsys.readouterr().out
+    newest = torch.load(pool / "checkpoints" / "step_6" / "carried.pt", weights_only=True)["curriculum"]
+    before = torch.load(pool / "checkpoints" / "step_4" / "carried.pt", weights_only=True)["curriculum"]
+    assert newest["turns"].sum() > before["turns"].sum() > 0
+    assert not torch.equal(newest["arrays"]["asked"], before["arrays"]["asked"])
+
+
+@pytest.mark.slow
+def test_levels_are_killed_in_every_phase_and_end_alike(cache: Path, levels: Path, tmp_path: Path) -> None:
+    phases = (("evaluate", 1), ("generate", 2), ("score", 2), ("train", 4), ("log", 5), ("checkpoint", 1))
+    run = ended(cache, tmp_path, [AtPhase(phase, n, KILL) for phase, n in phases], **LEVELS)
+    assert outcome(run) == outcome(levels)
+
+
+@pytest.mark.slow
+def test_levels_are_asked_in_shares_that_add_up_and_no_problem_comes_twice(levels: Path) -> None:
+    seen = [uid for step in range(1, 7) for uid in uids_asked(levels, step)]
+    assert len({*seen}) == len(seen) == 24
+    for row in metrics(levels)[1:]:
+        assert sum(row[f"curriculum/share/{name}"] for name in ("one", "two", "three")) == pytest.approx(1)
+    assert replay.main([str(levels), "--step", "5"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_number_of_ranks_does_not_matter(cache: Path, pool: Path, tmp_path: Path, ranks: int) -> None:
+    over = job(tmp_path, ranks, arguments(cache, tmp_path / "run"))
+    assert over.code == 0, over.everything()
+    same_run(tmp_path / "run", pool)
+
+
+# -- bad input
+
+
+REFUSED = {
+    "without arms": ({"sections__Data__task": "@arithmetic.task"}, "got a task without arms to choose among"),
+    "unmade": ({"train__train__curriculum": "@pass_rate_pool.pool_in_band"}, "(bound without ()?), wanted None or a"),
+    "no part": (
+        {
+            "pass_rate_pool__pool_in_band__pass_rate": "@curricula.part_at_least",
+            "curricula__part_at_least__part": '"right"',
+            "curricula__part_at_least__threshold": 1.0,
+        },
+        "part: got 'right', wanted one of named",
+    ),
+    "ahead": ({"sections__Sampling__max_staleness": 1}, "got one with sections.Sampling.max_staleness 1"),
+    "band": ({"pass_rate_pool__pool_in_band__low": 0.9}, "got low 0.9, high 0.8"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_before_a_model_is_made(cache: Path, tmp_path: Path, name: str) -> None:
+    changes, message = REFUSED[name]
+    if name == "ahead":
+        changes = {
+            **changes,
+            "step__Algorithm__old_logp": "@step.from_trainer",
+            "objective__policy_objective__importance_correction": "@importance.truncated_weight",
+        }
+    assert finish(arguments(cache, tmp_path / "run", **changes), tmp_path / "out") == 2
+    assert re.search(re.escape(message), (tmp_path / "out").read_text()), (tmp_path / "out").read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_state_of_another_curriculum_is_refused_when_a_run_goes_on(cache: Path, pool: Path, tmp_path: Path) -> None:
+    argv = arguments(cache, pool, "--force", STEPS=8, **{"arms__rows__size": 12})
+    before = outcome(pool)
+    assert finish(argv, tmp_path / "out") == 2
+    assert "checkpoint, curriculum: got arrays" in (tmp_path / "out").read_text()
+    assert outcome(pool)["model"] == before["model"]
