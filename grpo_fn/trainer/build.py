@@ -29,6 +29,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
+from grpo_fn.shell.model.logprob_head import chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
@@ -41,6 +42,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
+from grpo_fn.trainer.checks.device_plan import precision_notes
 from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_environment import check_openings
@@ -89,7 +91,7 @@ def build(
     (folder, tokenizer, task), taught = open_and_prepare(s, checked, request, world, enter=enter, report=report)
     environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
-    spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
+    spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS), world.device)
     frozen = {"reference": checked.frozen, "teachers": teacher_specs(s, spec, checked, taught.folders)}
     loaded = world.together(partial(load_and_shard, world, spec, **frozen), what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
@@ -124,7 +126,12 @@ def build(
             pool=pool,
             environments=environments,
             score=spread_score(pool.score, world),
-            plan=[*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes, *taught.notes],
+            plan=[
+                *replace(checked.plan, train_rows=task.size, ranks=world.size).lines(),
+                *task.notes,
+                *taught.notes,
+                *precision_notes(checked.dtype, world.device),
+            ],
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )
@@ -139,7 +146,7 @@ def check_ranks(settings: Settings, request: RunRequest, world: World) -> None:
     settings.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
 
 
-def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Tensor) -> ModelSpec:
+def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Tensor, device: torch.device) -> ModelSpec:
     """What there is to know of the model before it is loaded."""
     compute = settings.compute
     return ModelSpec(
@@ -151,7 +158,7 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
         logprob_model=partial(
             compute.logprob_model,
             temperature=settings.sampling.temperature,
-            logits_chunk_elements=compute.logits_chunk_elements,
+            logits_chunk_elements=chunk_elements(compute.logits_chunk_elements, device),
             input_packing=compute.input_packing,
         ),
         parallelism=settings.parallelism,
