@@ -137,7 +137,7 @@ MISTAKES = [
     Mistake(
         "graphs dropped in every step",
         trial.kept_graphs,
-        [(decode_step.DecodeEngine, "room", lambda _: lambda *_: 0)],
+        [(decode_step.DecodeEngine, "free_bytes", lambda _: lambda *_: 0)],
     ),
     Mistake(
         "sampled logits rounded to bfloat16",

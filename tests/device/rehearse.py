@@ -3,6 +3,7 @@
     python tests/device/rehearse.py check gradients,rows      # tools/device_check --device cuda --tiny --only ...
     python tests/device/rehearse.py larger decode             # the same without --tiny
     python tests/device/rehearse.py run grpo_fn.run --gin_file run/arithmetic.gin --gin_file scale/bf16.gin ...
+    python tests/device/rehearse.py runs FILE                 # an object of argument lists for grpo_fn.run, by name
 
 With TORCH_COMPILE_DISABLE=1: there is no compiler for the device. The last line of the output is an object with the
 exit code, launches, waits, graphs captured and replayed, streams made, the devices in use, and the bytes at most. Leave
@@ -13,6 +14,8 @@ import importlib
 import json
 import os
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +42,25 @@ def counts(code: int) -> dict[str, object]:
     }
 
 
+def several(path: str) -> dict[str, object]:
+    """Runs one after another in this process: of each the exit code or the error, and what was counted."""
+    from grpo_fn import run
+
+    found: dict[str, object] = {}
+    for name, argv in json.loads(Path(path).read_text()).items():
+        fake.backend.clear()
+        begun = time.process_time()
+        try:
+            ended: object = run.main(argv) or 0
+        except BaseException as error:
+            traceback.print_exc()
+            ended = f"{type(error).__name__}: {error}"
+        waits, launches = (sum(x.values()) for x in (fake.backend.waits(), fake.backend.launches()))
+        found[name] = {"ended": ended, "launches": launches, "waits": waits, "seconds": time.process_time() - begun}
+        print(name, found[name], flush=True)
+    return found
+
+
 def main(argv: Sequence[str]) -> int:
     """The program's exit code."""
     torch.set_num_threads(1)
@@ -51,6 +73,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    print(json.dumps(counts(code)), flush=True)
+    if sys.argv[1] == "runs":
+        code, said = 0, several(sys.argv[2])
+    else:
+        said = counts(code := main(sys.argv[1:]))
+    print(json.dumps(said), flush=True)
     os._exit(code)  # Python's end would wait for threads of a device that is not there

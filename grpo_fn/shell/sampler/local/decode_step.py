@@ -200,16 +200,16 @@ class DecodeEngine:
         self.run((shape, token_sampler), step, self.live)
 
     def rest(self) -> None:
-        """Free the buffers, unless steps were captured with them and what else uses the device has room beside them."""
+        """Free the buffers, unless steps were captured with them and what else uses the device has space beside them."""
         if self.drawn is None:
             return
         device, held = self.marks.ends.device, self.drawn.bytes + self.prompts.bytes
-        keeps = device.type == "cuda" and held <= self.room(device)
+        keeps = device.type == "cuda" and held <= self.free_bytes(device)
         if not keeps:
             self.drop()
         self.kept, self.versions = held * keeps, weight_versions(self.model)
 
-    def room(self, device: torch.device) -> float:
+    def free_bytes(self, device: torch.device) -> float:
         """Bytes that the buffers may hold meanwhile: what the most that was ever allocated leaves, a margin apart.
 
         Before anything was trained, whose peak that would be, a share of the device.
