@@ -1,6 +1,6 @@
 """The collectives that one rank of many calls in a training step, in their order, on the fake device.
 
-    python tests/device/trace_collectives.py MESH RANK...        # an object: of each rank its micro-batches and calls
+    python tests/device/trace_collectives.py MESH RANK        # an object: its micro-batches and calls
 
 NCCL's place is taken by torch's backend "fake": no other rank is there, and what a rank would get from others it finds
 in its own memory. So numbers mean nothing here; which collective comes when, of which shape and dtype, does: where two
@@ -82,8 +82,6 @@ class CollectiveTrace(TorchDispatchMode):
 
 def lone_policy(rank: int, size: int, model: str, changed: dict[str, Any]) -> FSDPPolicy:
     """The policy of that rank."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
     os.environ.update(LOCAL_WORLD_SIZE=str(ON_HOST), WORLD_SIZE=str(size), RANK=str(rank))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     world = LoneWorld(rank, size, torch.device("cuda", 0), deadline=1e6)
@@ -141,16 +139,16 @@ def trace(rank: int, size: int, model: str, changed: dict[str, Any]) -> dict[str
     return {"micro_batches": len(parts), "calls": LoneWorld.calls.copy()}
 
 
-def main(mesh: str, ranks: list[int]) -> None:
-    """Trace those ranks, one after another."""
+def main(mesh: str, rank: int) -> None:
+    """Trace that rank."""
     torch.set_num_threads(1)
     size, changed = MESHES[mesh]
     with tempfile.TemporaryDirectory() as scratch:
         model = folder(Setting(device="cuda", tiny=True, scratch=scratch), SHAPE)
-        found = {rank: trace(rank, size, model, changed) for rank in ranks}
+        found = trace(rank, size, model, changed)
     print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], [int(rank) for rank in sys.argv[2:]])
+    main(sys.argv[1], int(sys.argv[2]))
     os._exit(0)

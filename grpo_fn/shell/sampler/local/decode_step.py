@@ -200,7 +200,7 @@ class DecodeEngine:
         self.run((shape, token_sampler), step, self.live)
 
     def rest(self) -> None:
-        """Free the buffers, unless steps were captured with them and what else uses the device has space beside them."""
+        """Free the buffers, unless steps were captured with them and what else is done there has space beside them."""
         if self.drawn is None:
             return
         device, held = self.marks.ends.device, self.drawn.bytes + self.prompts.bytes
