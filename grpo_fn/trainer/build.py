@@ -42,7 +42,6 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
-from grpo_fn.trainer.checks.device_plan import precision_notes
 from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_environment import check_openings
@@ -50,7 +49,7 @@ from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun
 from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
-from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
+from grpo_fn.trainer.start_lines import StartReport, plan_lines, rank_line, sampler_line
 from grpo_fn.trainer.state import check_steps, has_progress
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
@@ -126,12 +125,7 @@ def build(
             pool=pool,
             environments=environments,
             score=spread_score(pool.score, world),
-            plan=[
-                *replace(checked.plan, train_rows=task.size, ranks=world.size).lines(),
-                *task.notes,
-                *taught.notes,
-                *precision_notes(checked.dtype, world.device),
-            ],
+            plan=plan_lines(checked.plan, [*task.notes, *taught.notes], task.size, world, checked.dtype),
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 BUDGET = Path(__file__).with_name("budget.json")
-ROOM = {"launches": 0.05}  # share by which torch's versions may differ; of waits, graphs and streams none
+MARGIN = {"launches": 0.05}  # share by which torch's versions may differ; of waits, graphs and streams none
 
 Counts = Mapping[str, Mapping[str, int]]  # by phase and kind
 
@@ -14,7 +14,7 @@ def over_budget(counted: Counts, budget: Counts) -> list[str]:
     found = []
     for phase, kinds in counted.items():
         for kind, n in kinds.items():
-            most = int(budget.get(phase, {}).get(kind, 0) * (1 + ROOM.get(kind, 0.0)))
+            most = int(budget.get(phase, {}).get(kind, 0) * (1 + MARGIN.get(kind, 0.0)))
             if n > most:
                 found.append(f"{phase}, {kind}: got {n}, wanted at most {most}")
     return found

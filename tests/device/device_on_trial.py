@@ -185,7 +185,7 @@ def rounding(setting: Setting) -> None:
 
 
 def kept_graphs(setting: Setting) -> None:
-    """Graphs stay over the training where it has room beside them, as its peak says, and go where it has none."""
+    """Graphs stay over the training where it has space beside them, as its peak says, and go where it has none."""
     sampler = local(
         context(setting, model_folder(setting), torch.float32), prompt_tokens=5, new_tokens=ASKED.new, max_rows=6
     )
@@ -202,7 +202,7 @@ def kept_graphs(setting: Setting) -> None:
     before = torch.cuda.get_per_process_memory_fraction()
     try:
         torch.cuda.set_per_process_memory_fraction(torch.cuda.max_memory_allocated() / fake.MEMORY)
-        require(not step(), "got graphs that stay on a card without room for them")
+        require(not step(), "got graphs that stay on a card without space for them")
     finally:
         torch.cuda.set_per_process_memory_fraction(before)
 

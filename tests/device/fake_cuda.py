@@ -1,7 +1,7 @@
 """`torch.cuda` on the fake device: importing this, before torch, makes `torch.device("cuda")` usable in a CPU build.
 
 Tensors lie in the host's memory and hold real numbers; fake_cuda.cpp says what is strict. Here is what Python asks of
-`torch.cuda`: two devices, a current one for each thread, streams that can be told apart though nothing overlaps, graphs
+`torch.cuda`: two devices, a current one for each thread, streams that are distinct though nothing overlaps, graphs
 whose capture fails as CUDA's does, memory in bytes allocated. A stream that is asked for counts as use of its device,
 as it opens a context on a card.
 """
@@ -218,7 +218,7 @@ def set_fraction(fraction: float, device: Any = None) -> None:
 
 
 def nothing() -> Any:
-    """A function that does nothing, a new one each time: dynamo tells functions apart by what they are."""
+    """A function that does nothing, a new one each time: dynamo compares functions by identity."""
     return lambda *_, **__: None
 
 

@@ -22,6 +22,7 @@ NEEDS: dict[str, Laid] = {
     **dict.fromkeys(("opd", "mopd", "iw_opd", "rlsd"), TEACHER),
     "sdft": (["scale/self_teacher.gin"], []),
     "sdpo": (["scale/sibling_teacher.gin"], []),
+    "gdpo": ([], ["credit.per_part.weights={'named': 1.0, 'digits': 1.0}"]),  # the small run's parts
     "m2po": ([], ["step.Algorithm.old_logp=@step.from_trainer"]),
     "chord": (
         ["task/demonstrations.gin"],

@@ -51,7 +51,7 @@ Call = tuple[str, str]  # the collective, and of what
 
 
 class LoneWorld(World):
-    """One rank of many, of whom nobody else is there: others say what this one says."""
+    """One rank of many, the only one that is there: others say what this one says."""
 
     calls: list[Call] = []  # noqa: RUF012 one list for all that is traced
 
@@ -107,7 +107,7 @@ def lone_policy(rank: int, size: int, model: str, changed: dict[str, Any]) -> FS
         reference_model=None,
         dropout_modules=[],
         seed=0,
-        micro_tokens=64,
+        micro_tokens=16,
         min_micro_batches=1,
         optimizer=partial(optimizer.adamw, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),
         schedule=partial(optimizer.constant, warmup=0),
@@ -135,7 +135,7 @@ def trace(rank: int, size: int, model: str, changed: dict[str, Any]) -> dict[str
         try:
             policy.update()
         except FloatingPointError:
-            LoneWorld.calls.append(("a norm of what nobody summed", ""))
+            LoneWorld.calls.append(("a norm of sums that were not made", ""))
     return {"micro_batches": len(parts), "calls": LoneWorld.calls.copy()}
 
 
