@@ -28,6 +28,9 @@ T = TypeVar("T")
 EXIT_LOST = 71  # EX_OSERR of sysexits.h: another rank is gone or does not answer; the run goes on from its checkpoint
 BEATS = 4  # messages within a deadline from a main rank that is at work while the others wait
 GRACE = 5.0  # seconds that the backend has to raise by itself, which says more, before the watching thread ends it
+NCCL_GRACE = (
+    2 * GRACE
+)  # seconds after the deadline before NCCL's own watchdog aborts, which says neither step nor phase
 
 
 class LostRank(RuntimeError):
@@ -48,6 +51,9 @@ class World:
         self.where: Callable[[], str] = lambda: "the start"  # step and phase, set by the loop
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # around all talk, for a profiler
         self._waits: list[tuple[float, str]] = []  # since when, for what; the innermost last
+        self._queued: list[
+            tuple[float, str, torch.cuda.Event]
+        ] = []  # collectives that a GPU has not done yet, in order
         self._objects: dist.ProcessGroup | None = None
         if size > 1:
             self._objects = self.group()
@@ -124,6 +130,7 @@ class World:
         try:
             with self.mark(what):
                 yield
+            self._note_queued(*self._waits[-1])
         except (dist.DistError, RuntimeError) as error:
             if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in _LOST):
                 raise
@@ -141,11 +148,25 @@ class World:
                 dist.barrier(self._objects)
             dist.destroy_process_group()
 
+    def _note_queued(self, since: float, what: str) -> None:
+        """A GPU's collectives are queued when their call returns, not done: the watching thread looks after them."""
+        if self.device.type == "cuda":
+            while self._queued and self._queued[0][2].query():
+                self._queued.pop(0)
+            event = torch.cuda.Event()
+            event.record()
+            self._queued.append((since, what, event))
+
     def _watch(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # every thread has a current one of its own
         while True:
             time.sleep(min(1.0, self.deadline / 10))
-            for since, what in tuple(self._waits[-1:]):
-                if (waited := time.monotonic() - since) > self.deadline + GRACE:
+            waits = [(since, what, self.deadline + GRACE, _never) for since, what in self._waits[-1:]]
+            # An event is asked only when it is late: to ask while another library captures may break its capture.
+            waits += [(since, what, self.deadline, event.query) for since, what, event in self._queued[:1]]
+            for since, what, allowed, done in waits:
+                if (waited := time.monotonic() - since) > allowed and not done():
                     self._give_up(waited, what)
 
     def _give_up(self, waited: float, what: str) -> None:
@@ -186,19 +207,31 @@ def join_world(name: str, *, deadline: float) -> World:
     if size == 1:
         return alone(device)
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=deadline)
     try:
         dist.init_process_group(
             backend,
-            store=rendezvous_store(timeout),
+            store=rendezvous_store(timedelta(seconds=deadline)),
             rank=rank,
             world_size=size,
-            timeout=timeout,
+            timeout=backend_timeout(device, deadline),
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError) as error:
         raise LostRank(f"rank {rank} of {size} did not find the others within {deadline:g} s: {error}") from error
     return World(rank, size, device, deadline=deadline)
+
+
+def backend_timeout(device: torch.device, deadline: float) -> timedelta:
+    """After which a collective of the device's backend fails: on NCCL later than this process has ended itself.
+
+    Args:
+        device: of the rank.
+        deadline: seconds that a rank waits for the others.
+
+    Returns:
+        The deadline; NCCL_GRACE more for a GPU.
+    """
+    return timedelta(seconds=deadline + NCCL_GRACE * (device.type == "cuda"))
 
 
 def rendezvous_store(timeout: timedelta) -> dist.Store:
@@ -226,6 +259,10 @@ def find_device(name: str, local: int) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # an unknown name; a build without that backend; no such card
         there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         raise ValueError(f"got device {name!r}, wanted one that exists here: auto, {', '.join(there)}") from error
+
+
+def _never() -> bool:
+    return False
 
 
 _TORCHRUN = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}

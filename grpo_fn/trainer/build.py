@@ -29,6 +29,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
+from grpo_fn.shell.model.logprob_head import chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
@@ -48,7 +49,7 @@ from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun, follow_groups, looked_at
 from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
-from grpo_fn.trainer.start_lines import StartReport, rank_line, sampler_line
+from grpo_fn.trainer.start_lines import StartReport, plan_lines, rank_line, sampler_line
 from grpo_fn.trainer.state import check_steps, has_progress
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
@@ -89,7 +90,7 @@ def build(
     (folder, tokenizer, task), taught = open_and_prepare(s, checked, request, world, enter=enter, report=report)
     environments, environment_workers = open_environments(s.episodes, tokenizer)
     report(f"loading the model from {folder}")
-    spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS))
+    spec = model_spec(s, checked, folder, prng.fold_in(key, ADAPTERS), world.device)
     frozen = {"reference": checked.frozen, "teachers": teacher_specs(s, spec, checked, taught.folders)}
     loaded = world.together(partial(load_and_shard, world, spec, **frozen), what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
@@ -124,7 +125,7 @@ def build(
             pool=pool,
             environments=environments,
             score=spread_score(pool.score, world),
-            plan=[*replace(checked.plan, train_rows=task.size, ranks=world.size).lines(), *task.notes, *taught.notes],
+            plan=plan_lines(checked.plan, [*task.notes, *taught.notes], task.size, world, checked.dtype),
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )
@@ -139,7 +140,7 @@ def check_ranks(settings: Settings, request: RunRequest, world: World) -> None:
     settings.parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
 
 
-def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Tensor) -> ModelSpec:
+def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Tensor, device: torch.device) -> ModelSpec:
     """What there is to know of the model before it is loaded."""
     compute = settings.compute
     return ModelSpec(
@@ -151,7 +152,7 @@ def model_spec(settings: Settings, checked: ValidatedPlan, folder: str, key: Ten
         logprob_model=partial(
             compute.logprob_model,
             temperature=settings.sampling.temperature,
-            logits_chunk_elements=compute.logits_chunk_elements,
+            logits_chunk_elements=chunk_elements(compute.logits_chunk_elements, device),
             input_packing=compute.input_packing,
         ),
         parallelism=settings.parallelism,

@@ -71,7 +71,7 @@ class Compute:
     attention: str  # "sdpa", "flash_attention_2" or "eager"
     deterministic: bool  # CUDA kernels that give the same bits again; a CPU's do without it
     logprob_model: Callable[..., LogprobModel]  # (model, *, temperature, logits_chunk_elements, input_packing)
-    logits_chunk_elements: int  # logits that live at once in the head
+    logits_chunk_elements: int  # most logits that live at once in the head; fewer where the device is small
     input_packing: Callable[[nn.Module], InputPacking]  # padded rows, rows end to end, with prompts shared
     SUPPLIED: ClassVar = {"logprob_model": ("temperature", "logits_chunk_elements", "input_packing")}
 

@@ -3,8 +3,9 @@
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import psutil
 import torch
@@ -12,6 +13,8 @@ import torch
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.world import World
+from grpo_fn.trainer.checks.device_plan import precision_notes
+from grpo_fn.trainer.plan import Plan
 from grpo_fn.trainer.sections import Settings
 
 StartReport = Callable[[str], None]
@@ -64,6 +67,11 @@ def rank_line(settings: Settings, world: World) -> str:
         f"{rows // (algo.minibatches * world.size)} of {rows // algo.minibatches} rows an update, at least "
         f"{settings.policy.min_micro_batches} micro-batch"
     )
+
+
+def plan_lines(plan: Plan, notes: Sequence[str], rows: int, world: World, dtype: torch.dtype) -> list[str]:
+    """What a start says of the run: its numbers with so many training rows, the notes, and what the precision costs."""
+    return [*replace(plan, train_rows=rows, ranks=world.size).lines(), *notes, *precision_notes(dtype, world.device)]
 
 
 def sampler_line(settings: Settings) -> str:

@@ -84,7 +84,7 @@ def test_a_knob_is_described_by_its_comment_and_by_its_line_under_args() -> None
     assert by_comment["logits_chunk_elements"] == (
         "logits_chunk_elements",
         "int",
-        "logits that live at once in the head",
+        "most logits that live at once in the head; fewer where the device is small",
     )
     by_line = {knob.name: knob.meaning for knob in gin_pages.knobs(train)}
     assert by_line["seed"] == "of everything random."

@@ -20,7 +20,16 @@ from grpo_fn.shell import world
 from grpo_fn.shell import world as world_module
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.policy.mesh import HOST, REST, Parallelism
-from grpo_fn.shell.world import EXIT_LOST, Elsewhere, LostRank, World, alone, find_device, join_world
+from grpo_fn.shell.world import (
+    EXIT_LOST,
+    Elsewhere,
+    LostRank,
+    World,
+    alone,
+    backend_timeout,
+    find_device,
+    join_world,
+)
 
 pytestmark = pytest.mark.xdist_group("world")
 EXAMPLES = settings.default.max_examples
@@ -251,6 +260,49 @@ def test_a_rank_that_waits_where_nothing_raises_is_ended_and_says_where_it_was()
     assert "rank 1 of 2 at step 4, phase train: waited 1 s for the other ranks in something without an end" in said
     assert "wanted at most 0.5; the same command goes on from the newest checkpoint" in said
     assert "in stuck" in said  # where every thread was
+
+
+class NeverDone:
+    """An event of a GPU whose queue stands still."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
+
+
+class DoneAtOnce(NeverDone):
+    def query(self) -> bool:
+        return True
+
+
+def queued(here: World, rank: int, deadline: float) -> int:
+    """Collectives that are queued at once; on one rank they are never done, which no call there shows."""
+    torch.cuda.Event = NeverDone if here.rank == rank else DoneAtOnce
+    torch.cuda.set_device = lambda device: None
+    small = World(here.rank, here.size, torch.device("cuda", 0), deadline=deadline)
+    small.where = place
+    for _ in range(3):
+        with small.talking("forward"):
+            pass
+    if here.rank == rank:
+        time.sleep(100)
+    return len(small._queued)
+
+
+def test_collectives_that_a_gpu_has_queued_and_never_does_end_the_rank_with_step_and_phase():
+    outcomes = crew(2).outcomes(queued, 1, 0.5, patience=20.0)
+    assert not outcomes[0].failed
+    assert outcomes[0].value == 1, "those that are done are forgotten at the next talk"
+    assert outcomes[1].status == EXIT_LOST
+    said = outcomes[1].said
+    assert "rank 1 of 2 at step 4, phase train: waited" in said
+    assert "for the other ranks in forward, wanted at most 0.5" in said
+
+
+@pytest.mark.parametrize(("device", "more"), [("cpu", 0.0), ("cuda", world_module.NCCL_GRACE)])
+def test_nccl_aborts_only_after_the_process_could_say_where_it_was(device, more):
+    assert backend_timeout(torch.device(device), 30.0).total_seconds() == 30.0 + more
 
 
 def own_fault(world: World) -> tuple[str, str, Any]:

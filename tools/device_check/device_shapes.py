@@ -74,7 +74,8 @@ def folder(setting: Setting, shape: Shape, *, spread: float = 0.02, dtype: torch
     if not path.is_dir():
         config = shape.config()
         config.initializer_range = spread
-        with torch.random.fork_rng(), torch.device(setting.device):
+        cards = [torch.cuda.current_device()] if setting.device == "cuda" else []  # without it, all that there are
+        with torch.random.fork_rng(cards), torch.device(setting.device):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if spread > 0.02:

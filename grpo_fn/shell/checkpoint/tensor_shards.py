@@ -7,7 +7,7 @@ any way, reads what any other wrote. Nothing here talks to other ranks.
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 INDEX = ".metadata"  # the library's own name
+ALIGNMENT = 64  # bytes
 Shape = tuple[int, ...]
 
 
@@ -54,16 +55,61 @@ def stage(
     tensors: Mapping[str, Tensor], plan: SavePlan, buffers: Mapping[MetadataIndex, Tensor], *, pin: bool
 ) -> dict[MetadataIndex, Tensor]:
     """Copies on the CPU of the pieces in `plan`, in the `buffers` of the last time where they fit."""
-    planner, staged = _planner(tensors), {}
-    for item in plan.items:
-        piece = planner.resolve_data(item).detach()
-        buffer = buffers.get(item.index)
-        if buffer is None or (buffer.shape, buffer.dtype) != (piece.shape, piece.dtype):
-            buffer = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=pin)
-        staged[item.index] = buffer.copy_(piece, non_blocking=pin)
+    planner = _planner(tensors)
+    pieces = {item.index: planner.resolve_data(item).detach() for item in plan.items}
+    kept = {at: buffers[at] for at, x in pieces.items() if at in buffers and alike(buffers[at], x)}
+    missing = {at: x for at, x in pieces.items() if at not in kept}
+    made = pinned_like(missing.values()) if pin else [torch.empty_like(x, device="cpu") for x in missing.values()]
+    staged = kept | dict(zip(missing, made, strict=True))
+    for at, piece in pieces.items():
+        staged[at].copy_(piece, non_blocking=pin)
     if pin:
         torch.cuda.synchronize()
     return staged
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether both have one shape and dtype."""
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def pinned_like(pieces: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors like these in memory that a GPU copies to by itself.
+
+    They are cut from few blocks: torch rounds every pinned one up to a power of two, and the system takes a millisecond
+    and more for each.
+    """
+    pieces = [*pieces]
+    sizes = [x.numel() * x.itemsize for x in pieces]
+    blocks, places = block_layout(sizes)
+    memory = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in blocks]
+    return [
+        memory[block][at : at + size].view(x.dtype).view(x.shape)
+        for x, size, (block, at) in zip(pieces, sizes, places, strict=True)
+    ]
+
+
+def block_layout(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Blocks for pieces of these bytes: their sizes, powers of two, and of every piece its block and its place in it.
+
+    The largest first, each into the first block with space. A block is as large as an eighth of all, or as the largest
+    piece; the last ones only as large as what is in them.
+    """
+    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    whole = max(next_power(-(-sum(aligned) // 8)), next_power(max(aligned, default=1)))
+    filled: list[int] = []
+    places = [(0, 0)] * len(sizes)
+    for piece in sorted(range(len(sizes)), key=lambda piece: -aligned[piece]):
+        block = next((i for i, n in enumerate(filled) if n + aligned[piece] <= whole), len(filled))
+        filled += [0] * (block == len(filled))
+        places[piece] = block, filled[block]
+        filled[block] += aligned[piece]
+    return [next_power(n) for n in filled], places
+
+
+def next_power(n: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def write_shards(folder: Path, plan: SavePlan, staged: Mapping[MetadataIndex, Tensor]) -> list[WriteResult]:

@@ -170,7 +170,15 @@ class CompiledForward:
         return CompiledForward(deepcopy(self.forward, memo), self.which, self.build)
 
 
+# Of one function. Past torch's own limit of 8 it runs as written from then on, and nothing says so; a size of 1 and
+# each dtype count as one, so that a run may get there (`system/recompilations` shows how often).
+RECOMPILE_LIMIT = 64
+
+
 def _compile(function: Forward, *, mode: str) -> Forward:
+    from torch._dynamo import config  # importing it takes seconds, and torch.compile does it anyway
+
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     return torch.compile(function, dynamic=True, mode=mode)
 
 

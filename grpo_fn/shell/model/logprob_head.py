@@ -11,6 +11,27 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+CPU_CHUNK = 2**24  # logits: larger chunks leave its caches
+CARD_SHARE = 64  # of a card's memory a chunk in float32 takes one part in so many; there are three at once
+
+
+def chunk_elements(bound: int, device: torch.device) -> int:
+    """How many logits a chunk has on a device: as its memory allows, at most `bound`.
+
+    With few rows of a large vocabulary in a chunk a card spends its time on reading the weight and on adding its
+    gradient up, anew for each.
+
+    Args:
+        bound: most logits.
+        device: where the head computes.
+
+    Returns:
+        The number: a sixty-fourth of a card's memory in float32, 2^24 on a CPU, unless `bound` is less.
+    """
+    if device.type != "cuda":
+        return min(bound, CPU_CHUNK)
+    return min(bound, torch.cuda.get_device_properties(device).total_memory // (CARD_SHARE * torch.float32.itemsize))
+
 
 def _chunks(n: int, vocabulary: int, elements: int) -> list[slice]:
     """As few as the elements allow, about equal; without tokens an empty one."""
@@ -133,6 +154,26 @@ def linear_scores(
     return logp, entropy
 
 
+@torch.no_grad()
+def linear_logp(
+    hidden: Float[Tensor, "N D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "N"],
+    *,
+    temperature: float,
+    elements: int,
+) -> Float[Tensor, "N"]:
+    """The first of `linear_scores`, bit for bit, without the passes over the logits that the entropy takes."""
+    logp = hidden.new_empty(len(target), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    parts = _chunks(len(target), len(weight), elements)
+    buffer, spare = (hidden.new_empty(parts[0].stop, len(weight), dtype=logp.dtype) for _ in range(2))
+    for part in parts:
+        z = _into(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+        total = torch.exp(z.sub_(z.amax(-1, keepdim=True)), out=spare[: len(z)]).sum(-1)
+        logp[part] = z.gather(-1, target[part, None])[:, 0] - total.log()
+    return logp
+
+
 def dense_scores(
     logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
@@ -141,6 +182,11 @@ def dense_scores(
     logprobs = (wide / temperature).log_softmax(-1)
     logp = logprobs.gather(-1, target[:, None])[:, 0]
     return logp, -(logprobs.exp() * logprobs).sum(-1)
+
+
+def dense_logp(logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float) -> Float[Tensor, "N"]:
+    """The first of `dense_scores`."""
+    return dense_scores(logits, target, temperature=temperature)[0]
 
 
 @torch.no_grad()

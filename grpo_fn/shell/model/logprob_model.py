@@ -8,7 +8,14 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from grpo_fn.shell.model.attention import gather_tokens
-from grpo_fn.shell.model.logprob_head import dense_energy, dense_scores, linear_energy, linear_scores
+from grpo_fn.shell.model.logprob_head import (
+    dense_energy,
+    dense_logp,
+    dense_scores,
+    linear_energy,
+    linear_logp,
+    linear_scores,
+)
 from grpo_fn.shell.model.packed_input import InputPacking, probe, without_dropout
 
 T = TypeVar("T")
@@ -69,6 +76,11 @@ class LogprobModel(nn.Module):
         """Log-probability and entropy in nats, `[B T]` each; zero where ~mask."""
         logp, entropy = self._of_tokens(tokens, mask, linear_scores, dense_scores)
         return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)
+
+    @torch.no_grad()
+    def logp(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+        """The log-probabilities of `forward`, bit for bit, without entropies and without gradients."""
+        return scatter_to_rows(self._of_tokens(tokens, mask, linear_logp, dense_logp), mask)
 
     @torch.no_grad()
     def energy(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

@@ -161,7 +161,7 @@ class FSDPPolicy:
             return self._logp(logprob_model, rollout)
 
     def _logp(self, logprob_model: LogprobModel, rollout: Rollout) -> Float[Tensor, "B T"]:
-        return self._read(logprob_model, rollout, lambda *rows: logprob_model(*rows)[0])
+        return self._read(logprob_model, rollout, lambda *rows: logprob_model.logp(*rows))
 
     @torch.no_grad()
     def _read(

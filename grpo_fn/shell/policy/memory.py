@@ -82,7 +82,8 @@ class Memory(NamedTuple):
         return [
             *shown,
             f"  {'at most at once':<38}{self.peak() / GB:9.3f} GB{host}",
-            "  not counted: prompts in the KV cache, buffers of gathers and reductions, the allocator's gaps, kernels",
+            "  not counted: prompts in the KV cache, buffers of gathers and reductions, the allocator's gaps, kernels; "
+            "on the host a checkpoint's copy of what trains and its moments",
         ]
 
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model.blocks import blocks, check_compile_mode, torch_compile
-from grpo_fn.shell.world import World
+from grpo_fn.shell.world import World, backend_timeout
 
 REST, HOST = "rest", "host"
 DATA = ("replicate", "shard")
@@ -87,7 +86,7 @@ def set_group_timeout(group: dist.ProcessGroup, world: World) -> None:
         world: the ranks of the run; of one rank alone nothing is waited for.
     """
     if world.size > 1:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=world.deadline), group)
+        dist.distributed_c10d._set_pg_timeout(backend_timeout(world.device, world.deadline), group)
 
 
 def check_precision(dtype: torch.dtype, device: torch.device) -> None:

@@ -30,6 +30,7 @@ from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.check_curriculum import check_curriculum_of_run
 from grpo_fn.trainer.checks.check_teachers import find_teachers, reads_gap, uses_teacher
+from grpo_fn.trainer.checks.device_plan import planned_chunk, planned_device, precision_notes
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.supervised_stage import check_stage, is_supervised
 from grpo_fn.trainer.checks.try_out import try_credit, try_token_sampler
@@ -157,6 +158,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
     plan = replace(checked.plan, ranks=ranks)
     mesh = settings.parallelism.shape(ranks, ranks // hosts)
     local = any(uses_of(local_sampler.local, [settings.sampling.sampler]))
+    device = planned_device(settings.compute.device)
     memory = memory_estimate.device_memory(
         checked.config,
         settings.lora,
@@ -171,7 +173,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         average=checked.plan.average,
         micro_tokens=settings.policy.micro_tokens,
         width=settings.sampling.max_new_tokens,
-        logits_chunk_elements=settings.compute.logits_chunk_elements,
+        logits_chunk_elements=planned_chunk(settings.compute.logits_chunk_elements, device),
         cache=plan.kv_bytes() if local else 0,
         local_sampler=local,
     )
@@ -179,7 +181,12 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
     engine = (
         [] if local else ["  nor counted: the sampler's engine, which has a share of the device or devices of its own"]
     )
-    return [*replace(plan, arrangement=shape, memory=memory).lines(), *engine, *checked.task.notes]
+    return [
+        *replace(plan, arrangement=shape, memory=memory).lines(),
+        *engine,
+        *precision_notes(checked.dtype, device),
+        *checked.task.notes,
+    ]
 
 
 def check_credit(credit: Credit, distillation: Distillation, group_size: int, parts: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -686,3 +687,23 @@ def test_writing_needs_no_stream_of_a_card(tmp_path, monkeypatch):
     found = {name: torch.zeros_like(x) for name, x in tensors.items()}
     tensor_shards.load_into_tensors(tmp_path, found)
     assert all(torch.equal(found[name], x) for name, x in tensors.items())
+
+
+@given(st.lists(st.integers(0, 5000), max_size=30))
+def test_blocks_of_staged_pieces_are_powers_of_two_and_no_two_pieces_share_a_byte(sizes: list[int]) -> None:
+    blocks, places = tensor_shards.block_layout(sizes)
+    taken = sorted((block, at, at + size) for size, (block, at) in zip(sizes, places, strict=True))
+    assert all(a[0] < b[0] or a[2] <= b[1] for a, b in pairwise(taken))
+    assert all(end <= blocks[block] for block, _, end in taken)
+    assert all(at % tensor_shards.ALIGNMENT == 0 for _, at in places)
+    assert all(size & (size - 1) == 0 for size in blocks)
+
+
+def test_few_blocks_hold_the_pieces_of_a_model_with_little_to_spare() -> None:
+    """Those of Qwen2.5-1.5B with both moments, in float32."""
+    layer = [1536 * 1536 * 2, 2 * 256 * 1536, 3 * 1536 * 8960, 2048, 1536, 1536]
+    sizes = [4 * n for _ in range(3) for n in (151_936 * 1536, *layer * 28)]
+    blocks, _ = tensor_shards.block_layout(sizes)
+    alone = sum(tensor_shards.next_power(size) for size in sizes)
+    assert len(blocks) < 20 < len(sizes)
+    assert sum(blocks) < 1.15 * sum(sizes) < alone

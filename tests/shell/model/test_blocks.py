@@ -314,3 +314,11 @@ def test_attention_over_packed_rows_is_kept_by_selective_checkpointing():
     assert block_changes._policy(None, torch.ops.torch_attn._varlen_attn.default) is keep
     assert block_changes._policy(None, torch.ops.aten.mm.default) is keep
     assert block_changes._policy(None, torch.ops.aten.silu.default) is again
+
+
+def test_what_is_compiled_may_be_compiled_again_more_often_than_torch_lets_it() -> None:
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=8):
+        block_changes.CompiledPart(lambda x: x + 1)
+        assert config.recompile_limit == block_changes.RECOMPILE_LIMIT > 8

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -14,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_fn.shell.model import logprob_head
-from grpo_fn.shell.model.logprob_head import dense_energy, dense_scores, linear_energy, linear_scores
+from grpo_fn.shell.model.logprob_head import (
+    CPU_CHUNK,
+    chunk_elements,
+    dense_energy,
+    dense_logp,
+    dense_scores,
+    linear_energy,
+    linear_logp,
+    linear_scores,
+)
 
 TEMPERATURES = st.sampled_from([1.0, 0.7, 2.5])
 
@@ -306,3 +316,29 @@ def test_the_energy_of_a_sure_token_keeps_its_digits_in_float32():
     energy = linear_energy(logits, torch.eye(3), torch.tensor([0]), temperature=1.0, elements=9)
     small = torch.tensor(-20.0, dtype=torch.float64).exp()  # of each of two others: (2 x)^2 + 2 x^2
     torch.testing.assert_close(energy.double(), (6 * small.square())[None], rtol=1e-5, atol=0)
+
+
+@given(st.integers(0, 9), st.integers(1, 200), TEMPERATURES, st.sampled_from([torch.float32, torch.bfloat16]))
+def test_log_probs_alone_are_those_beside_entropies_bit_for_bit(n, elements, temperature, dtype):
+    given_ = inputs(n, 21, 5, dtype)[:3]
+    knobs = {"temperature": temperature, "elements": elements}
+    assert torch.equal(linear_logp(*given_, **knobs), linear_scores(*given_, **knobs)[0])
+    logits = given_[0] @ given_[1].T
+    wanted = dense_scores(logits, given_[2], temperature=temperature)[0]
+    assert torch.equal(dense_logp(logits, given_[2], temperature=temperature), wanted)
+
+
+@pytest.mark.parametrize(
+    ("device", "gigabytes", "bound", "wanted"),
+    [
+        ("cpu", 0, 2**28, CPU_CHUNK),
+        ("cpu", 0, 2**22, 2**22),
+        ("cuda", 80, 2**28, 2**28),
+        ("cuda", 8, 2**28, 2**25),
+        ("cuda", 8, 2**22, 2**22),
+    ],
+)
+def test_a_chunk_is_as_large_as_the_device_allows_and_the_bound(monkeypatch, device, gigabytes, bound, wanted):
+    card = SimpleNamespace(total_memory=gigabytes * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert chunk_elements(bound, torch.device(device)) == wanted

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from grpo_fn.shell.model import packed_input
 from grpo_fn.shell.model.attention import install, unusable_mask
@@ -29,6 +30,7 @@ from grpo_fn.shell.sampler.local.kv_cache import (
     PrefillAttention,
     RowSlots,
     attend,
+    products_in_float32,
     row_slots,
 )
 
@@ -38,7 +40,8 @@ TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Layout = PrefillAttention | ChunkAttention | DecodeAttention
 
 LOOK = 16  # steps between two looks at what has ended, where looking means waiting for the device
-KEEP = 1 / 8  # of a device's memory: what captured steps may hold while something else uses the device
+KEEP = 1 / 8  # of a device's memory: what captured steps may hold while it is trained on for the first time
+MARGIN = 0.1  # of a device's memory that stays free beside captured steps and the training seen so far
 
 
 class Live(NamedTuple):
@@ -146,11 +149,15 @@ class DecodeEngine:
         self.marks: Marks | None = None
         self.tables: dict[DecodeShape, RowSlots] = {}
         self.at: tuple[int, ...] = ()
+        self.kept = 0  # bytes of the buffers while something else used the device last
+        self.versions: int | None = None  # of the weights then
+        self.trained = False  # whether they have changed since: then the peak of memory is that of training, too
 
     def ready(self, need: Need, marks: Marks) -> None:
         """Have at least that capacity, for `need.new` tokens a row, and no row in it."""
         rows, prompts = self.sizes.rows(need.rows), self.sizes.rows(need.prompts)
         longest = self.sizes.columns(need.longest)
+        self.trained = self.trained or self.versions not in (None, weight_versions(self.model))
         if not self.fits(rows, prompts, longest, need.new, len(marks.ends)):
             if self.drawn is not None:
                 rows = max(rows, self.drawn.count)
@@ -194,18 +201,34 @@ class DecodeEngine:
         self.run((shape, token_sampler), step, self.live)
 
     def rest(self) -> None:
-        """Free the buffers, unless steps were captured with them and they are a small part of the device."""
+        """Free the buffers, unless steps were captured with them and what else is done there has space beside them."""
         if self.drawn is None:
             return
-        device = self.marks.ends.device
-        if device.type != "cuda" or self.drawn.bytes + self.prompts.bytes > KEEP * memory_budget(device):
+        device, held = self.marks.ends.device, self.drawn.bytes + self.prompts.bytes
+        keeps = device.type == "cuda" and held <= self.free_bytes(device)
+        if not keeps:
             self.drop()
+        self.kept, self.versions = held * keeps, weight_versions(self.model)
+
+    def free_bytes(self, device: torch.device) -> float:
+        """Bytes that the buffers may hold meanwhile: what the most that was ever allocated leaves, a margin apart.
+
+        Before anything was trained, whose peak that would be, a share of the device.
+        """
+        if not self.trained:
+            return KEEP * memory_budget(device)
+        return (1 - MARGIN) * memory_budget(device) - (torch.cuda.max_memory_allocated(device) - self.kept)
 
     def drop(self) -> None:
         """Free the buffers, and forget what was captured with them."""
         self.run.drop()
         self.tables.clear()
         self.drawn = self.prompts = self.live = self.marks = None
+
+
+def weight_versions(model: nn.Module) -> int:
+    """A number that changes when a weight is written to."""
+    return sum(p._version for p in model.parameters())
 
 
 def memory_budget(device: torch.device) -> float:
@@ -222,6 +245,7 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     """
     if not capturable(model):
         return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, 1), run=Eager(), code=WRITTEN)
+    keep_logits_in_float32(model)
     deterministic = torch.are_deterministic_algorithms_enabled()
     return DecodeEngine(
         model,
@@ -229,6 +253,24 @@ def build_engine(model: nn.Module) -> DecodeEngine:
         run=GraphCache(CudaGraph),
         code=WRITTEN if deterministic else compile_decode_parts(model),
     )
+
+
+def keep_logits_in_float32(model: nn.Module) -> None:
+    """Have a head of halves give its product in float32, as the trainer's does: rounded, a logit of 20 is off by 0.04.
+
+    Args:
+        model: a causal language model on CUDA. A head that is no plain matrix product stays as it is.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.bias is None and products_in_float32(head.weight):
+        head.forward = partial(linear_in_float32, head.weight)
+
+
+def linear_in_float32(weight: Float[Tensor, "V D"], hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
+    """hidden weight^T with a result in float32; in the dtype of both where a gradient may be asked for."""
+    if torch.is_grad_enabled():
+        return linear(hidden, weight)
+    return torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
 
 
 def compile_decode_parts(model: nn.Module) -> Code:
@@ -274,5 +316,5 @@ def decoding_difference(model: nn.Module, device: torch.device) -> str | None:
             seen = (prompts, drawn, lanes, start, start + t)
             context = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, attended=attend)
             got.append(forward_step(model, token, (start + t)[:, None], context, 1)[:, -1])
-    wanted = torch.stack(wanted)
+    wanted = torch.stack(wanted).to(model.get_input_embeddings().weight.dtype)  # which says how close is close
     return packed_input.too_far_apart("logits", torch.stack(got, 1) - wanted, wanted)

@@ -1,0 +1,50 @@
+"""What a plan says about the device: which it is, how large the head's chunks are there, what a dtype costs on it."""
+
+import torch
+
+from grpo_fn.shell.model.logprob_head import chunk_elements
+
+
+def planned_device(name: str) -> torch.device | None:
+    """The device that a run would compute on; None for a card that is not here.
+
+    Args:
+        name: `sections.Compute.device`: "auto", or a device.
+
+    Returns:
+        The device, without a number for "auto".
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return None if name.startswith("cuda") and not torch.cuda.is_available() else torch.device(name)
+
+
+def planned_chunk(bound: int, device: torch.device | None) -> int:
+    """Logits in a chunk of the head.
+
+    Args:
+        bound: most of them.
+        device: where the head computes; None for a card that is not here.
+
+    Returns:
+        As the device has them; all that the bound allows for a card that is not here.
+    """
+    return bound if device is None else chunk_elements(bound, device)
+
+
+def precision_notes(dtype: torch.dtype, device: torch.device | None) -> list[str]:
+    """A line for a run in float32 on a card: what it costs, and what to lay over it.
+
+    Args:
+        dtype: that the model computes in.
+        device: where; None for a card that is not here.
+
+    Returns:
+        One line, or none.
+    """
+    if dtype is not torch.float32 or (device is not None and device.type != "cuda"):
+        return []
+    return [
+        "float32 on a GPU: no tensor cores, no kernels for packed rows (50 TFLOP/s of an H100's 800 in bfloat16); lay "
+        " --gin_file scale/bf16.gin over the run, or scale/fp16.gin before Ampere"
+    ]

@@ -1,0 +1,32 @@
+"""What a plan says about a device that is here, and about one that is not."""
+
+import pytest
+import torch
+
+from grpo_fn.trainer.checks.device_plan import planned_chunk, planned_device, precision_notes
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "wanted"),
+    [("auto", False, CPU), ("auto", True, CARD), ("cpu", True, CPU), ("cuda:1", True, torch.device("cuda:1"))],
+)
+def test_the_device_is_the_named_one_or_the_best_there_is(monkeypatch, name, cards, wanted) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards)
+    assert planned_device(name) == wanted
+
+
+def test_a_card_that_is_not_here_is_planned_for_with_the_largest_chunks(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert planned_device("cuda:0") is None
+    assert planned_chunk(2**28, None) == 2**28
+    assert planned_chunk(2**28, CPU) < 2**28
+
+
+@pytest.mark.parametrize("device", [CARD, None])
+def test_float32_on_a_card_is_said_to_be_slow_and_what_helps(device) -> None:
+    (line,) = precision_notes(torch.float32, device)
+    assert "scale/bf16.gin" in line
+    assert precision_notes(torch.bfloat16, device) == []
+    assert precision_notes(torch.float32, CPU) == []
