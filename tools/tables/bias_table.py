@@ -126,6 +126,7 @@ def by_step(
     paid: float = 1.0,
     over: Callable = vmap,
     baseline: Callable = advantage.no_baseline,
+    weigh: Callable = row_sum,
 ) -> Signal:
     """REINFORCE on steps of all prompts, with credit from `paid` times the reward, and a filter on samples."""
 
@@ -142,7 +143,7 @@ def by_step(
         drift = torch.stack([logps(w.old[p]) - logps(w.ref[p]) for p in range(PROMPTS)])
         energy = torch.stack([energies(w.old[p]) for p in range(PROMPTS)])
         adv, keep = over(partial(judged, w, drift, energy))(steps(PROMPTS, size)[0])
-        return update(w, [*range(PROMPTS)], size, adv, keep, lambda *row: losses.reinforce(*row)[0], row_sum)
+        return update(w, [*range(PROMPTS)], size, adv, keep, lambda *row: losses.reinforce(*row)[0], weigh)
 
     return over(signal)
 
@@ -272,6 +273,10 @@ def lengths() -> dict[str, Signal]:
         "`constant_length` 2": weighed(partial(aggregation.constant_length, max_length=2)),
         "`sequence_mean`": weighed(aggregation.sequence_mean),
         "`token_mean`": weighed(aggregation.token_mean),
+        **{
+            f"`{f.__name__}`, steps of 2 x 2": by_step(compared, weigh=f, size=2)
+            for f in (aggregation.token_mean, aggregation.prompt_mean)
+        },
         **{f"`constant_length` 1, filter `{f.__name__}`": by_step(compared, f, size=2) for f in filters},
     }
 
