@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from bias_given import mixed_objective, with_given
 from bias_lines import line, measured
 from bias_losses import LOSSES
 from bias_turns import CREDITS, with_turns
@@ -205,6 +206,14 @@ def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
         yield title, drift, against(token_kl, in_loss())
     title = "Distillation, on-policy, against the KL of tokens to the teacher"
     yield title, 0.0, against(token_kl, from_teacher())
+    given = with_given(
+        by_step(compared, size=2),
+        by_step(partial(credit.outcome, advantage=group_normalized), weigh=aggregation.token_mean, size=2),
+    )
+    title = (
+        "Given rows beside sampled ones, mu 0.5, against the gradient of E[R] + log pi of the given row, half of each"
+    )
+    yield title, 0.0, against(partial(mixed_objective, minus_reward), given)
     yield "KL in the reward or in the loss, against the KL of whole rows", 0.0, against(row_kl, in_reward() | in_loss())
 
 
