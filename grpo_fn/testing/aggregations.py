@@ -36,8 +36,8 @@ def masked_rows(mask: Tensor, groups: int) -> Batch:
 
 
 @st.composite
-def steps(draw: Callable, some: st.SearchStrategy[Tensor] = MASKS) -> Batch:
-    """The rows of a step, in groups of one size."""
+def grouped_rows(draw: Callable, some: st.SearchStrategy[Tensor] = MASKS) -> Batch:
+    """A step, its rows in groups of one size."""
     mask = draw(some)
     return masked_rows(mask, draw(st.sampled_from([n for n in range(1, len(mask) + 1) if len(mask) % n == 0])))
 
@@ -52,7 +52,7 @@ def only_sampled_tokens_weigh(f: Weigh) -> None:
         positive_there = bool(((weight > 0) == batch.mask).all() and (weight >= 0).all())
         check_claim(positive_there, f"got {weight}, wanted > 0 where {batch.mask} only")
 
-    for_all(st.one_of(steps(), steps(MASKS.map(torch.zeros_like))), holds)
+    for_all(st.one_of(grouped_rows(), grouped_rows(MASKS.map(torch.zeros_like))), holds)
 
 
 def parts_of_a_step_weigh_what_they_weigh_in_the_whole(f: Weigh) -> None:
@@ -64,7 +64,7 @@ def parts_of_a_step_weigh_what_they_weigh_in_the_whole(f: Weigh) -> None:
         parts = torch.cat([f(one_row(batch, slice(0, cut)), whole), f(one_row(batch, slice(cut, None)), whole)])
         assert_same(parts, f(batch, whole), f"cut before row {cut}", tolerance=0.0)
 
-    for_all(steps().flatmap(lambda batch: st.tuples(st.just(batch), st.integers(0, len(batch.mask)))), holds)
+    for_all(grouped_rows().flatmap(lambda batch: st.tuples(st.just(batch), st.integers(0, len(batch.mask)))), holds)
 
 
 def padding_changes_no_weight(f: Weigh) -> None:
@@ -77,7 +77,7 @@ def padding_changes_no_weight(f: Weigh) -> None:
         assert_same(weight[:, :-extra], f(batch, count(batch)), f"with {extra} columns of padding", tolerance=0.0)
         check_claim(bool((weight[:, -extra:] == 0).all()), f"got {weight}, wanted exactly 0 in the last {extra}")
 
-    for_all(st.tuples(steps(), st.integers(1, 3)), holds)
+    for_all(st.tuples(grouped_rows(), st.integers(1, 3)), holds)
 
 
 def totals_of_more_ranks_weigh_less(f: Weigh) -> None:
@@ -90,7 +90,7 @@ def totals_of_more_ranks_weigh_less(f: Weigh) -> None:
         less, alone = f(batch, both), f(batch, mine)
         check_claim(bool((less <= alone).all()), f"got {less} with another rank's rows, wanted at most {alone}")
 
-    for_all(st.tuples(steps(), steps()), holds)
+    for_all(st.tuples(grouped_rows(), grouped_rows()), holds)
 
 
 INVARIANTS = (

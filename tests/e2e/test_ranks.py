@@ -197,7 +197,7 @@ def test_adapters_on_two_ranks_go_on_bit_for_bit_and_are_left_as_two_folders(cac
 # -- other optimizers, and an average beside the weights
 
 MUON = ["--gin_file", "scale/muon.gin", "--gin_param", "optimizer.muon.lr=1e-3"]
-SELF = ["--gin_file", "algo/sdpo.gin", "--gin_file", "scale/sibling_teacher.gin"]
+SELF = ["--gin_file", "algo/sdft.gin", "--gin_file", "scale/self_teacher.gin"]
 
 
 @pytest.mark.slow
