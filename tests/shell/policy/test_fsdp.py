@@ -70,7 +70,7 @@ def batch_for(name: str, seed: int, rows: int = 6) -> Batch:
     )
     adv = torch.randn(rows, 1, generator=g).expand(mask.shape)
     selected = mask & (torch.rand(mask.shape, generator=g) < 0.3)
-    return Batch(tokens, mask, sampled, old, ref, ref, adv, selected, tokens_of_group(mask, len(mask) // 2))
+    return Batch(tokens, mask, sampled, old, ref, ref, adv, selected, tokens_of_group(mask, 2 - len(mask) % 2))
 
 
 def doubled(batch: Batch) -> Batch:
