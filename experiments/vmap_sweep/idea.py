@@ -97,7 +97,7 @@ def batches(policies: int, rows: int, dtype: torch.dtype) -> list[Batch]:
         old = -5.9 + 0.1 * torch.randn(rows, WIDTH, generator=generator, dtype=dtype)
         adv = torch.randn(rows, 1, generator=generator, dtype=dtype).expand(rows, WIDTH).clone()
         old, adv = torch.where(mask, old, 0.0), torch.where(mask, adv, 0.0)
-        found.append(Batch(tokens, mask, old, old, old, old, adv, torch.zeros_like(mask)))
+        found.append(Batch(tokens, mask, old, old, old, old, adv, torch.zeros_like(mask), mask.long()))
     return found
 
 
@@ -109,7 +109,7 @@ def loss(model: nn.Module, fixed: Params, params: Params, batch: Batch) -> Tenso
     chosen = logp.gather(-1, batch.tokens[:, PROMPT:, None])[..., 0]
     scores = Scores(*(pad(x, (PROMPT, 0)) for x in (chosen, -(logp.exp() * logp).sum(-1))))
     rows = torch.tensor(len(batch.tokens))
-    return LOSS(scores, batch=batch, totals=Totals(rows * (WIDTH - PROMPT), rows, rows))[0]
+    return LOSS(scores, batch=batch, totals=Totals(rows * (WIDTH - PROMPT), rows, rows, rows))[0]
 
 
 def adamw(state: State, gradient: Params, lr: Tensor) -> State:

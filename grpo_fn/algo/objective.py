@@ -37,7 +37,7 @@ def policy_objective(
     token_loss: Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]],
     importance_correction: Callable[[Tensor, Batch], Tensor],
     kl: Callable[[Tensor, Batch], Tensor],
-    loss_aggregation: Callable[[Tensor, Totals], Tensor],
+    loss_aggregation: Callable[[Batch, Totals], Tensor],
     beta: float,
     entropy_bonus: float,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
@@ -58,7 +58,7 @@ def policy_objective(
         token_loss: (logp [T], row) -> loss [T] and diagnostics, of one row.
         importance_correction: (logp [T], row) -> c [T], a token's weight where the sampler was not pi_old.
         kl: (logp [T], row) -> KL estimate [T], of one row.
-        loss_aggregation: (mask [B, T], totals) -> w [B, T].
+        loss_aggregation: (batch, totals) -> w [B, T].
         beta: coefficient of the KL, per nat; 0: none.
         entropy_bonus: coefficient of the entropy, per nat; 0: none.
 
@@ -73,7 +73,7 @@ def policy_objective(
         loss = loss + gains.kl * beta * vmap(kl)(scores.logp, batch)
     if entropy_bonus:
         loss = loss - gains.entropy * entropy_bonus * torch.where(batch.mask, scores.entropy, 0.0)
-    objective = (loss_aggregation(batch.mask, totals) * loss).sum()
+    objective = (loss_aggregation(batch, totals) * loss).sum()
     seen = {**seen, "correction": correction, "kl": vmap(k3)(scores.logp, batch), "entropy": scores.entropy}
     return objective, {name: value.detach() for name, value in seen.items()}
 
@@ -86,7 +86,7 @@ def with_teacher_divergence(
     gains: Gains,
     objective: Callable[..., tuple[Tensor, dict[str, Tensor]]],
     divergence: Callable[[Tensor, Batch], Tensor],
-    loss_aggregation: Callable[[Tensor, Totals], Tensor],
+    loss_aggregation: Callable[[Batch, Totals], Tensor],
     coef: float,
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
     """objective + coef sum_bt v_bt d_bt: a divergence to the teacher beside an objective, with weights v of its own.
@@ -101,7 +101,7 @@ def with_teacher_divergence(
         gains: what the coefficients of the objective are multiplied with.
         objective: scores; batch=, totals=, gains= -> loss and diagnostics.
         divergence: (logp [T], row) -> KL estimate [T] of one row, its logp_ref being the teacher's.
-        loss_aggregation: (mask [B, T], totals) -> v [B, T].
+        loss_aggregation: (batch, totals) -> v [B, T].
         coef: coefficient of the divergence, per nat.
 
     Returns:
@@ -109,7 +109,7 @@ def with_teacher_divergence(
     """
     value, seen = objective(scores, batch=batch, totals=totals, gains=gains)
     apart = vmap(divergence)(scores.logp, batch._replace(logp_ref=batch.logp_teacher))
-    return value + coef * (loss_aggregation(batch.mask, totals) * apart).sum(), seen
+    return value + coef * (loss_aggregation(batch, totals) * apart).sum(), seen
 
 
 with_teacher_divergence.SUPPLIED = {"objective": ("batch", "totals", "gains")}

@@ -37,7 +37,7 @@ def cross_entropy(
     totals: Totals,
     gains: Gains,
     token_weight: Callable[[Tensor, Batch], Tensor],
-    loss_aggregation: Callable[[Tensor, Totals], Tensor],
+    loss_aggregation: Callable[[Batch, Totals], Tensor],
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
     """sum_bt w_bt phi_bt (-logp_bt): this micro-batch's share of the cross entropy of given tokens.
 
@@ -49,14 +49,14 @@ def cross_entropy(
         totals: given tokens and rows of the whole optimizer step, the denominators in w.
         gains: not read.
         token_weight: (logp [T], row) -> phi [T], what each token of a row weighs.
-        loss_aggregation: (mask [B, T], totals) -> w [B, T].
+        loss_aggregation: (batch, totals) -> w [B, T].
 
     Returns:
         The objective, a scalar; and per token, [B, T] and detached, "nll" (-logp, nats) and "token_weight" (phi).
     """
     nll = -torch.where(batch.mask, scores.logp, 0.0)
     phi = vmap(token_weight)(scores.logp, batch).detach()
-    objective = (loss_aggregation(batch.mask, totals) * phi * nll).sum()
+    objective = (loss_aggregation(batch, totals) * phi * nll).sum()
     return objective, {"nll": nll.detach(), "token_weight": phi}
 
 

@@ -85,6 +85,7 @@ def make_batch(
         logp_teacher=logp_teacher,
         adv=adv,
         selected=torch.zeros_like(mask),
+        group_tokens=tokens_of_group(mask, len(keep)),
     )
 
 
@@ -92,19 +93,41 @@ def given_batch(given: Rollout) -> Batch:
     """Rows of given tokens to learn from, each of advantage 1; what was not sampled has no log-prob to compare with."""
     nothing = torch.zeros_like(given.logp_sampled)
     logps = dict.fromkeys(("logp_sampled", "logp_old", "logp_ref", "logp_teacher"), nothing)
-    selected = torch.zeros_like(given.mask)
-    return Batch(tokens=given.tokens, mask=given.mask, **logps, adv=torch.ones_like(nothing), selected=selected)
+    return Batch(
+        tokens=given.tokens,
+        mask=given.mask,
+        **logps,
+        adv=torch.ones_like(nothing),
+        selected=torch.zeros_like(given.mask),
+        group_tokens=tokens_of_group(given.mask, len(given.mask)),
+    )
+
+
+def tokens_of_group(mask: Bool[Tensor, "B T"], groups: int) -> Int[Tensor, "B T"]:
+    """How many tokens of the mask a row's group has, for each of the row's tokens: known before rows are dealt out.
+
+    Args:
+        mask: which tokens are to be learned from, [B, T]; B is `groups` times the rows of one.
+        groups: number of groups, P.
+
+    Returns:
+        The count, the same for all tokens of a group, [B, T].
+    """
+    of_groups = by_group(mask, groups)
+    return of_groups.sum((1, 2), keepdim=True).expand(of_groups.shape).flatten(0, 1)
 
 
 def count(batch: Batch) -> Totals:
-    """The denominators this batch contributes: sampled tokens, rows that have any, and all rows.
+    """The denominators this batch contributes: sampled tokens, rows that have any, all rows, and groups that have any.
 
     In float32 at least: float16 ends at 65,504 and bfloat16 counts exactly up to 256. Above 2^24 tokens a float32
     count is rounded, by less than one part in ten million.
     """
     dtype = torch.promote_types(batch.logp_sampled.dtype, torch.float32)
     samples = torch.tensor(len(batch.mask), dtype=dtype, device=batch.mask.device)
-    return Totals(batch.mask.sum().to(dtype), batch.mask.any(-1).sum().to(dtype), samples)
+    # Every token is one part of its group, and the parts of a group add up to 1 but for rounding, hence float64.
+    groups = (batch.mask / batch.group_tokens.clamp(min=1).double()).sum().round().to(dtype)
+    return Totals(batch.mask.sum().to(dtype), batch.mask.any(-1).sum().to(dtype), samples, groups)
 
 
 def lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:

@@ -60,6 +60,7 @@ class Batch(NamedTuple):
     logp_teacher: Float[Tensor, "*B T"]  # logp_old where there is no teacher
     adv: Float[Tensor, "*B T"]  # of each token; anything where ~mask
     selected: Bool[Tensor, "*B T"]  # tokens that the loss is to treat apart, if it does (see `algo.masking`)
+    group_tokens: Int[Tensor, "*B T"]  # tokens to learn from in the row's whole group, the same for each of its tokens
 
 
 class Totals(NamedTuple):
@@ -68,6 +69,7 @@ class Totals(NamedTuple):
     tokens: Float[Tensor, ""]  # sampled tokens
     rows: Float[Tensor, ""]  # rows with at least one sampled token to learn from
     samples: Float[Tensor, ""]  # all rows, also those that filters or a missing score left nothing of
+    groups: Float[Tensor, ""]  # groups with at least one sampled token to learn from
 
 
 class Scores(NamedTuple):

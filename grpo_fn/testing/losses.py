@@ -122,7 +122,7 @@ def policies_worlds_apart_stay_finite(f: TokenLoss) -> None:
         for gap, adv, selected in product((-1e3, 1e3), (-1.0, 0.0, 1.0), (False, True)):
             there = torch.tensor([0.0, gap], dtype=dtype)
             for old, ref, logp in product((zero, there), (zero, there), (zero, there)):
-                row = Batch(zero.long(), mask, old, old, ref, ref, zero + adv, mask & selected)
+                row = Batch(zero.long(), mask, old, old, ref, ref, zero + adv, mask & selected, mask.long())
                 both = torch.stack([f(logp, row)[0], loss_gradient(f, logp, row)])
                 finite = bool(both.isfinite().all())
                 check_claim(finite, f"got loss and gradient {both}, {gap:g} nats away, A = {adv:g}")

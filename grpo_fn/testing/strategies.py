@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
+from grpo_fn.core.batch import tokens_of_group
 from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.testing import texts
 
@@ -81,7 +82,8 @@ def batches(draw: Draw, rows: int | None = None, drift: float = 1.0) -> tuple[Te
     adv = draw(advantages(b, t))
     mask = draw(masks((b, t)))
     selected = mask & draw(masks((b, t)))
-    return logp, Batch(torch.zeros(b, t, dtype=torch.long), mask, *near, adv, selected)
+    groups = tokens_of_group(mask, draw(st.sampled_from([n for n in range(1, b + 1) if b % n == 0])))
+    return logp, Batch(torch.zeros(b, t, dtype=torch.long), mask, *near, adv, selected, groups)
 
 
 @st.composite
@@ -108,7 +110,7 @@ def rollouts(draw: Draw, prompts: int | None = None, group_size: int | None = No
     )
 
 
-def one_row(batch: Batch, b: int) -> Batch:
+def one_row(batch: Batch, b: int | slice) -> Batch:
     return Batch(*(x[b] for x in batch))
 
 

@@ -419,7 +419,7 @@ def rows_of_a_group(draw) -> tuple[Tensor, Batch]:
     now, old = (torch.where(mask, -draw(tensors(shape, st.integers(0, 64))) / 16, math.nan) for _ in range(2))
     side = draw(tensors((shape[0], 1), st.sampled_from([-1.0, 0.0, 1.0]))).expand(shape)
     adv = torch.where(mask, side, math.inf)
-    return now, Batch(mask.long(), mask, now, old, now, now, adv, torch.zeros_like(mask))
+    return now, Batch(mask.long(), mask, now, old, now, now, adv, torch.zeros_like(mask), mask.long())
 
 
 def classification_loss(logp: Tensor, group: Batch, tau: float) -> Tensor:
@@ -462,5 +462,7 @@ def test_signs_stay_and_one_reweighting_does_not_change_the_next(rows):
 
 
 def test_as_credited_changes_nothing():
-    group = Batch(*[torch.ones(2, 3, dtype=torch.bool)] * 2, *[torch.full((2, 3), float(i)) for i in range(5)], None)
+    group = Batch(
+        *[torch.ones(2, 3, dtype=torch.bool)] * 2, *[torch.full((2, 3), float(i)) for i in range(5)], None, None
+    )
     assert advantage.as_credited(torch.zeros(2, 3), group) is group.adv

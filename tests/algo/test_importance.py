@@ -51,7 +51,9 @@ def example(log_w: list[float], adv: float = -1.0, behind: list[float] | None = 
     logp = sampled - (torch.zeros_like(log_w) if behind is None else torch.tensor(behind, dtype=torch.float64))
     everything = torch.ones(len(log_w), dtype=torch.bool)
     zero = torch.zeros_like(log_w)
-    return logp, Batch(everything.long(), everything, sampled, sampled + log_w, zero, zero, zero + adv, ~everything)
+    return logp, Batch(
+        everything.long(), everything, sampled, sampled + log_w, zero, zero, zero + adv, ~everything, everything.long()
+    )
 
 
 # -- what holds for each of them
@@ -127,7 +129,7 @@ def test_policies_worlds_apart_stay_finite(f):
             there = torch.tensor([0.0, gap], dtype=dtype)
             for sampled, old in ((zero, there), (there, zero), (there, there)):
                 for adv in (-1.0, 1.0):
-                    row = Batch(mask.long(), mask, sampled, old, zero, zero, zero + adv, ~mask)
+                    row = Batch(mask.long(), mask, sampled, old, zero, zero, zero + adv, ~mask, mask.long())
                     assert f(zero, row).isfinite().all()
 
 
@@ -319,7 +321,7 @@ def every_token(seed: int, vocabulary: int, apart: float) -> tuple[Tensor, Tenso
     sampled, old = here.log_softmax(-1), (here + apart * step).log_softmax(-1)
     mask = torch.ones(vocabulary, 1, dtype=torch.bool)
     fields = (x[:, None] for x in (sampled, old, old, old, f))
-    return f, sampled.exp(), old.exp(), Batch(torch.arange(vocabulary)[:, None], mask, *fields, ~mask)
+    return f, sampled.exp(), old.exp(), Batch(torch.arange(vocabulary)[:, None], mask, *fields, ~mask, mask.long())
 
 
 seeds = st.integers(0, 2**31)

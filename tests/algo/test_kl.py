@@ -41,7 +41,9 @@ def test_is_not_negative_by_rounding_close_to_the_reference(f, dtype):
     x = torch.logspace(-9, 0, 500, dtype=dtype)
     ref = torch.cat([-x, x])
     zero = torch.zeros_like(ref)
-    row = Batch(zero.long(), torch.ones_like(ref, dtype=torch.bool), zero, zero, ref, ref, zero, zero.bool())
+    row = Batch(
+        zero.long(), torch.ones_like(ref, dtype=torch.bool), zero, zero, ref, ref, zero, zero.bool(), zero.long()
+    )
     assert (f(zero, row) >= 0).all()
     assert (ref.exp() - ref - 1 < 0).any()
 
@@ -68,5 +70,15 @@ def test_formulas_as_scalar_loops(row):
 def test_golden_k3():
     """pi = 1/2 and pi_ref = 1/4: 1/2 - log(1/2) - 1 = 0.19314718."""
     half, quarter = torch.tensor([[0.5], [0.25]], dtype=torch.float64).log()
-    row = Batch(torch.zeros(1).long(), torch.ones(1, dtype=torch.bool), half, half, quarter, quarter, half, half.bool())
+    row = Batch(
+        torch.zeros(1).long(),
+        torch.ones(1, dtype=torch.bool),
+        half,
+        half,
+        quarter,
+        quarter,
+        half,
+        half.bool(),
+        half.long(),
+    )
     torch.testing.assert_close(kl.k3(half, row).item(), 0.1931471805599453)

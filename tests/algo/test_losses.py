@@ -50,7 +50,7 @@ def example(log_r, adv, mask=None, logp=-2.0, selected=None) -> tuple[torch.Tens
     mask = everything if mask is None else torch.tensor(mask)
     selected = ~everything if selected is None else torch.tensor(selected)
     adv = torch.tensor(adv, dtype=torch.float64).expand(len(log_r))
-    return here, Batch(torch.zeros(len(log_r)).long(), mask, old, old, old, old, adv, selected)
+    return here, Batch(torch.zeros(len(log_r)).long(), mask, old, old, old, old, adv, selected, mask.long())
 
 
 # -- what holds for each of them

@@ -41,7 +41,7 @@ def wide(rows: int, width: int, seed: int) -> Batch:
     draw = partial(torch.randn, rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     mask = torch.ones(rows, width, dtype=torch.bool)
     logp = -draw().abs()
-    return Batch(mask.long(), mask, logp, logp, logp, logp, draw(), ~mask)
+    return Batch(mask.long(), mask, logp, logp, logp, logp, draw(), ~mask, mask.long())
 
 
 @each(ALL)

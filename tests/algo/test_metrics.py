@@ -145,7 +145,17 @@ def test_a_ratio_that_has_no_gradient_any_more_is_counted(dtype):
     logp = torch.full((3,), -1.0, dtype=dtype)
     old = logp - torch.tensor([0.0, 500.0, -500.0], dtype=dtype)
     everything = torch.ones(3, dtype=torch.bool)
-    row = Batch(torch.zeros(3).long(), everything, old, old, old, old, torch.full_like(logp, -1.0), ~everything)
+    row = Batch(
+        torch.zeros(3).long(),
+        everything,
+        old,
+        old,
+        old,
+        old,
+        torch.full_like(logp, -1.0),
+        ~everything,
+        everything.long(),
+    )
     loss, seen = losses.clipped_ratio(logp, row, clip_low=0.2, clip_high=0.2)
     assert loss[1] > 1e18
     assert torch.func.grad(lambda x: losses.clipped_ratio(x, row, clip_low=0.2, clip_high=0.2)[0][1])(logp)[1] == 0

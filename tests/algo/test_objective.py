@@ -13,12 +13,13 @@ from hypothesis import given
 from torch.func import grad_and_value, vmap
 
 from grpo_fn.algo import aggregation, importance, kl, losses, objective
+from grpo_fn.core.batch import tokens_of_group
 from grpo_fn.core.types import Batch, Gains, Scores
 
 LOSSES = token_losses()
 CORRECTIONS = corrections()
 KLS = bound(kl, "logp", "row")
-WEIGHTS = bound(aggregation, "mask", "totals")
+WEIGHTS = bound(aggregation, "batch", "totals")
 DIAGNOSTICS = {"ratio", "clip_low", "clip_high", "correction"}
 
 
@@ -60,7 +61,7 @@ def exactly(got, wanted):
 def test_the_objective_is_a_sum_over_rows_also_when_b_equals_t(f, data):
     """By a loop over rows and tokens: no row's advantage may touch another row."""
     logp, batch = data
-    weight = f.keywords["loss_aggregation"](batch.mask, totals(batch))
+    weight = f.keywords["loss_aggregation"](batch, totals(batch))
     wanted = 0.0
     for b, x in enumerate(logp):
         row = one_row(batch, b)
@@ -124,7 +125,7 @@ def test_a_bonus_pays_for_entropy_at_every_sampled_token(f, data, bonus, gain):
     """-w bonus gain is the whole gradient on the entropy; that on logp does not notice."""
     with_bonus, _ = signals(partial(f, entropy_bonus=bonus), *data, gains=Gains(kl=1.0, entropy=gain))
     without, _ = signals(partial(f, entropy_bonus=0.0), *data)
-    exactly(with_bonus.entropy, -bonus * gain * f.keywords["loss_aggregation"](data[1].mask, totals(data[1])))
+    exactly(with_bonus.entropy, -bonus * gain * f.keywords["loss_aggregation"](data[1], totals(data[1])))
     assert torch.equal(with_bonus.logp, without.logp)
 
 
@@ -209,7 +210,15 @@ def test_grpo_golden_step():
     logp = torch.full((2, 2), math.log(0.5), dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, False]])
     adv = torch.tensor([[1.0], [-1.0]]).double().expand(2, 2)
-    batch = Batch(mask.long(), mask, *(logp - r.log(),) * 2, *(logp - math.log(2),) * 2, adv, ~mask)
+    batch = Batch(
+        mask.long(),
+        mask,
+        *(logp - r.log(),) * 2,
+        *(logp - math.log(2),) * 2,
+        adv,
+        ~mask,
+        tokens_of_group(mask, len(mask)),
+    )
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),

@@ -17,7 +17,7 @@ from grpo_fn.core.types import Batch
 
 P, G = 3, 4
 reward, valid = torch.rand(P, G), torch.ones(P, G, dtype=torch.bool)
-batch = Batch(torch.ones(P, G).long(), valid, reward, reward, reward, reward, reward, valid)
+batch = Batch(torch.ones(P, G).long(), valid, reward, reward, reward, reward, reward, valid, valid.long())
 KINDS = [(bound(advantage, "reward", "valid"), (reward, valid)), (token_losses(), (reward, batch))]
 for table, given in KINDS:
     for name, f in table.items():

@@ -227,9 +227,10 @@ def test_every_epoch_takes_one_update_for_each_minibatch(epochs, minibatches, mi
     experience, figures = step(policy, sampler, replace(how, objective=noted))
     assert len(policy.steps) == len(seen) == epochs * minibatches == figures["optimizer/step"]
     # Of all its micro-batches the same.
-    tokens, rows, samples = zip(*(only for (only,) in seen.values()), strict=True)
+    tokens, rows, samples, groups = zip(*(only for (only,) in seen.values()), strict=True)
     assert sum(tokens) == epochs * int(experience.groups.rollout.mask.sum())
     assert set(rows) == set(samples) == {16 / minibatches}
+    assert set(groups) == {len(experience.groups.problems) / minibatches}
     assert sum(len(micro.tokens) for micro in policy.seen) == epochs * 16
     assert torch.equal(sampler.table, policy.table)
 

@@ -23,7 +23,7 @@ from grpo_fn.core.types import Batch, Rollout
 
 TOKEN_WEIGHTS = bound(supervised, "logp", "row")
 SHARES = bound(supervised, "steps")
-AGGREGATIONS = bound(aggregation, "mask", "totals")
+AGGREGATIONS = bound(aggregation, "batch", "totals")
 STAGES = [name for name in CHOSEN if name != "objective"]
 FEW = settings(max_examples=max(3, settings.default.max_examples // 6))
 PLAIN = partial(

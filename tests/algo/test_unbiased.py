@@ -61,7 +61,7 @@ def expected(f, theta: Tensor, ref: Tensor, old: Tensor) -> Tensor:
     """E over sequences of pi_old of the estimate summed over both tokens; the probabilities carry no gradient."""
     logp_old, logp_ref = logps(old), logps(ref)
     nothing = torch.zeros(9, 2, dtype=torch.float64)
-    batch = Batch(SEQUENCES, FULL, logp_old, logp_old, logp_ref, logp_ref, nothing, ~FULL)
+    batch = Batch(SEQUENCES, FULL, logp_old, logp_old, logp_ref, logp_ref, nothing, ~FULL, FULL.long())
     return (logp_old.sum(-1).exp() * vmap(f)(logps(theta), batch).sum(-1)).sum()
 
 
@@ -78,7 +78,7 @@ def test_learning_from_a_teachers_gap_alone_descends_the_reverse_kl_of_tokens(a,
     old = logps(theta)
     gap, nothing = (logps(teacher) - old)[None], torch.zeros(1, 9, 2, dtype=torch.float64)
     adv = distillation.teacher_gap(nothing, gap, FULL[None], coef=1.0)[0]
-    batch = Batch(SEQUENCES, FULL, old, old, old, logps(teacher), adv, ~FULL)
+    batch = Batch(SEQUENCES, FULL, old, old, old, logps(teacher), adv, ~FULL, FULL.long())
 
     def loss(x):
         return (old.sum(-1).exp() * vmap(losses.reinforce)(logps(x), batch)[0].sum(-1)).sum()
@@ -187,16 +187,17 @@ def expected_signal(theta: Tensor, reward: Tensor, mask: Tensor, f, weigh, size:
         row_mask = mask[rows]
         adv = f(reward[rows], torch.ones(size, dtype=torch.bool))
         old = logp[rows]
-        batch = Batch(SEQUENCES[rows], row_mask, old, old, old, old, adv[:, None].expand(size, 2), ~row_mask)
+        of_group = row_mask.sum().expand(size, 2)
+        batch = Batch(SEQUENCES[rows], row_mask, old, old, old, old, adv[:, None].expand(size, 2), ~row_mask, of_group)
         all_rows = torch.tensor(float(size), dtype=torch.float64)
-        totals = Totals(tokens=row_mask.sum().double(), rows=all_rows, samples=all_rows)
-        return (weigh(row_mask, totals) * vmap(loss)(logps(x)[rows], batch)[0]).sum()
+        totals = Totals(row_mask.sum().double(), all_rows, all_rows, torch.ones_like(all_rows))
+        return (weigh(batch, totals) * vmap(loss)(logps(x)[rows], batch)[0]).sum()
 
     return grad(lambda x: (chance * vmap(one_group, in_dims=(None, 0))(x, groups)).sum())(theta)
 
 
-def row_sum(mask, totals):
-    return aggregation.constant_length(mask, totals, max_length=1)
+def row_sum(batch, totals):
+    return aggregation.constant_length(batch, totals, max_length=1)
 
 
 def successes(seed: int, mask: Tensor) -> Tensor:
@@ -337,7 +338,7 @@ def test_the_functions_of_the_catalogue_are_in_the_table():
         (advantage, ("logp", "group")),
         (losses, ("logp", "row")),
         (kl, ("logp", "row")),
-        (aggregation, ("mask", "totals")),
+        (aggregation, ("batch", "totals")),
         (credit, ("reward", "drift", "mask")),
         (masking, ("rollout", "adv")),
     }

@@ -14,12 +14,21 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import aggregation, importance, kl, losses, objective
-from grpo_fn.core.batch import check_reward_shapes, check_rollout, count, lengths, make_batch, minibatches
+from grpo_fn.core.batch import (
+    check_reward_shapes,
+    check_rollout,
+    count,
+    given_batch,
+    lengths,
+    make_batch,
+    minibatches,
+    tokens_of_group,
+)
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, Rollout, Scores
 
 LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, importance, kl))
-WEIGHTS = bound(aggregation, "mask", "totals")
+WEIGHTS = bound(aggregation, "batch", "totals")
 objectives = st.builds(
     lambda loss, c, k, w, beta: partial(
         objective.policy_objective,
@@ -129,6 +138,24 @@ def test_counts_add_up(drawn, budget):
 
 
 @given(batches())
+def test_a_group_counts_once_however_its_rows_are_dealt_out(drawn):
+    batch = drawn[1]
+    found = {int(n) for n in batch.group_tokens[batch.mask]}
+    assert len(found) <= int(count(batch).groups) <= int(batch.mask.any(-1).sum())
+    given = given_batch(Rollout(batch.tokens, batch.mask, batch.logp_old, batch.mask[:, 0], ("",) * len(batch.mask)))
+    assert int(count(given).groups) == int(count(given).rows)  # each given row is a group of its own
+
+
+@pytest.mark.parametrize("tokens", [3, 7, 1009])
+def test_groups_of_any_size_are_counted_exactly(tokens):
+    """A third three times over is 1 but for rounding."""
+    mask = torch.ones(1000, tokens, dtype=torch.bool)
+    x = torch.zeros(mask.shape)
+    found = count(Batch(mask.long(), mask, x, x, x, x, x, ~mask, tokens_of_group(mask, 500)))
+    assert found.groups.item() == 500
+
+
+@given(batches())
 def test_lengths_reach_the_last_sampled_token(drawn):
     wanted = [max([t + 1 for t, on in enumerate(row) if on], default=0) for row in drawn[1].mask.tolist()]
     assert lengths(drawn[1].mask).tolist() == wanted
@@ -180,6 +207,9 @@ def test_what_could_not_be_scored_neither_learns_nor_counts(valid):
     assert torch.equal(batch.mask, seen.mask & valid.flatten()[:, None])
     assert int(count(batch).rows) == int(valid.sum())
     assert int(count(batch).tokens) == 2 * int(valid.sum())
+    assert int(count(batch).groups) == int(valid.any(-1).sum())
+    each = (2 * valid.sum(-1)).repeat_interleave(G)  # tokens of a prompt
+    assert torch.equal(batch.group_tokens, each[:, None].expand(batch.mask.shape))
     assert {b // T for micro in split(batch, 7, 1) for b in rows_of(micro)} == set(
         valid.flatten().nonzero()[:, 0].tolist()
     )
@@ -223,7 +253,7 @@ def test_any_number_of_tokens_is_counted_exactly_whatever_the_log_probs_are_in(d
     tokens = torch.zeros(257, 257, dtype=torch.long)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     x = torch.zeros(257, 257, dtype=dtype)
-    found = count(Batch(tokens, mask, x, x, x, x, x, ~mask))
+    found = count(Batch(tokens, mask, x, x, x, x, x, ~mask, tokens_of_group(mask, len(mask))))
     assert (found.tokens.item(), found.rows.item()) == (66049, 257)
     assert found.tokens.dtype == torch.promote_types(dtype, torch.float32)
 

@@ -113,7 +113,9 @@ def test_the_parts_add_up_to_the_whole(drawn, budget, share):
 
 def test_one_long_group_is_shared_by_all_devices():
     mask = torch.arange(12).expand(8, 12) >= 2
-    batch = Batch(torch.zeros(8, 12).long(), mask, *(torch.zeros(8, 12) for _ in range(5)), torch.zeros_like(mask))
+    batch = Batch(
+        torch.zeros(8, 12).long(), mask, *(torch.zeros(8, 12) for _ in range(5)), torch.zeros_like(mask), mask.long()
+    )
     (micro,) = packed_split(batch, 1000, 4, share=share_prompts)
     assert [int(micro.mask[rank::4].any(-1).sum()) for rank in range(4)] == [2, 2, 2, 2]
 
@@ -121,7 +123,7 @@ def test_one_long_group_is_shared_by_all_devices():
 @pytest.mark.parametrize("devices", [0, -1])
 def test_less_than_one_device_is_refused(devices):
     mask = torch.ones(1, 2, dtype=torch.bool)
-    batch = Batch(mask.long(), mask, *(mask.double() for _ in range(5)), mask)
+    batch = Batch(mask.long(), mask, *(mask.double() for _ in range(5)), mask, mask.long())
     with pytest.raises(ValueError, match=f"got {devices}, wanted at least 1"):
         packed_split(batch, 10, devices, share=share_prompts)
 

@@ -22,13 +22,14 @@ from torch.func import grad
 from grpo_fn.algo import advantage, aggregation, credit, kl
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, Reward, Totals
+from grpo_fn.testing.aggregations import masked_rows
 
 U = 2.0**-24  # 6e-8
 APART = 2e-6  # nats: a log-ratio carries an error of a few U, which cannot distinguish such neighbours
 ADVANTAGES = bound(advantage, "reward", "valid")
 LOSSES = token_losses()
 KLS = bound(kl, "logp", "row")
-WEIGHTS = bound(aggregation, "mask", "totals")
+WEIGHTS = bound(aggregation, "batch", "totals")
 SOME = settings(max_examples=max(10, settings.default.max_examples // 8))
 
 
@@ -47,7 +48,8 @@ def float32_rows(draw, drift: float = 3.0) -> tuple[Tensor, Batch]:
     near = [logp + draw(tensors(t, st.floats(-drift, drift, width=32))).float() for _ in range(4)]
     adv = draw(tensors(t, st.floats(-5, 5, width=32))).float()
     mask = draw(masks(t))
-    return logp, Batch(torch.zeros(t, dtype=torch.long), mask, *near, adv, mask & draw(masks(t)))
+    selected = mask & draw(masks(t))
+    return logp, Batch(torch.zeros(t, dtype=torch.long), mask, *near, adv, selected, mask.long())
 
 
 def size(logp: Tensor, row: Batch) -> float:
@@ -90,8 +92,9 @@ def test_a_loss_and_its_gradient_are_off_by_four_roundings_of_their_size(f, data
 @each(WEIGHTS)
 @given(masks((4, 5)), st.integers(1, 2**20), st.integers(1, 2**20))
 def test_a_weight_is_off_by_two_roundings(f, mask, tokens, rows):
-    counts = [torch.tensor(float(n)) for n in (tokens, rows, rows + 1)]
-    exact, got = f(mask, Totals(*(n.double() for n in counts))), f(mask, Totals(*counts))
+    counts = [torch.tensor(float(n)) for n in (tokens, rows, rows + 1, rows)]
+    batch = masked_rows(mask, 2)
+    exact, got = f(batch, Totals(*(n.double() for n in counts))), f(batch, Totals(*counts))
     assert ((got.double() - exact).abs() <= 2 * U * exact).all()
 
 

@@ -192,3 +192,26 @@ def test_adapters_on_two_ranks_go_on_bit_for_bit_and_are_left_as_two_folders(cac
         plain = AutoModelForCausalLM.from_pretrained(base)(ids).logits
         torch.testing.assert_close(merged(ids).logits, opened(ids).logits, rtol=0, atol=1e-5)
         assert (merged(ids).logits - plain).abs().max() > 1e-4
+
+
+# -- other optimizers, and an average beside the weights
+
+MUON = ["--gin_file", "scale/muon.gin", "--gin_param", "optimizer.muon.lr=1e-3"]
+SELF = ["--gin_file", "algo/sdft.gin", "--gin_file", "scale/self_teacher.gin"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [MUON, SELF], ids=["muon", "moving_average"])
+def test_sharded_moments_and_averages_go_on_bit_for_bit_on_two_ranks(
+    cache: Path, tmp_path: Path, more: list[str]
+) -> None:
+    """Killed in the backward pass of the third step, begun again by torchrun."""
+    flags = ["--gin_file", "scale/full_shard.gin", *more, "--gin_param", "STEPS=4"]
+    calm = job(tmp_path / "calm", 2, [*command(cache, tmp_path / "calm" / "run"), *flags])
+    assert calm.code == 0, calm.everything()
+    folder = tmp_path / "doomed"
+    doom = Doom(1, partial(faults.backward, 3), KILL)
+    over = job(folder, 2, [*command(cache, folder / "run"), *flags], doom=doom, restarts=1)
+    assert over.code == 0, over.everything()
+    assert "resumed after step 2" in (folder / "run" / "log.txt").read_text()
+    assert outcome(folder / "run") == outcome(tmp_path / "calm" / "run")

@@ -32,7 +32,8 @@ UNMOVED = Gains(kl=1.0, entropy=1.0)
 def totals(batch: Batch) -> Totals:
     """The denominators of a batch that is a whole step."""
     samples = torch.tensor(len(batch.mask)).double()
-    return Totals(batch.mask.sum().double(), batch.mask.any(-1).sum().double(), samples)
+    groups = torch.tensor(sum(1 / n for n in batch.group_tokens[batch.mask].tolist()), dtype=torch.float64).round()
+    return Totals(batch.mask.sum().double(), batch.mask.any(-1).sum().double(), samples, groups)
 
 
 def scores(logp: Tensor) -> Scores:

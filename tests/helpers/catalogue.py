@@ -75,7 +75,7 @@ KINDS = [
     (rejection, ("logp", "row"), {"rejected_row", "outlier_row"}),
     (supervised, ("logp", "row"), {"every_token_alike", "uncertain_tokens"}),
     (supervised, ("steps",), {"sampled_alone", "constant_share", "decaying_share"}),
-    (aggregation, ("mask", "totals"), {"token_mean", "sequence_mean", "constant_length"}),
+    (aggregation, ("batch", "totals"), {"token_mean", "sequence_mean", "constant_length", "prompt_mean"}),
     (controllers, ("gain", "measured"), {"constant_gain", "adaptive_kl", "adaptive_entropy"}),
     (controllers, ("scale", "good_steps", "finite"), {"constant_loss_scale", "dynamic_loss_scale"}),
     (group_sampling, ("explore", "carried"), {"keep_all", "dynamic"}),
@@ -95,7 +95,7 @@ KNOWN_PRESETS = {
     ),
     *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
     *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo", "otb", "real"),
-    *("opd", "mopd", "iw_opd", "rlsd", "sdft", "sdpo", "chord"),
+    *("opd", "mopd", "iw_opd", "rlsd", "sdft", "sdpo", "chord", "prompt_mean"),
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.
 AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}

@@ -428,6 +428,12 @@ def opo(groups: Groups, limit: int) -> Dual:
     return row_sums(rows, lambda s, t, a: s.logp[t] * -a, 1)
 
 
+def prompt_mean(groups: Groups, limit: int) -> Dual:
+    """SkyRL's code: the mean over a prompt's tokens, then over the prompts that have some."""
+    means = [token_mean(rows, ppo(0.2, 0.2)) for rows in compared(groups, standard)]
+    return sum(means, Dual(0.0)) / max(1, len(means))
+
+
 def chord(groups: Groups, limit: int) -> Dual:
     """arXiv:2508.11408, its sampled tokens: PPO's clip, the mean over tokens. Its given ones are in test_supervised."""
     return token_mean(all_of(compared(groups, standard)), ppo(0.2, 0.2))

@@ -484,7 +484,7 @@ def test_signals_go_back_to_their_rows(
     length = torch.randint(0, 7, (6, 1), generator=generator)
     mask = (torch.arange(8) >= 1) & (torch.arange(8) < 1 + length)
     value = torch.randn(6, 8, generator=generator)
-    batch = Batch(torch.zeros(6, 8).long(), mask, *([value] * 5), mask)
+    batch = Batch(torch.zeros(6, 8).long(), mask, *([value] * 5), mask, mask.long())
 
     split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)
     split = partial(dealt, parts=READ if packing else by_width, micro_tokens=micro_tokens, devices=devices)

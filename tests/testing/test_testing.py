@@ -363,24 +363,24 @@ def test_a_faulty_kl_is_caught_by_the_invariant_that_it_breaks(faulty, invariant
 # -- weights
 
 
-def by_its_own_tokens(mask, totals):
-    return mask / mask.sum().double().clamp(min=1)
+def by_its_own_tokens(batch, totals):
+    return batch.mask / batch.mask.sum().double().clamp(min=1)
 
 
-def by_its_width(mask, totals):
-    return mask / (totals.rows.clamp(min=1) * mask.shape[1])
+def by_its_width(batch, totals):
+    return batch.mask / (totals.rows.clamp(min=1) * batch.mask.shape[1])
 
 
-def weighs_padding(mask, totals):
-    return torch.ones(mask.shape, dtype=torch.float64) / totals.tokens.clamp(min=1)
+def weighs_padding(batch, totals):
+    return torch.ones(batch.mask.shape, dtype=torch.float64) / totals.tokens.clamp(min=1)
 
 
-def of_nothing(mask, totals):
-    return mask / totals.tokens
+def of_nothing(batch, totals):
+    return batch.mask / totals.tokens
 
 
-def grows_with_the_ranks(mask, totals):
-    return mask * totals.rows
+def grows_with_the_ranks(batch, totals):
+    return batch.mask * totals.rows
 
 
 WEIGHT_FAULTS = [

@@ -23,6 +23,28 @@ def test_a_line_has_the_first_step_at_the_teachers_accuracy(tmp_path: Path, caps
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [line[2] for line in lines] == ["5e-05", "0.0001", "0.0002"]
     assert [line[-2:] for line in lines] == [["4", "4 |"], ["not reached", "2 |"], ["2", "2 |"]]
+    assert [line[4:7] for line in lines][2] == ["0.250", "0.750", "0.500"]  # before, at its best, after
+
+
+def test_the_table_of_students_stands_in_a_page_beside_teachers_of_another_folder(tmp_path: Path) -> None:
+    small, page = tmp_path / "small", tmp_path / "README.md"
+    small.mkdir()
+    run(tmp_path, "grpo_lr5e-05_s0", {0: 0.25, 4: 0.75})
+    run(small, "opd_lr2e-4_s0", {0: 0.25, 2: 0.75})
+    page.write_text("# head\n\n<!-- runs of small -->\nold\n<!-- end -->\nbelow\n")
+    command = [str(small), "--teachers", str(tmp_path), "--page", str(page), "--problems", "40"]
+    assert distillation_table.main(command) == 0
+    text = page.read_text()
+    assert "| opd | 16 | 0.0002 | 0 | 0.250 | 0.750 | 0.750 | 2 | 0.750 | 2 | 2 |\n\n<!-- end -->\nbelow" in text
+    assert "old" not in text
+    assert distillation_table.main(command) == 0
+    assert page.read_text() == text
+
+
+def test_a_page_without_a_place_for_the_table_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "grpo_lr5e-05_s0", {0: 0.25, 4: 0.75})
+    assert distillation_table.main([str(tmp_path), "--page", str(tmp_path / "none.md")]) == 2
+    assert "without <!-- runs of" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_teacher_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

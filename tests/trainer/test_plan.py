@@ -18,7 +18,7 @@ from grpo_fn.trainer.checks import validate
 from grpo_fn.trainer.plan import Plan
 
 LOSSES, CORRECTIONS, KLS = token_losses(), corrections(), bound(kl, "logp", "row")
-WEIGHTS = bound(aggregation, "mask", "totals")
+WEIGHTS = bound(aggregation, "batch", "totals")
 ADVANTAGES = bound(advantage, "reward", "valid")
 
 

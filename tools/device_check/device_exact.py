@@ -73,7 +73,7 @@ def asked(setting: Setting, model: str) -> Asked:
     g = torch.Generator().manual_seed(2)
     old, ref, sampled = (logp + 0.3 * torch.randn(mask.shape, generator=g) for _ in range(3))
     adv = torch.randn(len(mask), 1, generator=g).expand(mask.shape)
-    batch = Batch(tokens, mask, sampled, old, ref, ref, adv, torch.zeros_like(mask))
+    batch = Batch(tokens, mask, sampled, old, ref, ref, adv, torch.zeros_like(mask), mask.long())
     signal = climb(oracle, batch)
     return Asked(Batch(*(x.to(setting.device) for x in batch)), oracle, Scores(*(x.to(setting.device) for x in signal)))
 

@@ -148,7 +148,7 @@ def made_up(setting: Setting, shape: Shape, work: Work) -> Batch:
     mask = (torch.arange(width, device=setting.device) >= work.prompt).repeat(rows, 1)
     nothing = torch.zeros(rows, width, device=setting.device)
     adv = torch.where(torch.arange(rows, device=setting.device) % 2 == 0, 1.0, -1.0)[:, None].expand(rows, width)
-    return Batch(tokens, mask, nothing, nothing, nothing, nothing, adv, torch.zeros_like(mask))
+    return Batch(tokens, mask, nothing, nothing, nothing, nothing, adv, torch.zeros_like(mask), mask.long())
 
 
 def rolled(batch: Batch) -> Rollout:

@@ -191,11 +191,11 @@ def objective(made: Imported, batch: Batch, place: int, repairs: set[str]) -> Ca
     knobs, config = dict(made.algo.objective.keywords), made.case.config
     rounds = made.group_rows // config["per_device_train_batch_size"]
     if "device means" in repairs:
-        knobs["loss_aggregation"] = lambda mask, totals: mask / mask.sum().clamp(min=1) / made.accumulate
+        knobs["loss_aggregation"] = lambda batch, totals: batch.mask / batch.mask.sum().clamp(min=1) / made.accumulate
     if "windows" in repairs:
         first = place // rounds * made.group_rows if rounds < made.accumulate else 0
         tokens = batch.mask[first : first + made.group_rows].sum() * made.accumulate / rounds
-        knobs["loss_aggregation"] = lambda mask, totals: mask / tokens
+        knobs["loss_aggregation"] = lambda batch, totals: batch.mask / tokens
     if "row KL" in repairs:
         knobs["kl"] = row_kl
     kind, bounds = config.get("vllm_importance_sampling_mode", "sequence_mask"), sampler_bounds(made)

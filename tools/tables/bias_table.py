@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from bias_given import mixed_objective, with_given
 from bias_lines import line, measured
 from bias_losses import LOSSES
 from bias_turns import CREDITS, with_turns
@@ -126,6 +127,7 @@ def by_step(
     paid: float = 1.0,
     over: Callable = vmap,
     baseline: Callable = advantage.no_baseline,
+    weigh: Callable = row_sum,
 ) -> Signal:
     """REINFORCE on steps of all prompts, with credit from `paid` times the reward, and a filter on samples."""
 
@@ -142,7 +144,7 @@ def by_step(
         drift = torch.stack([logps(w.old[p]) - logps(w.ref[p]) for p in range(PROMPTS)])
         energy = torch.stack([energies(w.old[p]) for p in range(PROMPTS)])
         adv, keep = over(partial(judged, w, drift, energy))(steps(PROMPTS, size)[0])
-        return update(w, [*range(PROMPTS)], size, adv, keep, lambda *row: losses.reinforce(*row)[0], row_sum)
+        return update(w, [*range(PROMPTS)], size, adv, keep, lambda *row: losses.reinforce(*row)[0], weigh)
 
     return over(signal)
 
@@ -204,6 +206,14 @@ def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
         yield title, drift, against(token_kl, in_loss())
     title = "Distillation, on-policy, against the KL of tokens to the teacher"
     yield title, 0.0, against(token_kl, from_teacher())
+    given = with_given(
+        by_step(compared, size=2),
+        by_step(partial(credit.outcome, advantage=group_normalized), weigh=aggregation.token_mean, size=2),
+    )
+    title = (
+        "Given rows beside sampled ones, mu 0.5, against the gradient of E[R] + log pi of the given row, half of each"
+    )
+    yield title, 0.0, against(partial(mixed_objective, minus_reward), given)
     yield "KL in the reward or in the loss, against the KL of whole rows", 0.0, against(row_kl, in_reward() | in_loss())
 
 
@@ -272,6 +282,10 @@ def lengths() -> dict[str, Signal]:
         "`constant_length` 2": weighed(partial(aggregation.constant_length, max_length=2)),
         "`sequence_mean`": weighed(aggregation.sequence_mean),
         "`token_mean`": weighed(aggregation.token_mean),
+        **{
+            f"`{f.__name__}`, steps of 2 x 2": by_step(compared, weigh=f, size=2)
+            for f in (aggregation.token_mean, aggregation.prompt_mean)
+        },
         **{f"`constant_length` 1, filter `{f.__name__}`": by_step(compared, f, size=2) for f in filters},
     }
 

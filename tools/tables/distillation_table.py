@@ -1,14 +1,16 @@
 """The table of experiments/distillation, from its run folders.
 
-python tools/tables/distillation_table.py RUNS
+python tools/tables/distillation_table.py RUNS [--teachers FOLDER] [--page PAGE]
 
 RUNS has a folder for each run, `METHOD_lrRATE_sSEED`; METHOD is grpo or opd, `_48` or the like behind it. A line is a
-method, its completions a step, a learning rate and a seed: held-out accuracy before and after, and the first evaluated
-step at which it was that of the seed's teacher, or two problems less. The teacher of a seed is the model that
-`grpo_lr5e-05_sSEED` ended with.
+method, its completions a step, a learning rate and a seed: held-out accuracy before, at its best and after, and the
+first evaluated step at which it was that of the seed's teacher, or less by its standard error at most. The teacher of a
+seed is the model that `grpo_lr5e-05_sSEED` ended with, in FOLDER where that is given. With PAGE the table stands there,
+between `<!-- runs of NAME -->`, NAME being the last part of RUNS, and `<!-- end -->`.
 """
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from grpo_fn.core.json_lines import metrics_by_step
 
 FOLDER = re.compile(r"(grpo|opd)(?:_\d+)?_lr([\d.e+-]+)_s(\d+)")
 ACCURACY = "eval/accuracy"
-TEACHER, SLACK = ("grpo", 5e-5), 2  # problems
+TEACHER = ("grpo", 5e-5)
 
 
 class Run(NamedTuple):
@@ -38,19 +40,32 @@ def flags() -> argparse.ArgumentParser:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, metavar="RUNS", help="the folder of run folders")
+    parser.add_argument("--teachers", type=Path, metavar="FOLDER", help="where teachers' runs are (default: RUNS)")
+    parser.add_argument("--page", type=Path, metavar="PAGE", help="a page to write the table into")
     parser.add_argument("--problems", type=int, default=128, metavar="N", help="held-out problems (default 128)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table, or write it into a page; returns the exit code."""
     args = flags().parse_args(argv)
-    runs = found(args.runs) if args.runs.is_dir() else []
-    teachers = {run.seed: last(run) for run in runs if (run.method, run.rate) == TEACHER}
+    home = args.teachers or args.runs
+    runs, theirs = (found(folder) if folder.is_dir() else [] for folder in (args.runs, home))
+    teachers = {run.seed: last(run) for run in theirs if (run.method, run.rate) == TEACHER}
     if not teachers:
-        print(f"error: got no run grpo_lr5e-05_sSEED in {args.runs}, wanted that of each teacher", file=sys.stderr)
+        print(f"error: got no run grpo_lr5e-05_sSEED in {home}, wanted that of each teacher", file=sys.stderr)
         return 2
-    print("\n".join(table(runs, teachers, args.problems)))
+    lines = "\n".join(table(runs, teachers, args.problems))
+    if args.page is None:
+        print(lines)
+        return 0
+    begin, end = f"<!-- runs of {args.runs.name} -->\n", "<!-- end -->"
+    text = args.page.read_text(encoding="utf-8") if args.page.exists() else ""
+    head, marked, tail = text.partition(begin)
+    if not marked or end not in tail:
+        print(f"error: got {args.page} without {begin.strip()} and {end}, wanted both", file=sys.stderr)
+        return 2
+    args.page.write_text(f"{head}{begin}\n{lines}\n\n{tail[tail.index(end) :]}", encoding="utf-8")
     return 0
 
 
@@ -73,26 +88,17 @@ def last(run: Run) -> float:
 def table(runs: Sequence[Run], teachers: dict[int, float], problems: int) -> list[str]:
     """A markdown table, methods and rates together, a line a seed."""
     lines = [
-        "| method | completions a step | learning rate | seed | before | after | steps | teacher | teacher's at step "
-        "| within two problems |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| method | completions a step | learning rate | seed | before | best | after | steps | teacher "
+        "| teacher's at step | within its standard error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in sorted(runs, key=lambda run: run[:4]):
         wanted = teachers.get(run.seed)
-        reached = ["", ""] if wanted is None else [first(run, wanted), first(run, wanted - SLACK / problems)]
-        before, after = run.accuracy[min(run.accuracy)], last(run)
-        goal = "" if wanted is None else f"{wanted:.3f}"
-        cells = [
-            run.method,
-            run.rows,
-            f"{run.rate:g}",
-            run.seed,
-            f"{before:.3f}",
-            f"{after:.3f}",
-            max(run.accuracy),
-            goal,
-            *reached,
-        ]
+        near = 0.0 if wanted is None else math.sqrt(wanted * (1 - wanted) / problems)
+        reached = ["", "", ""] if wanted is None else [f"{wanted:.3f}", first(run, wanted), first(run, wanted - near)]
+        values = run.accuracy[min(run.accuracy)], max(run.accuracy.values()), last(run)
+        cells = [run.method, run.rows, f"{run.rate:g}", run.seed]
+        cells += [*(f"{value:.3f}" for value in values), max(run.accuracy), *reached]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 

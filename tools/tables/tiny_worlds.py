@@ -6,7 +6,7 @@ of finitely many. No sampling, float64, and the same digits on every machine.
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import combinations_with_replacement, product
 from math import factorial, prod
 from operator import itemgetter
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from grpo_fn.algo import aggregation
 from grpo_fn.core import prng
+from grpo_fn.core.batch import tokens_of_group
 from grpo_fn.core.types import Batch, Totals
 
 V, EOS = 3, 0
@@ -108,10 +109,12 @@ def step_losses(
 
     old, ref = of_rows(w.old[prompts]), of_rows(w.ref[prompts])
     mask = (MASK[rows] & keep[..., None]).flatten(1, 2)
-    batch = Batch(ROWS[rows].flatten(1, 2), mask, old, old, ref, ref, adv.flatten(1, 2), torch.zeros_like(mask))
-    filled = mask.any(-1)
-    totals = Totals(mask.sum((1, 2)).double(), filled.sum(1).double(), torch.full((n,), filled.shape[1]).double())
-    weight, chance = vmap(weigh)(mask, totals), often * old.sum((1, 2)).exp()
+    of_group = vmap(partial(tokens_of_group, groups=len(prompts)))(mask)
+    nothing = torch.zeros_like(mask)
+    batch = Batch(ROWS[rows].flatten(1, 2), mask, old, old, ref, ref, adv.flatten(1, 2), nothing, of_group)
+    filled, groups = mask.any(-1), mask.unflatten(1, (len(prompts), size)).any(-1).any(-1)
+    sizes = (mask.sum((1, 2)), filled.sum(1), torch.full((n,), filled.shape[1]), groups.sum(1))
+    weight, chance = vmap(weigh)(batch, Totals(*(x.double() for x in sizes))), often * old.sum((1, 2)).exp()
 
     def of_steps(policies: Tensor) -> Tensor:
         return (weight * vmap(vmap(loss))(of_rows(policies), batch)).sum((1, 2))
@@ -119,9 +122,9 @@ def step_losses(
     return of_steps, chance
 
 
-def row_sum(mask: Tensor, totals: Totals) -> Tensor:
+def row_sum(batch: Batch, totals: Totals) -> Tensor:
     """The weight under which nothing depends on length: the sum over a row's tokens, the mean over rows."""
-    return aggregation.constant_length(mask, totals, max_length=1)
+    return aggregation.constant_length(batch, totals, max_length=1)
 
 
 def one_by_one(f: Callable) -> Callable:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from grpo_fn.algo.step import Algorithm
-from grpo_fn.core.batch import count
+from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.types import Batch, Gains, Rollout, Scores
@@ -145,7 +145,9 @@ def toy_batch(group_size: int) -> Batch:
     mask = torch.arange(width).expand(rows, width) > 0
     logp = -1.0 - number / number.numel()
     adv = (number / number.numel() - 0.5) * mask
-    return Batch(number.long(), mask, logp, logp, logp - 0.1, logp - 0.2, adv, ~mask & mask)
+    return Batch(
+        number.long(), mask, logp, logp, logp - 0.1, logp - 0.2, adv, ~mask & mask, tokens_of_group(mask, GROUPS)
+    )
 
 
 def wrong_tensor(found: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from grpo_fn.algo.credit import Credit
 from grpo_fn.algo.step import from_sampler, from_trainer
-from grpo_fn.core.batch import count
+from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.checks import check_positive
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.partials import uses_of
@@ -217,7 +217,7 @@ def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -
     adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(logp)
 
     def value(logp_ref: Tensor) -> Tensor:
-        batch = Batch(mask.long(), mask, logp, logp, logp_ref, logp, adv, mask)
+        batch = Batch(mask.long(), mask, logp, logp, logp_ref, logp, adv, mask, mask.long())
         entropy = torch.ones_like(logp)
         loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))
         return loss(Scores(logp, entropy))[0]
@@ -231,7 +231,7 @@ def reads_teacher(objective: Objective) -> bool:
     logp = torch.full((2, 3), -1.0, dtype=torch.float64)
 
     def value(logp_teacher: Tensor) -> Tensor:
-        batch = Batch(mask.long(), mask, logp, logp, logp, logp_teacher, torch.ones_like(logp), mask)
+        batch = Batch(mask.long(), mask, logp, logp, logp, logp_teacher, torch.ones_like(logp), mask, mask.long())
         return objective(Scores(logp, -logp), batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))[0]
 
     return bool(value(logp - 1) != value(logp))
@@ -285,7 +285,9 @@ def marking_batch(scale: float, *, apart: bool) -> tuple[Batch, Tensor]:
     mask, logp = number % 8 > 0, -scale * (number * 7 % 32)
     adv = torch.where(number * 5 % 3 > 0, scale, -scale)
     sampled = 1.5 * logp if apart else logp
-    return Batch(mask.long(), mask, sampled, logp, logp, logp, adv, ~mask & mask), torch.arange(8).view(4, 2)
+    return Batch(mask.long(), mask, sampled, logp, logp, logp, adv, ~mask & mask, mask.long()), torch.arange(8).view(
+        4, 2
+    )
 
 
 def check_full_support(token_sampler: TokenSampler, temperature: float, allow_biased: bool) -> None:
@@ -389,7 +391,9 @@ def probe_objective(objective: Objective, old_logp: OldLogp, gap: float) -> Obje
     rollout = Rollout(mask.long(), mask, now - gap, ~mask[:, 1], ("", ""))
     old = old_logp(constant_policy(now), rollout)
     adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(now)
-    batch = Batch(mask.long(), mask, rollout.logp_sampled, old, now, now, adv, torch.zeros_like(mask))
+    batch = Batch(
+        mask.long(), mask, rollout.logp_sampled, old, now, now, adv, torch.zeros_like(mask), tokens_of_group(mask, 1)
+    )
     loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(0.0, 0.0))
     signal, seen = grad(loss, has_aux=True)(Scores(now, torch.ones_like(now)))
     weight = seen.get("correction", torch.ones_like(now))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 
 from grpo_fn.algo import aggregation, importance, kl, objective, supervised
-from grpo_fn.core.batch import count
+from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.types import Batch, Policy, Rollout, Scores
 from grpo_fn.shell.model.logprob_model import has_linear_head
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -26,7 +26,7 @@ from grpo_fn.shell.policy.optimizer import adamw, linear_decay, muon
 V = 12
 LOSSES = token_losses()
 KLS = bound(kl, "logp", "row")
-WEIGHTS = bound(aggregation, "mask", "totals")
+WEIGHTS = bound(aggregation, "batch", "totals")
 EXAMPLES = settings.default.max_examples
 
 
@@ -70,7 +70,7 @@ def batch_for(name: str, seed: int, rows: int = 6) -> Batch:
     )
     adv = torch.randn(rows, 1, generator=g).expand(mask.shape)
     selected = mask & (torch.rand(mask.shape, generator=g) < 0.3)
-    return Batch(tokens, mask, sampled, old, ref, ref, adv, selected)
+    return Batch(tokens, mask, sampled, old, ref, ref, adv, selected, tokens_of_group(mask, 2 - len(mask) % 2))
 
 
 def doubled(batch: Batch) -> Batch:
@@ -81,7 +81,7 @@ def doubled(batch: Batch) -> Batch:
 def plain(tokens: Tensor, mask: Tensor) -> Batch:
     """A batch to be scored only."""
     nothing = torch.zeros(mask.shape)
-    return Batch(tokens, mask, nothing, nothing, nothing, nothing, nothing, torch.zeros_like(mask))
+    return Batch(tokens, mask, nothing, nothing, nothing, nothing, nothing, torch.zeros_like(mask), mask.long())
 
 
 def rollout(tokens: Tensor, mask: Tensor) -> Rollout:

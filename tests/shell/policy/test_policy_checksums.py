@@ -286,7 +286,7 @@ def sent(rollout: Rollout, signal: Tensor, cuts: list[int]) -> list[tuple[Batch,
     bounds = [0, *cuts, len(signal)]
     found = []
     for i, j in pairwise(bounds):
-        rows = [x[i:j] for x in (rollout.tokens, rollout.mask, *([signal] * 5), rollout.mask)]
+        rows = [x[i:j] for x in (rollout.tokens, rollout.mask, *([signal] * 5), rollout.mask, rollout.mask.long())]
         found += [(Batch(*rows), Scores(signal[i:j], 2 * signal[i:j]))] if i < j else []
     return found
 

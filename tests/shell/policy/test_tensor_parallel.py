@@ -60,7 +60,7 @@ from transformers import (
 )
 
 from grpo_fn.algo import controllers
-from grpo_fn.core.batch import count
+from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.types import Batch
 from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
@@ -164,7 +164,9 @@ def batch_of(folders: Path, name: str, seed: int, rows: int) -> Batch:
     g = torch.Generator().manual_seed(seed + 1)
     near = [torch.where(mask, logp + 0.3 * torch.randn(mask.shape, generator=g), torch.nan) for _ in range(4)]
     adv = torch.randn(rows, 1, generator=g).expand(mask.shape)
-    return Batch(tokens, mask, *near, adv, mask & (torch.rand(mask.shape, generator=g) < 0.3))
+    return Batch(
+        tokens, mask, *near, adv, mask & (torch.rand(mask.shape, generator=g) < 0.3), tokens_of_group(mask, len(mask))
+    )
 
 
 class Seen(NamedTuple):

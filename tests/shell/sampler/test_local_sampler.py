@@ -335,7 +335,7 @@ def test_an_update_of_the_policy_changes_the_samples_without_a_load():
     trained = policy(module, 0.4)
     before = s.sample(problems(["Tom has"]), 4, key=KEY)
     nothing = torch.zeros_like(before.logp_sampled)
-    batch = Batch(before.tokens, before.mask, *([nothing] * 5), nothing.bool())
+    batch = Batch(before.tokens, before.mask, *([nothing] * 5), nothing.bool(), before.mask.long())
     scores, pullback = trained.vjp(batch)
     pullback(Scores(before.mask.float(), torch.zeros_like(scores.entropy)))  # makes what was sampled less likely
     trained.update()
