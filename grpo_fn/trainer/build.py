@@ -32,6 +32,7 @@ from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, spread_score
@@ -41,6 +42,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
+from grpo_fn.trainer.checks.check_judges import check_judges_answer, judge_record, recorded_pool
 from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_environment import check_openings
@@ -93,7 +95,8 @@ def build(
     frozen = {"reference": checked.frozen, "teachers": teacher_specs(s, spec, checked, taught.folders)}
     loaded = world.together(partial(load_and_shard, world, spec, **frozen), what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
-    streaming = StreamingRewards(pool := s.rewards.pool())
+    make_pool = partial(recorded_pool, s.rewards.pool, judge_record(request.run_dir, world.rank))
+    streaming = StreamingRewards(pool := make_pool())
     context = replace(sampler_context(spec, world, loaded.decoding, streaming.on_completion), environments=environments)
     token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
@@ -120,7 +123,7 @@ def build(
             tokenizer=tokenizer,
             algo=step_algorithm(s, checked, policy, loaded, taught, streaming, world, tokenizer),
             task=task,
-            evaluator=build_evaluator(s, spec, tokenizer, world, environments),
+            evaluator=build_evaluator(s, spec, tokenizer, world, environments, make_pool),
             pool=pool,
             environments=environments,
             score=spread_score(pool.score, world),
@@ -186,6 +189,7 @@ def open_and_prepare(
     draws = min(task.size, s.algorithm.prompts * s.steps)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
     prepare_here = partial(prepare_with_teachers, s, checked, train_problems(task, key, 0, draws), main=world.main)
+    world.agree(partial(check_judges_answer, s, request.run_dir, main=world.main), what="asking the judges")
     enter_folder = partial(
         enter,
         request.run_dir,
@@ -257,7 +261,12 @@ def start_sampler(
 
 
 def build_evaluator(
-    settings: Settings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, world: World, asked: Environments | None
+    settings: Settings,
+    spec: ModelSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    asked: Environments | None,
+    pool: Callable[[], RewardPool],
 ) -> partial | None:
     """What starts an evaluator with an engine of its own; None without one."""
     how = settings.evaluation
@@ -277,7 +286,7 @@ def build_evaluator(
         max_rows=how.max_rows,
     )
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
-    return partial(open_evaluator, start, settings.rewards.pool, key, world)
+    return partial(open_evaluator, start, pool, key, world)
 
 
 def step_algorithm(

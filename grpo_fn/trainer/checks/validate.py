@@ -28,6 +28,7 @@ from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate, self_teachers
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.tasks.task import Task, sample_tests
+from grpo_fn.trainer.checks.check_judges import judges_of_run
 from grpo_fn.trainer.checks.check_teachers import find_teachers, reads_gap, uses_teacher
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.supervised_stage import check_stage, is_supervised
@@ -69,6 +70,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     s, algorithm = settings, settings.algorithm
     profiler.check_profile_steps(s.logging.profile_steps, s.steps)
     check_sandboxes([s.rewards.reward, *s.evaluation.graders])
+    judges_of_run(s)
     try_token_sampler(s.sampling.token_sampler, s.sampling.temperature)
     check_stage(s)
     drawn = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
