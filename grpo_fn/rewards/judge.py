@@ -1,8 +1,8 @@
-"""A language model as a judge: what it is asked about a completion, and how its answer is read. Pure: text in, text out.
+"""A language model as a judge: what it is asked about a completion, and how its answer is read. Text in, text out.
 
-Whoever scores rows, a `reward_pool.RewardPool`, sends the question and gets the answer. What the policy wrote is data to
-the judge: it stands between two fences, and a verdict counts only behind a mark. Both depend on it by SHA-256, so that it can
-hold neither.
+What scores rows, a `reward_pool.RewardPool`, sends the question and gets the answer. What the policy wrote is data
+to the judge: it stands between two fences, and a verdict counts only behind a mark. Both depend on it by SHA-256, so
+that it can hold neither.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class JudgeQuestion(NamedTuple):
 class Judge:
     """A reward: the verdict of a language model behind an OpenAI-compatible endpoint.
 
-    It is a part, a grader, in `wrappers.with_timeout`, or in a table of `wrappers.by_task`; anywhere else it is refused.
+    It is a part, a grader, in `wrappers.with_timeout`, or in a table of `wrappers.by_task`; else it is refused.
 
     Args:
         name: of the part: `reward/<name>`.
@@ -58,8 +58,9 @@ class Judge:
         api_key_variable: environment variable with the key; None: the endpoint needs none.
 
     Raises:
-        ValueError: for an endpoint that is no address or holds a password, no model, a template without its fields, a reader
-            that reads a verdict in an empty text, fields of the request that are the judge's own, and numbers too small.
+        ValueError: for an endpoint that is no address or holds a password, no model, a template without its fields, a
+            reader that reads a verdict in an empty text, fields of the request that are the judge's own, and numbers
+            that are too small.
     """
 
     name: str
@@ -131,9 +132,9 @@ class Judge:
         said = transcript(completion.text, completion.turns)
         fence, mark = (word_of(use, problem.prompt, said) for use in ("text", "verdict"))
         shown = {
-            "prompt": without_control(problem.prompt),
-            "answer": without_control(problem.answer),
-            "completion": without_control(said),
+            "prompt": without_chat_marks(problem.prompt),
+            "answer": without_chat_marks(problem.answer),
+            "completion": without_chat_marks(said),
             "fence": fence,
             "mark": mark,
         }
@@ -145,7 +146,7 @@ class Judge:
 
 
 def word_of(use: str, prompt: str, text: str) -> str:
-    """A word of letters that nobody can write into the text: it depends on all of it by SHA-256.
+    """A word of letters that no text can hold of itself: it depends on all of it by SHA-256.
 
     Args:
         use: what the word begins with.
@@ -159,7 +160,7 @@ def word_of(use: str, prompt: str, text: str) -> str:
     return f"{use}-" + digest.translate(str.maketrans("0123456789abcdef", "abcdefghijklmnop"))
 
 
-def without_control(text: str) -> str:
+def without_chat_marks(text: str) -> str:
     """The text with a space in every mark of chat templates, so that it ends no turn and begins none.
 
     Args:
@@ -196,7 +197,7 @@ def marked_score(answer: str, mark: str, *, low: float, high: float) -> float | 
 
 
 def marked_word(answer: str, mark: str, *, values: Mapping[str, float]) -> float | None:
-    """What the word behind the mark is worth, capital letters or not.
+    """The reward of the word that stands behind the mark, in capital letters or not.
 
     What comes before the last `</think>` is not read.
 
@@ -261,8 +262,8 @@ def judges_of(value: Any) -> Iterator[Judge]:
     for item in value if isinstance(value, list | tuple) else inside:
         if isinstance(item, Judge) and knobs and function is not with_timeout:
             raise ValueError(
-                f"judge {item.name}: got it as a knob of {function.__module__}.{function.__name__}, wanted it among the "
-                "parts of the reward or the graders, in wrappers.with_timeout or in a table of wrappers.by_task"
+                f"judge {item.name}: got it as a knob of {function.__module__}.{function.__name__}, wanted it among "
+                "the parts of the reward or the graders, in wrappers.with_timeout or in a table of wrappers.by_task"
             )
         yield from judges_of(item)
 

@@ -32,7 +32,6 @@ from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
-from grpo_fn.shell.reward_workers.reward_pool import RewardPool
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, spread_score
@@ -42,7 +41,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
-from grpo_fn.trainer.checks.check_judges import check_judges_answer, judge_record, recorded_pool
+from grpo_fn.trainer.checks.check_judges import check_judges_answer, with_record
 from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_environment import check_openings
@@ -84,7 +83,7 @@ def build(
 
     Raises ValueError, before any weights are loaded, for a folder, prompts or a number of ranks that do not fit.
     """
-    s = settings
+    s = with_record(settings, request.run_dir, world.rank)
     prepare_process(world.device, deterministic=s.compute.deterministic)
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
@@ -95,8 +94,7 @@ def build(
     frozen = {"reference": checked.frozen, "teachers": teacher_specs(s, spec, checked, taught.folders)}
     loaded = world.together(partial(load_and_shard, world, spec, **frozen), what="loading the model")
     policy = build_policy(s, loaded, world, reference=checked.reference)
-    make_pool = partial(recorded_pool, s.rewards.pool, judge_record(request.run_dir, world.rank))
-    streaming = StreamingRewards(pool := make_pool())
+    streaming = StreamingRewards(pool := s.rewards.pool())
     context = replace(sampler_context(spec, world, loaded.decoding, streaming.on_completion), environments=environments)
     token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
@@ -123,7 +121,7 @@ def build(
             tokenizer=tokenizer,
             algo=step_algorithm(s, checked, policy, loaded, taught, streaming, world, tokenizer),
             task=task,
-            evaluator=build_evaluator(s, spec, tokenizer, world, environments, make_pool),
+            evaluator=build_evaluator(s, spec, tokenizer, world, environments),
             pool=pool,
             environments=environments,
             score=spread_score(pool.score, world),
@@ -261,12 +259,7 @@ def start_sampler(
 
 
 def build_evaluator(
-    settings: Settings,
-    spec: ModelSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    world: World,
-    asked: Environments | None,
-    pool: Callable[[], RewardPool],
+    settings: Settings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, world: World, asked: Environments | None
 ) -> partial | None:
     """What starts an evaluator with an engine of its own; None without one."""
     how = settings.evaluation
@@ -286,7 +279,7 @@ def build_evaluator(
         max_rows=how.max_rows,
     )
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
-    return partial(open_evaluator, start, pool, key, world)
+    return partial(open_evaluator, start, settings.rewards.pool, key, world)
 
 
 def step_algorithm(

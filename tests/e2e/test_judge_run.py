@@ -2,11 +2,11 @@
 
 import json
 import random
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
+from e2e.faults import job
 from e2e.running import TESTS, AtPhase, board, command, finish, metrics, timeless
 from judge_server import JudgeServer, Reply, judge_server, mark_in, said
 
@@ -28,15 +28,10 @@ def judged(cache: Path, run_dir: Path, endpoint: str, *flags: str, **changes: ob
     return command(cache, run_dir, *files, *flags, JUDGE_ENDPOINT=repr(endpoint), **changes)
 
 
-def left(run_dir: Path) -> dict[str, object]:
-    """All of a run that has to be the same after it is taken again."""
-    files = [*(run_dir / "rollouts").iterdir(), *(run_dir / "eval").iterdir(), run_dir / "digests.jsonl"]
-    record = {path.name: path.read_bytes() for path in (run_dir / "judge").iterdir()}
-    return {
-        "metrics": timeless(run_dir),
-        **{str(path.relative_to(run_dir)): path.read_bytes() for path in files},
-        **record,
-    }
+def stored(run_dir: Path) -> dict[str, bytes]:
+    """What a run has written about its steps, by file."""
+    files = [*(run_dir / "rollouts").iterdir(), *(run_dir / "eval").iterdir(), *(run_dir / "judge").iterdir()]
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
 
 
 def test_without_the_judge_a_killed_run_goes_on_and_its_steps_are_replayed(
@@ -45,13 +40,15 @@ def test_without_the_judge_a_killed_run_goes_on_and_its_steps_are_replayed(
     run, out = tmp_path / "run", tmp_path / "out"
     with judge_server(moody) as up:
         argv = judged(cache, run, up.url)
+        # Every step is taken, the newest checkpoint is that of step 4, and step 6 may not be written yet.
         assert finish(argv, out, AtPhase("checkpoint", 3, signal.SIGKILL)) == -signal.SIGKILL, out.read_text()
-    assert len(metrics(run)) == 7  # all steps are taken and logged, and the last checkpoint is after step 4
-    assert up.questions
-    was = left(run)
+    lines, files, digests = timeless(run), stored(run), (run / "digests.jsonl").read_text()
+    assert len(lines) >= 6
     assert finish(argv, out) == 0, out.read_text()
     assert "resumed after step 4" in out.read_text()
-    assert left(run) == was
+    assert timeless(run)[: len(lines)] == lines
+    assert {name: stored(run)[name] for name in files} == files
+    assert (run / "digests.jsonl").read_text().startswith(digests)
     capsys.readouterr()
     assert replay([str(run), "--step", "6"]) == 0
     assert f"step 6 of {run} is what it was" in capsys.readouterr().out
@@ -59,11 +56,11 @@ def test_without_the_judge_a_killed_run_goes_on_and_its_steps_are_replayed(
 
 
 def check_figures(run: Path, up: JudgeServer) -> None:
-    """What the judge cost is in the metrics and in TensorBoard, and is what it was asked."""
+    """What the judge cost is in the metrics and in TensorBoard; the record has every request, once."""
     rows = metrics(run)[1:]
     entries = [json.loads(line) for line in (run / "judge" / "rank_0.jsonl").read_text().splitlines()]
     assert sum(entry["requests"] for entry in entries) == len(up.questions)
-    assert 0 < sum(row["judge/requests"] for row in rows) <= len(up.questions)
+    assert all(row["judge/requests"] > 0 for row in rows)
     assert all(
         row["judge/completion_tokens"] == 7 * (row["judge/requests"] - row["judge/retries"])
         for row in rows
@@ -85,22 +82,28 @@ def test_a_judge_that_is_not_there_ends_a_run_before_it_begins(cache: Path, tmp_
 
 @pytest.mark.slow
 def test_a_judge_that_leaves_ends_the_run_which_goes_on_when_it_is_back(cache: Path, tmp_path: Path) -> None:
-    run, out = tmp_path / "run", tmp_path / "out"
+    run = tmp_path / "run"
     limit = {"judge__Judge__max_failures": 2}
-    asked: list[str] = []
+    asked, back = [], []
 
     def leaving(question: str, before: int) -> Reply:
         asked.append(question)
-        return Reply({"error": "gone"}, 503) if len(asked) > 120 else moody(question, before)
+        return Reply({"error": "gone"}, 503) if len(asked) > 40 and not back else moody(question, before)
 
     with judge_server(leaving) as up:
-        port = up.url
-        code = finish(judged(cache, run, port, **limit), out)
-        said_so = out.read_text()
-        assert code not in (0, 2), said_so
-        assert "got no answer to 2 questions in a row (judge.Judge.max_failures)" in said_so
-        before = len((run / "judge" / "rank_0.jsonl").read_text().splitlines())
-        asked.clear()
-        assert finish(judged(cache, run, port, **limit), out) == 0, out.read_text()
-    assert len((run / "judge" / "rank_0.jsonl").read_text().splitlines()) > before
-    shutil.rmtree(run)
+        argv = judged(cache, run, up.url, **limit)
+        gone = job(tmp_path / "first", 2, argv)
+        assert gone.code not in (0, 2), gone.everything()
+        assert "got no answer to 2 questions in a row (judge.Judge.max_failures)" in gone.everything()
+        before = record_lines(run)
+        back.append(True)
+        over = job(tmp_path / "second", 2, argv)
+        assert over.code == 0, over.everything()
+    assert len(record_lines(run)) > len(before) > 0
+    assert {path.name for path in (run / "judge").iterdir()} == {"rank_0.jsonl", "rank_1.jsonl"}
+    assert len(metrics(run)) == 7
+
+
+def record_lines(run_dir: Path) -> list[str]:
+    """What judges answered, by all ranks."""
+    return [line for path in sorted((run_dir / "judge").iterdir()) for line in path.read_text().splitlines()]

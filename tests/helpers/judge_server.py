@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on this machine that answers as a script says: recorded answers, refusals, silence, nonsense."""
+"""An OpenAI-compatible server on this machine that answers as a script says, late and refusals included."""
 
 import json
 import re
@@ -65,6 +65,13 @@ class JudgeServer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+class Server(ThreadingHTTPServer):
+    """Takes many connections at a time."""
+
+    request_queue_size = 256
+    daemon_threads = True
+
+
 @contextmanager
 def judge_server(script: Script, *, models: tuple[str, ...] = ("judge-1",)) -> Iterator[JudgeServer]:
     """A server on a port of its own, until the context is left."""
@@ -112,10 +119,9 @@ def judge_server(script: Script, *, models: tuple[str, ...] = ("judge-1",)) -> I
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), Handler)
     up = JudgeServer(f"http://127.0.0.1:{server.server_address[1]}/v1")
-    thread = threading.Thread(target=partial_serve(server), daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
         yield up
@@ -123,8 +129,3 @@ def judge_server(script: Script, *, models: tuple[str, ...] = ("judge-1",)) -> I
         server.shutdown()
         server.server_close()
         thread.join(5)
-
-
-def partial_serve(server: ThreadingHTTPServer) -> Callable[[], None]:
-    """`serve_forever`, which looks often whether it is to end."""
-    return lambda: server.serve_forever(poll_interval=0.02)

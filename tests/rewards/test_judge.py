@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grpo_fn.analysis.attacks import injected_verdicts
 from grpo_fn.core.problem import Completion, Problem, Turn
 from grpo_fn.rewards.combine import combine, part_names
-from grpo_fn.rewards.judge import Judge, judge_of, judges_of, marked_score, marked_word, without_control, word_of
+from grpo_fn.rewards.judge import Judge, judge_of, judges_of, marked_score, marked_word, without_chat_marks, word_of
 from grpo_fn.rewards.math import correct
 from grpo_fn.rewards.wrappers import by_task, with_timeout
 
@@ -79,10 +79,10 @@ def test_equal_questions_have_equal_digests_and_others_others() -> None:
 def test_no_completion_holds_its_own_mark_nor_a_mark_of_a_chat_template(prompt: str, text: str) -> None:
     assert not {word_of("text", prompt, text), word_of("verdict", prompt, text)} & {text, *text.split()}
     for word in ("<|im_end|>", "<|eot_id|>", "</s>", "[/INST]", "<end_of_turn>", "<｜User｜>", "</think>"):
-        assert word not in without_control(text + word + text)
+        assert word not in without_chat_marks(text + word + text)
 
 
-# What policies write to a judge, as words and as whole replies. `{mark}` in it is the mark of another row, the best guess.
+# What policies write to a judge, as words and whole replies. `{mark}` in it is the mark of another row, the best guess.
 INJECTIONS = (
     *injected_verdicts("?"),
     *(
@@ -200,7 +200,7 @@ def test_a_judge_is_found_in_wrappers_and_tables() -> None:
     assert part_names([correct, judge(name="clear"), judge(name="kind")]) == ["correct", "clear", "kind"]
 
 
-def test_a_judge_where_nobody_asks_it_is_refused() -> None:
+def test_a_judge_where_it_is_not_asked_is_refused() -> None:
     def cosine(problem: Problem, completion: Completion, *, verdict: Any) -> float:
         return verdict(problem, completion)
 

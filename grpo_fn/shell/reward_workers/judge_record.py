@@ -1,7 +1,8 @@
 """What judges answered in a run, on the disk before it is used: resume and replay read it and ask no server.
 
-A file for each rank, `rank_N.jsonl`, an object a line: the digest of the question, the problem's uid, the answer or why there is
-none, and what it cost. A question that is asked again elsewhere in the stream gets the same answer at no cost, under its own uid.
+A file for each rank, `rank_N.jsonl`, an object a line: the digest of the question, the problem's uid, the answer or why
+there is none, and what it cost. A question that is asked again elsewhere in the stream gets the same answer at no cost,
+under its own uid.
 """
 
 import json
@@ -39,8 +40,8 @@ class RecordedAnswer(NamedTuple):
 class JudgeRecord:
     """The answers of a run, or of this process where `folder` is None. Any thread may ask.
 
-    Nothing is read before the first question, and nothing is written before the first answer. Where `read_only`, as replay
-    has it, nothing is asked or written.
+    Nothing is read before the first question, and nothing is written before the first answer. Where `read_only`, as
+    replay has it, nothing is asked or written.
 
     Args:
         folder: of the run's answers; None: they are kept in memory.
@@ -86,7 +87,7 @@ class JudgeRecord:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
-                start = file.tell()
+                start = os.fstat(file.fileno()).st_size
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 CLOSING = 5.0  # seconds for requests under way to be dropped
 UNREADABLE = "the judge's answer has no verdict that can be read"
 REPLAYED = (
-    "got a completion that the run has no judge's answer about, and a replay asks no server; wanted the completions of the "
-    "run, for instance with --use_stored_rollout"
+    "got a completion that the run has no judge's answer about, and a replay asks no server; wanted the completions "
+    "of the run, for instance with --use_stored_rollout"
 )
 
 
@@ -66,7 +66,8 @@ class JudgeRequests:
     def ask(self, row: PoolRow, judge: Judge, seconds: float) -> None:
         """Begin to ask about a row. One that is on record has its outcome at once.
 
-        Raises JudgeUnreachable where the record is all there is and does not have it, ValueError for a key that is not set.
+        Raises JudgeUnreachable where the record is all there is and does not have it, ValueError for a key that is
+        not set.
         """
         question = judge.question(row.problem, row.completion)
         waiting = JudgedRow(row, judge, question)
@@ -85,7 +86,8 @@ class JudgeRequests:
     def settle(self) -> list[PoolRow]:
         """Take in what was answered: put it on record and give the rows their outcomes; returns these rows.
 
-        Raises JudgeUnreachable once `max_failures` questions in a row were not answered, or for what no question gets past.
+        Raises JudgeUnreachable once `max_failures` questions in a row were not answered, or for what no question gets
+        past.
         """
         with suppress(BlockingIOError):
             os.read(self._reading, 4096)
@@ -109,7 +111,7 @@ class JudgeRequests:
                     entry = RecordedAnswer(digest, other.row.problem.uid, shared)
                     self._held.append(entry) if answer.text is None else self.record.add([entry])
                 settled.append((other, shared))
-        if not self._under_way and self._held:  # whoever scores these rows goes on, so what they were is for good
+        if not self._under_way and self._held:  # the step goes on with these rows as they are
             self.record.add(self._held)
             self._held.clear()
         for waiting, answer in settled:
@@ -117,7 +119,7 @@ class JudgeRequests:
         return [waiting.row for waiting, _ in settled]
 
     def cancel(self) -> None:
-        """Drop what is under way: nobody waits for it any more."""
+        """Drop what is under way: it is not wanted any more."""
         for request in self._requests:
             request.cancel()
         self._requests.clear()
@@ -157,8 +159,8 @@ class JudgeRequests:
             raise JudgeUnreachable(f"judge {judge.name}: {answer.failure}")
         if failures >= judge.max_failures:
             raise JudgeUnreachable(
-                f"judge {judge.name}: got no answer to {failures} questions in a row (judge.Judge.max_failures), the last: "
-                f"{answer.failure}; what was answered is on record, and the same command goes on from there"
+                f"judge {judge.name}: got no answer to {failures} questions in a row (judge.Judge.max_failures), the "
+                f"last: {answer.failure}; what was answered is on record, and the same command goes on from there"
             )
 
     def _send(self, judge: Judge, question: JudgeQuestion, seconds: float) -> None:

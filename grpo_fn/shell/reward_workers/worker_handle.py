@@ -33,7 +33,7 @@ class Loss(NamedTuple):
 
 
 class JudgeCost(NamedTuple):
-    """What the answer of a judge has cost when it was asked, and what came of it."""
+    """What the answer of a judge has cost when it was asked, and whether it was of use."""
 
     requests: int
     retries: int  # requests that were sent again

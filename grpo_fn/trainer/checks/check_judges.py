@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from grpo_fn.rewards.judge import Judge, judges_of
@@ -34,7 +36,7 @@ def judges_of_run(settings: Settings) -> list[Judge]:
 
 
 def check_judges_answer(settings: Settings, run_dir: Path, *, main: bool) -> None:
-    """Look whether every judge is there and has its model, before anything expensive; a run that has begun asks nothing.
+    """Look whether every judge is there and has its model, first of all; a run that has begun asks nothing.
 
     Args:
         settings: of the run.
@@ -49,17 +51,19 @@ def check_judges_answer(settings: Settings, run_dir: Path, *, main: bool) -> Non
             asyncio.run(check_endpoint(judge))
 
 
-def judge_record(run_dir: Path, rank: int) -> JudgeRecord:
-    """The record of what judges answered in a run.
+def with_record(settings: Settings, run_dir: Path, rank: int) -> Settings:
+    """The settings, with pools whose judges have one record: that of the run.
 
     Args:
+        settings: of the run.
         run_dir: its folder.
         rank: of this process.
 
     Returns:
-        The record, of which nothing was read yet.
+        The settings; nothing of the record was read yet.
     """
-    return JudgeRecord(run_dir / FOLDER, rank)
+    pool = partial(recorded_pool, settings.rewards.pool, JudgeRecord(run_dir / FOLDER, rank))
+    return replace(settings, rewards=replace(settings.rewards, pool=pool))
 
 
 def recorded_pool(make: Callable[[], RewardPool], record: JudgeRecord) -> RewardPool:

@@ -133,8 +133,8 @@ def test_the_time_of_a_batch_is_limited_and_what_was_waited_for_is_said() -> Non
         assert time.monotonic() - start < 3.0
     assert [outcome.value for outcome in outcomes] == [pytest.approx(0.0), None]
     assert re.fullmatch(
-        r"late: http://127.0.0.1:\d+/v1 gave no answer within 0.8 s, the wait for one of 1 requests under way included; "
-        r"request 1 was under way",
+        r"late: http://127.0.0.1:\d+/v1 gave no answer within 0.8 s, the wait for one of 1 requests under way "
+        r"included; request 1 was under way",
         outcomes[1].reason,
     )
 
@@ -157,7 +157,9 @@ def test_a_judge_that_is_gone_ends_the_rows_with_what_was_waited_for_and_is_not_
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(("status", "wanted"), [(401, "a key"), (404, "a chat completions endpoint that has the model")])
+@pytest.mark.parametrize(
+    ("status", "wanted"), [(401, "a key"), (404, "a chat completions endpoint that has the model")]
+)
 def test_what_no_question_gets_past_ends_the_rows_at_once(status: int, wanted: str) -> None:
     with (
         judge_server(lambda question, before: Reply({"error": "no"}, status)) as up,
@@ -193,7 +195,7 @@ def test_a_failure_is_of_its_problem_alone(tmp_path: Path) -> None:
     assert judged(judge_at(up), ["one"], JudgeRecord(tmp_path, 0))[0][0].value is None  # still, as it was
 
 
-def test_a_replay_asks_nobody_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_replay_asks_no_server_and_writes_nothing(tmp_path: Path) -> None:
     with judge_server(grade) as up:
         was = judged(judge_at(up), TEXTS[:2], JudgeRecord(tmp_path, 0))[0]
         before = (tmp_path / "rank_0.jsonl").read_bytes()
