@@ -31,7 +31,7 @@ def judged(cache: Path, run_dir: Path, endpoint: str, *flags: str, **changes: ob
 def stored(run_dir: Path) -> dict[str, bytes]:
     """What a run has written about its steps, by file."""
     files = [*(run_dir / "rollouts").iterdir(), *(run_dir / "eval").iterdir(), *(run_dir / "judge").iterdir()]
-    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files if path.name[0] != "."}
 
 
 def test_without_the_judge_a_killed_run_goes_on_and_its_steps_are_replayed(
