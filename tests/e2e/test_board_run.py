@@ -24,6 +24,7 @@ ELSEWHERE = {
     *{"given tokens: loss and perplexity", "given tokens: how many, what one weighs"},
     *{"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"},
     *{"evaluation beside the training, steps late", "seconds of an evaluation beside the training"},
+    *{"judges: questions without an answer or a verdict", "judges: requests, those sent again", "judges: tokens"},
     *{"engine", "engine against policy after a push, nats", "seconds of the engine"},
 }
 
