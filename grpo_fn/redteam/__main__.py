@@ -26,15 +26,8 @@ def flags() -> argparse.ArgumentParser:
         metavar="NAME",
         help="math, math_evaluated, lenient, code, share_of_tests, or a function: module.function; repeat it for a sum",
     )
-    parser.add_argument(
-        "--weight",
-        action="append",
-        type=float,
-        default=[],
-        dest="weights",
-        metavar="W",
-        help="of each reward in the sum, in their order (default: 1)",
-    )
+    weight = "of each reward in the sum, in their order (default: 1)"
+    parser.add_argument("--weight", action="append", type=float, default=[], dest="weights", metavar="W", help=weight)
     parser.add_argument(
         "--reward_param",
         action="append",
@@ -53,7 +46,7 @@ def flags() -> argparse.ArgumentParser:
         help="a knob of the task, as for --reward_param; gsm8k, math and mbpp need data='DIR'",
     )
     parser.add_argument(
-        "--problems", type=int, default=64, metavar="N", help="held-out problems, the first ones (default: %(default)s)"
+        "--problems", type=int, default=64, metavar="N", help="held-out problems, a share of all (default: %(default)s)"
     )
     parser.add_argument(
         "--pulls",
