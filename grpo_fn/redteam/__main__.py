@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from grpo_fn.command_line import add_version_flag, exit_code
+from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code
 
 
 def flags() -> argparse.ArgumentParser:
@@ -21,20 +21,13 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--reward",
         action="append",
-        required=True,
+        default=[],
         dest="rewards",
         metavar="NAME",
         help="math, math_evaluated, lenient, code, share_of_tests, or a function: module.function; repeat it for a sum",
     )
-    parser.add_argument(
-        "--weight",
-        action="append",
-        type=float,
-        default=[],
-        dest="weights",
-        metavar="W",
-        help="of each reward in the sum, in their order (default: 1)",
-    )
+    weight = "of each reward in the sum, in their order (default: 1)"
+    parser.add_argument("--weight", action="append", type=float, default=[], dest="weights", metavar="W", help=weight)
     parser.add_argument(
         "--reward_param",
         action="append",
@@ -43,9 +36,7 @@ def flags() -> argparse.ArgumentParser:
         metavar="KNOB=VALUE",
         help="a knob of each reward that has it, as a Python literal or @module.function; repeatable",
     )
-    parser.add_argument(
-        "--task", required=True, metavar="NAME", help="arithmetic, gsm8k, math, mbpp, or a function: module.function"
-    )
+    parser.add_argument("--task", metavar="NAME", help="arithmetic, gsm8k, math, mbpp, or a function: module.function")
     parser.add_argument(
         "--task_param",
         action="append",
@@ -55,7 +46,7 @@ def flags() -> argparse.ArgumentParser:
         help="a knob of the task, as for --reward_param; gsm8k, math and mbpp need data='DIR'",
     )
     parser.add_argument(
-        "--problems", type=int, default=64, metavar="N", help="held-out problems, the first ones (default: %(default)s)"
+        "--problems", type=int, default=64, metavar="N", help="held-out problems, a share of all (default: %(default)s)"
     )
     parser.add_argument(
         "--pulls",
@@ -65,8 +56,13 @@ def flags() -> argparse.ArgumentParser:
         help="of the bandit, after each text's first (default: %(default)s)",
     )
     parser.add_argument(
-        "--workers", type=int, default=2, metavar="N", help="processes that score (default: %(default)s)"
+        "--workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes that score (default: %(default)s); a run's are its own",
     )
+    add_gin_flags(parser, files="attack the reward and the task of a run, instead of --reward and --task; repeatable")
     add_version_flag(parser)
     return parser
 
@@ -79,9 +75,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def attack_reward(args: argparse.Namespace) -> int:
     """The exit code of the attack. Raises ValueError or OSError for bad input."""
-    from grpo_fn.redteam import campaign
+    named = {name: vars(args)[name] for name in ("rewards", "weights", "reward_knobs", "task", "task_knobs")}
+    of_run = bool(args.gin_file or args.gin_param)
+    if (of_run and any(named.values())) or (not of_run and not (args.rewards and args.task)):
+        raise ValueError("got neither --reward and --task nor --gin_file alone, wanted either the two or the gin files")
+    if of_run:
+        from grpo_fn.config import load_config
 
-    print(campaign.report_attack(campaign.attack_named(**vars(args))))
+        config = load_config(args.gin_file, args.gin_param, taker="grpo_fn.redteam.campaign.attack_run")
+        kwargs = config.kwargs()
+        from grpo_fn.redteam import campaign
+
+        request = campaign.AttackRequest(" + ".join(args.gin_file), args.problems, args.pulls)
+        found = campaign.attack_run(request, **kwargs)
+    else:
+        from grpo_fn.redteam import campaign
+
+        numbers = {"problems": args.problems, "pulls": args.pulls, "workers": args.workers}
+        found = campaign.attack_named(**named, **numbers)
+    print(campaign.report_attack(found))
     return 0
 
 

@@ -6,17 +6,21 @@ score to luck. Scores of one text on one problem are the reward's; a row that ca
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import islice
+from functools import partial
 from typing import NamedTuple
 
 from grpo_fn.analysis.attacks import ATTACKS
 from grpo_fn.analysis.bandit import Arms, fresh_arms, mean_paid, next_arm, record_pull
 from grpo_fn.config.function_knobs import bind_function, knob_names
 from grpo_fn.core.display_text import escape_control
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Completion, Problem, RewardFn
+from grpo_fn.rewards.combine import combine, part_names
 from grpo_fn.score.reward_spec import RewardSpec, known_reward, reward_of
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
-from grpo_fn.tasks.task import Task
+from grpo_fn.tasks.task import Task, sample_tests
+from grpo_fn.trainer.checks.requirements import check_sandboxes
+from grpo_fn.trainer.sections import Data, Rewards
 
 ROWS = 4  # problems of one pull
 MEMORY_MB = 1024
@@ -70,6 +74,14 @@ class Campaign(NamedTuple):
     found: tuple[Found, ...]
 
 
+class AttackRequest(NamedTuple):
+    """What is asked of `attack_run`."""
+
+    name: str  # of the run, for people
+    problems: int
+    pulls: int
+
+
 def attack_named(
     *,
     rewards: Sequence[str],
@@ -84,31 +96,79 @@ def attack_named(
     """The campaign of a command line. Raises ValueError for a reward, a task or a number that cannot be used."""
     if weights and len(weights) != len(rewards):
         raise ValueError(f"--weight: got {len(weights)} for {len(rewards)} rewards, wanted one for each, or none")
-    if problems < 2 or pulls < 0:
-        raise ValueError(f"got --problems {problems} and --pulls {pulls}, wanted at least 2 and at least 0")
     factors = list(weights) or [1.0] * len(rewards)
     named = [known_reward(name) for name in rewards]
     parts = [reward_of(spec, knobs) for spec, knobs in zip(named, _shared_knobs(named, reward_knobs), strict=True)]
-    held_out = list(islice(_task(task, task_knobs).test, problems))
-    if len(held_out) < 2:
-        raise ValueError(f"--task {task}: got {len(held_out)} held-out problems, wanted at least 2")
-    words = " + ".join(
-        name if weight == 1 else f"{weight:g} * {name}" for weight, name in zip(factors, rewards, strict=True)
-    )
     seconds = max(spec.deadline for spec in named)
+    make = partial(RewardPool, workers=workers, timeout_per_completion=seconds, memory_mb=MEMORY_MB, stop_on_error=True)
+    found = attack_task(_task(task, task_knobs), parts, factors, make, problems=problems, pulls=pulls)
+    return found._replace(task=task, reward=_sum_text(factors, rewards))
+
+
+def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards) -> Campaign:
+    """The campaign against the task and the reward of a run, with its own deadlines.
+
+    Args:
+        request: names and numbers.
+        data: its task.
+        rewards: a `combine.combine` of parts, and the pool that scores them.
+
+    Returns:
+        The campaign.
+
+    Raises:
+        ValueError: for another reward than a sum of parts, and numbers that cannot be used.
+    """
+    function, knobs = function_and_knobs(rewards.reward)
+    if function is not combine:
+        raise ValueError(
+            f"sections.Rewards.reward: got {function.__module__}.{function.__name__}, wanted combine.combine"
+        )
+    parts, weights = knobs["parts"], knobs["weights"]
+    check_sandboxes(parts)
+    found = attack_task(data.task(), parts, weights, rewards.pool, problems=request.problems, pulls=request.pulls)
+    return found._replace(task=request.name, reward=_sum_text(weights, part_names(parts)))
+
+
+def attack_task(
+    task: Task,
+    parts: Sequence[RewardFn],
+    weights: Sequence[float],
+    make_pool: Callable[[], RewardPool],
+    *,
+    problems: int,
+    pulls: int,
+) -> Campaign:
+    """The campaign against a weighted sum of rewards on held-out problems of a task: of every part and level, a share.
+
+    Args:
+        task: the task.
+        parts: the rewards.
+        weights: factor of each.
+        make_pool: makes the pool that scores.
+        problems: how many: half to search on, half to measure on.
+        pulls: how often a text is tried again.
+
+    Returns:
+        The campaign, without names.
+
+    Raises:
+        ValueError: for fewer than two problems, negative pulls, and a reward that raises.
+    """
+    held_out = sample_tests(task, problems).test
+    if problems < 2 or len(held_out) < 2 or pulls < 0:
+        raise ValueError(
+            f"got {min(problems, len(held_out))} held-out problems and {pulls} pulls, wanted at least 2 and at least 0"
+        )
     try:
-        with RewardPool(
-            workers=workers, timeout_per_completion=seconds, memory_mb=MEMORY_MB, stop_on_error=True
-        ) as pool:
-            return attack_problems(held_out, _scores(pool, parts, factors), pulls=pulls)._replace(
-                task=task, reward=words
-            )
+        with make_pool() as pool:
+            return attack_problems(held_out, _scores(pool, parts, weights), pulls=pulls)
     except RewardError as error:
         raise ValueError(error) from error
 
 
 def attack_problems(held_out: Sequence[Problem], scores: Scores, *, pulls: int) -> Campaign:
-    """Search on the first half of the problems, measure on the second.
+    """Search on every other problem, measure on those between.
 
     Every text is tried on `ROWS` problems, then UCB1 says which is tried again, on the next ones; the best text of each
     attack is measured.
@@ -121,7 +181,7 @@ def attack_problems(held_out: Sequence[Problem], scores: Scores, *, pulls: int) 
     Returns:
         The campaign, without names.
     """
-    searched, fresh = held_out[: len(held_out) // 2], held_out[len(held_out) // 2 :]
+    searched, fresh = held_out[::2], held_out[1::2]  # alike, where parts of a mixture stand one behind the other
     texts_tried = [
         AttackText(name, place) for name, attack in ATTACKS.items() for place in range(len(attack(searched[0].prompt)))
     ]
@@ -146,7 +206,9 @@ def report_attack(campaign: Campaign) -> str:
         Lines of Markdown.
     """
     best = campaign.found[0]
-    rows = [f"| {one.which.attack} | {one.score:.3f} | {_shown(one.text)} |" for one in campaign.found]
+    rows = [
+        f"| {one.which.attack} | {one.score:.3f} | {shown_text(one.text, LONGEST_TEXT)} |" for one in campaign.found
+    ]
     return "\n".join(
         [
             f"{campaign.reward} on {campaign.task}: mean scores over {campaign.problems} problems",
@@ -158,6 +220,21 @@ def report_attack(campaign: Campaign) -> str:
             f"best without the answer: {best.score:.3f} ({best.which.attack}); the golds get {campaign.gold:.3f}",
         ]
     )
+
+
+def shown_text(text: str, most: int) -> str:
+    """A text as the cell of a table: at most so many characters of it, and how many it has.
+
+    Args:
+        text: of an attack.
+        most: characters.
+
+    Returns:
+        Markdown in one line.
+    """
+    shown = escape_control(text[:most]).replace("\n", r"\n").replace("|", r"\|").replace("`", "'")
+    more = f" ... ({len(text)} characters)" if len(text) > most else ""
+    return f"`{shown}`{more}" if text else "(empty)"
 
 
 def _search(texts_tried: Sequence[AttackText], problems: Sequence[Problem], scores: Scores, pulls: int) -> Arms:
@@ -227,11 +304,12 @@ def _shared_knobs(named: Sequence[RewardSpec], knobs: Sequence[str]) -> list[lis
     return shared
 
 
+def _sum_text(weights: Sequence[float], names: Sequence[str]) -> str:
+    """The sum in words: `math + 0.1 * boxed`."""
+    return " + ".join(
+        name if weight == 1 else f"{weight:g} * {name}" for weight, name in zip(weights, names, strict=True)
+    )
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _shown(text: str) -> str:
-    shown = escape_control(text[:LONGEST_TEXT]).replace("\n", r"\n").replace("|", r"\|").replace("`", "'")
-    more = f" ... ({len(text)} characters)" if len(text) > LONGEST_TEXT else ""
-    return f"`{shown}`{more}" if text else "(empty)"

@@ -13,6 +13,12 @@ from grpo_fn.shell.reward_workers.worker_handle import Outcome
 
 PIECE = 2**16  # bytes read at once
 LONGEST_LINE = 2**26
+ROLLOUT = {
+    "uid",
+    "g",
+    "tokens",
+    "text",
+}  # fields of a row in rollouts/, whose `text` is the completion; MBPP's is the task
 SPACE = b" \t\r"
 
 
@@ -63,12 +69,13 @@ class Lines:
 def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suffix: str) -> tuple[Problem, Completion]:
     """What a row asks: its problem, numbered like the line, and its completion.
 
-    `problem.meta` is the row without the completion, and has the fields of MBPP under our names too: `tests`, `setup`
-    and, of a row without one, `answer`, the reference program. `problem.answer` is the field `answer`; of an answer
-    that ends in a line with `####`, as GSM8K's do, it is what follows there. `length` and `truncated` are read where
-    they are an integer and a boolean, and are 0 and False otherwise; `turns` are those of an episode. `needs` names
-    fields of FIELDS that the reward cannot do without. Raises ValueError that says where, for a line that is not such a
-    row, for turns that are none, and for a row that has one of the names that `annotate_row` adds with this suffix.
+    A row of `rollouts/` has its completion in `text`. `problem.meta` is the row without the completion, and has the
+    fields of MBPP under our names too: `tests`, `setup` and, of a row without one, `answer`, the reference program.
+    `problem.answer` is the field `answer`; of an answer that ends in a line with `####`, as GSM8K's do, it is what
+    follows there. `length` and `truncated` are read where they are an integer and a boolean, and are 0 and False
+    otherwise; `turns` are those of an episode. `needs` names fields of FIELDS that the reward cannot do without.
+    Raises ValueError that says where, for a line that is not such a row, for turns that are none, and for a row that
+    has one of the names that `annotate_row` adds with this suffix.
     """
     row = json_object(where, line, wanted="an object with 'completion'")
     seen = _renamed(row)
@@ -88,7 +95,7 @@ def parse_row(where: str, number: int, line: bytes, *, needs: Sequence[str], suf
     asked = prompt if isinstance(prompt, str) else ""
     problem = Problem(number, asked, gold if "tests" in seen else _last_line(gold), meta)
     counted = length if _is_count(length) else 0
-    return problem, Completion(row["completion"], counted, row.get("truncated") is True, turns)
+    return problem, Completion(seen["completion"], counted, row.get("truncated") is True, turns)
 
 
 def read_turns(where: str, value: object) -> tuple[Turn, ...]:
@@ -122,6 +129,8 @@ def verdict_names(suffix: str) -> list[str]:
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:
     """The row, with what its fields are called here beside what MBPP calls them."""
     seen = dict(row)
+    if "completion" not in row and {*row} >= ROLLOUT:
+        seen["completion"] = row["text"]
     if "test_list" in row:
         seen.setdefault("tests", row["test_list"])
     if "tests" in seen:

@@ -180,12 +180,37 @@ def make_entry(name: str, level: int, seed: int) -> dict[str, Any]:
 def _kind(name: str, levels: tuple[int, ...], template: str, test_size: int) -> Task:
     """One kind: its stream, and its first held-out questions."""
     source = prng.key(_SPLIT_SEED, device="cpu")
-    stream = (found for i in range(ATTEMPTS * test_size) if (found := _problem(name, levels, template, source, i, 0)))
+    failed: list[Exception] = []
+    stream = _made((_problem(name, levels, template, source, i, 0) for i in range(ATTEMPTS * test_size)), failed)
     test = tuple(islice(_different(stream), test_size))
     if len(test) < test_size:
-        raise ValueError(f"got {len(test)} different questions of {name} in {ATTEMPTS * test_size}, wanted {test_size}")
+        raise ValueError(
+            f"got {len(test)} different questions of {name} in {ATTEMPTS * test_size} seeds{_failures(failed)}, wanted "
+            f"{test_size}"
+        )
     held_out = frozenset(normalize_prompt(problem.prompt) for problem in test)
     return generated_task(partial(_train, name, levels, template, held_out), test, EPOCH)
+
+
+def _made(attempts: Iterator[Problem | Exception], failed: list[Exception]) -> Iterator[Problem]:
+    """The problems among the attempts; what the library raised goes to `failed`. It ends where the first all fail."""
+    made = 0
+    for attempt in attempts:
+        if isinstance(attempt, Problem):
+            made += 1
+            yield attempt
+        else:
+            failed.append(attempt)
+            if not made and len(failed) == ATTEMPTS:
+                return
+
+
+def _failures(failed: Sequence[Exception]) -> str:
+    """How many seeds the library failed to make a problem of, and what it raised last."""
+    if not failed:
+        return ""
+    last = " ".join(f"{type(failed[-1]).__name__}: {failed[-1]}".split())[:300]
+    return f", {len(failed)} of which the library made no problem of, the last with {last}"
 
 
 def _different(problems: Iterator[Problem]) -> Iterator[Problem]:
@@ -203,25 +228,27 @@ def _train(
 ) -> Problem:
     if index < 0:
         raise ValueError(f"training index: got {index}, wanted an integer >= 0")
-    for attempt in range(ATTEMPTS):
-        problem = _problem(name, levels, template, key, index, attempt)
-        if problem is not None and normalize_prompt(problem.prompt) not in held_out:
+    failed: list[Exception] = []
+    attempts = (_problem(name, levels, template, key, index, attempt) for attempt in range(ATTEMPTS))
+    for problem in _made(attempts, failed):
+        if normalize_prompt(problem.prompt) not in held_out:
             return problem._replace(uid=index)
+    hint = "" if len(failed) == ATTEMPTS else ": lower test_size"
     raise ValueError(
-        f"{name}: got {ATTEMPTS} seeds without a question that is not held out, wanted one: lower test_size"
+        f"{name}: got {ATTEMPTS} seeds without a question that is not held out{_failures(failed)}, wanted one{hint}"
     )
 
 
 def _problem(
     name: str, levels: tuple[int, ...], template: str, key: Tensor, index: int, attempt: int
-) -> Problem | None:
-    """The problem of an attempt; None where the library fails to make one of this seed."""
+) -> Problem | Exception:
+    """The problem of an attempt, or what the library raised where it fails to make one of this seed."""
     chosen, seed = (int(word) & _SEED_BITS for word in prng.fold_in(key, index, attempt))
     level = levels[chosen % len(levels)]
     try:
         entry = make_entry(name, level, seed)
-    except Exception:  # whatever a generator of the library raises where it gives a seed up
-        return None
+    except Exception as error:  # whatever a generator of the library raises where it gives a seed up
+        return error
     prompt = fill_template(template, {"question": entry["question"]})
     return Problem(index, prompt, entry["answer"] or "", {"level": level, "entry": entry})
 

@@ -42,6 +42,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
+from grpo_fn.trainer.checks.check_judges import check_judges_answer, with_record
 from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_environment import fitting_episodes
@@ -83,7 +84,7 @@ def build(
 
     Raises ValueError, before any weights are loaded, for a folder, prompts or a number of ranks that do not fit.
     """
-    s = settings
+    s = with_record(settings, request.run_dir, world.rank)
     prepare_process(world.device, deterministic=s.compute.deterministic)
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
@@ -187,6 +188,7 @@ def open_and_prepare(
     draws = looked_at(s, task)
     key = prng.fold_in(prng.key(s.seed, device="cpu"), DATA)
     prepare_here = partial(prepare_with_teachers, s, checked, train_problems(task, key, 0, draws), main=world.main)
+    world.agree(partial(check_judges_answer, s, request.run_dir, main=world.main), what="asking the judges")
     enter_folder = partial(
         enter,
         request.run_dir,
@@ -325,10 +327,8 @@ class PreparedModel(NamedTuple):
 def prompt_length(
     tokenizer: PreTrainedTokenizerBase, prompt: str, *, encode: hf.Encode, max_positions: int | None
 ) -> int:
-    """The tokens of a prompt; of one whose beginning is more than the model takes, those of its beginning.
-
-    A prompt of 50 MB would take minutes to tokenize, and its row is refused or left out all the same.
-    """
+    """The tokens of a prompt; of one whose beginning is more than the model takes, those of its beginning."""
+    # A prompt of 50 MB would take minutes to tokenize, and its row is refused or left out all the same.
     if max_positions is not None and len(prompt) > BEGINNING * max_positions:
         beginning = len(encode(tokenizer, prompt[: BEGINNING * max_positions]))
         if beginning > max_positions:

@@ -19,6 +19,11 @@ from grpo_fn.shell.world import World
 from grpo_fn.trainer.background import Background
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 
+JUDGE_METRICS = {  # by field of worker_handle.JudgeCost
+    **{name: f"judge/{name}" for name in ("requests", "retries", "prompt_tokens", "completion_tokens")},
+    **{name: f"judge/{name}" for name in ("failures", "unreadable")},
+    "seconds": "time/judge_requests",
+}
 LOG = 600.0  # seconds that the log may take for what is waiting, where the ranks have no shorter deadline
 
 
@@ -72,15 +77,24 @@ def open_writer(run_dir: Path, world: World, mirror: MirrorWriter, *, start_step
 
 
 def lost_rows(run: TrainingRun, before: Counter, loggers: RunLoggers) -> dict[str, float]:
-    """How many rows each kind of trouble has cost on all ranks; what rewards complained of goes to the log."""
-    mine = ({kind: number - before[kind] for kind, number in run.pool.counts.items()}, [*run.pool.complaints])
+    """How many rows each kind of trouble has cost on all ranks, and what judges cost; complaints go to the log.
+
+    `before` has the pool's counts and costs before the step.
+    """
+    counts = {f"reward/{kind}": number - before[kind] for kind, number in run.pool.counts.items()}
+    costs = {JUDGE_METRICS[kind]: number - before[kind] for kind, number in run.pool.costs.items()}
+    mine = (counts, costs, [*run.pool.complaints])
     run.pool.complaints.clear()
     parts = run.world.exchange(mine, what="the others' troubles with rewards")
     said = [
-        text if len(parts) == 1 else f"rank {rank}: {text}" for rank, (_, texts) in enumerate(parts) for text in texts
+        text if len(parts) == 1 else f"rank {rank}: {text}" for rank, (*_, texts) in enumerate(parts) for text in texts
     ]
     for text in said:
         loggers.console.line(text)
     if said:
         loggers.losses[:] = said
-    return {f"reward/{kind}": float(sum(counts[kind] for counts, _ in parts)) for kind in parts[0][0]}
+    total: Counter[str] = Counter()
+    for counts, costs, _ in parts:  # `update`, unlike +, keeps what is 0
+        total.update(counts)
+        total.update(costs)
+    return {name: float(number) for name, number in total.items()}

@@ -226,7 +226,7 @@ def stop_requested(run: TrainingRun, stop: StopRequest, loggers: RunLoggers) -> 
 
 def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers) -> None:
     """One step of the algorithm, its evaluation when one is due, and the record of both."""
-    gains, troubles, clock = progress.carried.gains, Counter(run.pool.counts), loggers.clock
+    gains, troubles, clock = progress.carried.gains, Counter(run.pool.counts | run.pool.costs), loggers.clock
     loggers.writer.do(LOCK, partial(keep_lock, run.run_dir))
     noted = run.policy.note() if is_due(step, run.settings.logging.checksums_every) else None
     experience, progress.carried, figures = take_step(run, step, progress.carried, clock.span)

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},
     "serve": {"command_line", *PURE, "shell", "trainer", "config"},
     "score": {"command_line", "core", "shell", "trainer", "config"},
-    "redteam": {"command_line", "core", "analysis", "tasks", "score", "shell", "config"},
+    "redteam": {"command_line", *PURE, "score", "shell", "trainer", "config"},
     "replay": {"command_line", *PURE, "shell", "trainer", "config", "train"},
     "doctor": {"command_line", "config", "shell.model"},
     "testing": {*PURE, "shell"},

@@ -13,6 +13,8 @@ FULLER = {
     "gin/algo": "one file for each published algorithm, which the command line names",
     "grpo_fn": "a package for each role and one for each command",
     "grpo_fn/algo": "a module for each kind of function",
+    "grpo_fn/tasks": "a module for each task and each way to read problems",
+    "tools/tables": "a tool for each table of the documentation",
     "gin/scale": "one file for each way to spread, save, compute or teach, which the command line names",
 }
 # Functions that are longer, and why.

@@ -26,6 +26,7 @@ ELSEWHERE = {
     *{"evaluation beside the training, steps late", "seconds of an evaluation beside the training"},
     "share of sampling that waits for environments",
     *{"curriculum: share of the problems", "curriculum: pass rate", "curriculum: level, pool"},
+    *{"judges: questions without an answer or a verdict", "judges: requests, those sent again", "judges: tokens"},
     *{"engine", "engine against policy after a push, nats", "seconds of the engine"},
 }
 

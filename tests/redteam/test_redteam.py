@@ -36,12 +36,12 @@ def test_a_judge_of_containment_is_found_out_with_the_text():
 
     best = attack_problems(PROBLEMS, contains, pulls=10).found[0]
     assert best.score == 1.0
-    assert "56" in best.text
+    assert "41" in best.text
 
 
 def test_what_is_reported_is_measured_on_problems_that_the_search_has_not_seen():
-    """A reward that pays on the first half alone promises the search much and gets nothing."""
-    seen = {problem.uid for problem in PROBLEMS[:16]}
+    """A reward that pays on every other one alone promises the search much and gets nothing."""
+    seen = {problem.uid for problem in PROBLEMS[::2]}
     campaign = attack_problems(PROBLEMS, lambda problems, _: [float(p.uid in seen) for p in problems], pulls=10)
     assert {found.score for found in campaign.found} == {0.0}
 
@@ -65,8 +65,8 @@ def test_one_part_that_dominates_is_found_out():
     [
         ({"rewards": ["mth"]}, "wanted math"),
         ({"weights": [1.0, 2.0]}, "--weight: got 2 for 1 rewards"),
-        ({"problems": 1}, "got --problems 1"),
-        ({"pulls": -1}, "got --problems 8 and --pulls -1"),
+        ({"problems": 1}, "got 1 held-out problems and 20 pulls"),
+        ({"pulls": -1}, "got 8 held-out problems and -1 pulls"),
         ({"task": "arithmetics"}, "wanted arithmetic"),
         ({"task": "grpo_fn.rewards.math.find_boxes"}, "text"),
         ({"task": "gsm8k"}, "wanted --task_param data=VALUE"),

@@ -235,6 +235,16 @@ def test_a_bad_row_is_named_after_all_before_it_are_scored(
 
 
 amounts, said = st.integers(0, 9), st.text(max_size=5)
+
+
+def test_a_row_of_a_runs_rollouts_is_scored_as_it_stands() -> None:
+    row = {"uid": 7, "g": 0, "prompt": "1 + 1?", "text": "2", "answer": "2", "reward": 0.0, "length": 3, "tokens": [1]}
+    problem, completion = parse_row("here", 1, json.dumps(row).encode(), needs=["answer"], suffix="")
+    assert (completion.text, completion.length, problem.answer) == ("2", 3, "2")
+    with pytest.raises(ValueError, match="wanted text in 'completion'"):  # of MBPP: the task, with no completion
+        parse_row("here", 1, b'{"task_id": 7, "text": "Write a function"}', needs=[], suffix="")
+
+
 turns = st.builds(
     Turn,
     text=said,

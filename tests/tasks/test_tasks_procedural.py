@@ -101,8 +101,24 @@ def test_a_level_without_settings_is_refused_with_the_library_s_reason():
 def test_a_kind_with_too_few_questions_is_refused(monkeypatch):
     monkeypatch.setattr(procedural, "ATTEMPTS", 2)
     monkeypatch.setattr(procedural, "make_entry", lambda *_: {"question": "1?", "answer": "1", "metadata": {}})
-    with pytest.raises(ValueError, match="got 1 different questions of gcd in 12, wanted 6"):
+    with pytest.raises(ValueError, match="got 1 different questions of gcd in 12 seeds, wanted 6"):
         made(weights={"gcd": 1})
+
+
+def test_a_kind_that_the_library_cannot_make_is_refused_with_what_it_raised(small, monkeypatch):
+    def fails(name, level, seed):
+        raise KeyError("no such operator")
+
+    monkeypatch.setattr(procedural, "ATTEMPTS", 3)
+    monkeypatch.setattr(procedural, "make_entry", fails)
+    with pytest.raises(
+        ValueError, match=r"got 0 different questions of gcd .* 3 of which .* KeyError: 'no such operator'"
+    ):
+        made(weights={"gcd": 1})
+    with pytest.raises(
+        ValueError, match=r"3 seeds without .*, 3 of which .* KeyError: 'no such operator', wanted one$"
+    ):
+        small.train(prng.key(1, device="cpu"), 3)
 
 
 def test_a_seed_that_the_library_fails_on_is_passed_over(small, monkeypatch):

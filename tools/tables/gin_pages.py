@@ -50,6 +50,7 @@ FOLDERS = {
     "run": "runs: a task, a model and an algorithm, ready to start",
     "algo": "algorithms, laid over a run; each binds the algorithm and nothing else",
     "task": "problems and their rewards, laid over a run",
+    "reward": "rewards, laid over a run",
     "eval": "what is evaluated",
     "scale": "precision, memory and devices",
     "engine": "what samples",

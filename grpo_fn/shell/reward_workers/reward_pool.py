@@ -6,7 +6,7 @@ killed and replaced, and only the row it was working on becomes None.
 
 import pickle
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
@@ -15,12 +15,15 @@ from typing import Any
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.partials import unwrap_reward
 from grpo_fn.core.problem import Completion, Problem, RewardFn
+from grpo_fn.rewards.judge import judge_of
 from grpo_fn.rewards.wrappers import seconds_of
+from grpo_fn.shell.reward_workers.judge_requests import JudgeRequests, JudgeUnreachable
 from grpo_fn.shell.reward_workers.worker_handle import (
     MALFORMED,
     RETURNED_NONE,
     STARTUP_SECONDS,
     Descriptor,
+    JudgeCost,
     Loss,
     Outcome,
     PoolRow,
@@ -36,7 +39,7 @@ POLL = 0.2  # seconds between two looks at whether rows are still wanted
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, or no worker could load it."""
+    """A reward function raised, no worker could load it, or a judge does not answer any more."""
 
 
 class ScoringInterrupted(RuntimeError):
@@ -55,13 +58,21 @@ def never() -> bool:
 class RewardJob:
     """Rows that go through a pool. Their outcomes come out in the order in which the rows went in.
 
-    Equal rows are scored once, as long as the first of them is still in here. `report` is called with every loss.
+    Equal rows are scored once, as long as the first of them is still in here. `report` is called with every loss, and
+    `charge` with what the answers of judges cost.
     """
 
-    def __init__(self, fn: RewardFn, deadline: float, report: Callable[[Loss], None] = ignore_loss) -> None:
-        self.fn, self.payload, self.report = fn, by_name(fn), report
+    def __init__(
+        self,
+        fn: RewardFn,
+        deadline: float,
+        report: Callable[[Loss], None] = ignore_loss,
+        charge: Callable[[JudgeCost], None] | None = None,
+    ) -> None:
+        self.fn, self.payload, self.report, self.charge = fn, by_name(fn), report, charge
         self.deadline = seconds_of(fn, deadline)
         self.waiting: deque[PoolRow] = deque()  # not yet with a worker
+        self.to_judge: deque[PoolRow] = deque()  # not yet asked about
         self.left = time.monotonic()  # when the pool last looked after its workers
         self._line: deque[PoolRow] = deque()  # outcome not yet taken
         self._same: dict[bytes, PoolRow] = {}
@@ -74,8 +85,8 @@ class RewardJob:
         """One more row."""
         pickled = pickle.dumps((problem, completion))
         if pickled not in self._same:
-            self._same[pickled] = PoolRow(problem, completion, pickled)
-            self.waiting.append(self._same[pickled])
+            row = self._same[pickled] = PoolRow(problem, completion, pickled)
+            (self.waiting if judge_of(self.fn, problem) is None else self.to_judge).append(row)
         self._line.append(self._same[pickled])
 
     def take(self) -> Iterator[Outcome]:
@@ -94,7 +105,8 @@ class RewardPool:
 
     `counts` says how many rows were lost so far, and to what: `timeouts`, `worker_crashes` (the memory limit included),
     `protocol_errors` (a malformed reply) and `exceptions` of the reward. `complaints` holds a text on the first row
-    lost to each of these, at most COMPLAINTS different ones; clear it once logged.
+    lost to each of these, at most COMPLAINTS different ones; clear it once logged. Rows of a `judge.Judge` go to no
+    worker: `judges` asks about them, and `costs` says what for.
 
     Args:
         workers: processes.
@@ -121,6 +133,8 @@ class RewardPool:
             stop_on_error,
         )
         self.counts = {"timeouts": 0, "worker_crashes": 0, "protocol_errors": 0, "exceptions": 0}
+        self.costs: Counter[str] = Counter()  # of judges, by field of JudgeCost
+        self.judges = JudgeRequests()
         self.complaints: list[str] = []
         self._workers: list[WorkerHandle] = []
         self._stillborn = 0
@@ -131,6 +145,7 @@ class RewardPool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.judges.close()
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.stdin.close()
@@ -180,9 +195,14 @@ class RewardPool:
         """Count a row that was lost, and complain of it. Raises RewardError for one that is to stop everything."""
         if loss.cause == "exceptions" and self.stop_on_error:
             raise RewardError(loss.text)
-        self.counts[loss.cause] += 1
+        if loss.cause in self.counts:  # what a judge did not score is among its costs
+            self.counts[loss.cause] += 1
         if len(self.complaints) < COMPLAINTS and not any(loss.reason in text for text in self.complaints):
             self.complaints.append(loss.text)
+
+    def charge(self, cost: JudgeCost) -> None:
+        """Count what the answer of a judge cost."""
+        self.costs.update(cost._asdict())
 
     @contextmanager
     def _mine(self) -> Iterator[None]:
@@ -202,8 +222,10 @@ class RewardPool:
         if any(worker.rows for worker in self._workers):
             raise RuntimeError("reward pool: got a call to score while another one is at work, wanted one at a time")
         try:
-            yield RewardJob(fn, self.deadline, self.report if report is None else report)
+            own = report is None
+            yield RewardJob(fn, self.deadline, self.report if own else report, self.charge if own else None)
         finally:
+            self.judges.cancel()
             for place, worker in enumerate(self._workers):
                 if worker.rows:
                     self._replace(place)
@@ -221,11 +243,15 @@ class RewardPool:
             if job.waiting and not worker.rows:
                 worker.assign(job.payload, [job.waiting.popleft() for _ in range(min(chunk, len(job.waiting)))])
         busy = [(place, worker) for place, worker in enumerate(self._workers) if worker.rows]
+        known = self._ask_judges(job)
         ready = ready_among(
-            reading=[*(worker.stdout for _, worker in busy), *watching],
+            reading=[*(worker.stdout for _, worker in busy), *([self.judges] if self.judges.busy else []), *watching],
             writing=[worker.stdin for _, worker in busy if worker.outgoing],
-            seconds=min([POLL, *(worker.due - time.monotonic() for _, worker in busy)]),
+            seconds=0.0 if known else min([POLL, *(worker.due - time.monotonic() for _, worker in busy)]),
         )
+        if self.judges.busy and self.judges.fileno() in ready:
+            with judge_errors():
+                self._take_verdicts(self.judges.settle(), job)
         for place, worker in busy:
             try:
                 if worker.stdin.fileno() in ready:
@@ -238,6 +264,26 @@ class RewardPool:
                 self._give_up(place, lost, job)
         job.left = time.monotonic()
         return any(stream.fileno() in ready for stream in watching)
+
+    def _ask_judges(self, job: RewardJob) -> bool:
+        """Ask about the rows that wait for a judge; whether the record had an answer about one."""
+        known: list[PoolRow] = []
+        while job.to_judge:
+            row = job.to_judge.popleft()
+            judge, seconds = judge_of(job.fn, row.problem)
+            with judge_errors():
+                self.judges.ask(row, judge, seconds)
+            if row.outcome is not None:
+                known.append(row)
+        self._take_verdicts(known, job)
+        return bool(known)
+
+    def _take_verdicts(self, rows: Sequence[PoolRow], job: RewardJob) -> None:
+        for row in rows:
+            if row.outcome.loss is not None:
+                job.report(row.outcome.loss)
+            if job.charge is not None:
+                job.charge(row.outcome.cost)
 
     def _take_replies(self, worker: WorkerHandle, job: RewardJob) -> None:
         for reply in worker.replies():
@@ -289,6 +335,15 @@ class RewardPool:
     def _replace(self, place: int) -> None:
         self._workers[place].end(0.0)
         self._workers[place] = WorkerHandle(self.memory_mb)
+
+
+@contextmanager
+def judge_errors() -> Iterator[None]:
+    """What a judge cannot get past, as an error of a reward."""
+    try:
+        yield
+    except JudgeUnreachable as error:
+        raise RewardError(str(error)) from error
 
 
 def _lateness(worker: WorkerHandle, deadline: float) -> str:

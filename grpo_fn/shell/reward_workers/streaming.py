@@ -21,7 +21,7 @@ from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.reward_workers.reward_pool import by_name, ignore_loss
-from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
+from grpo_fn.shell.reward_workers.worker_handle import JudgeCost, Loss, Outcome
 from grpo_fn.shell.sampler.data_parallel import spread_score
 from grpo_fn.shell.world import World
 
@@ -39,6 +39,8 @@ class Pool(Protocol):
     ) -> list[Outcome]: ...
 
     def report(self, loss: Loss) -> None: ...
+
+    def charge(self, cost: JudgeCost) -> None: ...
 
 
 class StreamedRow(NamedTuple):
@@ -126,14 +128,17 @@ class StreamingRewards:
                 self._settle(payload, left, partial(self._judged, fn))
             whole = self._there(payload, rows)
         for row in rows:
-            if (loss := self._found[payload][row].loss) is not None:  # it counts now, and only once
-                self._found[payload][row] = self._found[payload][row]._replace(loss=None)
-                self.pool.report(loss)
+            outcome = self._found[payload][row]
+            self._found[payload][row] = outcome._replace(loss=None, cost=None)  # they count now, and only once
+            if outcome.loss is not None:
+                self.pool.report(outcome.loss)
+            if outcome.cost is not None:
+                self.pool.charge(outcome.cost)
         return [self._found[payload][row].value for row in asked]
 
     def _judged(self, fn: RewardFn, *columns: Any) -> list[Outcome]:
-        """The pool reports losses by itself."""
-        return [outcome._replace(loss=None) for outcome in self.pool.judge(fn, *columns)]
+        """The pool reports losses and costs by itself."""
+        return [outcome._replace(loss=None, cost=None) for outcome in self.pool.judge(fn, *columns)]
 
     # -- who is at which row
 

@@ -27,9 +27,21 @@ MALFORMED = "worker sent a malformed reply"
 class Loss(NamedTuple):
     """What a row was lost to."""
 
-    cause: str  # timeouts, worker_crashes, protocol_errors or exceptions
+    cause: str  # timeouts, worker_crashes, protocol_errors, exceptions or judge
     reason: str
     text: str  # for people
+
+
+class JudgeCost(NamedTuple):
+    """What the answer of a judge has cost when it was asked, and whether it was of use."""
+
+    requests: int
+    retries: int  # requests that were sent again
+    prompt_tokens: int
+    completion_tokens: int
+    failures: int  # 1: no answer came
+    unreadable: int  # 1: there is no verdict in the answer
+    seconds: float  # from its first request to its end
 
 
 class Outcome(NamedTuple):
@@ -39,6 +51,7 @@ class Outcome(NamedTuple):
     reason: str
     seconds: float  # wall clock
     loss: Loss | None = None
+    cost: JudgeCost | None = None
 
 
 @dataclass(eq=False, slots=True)

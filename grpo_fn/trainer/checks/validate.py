@@ -29,6 +29,7 @@ from grpo_fn.shell.policy import memory_estimate, self_teachers
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.check_curriculum import check_curriculum_of_run
+from grpo_fn.trainer.checks.check_judges import judges_of_run
 from grpo_fn.trainer.checks.check_teachers import find_teachers, reads_gap, uses_teacher
 from grpo_fn.trainer.checks.device_plan import planned_chunk, planned_device, precision_notes
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
@@ -71,6 +72,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     s, algorithm = settings, settings.algorithm
     profiler.check_profile_steps(s.logging.profile_steps, s.steps)
     check_sandboxes([s.rewards.reward, *s.evaluation.graders])
+    judges_of_run(s)
     try_token_sampler(s.sampling.token_sampler, s.sampling.temperature)
     check_stage(s)
     drawn = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
@@ -382,10 +384,7 @@ def constant_policy(logp: Tensor) -> Policy:
 
 
 def probe_objective(objective: Objective, old_logp: OldLogp, gap: float) -> ObjectiveProbe:
-    """Two samples, one good and one bad, which the sampler found exp(-gap) times as likely as the trainer does.
-
-    Both gains are 0, which leaves the corrected token loss.
-    """
+    """Two samples, one good and one bad, which the sampler found exp(-gap) times as likely as the trainer does."""
     mask = torch.tensor([[False, True, True], [False, True, True]])
     now = torch.full((2, 3), -30.0, dtype=torch.float64)  # so far down that no gap makes a probability above 1
     rollout = Rollout(mask.long(), mask, now - gap, ~mask[:, 1], ("", ""))
@@ -394,7 +393,7 @@ def probe_objective(objective: Objective, old_logp: OldLogp, gap: float) -> Obje
     batch = Batch(
         mask.long(), mask, rollout.logp_sampled, old, now, now, adv, torch.zeros_like(mask), tokens_of_group(mask, 1)
     )
-    loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(0.0, 0.0))
+    loss = partial(objective, batch=batch, totals=count(batch), gains=Gains(0.0, 0.0))  # the token loss alone
     signal, seen = grad(loss, has_aux=True)(Scores(now, torch.ones_like(now)))
     weight = seen.get("correction", torch.ones_like(now))
     return ObjectiveProbe(tuple(signal.logp[mask].tolist()), bool((weight != 1)[mask].any()))

@@ -25,7 +25,7 @@ from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.reward_workers import streaming
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool, ScoringInterrupted, ignore_loss
 from grpo_fn.shell.reward_workers.streaming import StreamingRewards
-from grpo_fn.shell.reward_workers.worker_handle import Loss, Outcome
+from grpo_fn.shell.reward_workers.worker_handle import JudgeCost, Loss, Outcome
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, rank_share
 from grpo_fn.shell.world import World, alone
 
@@ -79,6 +79,9 @@ class Fake:
         if self.stops:
             raise RewardError(loss.text)
         self.counts[loss.cause] += 1
+
+    def charge(self, cost: JudgeCost) -> None:
+        raise AssertionError("no reward here asks a judge")
 
 
 def problems_of(problems: Sequence[Problem]) -> list[int]:

@@ -1,0 +1,278 @@
+"""A language model as a judge: what it is asked about a completion, and how its answer is read. Text in, text out.
+
+What scores rows, a `reward_pool.RewardPool`, sends the question and gets the answer. What the policy wrote is data
+to the judge: it stands between two fences, and a verdict counts only behind a mark. Both depend on it by SHA-256, so
+that it can hold neither.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+from urllib.parse import urlsplit
+
+from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.core.problem import Completion, Problem, transcript
+from grpo_fn.rewards.wrappers import by_task, with_timeout
+
+ReadVerdict = Callable[[str, str], float | None]  # (answer, mark) -> reward; None: it cannot be read
+
+FIELDS = ("prompt", "answer", "completion", "fence", "mark")
+NEEDED = ("completion", "fence", "mark")
+# What chat templates mark turns with: a tokenizer reads it as a token wherever it stands.
+_CONTROL = re.compile(r"<(?=\||/?s>|/?think>|(?:start|end)_of_turn>|[|｜])|\[(?=/?(?:INST|SYSTEM_PROMPT)\])")
+_NUMBER = r"(-?[0-9]+(?:\.[0-9]+)?)(?![\w/]|\.[0-9])"
+
+
+class JudgeQuestion(NamedTuple):
+    """What a judge is asked about one completion."""
+
+    body: Mapping[str, Any]  # of the request
+    mark: str  # that the verdict has to stand behind
+    digest: str  # hex SHA-256 of the body: equal questions have equal ones
+
+
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class Judge:
+    """A reward: the verdict of a language model behind an OpenAI-compatible endpoint.
+
+    It is a part, a grader, in `wrappers.with_timeout`, or in a table of `wrappers.by_task`; else it is refused.
+
+    Args:
+        name: of the part: `reward/<name>`.
+        endpoint: address up to the version, `http://host:8000/v1`.
+        model: the model's name there.
+        system: text of the system message; empty for none.
+        template: text of the question; holds `{completion}`, `{fence}` and `{mark}`, and may hold `{prompt}` and
+            `{answer}`.
+        read: (the judge's answer, the mark) -> the reward, or None for one that cannot be read: `marked_score`.
+        sampling: more fields of a chat completion request, `{"temperature": 0.0, "max_tokens": 512}`.
+        concurrency: requests under way at once, of each rank.
+        retries: how often a request is sent again that was refused for now (429, 5xx), late or not understood.
+        backoff_seconds: wait before the first of these; each later one waits twice as long, up to a minute.
+        request_seconds: longest wait for the answer to one request.
+        batch_seconds: longest time from asking to an answer, with all waiting, for rows that are asked about together.
+        max_failures: questions in a row without an answer that end the run.
+        api_key_variable: environment variable with the key; None: the endpoint needs none.
+
+    Raises:
+        ValueError: for an endpoint that is no address or holds a password, no model, a template without its fields, a
+            reader that reads a verdict in an empty text, fields of the request that are the judge's own, and numbers
+            that are too small.
+    """
+
+    name: str
+    endpoint: str
+    model: str
+    system: str
+    template: str
+    read: ReadVerdict
+    sampling: Mapping[str, Any]
+    concurrency: int
+    retries: int
+    backoff_seconds: float
+    request_seconds: float
+    batch_seconds: float
+    max_failures: int
+    api_key_variable: str | None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be a judge."""
+        parts = urlsplit(self.endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ValueError(f"judge.Judge.endpoint: got {self.endpoint!r}, wanted an address like http://host:8000/v1")
+        if parts.username or parts.password:
+            raise ValueError(
+                "judge.Judge.endpoint: got an address with a user or a password, wanted it without: the key goes into "
+                "the environment variable that judge.Judge.api_key_variable names"
+            )
+        for knob in ("name", "model"):
+            if not getattr(self, knob).strip():
+                raise ValueError(f"judge.Judge.{knob}: got {getattr(self, knob)!r}, wanted a name")
+        for field in NEEDED:
+            if f"{{{field}}}" not in self.template:
+                raise ValueError(f"judge.Judge.template: got no {{{field}}} in {self.template[:80]!r}, wanted it there")
+        if taken := sorted({"model", "messages", "n", "stream"} & {*self.sampling}):
+            raise ValueError(f"judge.Judge.sampling: got {', '.join(taken)}, wanted other fields of the request")
+        least = {"concurrency": 1, "retries": 0, "max_failures": 1}
+        for knob, value in least.items():
+            if getattr(self, knob) < value:
+                raise ValueError(f"judge.Judge.{knob}: got {getattr(self, knob)}, wanted at least {value}")
+        for knob in ("backoff_seconds", "request_seconds", "batch_seconds"):
+            if not getattr(self, knob) > 0:
+                raise ValueError(f"judge.Judge.{knob}: got {getattr(self, knob)}, wanted more than 0")
+        if (read := self.read("", "mark")) is not None:
+            raise ValueError(f"judge.Judge.read: got {read} of an empty answer, wanted None: it cannot be read")
+
+    @property
+    def __name__(self) -> str:
+        """What the part is called."""
+        return self.name
+
+    def __repr__(self) -> str:
+        """Short: errors about rows name it."""
+        return f"Judge({self.name})"
+
+    def __call__(self, problem: Problem, completion: Completion) -> NoReturn:
+        """Raise TypeError: a question takes a request, and who scores rows sends it."""
+        raise TypeError(f"judge {self.name}: got a call, wanted its rows scored by a reward pool, which sends requests")
+
+    def question(self, problem: Problem, completion: Completion) -> JudgeQuestion:
+        """What is asked about a completion; of an episode, about all its turns.
+
+        Args:
+            problem: its prompt and answer may be shown.
+            completion: what is judged.
+
+        Returns:
+            The question.
+        """
+        said = transcript(completion.text, completion.turns)
+        fence, mark = (word_of(use, problem.prompt, said) for use in ("text", "verdict"))
+        shown = {
+            "prompt": without_chat_marks(problem.prompt),
+            "answer": without_chat_marks(problem.answer),
+            "completion": without_chat_marks(said),
+            "fence": fence,
+            "mark": mark,
+        }
+        places = "|".join(re.escape(f"{{{field}}}") for field in FIELDS)
+        text = re.sub(places, lambda found: shown[found.group()[1:-1]], self.template)
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"model": self.model, "messages": [*messages, {"role": "user", "content": text}], **self.sampling}
+        return JudgeQuestion(body, mark, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest())
+
+
+def word_of(use: str, prompt: str, text: str) -> str:
+    """A word of letters that no text can hold of itself: it depends on all of it by SHA-256.
+
+    Args:
+        use: what the word begins with.
+        prompt: of the problem.
+        text: what is judged.
+
+    Returns:
+        `use`, a dash and twelve letters.
+    """
+    digest = hashlib.sha256(json.dumps([use, prompt, text]).encode()).hexdigest()[:12]
+    return f"{use}-" + digest.translate(str.maketrans("0123456789abcdef", "abcdefghijklmnop"))
+
+
+def without_chat_marks(text: str) -> str:
+    """The text with a space in every mark of chat templates, so that it ends no turn and begins none.
+
+    Args:
+        text: of a prompt or a completion.
+
+    Returns:
+        The text; `< |im_end|>` for `<|im_end|>`.
+    """
+    return _CONTROL.sub(lambda found: found.group() + " ", text)
+
+
+def marked_score(answer: str, mark: str, *, low: float, high: float) -> float | None:
+    """The number that stands behind the mark, from 0 for `low` to 1 for `high`.
+
+    What comes before the last `</think>` is not read.
+
+    Args:
+        answer: of the judge.
+        mark: of the question.
+        low: the least number.
+        high: the most.
+
+    Returns:
+        (number - low) / (high - low); None where there is no number, one outside of [low, high], or different ones.
+
+    Raises:
+        ValueError: for a low that is not less than high.
+    """
+    if not low < high:
+        raise ValueError(f"judge.marked_score: got low {low} and high {high}, wanted low below high")
+    found = {float(number) for number in re.findall(_behind(mark) + _NUMBER, _conclusion(answer))}
+    number = found.pop() if len(found) == 1 else None
+    return None if number is None or not low <= number <= high else (number - low) / (high - low)
+
+
+def marked_word(answer: str, mark: str, *, values: Mapping[str, float]) -> float | None:
+    """The reward of the word that stands behind the mark, in capital letters or not.
+
+    What comes before the last `</think>` is not read.
+
+    Args:
+        answer: of the judge.
+        mark: of the question.
+        values: reward of each word, `{"yes": 1.0, "no": 0.0}`.
+
+    Returns:
+        The value; None where there is none of the words, or different ones.
+
+    Raises:
+        ValueError: for no words.
+    """
+    if not values:
+        raise ValueError("judge.marked_word: got no values, wanted a reward for each word")
+    worth = {word.lower(): float(value) for word, value in values.items()}
+    words = {word.lower() for word in re.findall(_behind(mark) + r"([^\W\d_]+)", _conclusion(answer))}
+    return worth.get(words.pop()) if len(words) == 1 else None
+
+
+def judge_of(fn: Any, problem: Problem) -> tuple[Judge, float] | None:
+    """The judge that a reward asks about a problem, and the seconds for its answer; None where it asks none.
+
+    Looks through `with_timeout` and the tables of `by_task`.
+
+    Args:
+        fn: a reward.
+        problem: the problem of the row.
+
+    Returns:
+        The judge and its seconds.
+    """
+    if isinstance(fn, Judge):
+        return fn, fn.batch_seconds
+    function, knobs = function_and_knobs(fn)
+    if function is with_timeout:
+        found = judge_of(knobs["reward"], problem)
+        return found and (found[0], min(found[1], knobs["seconds"]))
+    if function is by_task and (name := problem.meta.get("task")) in knobs["rewards"]:
+        return judge_of(knobs["rewards"][name], problem)
+    return None
+
+
+def judges_of(value: Any) -> Iterator[Judge]:
+    """Every judge in the value of a knob, at any depth.
+
+    Args:
+        value: rewards, graders, or what combines them.
+
+    Yields:
+        The judges.
+
+    Raises:
+        ValueError: for one in a place where it is not asked: among the knobs of another function than `with_timeout`,
+            `by_task` and those that combine parts.
+    """
+    if isinstance(value, Judge):
+        yield value
+    function, knobs = function_and_knobs(value)
+    inside: Sequence[Any] = [*value.values()] if isinstance(value, Mapping) else [*knobs.values()]
+    for item in value if isinstance(value, list | tuple) else inside:
+        if isinstance(item, Judge) and knobs and function is not with_timeout:
+            raise ValueError(
+                f"judge {item.name}: got it as a knob of {function.__module__}.{function.__name__}, wanted it among "
+                "the parts of the reward or the graders, in wrappers.with_timeout or in a table of wrappers.by_task"
+            )
+        yield from judges_of(item)
+
+
+def _behind(mark: str) -> str:
+    """A pattern for the mark and what may stand between it and a verdict."""
+    return rf"(?<![\w-]){re.escape(mark)}[*_`\"'\])]*[ \t]*[:=][ \t]*[*_`\"'\[(]*[ \t]*"
+
+
+def _conclusion(answer: str) -> str:
+    """What a model that thinks aloud says at the end."""
+    return answer.rpartition("</think>")[2]

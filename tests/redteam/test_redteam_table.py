@@ -1,0 +1,77 @@
+"""The tables of docs/rewards/redteam.md: every reward, run and accepted kind is attacked; a line is what is found."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import redteam_table
+
+from grpo_fn.redteam.__main__ import main
+from grpo_fn.rewards import code, format, length, math, procedural
+from grpo_fn.score.reward_spec import known_reward
+from grpo_fn.tasks import procedural as procedural_task
+
+ENTRIES = [*redteam_table.entries(Path("/data"))]
+RUNS = Path(redteam_table.ROOT / "gin" / "run")
+# Runs whose rewards read the turns of an episode, that draw from another's task, or that reward nothing.
+ELSEWHERE = {"calculator.gin", "arithmetic_vllm.gin", "sft.gin"}
+
+
+def rewards_of(module: object) -> set[str]:
+    """The public rewards of a module."""
+    return {
+        f"{module.__name__}.{name}"
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and [*inspect.signature(value).parameters][:2] == ["problem", "completion"]
+        and not name.startswith("_")
+    }
+
+
+def test_every_reward_run_and_accepted_kind_is_attacked() -> None:
+    named = {known_reward(name).function for entry in ENTRIES for name in entry.rewards}
+    assert set().union(*map(rewards_of, (code, format, length, math, procedural))) <= named
+    assert {path.name for path in RUNS.glob("*.gin")} - ELSEWHERE <= {
+        Path(name).name for entry in ENTRIES for name in entry.gin_files
+    }
+    kinds = {entry.label for entry in ENTRIES if entry.group == "kinds"}
+    assert kinds == {*procedural_task.kinds()} - {*procedural_task.AUDIT_FAILURES}
+
+
+def test_the_page_has_a_line_for_each() -> None:
+    page = redteam_table.PAGE.read_text()
+    lines = [line for found in redteam_table.TABLE.finditer(page) for line in found[0].splitlines()[3:-1]]
+    assert len(lines) == len(ENTRIES)
+    for entry in ENTRIES:
+        assert any(f" {entry.label or entry.task or ' + '.join(entry.gin_files)} |" in line for line in lines), (
+            entry.name()
+        )
+
+
+def test_tables_are_rewritten_in_their_places() -> None:
+    page = "a\n<!-- campaigns of runs -->\nold\n<!-- end -->\nb\n"
+    wanted = "\n".join(["a", "<!-- campaigns of runs -->", *redteam_table.HEAD, "| x |", "<!-- end -->", "b", ""])
+    assert redteam_table.with_tables(page, {"runs": ["| x |"]}) == wanted
+    assert redteam_table.with_tables(wanted, {"runs": ["| x |"]}) == wanted
+    with pytest.raises(ValueError, match="got places for runs, wanted them for kinds"):
+        redteam_table.with_tables(page, {"kinds": []})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["runs: as configured on run/arithmetic.gin", "lenient on arithmetic", "on aiw"])
+def test_the_page_says_what_the_tool_finds(word: str, capsys: pytest.CaptureFixture) -> None:
+    assert redteam_table.main(["--data", "/data", "--only", word]) == 0
+    assert capsys.readouterr().out in redteam_table.PAGE.read_text()
+
+
+def test_a_runs_own_reward_is_attacked_on_its_task(capsys: pytest.CaptureFixture) -> None:
+    argv = ["--gin_file", "run/arithmetic.gin", "--problems", "4", "--pulls", "0"]
+    parts = ["--gin_param", "combine.combine.parts=[@format.boxed]", "--gin_param", "combine.combine.weights=[2.0]"]
+    assert main([*argv, *parts]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("2 * boxed on run/arithmetic.gin: mean scores over 2 problems")
+    assert "best without the answer: 2.000" in said
+    assert main([*argv, "--reward", "math"]) == 2
+    assert main(["--reward", "math"]) == 2
+    assert "wanted either the two or the gin files" in capsys.readouterr().err
