@@ -14,7 +14,7 @@ from grpo_fn.tasks import procedural as procedural_task
 ENTRIES = [*redteam_table.entries(Path("/data"))]
 RUNS = Path(redteam_table.ROOT / "gin" / "run")
 # Runs whose rewards read the turns of an episode, that draw from another's task, or that reward nothing.
-ELSEWHERE = {"calculator.gin", "arithmetic_vllm.gin", "sft.gin"}
+ELSEWHERE = {"run/calculator.gin", "run/maze.gin", "run/arithmetic_vllm.gin", "run/sft.gin"}
 
 
 def rewards_of(module: object) -> set[str]:
@@ -33,9 +33,8 @@ def test_every_reward_run_and_accepted_kind_is_attacked() -> None:
     named = {known_reward(name).function for entry in ENTRIES for name in entry.rewards}
     found = set().union(*map(rewards_of, (code, format, length, math, procedural)))
     assert found - {"grpo_fn.rewards.code.run_against_tests"} <= named  # which is no reward: what the sandbox says
-    assert {path.name for path in RUNS.glob("*.gin")} - ELSEWHERE <= {
-        Path(name).name for entry in ENTRIES for name in entry.gin_files
-    }
+    files = {name for entry in ENTRIES for name in entry.gin_files}
+    assert {f"run/{path.name}" for path in RUNS.glob("*.gin")} - ELSEWHERE <= files
     kinds = {entry.label for entry in ENTRIES if entry.group == "kinds"}
     assert kinds == {*procedural_task.kinds()} - {*procedural_task.AUDIT_FAILURES}
 
