@@ -127,6 +127,7 @@ def runs(data: Path) -> Iterator[Entry]:
     rows = f"DATA={str(data / 'math' / 'math500.jsonl')!r}"
     yield run(gin_files=["run/gsm8k.gin", "task/rows.gin"], gin_params=[rows])
     yield run(gin_files=["run/gsm8k.gin", "task/procedural.gin"])
+    yield run(gin_files=["run/procedural.gin"])
     yield run(gin_files=["run/mbpp_code.gin"], gin_params=[places["mbpp"]], problems=32, pulls=20)
     yield run(gin_files=["experiments/custom_reward/run.gin"])
 
