@@ -164,7 +164,7 @@ def cutting(setting: Setting) -> None:
     for size in (2, 12):
         tokens, mask = (x.to("cuda") for x in rows_of(TOY.vocabulary, groups=2, size=size, prompt=4, new=6))
         none = torch.zeros(mask.shape, device="cuda")
-        batch = Batch(tokens, mask, none, none, none, none, none, torch.zeros_like(mask))
+        batch = Batch(tokens, mask, none, none, none, none, none, torch.zeros_like(mask), mask.long())
         bench.policy.split_rows(batch)  # the model is asked once how it reads rows
         before = sum(fake.backend.waits().values())
         parts = bench.policy.split_rows(batch)

@@ -122,7 +122,7 @@ def trace(rank: int, size: int, model: str, changed: dict[str, Any]) -> dict[str
     policy = lone_policy(rank, size, model, changed)
     tokens, mask = (x.to("cuda") for x in rows_of(SHAPE.vocabulary, groups=size // 4, size=8, prompt=6, new=10))
     none = torch.zeros(mask.shape, device="cuda")
-    batch = Batch(tokens, mask, none, none, none, none, none + 1, torch.zeros_like(mask))
+    batch = Batch(tokens, mask, none, none, none, none, none + 1, torch.zeros_like(mask), mask.long())
     LoneWorld.calls.clear()
     with CollectiveTrace():
         parts = policy.split_rows(batch)

@@ -127,7 +127,7 @@ def repeats(setting: Setting, bench: Bench, *, on: bool) -> float:
     tokens, mask = rows_of(bench.placing.config.vocab_size, groups=2, size=4, prompt=24, new=new)
     none = torch.zeros(mask.shape)
     signal = Scores(mask * torch.randn(mask.shape, generator=torch.Generator().manual_seed(6)), none)
-    batch = Batch(tokens, mask, none, none, none, none, none, torch.zeros_like(mask))
+    batch = Batch(tokens, mask, none, none, none, none, none, torch.zeros_like(mask), mask.long())
     there = [type(x)(*(y.to(setting.device) for y in x)) for x in (batch, signal)]
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(on, warn_only=True)
