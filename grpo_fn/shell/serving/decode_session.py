@@ -66,9 +66,9 @@ class QueuedRow:
 
 
 def random_numbers(rows: Sequence[QueuedRow], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The uniform numbers of every row, `[R, width]`, and its limit, `[R]`."""
+    """The uniform numbers of every row, `[R, width]`, as the local sampler holds them, and its limit, `[R]`."""
     keys = torch.stack([row.key for row in rows]).to(device)
-    u = prng.uniform(keys, width, low=0.0, high=1.0, dtype=torch.float32)
+    u = prng.uniform(keys, width, low=0.0, high=1.0, dtype=torch.float32).double()
     return u, torch.tensor([row.limit for row in rows], device=device)
 
 
