@@ -65,7 +65,8 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
     of, call = s.environments, EnvironmentCall(TALK)
     u = prng.uniform(prng.fold_in(KEY, uid, g), s.max_new_tokens, dtype=torch.float32, low=0.0, high=1.0)
     base = prng.fold_in(KEY, ENVIRONMENT)
-    begun = decode_answer(call("start", problem(uid, prompt), environment_seeds(base, uid, START)))
+    (seed,) = environment_seeds(base, torch.tensor([uid]), START)
+    begun = decode_answer(call("start", problem(uid, prompt), seed))
     opening, state = of.chat.open(begun.messages), begun.state
     tokens, mask, logps, n = [], [], [], 0
     for turn in range(of.max_turns):
@@ -83,7 +84,8 @@ def alone(s: LocalSampler, prompt: str, uid: int, g: int) -> tuple[list[int], li
                 return tokens, mask, logps, "turn_tokens"
             if len(opening) + len(tokens) == s.max_total_tokens:
                 return tokens, mask, logps, "context"
-        found = decode_answer(call("step", state, of.chat.parse(tokens[at:]), environment_seeds(base, uid, g, turn)))
+        (seed,) = environment_seeds(base, torch.tensor([uid]), g, turn)
+        found = decode_answer(call("step", state, of.chat.parse(tokens[at:]), seed))
         state = found.state
         if found.done:
             return tokens, mask, logps, ""
