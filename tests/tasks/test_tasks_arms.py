@@ -97,7 +97,7 @@ def test_rows_that_are_left_out_are_asked_no_more(name):
 
 
 def test_prompts_that_are_too_long_leave_the_arms():
-    task, left_out = drop(TASKS["rows"](), lambda prompt: 9 if prompt.startswith("5") else 1, 4)
+    task, left_out = drop(TASKS["rows"](), lambda row: 9 if row.prompt.startswith("5") else 1, 4)
     assert (left_out, len(task.arms)) == (4, 5)
 
 

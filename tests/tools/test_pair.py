@@ -38,8 +38,10 @@ def argv(folder: Path, *flags: str, **arms: str) -> list[str]:
     """The small run, in arms."""
     (folder / "models").mkdir(exist_ok=True)
     files = [arm(folder, name, text) for name, text in arms.items()]
-    cache = f"tiny_model.Recipe.cache={str(folder / 'models')!r}"
-    return [*files, *BASE, "--gin_param", cache, "--gin_param", "STEPS=2", "--out", str(folder / "out"), *flags]
+    cache = folder / "cache.gin"  # in a file: arms begin from a folder, and make no model
+    head = "from __gin__ import dynamic_registration\nfrom grpo_fn.shell.model import tiny_model\n"
+    cache.write_text(f"{head}tiny_model.Recipe.cache = {str(folder / 'models')!r}\n")
+    return [*files, *BASE, "--gin_file", str(cache), "--gin_param", "STEPS=2", "--out", str(folder / "out"), *flags]
 
 
 # -- what may be compared
