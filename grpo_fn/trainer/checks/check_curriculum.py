@@ -1,4 +1,4 @@
-"""Whether a run's curriculum fits its task, its sampler and its rewards, found by asking it for a first step."""
+"""Whether a run's curriculum fits its task, its sampler and its rewards, by a first step of it."""
 
 from collections.abc import Sequence
 
