@@ -29,8 +29,9 @@ def backend_library() -> Path:
     Raises:
         NoCompiler: when it cannot be built, with what the compiler said last.
     """
-    of = SOURCE.read_bytes() + torch.__version__.encode() + sysconfig.get_platform().encode()
-    folder = Path(tempfile.gettempdir()) / f"fake-cuda-{os.getuid()}-{hashlib.sha256(of).hexdigest()[:16]}"
+    of = [torch.__version__, sysconfig.get_platform(), *library_paths()]  # where it looks for torch is written in it
+    digest = hashlib.sha256(SOURCE.read_bytes() + "\n".join(of).encode()).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"fake-cuda-{os.getuid()}-{digest[:16]}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / LIBRARY
     with open(folder / "lock", "w") as lock:

@@ -1,5 +1,7 @@
 """Requests share a model and a thread, and none notices the others."""
 
+import itertools
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -79,14 +81,21 @@ def test_rows_that_come_while_others_are_decoded_get_what_they_get_alone(
 ) -> None:
     """Each is put into the queue between two steps of those before it."""
     alone = drawn(shared, asked, apart=True)
-    later = [(step, QueuedRow(*one)) for step, one in zip(at, asked[1:], strict=False)]
-    steps = iter(range(10**6))
+    later = [QueuedRow(*one) for one in asked[1:]]
+    coming, lock = list(zip(at, later, strict=False)), threading.Lock()
+    steps = itertools.count()
     between = shared._between_steps
 
+    def put(until: float) -> None:
+        """Each once: the session goes on with other rows when the first has ended."""
+        with lock:
+            due = [row for when, row in coming if when <= until]
+            coming[:] = [(when, row) for when, row in coming if when > until]
+        for row in due:
+            shared.draw([row])
+
     def arrive() -> None:
-        step = next(steps)
-        for due in [row for when, row in later if when == step]:
-            shared.draw([due])
+        put(next(steps))
         between()
 
     shared._between_steps = arrive
@@ -94,12 +103,9 @@ def test_rows_that_come_while_others_are_decoded_get_what_they_get_alone(
         (first,) = drawn(shared, asked[:1])
     finally:
         shared._between_steps = between
-    ran = next(steps)
-    for when, row in later:
-        if when >= ran:  # the first row had ended by then
-            shared.draw([row])
-    wait([row.future for _, row in later], SECONDS)
-    assert close_to([first, *(row.future.result(0) for _, row in later)], alone)
+    put(math.inf)  # what was to come after the first row's end
+    wait([row.future for row in later], SECONDS)
+    assert close_to([first, *(row.future.result(0) for row in later)], alone)
 
 
 def test_rows_do_join_a_session_that_is_going_on(shared: DecodeService, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,9 +146,9 @@ def test_on_servers_a_row_whose_environment_works_keeps_no_thread() -> None:
 @pytest.mark.parametrize("engine", [Even(), Stepped()], ids=["servers", "in the process"])
 def test_seconds_in_which_nothing_is_drawn_are_counted(engine: Engine) -> None:
     caller = Late([])
-    caller.here.delays = [0.05]
+    caller.here.delays = [0.2]
     sampled(engine, caller, 2)
-    assert 0.1 <= caller.waits["time/environment_wait"] < 5.0  # twice, of all rows at once
+    assert 0.3 <= caller.waits["time/environment_wait"] < 5.0  # twice, of all rows at once, once nothing is drawn
 
 
 @pytest.mark.parametrize("engine", [Even(), Stepped()], ids=["servers", "in the process"])
