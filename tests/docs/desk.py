@@ -193,7 +193,11 @@ def with_files(files: Sequence[str], argv: Sequence[str]) -> list[str]:
 
 def environment(things: Things, notes: Path) -> dict[str, str]:
     """Of a command: the stand-ins first, nothing that a batch system left."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC", "CUDA_", "GRPO_FN_"))}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("SLURM_", "TORCHELASTIC", "CUDA_", "GRPO_FN_", "PYTEST_"))
+    }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "RUN_DIR", "PORT", "MODULE", "PYTHON"):
         kept.pop(name, None)
     kept["PATH"] = os.pathsep.join((str(things.bin), kept["PATH"]))
