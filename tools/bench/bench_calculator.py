@@ -15,6 +15,7 @@ HELD_OUT = 128
 MAX_TURNS = 3
 TOTAL = 128  # tokens of a slot of ours: more than the question, all that is sampled and two observations
 ROWS, LR = 16, 3e-3  # of the warm start, which shows nothing but calls of the tool
+INITIALIZER_RANGE = 0.07  # that of gin/run/calculator.gin
 
 
 def make(shape: Shape, *, warm_start: int, count: int, folder: Path) -> list[str]:
@@ -25,6 +26,7 @@ def make(shape: Shape, *, warm_start: int, count: int, folder: Path) -> list[str
         before="\n",
         after="\n",
         shape=shape,
+        initializer_range=INITIALIZER_RANGE,
         warm_start=tiny_tool_model.ToolWarmStart(steps=warm_start, rows=ROWS, lr=LR, tool_share=1.0),
         seed=0,
         cache=str(folder),
