@@ -73,6 +73,12 @@ def test_every_run_file_freezes_and_its_dump_relaunches(path: Path, tmp_path: Pa
     assert (again.text, again.fingerprint) == (config.text, config.fingerprint)
 
 
+def test_under_offload_the_checksums_that_a_cpu_takes_are_those_of_every_tenth_step() -> None:
+    usual, offloaded = (load_config(["run/arithmetic.gin", *files], []).text for files in ([], ["scale/offload.gin"]))
+    assert "checksums_every = 1\n" in usual
+    assert "checksums_every = 10\n" in offloaded
+
+
 @pytest.mark.parametrize("path", RUNS, ids=named)
 def test_every_run_file_knows_steps_and_seed(path: Path) -> None:
     given = dummies(path)

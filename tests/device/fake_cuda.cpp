@@ -47,6 +47,8 @@ struct Bytes {
   }
 };
 std::array<Bytes, DEVICES> bytes;
+constexpr int64_t ON_HOST = int64_t(1) << 32;  // bytes that a card's tensors may take of this machine's memory
+std::array<std::atomic<int64_t>, DEVICES> at_most{ON_HOST, ON_HOST};  // what lies there already stays
 std::array<std::atomic<bool>, DEVICES> used{};  // anything done there: on a card that is a context of half a gigabyte
 
 struct Header {
@@ -66,7 +68,11 @@ struct DeviceAllocator final : c10::Allocator {
     c10::Device device(TYPE, static_cast<c10::DeviceIndex>(current));
     used[current] = true;
     if (size == 0) return {nullptr, nullptr, &release, device};
+    TORCH_CHECK_WITH(OutOfMemoryError, bytes[current].now + static_cast<int64_t>(size) <= at_most[current],
+                     "CUDA out of memory. Tried to allocate ", size, " bytes with ", bytes[current].now.load(), " of ",
+                     at_most[current].load(), " allocated");
     auto* header = static_cast<Header*>(std::aligned_alloc(64, (size + 2 * sizeof(Header) - 1) / 64 * 64));
+    TORCH_CHECK_WITH(OutOfMemoryError, header != nullptr, "the host has no ", size, " bytes for the device");
     *header = {static_cast<int64_t>(size), current, {}};
     std::memset(header + 1, 0xff, size);  // a NaN in every floating type, -1 in every integer
     bytes[current].add(static_cast<int64_t>(size));
@@ -534,6 +540,7 @@ PYBIND11_MODULE(fake_cuda_backend, m) {
   m.def("set_sync_debug_mode", [](const std::string& mode) { sync_debug_mode = mode; });
   m.def("allocated", [](int device) { return bytes.at(device).now.load(); });
   m.def("most_allocated", [](int device) { return bytes.at(device).most.load(); });
+  m.def("allow", [](int device, int64_t most) { at_most.at(device) = std::min(most, ON_HOST); });
   m.def("reset_most_allocated", [](int device) { bytes.at(device).most = bytes.at(device).now.load(); });
   m.def("pinned_bytes", [] {
     std::lock_guard<std::mutex> guard(mutex);

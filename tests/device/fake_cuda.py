@@ -213,8 +213,9 @@ def properties(device: Any = None) -> types.SimpleNamespace:
 
 
 def set_fraction(fraction: float, device: Any = None) -> None:
-    """Of a card's memory that this process may take; it is only noted."""
+    """Of a card's memory that this process may take; more is refused with `torch.OutOfMemoryError`."""
     _fraction[index_of(device)] = fraction
+    backend.allow(index_of(device), int(fraction * MEMORY))
 
 
 def nothing() -> Any:

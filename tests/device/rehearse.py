@@ -1,13 +1,14 @@
 """Run a program of the project on the fake device, and say what it launched and waited for.
 
     python tests/device/rehearse.py check gradients,rows      # tools/device_check --device cuda --tiny --only ...
+    python tests/device/rehearse.py check all                 # all of them but those for two cards
     python tests/device/rehearse.py larger decode             # the same without --tiny
     python tests/device/rehearse.py run grpo_fn.run --gin_file run/arithmetic.gin --gin_file scale/bf16.gin ...
     python tests/device/rehearse.py runs FILE                 # an object of argument lists for grpo_fn.run, by name
 
 With TORCH_COMPILE_DISABLE=1: there is no compiler for the device. The last line of the output is an object with the
-exit code, launches, waits, graphs captured and replayed, streams made, the devices in use, and the bytes at most. Leave
-the check `memory` out: it fills its cap with real memory.
+exit code, launches, waits, graphs captured and replayed, streams made, the devices in use, and the bytes at most. A
+card has 4 GiB of this machine's memory, whatever it says of its own: what wants more runs out of it.
 """
 
 import importlib
@@ -68,6 +69,8 @@ def main(argv: Sequence[str]) -> int:
     if kind in ("check", "larger"):
         device_check, device_runner = (importlib.import_module(x) for x in ("device_check", "device_runner"))
         shapes = ["--tiny"] if kind == "check" else []
+        if what == "all":  # ranks are other processes, and the device is in this one
+            what = ",".join(check.name for check in device_check.CHECKS if check.part != "cards")
         return device_check.main(["--device", "cuda", *shapes, "--only", what, *rest], run=device_runner.here)
     return importlib.import_module(what).main(rest) or 0
 

@@ -1,6 +1,7 @@
 """The command for a GPU: its checks pass on a CPU at toy shapes, and what fails, hangs or dies stops nothing else."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,20 +36,45 @@ def test_every_check_that_a_cpu_can_do_passes_and_is_in_the_table(
             seen.append(outcome)
             yield outcome
 
-    code = device_check.main(["--device", "cpu", "--tiny", "--out", str(tmp_path / "new" / "table.md")], run=run)
+    checks = [check for check in device_check.CHECKS if check.part != "cards"]
+    names = ",".join(check.name for check in checks)
+    argv = ["--device", "cpu", "--tiny", "--only", names, "--out", str(tmp_path / "new" / "table.md")]
+    code = device_check.main(argv, run=run)
     said = {outcome.check.name: outcome.said for outcome in seen if outcome.state != OK}
     assert code == 0, said
-    assert [outcome.check.name for outcome in seen] == ["machine", *(check.name for check in device_check.CHECKS)]
+    assert [outcome.check.name for outcome in seen] == ["machine", *(check.name for check in checks)]
     beside = {"trl"}  # where it is installed it has its own environment
-    assert said.keys() == beside | {check.name for check in device_check.CHECKS if check.only_cuda}
+    assert said.keys() == beside | {check.name for check in checks if check.only_cuda}
     assert all(outcome.figures for outcome in seen if outcome.state == OK)
     table = (tmp_path / "new" / "table.md").read_text()
     assert table in capsys.readouterr().out
     assert f"torch {torch.__version__}" in table
     assert "the figures below mean nothing" in table
     assert "missed" not in table, "goals mean nothing at toy shapes"
-    for check in device_check.CHECKS:
+    for check in checks:
         assert f"| `{check.name}` |" in table
+
+
+@pytest.mark.slow
+def test_two_ranks_on_a_cpu_pass_the_checks_for_two_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Outcome] = []
+
+    def run(*asked) -> Iterator[Outcome]:
+        for outcome in here(*asked):
+            seen.append(outcome)
+            yield outcome
+
+    assert device_check.main(["--device", "cpu", "--tiny", "--part", "cards"], run=run) == 0, capsys.readouterr().out
+    assert [outcome.state for outcome in seen] == [OK] * 4
+    codes = [figure.value for outcome in seen[2:] for figure in outcome.figures if figure.what == "exit code"]
+    assert codes == [71.0, 71.0]
+
+
+def test_on_one_card_the_checks_for_two_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    checks = [check for check in device_check.CHECKS if check.part == "cards"]
+    got = list(here(checks, Setting(device="cuda", tiny=True, scratch="/nowhere"), 60.0))
+    assert [(outcome.state, outcome.said) for outcome in got] == [(LEFT_OUT, "got 1 card, wanted 2")] * 3
 
 
 def fake(name: str, deadline: float = 30.0, *, alone: bool = False) -> Check:
@@ -79,7 +105,16 @@ def test_no_check_begins_after_the_limit() -> None:
     assert [(outcome.state, outcome.said) for outcome in got] == [(LEFT_OUT, "the -1 s of the run were over")] * 2
 
 
-def test_every_check_belongs_to_one_of_three_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_whose_time_the_limit_cut_short_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_runner, "GRACE", 0.3)
+    late, fine = apart([fake("late"), fake("fine")], NOWHERE, 3.0)
+    assert (late.state, fine.state) == (LEFT_OUT, LEFT_OUT)
+    over = "the 3 s of the run were over"  # before it began, where a process took so long to start
+    assert late.said == over or re.fullmatch(r"had [123] of its 30 s before the run's limit", late.said)
+    assert fine.said == over
+
+
+def test_every_check_belongs_to_one_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     listed = []
     for part in device_check.PARTS:
         assert device_check.main(["--part", part, "--list"]) == 0

@@ -111,8 +111,10 @@ def test_a_dry_run_ends_with_one_line_and_makes_nothing(binding: str, said: str,
     (tmp_path / "over.gin").write_text(
         "from __gin__ import dynamic_registration\n"
         "from grpo_fn.rewards import combine\n"
+        "from grpo_fn.shell.reward_workers import reward_pool\n"
         "from grpo_fn.trainer import sections\n"
-        f"from trainer import test_try_rewards\n{binding}\n"
+        "from trainer import test_try_rewards\n"
+        f"{binding}\nreward_pool.RewardPool.memory_mb = 4096\n"  # this file imports torch: of a CUDA build, 3 GB
     )
     argv = command(cache, tmp_path / "run", "--gin_file", str(tmp_path / "over.gin"), "--dry_run")
     assert finish(argv, tmp_path / "out") == 2

@@ -1,15 +1,16 @@
-"""Everything that only a GPU can show, in three commands of at most nine minutes each: correctness, speed, whole steps.
+"""Everything that only a GPU can show, in commands of at most nine minutes: three for one card, one for two.
 
     python tools/device_check --part correctness --out experiments/device/RESULTS-correctness.md
     python tools/device_check --part speed --out experiments/device/RESULTS-speed.md
     python tools/device_check --part steps --out experiments/device/RESULTS-steps.md
+    python tools/device_check --part cards --out experiments/device/RESULTS-cards.md      # two cards
     python tools/device_check --only NAME,...          # some checks alone; without either, all of them
     python tools/device_check --device cpu --tiny      # toy shapes: does the command work? Its figures mean nothing
 
 Weights are random, in the shapes of Qwen2.5-0.5B and 1.5B, and are made here; nothing is downloaded and no tokenizer is
-needed. It wants one GPU and torch, transformers, tensorboard, einops, jaxtyping, safetensors and, for the check of
-adapters, peft. gin-config and math-verify are not needed. Where a pure package is missing and nothing can be fetched,
-carry its wheel:
+needed. It wants a GPU, for the last part two, and torch, transformers, tensorboard, einops, jaxtyping, safetensors and,
+for the check of adapters, peft. gin-config and math-verify are not needed. Where a pure package is missing and nothing
+can be fetched, carry its wheel:
 
     pip download --no-deps -d wheels jaxtyping wadler-lindig peft         # where there is a network
     pip install --no-index --no-deps --find-links wheels jaxtyping wadler-lindig peft
@@ -179,9 +180,31 @@ CHECKS = [
         only_cuda="its kernels for a CPU say nothing about it",
         alone=True,
     ),
+    Check(
+        name="cards",
+        part="cards",
+        what="two ranks: gradients against the oracle, the rows of a step against one rank's, rates",
+        where="device_cards:together",
+        deadline=180,
+        alone=True,
+    ),
+    Check(
+        name="cards-stopped",
+        part="cards",
+        what="a rank that stands still: the other leaves with its step and phase, in groups of a mesh",
+        where="device_cards:stopped",
+        deadline=120,
+    ),
+    Check(
+        name="cards-gone",
+        part="cards",
+        what="a rank whose process ends: the other leaves with a documented code",
+        where="device_cards:gone",
+        deadline=120,
+    ),
 ]
 
-PARTS = ("correctness", "speed", "steps")
+PARTS = ("correctness", "speed", "steps", "cards")
 
 Runner = Callable[[Sequence[Check], Setting, float], Iterator[Outcome]]
 

@@ -60,9 +60,10 @@ def machine(setting: Setting) -> list[Figure]:
         card = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     else:
         card = f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
-    named = ("torch", "transformers", "triton", "peft", "flash-attn", "trl", "vllm")
+    named = ("transformers", "triton", "peft", "flash-attn", "trl", "vllm")
     there = [f"{name} {at}" for name in named if (at := installed(name))]
-    return [Figure("on", card), Figure("with", ", ".join([f"Python {platform.python_version()}", *there]))]
+    first = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]  # a package's has no word of CUDA
+    return [Figure("on", card), Figure("with", ", ".join([*first, *there]))]
 
 
 def installed(package: str) -> str:
@@ -166,10 +167,11 @@ def built(
     lr: float = 1e-6,
     scaling: Any = loss_scale.constant_loss_scale,
     initial_scale: float = 1.0,
+    world: World | None = None,
     **changed: Any,
 ) -> Bench:
-    """The policy as `train` puts it together; `changed` are fields of Parallelism."""
-    world = alone(find_device(setting.device, 0))
+    """The policy as `train` puts it together, of one rank without `world`; `changed` are fields of Parallelism."""
+    world = world or alone(find_device(setting.device, 0))
     placing = ModelSpec(
         folder=model,
         config=AutoConfig.from_pretrained(model),

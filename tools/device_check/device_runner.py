@@ -121,7 +121,12 @@ def in_one_process(checks: Sequence[Check], setting: Setting, until: float) -> I
                 mine.send(replace(check, deadline=deadline))
             got = answer(mine, process, check.name, deadline + GRACE)
             if isinstance(got, str):
-                got = Outcome(check, FAILED, (), got, time.monotonic() - since)
+                # Late because the run's limit cut its time short, it was not given what it may take.
+                cut = deadline < check.deadline and process.is_alive()
+                said = f"had {deadline:.0f} of its {check.deadline:g} s before the run's limit" if cut else got
+                got = Outcome(check, LEFT_OUT if cut else FAILED, (), said, time.monotonic() - since)
+                yield got
+                return
             yield got._replace(check=check)
             if got.state == FAILED:
                 return

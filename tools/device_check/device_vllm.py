@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm import vllm_sampler
+from grpo_fn.shell.vllm.process_guards import check_installed
 
 PROMPT, NEW, SIZE = 160, 32, 8  # the prompt longer than a block of cached prefixes
 SHARE = 0.3  # of the card
@@ -24,8 +24,7 @@ SHARE = 0.3  # of the card
 
 def colocated(setting: Setting) -> list[Figure]:
     """A half-B engine beside a half-B policy: pushed, probed, asleep, awake, a whole step, probed again."""
-    if find_spec("vllm") is None:
-        raise LeftOut("vllm is not here")
+    needed()
     shape = sized(setting, QWEN_HALF)
     bench = built(setting, folder(setting, shape), torch.bfloat16, lr=1e-4)
     sampler = engine_in(bench.context(), prompt=PROMPT, new=NEW, tokens=PROMPT + 2 * NEW, rows=64, cache=2**26)
@@ -63,8 +62,7 @@ def colocated(setting: Setting) -> list[Figure]:
 
 def speed(setting: Setting) -> list[Figure]:
     """The rows of `decode-0.5b`, drawn by vLLM: its own kernels, graphs and scheduler."""
-    if find_spec("vllm") is None:
-        raise LeftOut("vllm is not here")
+    needed()
     prompts, size, prompt, new = WORK
     shape = sized(setting, QWEN_HALF)
     place = context(setting, folder(setting, shape), torch.bfloat16)
@@ -75,6 +73,14 @@ def speed(setting: Setting) -> list[Figure]:
     finally:
         sampler.close()
     return [Figure("vLLM, tokens/s", tokens / took), Figure("tokens", tokens)]
+
+
+def needed() -> None:
+    """Raise LeftOut where there is no vLLM; a folder of that name is none."""
+    try:
+        check_installed("vllm")
+    except ValueError as error:
+        raise LeftOut("vllm is not here") from error
 
 
 def engine_in(place: SamplerContext, *, prompt: int, new: int, tokens: int, rows: int, cache: int) -> Any:

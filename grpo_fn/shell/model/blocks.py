@@ -176,10 +176,14 @@ RECOMPILE_LIMIT = 64
 
 
 def _compile(function: Forward, *, mode: str) -> Forward:
-    from torch._dynamo import config  # importing it takes seconds, and torch.compile does it anyway
+    from torch._dynamo import config  # importing these takes seconds, and torch.compile does it anyway
+    from torch._inductor import list_mode_options
+    from torch._inductor.config import decide_compile_threads
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-    return torch.compile(function, dynamic=True, mode=mode)
+    # vLLM in the process sets Inductor's own number to 1, for all that is compiled after its import.
+    options = {**list_mode_options(mode, dynamic=True), "compile_threads": decide_compile_threads()}
+    return torch.compile(function, dynamic=True, options=options)
 
 
 class CompiledPart:

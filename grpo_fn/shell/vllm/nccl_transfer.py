@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from grpo_fn.shell.vllm.process_guards import check_installed
+from grpo_fn.shell.vllm.process_guards import check_installed, restore_compile_threads
 from grpo_fn.shell.vllm.vllm_transfer import Chunk, Info, Transfer, check_size
 
 POLL = 0.01  # seconds
@@ -57,7 +57,8 @@ class Nccl(Transfer):
         check_size(self.chunk_bytes)
         check_here()
         try:
-            import vllm  # noqa: F401
+            with restore_compile_threads():
+                import vllm  # noqa: F401
         except ImportError as error:
             raise ValueError(
                 f"transfer: nccl_transfer.nccl wants vllm installed beside the trainer: {error}"

@@ -1,8 +1,9 @@
 """Living with vLLM in one process.
 
 vLLM takes a process for its own. What it does to the rest of it is undone here: it reseeds and consumes the global
-random generators, makes `torch.set_num_threads` do nothing, and calls the default process group into being. That group
-is made here first, the very one that FSDP2 would make, so it does not matter which of them comes first.
+random generators, makes `torch.set_num_threads` do nothing, has Inductor compile with one thread, and calls the default
+process group into being. That group is made here first, the very one that FSDP2 would make, so it does not matter which
+of them comes first.
 """
 
 import os
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 NO_PACKAGE = "a folder of that name is no package"
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"  # the environment variable that `blocks.torch_compile` goes by
 
 
 def import_vllm() -> ModuleType:
@@ -24,7 +26,8 @@ def import_vllm() -> ModuleType:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        import vllm
+        with restore_compile_threads():
+            import vllm
     except ImportError as error:
         raise missing_vllm_error("sampler", str(error)) from error
     if getattr(vllm, "__file__", None) is None:
@@ -63,6 +66,21 @@ def restore_generators(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+@contextmanager
+def restore_compile_threads() -> Iterator[None]:
+    """COMPILE_THREADS is afterwards what it was: vLLM's import makes it 1, for processes that its engine would fork.
+
+    Inductor's own setting stays as vLLM leaves it, so that an engine in this process compiles as it means to.
+    """
+    before = os.environ.get(COMPILE_THREADS)
+    try:
+        yield
+    finally:
+        os.environ.pop(COMPILE_THREADS, None)
+        if before is not None:
+            os.environ[COMPILE_THREADS] = before
 
 
 @contextmanager

@@ -238,8 +238,30 @@ def test_recomputing_goes_around_the_compiled_forward() -> None:
 def test_the_mode_is_what_torch_compile_is_given(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     monkeypatch.setattr(torch, "compile", lambda function, **how: given.append(how) or function)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
     changed(family("qwen2_tied"), partial(torch_compile, mode=mode))
-    assert given == [{"dynamic": True, "mode": mode}] * len(blocks(family("qwen2_tied")))
+    meant = {**importlib.import_module("torch._inductor").list_mode_options(mode, True), "compile_threads": 3}
+    assert given == [{"dynamic": True, "options": meant}] * len(blocks(family("qwen2_tied")))
+
+
+def test_code_is_built_with_the_threads_of_the_environment_where_vllm_has_set_inductors_to_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def build(graph: object) -> None:
+        seen.append(config.compile_threads)
+        raise RuntimeError("seen")
+
+    config, graph = importlib.import_module("torch._inductor.config"), importlib.import_module("torch._inductor.graph")
+    monkeypatch.setattr(graph.GraphLowering, "compile_to_module", build)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
+    part = block_changes.CompiledPart(lambda x: x.sin() + 1.0)
+    with config.patch(compile_threads=1, force_disable_caches=True):
+        with pytest.warns(RuntimeWarning, match="decoding runs as written, not compiled"):
+            part(torch.ones(4))
+        assert config.compile_threads == 1, "an engine in the process compiles as it means to"
+    assert seen == [3]
 
 
 def test_the_modes_are_torchs_own() -> None:
