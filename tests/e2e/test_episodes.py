@@ -1,4 +1,4 @@
-"""Runs of episodes: interrupted, replayed without their tool, and on two ranks, they are what they were."""
+"""Runs of episodes: interrupted, replayed without their tool, and on more ranks, they are what they were."""
 
 import gzip
 import json
@@ -99,8 +99,9 @@ def test_a_step_is_replayed_after_the_program_of_its_mcp_server_is_deleted(
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_same_run(cache: Path, episodes: Path, tmp_path: Path) -> None:
-    made = job(tmp_path, 2, command(cache, tmp_path / "run", *EPISODES))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_more_ranks_make_the_same_run(ranks: int, cache: Path, episodes: Path, tmp_path: Path) -> None:
+    made = job(tmp_path, ranks, command(cache, tmp_path / "run", *EPISODES))
     assert made.code == 0, made.everything()
     same_run(tmp_path / "run", episodes)
 

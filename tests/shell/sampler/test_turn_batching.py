@@ -15,7 +15,7 @@ from policies import local
 
 from grpo_fn.core import prng
 from grpo_fn.core.batch import check_rollout
-from grpo_fn.core.environment import Environment, ToolCall
+from grpo_fn.core.environment import Environment, Message, ToolCall
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.sampling import categorical
 from grpo_fn.core.types import Rollout
@@ -215,6 +215,31 @@ def test_the_number_of_ranks_changes_no_token(size: int) -> None:
         assert torch.equal(got.mask, wanted.mask)
         assert torch.equal(got.tokens[got.mask], wanted.tokens[wanted.mask])
         torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 3])
+def test_the_model_reads_every_token_once(max_turns: int) -> None:
+    """A row at a time, so nothing is padded: what is read grows with the tokens of a turn, not with those before it."""
+    s, read, asked = sampler(max_rows=1, max_turns=max_turns), [], ["aT 7", "7", "T a\n"]
+    s.sample(problems(asked[:1]), 1, key=KEY)  # the first call tries the model out
+    s.model.get_input_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].flatten().tolist()))
+    rollout = s.sample(problems(asked), 2, key=KEY)
+    wanted, reads = [], 0
+    for b, turns in enumerate(rollout.turns):
+        start, end = int(rollout.mask[b].int().argmax()), int(rollout.mask[b].nonzero().max())
+        begun = s.environments.chat.open(opening_of(asked[b // 2], b // 2))
+        opening = rollout.tokens[b, start - len(begun) : start].tolist()
+        wanted += [*(opening if b % 2 == 0 else []), *rollout.tokens[b, start:end].tolist()]
+        # Each turn's first token is drawn behind what was read before it, its others after one reading each.
+        reads += (b % 2 == 0) + sum(turn.length for turn in turns) - 1
+    assert max(map(len, rollout.turns)) == max_turns
+    assert [token for call in read for token in call] == wanted
+    assert len(read) == reads
+
+
+def opening_of(prompt: str, i: int) -> tuple[Message, ...]:
+    """What the environment begins an episode with."""
+    return decode_answer(EnvironmentCall(TALK)("start", problem(100 + i, prompt), 0)).messages
 
 
 def test_a_tape_is_read_in_the_place_of_a_tool_that_is_not_pure() -> None:
