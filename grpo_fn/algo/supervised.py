@@ -14,9 +14,11 @@ from torch.func import vmap
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.aggregation import token_mean
+from grpo_fn.algo.metrics import UpdateResult
 from grpo_fn.algo.objective import Component, update_policy
 from grpo_fn.algo.step import Experience, Span, StepAlgorithm, Stream, without_demonstrations
-from grpo_fn.core.batch import check_rollout, count, given_batch, minibatches
+from grpo_fn.core.batch import check_rollout, count, given_batch
+from grpo_fn.core.batch import minibatches as split_minibatches
 from grpo_fn.core.groups import by_group, outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Rollout, Sampler, Scores, Totals
@@ -210,21 +212,45 @@ def supervised_step(
     with span("train"):
         groups, _, carried, _ = algo.group_sampling(partial(next_demonstrations, stream, algo=algo), carried)
         batch = given_batch(groups.rollout)
-        learned = [
-            update_policy(
-                policy,
-                [Component(mini, count(mini), algo.objective, 1.0)],
-                carried.gains,
-                split=algo.split,
-                anchor=algo.anchor,
-            )
-            for _ in range(algo.epochs)
-            for mini in minibatches(batch, algo.minibatches)
-        ]
+        how = {"objective": algo.objective, "epochs": algo.epochs, "minibatches": algo.minibatches}
+        learned = learn_given(policy, batch, carried.gains, **how, split=algo.split, anchor=algo.anchor)
         batch = learned[0].batch if len(learned) == 1 else batch
     figures = {**metrics.summarise_updates(batch, learned, reference=False), "train/skipped_step": 0.0}
     adv = by_group(batch.adv, len(groups.problems))
     return Experience(groups, adv, batch), carried._replace(steps=carried.steps + 1), figures
+
+
+def learn_given(
+    policy: Policy,
+    batch: Batch,
+    gains: Gains,
+    *,
+    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    epochs: int,
+    minibatches: int,
+    split: Callable[[Batch], list[Tensor]],
+    anchor: Callable[[Batch, Tensor], Batch],
+) -> list[UpdateResult]:
+    """The updates of a supervised step: of a run's stage, and of the warm start of a tiny model.
+
+    Args:
+        policy: pi_theta, updated in place.
+        batch: rows of given tokens, each field [B, T].
+        gains: what the coefficients of the objective are multiplied with.
+        objective: as `cross_entropy`; scores, batch=, totals=, gains= -> loss and diagnostics.
+        epochs: passes over the rows.
+        minibatches: optimizer steps in a pass.
+        split: the rows of a batch's micro-batches, that fit the devices.
+        anchor: a micro-batch and its log-probs now -> what it is compared with.
+
+    Returns:
+        What each update did.
+    """
+    return [
+        update_policy(policy, [Component(mini, count(mini), objective, 1.0)], gains, split=split, anchor=anchor)
+        for _ in range(epochs)
+        for mini in split_minibatches(batch, minibatches)
+    ]
 
 
 def next_demonstrations(stream: Stream, first: int, problems: int, *, algo: StepAlgorithm) -> Groups:

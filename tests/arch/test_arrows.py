@@ -1,8 +1,9 @@
 """Imports between packages: each package of grpo_fn has a list of those that it may import, and pure ones stay pure.
 
-core < algo, rewards < environments, tasks < analysis are pure; shell is stateful and knows neither algo nor analysis;
-trainer puts both together; train, and the commands run, eval, serve, score, redteam, replay and doctor, come last.
-Nothing imports testing or a command, but redteam has the rewards of score.
+core < algo, rewards < environments, tasks < analysis are pure; shell is stateful and knows neither algo nor analysis,
+but for the warm start of its tiny models, which takes steps of the supervised stage; trainer puts both together; train,
+and the commands run, eval, serve, score, redteam, replay and doctor, come last. Nothing imports testing or a command,
+but redteam has the rewards of score.
 """
 
 import ast
@@ -25,7 +26,8 @@ MAY_IMPORT = {
     "analysis": {"core", "algo", "rewards"},
     "config": set(),
     **dict.fromkeys(BASE, SCIENCE | BASE),
-    "shell.model": SCIENCE | BASE,
+    "shell.warm_start": SCIENCE | BASE | {"algo", "shell.model", "shell.policy"},
+    "shell.model": SCIENCE | BASE | {"shell.warm_start"},
     "shell.policy": SCIENCE | BASE | {"shell.model"},
     "shell.episodes": SCIENCE | BASE | {"shell.model"},
     "shell.sampler": SCIENCE | BASE | {"shell.model", "shell.policy", "shell.episodes"},

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -119,14 +118,6 @@ def prompt_and_answer(prompt: Sequence[int], answer: Sequence[int], eos: int) ->
     return Demonstration([*prompt, *answer, eos], [False] * len(prompt) + [True] * (len(answer) + 1))
 
 
-def pad_demonstrations(rows: Sequence[Demonstration], pad: int) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """(tokens, mask of those to learn), padded on the right to the longest row."""
-    width = max(len(row.tokens) for row in rows)
-    short = [width - len(row.tokens) for row in rows]
-    tokens = torch.tensor([row.tokens + [pad] * n for row, n in zip(rows, short, strict=True)])
-    return tokens, torch.tensor([row.learn + [False] * n for row, n in zip(rows, short, strict=True)])
-
-
 def check_beginning(
     tokenizer: PreTrainedTokenizerBase, before: Sequence[int], whole: Sequence[int], where: str
 ) -> None:
@@ -172,7 +163,7 @@ def given_rollout(
     encode: Encode,
     device: torch.device,
 ) -> Rollout:
-    """Demonstrations as rows like those of a sampler, padded on the right; log-probs of 0, as nothing was drawn.
+    """Demonstrations as rows like those of a sampler, padded on the right.
 
     Args:
         problems: P problems with completions, at least one.
@@ -185,13 +176,31 @@ def given_rollout(
         P rows whose mask is what to learn.
     """
     rows = [demonstration(tokenizer, problem, encode=encode) for problem in problems]
-    tokens, mask = pad_demonstrations(rows, tokenizer.eos_token_id)
+    texts = [completion_text(problem) for problem in problems]
+    return given_rows(rows, texts, pad=tokenizer.eos_token_id, device=device)
+
+
+def given_rows(rows: Sequence[Demonstration], texts: Sequence[str], *, pad: int, device: torch.device) -> Rollout:
+    """Rows of given tokens as a rollout, padded on the right to the longest; log-probs of 0, as nothing was drawn.
+
+    Args:
+        rows: at least one.
+        texts: what each says, for people.
+        pad: token of the padding.
+        device: where the tensors go.
+
+    Returns:
+        The rows, whose mask is what to learn.
+    """
+    width = max(len(row.tokens) for row in rows)
+    short = [width - len(row.tokens) for row in rows]
+    mask = torch.tensor([row.learn + [False] * n for row, n in zip(rows, short, strict=True)], device=device)
     return Rollout(
-        tokens=tokens.to(device),
-        mask=mask.to(device),
+        tokens=torch.tensor([row.tokens + [pad] * n for row, n in zip(rows, short, strict=True)], device=device),
+        mask=mask,
         logp_sampled=torch.zeros(mask.shape, device=device),
         truncated=torch.zeros(len(rows), dtype=torch.bool, device=device),
-        text=tuple(completion_text(problem) for problem in problems),
+        text=tuple(texts),
     )
 
 

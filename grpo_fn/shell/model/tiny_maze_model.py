@@ -17,8 +17,9 @@ from grpo_fn.core import prng
 from grpo_fn.core.environment import Message
 from grpo_fn.core.problem import Problem
 from grpo_fn.environments import maze
-from grpo_fn.shell.model import demonstrations, hf, tiny_model
-from grpo_fn.shell.model.tiny_model import Segment, Shape
+from grpo_fn.shell import warm_start
+from grpo_fn.shell.model import hf, tiny_model
+from grpo_fn.shell.model.tiny_model import Shape
 from grpo_fn.tasks import draws, mazes
 from grpo_fn.tasks import task as tasks
 
@@ -57,7 +58,7 @@ class MazeRecipe:
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
-        code = (sys.modules[__name__], maze, mazes, draws, tasks, prng, hf, demonstrations)
+        code = (sys.modules[__name__], maze, mazes, draws, tasks, prng, hf)
         return tiny_model.cached_folder("maze", self, code, make_maze_model)
 
 
@@ -67,7 +68,7 @@ def make_maze_model(recipe: MazeRecipe, path: Path, *, report: Callable[[str], N
     task = mazes.task(side=recipe.side, show_map=False, test_size=recipe.test_size)
     plan, chance = recipe.warm_start, random.Random(recipe.seed)
 
-    def walks(number: int) -> Iterator[list[Segment]]:
+    def walks(number: int) -> Iterator[list[warm_start.Segment]]:
         stream = prng.fold_in(key, number)
         for index in count_from():
             choose = seek_exit if chance.random() < plan.seeking_share else take_first
@@ -78,7 +79,7 @@ def make_maze_model(recipe: MazeRecipe, path: Path, *, report: Callable[[str], N
     tokenizer = tiny_model.train_tokenizer(texts, vocabulary=recipe.shape.vocabulary)
     config = tiny_model.initial_config(recipe.shape, recipe.initializer_range, eos=tokenizer.eos_token_id)
     model = tiny_model.random_weights(config, seed=recipe.seed)
-    tiny_model.train_supervised(model, tokenizer, walks(1), recipe.warm_start, report=report)
+    warm_start.train_supervised(model, tokenizer, walks(1), recipe.warm_start, report=report)
     hf.export(model, tokenizer, path)
 
 
@@ -97,7 +98,7 @@ def seek_exit(ways: Sequence[str], nearer: Sequence[str], back: str, *, chance: 
     return chance.choice([way for way in ahead if way in nearer] or ahead)
 
 
-def walk(problem: Problem, choose: ChooseWay, *, moves: int, before: str, after: str) -> list[Segment]:
+def walk(problem: Problem, choose: ChooseWay, *, moves: int, before: str, after: str) -> list[warm_start.Segment]:
     """The walk of a walker through the maze."""
     walker = maze.environment(cost=0.0)
     state, messages = walker.start(problem, 0)

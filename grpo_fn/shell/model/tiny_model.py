@@ -6,7 +6,7 @@ folder found in the cache is the folder the recipe would make.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,13 +16,12 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2TokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from grpo_fn.core import prng
-from grpo_fn.shell.model import demonstrations, hf, load_weights
-from grpo_fn.shell.model.demonstrations import Demonstration, pad_demonstrations
+from grpo_fn.shell import warm_start
+from grpo_fn.shell.model import hf, load_weights
 from grpo_fn.tasks import arithmetic, draws
 from grpo_fn.tasks import task as tasks
 
@@ -58,18 +57,6 @@ class Shape:
         )
 
 
-Segment = tuple[str, bool]  # text, and whether it is taught or only read
-
-
-@runtime_checkable
-class SupervisedPlan(Protocol):
-    """The size of a supervised warm start."""
-
-    steps: int
-    rows: int
-    lr: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
     """Supervised steps on a task's training demonstrations: cross-entropy of the completion and EOS, AdamW."""
@@ -101,7 +88,7 @@ class Recipe:
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
-        return cached_folder("arithmetic", self, (arithmetic, draws, tasks, prng, hf, demonstrations), make_tiny_model)
+        return cached_folder("arithmetic", self, (arithmetic, draws, tasks, prng, hf), make_tiny_model)
 
 
 @runtime_checkable
@@ -117,11 +104,14 @@ R = TypeVar("R", bound=CachedRecipe)
 def cached_folder(name: str, recipe: R, code: Sequence[ModuleType], make: Callable[[R, Path], None]) -> str:
     """The folder of the recipe's model, made now when it is not there.
 
-    Its name is a hash of the recipe, of the source of this module and of `code`, and of the libraries' versions.
+    Its name is a hash of the recipe, of the source of this module, of `code` and of what decides a warm start, and of
+    the libraries' versions.
     """
     fields = {k: v for k, v in asdict(recipe).items() if k != "cache"}
     made_with = {"torch": version("torch"), "transformers": version("transformers")}
-    text = "".join(Path(module.__file__).read_text() for module in code) + Path(__file__).read_text()
+    text = (
+        "".join(Path(module.__file__).read_text() for module in (*code, *warm_start.CODE)) + Path(__file__).read_text()
+    )
     source = hashlib.sha256(text.encode()).hexdigest()
     number = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
     path = Path(recipe.cache).expanduser() / f"{name}-{number}"
@@ -165,7 +155,7 @@ def make_tiny_model(recipe: Recipe, path: Path, *, report: Callable[[str], None]
     model = random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
     shown = arithmetic.demonstrations(task, prng.fold_in(key, 1), worked_share=recipe.warm_start.worked_share)
     pairs = (((prompt, False), (completion, True)) for prompt, completion in shown)
-    train_supervised(model, tokenizer, pairs, recipe.warm_start, report=report)
+    warm_start.train_supervised(model, tokenizer, pairs, recipe.warm_start, report=report)
     hf.export(model, tokenizer, path)
 
 
@@ -217,57 +207,6 @@ def random_weights(config: Qwen2Config, *, seed: int) -> Qwen2ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(config).eval()
-
-
-def train_supervised(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Iterator[Sequence[Segment]],
-    plan: SupervisedPlan,
-    *,
-    report: Callable[[str], None] = print,
-) -> None:
-    """Minimise the cross-entropy of what each row teaches, for `plan.steps` AdamW steps."""
-    params = list(model.parameters())
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.01},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    updates = torch.optim.AdamW(groups, lr=plan.lr, betas=(0.9, 0.99), eps=1e-8, fused=True)
-    for step in range(plan.steps):
-        ids, labels = collate([next(rows) for _ in range(plan.rows)], tokenizer)
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        loss.backward()
-        for group in updates.param_groups:
-            group["lr"] = plan.lr * warm_up_and_decay(step, plan.steps)
-        updates.step()
-        updates.zero_grad(set_to_none=True)
-        if (step + 1) % 100 == 0 or step + 1 == plan.steps:
-            report(f"[warm start] step {step + 1}/{plan.steps} loss {loss.item():.3f}")
-
-
-def warm_up_and_decay(step: int, total: int) -> float:
-    """The factor of the learning rate: linear warm-up over a twentieth of the steps, then linear from 1 to 0.1."""
-    warmup = total // 20
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    return 1.0 - 0.9 * ((step - warmup) / max(1, total - warmup))
-
-
-def collate(rows: Sequence[Sequence[Segment]], tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, Tensor]:
-    """Right-padded ids and labels `[B, T]`, in the rows of a supervised stage; labels are -100 where nothing learns.
-
-    Segments become tokens by themselves, as in sampling, and one that is taught ends with EOS.
-    """
-    eos = tokenizer.eos_token_id
-    tokens = iter(tokenizer([text for row in rows for text, _ in row])["input_ids"])
-    shown = []
-    for row in rows:
-        segments = [(([*next(tokens), eos] if taught else next(tokens)), taught) for _, taught in row]
-        read = [one for segment, _ in segments for one in segment]
-        shown.append(Demonstration(read, [taught for segment, taught in segments for _ in segment]))
-    ids, learn = pad_demonstrations(shown, eos)
-    return ids, torch.where(learn, ids, -100)
 
 
 CHAT_TEMPLATE = (

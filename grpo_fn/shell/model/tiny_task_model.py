@@ -12,7 +12,8 @@ from transformers import Qwen2Config
 from grpo_fn.core import prng
 from grpo_fn.core.partials import describe_function, function_and_knobs
 from grpo_fn.core.problem import COMPLETION, Problem
-from grpo_fn.shell.model import demonstrations, hf, tiny_model
+from grpo_fn.shell import warm_start
+from grpo_fn.shell.model import hf, tiny_model
 from grpo_fn.shell.model.tiny_model import Shape
 from grpo_fn.tasks import draws, mixture
 from grpo_fn.tasks import task as tasks
@@ -64,9 +65,7 @@ class TaskRecipe:
         )
         own = (function_and_knobs(fn)[0].__module__ for fn in (self.task, self.solution))
         code = [*(sys.modules[name] for name in own), sys.modules[__name__], draws, mixture, tasks, prng, hf]
-        return tiny_model.cached_folder(
-            "task", described, (*code, demonstrations), lambda _, path: make_task_model(self, made, path)
-        )
+        return tiny_model.cached_folder("task", described, code, lambda _, path: make_task_model(self, made, path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,5 +126,5 @@ def make_task_model(recipe: TaskRecipe, task: tasks.Task, path: Path) -> None:
     tokenizer = tiny_model.train_tokenizer(texts, vocabulary=recipe.shape.vocabulary)
     model = tiny_model.random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
     pairs = (((prompt, False), (completion, True)) for prompt, completion in shown)
-    tiny_model.train_supervised(model, tokenizer, pairs, recipe.warm_start)
+    warm_start.train_supervised(model, tokenizer, pairs, recipe.warm_start)
     hf.export(model, tokenizer, path)

@@ -14,8 +14,9 @@ from transformers import Qwen2Config
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
+from grpo_fn.shell import warm_start
 from grpo_fn.shell.model import hf, tiny_model
-from grpo_fn.shell.model.tiny_model import Segment, Shape
+from grpo_fn.shell.model.tiny_model import Shape
 from grpo_fn.tasks import arithmetic, calculation, draws
 from grpo_fn.tasks import task as tasks
 
@@ -69,11 +70,11 @@ def make_tool_model(recipe: ToolRecipe, path: Path, *, report: Callable[[str], N
     model = tiny_model.random_weights(config, seed=recipe.seed)
     shown = calculation.tool_demonstrations(task, prng.fold_in(key, 1), tool_share=recipe.warm_start.tool_share)
     taught = (rows(problem, use) for problem, use in shown)
-    tiny_model.train_supervised(model, tokenizer, taught, recipe.warm_start, report=report)
+    warm_start.train_supervised(model, tokenizer, taught, recipe.warm_start, report=report)
     hf.export(model, tokenizer, path)
 
 
-def demonstration(problem: Problem, use_tool: bool, *, before: str, after: str) -> list[Segment]:
+def demonstration(problem: Problem, use_tool: bool, *, before: str, after: str) -> list[warm_start.Segment]:
     r"""The problem, a call of the tool and what it gives if it is to be used, and the answer in `\boxed{}`."""
     call = (f"<calculator>{problem.meta['expression']}</calculator>", True)
     turns = [call, (f"{before}{problem.answer}{after}", False)] if use_tool else []

@@ -6,17 +6,11 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from fakes import qwen2_tied
 from hypothesis import given
-from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, supervised
-from grpo_fn.core.batch import count, given_batch
 from grpo_fn.core.conversation import Conversation
 from grpo_fn.core.problem import COMPLETION, Problem
-from grpo_fn.core.types import Gains
 from grpo_fn.shell.model import demonstrations, hf, tiny_model
-from grpo_fn.shell.policy.functional import FunctionalPolicy
 
 CHAT, BARE = tiny_model.byte_tokenizer(chat=True), tiny_model.byte_tokenizer(chat=False)
 HOWS = {f.__name__: f for f in (demonstrations.last_turn, demonstrations.assistant_turns, demonstrations.every_token)}
@@ -160,26 +154,3 @@ def test_rows_are_padded_on_the_right_and_log_probs_say_nothing(pairs):
         assert found.mask[b].tolist() == alone.learn + [False] * (found.mask.shape[1] - len(alone.learn))
     assert not found.logp_sampled.any()
     assert found.text == tuple(completion for _, completion in pairs)
-
-
-def test_a_warm_start_minimises_what_a_supervised_stage_does() -> None:
-    """Its rows are those of the stage, and its gradient that of the component, to the rounding of float32."""
-    pairs = [("1+1=", "2"), ("12+30=", "42, I think"), ("7", "7")]
-    ids, labels = tiny_model.collate([[(asked, False), (answer, True)] for asked, answer in pairs], BARE)
-    how = {"demonstration": demonstrations.last_turn, "encode": hf.bare_prompt}
-    given_ = demonstrations.given_rollout(
-        [problem(*pair) for pair in pairs], tokenizer=BARE, device=torch.device("cpu"), **how
-    )
-    assert torch.equal(ids, given_.tokens)
-    assert torch.equal(labels, torch.where(given_.mask, ids, -100))
-    model = qwen2_tied(len(BARE)).double()
-    model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
-    policy, batch = FunctionalPolicy(model, temperature=1.0), given_batch(given_)
-    scores, pullback = policy.vjp(batch)
-    plain = partial(
-        supervised.cross_entropy, token_weight=supervised.every_token_alike, loss_aggregation=aggregation.token_mean
-    )
-    loss = partial(plain, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))
-    pullback(grad_and_value(loss, has_aux=True)(scores)[0])
-    for name, p in model.named_parameters():
-        assert (policy.grads[name] - p.grad).abs().max() <= 1e-6 * p.grad.abs().max(), name

@@ -7,11 +7,11 @@ from functools import partial
 from itertools import islice
 
 import pytest
-import torch
 
 from grpo_fn.core import prng
 from grpo_fn.core.environment import Message
 from grpo_fn.environments import maze
+from grpo_fn.shell import warm_start
 from grpo_fn.shell.episodes import chat_format, tool_calls
 from grpo_fn.shell.model import tiny_model
 from grpo_fn.shell.model.tiny_maze_model import MazeRecipe, MazeWarmStart, seek_exit, take_first, walk
@@ -68,10 +68,9 @@ def test_a_walk_is_the_row_of_an_episode(tokenizer):
             assert done == (number == len(moves)) or (number == len(moves) == 6)
             row += chat.extend(messages) if number < len(moves) else []
         lengths[len(moves)] += 1
-        ids, labels = tiny_model.collate([taken], tokenizer)
-        assert ids[0].tolist() == row
-        assert (labels[0] >= 0).nonzero().flatten().tolist() == learned
-        assert torch.equal(ids[labels >= 0], labels[labels >= 0])
+        shown = warm_start.tokenized_rows([taken], tokenizer)
+        assert shown.tokens[0].tolist() == row
+        assert shown.mask[0].nonzero().flatten().tolist() == learned
     assert len(lengths) > 1  # some have reached the exit
 
 
@@ -97,7 +96,7 @@ def test_a_recipe_makes_its_model_once(tmp_path, monkeypatch):
         shown.extend(islice(rows, 200))
         spread.append(model.model.embed_tokens.weight.std().item())
 
-    monkeypatch.setattr(tiny_model, "train_supervised", learn)
+    monkeypatch.setattr(warm_start, "train_supervised", learn)
     folder = recipe.folder()
     assert recipe.folder() == folder
     assert len(shown) == 200

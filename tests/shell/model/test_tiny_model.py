@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_fn.shell import warm_start
 from grpo_fn.shell.model import hf, tiny_model
 from grpo_fn.shell.model.tiny_model import Recipe, Shape, WarmStart
 from grpo_fn.tasks import arithmetic
@@ -120,9 +121,9 @@ def test_no_held_out_content_is_in_the_tokenizers_texts_or_the_warm_start(tmp_pa
         texts.extend(completion for _, (completion, _) in islice(pairs, 3000))
 
     monkeypatch.setattr(tiny_model, "train_tokenizer", spy_texts)
-    monkeypatch.setattr(tiny_model, "train_supervised", spy_pairs)
-    warm_start = WarmStart(steps=3, rows=4, lr=1e-3, worked_share=1.0)  # so that every text holds its equation
-    recipe(tmp_path, warm_start=warm_start).folder()
+    monkeypatch.setattr(warm_start, "train_supervised", spy_pairs)
+    plan = WarmStart(steps=3, rows=4, lr=1e-3, worked_share=1.0)  # so that every text holds its equation
+    recipe(tmp_path, warm_start=plan).folder()
     seen = set(map(content_of, texts))
     held_out, rest = arithmetic.split_contents(max_value=4, operations=2, test_size=20)
     assert len(texts) >= 3000 + 1000
@@ -132,19 +133,20 @@ def test_no_held_out_content_is_in_the_tokenizers_texts_or_the_warm_start(tmp_pa
 
 def test_the_warm_start_lowers_the_loss_and_leaves_prompts_alone(tmp_path: Path):
     tokenizer = tiny_model.train_tokenizer(["How many? \\boxed{7}"] * 9, vocabulary=262)
-    ids, labels = tiny_model.collate([[("How many?", False), ("7", True)], [("How?", False), ("77", True)]], tokenizer)
     eos = tokenizer.eos_token_id
+    shown = [[("How many?", False), ("7", True)], [("How?", False), ("77", True)]]
+    given = warm_start.tokenized_rows(shown, tokenizer)
+    assert given.text == ("How many?7", "How?77")
     for row, (prompt, answer) in enumerate((("How many?", "7"), ("How?", "77"))):
         p, a = (tokenizer(text)["input_ids"] for text in (prompt, answer))
-        assert ids[row].tolist()[: len(p + a) + 1] == [*p, *a, eos]
-        assert labels[row].tolist()[: len(p + a) + 1] == [*[-100] * len(p), *a, eos]
-        assert set(labels[row].tolist()[len(p + a) + 1 :]) <= {-100}
+        assert given.tokens[row].tolist()[: len(p + a) + 1] == [*p, *a, eos]
+        learned = range(len(p), len(p + a) + 1)
+        assert given.mask[row].nonzero().flatten().tolist() == [*learned]
     said: list[str] = []
     model = tiny_model.random_model(replace(SHAPE, vocabulary=262), seed=0, eos=eos)
     plan = WarmStart(steps=100, rows=2, lr=1e-2, worked_share=0.0)
-    rows = [[("How many?", False), ("7", True)], [("How?", False), ("77", True)]]
-    pairs = iter(rows * 100)
-    tiny_model.train_supervised(model, tokenizer, pairs, plan, report=said.append)
+    pairs = iter(shown * 100)
+    warm_start.train_supervised(model, tokenizer, pairs, plan, report=said.append)
     assert said == [said[0]]
     assert said[0].startswith("[warm start] step 100/100 loss 0.0")
 

@@ -5,13 +5,13 @@ from functools import partial
 from itertools import islice
 
 import pytest
-import torch
 
 from grpo_fn.core import prng
 from grpo_fn.core.environment import Message
 from grpo_fn.environments import tool_use
 from grpo_fn.environments.calculator import calculator
 from grpo_fn.rewards import math
+from grpo_fn.shell import warm_start
 from grpo_fn.shell.episodes import chat_format, tool_calls
 from grpo_fn.shell.model import tiny_model
 from grpo_fn.shell.model.tiny_model import Shape
@@ -50,10 +50,9 @@ def test_a_demonstration_is_the_row_of_an_episode(tokenizer):
             state, messages, reward, done = play.step(state, chat.parse(turn), 0)
             row += chat.extend(messages) if messages else []
         assert (reward, done) == (1.0, True)
-        ids, labels = tiny_model.collate([LAID_OUT(problem, True)], tokenizer)
-        assert ids[0].tolist() == row
-        assert (labels[0] >= 0).nonzero().flatten().tolist() == learned
-        assert torch.equal(ids[labels >= 0], labels[labels >= 0])
+        shown = warm_start.tokenized_rows([LAID_OUT(problem, True)], tokenizer)
+        assert shown.tokens[0].tolist() == row
+        assert shown.mask[0].nonzero().flatten().tolist() == learned
 
 
 def test_without_the_tool_a_demonstration_is_the_answer_alone(tokenizer):
@@ -69,7 +68,7 @@ def test_a_recipe_makes_its_model_once(tmp_path, monkeypatch):
     )
     shown = []
     monkeypatch.setattr(
-        tiny_model, "train_supervised", lambda m, t, rows, plan, *, report: shown.extend(islice(rows, 500))
+        warm_start, "train_supervised", lambda m, t, rows, plan, *, report: shown.extend(islice(rows, 500))
     )
     folder = recipe.folder()
     assert recipe.folder() == folder

@@ -1,0 +1,123 @@
+"""A warm start is steps of the supervised stage: the same rows, objective and optimizer, and so the same weights."""
+
+from functools import partial
+
+import torch
+from fakes import qwen2_tied
+from policies import local
+from steps import CHOSEN, KEY, silent, unasked
+from torch import nn
+
+from grpo_fn.algo import controllers, supervised
+from grpo_fn.algo import step as algorithm
+from grpo_fn.core.problem import COMPLETION, Problem
+from grpo_fn.core.types import Rollout
+from grpo_fn.shell import warm_start
+from grpo_fn.shell.model import demonstrations, hf, tiny_model
+from grpo_fn.shell.policy import optimizer
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+
+BARE = tiny_model.byte_tokenizer(chat=False)
+PAIRS = [("1+1=", "2"), ("12+30=", "42, I think"), ("7", "7"), ("2-2=", "nothing")]
+STEPS, ROWS = 5, 2
+PLAN = tiny_model.WarmStart(steps=STEPS, rows=ROWS, lr=3e-3, worked_share=0.0)
+
+
+class Idle:
+    """A sampler that is not asked."""
+
+    sample = load = unasked
+
+    def rest(self) -> None:
+        """Nothing is sampled."""
+
+
+def pair(index: int) -> tuple[str, str]:
+    return PAIRS[index % len(PAIRS)]
+
+
+def model() -> nn.Module:
+    return qwen2_tied(len(BARE)).double()
+
+
+def warm_started() -> nn.Module:
+    """The model after a warm start on the pairs."""
+    made = model()
+    rows = ([(asked, False), (answer, True)] for asked, answer in map(pair, range(STEPS * ROWS)))
+    warm_start.train_supervised(made, BARE, rows, PLAN, report=lambda line: None)
+    return made
+
+
+def given_of(problems: list[Problem]) -> Rollout:
+    how = {"demonstration": demonstrations.last_turn, "encode": hf.bare_prompt}
+    return demonstrations.given_rollout(problems, tokenizer=BARE, device=torch.device("cpu"), **how)
+
+
+def stage_of(policy: FSDPPolicy) -> algorithm.StepAlgorithm:
+    """The supervised stage as a run has it, ROWS rows a step."""
+    stages = [name for name in CHOSEN if name not in ("objective", "filters")]
+    return algorithm.StepAlgorithm(
+        **{
+            **supervised.SAMPLED_ONLY,
+            **dict.fromkeys(["reward", "teacher", "energy", "look", "old_logp", *stages], unasked),
+            **{"given": given_of, "objective": warm_start.CROSS_ENTROPY, "filters": []},
+            "group_sampling": lambda explore, carried: algorithm.GroupBatch(
+                groups := explore(carried.drawn, ROWS), groups, carried._replace(drawn=carried.drawn + ROWS), {}
+            ),
+            **{"epochs": 1, "minibatches": 1, "group_size": 1, "min_groups_with_signal": 1},
+            **{"split": policy.split_rows, "anchor": algorithm.compare_as_given},
+            **dict.fromkeys(["kl_control", "entropy_control"], controllers.constant_gain),
+        }
+    )
+
+
+def test_a_warm_start_and_a_supervised_stage_give_the_same_weights_from_the_same_rows() -> None:
+    """The stage as a run has it: its own rows from problems, `supervised_step`, and the policy of a run."""
+    trained = model()
+    policy = local(
+        trained,
+        temperature=1.0,
+        micro_tokens=10**6,
+        optimizer=partial(optimizer.adamw, lr=PLAN.lr, **warm_start.ADAMW),
+        schedule=partial(optimizer.linear_decay, warmup=STEPS // 20, total=STEPS, final=0.1),
+    )
+
+    def stream(first: int, number: int) -> list[Problem]:
+        shown = [(index, *pair(index)) for index in range(first, first + number)]
+        return [Problem(index, asked, answer, {COMPLETION: answer}) for index, asked, answer in shown]
+
+    carried, algo = algorithm.AT_THE_START, stage_of(policy)
+    for _ in range(STEPS):
+        _, carried, _ = supervised.supervised_step(policy, Idle(), stream, carried, key=KEY, algo=algo, span=silent)
+    assert carried.drawn == STEPS * ROWS
+    started = model().state_dict()
+    for name, x in warm_started().state_dict().items():
+        torch.testing.assert_close(trained.state_dict()[name], x, rtol=0, atol=1e-9, msg=name)
+        assert not torch.equal(x, started[name]), name
+
+
+def test_a_warm_start_is_a_plain_loop_over_the_models_own_loss() -> None:
+    """transformers' cross entropy, torch's AdamW, a rate that falls along a line: no function of the stage."""
+    made = model()
+    groups = [
+        {"params": [p for p in made.parameters() if p.ndim >= 2], "weight_decay": 0.01},
+        {"params": [p for p in made.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=PLAN.lr, betas=(0.9, 0.99), eps=1e-8)
+    for step in range(STEPS):
+        rows = [pair(step * ROWS + n) for n in range(ROWS)]
+        texts = [[BARE(text)["input_ids"] for text in row] for row in rows]
+        width = max(len(asked) + len(answer) + 1 for asked, answer in texts)
+        eos = BARE.eos_token_id
+        ids = torch.tensor([(asked + answer + [eos] * width)[:width] for asked, answer in texts])
+        labels = torch.full_like(ids, -100)
+        for b, (asked, answer) in enumerate(texts):
+            labels[b, len(asked) : len(asked) + len(answer) + 1] = torch.tensor([*answer, eos])
+        made(input_ids=ids, labels=labels).loss.backward()
+        for group in adam.param_groups:
+            group["lr"] = PLAN.lr * (1.0 - 0.9 * step / STEPS)
+        adam.step()
+        adam.zero_grad()
+    for name, x in warm_started().state_dict().items():
+        # transformers' loss is in float32, whatever the model is in.
+        torch.testing.assert_close(made.state_dict()[name], x, rtol=0, atol=2e-5, msg=name)
