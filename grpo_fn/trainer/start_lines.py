@@ -12,6 +12,7 @@ import torch
 
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model import blocks
+from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.checks.device_plan import precision_notes
 from grpo_fn.trainer.plan import Plan
@@ -70,8 +71,13 @@ def rank_line(settings: Settings, world: World) -> str:
 
 
 def plan_lines(plan: Plan, notes: Sequence[str], rows: int, world: World, dtype: torch.dtype) -> list[str]:
-    """What a start says of the run: its numbers with so many training rows, the notes, and what the precision costs."""
-    return [*replace(plan, train_rows=rows, ranks=world.size).lines(), *notes, *precision_notes(dtype, world.device)]
+    """What a start says of the run: its numbers with so many training rows, the notes, and what the precision costs.
+
+    The last line is what the head computes with, which a trial on the device has found.
+    """
+    numbers = replace(plan, train_rows=rows, ranks=world.size).lines()
+    head = f"the head computes with {choose_head_kernels(world.device).text}"
+    return [*numbers, *notes, *precision_notes(dtype, world.device), head]
 
 
 def sampler_line(settings: Settings) -> str:

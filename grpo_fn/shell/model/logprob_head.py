@@ -1,7 +1,7 @@
 """From hidden states to log-probability and entropy, without ever holding a `[B, T, V]` tensor.
 
-Every pass is over a chunk of tokens in buffers that are used again for the next. Plain torch operations do the work on
-any device; a kernel that fuses them on CUDA has not been measured against them.
+Every pass is over a chunk of tokens in buffers that are used again for the next. The products are torch's; what becomes
+of a chunk's logits is done by Triton's kernels on CUDA, and by torch's operations elsewhere (`head_chunk`).
 """
 
 from typing import Any
@@ -10,6 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from grpo_fn.shell.model.head_chunk.kernel_choice import kernels_for
+from grpo_fn.shell.model.head_chunk.plain_kernels import ChunkKernels, ChunkStats, tempered_
 
 CPU_CHUNK = 2**24  # logits: larger chunks leave its caches
 CARD_SHARE = 64  # of a card's memory a chunk in float32 takes one part in so many; there are three at once
@@ -45,14 +48,20 @@ def _wide_products(halves: Tensor) -> bool:
     return halves.is_cuda and type(halves) is Tensor
 
 
-def _into(out: Float[Tensor, "n V"], hidden: Tensor, weight: Tensor, temperature: float) -> Float[Tensor, "n V"]:
+def _product(out: Float[Tensor, "n V"], hidden: Tensor, weight: Tensor, temperature: float) -> Float[Tensor, "n V"]:
+    """The chunk's logits, which `_left` is still to divide."""
     # Everything after the product is in float32 or better: a bf16 log-softmax over 150k entries is off by 1e-2. So is
     # the product's result where it can be (it is added up in float32 anyway): a logit of 20 in bf16 is off by 0.04.
     if hidden.dtype == out.dtype:
         return out.addmm_(hidden, weight.T, beta=0, alpha=1 / temperature)
     if _wide_products(hidden):
-        return torch.ops.aten.mm.dtype_out(hidden, weight.T, out.dtype, out=out).div_(temperature)
-    return out.copy_(hidden @ weight.T).div_(temperature)
+        return torch.ops.aten.mm.dtype_out(hidden, weight.T, out.dtype, out=out)
+    return out.copy_(hidden @ weight.T)
+
+
+def _left(hidden: Tensor, dtype: torch.dtype, temperature: float) -> float:
+    """What logits of that dtype are to be divided by: a product in the states' own dtype has done it."""
+    return 1.0 if hidden.dtype == dtype else temperature
 
 
 class LinearScores(torch.autograd.Function):
@@ -62,9 +71,9 @@ class LinearScores(torch.autograd.Function):
     d logp / dz = onehot - p, d entropy / dz_j = -p_j (log p_j + entropy).
 
     The backward pass computes a chunk's logits again, except the last chunk's, which are kept: all there are when they
-    are few. Of `elements` float32 numbers there are two lots in the forward pass, one between the passes, and in the
-    backward pass two (the kept, and a chunk's), or three where the entropy has a gradient, too. Halves add a chunk in
-    their own dtype. Differentiable once.
+    are few. Of `elements` float32 numbers there are two lots in the forward pass (one with Triton's kernels), one
+    between the passes, and in the backward pass two (the kept, and a chunk's), or three where the entropy has a
+    gradient, too. Halves add a chunk in their own dtype. Differentiable once.
     """
 
     @staticmethod
@@ -74,27 +83,24 @@ class LinearScores(torch.autograd.Function):
         target: Int[Tensor, "N"],
         temperature: float,
         elements: int,
+        kernels: ChunkKernels,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logp, entropy, top, total = (hidden.new_empty(len(target), dtype=dtype) for _ in range(4))
-        parts = _chunks(len(target), len(weight), elements)
-        buffer, spare = (hidden.new_empty(parts[0].stop, len(weight), dtype=dtype) for _ in range(2))
+        stats = ChunkStats(*(hidden.new_empty(len(target), dtype=dtype) for _ in ChunkStats._fields))
+        parts, left = _chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
+        buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
+        spare = kernels.spare(buffer)
         for part in parts:
-            z = _into(buffer[: part.stop - part.start], hidden[part], weight, temperature)
-            top[part] = z.amax(-1)
-            p = torch.exp(z.sub_(top[part, None]), out=spare[: len(z)])
-            total[part] = p.sum(-1)  # pairwise; a CPU's log_softmax adds 150k of them up in turn and is off by 2e-5
-            logs = total[part].log()
-            logp[part] = z.gather(-1, target[part, None])[:, 0] - logs
-            entropy[part] = logs - p.mul_(z).sum(-1) / total[part]
-        return logp, entropy, top, total, z
+            z = _product(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+            for every, found in zip(stats, kernels.reduce(z, target[part], temperature=left, spare=spare), strict=True):
+                every[part] = found
+        return *stats, z
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        hidden, weight, target, ctx.temperature, ctx.elements = inputs
-        _, *kept = output
-        ctx.mark_non_differentiable(*kept[1:])
-        ctx.save_for_backward(hidden, weight, target, *kept)
+        hidden, weight, target, ctx.temperature, ctx.elements, ctx.kernels = inputs
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(hidden, weight, target, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -102,17 +108,17 @@ class LinearScores(torch.autograd.Function):
     def backward(
         ctx: FunctionCtx, dlogp: Tensor | None, dentropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, target, entropy, top, total, kept = ctx.saved_tensors
-        dlogp = torch.zeros_like(entropy) if dlogp is None else dlogp / ctx.temperature
+        hidden, weight, target, *saved, kept = ctx.saved_tensors
+        stats, left = ChunkStats(*saved), _left(hidden, kept.dtype, ctx.temperature)
+        dlogp = torch.zeros_like(stats.logp) if dlogp is None else dlogp / ctx.temperature
         dentropy = None if dentropy is None else dentropy / ctx.temperature
         dhidden = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]  # a head under adapters is not
         dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if trained else None
 
-        def pull(part: slice, z: Tensor, *, free: bool) -> None:
-            row = (part, None)
-            at = (z, dlogp[row], None if dentropy is None else dentropy[row], entropy[row], total[row])
-            dz = _slope(*at, free=free).scatter_add_(-1, target[row], dlogp[row]).to(weight.dtype)
+        def pull(part: slice, z: Tensor, *, fresh: bool) -> None:
+            at = (target[part], dlogp[part], None if dentropy is None else dentropy[part], stats.rows(part))
+            dz = ctx.kernels.slope(z, *at, temperature=left, fresh=fresh, dtype=weight.dtype)
             dhidden[part] = (dz @ weight).to(hidden.dtype)
             if dweight is not None and dweight.dtype == dz.dtype:
                 dweight.addmm_(dz.T, hidden[part])
@@ -122,23 +128,11 @@ class LinearScores(torch.autograd.Function):
                 dweight.add_(dz.T @ hidden[part])
 
         *again, last = _chunks(len(target), len(weight), ctx.elements)
-        pull(last, kept, free=False)
+        pull(last, kept, fresh=False)
         buffer = kept.new_empty(again[0].stop, len(weight)) if again else kept
         for part in again:
-            z = _into(buffer, hidden[part], weight, ctx.temperature)
-            pull(part, z.sub_(top[part, None]), free=True)
-        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None
-
-
-def _slope(
-    z: Tensor, dlogp: Tensor, dentropy: Tensor | None, entropy: Tensor, total: Tensor, *, free: bool
-) -> Float[Tensor, "n V"]:
-    """-p (dlogp + dentropy (log p + entropy)), p = exp(z) / total, in place of z where that is free."""
-    if dentropy is None:
-        return (z.exp_() if free else z.exp()).mul_(-dlogp / total)
-    p = z.exp()
-    slope = (z.mul_(dentropy) if free else z * dentropy).add_(dentropy * (entropy - total.log()) + dlogp)
-    return p.mul_(slope).div_(-total)
+            pull(part, _product(buffer, hidden[part], weight, ctx.temperature), fresh=True)
+        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
 
 
 def linear_scores(
@@ -150,7 +144,7 @@ def linear_scores(
     elements: int,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
     """log p(target) and H(p) in nats, p = softmax(hidden W^T / temperature); about `elements` logits in a chunk."""
-    logp, entropy, *_ = LinearScores.apply(hidden, weight, target, temperature, elements)
+    logp, entropy, *_ = LinearScores.apply(hidden, weight, target, temperature, elements, kernels_for(hidden))
     return logp, entropy
 
 
@@ -164,13 +158,14 @@ def linear_logp(
     elements: int,
 ) -> Float[Tensor, "N"]:
     """The first of `linear_scores`, bit for bit, without the passes over the logits that the entropy takes."""
+    kernels = kernels_for(hidden)
     logp = hidden.new_empty(len(target), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    parts = _chunks(len(target), len(weight), elements)
-    buffer, spare = (hidden.new_empty(parts[0].stop, len(weight), dtype=logp.dtype) for _ in range(2))
+    parts, left = _chunks(len(target), len(weight), elements), _left(hidden, logp.dtype, temperature)
+    buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=logp.dtype)
+    spare = kernels.spare(buffer)
     for part in parts:
-        z = _into(buffer[: part.stop - part.start], hidden[part], weight, temperature)
-        total = torch.exp(z.sub_(z.amax(-1, keepdim=True)), out=spare[: len(z)]).sum(-1)
-        logp[part] = z.gather(-1, target[part, None])[:, 0] - total.log()
+        z = _product(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+        logp[part] = kernels.logp(z, target[part], temperature=left, spare=spare)
     return logp
 
 
@@ -204,10 +199,10 @@ def linear_energy(
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     energy = hidden.new_empty(len(target), dtype=dtype)
-    parts = _chunks(len(target), len(weight), elements)
+    parts, left = _chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
     buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
     for part in parts:
-        z = _into(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+        z = tempered_(_product(buffer[: part.stop - part.start], hidden[part], weight, temperature), left)
         energy[part] = _energy_of(z.sub_(z.amax(-1, keepdim=True)).exp_(), target[part])
     return energy
 

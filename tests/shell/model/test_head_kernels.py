@@ -1,0 +1,232 @@
+"""The head's Triton kernels, in Triton's interpreter on the CPU, are torch's operations; which are used is said."""
+
+import warnings
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from test_logprob_head import dense, inputs, near, pulled
+from torch.func import vjp
+
+from grpo_fn.shell.model import logprob_head
+from grpo_fn.shell.model.head_chunk import kernel_choice
+from grpo_fn.shell.model.head_chunk.kernel_choice import (
+    TRIAL_ERROR,
+    choose_head_kernels,
+    kernels_for,
+    trial_error,
+    why_no_triton,
+)
+from grpo_fn.shell.model.head_chunk.plain_kernels import ChunkStats, PlainKernels
+from grpo_fn.shell.model.logprob_head import linear_logp, linear_scores
+
+triton = pytest.importorskip("triton", reason="Triton's interpreter is not here: pip install triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("Triton compiles for a card here, and does not interpret", allow_module_level=True)
+
+from grpo_fn.shell.model.head_chunk import triton_kernels  # noqa: E402
+
+HALVES = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # a unit of the last place, of numbers from 1 to 2
+SHAPES = (st.integers(0, 5), st.integers(2, 70), st.integers(0, 99))
+TEMPERATURES = st.sampled_from([1.0, 0.7, 2.5])
+few = settings(max_examples=20)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Blocks of 16 logits: rows have several, and a part of one."""
+    monkeypatch.setattr(triton_kernels, "BLOCK", 16)
+
+
+def chunk(n: int, v: int, seed: int):
+    """Logits of some size, targets, signals."""
+    g = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, v, generator=g) * 6
+    return z, torch.randint(0, v, (n,), generator=g), *torch.randn(2, n, generator=g)
+
+
+def both(z, target, temperature):
+    """(kernels, logits as they leave them, statistics) of Triton's and of torch's."""
+    for kernels in (triton_kernels.TritonKernels(), PlainKernels()):
+        mine = z.clone()
+        yield kernels, mine, kernels.reduce(mine, target, temperature=temperature, spare=kernels.spare(mine))
+
+
+@given(*SHAPES, TEMPERATURES)
+@few
+def test_statistics_are_those_of_torchs_operations(n, v, seed, tau):
+    z, target, *_ = chunk(n, v, seed)
+    (kernels, left, got), (*_, wanted) = both(z, target, tau)
+    near(got, wanted, 2e-6)
+    assert torch.equal(left, z)
+    assert torch.equal(kernels.logp(z, target, temperature=tau, spare=kernels.spare(z)), got.logp)
+    right = (z.double() / tau).log_softmax(-1)
+    near([got.entropy.double()], [-(right.exp() * right).sum(-1)], 5e-6)
+
+
+@given(*SHAPES, TEMPERATURES, st.sampled_from([torch.float32, *HALVES]), st.booleans(), st.booleans())
+@few
+def test_the_gradient_is_that_of_torchs_operations(n, v, seed, tau, dtype, entropy, fresh):
+    z, target, dlogp, dentropy = chunk(n, v, seed)
+    found = []
+    for kernels, left, stats in both(z, target, tau):
+        at = (z.clone() if fresh else left, target, dlogp, dentropy if entropy else None, stats)
+        found.append(kernels.slope(*at, temperature=tau, fresh=fresh, dtype=dtype))
+    got, wanted = found
+    assert got.dtype is wanted.dtype is dtype
+    # The interpreter cuts halves off where a card rounds them: a unit of the last place.
+    allowed = 2e-6 + HALVES.get(dtype, 0.0) * wanted.float().abs()
+    assert bool(((got.float() - wanted.float()).abs() <= allowed).all())
+
+
+@given(st.integers(1, 9), st.integers(2, 40), st.integers(1, 4), st.integers(1, 200), TEMPERATURES, st.integers(0, 99))
+@few
+def test_a_head_of_these_kernels_is_the_dense_one(n, v, d, elements, tau, seed):
+    hidden, weight, target, dlogp, dentropy = inputs(n, v, d, torch.float32, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprob_head, "kernels_for", lambda hidden: triton_kernels.TritonKernels())
+        head = partial(linear_scores, target=target, temperature=tau, elements=elements)
+        got = pulled(lambda h, w: head(h, w), hidden, weight, dlogp, dentropy)
+        alone = linear_logp(hidden, weight, target, temperature=tau, elements=elements)
+    wanted = pulled(lambda h, w: dense(h, w, target, tau), hidden, weight, dlogp, dentropy)
+    near(got[0], wanted[0], 2e-6)
+    near(got[1], wanted[1], 2e-6)
+    assert torch.equal(alone, got[0][0])
+
+
+@pytest.mark.parametrize("dtype", [*HALVES])
+def test_states_in_halves_have_their_logits_and_gradients(monkeypatch, dtype):
+    """Beside the plain kernels on the same rounded logits: what differs is rounding alone."""
+    given_ = inputs(7, 53, 16, dtype)
+    found = []
+    for kernels in (triton_kernels.TritonKernels(), PlainKernels()):
+        monkeypatch.setattr(logprob_head, "kernels_for", lambda hidden, kernels=kernels: kernels)
+        head = partial(linear_scores, target=given_[2], temperature=0.7, elements=3 * 53)
+        found.append(pulled(lambda h, w, head=head: head(h, w), *given_[:2], *given_[3:]))
+    near(found[0][0], found[1][0], 2e-6)
+    near([x.float() for x in found[0][1]], [x.float() for x in found[1][1]], 2 * HALVES[dtype])
+
+
+def test_functorch_has_torchs_operations_in_both_directions(monkeypatch):
+    hidden, weight, target, *signals = inputs(6, 37, 3, torch.float32)
+    fast = kernel_choice.KernelChoice(triton_kernels.TritonKernels(), "")
+    monkeypatch.setattr(kernel_choice, "choose_head_kernels", lambda device: fast)
+    head = partial(linear_scores, target=target, temperature=0.7, elements=2 * 37)
+    out, pull = vjp(lambda h, w: head(h, w), hidden, weight)
+    wanted, wanted_pull = vjp(lambda h, w: dense(h, w, target, 0.7), hidden, weight)
+    near(out, wanted, 2e-6)
+    near(pull((*signals,)), wanted_pull((*signals,)), 2e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, which interprets
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_logit_breaks_its_row_alone(broken):
+    z, target, *_ = chunk(3, 40, 0)
+    z[1, 17] = broken
+    got = next(iter(both(z, target, 1.0)))[2]
+    assert got.logp.isnan().tolist() == got.entropy.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("outside", [-1, 40])
+def test_a_token_outside_of_the_vocabulary_has_no_log_probability(outside):
+    z, target, *_ = chunk(2, 40, 0)
+    target[0] = outside
+    assert next(iter(both(z, target, 1.0)))[2].logp.isnan().tolist() == [True, False]
+
+
+def test_a_vocabulary_of_150k_costs_no_digits():
+    z, target, *_ = chunk(1, 151_936, 0)
+    stats = triton_kernels.fused_reduce(z, target, temperature=1.0, block=4096)
+    right = z.double().log_softmax(-1)
+    near([stats.logp.double()], [right[0, target]], 1e-6)
+    near([stats.entropy.double()], [-(right.exp() * right).sum(-1)], 1e-6)
+
+
+# -- which are used
+
+
+def test_a_cpu_has_torchs_operations_and_says_so():
+    choice = choose_head_kernels(torch.device("cpu"))
+    assert isinstance(choice.kernels, PlainKernels)
+    assert choice.text == "torch's operations (Triton has no kernels for cpu)"
+
+
+def test_tensors_of_64_bits_and_wrapped_ones_have_torchs_operations(monkeypatch):
+    fast = triton_kernels.TritonKernels()
+    monkeypatch.setattr(kernel_choice, "choose_head_kernels", lambda device: kernel_choice.KernelChoice(fast, ""))
+    assert kernels_for(torch.zeros(1)) is fast
+    assert isinstance(kernels_for(torch.zeros(1, dtype=torch.float64)), PlainKernels)
+    assert isinstance(kernels_for(torch.nn.Parameter(torch.zeros(1))), PlainKernels)
+
+
+def test_the_trial_lets_these_kernels_through(monkeypatch):
+    monkeypatch.setattr(triton_kernels, "BLOCK", 4096)
+    assert trial_error(triton_kernels.TritonKernels(), torch.device("cpu")) < TRIAL_ERROR / 10
+
+
+class OffKernels(PlainKernels):
+    """Torch's operations with entropies that are a hundredth off."""
+
+    def reduce(self, *args, **kwargs) -> ChunkStats:
+        found = super().reduce(*args, **kwargs)
+        return found._replace(entropy=found.entropy + 0.01)
+
+
+class NanKernels(PlainKernels):
+    """Torch's operations without a result."""
+
+    def slope(self, *args, **kwargs):
+        return super().slope(*args, **kwargs) * torch.nan
+
+
+def test_the_trial_sees_wrong_numbers_and_none():
+    assert trial_error(OffKernels(), torch.device("cpu")) == pytest.approx(0.01, rel=0.01)
+    assert trial_error(NanKernels(), torch.device("cpu")) == float("inf")
+    assert trial_error(PlainKernels(), torch.device("cpu")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"kernels": OffKernels}, "in a trial they were 0.01 off"),
+        ({"raises": RuntimeError("no driver\nat all")}, "RuntimeError, no driver"),
+        ({"found": None}, "Triton is not installed"),
+        ({"env": "1"}, "TORCH_COMPILE_DISABLE is 1"),
+    ],
+)
+def test_why_a_card_has_torchs_operations_is_said_by_name_and_warned_of_once(monkeypatch, changed, reason):
+    monkeypatch.setattr(kernel_choice.os, "environ", {"TORCH_COMPILE_DISABLE": changed.get("env", "0")})
+    if "found" in changed:
+        monkeypatch.setattr(kernel_choice, "find_spec", lambda name: None)
+    if "kernels" in changed:
+        monkeypatch.setattr(triton_kernels, "TritonKernels", changed["kernels"])
+
+    def tried(kernels, device):
+        if "raises" in changed:
+            raise changed["raises"]
+        return trial_error(kernels, torch.device("cpu"))
+
+    monkeypatch.setattr(kernel_choice, "trial_error", tried)
+    card = torch.device("cuda", 5)
+    assert why_no_triton(card) == reason
+    choose_head_kernels.cache_clear()
+    with pytest.warns(RuntimeWarning, match=reason):
+        choice = choose_head_kernels(card)
+    assert isinstance(choice.kernels, PlainKernels)
+    assert choice.text == f"torch's operations ({reason})"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_head_kernels(card) is choice
+    choose_head_kernels.cache_clear()
+
+
+def test_a_card_on_which_the_trial_is_right_has_tritons(monkeypatch):
+    monkeypatch.setattr(kernel_choice.os, "environ", {})
+    monkeypatch.setattr(kernel_choice, "trial_error", lambda kernels, device: 1e-6)
+    choose_head_kernels.cache_clear()
+    choice = choose_head_kernels(torch.device("cuda", 6))
+    assert isinstance(choice.kernels, triton_kernels.TritonKernels)
+    assert choice.text == "Triton's kernels"
+    choose_head_kernels.cache_clear()
