@@ -18,6 +18,7 @@ from grpo_fn.shell.sampler.local.cuda_graphs import (
     GraphCache,
     Sizes,
     addresses,
+    buffer_size,
     capturable,
     exact_size,
     graph_size,
@@ -164,8 +165,7 @@ class DecodeEngine:
 
     def ready(self, need: Need, marks: Marks) -> None:
         """Have at least that capacity, for `need.new` tokens a row, and no row in it."""
-        rows, prompts = self.sizes.rows(need.rows), self.sizes.rows(need.prompts)
-        longest = self.sizes.columns(need.longest)
+        rows, prompts, longest = (self.sizes.capacity(n) for n in (need.rows, need.prompts, need.longest))
         self.trained = self.trained or self.versions not in (None, weight_versions(self.model))
         if not self.fits(rows, prompts, longest, need.new, len(marks.ends)):
             if self.drawn is not None:
@@ -195,8 +195,8 @@ class DecodeEngine:
         for x, given in zip(self.tables[shape][:2], found[:2], strict=True):
             x.copy_(given)
 
-    def step(self, shape: DecodeShape, token_sampler: TokenSampler) -> None:
-        """One token for every row in the first `shape.rows` slots."""
+    def advance(self, shape: DecodeShape, token_sampler: TokenSampler, *, steps: int) -> None:
+        """So many tokens for every row in the first `shape.rows` slots."""
 
         def step() -> None:
             live, (_, columns, _, reach, _) = Live(*(x[: shape.rows] for x in self.live)), shape
@@ -208,7 +208,7 @@ class DecodeEngine:
             live.length.add_(~live.ended)
             draw(live, logits, self.code.wrap_token_sampler(token_sampler), self.marks)
 
-        self.run((shape, token_sampler), step, self.live)
+        self.run((shape, token_sampler), step, self.live, times=steps)
 
     def rest(self) -> None:
         """Free the buffers, unless steps were captured with them and what else is done there has space beside them."""
@@ -254,7 +254,7 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     rounds otherwise in a process that meets others.
     """
     if not capturable(model):
-        return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, 1), run=Eager(), code=WRITTEN)
+        return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=WRITTEN)
     keep_logits_in_float32(model)
     split_kv = choose_split_kv(model)
     code = WRITTEN if torch.are_deterministic_algorithms_enabled() else compile_decode_parts(model)
@@ -262,7 +262,7 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     columns = partial(graph_size, least=64 if split_kv is None else SPLIT)
     return DecodeEngine(
         model,
-        sizes=Sizes(partial(graph_size, least=1), columns, LOOK),
+        sizes=Sizes(partial(graph_size, least=1), columns, buffer_size, LOOK),
         run=GraphCache(CudaGraph),
         code=code._replace(split_kv=split_kv),
     )
