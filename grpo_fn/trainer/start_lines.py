@@ -13,8 +13,9 @@ import torch
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
+from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.world import World
-from grpo_fn.trainer.checks.device_plan import precision_notes
+from grpo_fn.trainer.checks.device_plan import decoding_note, precision_notes
 from grpo_fn.trainer.plan import Plan
 from grpo_fn.trainer.sections import Settings
 
@@ -80,9 +81,11 @@ def plan_lines(plan: Plan, notes: Sequence[str], rows: int, world: World, dtype:
     return [*numbers, *notes, *precision_notes(dtype, world.device), head]
 
 
-def sampler_line(settings: Settings) -> str:
-    """The sampler that is started, and whether the first step compiles."""
-    name = function_and_knobs(settings.sampling.sampler)[0].__name__
+def sampler_line(settings: Settings, device: torch.device) -> str:
+    """The sampler that is started, how the local one attends on a card, and whether the first step compiles."""
+    sampler = function_and_knobs(settings.sampling.sampler)[0]
+    here = sampler is local_sampler.local and device.type == "cuda"
+    name = sampler.__name__ + (f"; {decoding_note(device)}" if here else "")
     compiles = function_and_knobs(settings.parallelism.compile)[0] is not blocks.eager
     return f"starting the sampler, {name}" + ("; blocks are compiled in the first step" if compiles else "")
 

@@ -26,12 +26,16 @@ import fake_cuda as fake  # noqa: E402 before torch
 import device_step  # noqa: E402
 import torch  # noqa: E402
 from count_step_budget import BUDGET  # noqa: E402
-from device_parts import built  # noqa: E402
+from device_decode import SPREAD, Asking, context, sample  # noqa: E402
+from device_parts import built, local  # noqa: E402
 from device_runner import Setting  # noqa: E402
 from device_shapes import TOY, folder  # noqa: E402
 
 WORK = device_step.Work(prompts=4, size=4, prompt=6, new=20, steps=1)  # one step to warm up, one that counts
 MICRO_TOKENS = 160  # a few micro-batches
+ASKED = Asking(2, 3, 40)
+LONG = Asking(4, 4, 160)  # more columns than two shapes of steps in matrix products have
+LAYERS = (2, 4)
 
 
 class PhaseCounts(device_step.Phases):
@@ -71,12 +75,43 @@ def counted() -> dict[str, dict[str, int]]:
     return {phase: dict(sorted(found.items())) for phase, found in sorted(PhaseCounts.last.counts.items())}
 
 
+def captured_step() -> dict[str, int]:
+    """Operators of a captured decoding step in bfloat16, of each layer and besides, as they are written.
+
+    The split-KV kernel, one operator, is two launches on a card.
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        setting = Setting(device="cuda", tiny=True, scratch=scratch)
+        for layers in LAYERS:
+            whole = context(setting, folder(setting, TOY._replace(layers=layers)), torch.bfloat16)
+            sampler = local(whole, prompt_tokens=5, new_tokens=ASKED.new, max_rows=ASKED.prompts * ASKED.size)
+            sample(sampler, asking=ASKED)
+            (captured,) = {len(replay.__self__.captured) for replay in sampler.held.engine.run.replays.values()}
+            found.append(captured)  # whatever the shape
+    each, odd = divmod(found[1] - found[0], LAYERS[1] - LAYERS[0])
+    if odd:
+        raise ValueError(f"operators: got {found} in {LAYERS} layers, wanted as many in each")
+    return {"launches a layer": each + 1, "launches besides": found[0] - LAYERS[0] * each}
+
+
+def captured_shapes() -> dict[str, int]:
+    """Graphs after two calls whose rows end at many lengths, most of them before the last column."""
+    with tempfile.TemporaryDirectory() as scratch:
+        setting = Setting(device="cuda", tiny=True, scratch=scratch)
+        whole = context(setting, folder(setting, TOY, spread=SPREAD), torch.bfloat16)
+        sampler = local(whole, prompt_tokens=5, new_tokens=LONG.new, max_rows=LONG.prompts * LONG.size)
+        for _ in range(2):
+            sample(sampler, asking=LONG)
+        return {"graphs": len(sampler.held.engine.run.replays)}
+
+
 def main() -> None:
     """Count; with --write, keep it."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    found = counted()
+    found = {**counted(), "decoding step": captured_step(), "decoding calls": captured_shapes()}
     if args.write:
         BUDGET.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found), flush=True)

@@ -54,6 +54,27 @@ def decoding(setting: Setting) -> None:
     require(found.graphs > 2, f"graphs: got {found.graphs}, wanted several shapes")
 
 
+def decoding_in_products(setting: Setting) -> None:
+    """The same where the split-KV kernel cannot be had."""
+    with patch.object(decode_step, "choose_split_kv", lambda model: None):
+        decoding(setting)
+
+
+def kernel_of_decoding(setting: Setting) -> None:
+    """Steps are captured with the split-KV kernel: one launch in each layer, whatever its shape."""
+    sampler = local(
+        context(setting, model_folder(setting), torch.bfloat16), prompt_tokens=5, new_tokens=ASKED.new, max_rows=6
+    )
+    sample(sampler, asking=ASKED)  # asks the model whether it is fit, in matrix products
+    sampler.rest()
+    sampler.held.engine.drop()
+    fake.backend.clear()
+    sample(sampler, asking=ASKED)
+    launched = fake.backend.launches()
+    require(launched.get("grpo_fn::split_kv_attention", 0) > 0, "got steps without the split-KV kernel")
+    require("aten::bmm.dtype" not in launched, "got steps that attend in matrix products")
+
+
 @contextmanager
 def several_shapes() -> Iterator[None]:
     """Within it, samplers have small shapes."""
@@ -226,7 +247,9 @@ def sampled_logits(setting: Setting) -> None:
 
 
 CHECKS = (
+    kernel_of_decoding,
     decoding,
+    decoding_in_products,
     other_seats,
     moved_weights,
     packed,

@@ -1,4 +1,7 @@
-"""Kernels that only CUDA has, written out for the fake device, as strict about their arguments as the real ones are."""
+"""Kernels that only CUDA has, written out for the fake device, as strict about their arguments as the real ones are.
+
+Triton's have no CUDA here to be compiled for: our operators of it are run by the functions below, as one launch each.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,6 +12,8 @@ from typing import Any
 import torch
 from fake_cuda import backend
 from torch import Tensor
+
+from grpo_fn.shell.sampler.local import split_kv
 
 LIBRARY = torch.library.Library("aten", "IMPL")
 HALVES = (torch.bfloat16, torch.float16)
@@ -184,3 +189,45 @@ def flash_attention_backward(
 def by_key_head(x: Tensor, heads: int) -> Tensor:
     """`[H k D]` of all query heads, summed over those that share a key head: `[k K D]`."""
     return x.transpose(0, 1).unflatten(1, (heads, -1)).sum(2)
+
+
+# -- attention of a decoding step, as split_kv_triton.py computes it
+
+
+def split_kv_attention(
+    query: Tensor,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: Tensor,
+    lane: Tensor,
+    start: Tensor,
+    length: Tensor,
+    wide: int,
+    scale: float,
+    cap: float | None,
+    window: int | None,
+) -> Tensor:
+    """Row by row, over what it sees and nothing else. A slot without a row sees its own columns alone."""
+    if not row.dtype == lane.dtype == start.dtype == length.dtype == torch.int64:
+        raise RuntimeError(f"got {row.dtype}, {lane.dtype}, {start.dtype} and {length.dtype}, wanted 64-bit integers")
+    if any(x.stride(-1) != 1 for x in (prompt_key, prompt_value, key, value)):
+        raise RuntimeError("Keys and values must have contiguous last dimension")
+    out = value.new_empty(*query.shape[:2], value.shape[3])
+    groups = query.shape[1] // key.shape[1]
+    for b, (seat, begun, now) in enumerate(zip(lane.tolist(), start.tolist(), length.tolist(), strict=True)):
+        prompt = slice(0, begun if int(row[seat]) == b else 0)
+        seen = [
+            torch.cat([theirs[seat // wide, :, prompt], own[b, :, : now - begun + 1]], 1).float()
+            for theirs, own in ((prompt_key, key), (prompt_value, value))
+        ]
+        k, v = (x[:, 0 if window is None else max(0, x.shape[1] - window) :] for x in seen)
+        scores = torch.einsum("hgd,hkd->hgk", query[b].float().unflatten(0, (-1, groups)), k) * scale
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        out[b] = torch.einsum("hgk,hke->hge", scores.softmax(-1), v).flatten(0, 1).to(value.dtype)
+    return out
+
+
+torch.library.impl(split_kv.OPERATOR, "cpu", split_kv_attention)
+split_kv.kernel_import_problem = lambda: None

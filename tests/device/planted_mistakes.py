@@ -48,13 +48,25 @@ def seats_of_the_capture(set_row_slots: Any) -> Any:
     return lambda engine, shape, found: None if shape in engine.tables else set_row_slots(engine, shape, found)
 
 
-def columns_of_the_capture(index: Any) -> Any:
+def columns_of_the_capture(places: Any) -> Any:
     def frozen(self: Any, heads: int) -> Any:
-        place, *rest = index(self, heads)
-        return place - (self.length - self.start).repeat_interleave(heads) + first[0], *rest
+        return places(self, heads) - (self.length - self.start).repeat_interleave(heads) + first[0]
 
     first = [0]
     return frozen
+
+
+def lengths_at_capture(operator: Any) -> Any:
+    def called(*given: Any) -> torch.Tensor:
+        known = given[8].data_ptr(), len(given[8])
+        if torch.cuda.is_current_stream_capturing():
+            given = (*given[:8], lengths.setdefault(known, given[8].detach()), *given[9:])
+        else:
+            lengths[known] = given[8].clone()
+        return operator(*given)
+
+    lengths: dict[tuple[int, int], torch.Tensor] = {}
+    return called
 
 
 def unwritten(of: Any) -> Any:
@@ -109,7 +121,7 @@ def idle(_: Any) -> Any:
 
 MISTAKES = [
     Mistake("a wait in a captured step", trial.decoding, [(decode_step, "draw", a_wait_while_drawing)]),
-    Mistake("a mask on the CPU", trial.decoding, [(kv_cache.DecodeAttention, "mask", on_the_cpu)]),
+    Mistake("a mask on the CPU", trial.decoding_in_products, [(kv_cache.DecodeAttention, "mask", on_the_cpu)]),
     Mistake(
         "seats that a replay does not see",
         trial.other_seats,
@@ -118,9 +130,12 @@ MISTAKES = [
     Mistake(
         "columns of the capture in every replay",
         trial.decoding,
-        [(kv_cache.DecodeAttention, "index", columns_of_the_capture)],
+        [(kv_cache.DecodeAttention, "places", columns_of_the_capture)],
     ),
-    Mistake("memory that nothing has written", trial.decoding, [(kv_cache.KVCache, "of", unwritten)]),
+    Mistake(
+        "lengths that a replay does not see", trial.decoding, [(decode_step, "split_kv_attention", lengths_at_capture)]
+    ),
+    Mistake("memory that nothing has written", trial.decoding_in_products, [(kv_cache.KVCache, "of", unwritten)]),
     Mistake(
         "graphs of weights that have moved", trial.moved_weights, [(decode_step, "addresses", lambda _: lambda m: (0,))]
     ),

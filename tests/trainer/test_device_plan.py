@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from grpo_fn.trainer.checks.device_plan import planned_chunk, planned_device, precision_notes
+from grpo_fn.trainer.checks import device_plan
+from grpo_fn.trainer.checks.device_plan import decoding_note, planned_chunk, planned_device, precision_notes
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
@@ -30,3 +31,11 @@ def test_float32_on_a_card_is_said_to_be_slow_and_what_helps(device) -> None:
     assert "scale/bf16.gin" in line
     assert precision_notes(torch.bfloat16, device) == []
     assert precision_notes(torch.float32, CPU) == []
+
+
+def test_how_decoding_attends_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[str | None] = [None, "no Triton"]
+    monkeypatch.setattr(device_plan, "split_kv_unsupported_reason", lambda device: reasons.pop(0))
+    assert decoding_note(torch.device("cuda", 0)) == "decoding attends in the split-KV kernel"
+    assert decoding_note(torch.device("cuda", 0)) == "decoding attends in matrix products (no Triton)"
+    assert "where Triton imports" in decoding_note(None)

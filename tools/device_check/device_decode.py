@@ -137,10 +137,11 @@ def without_graphs(sampler: LocalSampler) -> LocalSampler:
 
 
 def uncompiled(sampler: LocalSampler, model: nn.Module) -> LocalSampler:
-    """The same with another copy of the model, in steps that are captured where the others are, and not compiled."""
+    """The same with another copy of the model, in steps captured and attended as the others are, and not compiled."""
     held, usual = SharedDecoder(), sampler.held.engine
     run = GraphCache(usual.run.captures) if isinstance(usual.run, GraphCache) else Eager()
-    held.model, held.engine = model, DecodeEngine(model, sizes=usual.sizes, run=run, code=WRITTEN)
+    code = WRITTEN._replace(split_kv=usual.code.split_kv)
+    held.model, held.engine = model, DecodeEngine(model, sizes=usual.sizes, run=run, code=code)
     install(model)
     return replace(sampler, model=model, held=held)
 

@@ -1,8 +1,9 @@
-"""What a plan says about the device: which it is, how large the head's chunks are there, what a dtype costs on it."""
+"""What a plan says about the device: which it is, the size of the head's chunks, a dtype's cost, decoding's kernel."""
 
 import torch
 
 from grpo_fn.shell.model.logprob_head import chunk_elements
+from grpo_fn.shell.sampler.local.split_kv import split_kv_unsupported_reason
 
 
 def planned_device(name: str) -> torch.device | None:
@@ -48,3 +49,18 @@ def precision_notes(dtype: torch.dtype, device: torch.device | None) -> list[str
         "float32 on a GPU: no tensor cores, no kernels for packed rows (50 TFLOP/s of an H100's 800 in bfloat16); lay "
         " --gin_file scale/bf16.gin over the run, or scale/fp16.gin before Ampere"
     ]
+
+
+def decoding_note(device: torch.device | None) -> str:
+    """How the local sampler's steps attend on a device, and why not in the split-KV kernel where they do not.
+
+    Args:
+        device: where; None for a card that is not here.
+
+    Returns:
+        A line, which holds unless the kernel fails its trial on the card: a warning says so then.
+    """
+    if device is None:
+        return "decoding attends in the split-KV kernel where Triton imports, else in matrix products"
+    reason = split_kv_unsupported_reason(device)
+    return f"decoding attends in {'the split-KV kernel' if reason is None else f'matrix products ({reason})'}"

@@ -23,7 +23,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache, Sizes, exact_size, graph_size
+from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache, Sizes, buffer_size, exact_size, graph_size
 from grpo_fn.shell.sampler.local.decode_step import (
     WRITTEN,
     Code,
@@ -38,9 +38,8 @@ EXAMPLES = settings.default.max_examples
 COSTLY = settings(max_examples=max(4, EXAMPLES // 20))
 TEXTS = ["Tom has", "aT é 7", "7 7 7 a a a T T", "a7"]
 CPU = torch.device("cpu")
-SMALL = Sizes(
-    partial(graph_size, least=1), partial(graph_size, least=4), 3
-)  # as on CUDA: few shapes, several steps between looks
+# As on CUDA: few shapes, several steps between looks.
+SMALL = Sizes(partial(graph_size, least=1), partial(graph_size, least=4), buffer_size, 3)
 
 
 def held(module: nn.Module, run: Eager | GraphCache, sizes: Sizes = SMALL, code: Code = WRITTEN) -> SharedDecoder:
@@ -116,19 +115,23 @@ class Counting:
         return replay
 
 
-def test_a_shape_is_captured_once_and_again_when_weights_have_moved() -> None:
+def test_a_shape_is_captured_at_its_second_use_and_again_when_weights_have_moved() -> None:
     module, counting = ending("qwen3_untied"), Counting()
     run = GraphCache(lambda: counting)
     s = LocalSampler(**{**vars(sampler()), "model": module, "held": held(module, run)})
     first = s.sample(problems(TEXTS), 2, key=KEY)
-    shapes, steps = counting.captured, counting.replayed
-    assert 0 < shapes < steps
+    at_first, replayed_at_first = counting.captured, counting.replayed
+    assert at_first < len(run.used)
     again = s.sample(problems(TEXTS), 2, key=KEY)
     assert torch.equal(first.tokens, again.tokens)
-    assert (counting.captured, counting.replayed) == (shapes, 2 * steps)
+    shapes, steps = counting.captured, counting.replayed - replayed_at_first
+    assert shapes == len(run.used) == len(run.replays)
+    assert steps > replayed_at_first
+    s.sample(problems(TEXTS), 2, key=KEY)
+    assert (counting.captured, counting.replayed) == (shapes, replayed_at_first + 2 * steps)
     module.lm_head.weight.data = module.lm_head.weight.data.clone()
     assert torch.equal(s.sample(problems(TEXTS), 2, key=KEY).tokens, first.tokens)
-    assert counting.captured == 2 * shapes
+    assert (counting.captured, counting.replayed) == (shapes + at_first, 2 * (replayed_at_first + steps))
 
 
 def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
@@ -139,7 +142,8 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
     wanted = s.sample(problems(TEXTS), 2, key=KEY)
     other = LocalSampler(**{**vars(s), "held": held(s.model, GraphCache(lambda: never))})
     with pytest.warns(RuntimeWarning, match="not as a CUDA graph: operation not permitted when stream is capturing$"):
-        assert torch.equal(other.sample(problems(TEXTS), 2, key=KEY).tokens, wanted.tokens)
+        got = [other.sample(problems(TEXTS), 2, key=KEY) for _ in range(2)]
+    assert all(torch.equal(one.tokens, wanted.tokens) for one in got)
 
 
 # -- compiled steps
@@ -192,13 +196,16 @@ def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch: 
 @given(st.integers(1, 5000), st.sampled_from([1, 64]))
 def test_sizes_are_few_and_not_much_larger_than_asked_for(n: int, least: int) -> None:
     size = graph_size(n, least=least)
-    assert n <= size <= max(least, 1.5 * n)
+    assert n <= size <= max(least, 2 * n - 1)
     assert graph_size(size, least=least) == size
+    assert n <= buffer_size(n) <= 1.5 * n
+    assert buffer_size(buffer_size(n)) == buffer_size(n)
 
 
 def test_there_are_few_sizes() -> None:
-    assert len({graph_size(n, least=1) for n in range(1, 1025)}) == 20
-    assert sorted({graph_size(n, least=64) for n in range(1, 500)}) == [64, 96, 128, 192, 256, 384, 512]
+    assert len({graph_size(n, least=1) for n in range(1, 1025)}) == 11
+    assert sorted({graph_size(n, least=64) for n in range(1, 500)}) == [64, 128, 256, 512]
+    assert sorted({buffer_size(n) for n in range(1, 14)}) == [1, 2, 3, 4, 6, 8, 12, 16]
 
 
 # -- lanes
@@ -359,6 +366,6 @@ def held_as_is(module: nn.Module) -> SharedDecoder:
     made = SharedDecoder()
     made.model, made.engine = (
         module,
-        DecodeEngine(module, sizes=Sizes(exact_size, exact_size, 1), run=Eager(), code=WRITTEN),
+        DecodeEngine(module, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=WRITTEN),
     )
     return made

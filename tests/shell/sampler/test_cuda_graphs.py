@@ -139,17 +139,40 @@ def test_after_a_failed_capture_the_old_stream_is_current(
 def test_after_a_step_that_cannot_be_captured_no_other_is_tried(cuda: FakeCuda) -> None:
     runs: list[int] = []
     cache, state = GraphCache(CudaGraph), [torch.zeros(1)]
+    for shape in (1, 2):
+        cache(shape, counted(runs), state, times=1)
     with pytest.warns(RuntimeWarning, match="not as a CUDA graph: a step of this model waits for the device 1 times"):
-        cache(1, counted(runs, cuda.wait), state)
-    assert len(runs) == 2 + 1
+        cache(1, counted(runs, cuda.wait), state, times=1)
+    assert len(runs) == 2 + 2 + 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cache(2, counted(runs, cuda.wait), state)
-    assert len(runs) == 2 + 1 + 1
+        cache(2, counted(runs, cuda.wait), state, times=3)
+    assert len(runs) == 2 + 2 + 1 + 3
+
+
+def test_a_shape_is_captured_at_its_second_use_and_forgotten_with_its_buffers(cuda: FakeCuda) -> None:
+    runs: list[int] = []
+    cache, state = GraphCache(CudaGraph), [torch.zeros(1)]
+
+    def step() -> None:
+        runs.append(int(state[0].add_(1.0)))
+
+    seen = []
+    for shape in (1, 2, 1, 1, 2):
+        cache(shape, step, state, times=4)
+        seen.append((len(runs), len(cuda.captured_on), float(state[0])))
+    # A capture runs the step three times (a real one twice and records it), and puts back what it has changed; replays
+    # of this device do nothing.
+    assert seen == [(4, 0, 4.0), (8, 0, 8.0), (11, 1, 8.0), (11, 1, 8.0), (14, 2, 8.0)]
+    cache.drop()
+    cache(1, step, state, times=1)
+    assert (len(runs), len(cuda.captured_on)) == (15, 2)
 
 
 def test_a_broken_capture_ends_the_run(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs.torch, "__version__", "2.11.0")
     cuda.fails = True
+    cache = GraphCache(CudaGraph)
+    cache(1, counted([]), [torch.zeros(1)], times=1)
     with pytest.raises(BrokenCapture, match=r"on torch 2\.11\.0, wanted 2\.12 or later"):
-        GraphCache(CudaGraph)(1, counted([]), [torch.zeros(1)])
+        cache(1, counted([]), [torch.zeros(1)], times=1)

@@ -197,8 +197,7 @@ class ContinuousBatching:
         shape = self.shape._replace(columns=columns if sizes.steps == 1 else min(sizes.columns(columns), limit))
         self.engine.set_row_slots(shape, self.lanes)
         self.steps += steps
-        for _ in range(steps):
-            self.engine.step(shape, self.token_sampler)
+        self.engine.advance(shape, self.token_sampler, steps=steps)
 
     def arrange(self) -> DecodeShape:
         """Rows and prompts in the first slots, and rows of one prompt side by side."""
@@ -207,8 +206,7 @@ class ContinuousBatching:
         many = self.gather_prompts(min(sizes.rows(int((self.owed > 0).sum())), prompts.count))
         home, there = self.home[:rows], self.busy[:rows]
         # Where shapes are captured, groups of all sizes are one shape.
-        together = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else min(self.group, self.most)
-        wide = sizes.rows(together)
+        wide = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else min(self.group, self.most)
         reach = min(sizes.columns(int(self.start[self.busy].max())), prompts.columns)
         self.lanes = row_slots(home, there, many, wide)
         return DecodeShape(rows, 0, many, reach, wide)

@@ -1,4 +1,4 @@
-"""How a decoding step is run: as it is written, or, on CUDA, as a graph that was captured when its shape was first met.
+"""How a decoding step is run: as it is written, or, on CUDA, as a graph that is captured at its shape's second use.
 
 A step reads and writes buffers that never move and never looks at a value on the host, so a captured one does on replay
 what it did when it was captured. Weights are updated in place; where they have moved, what was captured is dropped.
@@ -26,6 +26,7 @@ class Sizes(NamedTuple):
 
     rows: Callable[[int], int]  # at least as many
     columns: Callable[[int], int]
+    capacity: Callable[[int], int]  # of buffers
     steps: int
 
 
@@ -35,23 +36,26 @@ def exact_size(n: int) -> int:
 
 
 def graph_size(n: int, *, least: int) -> int:
-    """The next of least, 1.5 least, 2 least, 3 least, 4 least, ...: at most half as many again as asked for, from there
-    on."""
+    """The next of least, 2 least, 4 least, ...: few shapes, for what is not seen costs little in a captured step."""
     size = least
     while size < n:
-        half = size + size // 2
-        if n <= half and half * 2 == size * 3:
-            return half
         size *= 2
     return size
+
+
+def buffer_size(n: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, ...: no buffer is larger than one and a half times what was asked for."""
+    size = graph_size(n, least=1)
+    return size // 4 * 3 if n <= size // 4 * 3 else size
 
 
 class Eager:
     """Every step as it is written."""
 
-    def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor]) -> None:
-        """Run the step."""
-        step()
+    def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor], *, times: int) -> None:
+        """Run the step so many times."""
+        for _ in range(times):
+            step()
 
     def drop(self) -> None:
         """There is nothing to drop."""
@@ -66,24 +70,29 @@ class BrokenCapture(Exception):
 
 
 class GraphCache:
-    """Steps by their shape, each captured once. `captures` makes what captures those that are kept together.
+    """Steps by their shape, each captured when it is used for the second time: some shapes come once, in passing.
 
-    After the first step that cannot be captured no other is tried: what one shape does, all do.
+    `captures` makes what captures those that are kept together. After the first step that cannot be captured no other
+    is tried: what one shape does, all do.
     """
 
     def __init__(self, captures: Callable[[], Capture]) -> None:
         self.captures, self.capture = captures, captures()
         self.replays: dict[Hashable, Step] = {}
+        self.used: set[Hashable] = set()
         self.refused = False
 
-    def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor]) -> None:
-        """Run the step, whose inputs are in `state` when it is captured and when it is replayed."""
-        if shape not in self.replays:
+    def __call__(self, shape: Hashable, step: Step, state: Sequence[Tensor], *, times: int) -> None:
+        """Run the step so many times, which is one use; its inputs are in `state` at a capture and at every replay."""
+        if shape in self.used and shape not in self.replays:
             before = [x.clone() for x in state]
             self.replays[shape] = step if self.refused else self.capture_graph(step)
             for x, was in zip(state, before, strict=True):
                 x.copy_(was)
-        self.replays[shape]()
+        self.used.add(shape)
+        run = self.replays.get(shape, step)
+        for _ in range(times):
+            run()
 
     def capture_graph(self, step: Step) -> Step:
         """Its replay; the step itself where the model does what cannot be captured."""
@@ -100,6 +109,7 @@ class GraphCache:
 
     def drop(self) -> None:
         """Forget what was captured: what it reads or writes is gone."""
+        self.used.clear()
         if self.replays:
             self.replays.clear()
             self.capture = self.captures()

@@ -18,6 +18,7 @@ from grpo_fn.shell.sampler.local.cuda_graphs import (
     GraphCache,
     Sizes,
     addresses,
+    buffer_size,
     capturable,
     exact_size,
     graph_size,
@@ -32,6 +33,14 @@ from grpo_fn.shell.sampler.local.kv_cache import (
     attend,
     products_in_float32,
     row_slots,
+)
+from grpo_fn.shell.sampler.local.split_kv import (
+    SPLIT,
+    SplitKV,
+    split_kv_attention,
+    split_kv_uncovered_reason,
+    split_kv_unsupported_reason,
+    warn_of_plain_attention,
 )
 
 # (logits [B V], u [B]) -> (token [B], logp [B]): sampling.categorical, sampling.greedy, ...
@@ -114,6 +123,7 @@ class Code(NamedTuple):
 
     attended: Attended
     wrap_token_sampler: Callable[[TokenSampler], TokenSampler]  # what is run for it
+    split_kv: SplitKV | None = None  # in the place of `attended`
 
 
 WRITTEN = Code(attend, lambda token_sampler: token_sampler)
@@ -155,8 +165,7 @@ class DecodeEngine:
 
     def ready(self, need: Need, marks: Marks) -> None:
         """Have at least that capacity, for `need.new` tokens a row, and no row in it."""
-        rows, prompts = self.sizes.rows(need.rows), self.sizes.rows(need.prompts)
-        longest = self.sizes.columns(need.longest)
+        rows, prompts, longest = (self.sizes.capacity(n) for n in (need.rows, need.prompts, need.longest))
         self.trained = self.trained or self.versions not in (None, weight_versions(self.model))
         if not self.fits(rows, prompts, longest, need.new, len(marks.ends)):
             if self.drawn is not None:
@@ -186,19 +195,20 @@ class DecodeEngine:
         for x, given in zip(self.tables[shape][:2], found[:2], strict=True):
             x.copy_(given)
 
-    def step(self, shape: DecodeShape, token_sampler: TokenSampler) -> None:
-        """One token for every row in the first `shape.rows` slots."""
+    def advance(self, shape: DecodeShape, token_sampler: TokenSampler, *, steps: int) -> None:
+        """So many tokens for every row in the first `shape.rows` slots."""
 
         def step() -> None:
             live, (_, columns, _, reach, _) = Live(*(x[: shape.rows] for x in self.live)), shape
             table = self.tables[shape]
             seen = (self.prompts, self.drawn, table, live.start, live.length)
-            context = DecodeAttention(*seen, reach=reach, columns=columns, attended=self.code.attended)
+            how = {"attended": self.code.attended, "split_kv": self.code.split_kv}
+            context = DecodeAttention(*seen, reach=reach, columns=columns, **how)
             logits = forward_step(self.model, live.token[:, None], live.length[:, None], context, 1)[:, -1]
             live.length.add_(~live.ended)
             draw(live, logits, self.code.wrap_token_sampler(token_sampler), self.marks)
 
-        self.run((shape, token_sampler), step, self.live)
+        self.run((shape, token_sampler), step, self.live, times=steps)
 
     def rest(self) -> None:
         """Free the buffers, unless steps were captured with them and what else is done there has space beside them."""
@@ -244,15 +254,38 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     rounds otherwise in a process that meets others.
     """
     if not capturable(model):
-        return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, 1), run=Eager(), code=WRITTEN)
+        return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=WRITTEN)
     keep_logits_in_float32(model)
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    split_kv = choose_split_kv(model)
+    code = WRITTEN if torch.are_deterministic_algorithms_enabled() else compile_decode_parts(model)
+    # The kernel looks at no column that a row does not see, so that shapes differ by its splits alone.
+    columns = partial(graph_size, least=64 if split_kv is None else SPLIT)
     return DecodeEngine(
         model,
-        sizes=Sizes(partial(graph_size, least=1), partial(graph_size, least=64), LOOK),
+        sizes=Sizes(partial(graph_size, least=1), columns, buffer_size, LOOK),
         run=GraphCache(CudaGraph),
-        code=WRITTEN if deterministic else compile_decode_parts(model),
+        code=code._replace(split_kv=split_kv),
     )
+
+
+@torch.no_grad()
+def choose_split_kv(model: nn.Module) -> SplitKV | None:
+    """The kernel for the model's steps, once it has been seen to do them rightly on this card.
+
+    None, with a warning that says why, where it cannot be had, does not cover the model, or fails.
+    """
+    device = model.get_input_embeddings().weight.device
+    reason = split_kv_unsupported_reason(device) or split_kv_uncovered_reason(model)
+    try:
+        reason = reason or decoding_difference(model, device, split_kv_attention)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of Triton's: code that this card or this version does not take
+        reason = f"{type(error).__name__}, {next(iter(str(error).splitlines()), 'without a word')}"
+    if reason is not None:
+        warn_of_plain_attention(reason)
+        return None
+    return split_kv_attention
 
 
 def keep_logits_in_float32(model: nn.Module) -> None:
@@ -295,7 +328,7 @@ def decoding_unsupported_reason(model: nn.Module, device: torch.device) -> str |
         return packed_input.refusal(error)
 
 
-def decoding_difference(model: nn.Module, device: torch.device) -> str | None:
+def decoding_difference(model: nn.Module, device: torch.device, split_kv: SplitKV | None = None) -> str | None:
     """How far logits of two decoding steps are from those of the whole rows; None when that is rounding."""
     size = model.config.get_text_config().vocab_size
     texts = [[(5 * b + t) ** 2 % size for t in range(n)] for b, n in enumerate((7, 3, 7))]
@@ -314,7 +347,8 @@ def decoding_difference(model: nn.Module, device: torch.device) -> str | None:
         for t in (0, 1):
             token = torch.tensor([[text[t - 2]] for text in texts], device=device)
             seen = (prompts, drawn, lanes, start, start + t)
-            context = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, attended=attend)
+            how = {"attended": attend, "split_kv": split_kv}
+            context = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, **how)
             got.append(forward_step(model, token, (start + t)[:, None], context, 1)[:, -1])
     wanted = torch.stack(wanted).to(model.get_input_embeddings().weight.dtype)  # which says how close is close
     return packed_input.too_far_apart("logits", torch.stack(got, 1) - wanted, wanted)

@@ -21,6 +21,7 @@ from grpo_fn.shell.model.attention import (
     sdpa_attention,
 )
 from grpo_fn.shell.model.attention_layout import Window
+from grpo_fn.shell.sampler.local.split_kv import SplitKV
 
 
 class KVCache:
@@ -201,7 +202,7 @@ class DecodeAttention:
     """The next token of the row in every one of the first slots: it sees its prompt, and what was drawn up to there.
 
     `start` is how long each row's prompt is, `length` how long the row; `reach` columns of prompts are looked at, and
-    `columns` of what was drawn.
+    `columns` of what was drawn. With `split_kv`, one operator does it; without, matrix products, in `attended`.
     """
 
     phase: ClassVar[Phase] = "decode"
@@ -217,12 +218,14 @@ class DecodeAttention:
         reach: int,
         columns: int,
         attended: Attended,
+        split_kv: SplitKV | None,
     ) -> None:
-        self.attended = attended
+        self.attended, self.split_kv = attended, split_kv
         self.prompts, self.drawn, self.lanes = prompts, drawn, lanes
         self.start, self.length, self.reach, self.columns = start, length, reach, columns
         self.masks: dict[tuple[Window, torch.dtype], Tensor] = {}
-        self.indices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.indices: dict[int, tuple[Tensor, Tensor]] = {}
+        self.own: dict[int, Tensor] = {}
 
     @torch.compiler.disable
     def attend(
@@ -232,29 +235,44 @@ class DecodeAttention:
 
         Code that is compiled stops here: which buffers these are differs from layer to layer.
         """
-        (n, heads), dim = key.shape[:2], query.shape[3]
-        place, in_lane, back = self.index(heads)
+        n, heads = key.shape[:2]
         drawn = self.drawn.of(module.layer_idx, key, value)
         for buffer, new in zip(drawn, (key, value), strict=True):
-            buffer.view(-1, new.shape[3]).index_copy_(0, place, new.reshape(-1, new.shape[3]))
-        k, v = (x[:n, :, : self.columns].flatten(0, 1) for x in drawn)
+            buffer.view(-1, new.shape[3]).index_copy_(0, self.places(heads), new.reshape(-1, new.shape[3]))
         many = len(self.lanes.row) // self.lanes.wide
-        pk, pv = (x[:many, :, : self.reach].flatten(0, 1) for x in self.prompts.of(module.layer_idx, key, value))
-        dtype = torch.float32 if products_in_float32(key) else key.dtype
-        seen = KVView(pk, pv, k, v, in_lane, back, self.mask(how.window, dtype))
-        return self.attended(query.reshape(n * heads, -1, dim), seen, how.scale, how.cap).view(n, 1, -1, v.shape[2])
+        prompts = (x[:many, :, : self.reach] for x in self.prompts.of(module.layer_idx, key, value))
+        seen = (*prompts, *(x[:n, :, : self.columns] for x in drawn))
+        if self.split_kv is not None:
+            rows = (self.lanes.row, self.lanes.lane, self.start, self.length, self.lanes.wide)
+            return self.split_kv(query[:, :, 0], *seen, *rows, how.scale, how.cap, how.window)[:, None]
+        return self.products(query, seen, how)
 
-    def index(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """With slots and heads as one dimension: where the new entries go; which row is in each lane of a prompt,
-        head by head; and the way back from there."""
+    def products(
+        self, query: Float[Tensor, "n H 1 D"], seen: tuple[Tensor, ...], how: AttentionSpec
+    ) -> Float[Tensor, "n 1 H E"]:
+        """By matrix products over keys and values `[slots, heads, columns, dim]` of prompts and of what was drawn."""
+        (n, heads), key = seen[2].shape[:2], seen[2]
+        dtype = torch.float32 if products_in_float32(key) else key.dtype
+        view = KVView(*(x.flatten(0, 1) for x in seen), *self.index(heads), self.mask(how.window, dtype))
+        out = self.attended(query.reshape(n * heads, -1, query.shape[3]), view, how.scale, how.cap)
+        return out.view(n, 1, -1, out.shape[2])
+
+    def places(self, heads: int) -> Int[Tensor, "_"]:
+        """Where the new entries go, with slots, heads and columns as one dimension."""
+        if heads not in self.own:
+            own = torch.arange(len(self.start) * heads, device=self.start.device).view(-1, heads)
+            self.own[heads] = (own * self.drawn.columns + (self.length - self.start)[:, None]).flatten()
+        return self.own[heads]
+
+    def index(self, heads: int) -> tuple[Tensor, Tensor]:
+        """With slots and heads as one dimension: which row is in each lane of a prompt, head by head; and the way
+        back from there."""
         if heads not in self.indices:
             head = torch.arange(heads, device=self.length.device)
             row, lane, wide = self.lanes
-            own = (torch.arange(len(lane), device=head.device)[:, None] * heads + head) * self.drawn.columns
             in_lane = row.view(-1, 1, wide) * heads + head[:, None]
             back = ((lane // wide)[:, None] * heads + head) * wide + (lane % wide)[:, None]
-            place = own + (self.length - self.start)[:, None]
-            self.indices[heads] = place.flatten(), in_lane.flatten(), back.flatten()
+            self.indices[heads] = in_lane.flatten(), back.flatten()
         return self.indices[heads]
 
     def mask(self, window: Window, dtype: torch.dtype) -> Float[Tensor, "n 1 _"]:
