@@ -2,9 +2,11 @@
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from threading import Lock
 from typing import NamedTuple
 
@@ -14,11 +16,22 @@ from transformers import PreTrainedTokenizerBase
 from grpo_fn.core import prng
 from grpo_fn.serve.request_body import SEEDS, GenerationBody, read_chat, read_completion
 from grpo_fn.serve.response_body import Choice, PlacedToken, chat_body, completion_body, cut_at_stop, models_body
+from grpo_fn.serve.streaming import (
+    Piece,
+    Progress,
+    Spelling,
+    StreamHead,
+    chat_events,
+    completion_events,
+    pieces_of,
+    settled_text,
+    tidies,
+)
 from grpo_fn.shell.model.hf import Encode, bare_prompt
 from grpo_fn.shell.model.token_scores import ScoredText, TokenScores
 from grpo_fn.shell.serving.decode_service import DecodeService, QueuedText, QueueFull, ServiceClosed
 from grpo_fn.shell.serving.decode_session import DecodeKnobs, DrawnRow, QueuedRow
-from grpo_fn.shell.serving.http_endpoint import HttpError, Json, Route
+from grpo_fn.shell.serving.http_endpoint import EventStream, HttpError, Json, Route
 from grpo_fn.trainer.run import EVALUATION
 
 
@@ -37,6 +50,13 @@ class Served(NamedTuple):
     stop: tuple[str, ...]  # where a request names none
     name: str
     timeout: float  # seconds that a request may take
+
+
+class AnswerShape(NamedTuple):
+    """How a route shows what was drawn: in one piece, and as events."""
+
+    body: Callable[[Sequence[Choice], GenerationBody, str, int], Json]
+    events: Callable[[Iterator[Piece], StreamHead], Iterator[Json]]
 
 
 class Endpoint:
@@ -66,22 +86,17 @@ class Endpoint:
         """The one model."""
         return models_body(self.served.name, self.created, positions=self.served.service.positions)
 
-    def complete(self, body: Json) -> Json:
+    def complete(self, body: Json) -> Json | EventStream:
         """/v1/completions: prompts as they are, without a chat template."""
         asked = read_completion(body, self.served.name)
-        return self.answer(asked, bare_prompt, completion_body)
+        return self.answer(asked, bare_prompt, AnswerShape(completion_body, completion_events))
 
-    def chat(self, body: Json) -> Json:
+    def chat(self, body: Json) -> Json | EventStream:
         """/v1/chat/completions: messages as the configuration encodes a prompt."""
         asked = read_chat(body, self.served.name)
-        return self.answer(asked, self.served.encode, chat_body)
+        return self.answer(asked, self.served.encode, AnswerShape(chat_body, chat_events))
 
-    def answer(
-        self,
-        asked: GenerationBody,
-        encode: Encode,
-        show: Callable[[Sequence[Choice], GenerationBody, str, int], Json],
-    ) -> Json:
+    def answer(self, asked: GenerationBody, encode: Encode, show: AnswerShape) -> Json | EventStream:
         """Draw, score and show. Raises HttpError."""
         until = time.monotonic() + self.served.timeout
         prompts = [self.encode(prompt, encode) for prompt in asked.prompts]
@@ -89,10 +104,12 @@ class Endpoint:
         seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
         each = [(i, g) for i in range(len(prompts)) for g in range(asked.n)]
         drawn = [DrawnRow([], [], False)] * len(each)
+        knobs = DecodeKnobs(asked.temperature, asked.top_p, asked.top_k, self.stop(asked))
+        rows = [QueuedRow(prompts[i], sample_key(seed, asked.uids[i], g), limits[i], knobs) for i, g in each]
+        if asked.stream:
+            head = StreamHead(model=self.served.name, seed=seed, prompts=prompts, asked=asked)
+            return self.stream(rows, head, show, until)
         if asked.max_tokens != 0:
-            stop = self.served.stop if asked.stop is None else asked.stop
-            knobs = DecodeKnobs(asked.temperature, asked.top_p, asked.top_k, stop)
-            rows = [QueuedRow(prompts[i], sample_key(seed, asked.uids[i], g), limits[i], knobs) for i, g in each]
             drawn = self.wait_for(partial(self.served.service.draw, rows), [row.future for row in rows], until)
         scores = self.scores(asked, [prompts[i] for i, _ in each], drawn, until)
         with self.spelling:
@@ -100,7 +117,43 @@ class Endpoint:
                 self.choice(asked, i, prompts[i], row, scored)
                 for (i, _), row, scored in zip(each, drawn, scores, strict=True)
             ]
-        return show(choices, asked, self.served.name, seed)
+        return show.body(choices, asked, self.served.name, seed)
+
+    def stream(self, rows: Sequence[QueuedRow], head: StreamHead, show: AnswerShape, until: float) -> EventStream:
+        """Put the rows into the queue and show them as they are drawn. Raises HttpError where there is no room."""
+        inbox: SimpleQueue[Progress] = SimpleQueue()
+        followed = [
+            replace(row, progress=lambda *new, place=place: inbox.put(Progress(place, *new)))
+            for place, row in enumerate(rows)
+        ]
+        self.put(partial(self.served.service.draw, followed))
+        for place, row in enumerate(followed):
+            row.future.add_done_callback(lambda done, place=place: inbox.put(Progress(place, [], [], done)))
+        stop = self.stop(head.asked)
+        held = () if head.asked.keep_stop else stop
+        settle = partial(settled_text, stop=held, tidied=tidies(self.served.tokenizer))
+        how = {"asked": head.asked, "stop": stop, "until": until, "result": lambda done: self.results([done])[0]}
+        pieces = pieces_of(inbox, len(followed), **how, spelling=Spelling(self.spell, self.spell_token, settle))
+
+        def cancel() -> None:
+            for row in followed:
+                row.future.cancel()
+
+        return EventStream(show.events(pieces, head), cancel)
+
+    def stop(self, asked: GenerationBody) -> tuple[str, ...]:
+        """The texts that end a completion of a request."""
+        return self.served.stop if asked.stop is None else asked.stop
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The text of drawn tokens, for a thread that does not hold the tokenizer."""
+        with self.spelling:
+            return self.served.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def spell_token(self, token: int) -> str:
+        """The text of a token alone, for a thread that does not hold the tokenizer."""
+        with self.spelling:
+            return self.token_text(token)
 
     # -- before
 
@@ -143,27 +196,36 @@ class Endpoint:
 
     def wait_for(self, put: Callable[[], None], futures: Sequence[Future], until: float) -> list:
         """The results of what `put` puts into the queue. Raises HttpError where there are none by `until`."""
-        try:
-            put()
-        except QueueFull as error:
-            raise HttpError(str(error), status=429, code="queue_full") from error
-        except ServiceClosed as error:
-            raise HttpError(str(error), status=503) from error
+        self.put(put)
         done, late = wait(futures, max(0.0, until - time.monotonic()), FIRST_EXCEPTION)
         for future in late:
             future.cancel()
-        errors = [error for future in done if (error := future.exception()) is not None]
-        if any(isinstance(error, ServiceClosed) for error in errors):
-            raise HttpError("the server is ending, wanted the request before", status=503)
-        if errors:
-            raise errors[0]
+        found = self.results([future for future in futures if future in done])
         if late:
             raise HttpError(
                 f"got {len(done)} of {len(futures)} completions within {self.served.timeout:g} s, wanted all (this "
                 "server's --timeout)",
                 status=504,
             )
-        return [future.result() for future in futures]
+        return found
+
+    def put(self, put: Callable[[], None]) -> None:
+        """Put something into the queue. Raises HttpError where there is no room, or no queue."""
+        try:
+            put()
+        except QueueFull as error:
+            raise HttpError(str(error), status=429, code="queue_full") from error
+        except ServiceClosed as error:
+            raise HttpError(str(error), status=503) from error
+
+    def results(self, done: Sequence[Future]) -> list:
+        """What futures that are done have come to. Raises HttpError where the server is ending."""
+        errors = [error for future in done if (error := future.exception()) is not None]
+        if any(isinstance(error, ServiceClosed) for error in errors):
+            raise HttpError("the server is ending, wanted the request before", status=503)
+        if errors:
+            raise errors[0]
+        return [future.result() for future in done]
 
     def scores(
         self, asked: GenerationBody, prompts: Sequence[list[int]], drawn: Sequence[DrawnRow], until: float
@@ -185,12 +247,11 @@ class Endpoint:
         self, asked: GenerationBody, place: int, prompt: list[int], row: DrawnRow, scores: TokenScores | None
     ) -> Choice:
         """One completion, with its texts."""
-        stop = self.served.stop if asked.stop is None else asked.stop
         text = self.served.tokenizer.decode(row.tokens, skip_special_tokens=True)
         given = asked.prompts[place]
         echoed = given if isinstance(given, str) else self.served.tokenizer.decode(given)
         return Choice(
-            text=text if asked.keep_stop else cut_at_stop(text, stop),
+            text=text if asked.keep_stop else cut_at_stop(text, self.stop(asked)),
             echoed=echoed if asked.echo else "",
             prompt=prompt,
             tokens=row.tokens,

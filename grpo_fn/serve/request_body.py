@@ -19,8 +19,6 @@ SEEDS = 2**63
 
 # Fields that change nothing here at these values, and are refused at others.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "stream": (False,),
-    "stream_options": (),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -43,7 +41,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # they change no answer of any server
 COMMON = {
     *("model", "n", "max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "uid", "logprobs"),
-    *("include_stop_str_in_output", "return_token_ids"),
+    *("include_stop_str_in_output", "return_token_ids", "stream", "stream_options"),
 }
 OF_COMPLETIONS = {"prompt", "echo", "best_of"}
 OF_CHAT = {"messages", "max_completion_tokens", "top_logprobs"}
@@ -66,6 +64,8 @@ class GenerationBody:
     echo: bool
     keep_stop: bool  # the text ends with the stop string
     token_ids: bool
+    stream: bool  # events, as tokens are drawn, instead of one answer
+    usage: bool  # the last event says how many tokens there were
 
     @property
     def truncated(self) -> bool:
@@ -124,6 +124,8 @@ def read_common(body: Json, prompts: int) -> dict[str, Any]:
         "seed": integer(body, "seed", None, low=0, high=SEEDS - 1),
         "keep_stop": boolean(body, "include_stop_str_in_output"),
         "token_ids": boolean(body, "return_token_ids"),
+        "stream": boolean(body, "stream"),
+        "usage": read_stream_options(body),
     }
 
 
@@ -157,6 +159,11 @@ def check_together(read: GenerationBody) -> GenerationBody:
     if (many := len(read.prompts) * read.n) > CHOICES:
         raise field_error(
             "n", read.n, f"at most {CHOICES} completions of a request; {len(read.prompts)} prompts make {many}"
+        )
+    if read.stream and (read.echo or read.alternatives):
+        name, got = ("echo", True) if read.echo else ("logprobs", read.alternatives)
+        raise field_error(
+            name, got, "no echo and no likeliest tokens with stream: they are found when the text is whole"
         )
     if read.truncated and (read.alternatives or (read.echo and read.alternatives is not None)):
         raise field_error(
@@ -196,6 +203,16 @@ def boolean(body: Json, name: str) -> bool:
     if not isinstance(value, bool | None):
         raise field_error(name, value, "true or false")
     return bool(value)
+
+
+def read_stream_options(body: Json) -> bool:
+    """Whether a stream ends with the numbers of tokens."""
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not body.get("stream") or not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
+        raise field_error("stream_options", options, '{"include_usage": true or false}, and "stream": true beside it')
+    return boolean(options, "include_usage")
 
 
 def read_stop(value: object) -> tuple[str, ...] | None:

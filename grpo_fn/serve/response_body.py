@@ -42,7 +42,7 @@ def completion_body(choices: Sequence[Choice], asked: GenerationBody, model: str
     shown = []
     for choice in choices:
         extra = {"prompt_token_ids": [*choice.prompt], "token_ids": [*choice.tokens]} if asked.token_ids else {}
-        scored = None if choice.scored is None else _completion_logprobs(choice.scored)
+        scored = None if choice.scored is None else completion_logprobs(choice.scored)
         shown.append({"text": choice.echoed + choice.text, "logprobs": scored, **_end(choice), **extra})
     return _answer("cmpl", "text_completion", shown, choices, asked, model, seed)
 
@@ -52,7 +52,7 @@ def chat_body(choices: Sequence[Choice], asked: GenerationBody, model: str, seed
     shown = []
     for choice in choices:
         extra = {"token_ids": [*choice.tokens]} if asked.token_ids else {}
-        scored = None if choice.scored is None else {"content": _chat_logprobs(choice.scored), "refusal": None}
+        scored = None if choice.scored is None else {"content": chat_logprobs(choice.scored), "refusal": None}
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         shown.append({"message": message, "logprobs": scored, **_end(choice), **extra})
     prompt = {"prompt_token_ids": [*choices[0].prompt]} if asked.token_ids else {}
@@ -75,6 +75,11 @@ def _end(choice: Choice) -> Json:
     return {"finish_reason": choice.finish_reason}
 
 
+def usage_body(read: int, drawn: int) -> dict[str, int]:
+    """Numbers of tokens."""
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
 def _answer(
     prefix: str,
     kind: str,
@@ -93,13 +98,14 @@ def _answer(
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": i, **one} for i, one in enumerate(shown)],
-        "usage": {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn},
+        "usage": usage_body(read, drawn),
         "seed": seed,
     }
 
 
-def _completion_logprobs(scored: Sequence[PlacedToken]) -> dict[str, list[Any]]:
-    offsets = [0]
+def completion_logprobs(scored: Sequence[PlacedToken], start: int = 0) -> dict[str, list[Any]]:
+    """Log-probs as /v1/completions has them; the first token begins at character `start`."""
+    offsets = [start]
     for token in scored:
         offsets.append(offsets[-1] + len(token.text))
     return {
@@ -120,7 +126,8 @@ def _by_text(token: PlacedToken) -> dict[str, float] | None:
     return found
 
 
-def _chat_logprobs(scored: Sequence[PlacedToken]) -> list[Json]:
+def chat_logprobs(scored: Sequence[PlacedToken]) -> list[Json]:
+    """Log-probs as /v1/chat/completions has them."""
     return [
         {**_one(token.text, token.logp), "top_logprobs": [_one(*each) for each in token.top or ()]} for token in scored
     ]

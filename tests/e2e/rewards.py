@@ -25,3 +25,8 @@ def slow_digits(problem: Problem, completion: Completion) -> float:
     """As `digits`, and slow enough that rows are scored as they end."""
     time.sleep(0.005)
     return digits(problem, completion)
+
+
+def share_of_letters(answer: str, mark: str) -> float | None:
+    """A verdict of a judge that was never taught to give one."""
+    return sum(letter.isalpha() for letter in answer) / len(answer) if answer else None

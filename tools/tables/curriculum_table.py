@@ -4,8 +4,9 @@ python tools/tables/curriculum_table.py --runs DIR                  run what is 
 python tools/tables/curriculum_table.py --runs DIR --table_only     print the table of the runs that are there
 
 A run is `python -m grpo_fn.run --gin_file experiments/levels/run.gin --gin_param SEED=S --gin_param
-train.train.curriculum=@curricula.NAME()`, in this process. Runs of a seed begin with the same model and take as many
-samples; what differs is which levels they ask. A run that was stopped goes on where it stopped.
+train.train.curriculum=@curricula.NAME()`, in this process; rows.gin in the place of run.gin for what chooses among
+single problems. Runs of a seed begin with the same model and take as many samples; what differs is which levels or
+problems they ask. A run that was stopped goes on where it stopped.
 """
 
 import argparse
@@ -19,14 +20,25 @@ from typing import NamedTuple
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.run import main as run_main
 
-RUN = Path(__file__).resolve().parents[2] / "experiments" / "levels" / "run.gin"
+FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "levels"
+
+
+class Arm(NamedTuple):
+    """A curriculum of the table: its run, and the uniform sampling over the same levels or rows that it is to beat."""
+
+    file: str
+    curriculum: str
+    baseline: str
+
+
 CURRICULA = {
-    "uniform_arms": "@curricula.uniform_arms()",
-    "threshold_levels": "@curricula.threshold_levels()",
-    "learnability_bandit": "@curricula.learnability_bandit()",
-    "progress_bandit": "@curricula.progress_bandit()",
+    "uniform_arms": Arm("run.gin", "@curricula.uniform_arms()", "uniform_arms"),
+    "threshold_levels": Arm("run.gin", "@curricula.threshold_levels()", "uniform_arms"),
+    "learnability_bandit": Arm("run.gin", "@curricula.learnability_bandit()", "uniform_arms"),
+    "progress_bandit": Arm("run.gin", "@curricula.progress_bandit()", "uniform_arms"),
+    "uniform_rows": Arm("rows.gin", "@curricula.uniform_arms()", "uniform_rows"),
+    "pool_in_band": Arm("rows.gin", "@pass_rate_pool.pool_in_band()", "uniform_rows"),
 }
-BASELINE = "uniform_arms"
 # 97.5 % points of Student's t by degrees of freedom, for 95 % intervals of paired differences.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
@@ -75,9 +87,9 @@ def run_arm(name: str, seed: int, args: argparse.Namespace) -> int:
     where = args.runs / f"{name}-{seed}"
     if (where / "summary.json").exists():
         return 0
-    chosen = [f"SEED={seed}", f"train.train.curriculum={CURRICULA[name]}", *args.gin_param]
+    chosen = [f"SEED={seed}", f"train.train.curriculum={CURRICULA[name].curriculum}", *args.gin_param]
     params = [part for param in chosen for part in ("--gin_param", param)]
-    return run_main(["--gin_file", str(RUN), *params, "--run_dir", str(where)])
+    return run_main(["--gin_file", str(FOLDER / CURRICULA[name].file), *params, "--run_dir", str(where)])
 
 
 def level_run(where: Path, name: str, seed: int) -> LevelRun | None:
@@ -106,10 +118,10 @@ def table(runs: Sequence[LevelRun]) -> str:
         "| mean, less uniform | share of the samples by level | accuracy by level at the end |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    plain = {run.seed: run for run in runs if run.curriculum == BASELINE}
     for name in dict.fromkeys(run.curriculum for run in runs):
-        mine = [run for run in runs if run.curriculum == name]
-        pairs = [(run, plain[run.seed]) for run in mine if run.seed in plain and name != BASELINE]
+        mine, baseline = [run for run in runs if run.curriculum == name], CURRICULA[name].baseline
+        plain = {run.seed: run for run in runs if run.curriculum == baseline}
+        pairs = [(run, plain[run.seed]) for run in mine if run.seed in plain and name != baseline]
         cells = [
             f"`{name}`",
             f"{len(mine)}",

@@ -1,13 +1,16 @@
-"""JSON over HTTP on the standard library's server: routes, limits, errors in OpenAI's shape, and a clean end."""
+"""JSON over HTTP on the standard library's server: routes, limits, errors in OpenAI's shape, and a clean end.
+
+An answer is one JSON value, or server-sent events, each of them one.
+"""
 
 import json
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from grpo_fn.core.display_text import escape_control
 
@@ -17,7 +20,16 @@ CLOSE_SECONDS = 10.0  # for answers that are being written when the server ends
 KINDS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 Json = dict[str, Any]
-Route = Callable[[Json], Json]  # the request's body, empty for GET, to the answer
+
+
+class EventStream(NamedTuple):
+    """An answer that comes in pieces."""
+
+    events: Iterator[Json]
+    cancel: Callable[[], None]  # called at the end, whether or not the client heard it
+
+
+Route = Callable[[Json], Json | EventStream]  # the request's body, empty for GET, to the answer
 
 
 class HttpError(Exception):
@@ -106,22 +118,23 @@ class JsonHandler(BaseHTTPRequestHandler):
         with self.server.idle:
             self.server.answering += 1
         try:
-            self.write(*self.answer(method))
+            status, answer = self.answer(method)
+            if isinstance(answer, EventStream):
+                self.write_events(answer)
+            else:
+                self.write(status, answer)
         finally:
             with self.server.idle:
                 self.server.answering -= 1
                 self.server.idle.notify_all()
 
-    def answer(self, method: str) -> tuple[int, Json]:
+    def answer(self, method: str) -> tuple[int, Json | EventStream]:
         """Status and body."""
         try:
             body = self.read_body() if method == "POST" else {}
             return 200, self.route(method)(body)
-        except HttpError as error:
-            return error.status, error.body()
         except Exception as error:
-            traceback.print_exc()
-            return 500, HttpError(f"{type(error).__name__}: {error}", status=500).body()
+            return error_body(error)
 
     def route(self, method: str) -> Route:
         """What answers. Raises HttpError for a path that there is not."""
@@ -154,7 +167,7 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     def write(self, status: int, body: Json) -> None:
         """Send it."""
-        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+        content = json_bytes(body)
         self.send_response(status)
         self.send_header("Content-Type", "application/json; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
@@ -165,10 +178,51 @@ class JsonHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
+    def write_events(self, stream: EventStream) -> None:
+        """Send every event as soon as it is there."""
+        chunked = self.request_version != "HTTP/1.0"  # which knows no chunks: there the end of the connection ends it
+        self.close_connection |= not chunked
+        try:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+            self.send_header("Cache-Control", "no-cache")
+            self.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Connection", "close")))
+            self.end_headers()
+            for event in event_lines(stream.events):
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event) if chunked else event)
+            if chunked:
+                self.wfile.write(b"0\r\n\r\n")
+        finally:
+            stream.cancel()
+
     def log_message(self, format: str, *args: object) -> None:
         """Only what went wrong is said: with clients that ask thousands of times it would drown."""
         if len(args) > 1 and str(args[1])[:1] == "5":
             print(escape_control(f"{self.address_string()} {format % args}"), file=sys.stderr, flush=True)
+
+
+def event_lines(events: Iterator[Json]) -> Iterator[bytes]:
+    """Events as they are sent, and what says that they are all; an error on the way is the last one."""
+    try:
+        for event in events:
+            yield b"data: %b\n\n" % json_bytes(event)
+    except Exception as error:
+        yield b"data: %b\n\n" % json_bytes(error_body(error)[1])
+        return
+    yield b"data: [DONE]\n\n"
+
+
+def error_body(error: Exception) -> tuple[int, Json]:
+    """Status and body of what went wrong; an error of ours is printed."""
+    if isinstance(error, HttpError):
+        return error.status, error.body()
+    traceback.print_exception(error)
+    return 500, HttpError(f"{type(error).__name__}: {error}", status=500).body()
+
+
+def json_bytes(value: Json) -> bytes:
+    """As it is sent."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _refuse_constant(name: str) -> None:

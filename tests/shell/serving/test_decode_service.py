@@ -22,9 +22,9 @@ from grpo_fn.shell.model.hf import encode_prompt
 from grpo_fn.shell.model.token_scores import ScoredText, score_texts
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
-from grpo_fn.shell.serving import decode_service
+from grpo_fn.shell.serving import decode_service, decode_session
 from grpo_fn.shell.serving.decode_service import DecodeService, QueuedText, QueueFull, ServiceClosed
-from grpo_fn.shell.serving.decode_session import DecodeKnobs, DrawnRow, QueuedRow
+from grpo_fn.shell.serving.decode_session import DecodeKnobs, DrawnRow, Progress, QueuedRow
 
 SECONDS = 30
 FEW = settings(max_examples=max(4, settings.default.max_examples // 8))
@@ -240,8 +240,8 @@ def held() -> Iterator[tuple[DecodeService, threading.Event]]:
         go.set()
 
 
-def row(limit: int = 4, knobs: DecodeKnobs = HOT) -> QueuedRow:
-    return QueuedRow([1, 2], prng.key(3, device="cpu"), limit, knobs)
+def row(limit: int = 4, knobs: DecodeKnobs = HOT, progress: Progress | None = None) -> QueuedRow:
+    return QueuedRow([1, 2], prng.key(3, device="cpu"), limit, knobs, progress)
 
 
 def begin(one: DecodeService) -> QueuedRow:
@@ -300,7 +300,7 @@ def test_a_failure_is_the_error_of_its_rows_and_of_no_others(monkeypatch: pytest
         wanted = drawn(one, [([1, 2], prng.key(3, device="cpu"), 4, HOT)])
         between = one._between_steps
         one._between_steps = lambda: 1 // 0
-        failed = row()
+        failed = row(knobs=DecodeKnobs(0.5, 1.0, 0, ()))  # which cannot join the session before, if that still looks
         one.draw([failed])
         with pytest.raises(ZeroDivisionError):
             failed.future.result(SECONDS)
@@ -311,3 +311,37 @@ def test_a_failure_is_the_error_of_its_rows_and_of_no_others(monkeypatch: pytest
         with pytest.raises(RuntimeError, match="out of range"):
             bad.future.result(SECONDS)
         assert one.alive()
+
+
+@pytest.mark.parametrize("knobs", [HOT, DecodeKnobs(0.0, 1.0, 0, ())])  # greedy: all of a prompt end at once
+def test_a_prompt_is_read_once_for_all_rows_of_its_request(knobs: DecodeKnobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are more than can be decoded at once, and others come behind them."""
+    read, really = [], decode_session.prefill_prompts
+
+    def counted(model: nn.Module, prompts: list[list[int]], device: torch.device) -> tuple:
+        read.extend(tuple(prompt) for prompt in prompts)
+        return really(model, prompts, device)
+
+    shares = [([5, 6, 7], 11), ([8, 9], 1), ([5, 6], 2), ([1, 2, 3, 4], 6)]
+    asked = [
+        (prompt, prng.key(seed, device="cpu"), 3 + seed % 9, knobs) for prompt, many in shares for seed in range(many)
+    ]
+    with closing(service()) as one:
+        alone = drawn(one, [([*prompt], *rest) for prompt, *rest in asked], apart=True)
+        monkeypatch.setattr(decode_session, "prefill_prompts", counted)
+        assert close_to(drawn(one, asked), alone)
+    assert read == [tuple(prompt) for prompt, _ in shares]
+
+
+def test_what_is_drawn_is_reported_as_it_is_drawn() -> None:
+    """In order, each token once, and the log-probs that the row has at its end."""
+    told: list[tuple[list[int], list[float]]] = []
+    with closing(service()) as one:
+        followed = row(limit=12, progress=lambda *new: told.append(new))
+        one.draw([followed, row(limit=3)])
+        whole = followed.future.result(SECONDS)
+    assert len(told) > 3
+    assert all(tokens and len(tokens) == len(logp) for tokens, logp in told)
+    tokens, logp = (list(itertools.chain(*each)) for each in zip(*told, strict=True))
+    assert whole.tokens[: len(tokens)] == tokens
+    assert whole.logp[: len(logp)] == logp

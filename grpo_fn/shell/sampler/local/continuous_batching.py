@@ -206,10 +206,14 @@ class ContinuousBatching:
         many = self.gather_prompts(min(sizes.rows(int((self.owed > 0).sum())), prompts.count))
         home, there = self.home[:rows], self.busy[:rows]
         # Where shapes are captured, groups of all sizes are one shape.
-        wide = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else min(self.group, self.most)
+        wide = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else self.most_of_a_prompt()
         reach = min(sizes.columns(int(self.start[self.busy].max())), prompts.columns)
         self.lanes = row_slots(home, there, many, wide)
         return DecodeShape(rows, 0, many, reach, wide)
+
+    def most_of_a_prompt(self) -> int:
+        """Rows that one prompt may have in slots at once."""
+        return min(self.group, self.most)
 
     def gather_rows(self, rows: int) -> int:
         """Rows behind the first so many slots move to free ones among those."""
