@@ -17,8 +17,8 @@ from grpo_fn.core import prng
 from grpo_fn.serve.request_body import SEEDS, GenerationBody, read_chat, read_completion
 from grpo_fn.serve.response_body import Choice, PlacedToken, chat_body, completion_body, cut_at_stop, models_body
 from grpo_fn.serve.streaming import (
+    ChoiceProgress,
     Piece,
-    Progress,
     Spelling,
     StreamHead,
     chat_events,
@@ -120,15 +120,15 @@ class Endpoint:
         return show.body(choices, asked, self.served.name, seed)
 
     def stream(self, rows: Sequence[QueuedRow], head: StreamHead, show: AnswerShape, until: float) -> EventStream:
-        """Put the rows into the queue and show them as they are drawn. Raises HttpError where there is no room."""
-        inbox: SimpleQueue[Progress] = SimpleQueue()
+        """Put the rows into the queue and show them as they are drawn. Raises HttpError where that is full."""
+        inbox: SimpleQueue[ChoiceProgress] = SimpleQueue()
         followed = [
-            replace(row, progress=lambda *new, place=place: inbox.put(Progress(place, *new)))
+            replace(row, progress=lambda *new, place=place: inbox.put(ChoiceProgress(place, *new)))
             for place, row in enumerate(rows)
         ]
-        self.put(partial(self.served.service.draw, followed))
+        self.enqueue(partial(self.served.service.draw, followed))
         for place, row in enumerate(followed):
-            row.future.add_done_callback(lambda done, place=place: inbox.put(Progress(place, [], [], done)))
+            row.future.add_done_callback(lambda done, place=place: inbox.put(ChoiceProgress(place, [], [], done)))
         stop = self.stop(head.asked)
         held = () if head.asked.keep_stop else stop
         settle = partial(settled_text, stop=held, tidied=tidies(self.served.tokenizer))
@@ -196,7 +196,7 @@ class Endpoint:
 
     def wait_for(self, put: Callable[[], None], futures: Sequence[Future], until: float) -> list:
         """The results of what `put` puts into the queue. Raises HttpError where there are none by `until`."""
-        self.put(put)
+        self.enqueue(put)
         done, late = wait(futures, max(0.0, until - time.monotonic()), FIRST_EXCEPTION)
         for future in late:
             future.cancel()
@@ -209,8 +209,8 @@ class Endpoint:
             )
         return found
 
-    def put(self, put: Callable[[], None]) -> None:
-        """Put something into the queue. Raises HttpError where there is no room, or no queue."""
+    def enqueue(self, put: Callable[[], None]) -> None:
+        """Put something into the queue. Raises HttpError where it is full, or has ended."""
         try:
             put()
         except QueueFull as error:

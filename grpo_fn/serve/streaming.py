@@ -27,7 +27,7 @@ from grpo_fn.shell.serving.decode_session import DrawnRow
 from grpo_fn.shell.serving.http_endpoint import HttpError, Json
 
 
-class Progress(NamedTuple):
+class ChoiceProgress(NamedTuple):
     """What the decoding thread says of a choice."""
 
     place: int
@@ -109,7 +109,7 @@ def chat_events(pieces: Iterator[Piece], head: StreamHead) -> Iterator[Json]:
 
 
 def pieces_of(
-    inbox: "SimpleQueue[Progress]",
+    inbox: "SimpleQueue[ChoiceProgress]",
     choices: int,
     *,
     asked: GenerationBody,

@@ -88,17 +88,17 @@ def test_a_model_behind_our_own_serve_is_the_judge(
     whole: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Another model than the one that is trained, in a process of its own; without it the steps are replayed."""
-    run, out, heard = tmp_path / "run", tmp_path / "out", tmp_path / "served"
+    run, out, printed = tmp_path / "run", tmp_path / "out", tmp_path / "served"
     argv = ["--model", str(whole / "model"), "--port", "0", "--name", "judge-1"]
-    with heard.open("w") as file:
+    with printed.open("w") as file:
         server = subprocess.Popen([sys.executable, "-m", "grpo_fn.serve", *argv], stdout=file, stderr=subprocess.STDOUT)
     try:
         end = time.monotonic() + 120
-        while " as judge-1 at " not in heard.read_text():
-            assert server.poll() is None, heard.read_text()
-            assert time.monotonic() < end, heard.read_text()
+        while " as judge-1 at " not in printed.read_text():
+            assert server.poll() is None, printed.read_text()
+            assert time.monotonic() < end, printed.read_text()
             time.sleep(0.1)
-        url = heard.read_text().split(" as judge-1 at ")[1].split()[0]
+        url = printed.read_text().split(" as judge-1 at ")[1].split()[0]
         knobs = {
             "template": repr("{completion}{fence}{mark}"),
             "system": repr(""),
@@ -110,7 +110,7 @@ def test_a_model_behind_our_own_serve_is_the_judge(
     finally:
         server.terminate()
         server.wait(30)
-    assert server.returncode == 0, heard.read_text()
+    assert server.returncode == 0, printed.read_text()
     rows = metrics(run)[1:]
     assert len(rows) == 6
     assert all(row["judge/failures"] == row["judge/unreadable"] == 0 for row in rows)

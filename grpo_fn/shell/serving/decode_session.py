@@ -59,7 +59,7 @@ class DrawnRow(NamedTuple):
 
 
 # (tokens drawn since the last time, their log-probs): called in the decoding thread, for a row that goes on.
-Progress = Callable[[list[int], list[float]], None]
+ReportTokens = Callable[[list[int], list[float]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class QueuedRow:
     key: Tensor  # [2]: all that its random numbers depend on
     limit: int  # most tokens
     knobs: DecodeKnobs
-    progress: Progress | None = None
+    progress: ReportTokens | None = None
     future: "Future[DrawnRow]" = field(default_factory=Future)
 
     def answer(self, drawn: DrawnRow) -> None:
@@ -213,8 +213,8 @@ class DecodeSession(ContinuousBatching):
         for slot in self.busy.nonzero()[:, 0].tolist():
             number, n = int(self.row[slot]), int(self.seen[slot])
             before = self.reported.get(number, 0)
-            if (tell := self.rows[number].progress) is not None and n > before:
-                tell(live.tokens[slot, before:n].tolist(), live.logp[slot, before:n].tolist())
+            if (report := self.rows[number].progress) is not None and n > before:
+                report(live.tokens[slot, before:n].tolist(), live.logp[slot, before:n].tolist())
                 self.reported[number] = n
 
     def take_arrivals(self) -> None:

@@ -26,7 +26,7 @@ class EventStream(NamedTuple):
     """An answer that comes in pieces."""
 
     events: Iterator[Json]
-    cancel: Callable[[], None]  # called at the end, whether or not the client heard it
+    cancel: Callable[[], None]  # called at the end, whether or not the client got it
 
 
 Route = Callable[[Json], Json | EventStream]  # the request's body, empty for GET, to the answer

@@ -24,7 +24,7 @@ from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.serving import decode_service, decode_session
 from grpo_fn.shell.serving.decode_service import DecodeService, QueuedText, QueueFull, ServiceClosed
-from grpo_fn.shell.serving.decode_session import DecodeKnobs, DrawnRow, Progress, QueuedRow
+from grpo_fn.shell.serving.decode_session import DecodeKnobs, DrawnRow, QueuedRow, ReportTokens
 
 SECONDS = 30
 FEW = settings(max_examples=max(4, settings.default.max_examples // 8))
@@ -240,7 +240,7 @@ def held() -> Iterator[tuple[DecodeService, threading.Event]]:
         go.set()
 
 
-def row(limit: int = 4, knobs: DecodeKnobs = HOT, progress: Progress | None = None) -> QueuedRow:
+def row(limit: int = 4, knobs: DecodeKnobs = HOT, progress: ReportTokens | None = None) -> QueuedRow:
     return QueuedRow([1, 2], prng.key(3, device="cpu"), limit, knobs, progress)
 
 
@@ -335,13 +335,13 @@ def test_a_prompt_is_read_once_for_all_rows_of_its_request(knobs: DecodeKnobs, m
 
 def test_what_is_drawn_is_reported_as_it_is_drawn() -> None:
     """In order, each token once, and the log-probs that the row has at its end."""
-    told: list[tuple[list[int], list[float]]] = []
+    reported: list[tuple[list[int], list[float]]] = []
     with closing(service()) as one:
-        followed = row(limit=12, progress=lambda *new: told.append(new))
+        followed = row(limit=12, progress=lambda *new: reported.append(new))
         one.draw([followed, row(limit=3)])
         whole = followed.future.result(SECONDS)
-    assert len(told) > 3
-    assert all(tokens and len(tokens) == len(logp) for tokens, logp in told)
-    tokens, logp = (list(itertools.chain(*each)) for each in zip(*told, strict=True))
+    assert len(reported) > 3
+    assert all(tokens and len(tokens) == len(logp) for tokens, logp in reported)
+    tokens, logp = (list(itertools.chain(*each)) for each in zip(*reported, strict=True))
     assert whole.tokens[: len(tokens)] == tokens
     assert whole.logp[: len(logp)] == logp
