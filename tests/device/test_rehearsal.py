@@ -32,7 +32,7 @@ def test_the_whole_command_for_one_gpu_passes_on_the_fake_one(rehearse) -> None:
 def test_decoding_at_a_real_shape(rehearse) -> None:
     found = rehearse("rehearse.py", "larger", "decode", seconds=1800)
     assert found["code"] == 0
-    assert found["graphs"] > 10
+    assert 4 < found["graphs"] <= 12, "of two dtypes and of two numbers of slots; shapes are few"
 
 
 def test_mistakes_that_only_a_gpu_would_show_are_seen(rehearse) -> None:
