@@ -299,7 +299,9 @@ def overflowing(history: History, *, steps: int) -> str | None:
 
 
 def entropy_collapsed(history: History, *, share: float, window: int) -> str | None:
-    """The mean loss/entropy of the last `window` steps < share * that of the first `window`.
+    """The mean loss/entropy of the last `window` steps < share * that of the first `window`; not where that is below 0.
+
+    An entropy relative to a teacher is below 0 and rises.
 
     Args:
         history: the run's lines of metrics, oldest first.
@@ -311,7 +313,7 @@ def entropy_collapsed(history: History, *, share: float, window: int) -> str | N
     """
     check_share(share)
     ends = means_at_ends(history, "loss/entropy", window)
-    if ends is None or ends[1] >= share * ends[0]:
+    if ends is None or ends[0] < 0 or ends[1] >= share * ends[0]:
         return None
     return (
         f"loss/entropy fell from {ends[0]:.3g} to {ends[1]:.3g}{at(history)}, below {share:g} of its start: samples of "

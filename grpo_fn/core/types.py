@@ -76,7 +76,7 @@ class Scores(NamedTuple):
     """What a policy says about tokens it is shown; also the shape of the learning signal that goes back."""
 
     logp: Float[Tensor, "*B T"]  # nats, at the sampling temperature; 0 where ~mask
-    entropy: Float[Tensor, "*B T"]  # nats, of the distribution the token was drawn from; 0 where ~mask
+    entropy: Float[Tensor, "*B T"]  # nats, of the token's distribution, or relative to a teacher's; 0 where ~mask
 
 
 class Gains(NamedTuple):

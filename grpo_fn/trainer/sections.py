@@ -183,6 +183,7 @@ class Teacher:
     prompt: PrivilegedPrompt | None  # what they read in the place of the problem's prompt; None: that prompt
     encode_prompt: hf.Encode | None  # (tokenizer, prompt) -> ids, of each teacher's own; None: as the policy's are made
     offload: bool  # weights of loaded ones on the host, moved to the device when needed
+    relative_entropy: bool  # entropies are -KL(policy || teacher) over the vocabulary: `entropy_bonus` weighs that
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -193,6 +194,12 @@ class Teacher:
                 "reads, from which nothing is learned; wanted a sections.Teacher.prompt, or another teacher"
             )
 
+        beside = [name for name in ("prompt", "encode_prompt") if getattr(self, name) is not None]
+        if self.relative_entropy and (beside or len(self.models) > 1 or self.on_servers() or self.of_policy()):
+            raise ValueError(
+                f"sections.Teacher.relative_entropy: got true with models {[*self.models.values()]} and "
+                f"{beside or 'no prompt'}, wanted one model beside the policy that reads the policy's own prompt"
+            )
         if len([*uses_of(moving_average, self.models)]) > 1:
             raise ValueError("sections.Teacher.models: got several self_teachers.moving_average, wanted one at most")
 

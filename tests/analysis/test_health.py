@@ -224,6 +224,12 @@ def test_now_is_compared_with_the_beginning_over_windows(name, metric, times, up
     assert (said is not None) == (len(values) >= 6 and (now > times * start if up else now < times * start))
 
 
+def test_an_entropy_relative_to_a_teacher_may_rise_to_0() -> None:
+    rising = [-1.0, -0.9, -0.8, -0.5, -0.4, -0.3]
+    assert RULES["entropy_collapsed"](column("loss/entropy", rising)) is None
+    assert RULES["entropy_collapsed"](column("loss/entropy", [-x / 9 for x in rising[:3]] + [0.0] * 3)) is not None
+
+
 @pytest.mark.parametrize(("name", "metric", "times", "up"), ENDS)
 @given(st.lists(positive | st.none(), max_size=12), st.integers(-8, 8), st.randoms())
 def test_the_beginning_and_now_have_no_unit_and_no_order_within_a_window(

@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,33 @@ from grpo_fn.trainer.teachers import PromptChange
 
 
 def section(models: dict, prompt=None) -> Teacher:
-    return Teacher(models=models, key=teachers.one_teacher, prompt=prompt, encode_prompt=None, offload=False)
+    return Teacher(
+        models=models,
+        key=teachers.one_teacher,
+        prompt=prompt,
+        encode_prompt=None,
+        offload=False,
+        relative_entropy=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"models": {"a": "x", "b": "y"}},
+        {"prompt": privileged.with_answer},
+        {"encode_prompt": hf.encode_prompt},
+        {"models": {"teacher": self_teachers.start_model}},
+    ],
+    ids=["several", "another_prompt", "another_template", "the_policy"],
+)
+def test_entropies_are_relative_to_one_model_that_reads_the_policys_prompt(changes):
+    one = replace(section({"teacher": "x"}), relative_entropy=True)
+    assert one.relative_entropy
+    with pytest.raises(
+        ValueError, match=r"sections.Teacher.relative_entropy: got true with models .*, wanted one model"
+    ):
+        replace(one, **changes)
 
 
 def of_task(uid: int, task: str):

@@ -1,6 +1,7 @@
 """From token ids to log-probabilities and entropies of the sampled tokens: the module that is sharded and trained."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,13 @@ from grpo_fn.shell.model.logprob_head import (
     linear_scores,
 )
 from grpo_fn.shell.model.packed_input import InputPacking, probe, without_dropout
+from grpo_fn.shell.model.relative_entropy import (
+    TeacherHead,
+    dense_taught_scores,
+    dense_teacher_head,
+    linear_taught_scores,
+    linear_teacher_head,
+)
 
 T = TypeVar("T")
 
@@ -72,10 +80,20 @@ class LogprobModel(nn.Module):
         self.input_packing = input_packing(model)
         self._linear: bool | None = None  # asked in the first forward: only there is a sharded head whole
 
-    def forward(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy in nats, `[B T]` each; zero where ~mask."""
-        logp, entropy = self._of_tokens(tokens, mask, linear_scores, dense_scores)
+    def forward(
+        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], teacher: TeacherHead | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy in nats, `[B T]` each; zero where ~mask. The entropy relative to a teacher's."""
+        linear, dense = linear_scores, dense_scores
+        if teacher is not None:
+            linear, dense = (partial(f, teacher=teacher) for f in (linear_taught_scores, dense_taught_scores))
+        logp, entropy = self._of_tokens(tokens, mask, linear, dense)
         return scatter_to_rows(logp, mask), scatter_to_rows(entropy, mask)
+
+    @torch.no_grad()
+    def teacher_head(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> TeacherHead:
+        """What this model says at each sampled token, in their order, before it is multiplied out."""
+        return self._of_tokens(tokens, mask, linear_teacher_head, dense_teacher_head)
 
     @torch.no_grad()
     def logp(self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

@@ -20,6 +20,7 @@ from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel, check_rows
+from grpo_fn.shell.model.relative_entropy import TeacherHead
 from grpo_fn.shell.policy.checksums import StepChecksums, block_digests, combine_ranks
 from grpo_fn.shell.policy.optimizer import load_moment, moment_value
 from grpo_fn.shell.policy.weight_average import WeightAverage
@@ -78,6 +79,7 @@ class FSDPPolicy:
         self.scale = initial_scale
         self._noted: StepChecksums | None = None
         self._average: WeightAverage | None = None
+        self.entropy_teacher: ReferenceModel | None = None  # entropies of vjp are -KL(policy || its distribution)
         self._expected = 0  # pullbacks before the next update
         self._owed = False  # gradients that copies of the model have not added up yet
         self._data = data
@@ -93,7 +95,7 @@ class FSDPPolicy:
         check_rows(batch.mask)
         tokens, mask = self._dealt(batch.tokens), self._dealt(batch.mask)
         with self.world.talking("forward"), self._noise():
-            mine = self.logprob_model(tokens, mask)
+            mine = self.logprob_model(tokens, mask, *self._taught(tokens, mask))
             scores = Scores(*(self._gathered(x.detach(), len(batch.mask)) for x in mine))
 
         def pullback(dscores: Scores) -> None:
@@ -222,6 +224,12 @@ class FSDPPolicy:
             "optimizer/loss_scale": scale,
             "optimizer/overflows": float(self.skipped),
         }
+
+    def _taught(self, tokens: Tensor, mask: Tensor) -> list[TeacherHead]:
+        if self.entropy_teacher is None:
+            return []
+        with self.entropy_teacher() as teacher:
+            return [teacher.teacher_head(tokens, mask)]
 
     def keep_average(self, rate: float) -> ReferenceModel:
         """From here on keep an exponential moving average of what trains: the model under it, while entered.

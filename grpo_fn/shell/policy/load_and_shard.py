@@ -85,7 +85,7 @@ class ModelSpec:
         logprob_model = self.logprob_model(model)
         how = self.parallelism if trained else replace(self.parallelism, offload=self.parallelism.offload_reference)
         shard(logprob_model, model, mesh, self.dtype, how)
-        for method in ("logp", "energy"):
+        for method in ("logp", "energy", "teacher_head"):
             register_fsdp_forward_method(logprob_model, method)
         device = torch.device("cpu") if how.offload else world.device
         load_weights.load_shards(logprob_model, load_weights.folder_of(self.folder), device=device, prefix="model.")

@@ -131,6 +131,8 @@ def teacher_of_run(
     """What a step asks for the teacher's log-probs."""
     if how is None:
         return without_teacher
+    if how.relative_entropy:
+        (policy.entropy_teacher,) = loaded.teachers.values()
     models = {**loaded.teachers, **{name: f(policy, loaded.reference_model) for name, f in how.of_policy().items()}}
     ask: dict[str, TeacherLogp] = {name: partial(policy.logp_under, model) for name, model in models.items()}
     ask |= {name: partial(ask_server, served, world) for name, served in how.on_servers().items()}

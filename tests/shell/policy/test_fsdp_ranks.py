@@ -504,6 +504,37 @@ def test_a_teacher_of_another_shape_says_the_same_on_any_number_of_ranks(folders
     assert not trains
 
 
+def related(
+    world: World, folders: Path, case: Case, teacher: str, batch: Batch, *, offload: bool
+) -> tuple[Scores, dict[str, Tensor]]:
+    """Scores with entropies relative to a teacher, and what they have for gradients, after a pass for its log-probs."""
+    spec = spec_of(str(folders / case.model), case)
+    folder = str(folders / teacher)
+    how = replace(spec.parallelism, offload_reference=offload)
+    frozen = replace(spec, folder=folder, config=AutoConfig.from_pretrained(folder), adapters=None, parallelism=how)
+    placed = load_and_shard(world, spec, reference=False, teachers={"t": frozen})
+    policy = policy_of(world, placed)
+    (policy.entropy_teacher,) = placed.teachers.values()
+    policy.logp_under(policy.entropy_teacher, rollout(batch.tokens, batch.mask))
+    scores, pullback = policy.vjp(batch)
+    pullback(Scores(torch.zeros_like(scores.logp), torch.where(batch.mask, batch.adv, 0.0)))
+    return scores, gathered_grads(policy)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("size", "strategy"), [(2, "full_shard"), (4, "hybrid_shard")])
+def test_entropies_relative_to_a_teacher_are_those_of_one_process(folders, size, strategy, offload):
+    case = Case("qwen3_untied", strategy)
+    batch = batch_for(case.model, 2, 7)
+    work = partial(related, offload=offload)
+    scores, grads = alike(crew(size).run(work, folders, case, "qwen2_tied", batch))
+    right, wanted = alike(crew(1).run(partial(related, offload=False), folders, case, "qwen2_tied", batch))
+    assert (right.entropy[batch.mask] < 0).all()
+    for got, x in zip(scores, right, strict=True):
+        torch.testing.assert_close(got, x, rtol=0, atol=5e-6)
+    assert_same(grads, wanted, 1e-6)
+
+
 RATE = 0.3
 
 
