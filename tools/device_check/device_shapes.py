@@ -78,8 +78,8 @@ def folder(setting: Setting, shape: Shape, *, spread: float = 0.02, dtype: torch
         with torch.random.fork_rng(cards), torch.device(setting.device):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        if spread > 0.02:
-            enlivened(model, spread)
+            if spread > 0.02:
+                enlivened(model, spread)
         unfinished = path.with_name(f".{path.name}")
         model.save_pretrained(unfinished)
         unfinished.rename(path)
