@@ -61,6 +61,8 @@ SMALL_TASK = {
 # A recipe that wants what a CPU has not.
 QWEN = {"sections.Compute.attention": '"sdpa"', "mesh.Parallelism.compile": "@blocks.eager"}
 MORE = {"experiments/qwen_math_2gpu/run.gin": QWEN}
+# One that takes more minibatches than e2e/small.gin has prompts.
+MINIBATCHES = {"experiments/distillation/exact.gin": {"step.Algorithm.minibatches": 4}}
 NUMBER = itertools.count(4242)  # of jobs, and of folders that pages give one name
 
 
@@ -166,7 +168,8 @@ def small_run(argv: Sequence[str], things: Things) -> list[str]:
     if any(name in ON_TASK for name in files):
         return before_params([], SMALL_TASK | {"tiny_task_model.TaskRecipe.cache": repr(str(things.cache))}, argv)
     warm_start, made = next((MADE[name] for name in files if name in MADE), ARITHMETIC)
-    bound = SMALLER | {f"{warm_start}.steps": 5} | cache(things, made)
+    fewer = next((MINIBATCHES[name] for name in files if name in MINIBATCHES), {})
+    bound = SMALLER | {f"{warm_start}.steps": 5} | cache(things, made) | fewer
     return before_params(["--gin_file", str(SMALL_RUN)], bound, argv)
 
 
