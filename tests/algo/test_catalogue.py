@@ -23,7 +23,7 @@ HELPERS = {
     turn_credit: {"discounted_returns", "turns_taken", "by_state", "turns_over_tokens"},
     importance: {"log_ratio", "capped_exp", "ratio"},
     losses: {"sampled_values", "loss_diagnostics"},
-    supervised: {"cross_entropy", "nothing_given", "supervised_step", "next_demonstrations"},
+    supervised: {"cross_entropy", "nothing_given", "supervised_step", "learn_given", "next_demonstrations"},
     weighted_losses: {"discounted_to_go"},
     rejection: {"k1_divergence", "k2_divergence", "k3_divergence", "row_sum", "row_mean", "row_max"},
 }

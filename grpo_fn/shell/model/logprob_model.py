@@ -9,6 +9,13 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from grpo_fn.shell.model.attention import gather_tokens
+from grpo_fn.shell.model.head_chunk.relative_entropy import (
+    TeacherHead,
+    dense_taught_scores,
+    dense_teacher_head,
+    linear_taught_scores,
+    linear_teacher_head,
+)
 from grpo_fn.shell.model.logprob_head import (
     dense_energy,
     dense_logp,
@@ -18,13 +25,6 @@ from grpo_fn.shell.model.logprob_head import (
     linear_scores,
 )
 from grpo_fn.shell.model.packed_input import InputPacking, probe, without_dropout
-from grpo_fn.shell.model.relative_entropy import (
-    TeacherHead,
-    dense_taught_scores,
-    dense_teacher_head,
-    linear_taught_scores,
-    linear_teacher_head,
-)
 
 T = TypeVar("T")
 
