@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, count
 from pathlib import Path
 from types import FrameType
 
@@ -56,6 +57,12 @@ def launcher_command(ranks: int) -> str:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     hosts = f"--nnodes {ranks // here} " if ranks > here else ""
     return "python" if ranks == 1 else f"torchrun {hosts}--nproc-per-node {here}"
+
+
+def free_folder(first: Path) -> Path:
+    """The path, or with -2, -3, ... behind it where that is taken: two commands may begin in one second."""
+    later = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([first], later) if not folder.exists())
 
 
 def first_on_host(text: str) -> bool:

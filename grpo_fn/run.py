@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from itertools import chain, count
 from pathlib import Path
 
 from grpo_fn.command_line import (
@@ -21,6 +20,7 @@ from grpo_fn.command_line import (
     escape_control,
     exit_code,
     first_on_host,
+    free_folder,
     launcher_command,
 )
 
@@ -59,9 +59,7 @@ def default_run_dir(gin_file: str, now: datetime, launch: str | None) -> Path:
     name = path.resolve().parent.name if path.stem in ("run", "config") else path.stem
     if launch:
         return Path("runs") / f"{name}-{launch}"
-    first = Path("runs") / f"{name}-{format(now, '%Y%m%d-%H%M%S')}"
-    later = (first.with_name(f"{first.name}-{number}") for number in count(2))
-    return next(folder for folder in chain([first], later) if not folder.exists())
+    return free_folder(Path("runs") / f"{name}-{format(now, '%Y%m%d-%H%M%S')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

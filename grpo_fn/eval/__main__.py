@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code
+from grpo_fn.command_line import add_gin_flags, add_version_flag, exit_code, free_folder
 
 
 def flags() -> argparse.ArgumentParser:
@@ -35,10 +35,10 @@ def flags() -> argparse.ArgumentParser:
 
 
 def default_out(model: str, now: datetime) -> Path:
-    """evals/<model>-<time>, a checkpoint by its run's name as well."""
+    """evals/<model>-<time>, a checkpoint by its run's name as well; -2, -3, ... where that is taken."""
     path = Path(model).resolve()
     name = f"{path.parent.parent.name}-{path.name}" if path.parent.name == "checkpoints" else path.name
-    return Path("evals") / f"{name}-{now:%Y%m%d-%H%M%S}"
+    return free_folder(Path("evals") / f"{name}-{now:%Y%m%d-%H%M%S}")
 
 
 def run_config(model: str) -> list[str]:

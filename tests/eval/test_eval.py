@@ -355,11 +355,16 @@ def test_help_needs_no_torch_and_a_missing_model_is_said() -> None:
     assert "--model" in done.stderr
 
 
-def test_the_default_folder_is_named_after_the_model_and_the_time() -> None:
+def test_the_default_folder_is_named_after_the_model_and_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     now = datetime(2026, 1, 2, 3, 4, 5)
     assert evaluation.default_out("Qwen/Qwen2.5-0.5B", now) == Path("evals/Qwen2.5-0.5B-20260102-030405")
     assert evaluation.default_out("runs/x/", now) == Path("evals/x-20260102-030405")
     assert evaluation.default_out("runs/x/checkpoints/step_4", now) == Path("evals/x-step_4-20260102-030405")
+    Path("evals/x-20260102-030405").mkdir(parents=True)  # of another that began in the same second
+    assert evaluation.default_out("runs/x/", now) == Path("evals/x-20260102-030405-2")
 
 
 def uncalled(value: object) -> object:
