@@ -1,20 +1,24 @@
-// A device type "cuda" for a CPU build of torch. Its tensors lie in the host's memory and are computed by the CPU's
+// A device type "cuda" for a machine without one. Its tensors lie in the host's memory and are computed by the CPU's
 // kernels, so that every number is real. Where CUDA is strict, so is this: tensors of two devices do not meet, nothing
 // may wait for the device while a graph is captured, memory that was never written is NaN, and a replay launches what
 // was captured again, at the addresses of the capture. Launches, waits and bytes are counted for each of two devices.
 //
 // Not here: streams that overlap, races, rounding and speed of the device's own kernels.
+//
+// A build of torch with CUDA has kernels, hooks and an allocator of its own for this device type: they are replaced.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -336,6 +340,9 @@ void launch(const c10::OperatorHandle& op, Stack& stack) {
   if (own != OWN.end()) return own->second(stack);
   replace_generators(stack, op.schema().name());
   at::native::cpu_fallback(op, &stack, false, c10::DispatchKey::CPU);
+  for (IValue& found : stack)  // torch 2.11 leaves it where the first argument lies, which may be a number on the CPU
+    if (found.isTensor() && found.toTensor().defined() && found.toTensor().is_cpu())
+      found = found.toTensor().to(c10::Device(TYPE, static_cast<c10::DeviceIndex>(current)));
 }
 
 void dispatch(const c10::OperatorHandle& op, Stack* stack) {
@@ -453,11 +460,29 @@ const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef sizes, std::option
   return self;
 }
 
+void record_stream(Tensor&, c10::Stream) {}
+
+// In place of every kernel that torch was built with. What is registered after this, below and in Python, is in place of it.
+bool replace_kernels() {
+  struct Silent final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silent;  // it says of the first that it is replaced
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  static std::vector<c10::RegistrationHandleRAII> kept;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA))
+    if (name.name.starts_with("aten::"))
+      kept.push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&dispatch>(),
+                                             std::nullopt, nullptr, "fake_cuda.cpp"));
+  return true;
+}
+const bool replaced = replace_kernels();
+
 int64_t math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) {
   return 0;  // sdp::SDPBackend::math
 }
 
-void record_stream(Tensor&, c10::Stream) {}
+const bool math_alone = (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&math_attention), true);
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&dispatch>()); }
 
@@ -500,7 +525,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   const Generator& getDefaultGenerator(DeviceIndex device) const override { return fake::default_generator(device); }
   void deviceSynchronize(DeviceIndex) const override { fake::wait("synchronize", false); }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at
 
 PYBIND11_MODULE(fake_cuda_backend, m) {

@@ -1,4 +1,4 @@
-"""`torch.cuda` on the fake device: importing this, before torch, makes `torch.device("cuda")` usable in a CPU build.
+"""`torch.cuda` on the fake device: importing this, before torch, makes `torch.device("cuda")` usable without a card.
 
 Tensors lie in the host's memory and hold real numbers; fake_cuda.cpp says what is strict. Here is what Python asks of
 `torch.cuda`: two devices, a current one for each thread, streams that are distinct though nothing overlaps, graphs
@@ -254,7 +254,7 @@ MEMORY_PATCHES = {
 
 
 def alloc_storage(tensor: torch.Tensor) -> None:
-    """FSDP2's: storages of a build without CUDA cannot be resized, and it frees what it has gathered that way."""
+    """FSDP2's: torch does not resize storages of this device, and it frees what it has gathered that way."""
     resize(tensor, tensor.numel() * tensor.itemsize)
 
 
