@@ -54,13 +54,13 @@ class Stub:
         self.resting = threading.Event()
         self.lock = threading.Lock()
         self.between = threading.Lock()  # no pause begins while a completion looks at weights and label
-        self.server = None
+        self.server, self.closed = None, False
         self.start()
 
     def start(self):
-        """As the process does: with the weights of the model folder. Nothing where it runs."""
+        """As the process does: with the weights of the model folder. Nothing where it runs, or is closed."""
         with self.lock:
-            if self.server is None:
+            if self.server is None and not self.closed:
                 self.weights, self.label, self.coming, self.folder = checksum([torch.zeros(3)]), "default", None, None
                 self.opened, self.corrupt, self.torn = self.weights, False, False
                 self.resting.set()
@@ -87,6 +87,12 @@ class Stub:
             with self.between:
                 if self.resting.is_set():
                     return ("torn",) if self.torn else self.weights, self.label
+
+    def close(self):
+        """Kill it for good: a timer that is still to start it starts nothing."""
+        with self.lock:
+            self.closed = True
+        self.kill()
 
     def kill(self):
         """As SIGKILL does: nothing is said to anybody. Nothing where it does not run."""

@@ -35,6 +35,7 @@ RIGHT = [
     ("42", r"\boxed{\boxed{42}}"),
     ("42", r"\boxed{41}, no: \boxed{42}"),
     ("42", r"$\boxed{x = 42}$"),
+    ("1000", r"\boxed{1,000\,\mathrm{km/h}}"),
     ("42", r"\boxed{42 = x}"),
     ("42", r"\boxed{x = y = 42}"),
     ("42", r"\boxed{P(X > 2) = 42}"),

@@ -81,7 +81,7 @@ def plain_answer(answer: str) -> str:
 def _without_commas(text: re.Match[str]) -> str:
     """Without those in numbers, as long as there are no others: "1,600 apples", but not "1,600, 2"."""
     joined = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text.group())
-    return text.group() if "," in joined else joined
+    return text.group() if _SEPARATING_COMMA.search(joined) else joined
 
 
 def _with_commas(text: re.Match[str]) -> str:
@@ -109,6 +109,7 @@ _SIGNS |= {"π": r"\pi ", "∞": r"\infty ", "°": r"^\circ "}
 DOUBLED_BACKSLASH = r"\\\\(?=(?:leq?|geq?|d?frac|sqrt|pi|text|left|right|cdot|infty|cup|times)(?![A-Za-z]))"
 _SEMICOLON = re.compile(r"(?<!\\)\s*;\s*")
 _COMMA = re.compile(r"(?<=[0-9]),([0-9]+)")
+_SEPARATING_COMMA = re.compile(r"(?<!\\),")  # not a thin space
 _BRACKET = re.compile(r"[()\[\]]")
 _SIZES = "tiny|scriptsize|footnotesize|small|normalsize|large|huge|underline"
 _LEADING_WORDS = "about|approximately|approx|exactly|answer|rs|usd"

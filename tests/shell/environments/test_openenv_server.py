@@ -142,9 +142,11 @@ def answering(*answers):
     with sync_server.serve(talk, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize(

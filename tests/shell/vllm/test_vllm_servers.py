@@ -582,8 +582,7 @@ def test_whatever_happens_to_servers_every_answer_is_of_the_newest_weights(moves
     finally:
         servers.close()
         for stub in stubs:
-            stub.kill()
-            stub.lock.acquire()  # timers of this example start nothing any more
+            stub.close()
 
 
 def revive(stubs):
