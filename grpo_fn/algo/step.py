@@ -1,4 +1,4 @@
-"""The box: one GRPO step (Shao et al. 2024, arXiv:2402.03300, Algorithm 1, lines 5 to 11) on one page."""
+"""One GRPO step (Shao et al. 2024, arXiv:2402.03300, Algorithm 1, lines 5 to 11) on one page."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""From a rollout to rows one can learn from, and from rows to micro-batches. The data seam is checked here."""
+"""From a rollout to rows to learn from, and from rows to micro-batches. What comes from samplers is checked here."""
 
 import math
 from collections.abc import Callable

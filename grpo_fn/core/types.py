@@ -118,7 +118,7 @@ Pullback = Callable[[Scores], None]
 
 @runtime_checkable
 class Policy(Protocol):
-    """The seam. Behind it: sharding, checkpointing, adapters, fused heads. In front of it: pure functions."""
+    """A model as algorithms see it: log-probs and their pullback, whatever is sharded, recomputed, adapted or fused."""
 
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         """Scores of the batch's tokens, and the map from their cotangent to accumulated parameter gradients."""

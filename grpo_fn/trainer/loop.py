@@ -1,4 +1,4 @@
-"""The loop around the box: begin or resume, step, evaluate, record, save, finish."""
+"""The loop around a step: begin or resume, step, evaluate, record, save, finish."""
 
 import time
 from collections import Counter

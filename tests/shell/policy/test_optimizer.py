@@ -145,8 +145,10 @@ def test_muon_is_torchs_own_on_matrices_and_adamw_on_the_rest(given_knobs, seed,
             p.grad = grad.clone()
         alone.step()
         beside.step()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-8)
+    for p, q, old in zip(model.parameters(), other.parameters(), net(seed).parameters(), strict=True):
+        # An entry near zero is the difference of larger ones, and rounded as they are: by 2^-24 of each, every step.
+        largest = max(x.detach().abs().max().item() for x in (old, q))
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=max(1e-8, steps * 2**-23 * largest))
     assert {len(mine.state[p]) for p in model.parameters() if p.ndim == 2} == {1, 3}
 
 
