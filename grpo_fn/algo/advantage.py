@@ -4,8 +4,8 @@ Three kinds: from the rewards of the samples, `(reward [G], valid [G]) -> [G]`; 
 `(value, energy, mask) -> [G, T]`; and what becomes of them at an update, `(logp, group) -> [G, T]`. Rules that hold for
 every function of the first: an invalid sample gets exactly 0 and changes no other, whatever its reward; a group whose
 valid rewards are all equal gets exactly 0, in every dtype and at every size; so does a group with one valid sample, or
-none: there is nothing to compare with. A valid reward that is not finite comes out as nan or inf, which the
-batch refuses.
+none: there is nothing to compare with. A valid reward that is not finite comes out as nan or inf, which
+batches refuse.
 """
 
 import torch
