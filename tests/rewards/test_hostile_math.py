@@ -190,10 +190,16 @@ def test_known_bombs_are_wrong_at_once_and_never_reach_the_parser(monkeypatch, b
     monkeypatch.setattr(reward_math, "_read", lambda text: golds[text] if text in golds else pytest.fail(text))
     monkeypatch.setattr(reward_math, "plain_answer", lambda text: text if text in golds else reward_plain(text))
     for gold in golds:
-        start = time.process_time()
-        for fn in (correct, lenient):
-            assert fn(Problem(0, "?", gold, {}), Completion(rf"\boxed{{{bomb}}}", 1, False)) == 0.0
-        assert time.process_time() - start < 0.1
+        # The least of three: a garbage collection, which takes as long, may fall into one of them.
+        assert min(seconds_to_refuse(gold, bomb) for _ in range(3)) < 0.1
+
+
+def seconds_to_refuse(gold, bomb):
+    """Processor time of both verdicts, which have to be wrong."""
+    start = time.process_time()
+    for fn in (correct, lenient):
+        assert fn(Problem(0, "?", gold, {}), Completion(rf"\boxed{{{bomb}}}", 1, False)) == 0.0
+    return time.process_time() - start
 
 
 reward_plain = reward_math.plain_answer
