@@ -674,7 +674,7 @@ def seconds(fn, text):
 def test_a_megabyte_is_searched_in_linear_time(before, unit):
     for fn in (marked_answer, last_value):
         quarter, whole = (before + unit * (size // len(unit)) for size in (2**18, 2**20))
-        assert seconds(fn, whole) < 0.2 + 10 * seconds(fn, quarter)
+        assert min(seconds(fn, whole) for _ in range(3)) < 0.2 + 10 * seconds(fn, quarter)
 
 
 @pytest.mark.parametrize(
