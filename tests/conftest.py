@@ -9,6 +9,8 @@ import shape_checks  # noqa: F401 before anything of the package is imported
 import torch
 from hypothesis import settings
 
+pytest_plugins = ["leftover_threads"]
+
 # Triton is asked when it is imported: where there is no card its kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
