@@ -49,6 +49,8 @@ def weighted_sum(pool: RewardPool, parts: Sequence[RewardFn], weights: Sequence[
 
 
 def text_target(scores: Scores) -> Target:
+    """Texts of `attacks.ATTACKS`, each made of a problem's prompt."""
+
     def scored(problems: Sequence[Problem], texts: Sequence[Any]) -> list[Scored]:
         return [Scored(*one) for one in zip(scores(problems, texts), texts, strict=True)]
 
@@ -59,6 +61,8 @@ def text_target(scores: Scores) -> Target:
 
 
 def text_scores(weighted: ScoreCompletions) -> Scores:
+    """Texts as completions that ended by themselves, with lengths as `attacks.token_estimate` has them."""
+
     def scores(problems: Sequence[Problem], texts: Sequence[str]) -> list[float]:
         return weighted(problems, [Completion(text, token_estimate(text), False) for text in texts])
 
