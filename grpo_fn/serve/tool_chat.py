@@ -53,7 +53,11 @@ def calls_reader_of(tokenizer: PreTrainedTokenizerBase) -> ReadCalls:
     call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
     def rendered(messages: Sequence[Json], tools: Sequence[Json] | None, *, opens: bool) -> str:
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=opens, tokenize=False)
+        try:
+            return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=opens, tokenize=False)
+        except Exception as error:  # a chat template may raise anything, of its own kinds of errors, too
+            said = f"tools: got a chat template that refuses a call of a tool ({error}), wanted one that renders it"
+            raise HttpError(said, param="tools") from error
 
     tools = [{"type": "function", "function": schema}]
     opening = rendered(question, tools, opens=True)

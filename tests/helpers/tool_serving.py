@@ -24,6 +24,7 @@ CALLS = {
         "<parameter={{ k }}>\n{{ v }}\n</parameter>{{ '\\n' }}{% endfor %}</function>\n</tool_call>"
     ),
     "llama_json": '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}',
+    "refusing": "{{ raise_exception('no calls') }}",
     "odd": "@{{ c.function.name }}@",
 }
 

@@ -157,6 +157,8 @@ def test_a_model_that_knows_no_tools_says_so() -> None:
         assert (
             "writes a call as '@tool@', wanted one that hermes, qwen_xml" in client.error(CHAT, **ASKED)[1]["message"]
         )
+    with served(ScriptedService([]), reads=tokenizer_of("refusing")) as client:
+        assert "that refuses a call of a tool (no calls)" in client.error(CHAT, **ASKED)[1]["message"]
     system = partial(with_system, system="Be brief.")
     with served(ScriptedService([]), reads=tokenizer_of("hermes"), encode=system) as client:
         assert "encode_prompt is grpo_fn.shell.model.hf.with_system" in client.error(CHAT, **ASKED)[1]["message"]
