@@ -22,10 +22,11 @@ from torch import Tensor
 from grpo_fn.core.batch import lengths
 from grpo_fn.core.prng import to_int64
 from grpo_fn.core.problem import Turn
-from grpo_fn.core.types import Batch, Reward, Rollout, Scores
+from grpo_fn.core.types import Batch, CurriculumState, Reward, Rollout, Scores
 
-# In the order in which a step makes them: what comes first explains what follows.
-QUANTITIES = ("tokens", "rewards", "advantages", "logp_old", "signal", "gradients", "weights")
+# In the order in which a step makes them: what comes first explains what follows. A run without a curriculum has no
+# "curriculum".
+QUANTITIES = ("tokens", "rewards", "curriculum", "advantages", "logp_old", "signal", "gradients", "weights")
 GAMMA = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 CHUNK = 2**22  # elements at once: an int64 for each is made several times over
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -130,6 +131,14 @@ def reward_checksums(reward: Reward) -> int:
     return combine_digests([digest(reward.value), digest(reward.valid), *parts, *turns])
 
 
+def of_curriculum(state: CurriculumState | None) -> dict[str, str]:
+    """`curriculum`: of the turns that each arm has had, and of every array of the curriculum's own by its name."""
+    if state is None:
+        return {}
+    arrays = [x for name in sorted(state.arrays) for x in (seed_of(name, (), torch.int64), digest(state.arrays[name]))]
+    return {"curriculum": hex_digest(combine_digests([digest(state.turns), *arrays]))}
+
+
 def of_sampled(x: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> int:
     """Of the values at sampled tokens, row by row: what stands elsewhere does not count."""
     return digest(x[mask])
@@ -148,7 +157,7 @@ def of_step(
     logp_old: Float[Tensor, "B T"],
     sent: Sequence[tuple[Batch, Scores]],
 ) -> dict[str, str]:
-    """All of QUANTITIES that the step knows; gradients and weights are the policy's own."""
+    """All of QUANTITIES that the step knows; gradients and weights are the policy's own, and a curriculum the run's."""
     numbers = {
         "tokens": rollout_checksums(rollout),
         "rewards": reward_checksums(reward),

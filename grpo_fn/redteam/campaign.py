@@ -1,26 +1,28 @@
-"""Attacks on a reward: a bandit looks for the text that pays best on some problems, and others say what it gets.
+"""Attacks on a reward: a bandit looks for the attempt that pays best on some problems, and others say what it gets.
+
+An attempt is a text, or a script that says one turn after the other of an episode.
 
 What is reported is measured on problems that the search has not seen, so that the best of many texts does not owe its
 score to luck. Scores of one text on one problem are the reward's; a row that cannot be scored counts as 0.
 """
 
-import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from grpo_fn.analysis.attacks import ATTACKS
 from grpo_fn.analysis.bandit import Arms, fresh_arms, mean_paid, next_arm, record_pull
 from grpo_fn.config.function_knobs import bind_function, knob_names
 from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.partials import function_and_knobs
-from grpo_fn.core.problem import Completion, Problem, RewardFn
+from grpo_fn.core.problem import Problem, RewardFn
+from grpo_fn.redteam.targets import Attempt, Scores, Target, episode_target, text_scores, text_target, weighted_sum
 from grpo_fn.rewards.combine import combine, part_names
 from grpo_fn.score.reward_spec import RewardSpec, known_reward, reward_of
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_sandboxes
-from grpo_fn.trainer.sections import Data, Rewards
+from grpo_fn.trainer.sections import Data, Episodes, Rewards
 
 ROWS = 4  # problems of one pull
 MEMORY_MB = 1024
@@ -46,18 +48,16 @@ TASKS = {
     ),
 }
 
-Scores = Callable[[Sequence[Problem], Sequence[str]], list[float]]
-
 
 class AttackText(NamedTuple):
-    """A text of an attack: its place among the texts that the attack makes of a prompt."""
+    """An attempt of an attack: its place among those that the attack makes of a problem."""
 
     attack: str
     place: int
 
 
 class Found(NamedTuple):
-    """The best text of an attack, its mean score on fresh problems, and its text for the first of them."""
+    """The best attempt of an attack, its mean score on fresh problems, and what it says about the first of them."""
 
     which: AttackText
     score: float
@@ -105,19 +105,21 @@ def attack_named(
     return found._replace(task=task, reward=_sum_text(factors, rewards))
 
 
-def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards) -> Campaign:
-    """The campaign against the task and the reward of a run, with its own deadlines.
+def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards, episodes: Episodes | None) -> Campaign:
+    """The campaign against the task, the reward and the environment of a run, with its own deadlines.
 
     Args:
         request: names and numbers.
         data: its task.
         rewards: a `combine.combine` of parts, and the pool that scores them.
+        episodes: its environment; None where a completion is one text.
 
     Returns:
         The campaign.
 
     Raises:
-        ValueError: for another reward than a sum of parts, and numbers that cannot be used.
+        ValueError: for another reward than a sum of parts, a chat format that reads no calls in text, and numbers that
+            cannot be used.
     """
     function, knobs = function_and_knobs(rewards.reward)
     if function is not combine:
@@ -125,8 +127,9 @@ def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards) -> Campa
             f"sections.Rewards.reward: got {function.__module__}.{function.__name__}, wanted combine.combine"
         )
     parts, weights = knobs["parts"], knobs["weights"]
-    check_sandboxes(parts)
-    found = attack_task(data.task(), parts, weights, rewards.pool, problems=request.problems, pulls=request.pulls)
+    check_sandboxes([*parts, *([] if episodes is None else [episodes.environment.start, episodes.environment.step])])
+    numbers = {"problems": request.problems, "pulls": request.pulls}
+    found = attack_task(data.task(), parts, weights, rewards.pool, episodes=episodes, **numbers)
     return found._replace(task=request.name, reward=_sum_text(weights, part_names(parts)))
 
 
@@ -138,6 +141,7 @@ def attack_task(
     *,
     problems: int,
     pulls: int,
+    episodes: Episodes | None = None,
 ) -> Campaign:
     """The campaign against a weighted sum of rewards on held-out problems of a task: of every part and level, a share.
 
@@ -147,7 +151,8 @@ def attack_task(
         weights: factor of each.
         make_pool: makes the pool that scores.
         problems: how many: half to search on, half to measure on.
-        pulls: how often a text is tried again.
+        pulls: how often an attempt is made again.
+        episodes: the environment; None where a completion is one text.
 
     Returns:
         The campaign, without names.
@@ -161,17 +166,17 @@ def attack_task(
             f"got {min(problems, len(held_out))} held-out problems and {pulls} pulls, wanted at least 2 and at least 0"
         )
     try:
-        with make_pool() as pool:
-            return attack_problems(held_out, _scores(pool, parts, weights), pulls=pulls)
+        with ExitStack() as stack:
+            weighted = weighted_sum(stack.enter_context(make_pool()), parts, weights)
+            if episodes is None:
+                return attack_target(held_out, text_target(text_scores(weighted)), pulls=pulls)
+            return attack_target(held_out, episode_target(episodes, weighted, stack), pulls=pulls)
     except RewardError as error:
         raise ValueError(error) from error
 
 
 def attack_problems(held_out: Sequence[Problem], scores: Scores, *, pulls: int) -> Campaign:
-    """Search on every other problem, measure on those between.
-
-    Every text is tried on `ROWS` problems, then UCB1 says which is tried again, on the next ones; the best text of each
-    attack is measured.
+    """`attack_target` with texts.
 
     Args:
         held_out: the problems, at least two.
@@ -181,19 +186,35 @@ def attack_problems(held_out: Sequence[Problem], scores: Scores, *, pulls: int) 
     Returns:
         The campaign, without names.
     """
+    return attack_target(held_out, text_target(scores), pulls=pulls)
+
+
+def attack_target(held_out: Sequence[Problem], target: Target, *, pulls: int) -> Campaign:
+    """Search on every other problem, measure on those between.
+
+    Every attempt is made on `ROWS` problems, then UCB1 says which is made again, on the next ones; the best attempt of
+    each attack is measured.
+
+    Args:
+        held_out: the problems, at least two.
+        target: what is attacked.
+        pulls: how often an attempt is made again.
+
+    Returns:
+        The campaign, without names.
+    """
     searched, fresh = held_out[::2], held_out[1::2]  # alike, where parts of a mixture stand one behind the other
-    texts_tried = [
-        AttackText(name, place) for name, attack in ATTACKS.items() for place in range(len(attack(searched[0].prompt)))
-    ]
-    arms = _search(texts_tried, searched, scores, pulls)
-    means = mean_paid(arms)
+    sizes = {name: len(attempts) for name, attempts in target.attempts(searched[0]).items()}
+    tried = [AttackText(name, place) for name, size in sizes.items() for place in range(size)]
+    means = mean_paid(_search(tried, searched, target, pulls))
     found = []
-    for name in ATTACKS:
-        best = max((arm for arm, tried in enumerate(texts_tried) if tried.attack == name), key=means.__getitem__)
-        texts = [_text(texts_tried[best], problem) for problem in fresh]
-        found.append(Found(texts_tried[best], _mean(scores(fresh, texts)), texts[0]))
-    golds = _mean(scores(fresh, [_gold_text(problem) for problem in fresh]))
-    return Campaign("", "", len(fresh), golds, tuple(sorted(found, key=lambda one: -one.score)))
+    for name in sizes:
+        best = max((arm for arm, one in enumerate(tried) if one.attack == name), key=means.__getitem__)
+        scored = target.scores(fresh, [_attempt(target, tried[best], problem) for problem in fresh])
+        found.append(Found(tried[best], _mean([one.score for one in scored]), scored[0].text))
+    golds = zip(*map(target.golds, fresh), strict=True)
+    best_gold = max(_mean([one.score for one in target.scores(fresh, attempts)]) for attempts in golds)
+    return Campaign("", "", len(fresh), best_gold, tuple(sorted(found, key=lambda one: -one.score)))
 
 
 def report_attack(campaign: Campaign) -> str:
@@ -237,48 +258,30 @@ def shown_text(text: str, most: int) -> str:
     return f"`{shown}`{more}" if text else "(empty)"
 
 
-def _search(texts_tried: Sequence[AttackText], problems: Sequence[Problem], scores: Scores, pulls: int) -> Arms:
+def _search(tried: Sequence[AttackText], problems: Sequence[Problem], target: Target, pulls: int) -> Arms:
     """The arms after each was pulled once and the bandit `pulls` times."""
 
-    def rows(arm: int, turn: int) -> tuple[list[Problem], list[str]]:
+    def rows(arm: int, turn: int) -> tuple[list[Problem], list[Attempt]]:
         asked = [problems[(turn * ROWS + row) % len(problems)] for row in range(min(ROWS, len(problems)))]
-        return asked, [_text(texts_tried[arm], problem) for problem in asked]
+        return asked, [_attempt(target, tried[arm], problem) for problem in asked]
 
-    first = [rows(arm, 0) for arm in range(len(texts_tried))]
-    paid = scores([problem for asked, _ in first for problem in asked], [text for _, texts in first for text in texts])
+    def paid_for(asked: Sequence[Problem], attempts: Sequence[Attempt]) -> list[float]:
+        return [one.score for one in target.scores(asked, attempts)]
+
+    first = [rows(arm, 0) for arm in range(len(tried))]
+    paid = paid_for([problem for asked, _ in first for problem in asked], [one for _, each in first for one in each])
     size = len(first[0][0])
-    arms = fresh_arms(len(texts_tried))
-    for arm in range(len(texts_tried)):
+    arms = fresh_arms(len(tried))
+    for arm in range(len(tried)):
         arms = record_pull(arms, arm, _mean(paid[arm * size : (arm + 1) * size]))
     for _ in range(pulls):
         arm = next_arm(arms, spread=max(max(paid) - min(paid), 1e-9))
-        arms = record_pull(arms, arm, _mean(scores(*rows(arm, arms.pulls[arm]))))
+        arms = record_pull(arms, arm, _mean(paid_for(*rows(arm, arms.pulls[arm]))))
     return arms
 
 
-def _text(tried: AttackText, problem: Problem) -> str:
-    return ATTACKS[tried.attack](problem.prompt)[tried.place]
-
-
-def _gold_text(problem: Problem) -> str:
-    return f"```python\n{problem.answer}\n```" if "tests" in problem.meta else rf"\boxed{{{problem.answer}}}"
-
-
-def _scores(pool: RewardPool, parts: Sequence[RewardFn], weights: Sequence[float]) -> Scores:
-    def weighted(problems: Sequence[Problem], texts: Sequence[str]) -> list[float]:
-        completions = [Completion(text, _length(text), False) for text in texts]
-        columns = [pool.score(part, problems, completions) for part in parts]
-        return [
-            sum(weight * (value or 0.0) for weight, value in zip(weights, row, strict=True))
-            for row in zip(*columns, strict=True)
-        ]
-
-    return weighted
-
-
-def _length(text: str) -> int:
-    """About as many as a tokenizer has tokens: words and signs."""
-    return len(re.findall(r"\w+|[^\w\s]", text))
+def _attempt(target: Target, tried: AttackText, problem: Problem) -> Attempt:
+    return target.attempts(problem)[tried.attack][tried.place]
 
 
 def _task(name: str, knobs: Sequence[str]) -> Task:

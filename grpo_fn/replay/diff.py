@@ -72,8 +72,9 @@ def edited_fields(was: RecordedStep, now: ReplayedStep, *, sampled_anew: bool) -
     figures of metrics.jsonl that differ, where the step was sampled anew on the same ranks, device and torch.
     """
     found = []
-    if missing := [name for name in QUANTITIES if name not in was.line]:
-        found.append(f"its line in digests.jsonl: got no {', '.join(missing)}, wanted {', '.join(QUANTITIES)}")
+    wanted = [name for name in QUANTITIES if name in now.line]
+    if missing := [name for name in wanted if name not in was.line]:
+        found.append(f"its line in digests.jsonl: got no {', '.join(missing)}, wanted {', '.join(wanted)}")
     if was.stored is not None:
         found += edited_row(was.stored, now)
     if sampled_anew and not circumstances(was, now):
@@ -267,7 +268,7 @@ def side_by_side(plain: ReplayedStep, other: ReplayedStep) -> list[str]:
         one, two = plain.figures.get(name), other.figures.get(name)
         lines.append(f"{name:{width}}  {figure_text(one):>14}  {figure_text(two):>14}{'' if one == two else '  *'}")
     odd = differing_quantities(plain.line, other.line)
-    alike = [name for name in QUANTITIES if name not in odd]
+    alike = [name for name in QUANTITIES if name in plain.line and name not in odd]
     lines.append(f"the same bits: {', '.join(alike) or 'none'}; others: {', '.join(odd) or 'none'}")
     return [*lines, direction(plain, other)]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_fn.config import Config, load_config
 from grpo_fn.core.batch import minibatches
-from grpo_fn.core.checksums import QUANTITIES, differing_quantities
+from grpo_fn.core.checksums import QUANTITIES, differing_quantities, of_curriculum
 from grpo_fn.core.json_lines import metrics_by_step
 from grpo_fn.core.types import Batch, Carry, Scores
 from grpo_fn.replay.diff import (
@@ -172,9 +172,12 @@ def repeat(
     start, carried, notes = restore_nearest(run, asked.step - 1)
     for line in notes:
         say(line)
-    wanted, here = lines.get(start, {}).get("weights"), run.policy.digests()["weights"]
-    if wanted not in (None, here):
-        story.first = [f"step {start}, weights: {wanted} recorded, {here} in the checkpoint"]
+    here = {"weights": run.policy.digests()["weights"], **of_curriculum(carried.curriculum)}
+    recorded = {name: value for name, value in lines.get(start, {}).items() if name in here}
+    story.first = [
+        f"step {start}, {name}: {recorded[name]} recorded, {here[name]} in the checkpoint"
+        for name in differing_quantities(recorded, here)
+    ]
     figures = metrics_by_step(asked.run_dir, torn_end=True)
     for step in range(start + 1, asked.step + 1):
         if step == asked.step and asked.overrides:
@@ -215,7 +218,7 @@ def replay_one_step(
     clock, noted = Stopwatch(), run.policy.note()
     with ErrorContext(run.world, step, clock):
         seen, carried, figures = take_step(run, step, carried, clock.span)
-        line = step_checksums(run, step, seen, noted)
+        line = step_checksums(run, step, seen, carried, noted)
     algo = run.algo
     parts = micro_batch_rows(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
     return ReplayedStep(seen, figures, line, signal_by_row(seen.batch, parts, noted.signals)), carried

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core import prng
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.serve.request_body import SEEDS, GenerationBody, read_chat, read_completion
 from grpo_fn.serve.response_body import Choice, PlacedToken, chat_body, completion_body, cut_at_stop, models_body
 from grpo_fn.serve.streaming import (
@@ -27,7 +28,9 @@ from grpo_fn.serve.streaming import (
     settled_text,
     tidies,
 )
-from grpo_fn.shell.model.hf import Encode, bare_prompt
+from grpo_fn.serve.tool_chat import calls_reader_of, encode_with_tools, read_answer
+from grpo_fn.shell.episodes.tool_calls import ReadCalls
+from grpo_fn.shell.model.hf import Encode, bare_prompt, encode_prompt
 from grpo_fn.shell.model.token_scores import ScoredText, TokenScores
 from grpo_fn.shell.serving.decode_service import DecodeService, QueuedText, QueueFull, ServiceClosed
 from grpo_fn.shell.serving.decode_session import DecodeKnobs, DrawnRow, QueuedRow
@@ -94,7 +97,25 @@ class Endpoint:
     def chat(self, body: Json) -> Json | EventStream:
         """/v1/chat/completions: messages as the configuration encodes a prompt."""
         asked = read_chat(body, self.served.name)
-        return self.answer(asked, self.served.encode, AnswerShape(chat_body, chat_events))
+        encode, read = self.served.encode, None
+        if asked.tools is not None:
+            reader = self.calls_reader()
+            encode = partial(encode_with_tools, tools=asked.tools)
+            read = partial(read_answer, read_calls=reader) if asked.calls else None
+        shape = AnswerShape(partial(chat_body, read=read), partial(chat_events, read=read))
+        return self.answer(asked, encode, shape)
+
+    def calls_reader(self) -> ReadCalls:
+        """How calls of tools are read. Raises HttpError where tools cannot be offered."""
+        encoder, _ = function_and_knobs(self.served.encode)
+        if encoder is not encode_prompt:
+            raise HttpError(
+                f"tools: got some, wanted none where sections.Data.encode_prompt is {encoder.__module__}."
+                f"{encoder.__name__}: only hf.encode_prompt has a place for them",
+                param="tools",
+            )
+        with self.spelling:
+            return calls_reader_of(self.served.tokenizer)
 
     def answer(self, asked: GenerationBody, encode: Encode, show: AnswerShape) -> Json | EventStream:
         """Draw, score and show. Raises HttpError."""
@@ -168,6 +189,8 @@ class Endpoint:
         try:
             with self.spelling:
                 ids = encode(self.served.tokenizer, prompt)
+        except HttpError:
+            raise
         except Exception as error:  # a chat template may raise anything, of its own kinds of errors, too
             raise HttpError(f"messages: {error}", param="messages") from error
         if not ids:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_fn.core.conversation import chat_prompt, read_messages
+from grpo_fn.serve.tool_request import read_tool_conversation, read_tools
 from grpo_fn.shell.serving.http_endpoint import HttpError, Json
 
 ALTERNATIVES = 20  # likeliest tokens that may be asked for in each place
@@ -24,11 +25,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1,),
     "min_p": (0,),
     "logit_bias": ({},),
-    "tools": ([],),
     "functions": (),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none",),
-    "parallel_tool_calls": (True, False),  # of no tools
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "suffix": ("",),
@@ -44,7 +42,9 @@ COMMON = {
     *("include_stop_str_in_output", "return_token_ids", "stream", "stream_options"),
 }
 OF_COMPLETIONS = {"prompt", "echo", "best_of"}
-OF_CHAT = {"messages", "max_completion_tokens", "top_logprobs"}
+OF_CHAT = {
+    *("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,8 @@ class GenerationBody:
     token_ids: bool
     stream: bool  # events, as tokens are drawn, instead of one answer
     usage: bool  # the last event says how many tokens there were
+    tools: tuple[Json, ...] | None = None  # None: no tools, and no messages of tools
+    calls: bool = False  # the model's calls are read
 
     @property
     def truncated(self) -> bool:
@@ -102,9 +104,13 @@ def read_chat(body: Json, model: str) -> GenerationBody:
     top = integer(body, "top_logprobs", None, low=0, high=ALTERNATIVES)
     if top and not wanted:
         raise field_error("top_logprobs", top, "logprobs true beside it")
+    tools, asleep = read_tools(body), body.get("tool_choice") == "none"
+    read_prompt = read_tool_conversation if tools else read_conversation
     read = GenerationBody(
         **read_common(body, 1),
-        prompts=[read_conversation(body.get("messages"))],
+        prompts=[read_prompt(body.get("messages"))],
+        tools=(() if asleep else tools) if tools else None,
+        calls=bool(tools) and not asleep,
         n=integer(body, "n", 1, low=1, high=CHOICES),
         max_tokens=next((limit for limit in limits if limit is not None), None),
         alternatives=(top or 0) if wanted else None,

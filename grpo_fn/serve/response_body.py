@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from grpo_fn.serve.request_body import GenerationBody
+from grpo_fn.serve.tool_chat import ChatAnswer, ReadAnswer
 from grpo_fn.shell.serving.http_endpoint import Json
 
 UNSPELT = "\N{REPLACEMENT CHARACTER}"  # of a token that is a part of a character
@@ -47,16 +48,28 @@ def completion_body(choices: Sequence[Choice], asked: GenerationBody, model: str
     return _answer("cmpl", "text_completion", shown, choices, asked, model, seed)
 
 
-def chat_body(choices: Sequence[Choice], asked: GenerationBody, model: str, seed: int) -> Json:
-    """The answer of /v1/chat/completions."""
+def chat_body(
+    choices: Sequence[Choice], asked: GenerationBody, model: str, seed: int, *, read: ReadAnswer | None
+) -> Json:
+    """The answer of /v1/chat/completions; `read` finds the calls of tools in a text, None where there are no tools."""
     shown = []
     for choice in choices:
         extra = {"token_ids": [*choice.tokens]} if asked.token_ids else {}
         scored = None if choice.scored is None else {"content": chat_logprobs(choice.scored), "refusal": None}
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        shown.append({"message": message, "logprobs": scored, **_end(choice), **extra})
+        said, reason = chat_answer(choice.text, choice.finish_reason, read)
+        message = {"role": "assistant", **said, "refusal": None}
+        shown.append({"message": message, "logprobs": scored, "finish_reason": reason, **extra})
     prompt = {"prompt_token_ids": [*choices[0].prompt]} if asked.token_ids else {}
     return {**_answer("chatcmpl", "chat.completion", shown, choices, asked, model, seed), **prompt}
+
+
+def chat_answer(text: str, reason: str, read: ReadAnswer | None) -> tuple[Json, str]:
+    """A completion's content and calls, and why it ended: with calls, unless a limit cut it."""
+    answer = ChatAnswer(text, ()) if read is None else read(text)
+    if not answer.calls:
+        return {"content": text}, reason
+    said = {"content": answer.content or None, "tool_calls": [*answer.calls]}
+    return said, "tool_calls" if reason == "stop" else reason
 
 
 def models_body(model: str, created: int, *, positions: int | None) -> Json:

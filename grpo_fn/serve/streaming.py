@@ -18,11 +18,13 @@ from grpo_fn.serve.request_body import GenerationBody
 from grpo_fn.serve.response_body import (
     UNSPELT,
     PlacedToken,
+    chat_answer,
     chat_logprobs,
     completion_logprobs,
     cut_at_stop,
     usage_body,
 )
+from grpo_fn.serve.tool_chat import ReadAnswer
 from grpo_fn.shell.serving.decode_session import DrawnRow
 from grpo_fn.shell.serving.http_endpoint import HttpError, Json
 
@@ -86,21 +88,31 @@ def completion_events(pieces: Iterator[Piece], head: StreamHead) -> Iterator[Jso
     yield from _events("cmpl", "text_completion", map(shown, _counted(pieces, counts := [0])), counts, head)
 
 
-def chat_events(pieces: Iterator[Piece], head: StreamHead) -> Iterator[Json]:
-    """The events of /v1/chat/completions: first one for each choice that names the role."""
+def chat_events(pieces: Iterator[Piece], head: StreamHead, *, read: ReadAnswer | None) -> Iterator[Json]:
+    """The events of /v1/chat/completions: first one for each choice that names the role.
+
+    Where there are tools, `read` finds the calls in a text, and a choice's text comes when it has ended.
+    """
+    texts = [""] * head.asked.n
 
     def shown(piece: Piece) -> Json:
         ids = {"token_ids": [*piece.tokens]} if head.asked.token_ids else {}
         scored = None if piece.scored is None else {"content": chat_logprobs(piece.scored), "refusal": None}
-        delta = {"content": piece.text} if piece.text else {}
-        end = {"logprobs": scored, "finish_reason": piece.finish_reason}
-        return {"index": piece.place, "delta": delta, **end, **ids}
+        texts[piece.place] += piece.text
+        delta, reason = {"content": piece.text} if piece.text and read is None else {}, piece.finish_reason
+        if read is not None and reason is not None:
+            said, reason = chat_answer(texts[piece.place], reason, read)
+            calls = [{"index": n, **call} for n, call in enumerate(said.get("tool_calls", ()))]
+            delta = ({"content": said["content"]} if said["content"] else {}) | ({"tool_calls": calls} if calls else {})
+        return {"index": piece.place, "delta": delta, "logprobs": scored, "finish_reason": reason, **ids}
 
     def all_shown(counted: Iterator[Piece]) -> Iterator[Json]:
         for place in range(head.asked.n):
             delta = {"role": "assistant", "content": ""}
             yield {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
-        yield from map(shown, counted)
+        for event in map(shown, counted):
+            if event["delta"] or event["finish_reason"] or event["logprobs"] or event.get("token_ids"):
+                yield event
 
     more = {"prompt_token_ids": [*head.prompts[0]]} if head.asked.token_ids else {}
     events = _events("chatcmpl", "chat.completion.chunk", all_shown(_counted(pieces, counts := [0])), counts, head)
@@ -135,7 +147,7 @@ def pieces_of(
     Raises:
         HttpError: where a choice has not ended in time.
     """
-    tokens: list[list[int]] = [[] for _ in range(choices)]
+    tokens, unsent = ([[] for _ in range(choices)] for _ in range(2))
     sent, started, left = [""] * choices, [0] * choices, choices
     while left:
         try:
@@ -150,6 +162,7 @@ def pieces_of(
             drawn, before, left = result(end), len(tokens[place]), left - 1
             new, logp, reason = drawn.tokens[before:], drawn.logp[before:], "stop" if drawn.stopped else "length"
         tokens[place] += new
+        unsent[place] += new  # what brings no text goes with what does: usage counts every token
         text = spelling.decode(tokens[place])
         whole = text if asked.keep_stop else cut_at_stop(text, stop)
         whole = whole if end is not None else spelling.settle(whole)
@@ -161,12 +174,12 @@ def pieces_of(
             text = ""
         scored, start = None, started[place]
         if asked.alternatives is not None:
-            scored = [
-                PlacedToken(spelling.decode_token(token), value, None) for token, value in zip(new, logp, strict=True)
-            ]
+            pairs = zip(new, logp, strict=True)
+            scored = [PlacedToken(spelling.decode_token(token), value, None) for token, value in pairs]
             started[place] += sum(len(token.text) for token in scored)
         if text or reason or ((asked.token_ids or scored) and new):
-            yield Piece(place, text, new, scored, start, reason)
+            yield Piece(place, text, unsent[place], scored, start, reason)
+            unsent[place] = []
 
 
 def settled_text(text: str, *, stop: Sequence[str], tidied: bool) -> str:

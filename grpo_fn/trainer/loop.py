@@ -243,7 +243,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
         figures |= measured
     if noted is not None:
         with clock.span("log"):
-            line = step_checksums(run, step, experience, noted)
+            line = step_checksums(run, step, experience, progress.carried, noted)
             if run.world.main:
                 loggers.writer.do(f"the digests of step {step}", partial(checksums.append, run.run_dir, line))
     if run.world.main:

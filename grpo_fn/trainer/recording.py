@@ -17,7 +17,7 @@ from grpo_fn.analysis.html import token_page
 from grpo_fn.analysis.html.heat_map import heat_map
 from grpo_fn.core import checksums
 from grpo_fn.core.problem import transcript
-from grpo_fn.core.types import Gains, Scores
+from grpo_fn.core.types import Carry, Gains, Scores
 from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import eval_store, rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
@@ -151,12 +151,18 @@ def write_signal_page(path: Path, run_dir: Path, step: int, shown: token_report.
     write_bytes(path, token_page.token_page(shown, title=f"Step {step} of {run_dir.name}", note=note).encode())
 
 
-def step_checksums(run: TrainingRun, step: int, seen: Experience, noted: StepChecksums) -> dict[str, Any]:
-    """The step's line in digests.jsonl: its checksums, and what they may depend on besides. Every rank takes part."""
+def step_checksums(
+    run: TrainingRun, step: int, seen: Experience, carried: Carry, noted: StepChecksums
+) -> dict[str, Any]:
+    """The step's line in digests.jsonl: its checksums, and what they may depend on besides. Every rank takes part.
+
+    `carried` is what the step hands to the next one.
+    """
     (_, rollout, reward), world = seen.groups, run.world
     return {
         "step": step,
         **checksums.of_step(rollout, reward, seen.adv, seen.batch.logp_old, noted.signals),
+        **checksums.of_curriculum(carried.curriculum),
         **run.policy.digests(),
         "width": rollout.tokens.shape[1],
         "ranks": world.size,

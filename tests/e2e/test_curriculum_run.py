@@ -1,6 +1,8 @@
 """Runs whose problems follow pass rates: killed anywhere, on any number of ranks and taken again, they ask the same."""
 
+import json
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from e2e.test_ranks import same_run
 
 from grpo_fn.replay import __main__ as replay
 from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.policy.checksums import read_checksums
 
 KILL = signal.SIGKILL
 FILE = str(SMALL.parent / "curriculum.gin")
@@ -82,6 +85,22 @@ def test_a_replayed_step_begins_with_the_state_before_it(
     before = torch.load(pool / "checkpoints" / "step_4" / "carried.pt", weights_only=True)["curriculum"]
     assert newest["turns"].sum() > before["turns"].sum() > 0
     assert not torch.equal(newest["arrays"]["asked"], before["arrays"]["asked"])
+
+
+@pytest.mark.parametrize(("step", "where"), [(4, "in the checkpoint"), (5, "now")])
+def test_a_state_that_is_not_the_recorded_one_is_named(
+    pool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, where: str
+) -> None:
+    run, recorded = tmp_path / "run", read_checksums(pool)
+    assert len({line["curriculum"] for line in recorded.values()}) == 6
+    shutil.copytree(pool, run)
+    lines = [line | ({"curriculum": "0" * 16} if at == step else {}) for at, line in recorded.items()]
+    (run / "digests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    assert replay.main([str(run), "--step", "5"]) == 1
+    said = capsys.readouterr().out
+    here = recorded[step]["curriculum"]
+    assert f"first difference: step {step}, curriculum: {'0' * 16} recorded, {here} {where}" in said
 
 
 @pytest.mark.slow

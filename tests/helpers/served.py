@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 from fakes import VOCABULARY, qwen2_tied, tokenizer
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.serve.endpoint import Endpoint, Served
-from grpo_fn.shell.model.hf import encode_prompt
+from grpo_fn.shell.model.hf import Encode, encode_prompt
 from grpo_fn.shell.serving.decode_service import DecodeService
 from grpo_fn.shell.serving.http_endpoint import JsonServer
 
@@ -24,10 +25,17 @@ def service(model: nn.Module | None = None, **limits: int) -> DecodeService:
 
 
 @contextmanager
-def served(of: DecodeService, *, stop: tuple[str, ...] = (), timeout: float = SECONDS) -> Iterator["Client"]:
-    """A server over `of`, which is closed with it."""
+def served(
+    of: DecodeService,
+    *,
+    stop: tuple[str, ...] = (),
+    timeout: float = SECONDS,
+    reads: PreTrainedTokenizerBase | None = None,
+    encode: Encode = encode_prompt,
+) -> Iterator["Client"]:
+    """A server over `of`, which is closed with it; `reads` is its tokenizer, None for the tests' own."""
     with closing(JsonServer("127.0.0.1", 0)) as server, closing(of):
-        server.start(Endpoint(Served(of, tokenizer(), encode_prompt, stop, "tiny", timeout)).routes())
+        server.start(Endpoint(Served(of, reads or tokenizer(), encode, stop, "tiny", timeout)).routes())
         yield Client(server.url)
 
 

@@ -11,6 +11,7 @@ from grpo_fn.analysis.attacks import ATTACKS
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.redteam.__main__ import main
 from grpo_fn.redteam.campaign import TASKS, attack_named, attack_problems, report_attack
+from grpo_fn.redteam.episode_attacks import EPISODE_ATTACKS
 from grpo_fn.rewards.math import correct
 
 PROBLEMS = [Problem(uid, f"What is {uid} + 1000?", f"{uid + 1000}", {}) for uid in range(40, 72)]
@@ -109,3 +110,23 @@ def test_the_page_says_what_the_command_finds_on_arithmetic(reward):
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{reward}` | arithmetic |"))
     best = campaign.found[0]
     assert row.startswith(f"| `{reward}` | arithmetic | {best.score:.3f} | {campaign.gold:.3f} | {best.which.attack} |")
+
+
+def test_episodes_of_a_run_are_attacked_in_its_environment(capsys):
+    assert main(["--gin_file", "run/maze.gin", "--problems", "2", "--pulls", "0"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("total_reward on run/maze.gin: mean scores over 1 problems")
+    assert "; the golds get 1.000" in said  # the shortest way, a direction a turn
+    names = {line.split("|")[1].strip() for line in said.splitlines() if line.startswith("| ")}
+    assert names - {"attack"} == EPISODE_ATTACKS.keys()
+    assert r"north\n> " in said
+
+
+def test_a_chat_format_that_reads_calls_in_tokens_alone_is_refused(capsys):
+    bound = (
+        "sections.Episodes.chat_format=@renderers_format.family_renderer",
+        "renderers_format.family_renderer.family='x'",
+    )
+    params = [part for one in bound for part in ("--gin_param", one)]
+    assert main(["--gin_file", "run/calculator.gin", *params, "--problems", "2", "--pulls", "0"]) == 2
+    assert "wanted one with the knob read_calls: chat_template.tokenizer_template" in capsys.readouterr().err

@@ -1,20 +1,21 @@
 """The tables of docs/rewards/redteam.md: every reward, run and accepted kind is attacked, and has its line."""
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 import redteam_table
 
 from grpo_fn.redteam.__main__ import main
-from grpo_fn.rewards import code, format, length, math, procedural
+from grpo_fn.rewards import code, episode, format, length, math, procedural
 from grpo_fn.score.reward_spec import known_reward
 from grpo_fn.tasks import procedural as procedural_task
 
 ENTRIES = [*redteam_table.entries(Path("/data"))]
 RUNS = Path(redteam_table.ROOT / "gin" / "run")
-# Runs whose rewards read the turns of an episode, that draw from another's task, or that reward nothing.
-ELSEWHERE = {"run/calculator.gin", "run/maze.gin", "run/arithmetic_vllm.gin", "run/sft.gin"}
+TASKS = redteam_table.ROOT / "gin" / "task"
+ELSEWHERE = {"run/arithmetic_vllm.gin", "run/sft.gin"}  # that draw from another's task, or reward nothing
 
 
 def rewards_of(module: object) -> set[str]:
@@ -37,6 +38,25 @@ def test_every_reward_run_and_accepted_kind_is_attacked() -> None:
     assert {f"run/{path.name}" for path in RUNS.glob("*.gin")} - ELSEWHERE <= files
     kinds = {entry.label for entry in ENTRIES if entry.group == "kinds"}
     assert kinds == {*procedural_task.kinds()} - {*procedural_task.AUDIT_FAILURES}
+
+
+def test_every_task_file_reward_of_episodes_and_the_judge_are_attacked() -> None:
+    files = {name for entry in ENTRIES for name in entry.gin_files}
+    texts = [(redteam_table.ROOT / "gin" / name).read_text() for name in files if name.startswith("run/")]
+    named = files | set(re.findall(r'^include "(task/\w+\.gin)"', "\n".join(texts), re.MULTILINE))
+    tasks = {f"task/{path.name}" for path in TASKS.glob("*.gin")}
+    assert tasks - named == {"task/gsm8k.gin"}  # whose task run/gsm8k.gin binds itself
+    bound = "\n".join([*texts, *(param for entry in ENTRIES for param in entry.gin_params)])
+    used = {f"grpo_fn.rewards.episode.{name}" for name in re.findall(r"@episode\.(\w+)", bound)}
+    assert rewards_of(episode) - {"grpo_fn.rewards.episode.total_reward"} <= used
+    assert "@judge.Judge()" in bound
+
+
+def test_a_campaign_without_its_data_has_a_line_that_says_so(tmp_path: Path) -> None:
+    absent = [entry for entry in redteam_table.entries(tmp_path) if redteam_table.not_run(entry)]
+    assert len(absent) == len([entry for entry in ENTRIES if entry.data is not None or entry.absent]) > 10
+    line = redteam_table.skipped_line(absent[0], redteam_table.not_run(absent[0]))
+    assert line == f"| - | run/gsm8k.gin | not run: {tmp_path / 'gsm8k'} is not there | | | |"
 
 
 def test_the_page_has_a_line_for_each() -> None:

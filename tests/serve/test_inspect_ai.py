@@ -1,4 +1,4 @@
-"""inspect-ai and the openai client, the real packages, against our server: .venv-evals has both."""
+"""inspect-ai, the real package, against our server: .venv-evals has it, with openai."""
 
 import os
 import subprocess
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from fakes import VOCABULARY, qwen2_tied, tokenizer
-from served import Client
+from served import Client, served
+from tool_serving import ScriptedService, tokenizer_of
 
 from grpo_fn.shell.model import hf
 
 WANTED = "NOT TESTED: it is not installed (docs/running/serve.md)"
 inspect_ai = pytest.importorskip("inspect_ai", reason=WANTED)
-openai = pytest.importorskip("openai", reason=WANTED)
+pytest.importorskip("openai", reason=WANTED)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
@@ -33,21 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         finally:
             process.terminate()
             assert process.wait(30) == 0
-
-
-def test_the_openai_client(server: Client) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    messages = [{"role": "user", "content": "Tom has"}]
-    asked = {"model": "tiny", "messages": messages, "seed": 3, "max_tokens": 6}
-    one = client.chat.completions.create(**asked, n=2, logprobs=True, top_logprobs=1)
-    raw = server.ask("/v1/chat/completions", **asked, n=2)
-    assert [choice.message.content for choice in one.choices] == [c["message"]["content"] for c in raw["choices"]]
-    assert one.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in one.choices)
-    with pytest.raises(openai.BadRequestError, match="stream: got true, wanted false"):
-        client.chat.completions.create(**asked, stream=True)
-    with pytest.raises(openai.NotFoundError, match="wanted 'tiny'"):
-        client.chat.completions.create(**{**asked, "model": "other"})
 
 
 def test_an_inspect_task(server: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +62,39 @@ def test_an_inspect_task(server: Client, tmp_path: Path, monkeypatch: pytest.Mon
     assert [sample.output.completion for sample in log.samples] == answers
     assert len(log.samples) == 6
     assert log.results.scores[0].metrics["accuracy"].value == pytest.approx(0.5)
+
+
+def test_an_inspect_task_with_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two turns: the call that the model writes, and its answer to what inspect-ai's own tool said."""
+    from inspect_ai.dataset import Sample
+    from inspect_ai.scorer import includes
+    from inspect_ai.solver import generate, use_tools
+    from inspect_ai.tool import tool
+
+    @tool
+    def add():
+        async def execute(a: int, b: int) -> str:
+            """Add two numbers.
+
+            Args:
+                a: the first.
+                b: the second.
+            """
+            return str(a + b)
+
+        return execute
+
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 30, "b": 12}}\n</tool_call>'
+    one = ScriptedService([call, "It is 42."])
+    monkeypatch.setenv("OURS_API_KEY", "none")
+    monkeypatch.setenv("INSPECT_DISPLAY", "none")
+    with served(one, reads=tokenizer_of("hermes")) as client:
+        monkeypatch.setenv("OURS_BASE_URL", f"{client.url}/v1")
+        task = inspect_ai.Task(
+            dataset=[Sample(input="30 + 12?", target="42")], solver=[use_tools(add()), generate()], scorer=includes()
+        )
+        asked = {"model": "openai-api/ours/tiny", "model_args": {"strict_tools": False}, "max_tokens": 100}
+        (log,) = inspect_ai.eval(task, log_dir=str(tmp_path), **asked)
+    assert log.status == "success", log.error
+    assert log.results.scores[0].metrics["accuracy"].value == 1.0
+    assert one.asked[1].endswith(f"assistant: {call}\ntool: <add> 42\nassistant: ")

@@ -275,7 +275,7 @@ WRONG = [
     (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "the role 'tool', wanted one of"),
     (CHAT, {"messages": [*user("a"), {"role": "assistant", "content": "b"}]}, "wanted one of 'user'"),
     (CHAT, {"messages": [{"role": "system", "content": "b"}, *user("a")]}, "without a chat template"),
-    (CHAT, {"messages": user("a"), "tools": [{"type": "function"}]}, "tools: got"),
+    (CHAT, {"messages": user("a"), "tools": [{"type": "function"}]}, "tools[0]: got"),
     (CHAT, {"messages": user("a"), "response_format": {"type": "json_object"}}, "response_format: got"),
     (CHAT, {"messages": user("a"), "logprobs": 2}, "logprobs: got 2, wanted true or false"),
     (CHAT, {"messages": user("a"), "top_logprobs": 2}, "top_logprobs: got 2, wanted logprobs true"),

@@ -71,8 +71,10 @@ def reasons(found: list[dict]) -> dict[int, str]:
     ],
 )
 def test_a_stream_of_completions_is_the_answer_in_pieces(tiny: Client, more: dict) -> None:
-    whole = tiny.ask(COMPLETIONS, **{**TOM, **more})["choices"]
-    found = events(tiny, COMPLETIONS, **{**TOM, **more})
+    answer = tiny.ask(COMPLETIONS, **{**TOM, **more})
+    whole = answer["choices"]
+    *found, last = events(tiny, COMPLETIONS, **{**TOM, **more}, stream_options={"include_usage": True})
+    assert last["usage"] == answer["usage"]  # with the tokens that brought no text
     assert joined(found, "text") == [one["text"] for one in whole]
     assert reasons(found) == {one["index"]: one["finish_reason"] for one in whole}
     assert len({event["id"] for event in found}) == 1

@@ -4,8 +4,8 @@ python tools/tables/redteam_table.py --data DIR              run every campaign 
 python tools/tables/redteam_table.py --data DIR --only math  print the lines of the campaigns whose name holds a word
 
 DIR has the folders gsm8k, math, mbpp, aime and amc with the published files. A table stands between
-`<!-- campaigns of GROUP -->` and `<!-- end -->`; all other text of the page is written by hand. What asks a server, and
-rewards that read the turns of an episode, cannot be attacked with a text alone and are left out.
+`<!-- campaigns of GROUP -->` and `<!-- end -->`; all other text of the page is written by hand. A judge is asked at
+a server of this program's own, which quotes what it is to judge. A campaign without its data has a line that says so.
 """
 
 import argparse
@@ -15,7 +15,9 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import quoting_judge
 
 from grpo_fn.config import load_config
 from grpo_fn.redteam import campaign
@@ -27,6 +29,7 @@ TABLE = re.compile(r"^<!-- campaigns of (\w+) -->\n.*?^<!-- end -->$", re.MULTIL
 HEAD = ("| reward | task | best without the answer | golds | attack | its text |", "|---|---|---|---|---|---|")
 LONGEST = 60  # characters of a text in a table
 BOX = "answer_of=@grpo_fn.rewards.format.last_box"
+JUDGE = "reward/judge.gin"
 TAGS = "tags=('think', 'answer')"
 COSINE = (  # the numbers of Yeo et al. 2025, arXiv:2502.03373, table 1, with 512 tokens
     *("verdict=@grpo_fn.rewards.math.correct", "max_length=512", "right_empty=2.0", "right_full=1.0"),
@@ -48,6 +51,8 @@ class Entry(NamedTuple):
     label: str = ""  # of the task, where its name does not say all
     problems: int = 64
     pulls: int = 100
+    data: Path | None = None  # without which it is not run
+    absent: str = ""  # why it cannot be run anywhere
 
     def name(self) -> str:
         """What it is called."""
@@ -72,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for entry in entries(asked.data):
         if asked.only in entry.name():
             started = time.monotonic()
-            lines.setdefault(entry.group, []).append(table_line(entry, attacked(entry)))
+            line = skipped_line(entry, why) if (why := not_run(entry)) else table_line(entry, attacked(entry))
+            lines.setdefault(entry.group, []).append(line)
             print(f"{entry.name()}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     if asked.only:
         print(*[line for group in lines.values() for line in group], sep="\n")
@@ -91,11 +97,12 @@ def entries(data: Path) -> Iterator[Entry]:
         The campaigns, in the order of the page.
     """
     yield from runs(data)
+    yield from episodes(data)
     folders = {"arithmetic": (), **{name: (f"data={str(data / name)!r}",) for name in ("gsm8k", "math")}}
     for reward in ("math", "math_evaluated", "lenient"):
         for task, knobs in folders.items():
-            yield Entry("rewards", [reward], task=task, task_knobs=knobs)
-    gsm8k = partial(Entry, "rewards", task="gsm8k", task_knobs=folders["gsm8k"])
+            yield Entry("rewards", [reward], task=task, task_knobs=knobs, data=data / task if knobs else None)
+    gsm8k = partial(Entry, "rewards", task="gsm8k", task_knobs=folders["gsm8k"], data=data / "gsm8k")
     yield gsm8k(["grpo_fn.rewards.format.boxed"])
     yield gsm8k(["grpo_fn.rewards.format.answer_tags"], knobs=[TAGS])
     yield gsm8k(["grpo_fn.rewards.format.answer_tags_by_prompt"], knobs=[TAGS])
@@ -106,7 +113,12 @@ def entries(data: Path) -> Iterator[Entry]:
         for shown in (3, 1):
             knobs = (f"data={str(data / 'mbpp')!r}", f"shown_tests={shown}")
             label = f"mbpp, asserts shown: {shown}"
-            yield Entry("rewards", [reward], task="mbpp", task_knobs=knobs, label=label, problems=32, pulls=20)
+            numbers = {"problems": 32, "pulls": 20}
+            yield Entry("rewards", [reward], task="mbpp", task_knobs=knobs, label=label, data=data / "mbpp", **numbers)
+    for file, part in (("calculator", "used_tool"), ("calculator", "right_with_tool"), ("maze", "last_reward")):
+        yield one_part(f"@episode.{part}", [f"run/{file}.gin"], [])
+    judged = [f"DATA={str(data / 'gsm8k')!r}", f"JUDGE_MODEL={quoting_judge.MODEL!r}"]
+    yield one_part("@judge.Judge()", ["run/gsm8k.gin", JUDGE], judged, data=data / "gsm8k", problems=16, pulls=20)
     for kind in procedural.kinds():
         if kind not in procedural.AUDIT_FAILURES:
             yield of_kind(kind)
@@ -117,19 +129,41 @@ def runs(data: Path) -> Iterator[Entry]:
     names = {name: f"{name.upper()}={str(data / name)!r}" for name in ("gsm8k", "math")}
     places = {name: f"DATA={str(data / name)!r}" for name in ("gsm8k", "math", "mbpp")}
     run = partial(Entry, "runs")
+    gsm8k = partial(run, data=data / "gsm8k")
     yield run(gin_files=["run/arithmetic.gin"])
-    yield run(gin_files=["run/gsm8k.gin"], gin_params=[places["gsm8k"]])
-    yield run(gin_files=["run/math.gin"], gin_params=[places["math"]])
-    yield run(gin_files=["run/gsm8k.gin", "task/gsm8k_math.gin"], gin_params=[*names.values()])
+    yield gsm8k(gin_files=["run/gsm8k.gin"], gin_params=[places["gsm8k"]])
+    yield run(gin_files=["run/math.gin"], gin_params=[places["math"]], data=data / "math")
+    yield gsm8k(gin_files=["run/gsm8k.gin", "task/gsm8k_math.gin"], gin_params=[*names.values()])
     tests = {"AIME24": "aime/aime24", "AIME25": "aime/aime25", "AMC23": "amc/amc23"}
     params = [f"{name}={str(data / f'{place}.jsonl')!r}" for name, place in tests.items()]
-    yield run(gin_files=["run/gsm8k.gin", "task/competitions.gin"], gin_params=params)
-    rows = f"DATA={str(data / 'math' / 'math500.jsonl')!r}"
-    yield run(gin_files=["run/gsm8k.gin", "task/rows.gin"], gin_params=[rows])
+    yield run(gin_files=["run/gsm8k.gin", "task/competitions.gin"], gin_params=params, data=data / "aime")
+    rows = data / "math" / "math500.jsonl"
+    yield run(gin_files=["run/gsm8k.gin", "task/rows.gin"], gin_params=[f"DATA={str(rows)!r}"], data=rows)
+    hub = "nvidia/OpenMathInstruct-2 is on the hub alone; what is verified is the same as of task/rows.gin"
+    yield run(gin_files=["run/math.gin", "task/openmath.gin"], absent=hub)
+    given = [places["gsm8k"], "DEMONSTRATIONS='not read'"]
+    yield gsm8k(gin_files=["run/gsm8k.gin", "algo/chord.gin", "task/demonstrations.gin"], gin_params=given)
     yield run(gin_files=["run/gsm8k.gin", "task/procedural.gin"])
     yield run(gin_files=["run/procedural.gin"])
-    yield run(gin_files=["run/mbpp_code.gin"], gin_params=[places["mbpp"]], problems=32, pulls=20)
+    small = partial(run, data=data / "mbpp", problems=32, pulls=20)
+    yield small(gin_files=["run/mbpp_code.gin"], gin_params=[places["mbpp"]])
     yield run(gin_files=["experiments/custom_reward/run.gin"])
+
+
+def episodes(data: Path) -> Iterator[Entry]:
+    """The runs whose rewards are of episodes."""
+    run = partial(Entry, "episodes")
+    for name in ("calculator", "guess", "maze"):
+        yield run(gin_files=[f"run/{name}.gin"])
+    for name, of in (("python_tool", "gsm8k"), ("mbpp_retry", "mbpp")):
+        params = [f"DATA={str(data / of)!r}"]
+        yield run(gin_files=[f"run/{name}.gin"], gin_params=params, data=data / of, problems=16, pulls=20)
+
+
+def one_part(part: str, files: Sequence[str], params: Sequence[str], **more: Any) -> Entry:
+    """The campaign against one reward alone on the task of a run."""
+    alone = [f"combine.combine.parts=[{part}]", "combine.combine.weights=[1.0]"]
+    return Entry("rewards", gin_files=files, gin_params=[*params, *alone], **more)
 
 
 def of_kind(kind: str) -> Entry:
@@ -158,10 +192,11 @@ def attacked(entry: Entry) -> campaign.Campaign:
     Returns:
         Its findings.
     """
+    if JUDGE in entry.gin_files:
+        with quoting_judge.quoting_judge() as endpoint:
+            return attacked_run(entry, [f"JUDGE_ENDPOINT={endpoint!r}"])
     if entry.gin_files:
-        asked = campaign.AttackRequest(" + ".join(entry.gin_files), entry.problems, entry.pulls)
-        config = load_config(entry.gin_files, entry.gin_params, taker="grpo_fn.redteam.campaign.attack_run")
-        return campaign.attack_run(asked, **config.kwargs())
+        return attacked_run(entry, [])
     return campaign.attack_named(
         rewards=entry.rewards,
         weights=entry.weights,
@@ -172,6 +207,27 @@ def attacked(entry: Entry) -> campaign.Campaign:
         pulls=entry.pulls,
         workers=2,
     )
+
+
+def attacked_run(entry: Entry, more: Sequence[str]) -> campaign.Campaign:
+    """What a campaign against a run found."""
+    asked = campaign.AttackRequest(" + ".join(entry.gin_files), entry.problems, entry.pulls)
+    params = [*entry.gin_params, *more]
+    config = load_config(entry.gin_files, params, taker="grpo_fn.redteam.campaign.attack_run")
+    return campaign.attack_run(asked, **config.kwargs())
+
+
+def not_run(entry: Entry) -> str:
+    """Why a campaign cannot be run here; "" where it can."""
+    if entry.data is not None and not entry.data.exists():
+        return f"{entry.data} is not there"
+    return entry.absent
+
+
+def skipped_line(entry: Entry, why: str) -> str:
+    """The line of a campaign that is not run."""
+    task = entry.label or entry.task or " + ".join(entry.gin_files)
+    return f"| {' + '.join(entry.rewards) or '-'} | {task} | not run: {why} | | | |"
 
 
 def table_line(entry: Entry, found: campaign.Campaign) -> str:

@@ -29,7 +29,7 @@ from grpo_fn.core.checksums import (
     total_digest,
 )
 from grpo_fn.core.groups import outcome_reward
-from grpo_fn.core.types import Batch, Reward, Rollout, Scores
+from grpo_fn.core.types import Batch, CurriculumState, Reward, Rollout, Scores
 from grpo_fn.shell.policy.checksums import (
     TensorBlock,
     append,
@@ -301,7 +301,7 @@ def test_padding_and_micro_batches_change_no_checksum(seed: int, extra: int, cut
     garbage = torch.where(mask, pad(old), torch.nan)
     found = checksums.of_step(wide, reward, pad(adv), garbage, sent(wide, garbage, cuts))
     assert found == wanted
-    assert set(wanted) | {"gradients", "weights"} == set(QUANTITIES)
+    assert set(wanted) | {"gradients", "weights", "curriculum"} == set(QUANTITIES)
 
 
 @given(st.integers(0, 2**32), st.data())
@@ -387,3 +387,19 @@ def test_a_line_that_is_none_is_reported(tmp_path: Path, line: str) -> None:
     append(tmp_path, {"step": 3})
     with pytest.raises(ValueError, match=r"digests.jsonl:2: got .*, wanted a JSON object with a step"):
         read_checksums(tmp_path)
+
+
+def test_every_array_of_a_curriculum_counts_with_its_name_and_its_turns() -> None:
+    arrays = {"asked": torch.arange(4), "rate": torch.linspace(0, 1, 4)}
+    state = CurriculumState(torch.tensor([1, 0, 2, 0]), arrays)
+    others = [
+        state._replace(turns=state.turns + 1),
+        state._replace(arrays={**arrays, "rate": -arrays["rate"]}),
+        state._replace(arrays={"asked": arrays["rate"], "rate": arrays["asked"]}),
+        state._replace(arrays={"asked": arrays["asked"], "share": arrays["rate"]}),
+        state._replace(arrays={"asked": arrays["asked"]}),
+    ]
+    found = [checksums.of_curriculum(one)["curriculum"] for one in (state, *others)]
+    assert len({*found}) == len(found)
+    assert checksums.of_curriculum(state._replace(arrays=dict(reversed(arrays.items()))))["curriculum"] == found[0]
+    assert checksums.of_curriculum(None) == {}
