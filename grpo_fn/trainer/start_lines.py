@@ -75,10 +75,13 @@ def rank_line(settings: Settings, world: World) -> str:
 def plan_lines(plan: Plan, notes: Sequence[str], rows: int, world: World, dtype: torch.dtype) -> list[str]:
     """What a start says of the run: its numbers with so many training rows, the notes, and what the precision costs.
 
-    The last line is what the head computes with, which a trial on the device has found.
+    The last line is what the head computes with, which a trial on the device has found. Raises RuntimeError on all
+    ranks where it has found different kernels: every rank calls this.
     """
     numbers = replace(plan, train_rows=rows, ranks=world.size).lines()
-    head = f"the head computes with {choose_head_kernels(world.device).text}"
+    choice = choose_head_kernels(world.device)
+    world.same(type(choice.kernels).__name__, what="the head's kernels, by a trial on each rank")
+    head = f"the head computes with {choice.text}"
     return [*numbers, *notes, *precision_notes(dtype, world.device), head]
 
 
