@@ -99,7 +99,7 @@ def build(
     context = replace(sampler_context(spec, world, loaded.decoding, streaming.on_completion), environments=environments)
     token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
-    report(sampler_line(s, world.device))
+    report(sampler_line(s, checked.config, world.device))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
     asked = {"key": prng.fold_in(key, PROBING), "max_positions": positions(checked.config), "dtype": checked.dtype}
     probe = s.sampling.probe and partial(s.sampling.probe, **asked)

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import psutil
 import torch
+from transformers import PretrainedConfig
 
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.world import World
-from grpo_fn.trainer.checks.device_plan import decoding_note, precision_notes
+from grpo_fn.trainer.checks.device_plan import decoding_notes, precision_notes
 from grpo_fn.trainer.plan import Plan
 from grpo_fn.trainer.sections import Settings
 
@@ -74,18 +75,22 @@ def rank_line(settings: Settings, world: World) -> str:
 def plan_lines(plan: Plan, notes: Sequence[str], rows: int, world: World, dtype: torch.dtype) -> list[str]:
     """What a start says of the run: its numbers with so many training rows, the notes, and what the precision costs.
 
-    The last line is what the head computes with, which a trial on the device has found.
+    The last line is what the head computes with, which a trial on the device has found. Raises RuntimeError on all
+    ranks where it has found different kernels: every rank calls this.
     """
     numbers = replace(plan, train_rows=rows, ranks=world.size).lines()
-    head = f"the head computes with {choose_head_kernels(world.device).text}"
+    choice = choose_head_kernels(world.device)
+    world.same(type(choice.kernels).__name__, what="the head's kernels, by a trial on each rank")
+    head = f"the head computes with {choice.text}"
     return [*numbers, *notes, *precision_notes(dtype, world.device), head]
 
 
-def sampler_line(settings: Settings, device: torch.device) -> str:
+def sampler_line(settings: Settings, config: PretrainedConfig, device: torch.device) -> str:
     """The sampler that is started, how the local one attends on a card, and whether the first step compiles."""
     sampler = function_and_knobs(settings.sampling.sampler)[0]
     here = sampler is local_sampler.local and device.type == "cuda"
-    name = sampler.__name__ + (f"; {decoding_note(device)}" if here else "")
+    notes = decoding_notes(config, settings.lora, device) if here else []
+    name = "; ".join([sampler.__name__, *notes])
     compiles = function_and_knobs(settings.parallelism.compile)[0] is not blocks.eager
     return f"starting the sampler, {name}" + ("; blocks are compiled in the first step" if compiles else "")
 

@@ -139,6 +139,7 @@ MISTAKES = [
     Mistake(
         "graphs of weights that have moved", trial.moved_weights, [(decode_step, "addresses", lambda _: lambda m: (0,))]
     ),
+    Mistake("projections joined before the weights moved", trial.moved_weights, [(decode_step, "relink", idle)]),
     Mistake("cu_seqlens of 64 bits", trial.packed, [(attention_layout.Layout, "ragged_rows", of_64_bits)]),
     Mistake("a stream for each capture", trial.one_side_stream, [(cuda_graphs.CudaGraph, "__call__", a_stream_each)]),
     Mistake("a failed capture's stream stays", trial.failed_capture, [(torch.cuda, "set_stream", idle)]),

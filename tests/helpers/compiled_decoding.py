@@ -17,6 +17,7 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.blocks import recompilations
 from grpo_fn.shell.sampler.local.cuda_graphs import Eager
 from grpo_fn.shell.sampler.local.decode_step import compile_decode_parts
+from grpo_fn.shell.sampler.local.joined_projections import joined_model
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
 # Prompts, and completions of each. Of the first shape all sizes differ: what torch takes for one size it builds again.
@@ -28,7 +29,8 @@ def main(name: str, choice: str) -> dict[str, object]:
     s = replace(family(name, max_rows=7), token_sampler=CHOICES[choice])
     module = copy.deepcopy(s.model)
     made = held(module, Eager())  # asks the model as it is written whether it is fit, and compiles then, as samplers do
-    made.engine.code = compile_decode_parts(module)
+    made.engine.stepped = joined_model(module)
+    made.engine.code = compile_decode_parts(made.engine.stepped)
     other = LocalSampler(**{**vars(s), "model": module, "held": made})
     found: dict[str, list] = {"same": [], "apart": [], "built": []}
     for texts, group_size in ASKED * 2:

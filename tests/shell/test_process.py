@@ -58,6 +58,7 @@ def test_deterministic_kernels_are_what_torch_cublas_and_decoding_use(monkeypatc
     model = torch.nn.Linear(2, 2)
     monkeypatch.setattr(decode_step, "capturable", lambda model: True)
     monkeypatch.setattr(decode_step, "keep_logits_in_float32", lambda model: None)  # of a language model
+    monkeypatch.setattr(decode_step, "choose_joined_model", lambda model, split_kv: model)  # nor this
     monkeypatch.setattr(decode_step, "CudaGraph", lambda: lambda step: step)
     compiled = decode_step.Code(decode_step.attend, lambda token_sampler: token_sampler)
     monkeypatch.setattr(decode_step, "compile_decode_parts", lambda model: compiled)

@@ -2,9 +2,17 @@
 
 import pytest
 import torch
+from fakes import VOCABULARY, qwen2_tied
 
+from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.trainer.checks import device_plan
-from grpo_fn.trainer.checks.device_plan import decoding_note, planned_chunk, planned_device, precision_notes
+from grpo_fn.trainer.checks.device_plan import (
+    decoding_note,
+    planned_chunk,
+    planned_device,
+    precision_notes,
+    projection_notes,
+)
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
@@ -39,3 +47,14 @@ def test_how_decoding_attends_is_said_with_the_reason(monkeypatch: pytest.Monkey
     assert decoding_note(torch.device("cuda", 0)) == "decoding attends in the split-KV kernel"
     assert decoding_note(torch.device("cuda", 0)) == "decoding attends in matrix products (no Triton)"
     assert "where Triton imports" in decoding_note(None)
+
+
+def test_projections_in_one_product_are_named_and_why_others_are_not() -> None:
+    config = qwen2_tied(VOCABULARY).config
+    assert projection_notes(config, None, torch.device("cpu")) == []
+    (whole,) = projection_notes(config, None, None)
+    assert whole == "decoding has q_proj + k_proj + v_proj in one product, gate_proj + up_proj in one product"
+    adapters = LoRA(rank=2, alpha=2.0, dropout=0.0, targets=("up_proj",))
+    (some,) = projection_notes(config, adapters, torch.device("cuda", 0))
+    assert "q_proj + k_proj + v_proj in one product" in some
+    assert "gate_proj + up_proj apart (got layers of Linear (adapters), wanted torch.nn.Linear)" in some

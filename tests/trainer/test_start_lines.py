@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import MISSING, fields
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch
 from grpo_fn.config import load_config
 from grpo_fn.shell.world import World, alone
 from grpo_fn.trainer import sections
-from grpo_fn.trainer.start_lines import device_text, no_report, rank_line, report_start
+from grpo_fn.trainer.plan import Plan
+from grpo_fn.trainer.start_lines import device_text, no_report, plan_lines, rank_line, report_start
 
 CPU = torch.device("cpu")
 
@@ -60,3 +62,13 @@ def test_a_console_that_is_gone_ends_no_start(monkeypatch) -> None:
 
     monkeypatch.setattr("sys.stdout", Gone())
     report_start(alone(CPU), 0.0)("loading the model")
+
+
+def test_ranks_whose_trials_chose_different_head_kernels_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (x.name for x in fields(Plan) if x.default is MISSING)
+    plan = Plan(**dict.fromkeys(names, 1))
+    (head,) = plan_lines(plan, [], 1, alone(CPU), torch.float32)[-1:]
+    assert head.startswith("the head computes with torch's operations")
+    monkeypatch.setattr(World, "exchange", lambda self, mine, *, what: [mine, "TritonKernels"])
+    with pytest.raises(RuntimeError, match=r"head's kernels.*: got TritonKernels on rank 1, wanted PlainKernels as on"):
+        plan_lines(plan, [], 1, alone(CPU), torch.float32)

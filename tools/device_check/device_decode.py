@@ -21,6 +21,7 @@ from grpo_fn.shell.model.attention import install
 from grpo_fn.shell.sampler.interface import SamplerContext
 from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache
 from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine
+from grpo_fn.shell.sampler.local.joined_projections import joined_model
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.shell.world import alone, find_device
 
@@ -131,7 +132,7 @@ def without_graphs(sampler: LocalSampler) -> LocalSampler:
     usual = sampler.held.engine
     held.model, held.engine = (
         sampler.model,
-        DecodeEngine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code),
+        DecodeEngine(sampler.model, sizes=usual.sizes, run=Eager(), code=usual.code, stepped=usual.stepped),
     )
     return replace(sampler, held=held)
 
@@ -141,7 +142,8 @@ def uncompiled(sampler: LocalSampler, model: nn.Module) -> LocalSampler:
     held, usual = SharedDecoder(), sampler.held.engine
     run = GraphCache(usual.run.captures) if isinstance(usual.run, GraphCache) else Eager()
     code = WRITTEN._replace(split_kv=usual.code.split_kv)
-    held.model, held.engine = model, DecodeEngine(model, sizes=usual.sizes, run=run, code=code)
+    stepped = joined_model(model)
+    held.model, held.engine = model, DecodeEngine(model, sizes=usual.sizes, run=run, code=code, stepped=stepped)
     install(model)
     return replace(sampler, model=model, held=held)
 

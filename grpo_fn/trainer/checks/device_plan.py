@@ -1,8 +1,12 @@
 """What a plan says about the device: which it is, the size of the head's chunks, a dtype's cost, decoding's kernel."""
 
 import torch
+from transformers import PretrainedConfig
 
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.logprob_head import chunk_elements
+from grpo_fn.shell.model.lora import LoRA, attach
+from grpo_fn.shell.sampler.local.joined_projections import joining_note
 from grpo_fn.shell.sampler.local.split_kv import split_kv_unsupported_reason
 
 
@@ -64,3 +68,36 @@ def decoding_note(device: torch.device | None) -> str:
         return "decoding attends in the split-KV kernel where Triton imports, else in matrix products"
     reason = split_kv_unsupported_reason(device)
     return f"decoding attends in {'the split-KV kernel' if reason is None else f'matrix products ({reason})'}"
+
+
+def decoding_notes(config: PretrainedConfig, adapters: LoRA | None, device: torch.device | None) -> list[str]:
+    """What is known of the local sampler's steps on a device: `decoding_note`, and on a card `projection_notes`.
+
+    Args:
+        config: of the model.
+        adapters: of the run; None: all parameters train.
+        device: where; None for a card that is not here.
+
+    Returns:
+        One line, or two.
+    """
+    return [decoding_note(device), *projection_notes(config, adapters, device)]
+
+
+def projection_notes(config: PretrainedConfig, adapters: LoRA | None, device: torch.device | None) -> list[str]:
+    """Which projections the local sampler's steps have in one product on a card, and why not the others.
+
+    Args:
+        config: of the model.
+        adapters: of the run; None: all parameters train.
+        device: where; None for a card that is not here.
+
+    Returns:
+        A line, which holds unless a trial of the model fails: a warning says so then. None for other devices.
+    """
+    if device is not None and device.type != "cuda":
+        return []
+    model = hf.empty_model(config)
+    if adapters is not None:
+        attach(model, adapters)
+    return [f"decoding has {joining_note(model)}"]

@@ -31,7 +31,7 @@ from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.check_curriculum import check_curriculum_of_run
 from grpo_fn.trainer.checks.check_judges import judges_of_run
 from grpo_fn.trainer.checks.check_teachers import find_teachers, reads_gap, uses_teacher
-from grpo_fn.trainer.checks.device_plan import decoding_note, planned_chunk, planned_device, precision_notes
+from grpo_fn.trainer.checks.device_plan import decoding_notes, planned_chunk, planned_device, precision_notes
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.supervised_stage import check_stage, is_supervised
 from grpo_fn.trainer.checks.try_out import try_credit, try_token_sampler
@@ -186,7 +186,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
     return [
         *replace(plan, arrangement=shape, memory=memory).lines(),
         *engine,
-        *([decoding_note(device)] if local else []),
+        *(decoding_notes(checked.config, settings.lora, device) if local else []),
         *precision_notes(checked.dtype, device),
         *checked.task.notes,
     ]

@@ -1,5 +1,6 @@
 """One token for every row, and all that a step reads and writes: buffers that stay where they are from call to call."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from grpo_fn.shell.sampler.local.cuda_graphs import (
     exact_size,
     graph_size,
 )
+from grpo_fn.shell.sampler.local.joined_projections import joined_model, relink
 from grpo_fn.shell.sampler.local.kv_cache import (
     Attended,
     ChunkAttention,
@@ -151,8 +153,11 @@ class Need(NamedTuple):
 class DecodeEngine:
     """A model, and the buffers that it decodes with. They are as large as the largest call so far needed, no larger."""
 
-    def __init__(self, model: nn.Module, *, sizes: Sizes, run: Eager | GraphCache, code: Code) -> None:
+    def __init__(
+        self, model: nn.Module, *, sizes: Sizes, run: Eager | GraphCache, code: Code, stepped: nn.Module | None = None
+    ) -> None:
         self.model, self.sizes, self.run, self.code = model, sizes, run, code
+        self.stepped = model if stepped is None else stepped  # what is run in a step, of the same weights
         self.drawn: KVCache | None = None
         self.prompts: KVCache | None = None
         self.live: Live | None = None
@@ -175,9 +180,10 @@ class DecodeEngine:
             self.drawn, self.prompts = KVCache(rows, need.new), KVCache(prompts, longest)
             self.live = empty_slots(rows, need.new, marks.ends.device)
             self.marks = Marks(*(x.clone() for x in marks))
-        if (now := addresses(self.model)) != self.at:
+        if addresses(self.model) != self.at:
             self.run.drop()
-            self.at = now
+            relink(self.stepped)
+            self.at = addresses(self.model)
         self.live.ended.fill_(True)
         for x, given in zip(self.marks, marks, strict=True):
             x.copy_(given)
@@ -204,7 +210,7 @@ class DecodeEngine:
             seen = (self.prompts, self.drawn, table, live.start, live.length)
             how = {"attended": self.code.attended, "split_kv": self.code.split_kv}
             context = DecodeAttention(*seen, reach=reach, columns=columns, **how)
-            logits = forward_step(self.model, live.token[:, None], live.length[:, None], context, 1)[:, -1]
+            logits = forward_step(self.stepped, live.token[:, None], live.length[:, None], context, 1)[:, -1]
             live.length.add_(~live.ended)
             draw(live, logits, self.code.wrap_token_sampler(token_sampler), self.marks)
 
@@ -257,7 +263,8 @@ def build_engine(model: nn.Module) -> DecodeEngine:
         return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=WRITTEN)
     keep_logits_in_float32(model)
     split_kv = choose_split_kv(model)
-    code = WRITTEN if torch.are_deterministic_algorithms_enabled() else compile_decode_parts(model)
+    stepped = choose_joined_model(model, split_kv)
+    code = WRITTEN if torch.are_deterministic_algorithms_enabled() else compile_decode_parts(stepped)
     # The kernel looks at no column that a row does not see, so that shapes differ by its splits alone.
     columns = partial(graph_size, least=64 if split_kv is None else SPLIT)
     return DecodeEngine(
@@ -265,6 +272,7 @@ def build_engine(model: nn.Module) -> DecodeEngine:
         sizes=Sizes(partial(graph_size, least=1), columns, buffer_size, LOOK),
         run=GraphCache(CudaGraph),
         code=code._replace(split_kv=split_kv),
+        stepped=stepped,
     )
 
 
@@ -286,6 +294,27 @@ def choose_split_kv(model: nn.Module) -> SplitKV | None:
         warn_of_plain_attention(reason)
         return None
     return split_kv_attention
+
+
+@torch.no_grad()
+def choose_joined_model(model: nn.Module, split_kv: SplitKV | None) -> nn.Module:
+    """The model with projections of the same states as one product, once it has been seen to compute the same.
+
+    The model itself where none can be joined, and, with a warning that says why, where a trial fails or is off.
+    """
+    stepped, device = joined_model(model), model.get_input_embeddings().weight.device
+    if stepped is model:
+        return model
+    try:
+        reason = decoding_difference(model, device, split_kv, stepped)
+    except torch.OutOfMemoryError:
+        raise
+    except packed_input.REFUSALS as error:  # a forward that asks for them in another order
+        reason = packed_input.refusal(error)
+    if reason is not None:
+        warnings.warn(f"decoding has a product for each projection: {reason}", RuntimeWarning, stacklevel=2)
+        return model
+    return stepped
 
 
 def keep_logits_in_float32(model: nn.Module) -> None:
@@ -328,7 +357,9 @@ def decoding_unsupported_reason(model: nn.Module, device: torch.device) -> str |
         return packed_input.refusal(error)
 
 
-def decoding_difference(model: nn.Module, device: torch.device, split_kv: SplitKV | None = None) -> str | None:
+def decoding_difference(
+    model: nn.Module, device: torch.device, split_kv: SplitKV | None = None, stepped: nn.Module | None = None
+) -> str | None:
     """How far logits of two decoding steps are from those of the whole rows; None when that is rounding."""
     size = model.config.get_text_config().vocab_size
     texts = [[(5 * b + t) ** 2 % size for t in range(n)] for b, n in enumerate((7, 3, 7))]
@@ -349,6 +380,6 @@ def decoding_difference(model: nn.Module, device: torch.device, split_kv: SplitK
             seen = (prompts, drawn, lanes, start, start + t)
             how = {"attended": attend, "split_kv": split_kv}
             context = DecodeAttention(*seen, reach=prompts.columns, columns=t + 1, **how)
-            got.append(forward_step(model, token, (start + t)[:, None], context, 1)[:, -1])
+            got.append(forward_step(stepped or model, token, (start + t)[:, None], context, 1)[:, -1])
     wanted = torch.stack(wanted).to(model.get_input_embeddings().weight.dtype)  # which says how close is close
     return packed_input.too_far_apart("logits", torch.stack(got, 1) - wanted, wanted)

@@ -238,7 +238,7 @@ class DecodeAttention:
         n, heads = key.shape[:2]
         drawn = self.drawn.of(module.layer_idx, key, value)
         for buffer, new in zip(drawn, (key, value), strict=True):
-            buffer.view(-1, new.shape[3]).index_copy_(0, self.places(heads), new.reshape(-1, new.shape[3]))
+            put_entries(buffer, self.places(heads), new)
         many = len(self.lanes.row) // self.lanes.wide
         prompts = (x[:many, :, : self.reach] for x in self.prompts.of(module.layer_idx, key, value))
         seen = (*prompts, *(x[:n, :, : self.columns] for x in drawn))
@@ -287,6 +287,16 @@ class DecodeAttention:
             added = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, -torch.inf)
             self.masks[window, dtype] = added[:, None]
         return self.masks[window, dtype]
+
+
+def put_entries(buffer: Float[Tensor, "S H C D"], places: Int[Tensor, "_"], new: Float[Tensor, "n H 1 D"]) -> None:
+    """One new entry for each of the first slots. Those that are parts of a larger product are not copied before."""
+    n, heads, _, size = new.shape
+    flat = buffer.view(-1, size)
+    if 1 in (n, heads) or new.stride(0) == heads * new.stride(1):
+        flat.index_copy_(0, places, new.reshape(-1, size))
+    else:
+        flat.index_put_((places.view(n, heads),), new[:, :, 0])
 
 
 def product(a: Float[Tensor, "b m k"], b: Float[Tensor, "b k n"]) -> Float[Tensor, "b m n"]:

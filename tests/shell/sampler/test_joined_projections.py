@@ -1,0 +1,259 @@
+"""Projections of the same states in one product: the same numbers, the same parameters, no more memory."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from fakes import VOCABULARY, _filled, _sizes, qwen2_tied, tokenizer
+from families import FAMILIES
+from hypothesis import given
+from test_continuous_batching import SMALL, TEXTS, assert_as_alone, ending
+from test_local_sampler import KEY, completions, problems, sampler
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.attention import install
+from grpo_fn.shell.model.blocks import blocks, full_checkpointing
+from grpo_fn.shell.model.lora import LoRA, attach
+from grpo_fn.shell.sampler.local import joined_projections
+from grpo_fn.shell.sampler.local.cuda_graphs import Eager
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, choose_joined_model
+from grpo_fn.shell.sampler.local.joined_projections import (
+    JoinedLinear,
+    joined_model,
+    joined_modules,
+    joining_note,
+    projections,
+)
+from grpo_fn.shell.sampler.local.kv_cache import put_entries
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
+
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # of the largest entry
+JOINED = [name for name in FAMILIES if name != "phi3_fused"]
+
+
+def several_heads(vocabulary: int) -> nn.Module:
+    """Heads of keys that are not one: their entries lie apart in a joined product."""
+    sizes = {**_sizes(vocabulary), "num_attention_heads": 4, "num_key_value_heads": 2}
+    return _filled(Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)))
+
+
+# -- numbers
+
+
+@given(
+    width=st.integers(1, 40),
+    sizes=st.lists(st.integers(1, 30), min_size=2, max_size=4),
+    rows=st.integers(1, 9),
+    bias=st.booleans(),
+    dtype=st.sampled_from([*ROUNDING]),
+    seed=st.integers(0, 2**31),
+)
+def test_one_product_is_each_product(width, sizes, rows, bias, dtype, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layers = [nn.Linear(width, size, bias=bias, dtype=dtype) for size in sizes]
+    for layer in layers:
+        for p in layer.parameters():
+            p.data.copy_(torch.randn(p.shape, generator=generator))
+    before = [{name: p.clone() for name, p in layer.named_parameters()} for layer in layers]
+    states = torch.randn(rows, 1, width, generator=generator).to(dtype)
+    with torch.no_grad():
+        made = joined_modules(layers)
+        for step in range(2):
+            wanted = [layer(states) for layer in layers]
+            for one, other in zip([module(states) for module in made], wanted, strict=True):
+                bound = ROUNDING[dtype] * max(1.0, float(other.abs().max()))
+                torch.testing.assert_close(one, other, rtol=0, atol=bound)
+            if step == 0:
+                for layer, was in zip(layers, before, strict=True):
+                    assert all(torch.equal(p, was[name]) for name, p in layer.named_parameters())
+                    for p in layer.parameters():  # as an optimizer does, in place
+                        p.mul_(-1.5)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.integers(1, 7), st.booleans())
+def test_entries_are_put_where_they_belong(n: int, heads: int, columns: int, size: int, apart: bool) -> None:
+    whole = torch.arange(n * 3 * heads * size, dtype=torch.float32).view(n, 1, -1) + 1
+    part = whole[..., : heads * size] if apart else whole[..., : heads * size].contiguous()
+    new = part.view(n, 1, heads, size).transpose(1, 2)
+    buffer, column = torch.zeros(n + 1, heads, columns, size), torch.arange(n) % columns
+    places = (torch.arange(n * heads).view(n, heads) * columns + column[:, None]).flatten()
+    put_entries(buffer, places, new)
+    assert torch.equal(buffer[torch.arange(n), :, column], new[:, :, 0])
+    assert int((buffer != 0).sum()) == n * heads * size
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_every_familys_steps_are_those_of_whole_rows(name: str) -> None:
+    module = FAMILIES[name](VOCABULARY)
+    install(module)
+    stepped = choose_joined_model(module, None)  # with a warning, an error here, where it is not used
+    assert stepped is not module
+    assert joining_note(module) == "q_proj + k_proj + v_proj in one product, gate_proj + up_proj in one product"
+    assert sum(isinstance(x, JoinedLinear) for x in stepped.modules()) == 2 * len(blocks(module))
+
+
+@pytest.mark.parametrize("make", [several_heads, FAMILIES["gemma3_tied"]])
+def test_the_same_tokens_are_drawn(make: Callable[[int], nn.Module]) -> None:
+    module = make(VOCABULARY)
+    module.generation_config.eos_token_id = ending("qwen2_tied").generation_config.eos_token_id
+    s = LocalSampler(**{**vars(sampler(max_rows=3)), "model": module, "held": SharedDecoder()})
+    wanted = s.sample(problems(TEXTS), 2, key=KEY)
+    got = decoded_joined(s).sample(problems(TEXTS), 2, key=KEY)
+    assert completions(got) == completions(wanted)
+    assert_as_alone(s, TEXTS, got)
+    torch.testing.assert_close(got.logp_sampled, wanted.logp_sampled, rtol=0, atol=1e-5)
+
+
+def decoded_joined(s: LocalSampler) -> LocalSampler:
+    install(s.model)
+    held, stepped = SharedDecoder(), joined_model(s.model)
+    held.model = s.model
+    held.engine = DecodeEngine(s.model, sizes=SMALL, run=Eager(), code=WRITTEN, stepped=stepped)
+    return LocalSampler(**{**vars(s), "held": held})
+
+
+def test_weights_that_have_moved_are_joined_again() -> None:
+    module = several_heads(VOCABULARY)
+    module.generation_config.eos_token_id = ending("qwen2_tied").generation_config.eos_token_id
+    s = LocalSampler(**{**vars(sampler()), "model": module, "held": SharedDecoder()})
+    joined = decoded_joined(s)
+    before = joined.sample(problems(TEXTS), 2, key=KEY)
+    kept = [p.data for p in s.model.parameters()]
+    for p in s.model.parameters():
+        p.data = p.data * 2.0
+    again = joined.sample(problems(TEXTS), 2, key=KEY)
+    assert len(kept) > 0  # or the new ones might take their place
+    assert not torch.equal(again.tokens, before.tokens)
+    assert_as_alone(s, TEXTS, again)
+
+
+# -- nothing else notices
+
+
+def held_bytes(model: nn.Module) -> int:
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in model.parameters()}
+    return sum(storages.values())
+
+
+def test_names_bits_and_memory_are_what_they_were(tmp_path) -> None:
+    module = qwen2_tied(VOCABULARY)
+    was, parameters, held = copy.deepcopy(module), [*module.parameters()], held_bytes(module)
+    stepped = joined_model(module)
+    assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
+    assert held_bytes(module) == held
+    inside = {x.untyped_storage().data_ptr() for x in (*stepped.parameters(), *stepped.buffers())}
+    known = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
+    assert inside == known  # the view holds nothing of its own
+    state = module.state_dict()
+    assert [*state] == [*was.state_dict()]
+    assert all(torch.equal(x, state[name]) for name, x in was.state_dict().items())
+    hf.export(module, tokenizer(), tmp_path / "m")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in again.items())
+    files = [*(tmp_path / "m").glob("*.safetensors")]
+    assert sum(f.stat().st_size for f in files) < 1.2 * held
+
+
+def test_training_has_the_bits_that_it_had() -> None:
+    module = several_heads(VOCABULARY)
+    for block in blocks(module):
+        full_checkpointing(block)  # by which a block has a forward of its own
+    ids = torch.arange(24).view(2, 12)
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+        for _ in range(2):
+            model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    alone, beside = copy.deepcopy(module), copy.deepcopy(module)
+    stepped = joined_model(beside)
+    for one, other in zip(step(alone), step(beside), strict=True):
+        assert torch.equal(one, other)
+    first = next(x for x in stepped.modules() if isinstance(x, JoinedLinear))
+    assert torch.equal(first.weight, torch.cat([layer.weight for layer in first.layers]))
+
+
+# -- where it is not done
+
+
+def reasons(module: nn.Module) -> set[str | None]:
+    return {reason for found, reason in projections(module) if "q_proj" in found.names}
+
+
+def with_bias_in_one(module: nn.Module) -> None:
+    for block in blocks(module):
+        block.self_attn.k_proj.bias = None
+
+
+def with_a_hook(module: nn.Module) -> None:
+    for block in blocks(module):
+        block.self_attn.v_proj.register_forward_hook(lambda *_: None)
+
+
+def with_two_dtypes(module: nn.Module) -> None:
+    for block in blocks(module):
+        block.self_attn.v_proj.to(torch.bfloat16)
+
+
+def with_adapters(module: nn.Module) -> None:
+    attach(module, LoRA(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj",)))
+
+
+def with_one_weight_twice(module: nn.Module) -> None:
+    for block in blocks(module):
+        block.self_attn.v_proj.weight = block.self_attn.k_proj.weight
+
+
+def with_a_forward_around_them(module: nn.Module) -> None:
+    for block in blocks(module):
+        block.self_attn.forward = partial(type(block.self_attn).forward, block.self_attn)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_bias_in_one, "or a bias in some"),
+        (with_a_hook, "got layers with hooks"),
+        (with_two_dtypes, "got weights of several dtypes"),
+        (with_adapters, "layers of Linear (adapters), wanted torch.nn.Linear"),
+        (with_one_weight_twice, "got one weight twice"),
+        (with_a_forward_around_them, "got a module with a forward of its own"),
+    ],
+)
+def test_what_cannot_be_joined_is_named(change: Callable[[nn.Module], None], said: str) -> None:
+    module = qwen2_tied(VOCABULARY)
+    change(module)
+    (reason,) = reasons(module)
+    assert reason is not None
+    assert said in reason
+    stepped = joined_model(module)
+    for found, reason in projections(module):
+        assert (reason is None) == (found.names == ("gate_proj", "up_proj"))
+    assert sum(isinstance(x, JoinedLinear) for x in stepped.modules()) == len(blocks(module))
+    assert "gate_proj + up_proj in one product" in joining_note(module)
+    assert f"q_proj + k_proj + v_proj apart ({reasons(module).pop()})" in joining_note(module)
+
+
+def test_a_model_with_nothing_to_join_is_itself() -> None:
+    module = FAMILIES["phi3_fused"](VOCABULARY)
+    assert joined_model(module) is module
+    assert joining_note(module) == "no projections that could be one product"
+
+
+@pytest.mark.parametrize(
+    ("order", "said"), [(("k_proj", "q_proj", "v_proj"), "ValueError"), (("q_proj", "v_proj", "k_proj"), "logits")]
+)
+def test_another_order_of_asking_is_found_in_a_trial(monkeypatch, order, said) -> None:
+    module = qwen2_tied(VOCABULARY)
+    install(module)
+    monkeypatch.setattr(joined_projections, "JOINED", (order,))
+    with pytest.warns(RuntimeWarning, match=f"decoding has a product for each projection: .*{said}"):
+        assert choose_joined_model(module, None) is module
