@@ -20,7 +20,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_fn.rehearse.live_storages import LiveStorages
-from grpo_fn.rehearse.operators import Cost, cost, launches, tensors
+from grpo_fn.rehearse.operators import Cost, all_tensors, cost, launches
 
 REST, SHARDING = "embedding, norm, head", "gathers and reductions"  # parts besides the blocks; set by `model_parts`
 WAITS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"})
@@ -54,7 +54,7 @@ class CountingMode(TorchDispatchMode):
     """Within it every operator is counted: `work` and `waits` by piece of the step, `sent` by group.
 
     Args:
-        live: is told which storages are made.
+        live: notes which storages are made.
         groups: names of the process groups, by torch's.
     """
 
@@ -77,14 +77,14 @@ class CountingMode(TorchDispatchMode):
         # DTensor finds out an operator's shape by taking it on whole tensors without data: nothing that a rank does.
         # Around that it enters this attribute, which torch's own tests set, too.
         self._before = ShardingPropagator._fake_mode_lock
-        ShardingPropagator._fake_mode_lock = self.paused()
+        ShardingPropagator._fake_mode_lock = self.pause()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         ShardingPropagator._fake_mode_lock = self._before
         super().__exit__(*error)
 
-    def paused(self) -> "Paused":
+    def pause(self) -> "Paused":
         """While it is entered, nothing is counted."""
         return Paused(self)
 
@@ -101,14 +101,14 @@ class CountingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # what it does with its parts comes by again
-        given = tensors((args, kwargs))
+        given = all_tensors((args, kwargs))
         fake = any(isinstance(x, FakeTensor) for x in given)
         if func._schema.name in WAITS and (fake or any(x.dtype.is_floating_point for x in given)):
             self.waits[self.piece] += 1
             if fake:
                 return _answer(func._schema.name, given[0])
         out = _done(func, args, kwargs, given, fake)
-        if fake or any(x.dtype.is_floating_point for x in (*given, *tensors(out))):
+        if fake or any(x.dtype.is_floating_point for x in (*given, *all_tensors(out))):
             self._count(func, args, kwargs, given, out)
         return out
 
@@ -125,11 +125,11 @@ class CountingMode(TorchDispatchMode):
             self.work[Work(self.piece, part, found)] += 1
             self.launches[self.piece, part] += 1
         known = {x.untyped_storage()._cdata for x in given}
-        for x in tensors(out):
+        for x in all_tensors(out):
             if x.untyped_storage()._cdata not in known:
                 self.live.add(x, self._holder())
         if name in HOLDERS:
-            for x in tensors((kwargs.get("out"), out, args[1:] if name == "fsdp::all_gather_copy_in" else ())):
+            for x in all_tensors((kwargs.get("out"), out, args[1:] if name == "fsdp::all_gather_copy_in" else ())):
                 self.live.hold(x, HOLDERS[name])
 
     def _holder(self) -> str:
@@ -141,7 +141,7 @@ class CountingMode(TorchDispatchMode):
 
     def _sent(self, name: str, args: Any, given: list[Tensor]) -> None:
         """A collective: the bytes of its larger side, that of all ranks of the group."""
-        sides = [[x for x in tensors(arg) if isinstance(x, Tensor)] for arg in args]
+        sides = [[x for x in all_tensors(arg) if isinstance(x, Tensor)] for arg in args]
         size = max((sum(x.numel() * x.itemsize for x in side) for side in sides), default=0)
         group = next((g for g in map(_group_name, args) if g is not None), "")
         key = Sent(self.piece, name.split("::")[1].strip("_").removesuffix("_base"), self.groups.get(group, group))

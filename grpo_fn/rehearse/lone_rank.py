@@ -55,7 +55,7 @@ def lone_rank(size: int, on_host: int) -> Iterator[LoneRank]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nobody waits here
+            warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nothing waits here
             yield LoneRank(size)
     finally:
         dist.destroy_process_group()

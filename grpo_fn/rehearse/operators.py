@@ -44,7 +44,7 @@ def launches(func: torch._ops.OpOverload) -> bool:
 
 def cost(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Cost:
     """What the operator does, from the shapes that it is given and that it returns."""
-    given, made = tensors((args, kwargs)), tensors(out)
+    given, made = all_tensors((args, kwargs)), all_tensors(out)
     moved = {x.untyped_storage()._cdata: 0 for x in (*given, *made)}
     for x in (*given, *made):  # a storage that is read in two views is read whole at most
         moved[x.untyped_storage()._cdata] = max(moved[x.untyped_storage()._cdata], _span(x))
@@ -66,7 +66,7 @@ MATRIX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "a
 ROWS = frozenset({"aten::embedding", "aten::index_select", "aten::index", "aten::gather"})
 
 
-def tensors(values: Any) -> list[Tensor]:
+def all_tensors(values: Any) -> list[Tensor]:
     """All tensors in lists, tuples and dictionaries."""
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 

@@ -31,14 +31,15 @@ from grpo_fn.shell.model.blocks import eager
 from grpo_fn.shell.model.logprob_head import CARD_SHARE
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, load_and_shard
 from grpo_fn.shell.sampler.local import local_sampler
-from grpo_fn.shell.sampler.local.cuda_graphs import Sizes, graph_size
+from grpo_fn.shell.sampler.local.cuda_graphs import Sizes, buffer_size, graph_size
+from grpo_fn.shell.sampler.local.decode_step import LOOK
 from grpo_fn.trainer.build import build_policy, model_spec
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.sections import Settings
 
 ON_HOST = frozenset({"weights", "gradients", "optimizer state"})  # under offload
 MESH = ("replicate", "shard", "tensor")
-CARD_SIZES = Sizes(partial(graph_size, least=1), partial(graph_size, least=64), 1)
+CARD_SIZES = Sizes(partial(graph_size, least=1), partial(graph_size, least=64), buffer_size, LOOK)
 
 
 @dataclass(frozen=True)

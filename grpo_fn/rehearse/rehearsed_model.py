@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo_fn.core.packing import Share, by_reading
@@ -85,17 +84,12 @@ def give_storage(module: nn.Module) -> None:
             setattr(module.get_submodule(owner), attribute, new)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 # -- what a run asks its model, asked of a small copy
 
 
 @dataclass(frozen=True)
 class ModelAnswers:
-    """What looking at a model's numbers tells."""
+    """What looking at a model's numbers shows."""
 
     linear_head: bool
     unpacked: str | None  # why rows are padded; None: they are shown end to end
@@ -175,7 +169,7 @@ class RehearsedPacking:
 
 
 def answered_logprob_model(model: nn.Module, made: partial, answers: ModelAnswers, *, card: bool) -> LogprobModel:
-    """The module that is sharded and trained, which has been told what it would find out.
+    """The module that is sharded and trained, which knows already what it would find out.
 
     Args:
         model: without data.

@@ -143,8 +143,8 @@ def count_decoding(
         token_sampler: draws the tokens.
     """
     device = torch.device("cpu")
-    rows, many = sizes.rows(call.at_once), sizes.rows(min(call.prompts, call.at_once + 1))
-    columns = sizes.columns(call.prompt_tokens)
+    rows, many = sizes.capacity(call.at_once), sizes.capacity(min(call.prompts, call.at_once + 1))
+    columns = sizes.capacity(call.prompt_tokens)
     mode.begin("read prompts", phase=GENERATE)
     engine = DecodeEngine(model, sizes=sizes, run=Eager(), code=WRITTEN)
     flags = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
@@ -167,13 +167,17 @@ def count_decoding(
 
 def decode_token(engine: DecodeEngine, call: Decoding, columns: int, token_sampler: TokenSampler) -> None:
     """A token for the rows in all slots, each of which has drawn about so many."""
-    rows = engine.drawn.count
-    home = torch.arange(rows) // call.group % engine.prompts.count
-    wide = engine.sizes.rows(int(torch.bincount(home).max()))
-    shape = DecodeShape(rows, columns, engine.prompts.count, engine.prompts.columns, wide)
+    sizes, prompts = engine.sizes, engine.prompts
+    rows = min(sizes.rows(call.at_once), engine.drawn.count)
+    home, there = torch.arange(rows) // call.group, torch.arange(rows) < call.at_once
+    home[~there] = 0
+    many = min(sizes.rows(int(home.max()) + 1), prompts.count)
+    reach = min(sizes.columns(call.prompt_tokens), prompts.columns)
+    wide = min(call.group, call.at_once)
+    shape = DecodeShape(rows, columns, many, reach, wide)
     engine.live.length.fill_(call.prompt_tokens + columns - 1)
-    engine.set_row_slots(shape, row_slots(home, home >= 0, shape.prompts, wide))
-    engine.step(shape, token_sampler)
+    engine.set_row_slots(shape, row_slots(home, there, many, wide))
+    engine.advance(shape, token_sampler, steps=1)
 
 
 @torch.no_grad()

@@ -40,12 +40,12 @@ def table(counted: Rehearsal, asked: Asked, assumed: Assumptions, made: Figures)
 def verdict(made: Figures) -> list[str]:
     """Whether it fits; where not, in which phase and for what."""
     most = max(made.memory, key=lambda one: one.bytes)
-    room = f"{most.bytes / GB:.2f} GB in {most.phase!r} of {made.usable / GB:.2f} GB on {made.card}"
+    of_card = f"{most.bytes / GB:.2f} GB in {most.phase!r} of {made.usable / GB:.2f} GB on {made.card}"
     if most.bytes <= made.usable:
-        return [f"fits: {room}"]
+        return [f"fits: {of_card}"]
     over = [one for one in made.memory if one.bytes > made.usable]
     return [
-        f"does not fit: {room}",
+        f"does not fit: {of_card}",
         *(
             f"  {one.phase}: {(one.bytes - made.usable) / GB:.2f} GB too many; the largest: "
             + ", ".join(f"{name} {n / GB:.2f} GB" for name, n in list(one.holders.items())[:SHOWN])
@@ -54,7 +54,7 @@ def verdict(made: Figures) -> list[str]:
     ]
 
 
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+def align_columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Columns side by side; the first `left` ones flush left."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
@@ -92,7 +92,11 @@ def work_lines(made: Figures) -> list[str]:
     ]
     head = ("piece", "part", "kind", "TFLOP", "GB", "launches", "ms")
     waits = ", ".join(f"{piece} {n}" for piece, n in made.waits.items()) or "none"
-    return ["work of a step on one rank", *aligned(head, rows, 3), f"  waits for values computed on the card: {waits}"]
+    return [
+        "work of a step on one rank",
+        *align_columns(head, rows, 3),
+        f"  waits for values computed on the card: {waits}",
+    ]
 
 
 def traffic_lines(made: Figures) -> list[str]:
@@ -105,7 +109,7 @@ def traffic_lines(made: Figures) -> list[str]:
         if one.ranks > 1
     ]
     head = ("piece", "collective", "group", "ranks", "calls", "GB")
-    return ["collectives of a step, bytes of the whole that is gathered or reduced", *aligned(head, rows, 3)]
+    return ["collectives of a step, bytes of the whole that is gathered or reduced", *align_columns(head, rows, 3)]
 
 
 def time_lines(made: Figures) -> list[str]:
@@ -124,7 +128,7 @@ def time_lines(made: Figures) -> list[str]:
     head = ("piece", "times", "kernels ms", "launching ms", "collectives ms", "in all s")
     return [
         f"time on {made.card}, by a roofline: not measured",
-        *aligned(head, rows, 1),
+        *align_columns(head, rows, 1),
         f"  a step {made.seconds:.1f} s, {made.tokens / made.seconds:,.0f} sampled tokens/s on all ranks, "
         f"MFU of training {made.mfu:.0%}",
     ]

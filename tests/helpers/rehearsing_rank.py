@@ -36,7 +36,7 @@ class Taken:
 
 
 def update(world: World, spec: ModelSpec, mode: CountingMode) -> Taken:
-    """An update of a policy that lies as `spec` says; nothing of it is told in advance."""
+    """An update of a policy that lies as `spec` says; nothing of it is known in advance."""
     loaded = load_and_shard(world, spec, reference=False, teachers={})
     policy = FSDPPolicy(
         loaded.logprob_model,
