@@ -41,7 +41,21 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry_run", action="store_true", help="print what the run would be, load no weights, and exit")
     parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="with --dry_run: so many devices, without starting them"
+        "--rehearse", action="store_true", help="one step on shapes alone: memory, work and time on a card; no weights"
+    )
+    parser.add_argument(
+        "--card", default="h100", help="with --rehearse: the card that the time is for: h100, a100, v100 or 8gb"
+    )
+    parser.add_argument(
+        "--prompt_tokens", type=int, default=128, metavar="N", help="with --rehearse: tokens of every prompt"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --rehearse: the figures, as one object, too")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --dry_run or --rehearse: so many devices, without starting them",
     )
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="with --ranks: on so many hosts")
     parser.add_argument("--force", action="store_true", help="resume in a run folder that has another configuration")
@@ -67,8 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags().parse_args(argv)
     if args.ranks < 1 or args.hosts < 1 or args.ranks % args.hosts:
         flags().error(f"--ranks {args.ranks} --hosts {args.hosts}: wanted as many ranks on every host")
-    if not args.dry_run and args.ranks > 1:
-        flags().error("--ranks is for --dry_run; torchrun --nproc-per-node starts ranks")
+    if args.dry_run and args.rehearse:
+        flags().error(
+            "--dry_run --rehearse: wanted one of them; a rehearsal prints the dry run's estimate beside its own"
+        )
+    if not (args.dry_run or args.rehearse) and args.ranks > 1:
+        flags().error("--ranks is for --dry_run and --rehearse; torchrun --nproc-per-node starts ranks")
+    if args.prompt_tokens < 1:
+        flags().error(f"--prompt_tokens: got {args.prompt_tokens}, wanted at least 1")
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
     args.run_dir = args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch)
     return exit_code(
@@ -86,13 +106,18 @@ def command_again(args: argparse.Namespace) -> str:
 
 def launch_training(args: argparse.Namespace) -> int:
     """The run's exit code; an engine that is refused is one line. Raises ValueError or OSError for bad input."""
-    if not args.dry_run and os.environ.get("RANK", "0") == "0":
+    if not (args.dry_run or args.rehearse) and os.environ.get("RANK", "0") == "0":
         with suppress(OSError, ValueError):  # a console that is gone ends no run
             print(f"reading {', '.join(args.gin_file)}; the run folder is {args.run_dir}", flush=True)
     from grpo_fn.config import load_config
 
     config = load_config(args.gin_file, args.gin_param)
     kwargs = config.kwargs()
+    if args.rehearse:
+        from grpo_fn.rehearse.command import rehearse_run
+
+        asked = {name: getattr(args, name) for name in ("ranks", "hosts", "card", "prompt_tokens", "json")}
+        return rehearse_run(kwargs, **asked)
     from grpo_fn import train
 
     request = {name: getattr(args, name) for name in ("run_dir", "dry_run", "ranks", "hosts", "force")}

@@ -311,7 +311,7 @@ class FSDPPolicy:
     def restore(self, load: Callable[[dict[str, Tensor]], None], counters: Mapping[str, Any]) -> None:
         """Have `load` fill in what `tensors` names, and take over the counters."""
         self.optimizer.state.clear()
-        self._make_moments({*counters["moments"]})
+        self.make_moments({*counters["moments"]})
         kept = self.tensors()
         load(kept)
         for name, x in self.named_tensors().items():
@@ -320,7 +320,7 @@ class FSDPPolicy:
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.scale, self.good_steps = counters["loss_scale"], counters["good_steps"]
 
-    def _make_moments(self, names: set[str]) -> None:
+    def make_moments(self, names: set[str]) -> None:
         """Moments to be filled in: those of a step with gradients of zero at a learning rate of zero."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0

@@ -5,7 +5,7 @@ draws from softmax(logits / T), whether a correction corrects anything, shows in
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -20,18 +20,15 @@ from grpo_fn.algo.step import from_sampler, from_trainer
 from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.checks import check_positive
 from grpo_fn.core.groups import outcome_reward
-from grpo_fn.core.partials import uses_of
 from grpo_fn.core.types import Batch, Gains, Policy, Reward, Rollout, Scores
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate, self_teachers
-from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.check_curriculum import check_curriculum_of_run
 from grpo_fn.trainer.checks.check_judges import judges_of_run
 from grpo_fn.trainer.checks.check_teachers import find_teachers, reads_gap, uses_teacher
-from grpo_fn.trainer.checks.device_plan import decoding_notes, planned_chunk, planned_device, precision_notes
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.supervised_stage import check_stage, is_supervised
 from grpo_fn.trainer.checks.try_out import try_credit, try_token_sampler
@@ -153,43 +150,6 @@ def check_deterministic(deterministic: bool, compile_block: Callable[[nn.Module]
             "sections.Compute.deterministic: got True with compiled blocks, whose code is tuned to the sizes that it "
             "meets first; wanted mesh.Parallelism.compile = @blocks.eager, or False"
         )
-
-
-def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hosts: int) -> list[str]:
-    """The plan of a run on so many ranks, evenly on so many hosts, with the memory of one device."""
-    plan = replace(checked.plan, ranks=ranks)
-    mesh = settings.parallelism.shape(ranks, ranks // hosts)
-    local = any(uses_of(local_sampler.local, [settings.sampling.sampler]))
-    device = planned_device(settings.compute.device)
-    memory = memory_estimate.device_memory(
-        checked.config,
-        settings.lora,
-        settings.parallelism,
-        settings.policy.optimizer,
-        mesh=mesh,
-        dtype=checked.dtype,
-        attention=settings.compute.attention,
-        reference=checked.frozen,
-        teachers=[config for _, config in checked.teachers.values()],
-        offload_teachers=settings.teacher is not None and settings.teacher.offload,
-        average=checked.plan.average,
-        micro_tokens=settings.policy.micro_tokens,
-        width=settings.sampling.max_new_tokens,
-        logits_chunk_elements=planned_chunk(settings.compute.logits_chunk_elements, device),
-        cache=plan.kv_bytes() if local else 0,
-        local_sampler=local,
-    )
-    shape = "replicate {} x shard {} x tensor {}".format(*mesh)
-    engine = (
-        [] if local else ["  nor counted: the sampler's engine, which has a share of the device or devices of its own"]
-    )
-    return [
-        *replace(plan, arrangement=shape, memory=memory).lines(),
-        *engine,
-        *(decoding_notes(checked.config, settings.lora, device) if local else []),
-        *precision_notes(checked.dtype, device),
-        *checked.task.notes,
-    ]
 
 
 def check_credit(credit: Credit, distillation: Distillation, group_size: int, parts: Sequence[str]) -> None:

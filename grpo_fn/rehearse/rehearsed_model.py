@@ -1,0 +1,187 @@
+"""The run's model without its weights: the real arrangement over ranks, storages without data.
+
+Two things a run finds out by looking at numbers: whether the head is a plain matrix product, and whether rows may be
+shown to the model end to end. They are asked of a small copy, with numbers: a layer of each kind, a short vocabulary.
+"""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from grpo_fn.core.packing import Share, by_reading
+from grpo_fn.rehearse.counting import CountingMode
+from grpo_fn.shell.model import load_weights
+from grpo_fn.shell.model.attention import HALVES, AttentionSpec, PackedAttention, install, varlen
+from grpo_fn.shell.model.logprob_model import LogprobModel, has_linear_head
+from grpo_fn.shell.model.packed_input import ModelInput, PackedInput, end_to_end, packing_unsupported_reason
+from grpo_fn.shell.policy.load_and_shard import ModelSpec
+from grpo_fn.shell.sampler.local.decode_step import decoding_unsupported_reason
+
+VOCABULARY, INNER = 128, 64  # of the small copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedSpec(ModelSpec):
+    """What there is to know of a model whose weights are not read."""
+
+    mode: CountingMode
+
+    def full_model(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The model with its adapters on one device, without data."""
+        model = self.meta_model(dtype)
+        if self.adapters is not None:
+            self.attach_adapters(model)
+        give_storage(model)
+        install(model)  # as asking a model whether it can be decoded in slots does
+        return model
+
+    def attach_adapters(self, model: nn.Module) -> nn.Module:
+        """The model itself, on the meta device, with adapters in its layers."""
+        with unset_fake_temporarily():
+            return super().attach_adapters(model)
+
+    def read_whole(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The model on one device, without data."""
+        model = self.meta_model(dtype)
+        give_storage(model)
+        return model
+
+    def meta_model(self, dtype: torch.dtype) -> nn.Module:
+        """The model's shape, made with numbers: buffers that a model computes are looked at."""
+        with unset_fake_temporarily():
+            return load_weights.meta_causal_lm(self.config, dtype=dtype, attention=self.attention)
+
+    def read_shards(self, module: nn.Module, device: torch.device) -> None:
+        """Storages without data for this rank's part, adapters included."""
+        with self.mode.holding("weights" if any(p.requires_grad for p in module.parameters()) else "frozen copies"):
+            give_storage(module)
+
+    def reset_adapters(self, model: nn.Module, device: torch.device) -> None:
+        """Storages without data."""
+        give_storage(model)
+
+
+def give_storage(module: nn.Module) -> None:
+    """Replace what is on the meta device by tensors without data, a tied one under all of its names."""
+    names: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if p.device.type == "meta":
+            names.setdefault(id(p), []).append(name)
+    for name, buffer in list(module.named_buffers(remove_duplicate=False)):
+        if buffer.dtype.is_floating_point:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, torch.empty(buffer.shape, dtype=buffer.dtype))
+    for same in names.values():
+        old = module.get_parameter(same[0])
+        new = nn.Parameter(torch.empty_like(old, device="cpu"), requires_grad=old.requires_grad)
+        for name in same:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, new)
+
+
+# -- what a run asks its model, asked of a small copy
+
+
+@dataclass(frozen=True)
+class ModelAnswers:
+    """What looking at a model's numbers shows."""
+
+    linear_head: bool
+    unpacked: str | None  # why rows are padded; None: they are shown end to end
+    grown_cache: str | None  # why it is not decoded in slots; None: it is
+
+
+def ask_small_copy(config: PretrainedConfig, attention: str) -> ModelAnswers:
+    """What the model would say of itself.
+
+    Args:
+        config: of the model.
+        attention: "sdpa", "flash_attention_2" or "eager".
+
+    Returns:
+        The answers of a copy with a layer of each kind.
+
+    Raises:
+        ValueError: for a model of which no small copy can be made.
+    """
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ["alike"]))
+    changed = {"num_hidden_layers": len(kinds), "vocab_size": VOCABULARY, "intermediate_size": INNER}
+    changed |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if getattr(text, "layer_types", None):
+        changed["layer_types"] = kinds
+    for name, value in changed.items():
+        if hasattr(text, name):
+            setattr(text, name, value)
+    try:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            attention = "eager" if attention == "eager" else "sdpa"
+            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=attention).eval()
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--rehearse: got a {type(config).__name__} of which no copy of {len(kinds)} layers can be made "
+            f"({type(error).__name__}: {error}); wanted a causal language model of ordinary layers"
+        ) from error
+    linear, device = has_linear_head(model), torch.device("cpu")
+    install(model)
+    return ModelAnswers(linear, packing_unsupported_reason(model, device), decoding_unsupported_reason(model, device))
+
+
+# -- rows end to end, as a card would compute them
+
+
+class CardAttention(PackedAttention):
+    """Rows of halves through torch's kernel for unequal rows, which a card has: here its shapes are enough."""
+
+    @torch.compiler.disable
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec) -> Tensor:
+        """As `PackedAttention` does on CUDA."""
+        if query.dtype not in HALVES or how.eager or how.cap is not None:
+            return super().attend(module, query, key, value, how)
+        self.asked.append(how.window)
+        return varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), self, how)[None]
+
+
+class RehearsedPacking:
+    """Rows end to end without asking the model whether it may be shown them so: the small copy was asked."""
+
+    fit = True
+
+    def __init__(self, model: nn.Module, share: Share, *, card: bool) -> None:
+        install(model)
+        self.share, self.card = share, card
+        self.parts = partial(by_reading, share=share)
+
+    def __call__(self, tokens: Tensor, mask: Tensor) -> ModelInput:
+        """The rows as the model takes them."""
+        made = end_to_end(tokens, mask, share=self.share)
+        if self.card:
+            layout = made.model_kwargs["layout"]
+            made.model_kwargs["layout"] = CardAttention(layout.spans, layout.at, device=layout.device)
+        return made
+
+
+def answered_logprob_model(model: nn.Module, made: partial, answers: ModelAnswers, *, card: bool) -> LogprobModel:
+    """The module that is sharded and trained, which knows already what it would find out.
+
+    Args:
+        model: without data.
+        made: makes it, as `ModelSpec.logprob_model`.
+        answers: of the small copy.
+        card: compute attention as a card does; else as a CPU does.
+    """
+    found = made(model)
+    found._linear = answers.linear_head
+    packing = found.input_packing
+    if isinstance(packing, PackedInput):
+        packing.fit = answers.unpacked is None
+        if packing.fit:
+            found.input_packing = RehearsedPacking(model, packing.share, card=card)
+    return found

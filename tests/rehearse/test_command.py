@@ -1,0 +1,115 @@
+"""`python -m grpo_fn.run --rehearse`: a table, an exit code, and one line for what cannot be rehearsed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from transformers import Qwen2Config
+
+from grpo_fn import run
+
+BINDINGS = ["sections.Sampling.max_new_tokens=24", "sections.PolicyUpdate.micro_tokens=512"]
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> None:
+    if dist.is_initialized():  # by a test before: of one rank alone, which nothing uses any more
+        dist.destroy_process_group()
+
+
+def folder(path: Path, **changed: int) -> Path:
+    """A folder with config.json alone."""
+    known = {"vocab_size": 512, "num_hidden_layers": 2, "tie_word_embeddings": True, **SMALL, **changed}
+    Qwen2Config(**known, max_position_embeddings=512).save_pretrained(path)
+    return path
+
+
+def rehearsed(path: Path, *more: str, files: tuple[str, ...] = ("scale/bf16.gin", "scale/full_shard.gin")) -> int:
+    """The exit code of a rehearsal of the arithmetic run with that model."""
+    bound = [f"train.train.model='{path}'", *BINDINGS]
+    given = [word for name in ("run/arithmetic.gin", *files) for word in ("--gin_file", name)]
+    return run.main([*given, *(word for one in bound for word in ("--gin_param", one)), "--rehearse", *more])
+
+
+def test_a_table_of_memory_work_collectives_and_time(tmp_path, capsys):
+    assert rehearsed(folder(tmp_path / "m"), "--ranks", "8", "--json", str(tmp_path / "out.json")) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("fits: ")
+    for what in ("memory of one of 8 ranks", "work of a step", "collectives of a step", "not measured", "assumed"):
+        assert what in said
+    figures = json.loads((tmp_path / "out.json").read_text())
+    memory = {one["phase"]: one for one in figures["memory"]}
+    assert set(memory) == {"load", "generate", "train", "update", "sync"}
+    assert all(sum(one["holders"].values()) == one["bytes"] for one in memory.values())
+    assert figures["peak"] == max(one["bytes"] for one in memory.values())
+    assert {one["ranks"] for one in figures["traffic"] if one["piece"] == "micro-batch"} <= {8}
+    step = sum(one["times"] * one["seconds"] for one in figures["pieces"])
+    assert figures["seconds"] == pytest.approx(step)
+    assert step > 0
+    assert {one["piece"] for one in figures["pieces"]} >= {"read prompts", "decode a token", "update", "sync"}
+    assert all(one["kernels"] > 0 for one in figures["pieces"])
+
+
+def test_what_does_not_fit_is_said_with_the_phase_and_what_holds_it(tmp_path, capsys):
+    path = folder(tmp_path / "m", hidden_size=1024, vocab_size=400_000, num_hidden_layers=1)
+    assert rehearsed(path, "--card", "8gb") == 3
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("does not fit: ")
+    assert "'train'" in first
+    assert "RTX 3070" in first
+    assert "GB too many; the largest: " in second
+
+
+def test_under_hybrid_shard_every_group_has_its_own_traffic(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    given = ("--ranks", "16", "--hosts", "2", "--json", str(out))
+    assert rehearsed(folder(tmp_path / "m"), *given, files=("scale/bf16.gin", "scale/hybrid_shard.gin")) == 0
+    traffic = [one for one in json.loads(out.read_text())["traffic"] if one["piece"] == "last micro-batch"]
+    ranks = {(one["name"], one["ranks"]) for one in traffic}
+    assert {("reduce_scatter", 8), ("allreduce", 2)} <= ranks
+
+
+ALSO = [("scale/bf16.gin", "scale/lora.gin"), ("scale/offload.gin",)]
+
+
+@pytest.mark.parametrize(
+    "files", [("scale/bf16.gin",), *(pytest.param(files, marks=pytest.mark.slow) for files in ALSO)]
+)
+def test_the_dry_runs_estimate_is_near(files, tmp_path, capsys):
+    """Of a model whose blocks weigh, with rows as long as they may be: within a third of what is alive at once."""
+    out = tmp_path / "out.json"
+    path = folder(tmp_path / "m", hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    assert rehearsed(path, "--json", str(out), files=files) == 0
+    figures = json.loads(out.read_text())
+    assert 2 / 3 < figures["estimate"] / figures["peak"] < 3 / 2
+
+
+@pytest.mark.parametrize(
+    ("more", "files", "says"),
+    [
+        (("--card", "b200"), (), "--card: got 'b200', wanted one of h100, a100, v100, 8gb"),
+        (("--card", "v100"), ("scale/bf16.gin",), "--card: got v100, which computes bfloat16 in software"),
+        (("--ranks", "6"), ("scale/tensor_parallel.gin",), "wanted a product of 6"),
+        (("--ranks", "1024"), ("scale/full_shard.gin",), "prompts: got 24 a step for 1024 ranks"),
+    ],
+)
+def test_bad_input_is_one_line(more, files, says, tmp_path, capsys):
+    more = more if "tensor" not in "".join(files) else (*more, "--gin_param", "mesh.Parallelism.tp=4")
+    assert rehearsed(folder(tmp_path / "m"), *more, files=files) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
+
+
+def test_a_model_without_a_configuration_is_refused(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert rehearsed(tmp_path / "empty") == 2
+    assert "without config.json; wanted a Hugging Face model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [("--dry_run",), ("--prompt_tokens", "0"), ("--ranks", "3", "--hosts", "2")])
+def test_flags_that_do_not_go_together(more, tmp_path):
+    with pytest.raises(SystemExit) as left:
+        rehearsed(tmp_path, *more)
+    assert left.value.code == 2
