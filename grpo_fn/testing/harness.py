@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis.errors import FlakyFailure
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
@@ -16,7 +17,8 @@ SHRUNK = (*UNSHRUNK, Phase.shrink)  # and not explained: that traces every line,
 def for_all(examples: SearchStrategy[Any], holds: Callable[[Any], None], *, phases: Sequence[Phase] = SHRUNK) -> None:
     """Call `holds` with examples, as many as the hypothesis profile asks for; what it raises shows the example.
 
-    The example goes by the name of the function that defines `holds`.
+    The example goes by the name of the function that defines `holds`. Where it holds when it is asked again with the
+    same example, what it raised first is raised, and a note says so.
     """
 
     def proven(example: Any) -> None:
@@ -27,7 +29,12 @@ def for_all(examples: SearchStrategy[Any], holds: Callable[[Any], None], *, phas
     # Time is no invariant here: the first call of a vmapped function alone takes longer than hypothesis's own deadline.
     patient = [*settings().suppress_health_check, HealthCheck.too_slow]
     once = settings(deadline=None, phases=wanted, suppress_health_check=patient, report_multiple_bugs=False)
-    once(given(example=examples)(proven))()
+    try:
+        once(given(example=examples)(proven))()
+    except FlakyFailure as failure:
+        first = failure.exceptions[0]
+        first.add_note(failure.message)
+        raise first from None
 
 
 def name_of(holds: Callable[[Any], None]) -> str:

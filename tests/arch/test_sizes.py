@@ -75,6 +75,19 @@ def test_a_folder_has_few_entries() -> None:
     assert set(FULLER) <= set(over), "an exception that is none any more"
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Test folders are no packages: of two modules of one name pytest imports one and refuses the other.
+
+    Those of the real vLLM are run by themselves.
+    """
+    places: dict[str, list[str]] = {}
+    for path in sorted(path for path in (ROOT / "tests").rglob("test_*.py") if path.parent != ROOT / "tests" / "vllm"):
+        places.setdefault(path.name, []).append(str(path.parent.relative_to(ROOT)))
+    twice = [f"{name}: got it in {' and '.join(found)}" for name, found in places.items() if len(found) > 1]
+    assert places
+    assert not twice, "\n".join(twice)
+
+
 @pytest.mark.parametrize(
     ("source", "found"),
     [

@@ -635,6 +635,19 @@ def test_a_slow_example_is_no_failure():
     harness.for_all(st.just(0), lambda example: time.sleep(0.3))
 
 
+def test_what_fails_only_once_is_raised_as_it_was_and_a_note_says_that_it_held_again():
+    calls = []
+
+    def holds(example):
+        calls.append(example)
+        harness.check_claim(len(calls) > 1, f"got {len(calls)} calls, wanted more")
+
+    with pytest.raises(AssertionError, match="got 1 calls, wanted more") as caught:
+        harness.for_all(st.just(0), holds)
+    assert len(calls) > 1
+    assert any("produces unreliable results" in note for note in caught.value.__notes__)
+
+
 def test_the_completions_of_a_row_are_shown_in_brief():
     row = texts.TextRow(Problem(3, "?", "42", {}), Completion("x" * 10**6, 7, True))
     assert len(repr(row)) < 300
