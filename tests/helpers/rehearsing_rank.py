@@ -1,5 +1,11 @@
-"""One rank that takes an update with numbers, and the same update without: what each allocates, computes and sends."""
+"""One rank that takes an update with numbers, and the same update without: what each allocates, computes and sends.
 
+Python's collector is off meanwhile: when it lets go of cycles depends on what else the process has made.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,10 +80,21 @@ def update(world: World, spec: ModelSpec, mode: CountingMode) -> Taken:
     )
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within it no cycle is let go of, but those that there were."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def with_numbers(world: World, folder: Path, way: tuple) -> Taken:
     """On this rank, for real."""
     mode = CountingMode(LiveStorages(frozenset()), {})
-    with mode.live.following(), mode:
+    with uncollected(), mode.live.following(), mode:
         return update(world, rank.placing(folder, *way), mode)
 
 
@@ -91,7 +108,7 @@ def without_numbers(size: int, folder: Path, way: tuple) -> Taken:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     if dist.is_initialized():  # by a test before: of one rank alone, which nothing uses any more
         dist.destroy_process_group()
-    with lone_rank(size, size) as world, fake, mode.live.following(), mode:
+    with uncollected(), lone_rank(size, size) as world, fake, mode.live.following(), mode:
         return update(world, rehearsed, mode)
 
 
