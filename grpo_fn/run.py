@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from grpo_fn.command_line import (
+    EXIT_BAD_INPUT,
     EXIT_ERROR,
     add_gin_flags,
     add_version_flag,
@@ -23,6 +24,9 @@ from grpo_fn.command_line import (
     free_folder,
     launcher_command,
 )
+
+REHEARSED = {"card": "h100", "prompt_tokens": 128, "json": None}  # flags of a rehearsal alone, and their defaults
+MOST_REHEARSED = 1024  # ranks: tested up to here
 
 
 def flags() -> argparse.ArgumentParser:
@@ -44,10 +48,10 @@ def flags() -> argparse.ArgumentParser:
         "--rehearse", action="store_true", help="one step on shapes alone: memory, work and time on a card; no weights"
     )
     parser.add_argument(
-        "--card", default="h100", help="with --rehearse: the card that the time is for: h100, a100, v100 or 8gb"
+        "--card", help="with --rehearse: the card that the time is for: h100 (default), a100, v100 or 8gb"
     )
     parser.add_argument(
-        "--prompt_tokens", type=int, default=128, metavar="N", help="with --rehearse: tokens of every prompt"
+        "--prompt_tokens", type=int, metavar="N", help="with --rehearse: tokens of every prompt (default 128)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --rehearse: the figures, as one object, too")
     parser.add_argument(
@@ -76,19 +80,32 @@ def default_run_dir(gin_file: str, now: datetime, launch: str | None) -> Path:
     return free_folder(Path("runs") / f"{name}-{format(now, '%Y%m%d-%H%M%S')}")
 
 
+def refused_flags(args: argparse.Namespace) -> str | None:
+    """Why these flags do not go together, in one line; None where they do."""
+    if args.ranks < 1 or args.hosts < 1 or args.ranks % args.hosts:
+        return f"got --ranks {args.ranks} --hosts {args.hosts}, wanted as many ranks on every host, at least one"
+    if args.dry_run and args.rehearse:
+        return "got --dry_run --rehearse, wanted one of them; a rehearsal prints the dry run's estimate beside its own"
+    if args.ranks > 1 and not (args.dry_run or args.rehearse):
+        return (
+            f"got --ranks {args.ranks}, wanted --dry_run or --rehearse with it; "
+            "to train on several devices: torchrun --nproc-per-node N -m grpo_fn.run"
+        )
+    for name in REHEARSED:
+        if getattr(args, name) is not None and not args.rehearse:
+            return f"got --{name} {getattr(args, name)}, wanted --rehearse with it"
+    if args.rehearse and args.ranks > MOST_REHEARSED:
+        return f"--ranks: got {args.ranks:,}, wanted at most {MOST_REHEARSED:,} with --rehearse"
+    if args.prompt_tokens is not None and args.prompt_tokens < 1:
+        return f"--prompt_tokens: got {args.prompt_tokens}, wanted at least 1"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Load, check, launch; returns the exit code. Bad input is 2 and one message; anything else keeps its traceback."""
     args = flags().parse_args(argv)
-    if args.ranks < 1 or args.hosts < 1 or args.ranks % args.hosts:
-        flags().error(f"--ranks {args.ranks} --hosts {args.hosts}: wanted as many ranks on every host")
-    if args.dry_run and args.rehearse:
-        flags().error(
-            "--dry_run --rehearse: wanted one of them; a rehearsal prints the dry run's estimate beside its own"
-        )
-    if not (args.dry_run or args.rehearse) and args.ranks > 1:
-        flags().error("--ranks is for --dry_run and --rehearse; torchrun --nproc-per-node starts ranks")
-    if args.prompt_tokens < 1:
-        flags().error(f"--prompt_tokens: got {args.prompt_tokens}, wanted at least 1")
+    if (refusal := refused_flags(args)) is not None:
+        flags().exit(EXIT_BAD_INPUT, f"error: {refusal}\n")
     launch = os.environ.get("TORCHELASTIC_RUN_ID")
     args.run_dir = args.run_dir or default_run_dir(args.gin_file[0], datetime.now(), launch)
     return exit_code(
@@ -116,8 +133,8 @@ def launch_training(args: argparse.Namespace) -> int:
     if args.rehearse:
         from grpo_fn.rehearse.command import rehearse_run
 
-        asked = {name: getattr(args, name) for name in ("ranks", "hosts", "card", "prompt_tokens", "json")}
-        return rehearse_run(kwargs, **asked)
+        asked = {name: default if (x := getattr(args, name)) is None else x for name, default in REHEARSED.items()}
+        return rehearse_run(kwargs, ranks=args.ranks, hosts=args.hosts, **asked)
     from grpo_fn import train
 
     request = {name: getattr(args, name) for name in ("run_dir", "dry_run", "ranks", "hosts", "force")}

@@ -8,6 +8,7 @@ from grpo_fn.rehearse.rehearsal import Asked, Rehearsal
 
 GB = 1e9
 SHOWN = 5  # holders of a phase
+SMALLEST = 0.01  # of a phase's memory, or of a step's time: what is less is not shown by itself
 
 
 def table(counted: Rehearsal, asked: Asked, assumed: Assumptions, made: Figures) -> list[str]:
@@ -33,14 +34,14 @@ def table(counted: Rehearsal, asked: Asked, assumed: Assumptions, made: Figures)
         "",
         *time_lines(made),
         "",
-        *assumption_lines(counted, asked, assumed),
+        *assumption_lines(counted, asked, assumed, made),
     ]
 
 
 def verdict(made: Figures) -> list[str]:
     """Whether it fits; where not, in which phase and for what."""
     most = max(made.memory, key=lambda one: one.bytes)
-    of_card = f"{most.bytes / GB:.2f} GB in {most.phase!r} of {made.usable / GB:.2f} GB on {made.card}"
+    of_card = f"{size(most.bytes)} in {most.phase!r} of {size(made.usable)} on {made.card}"
     if most.bytes <= made.usable:
         return [f"fits: {of_card}"]
     over = [one for one in made.memory if one.bytes > made.usable]
@@ -48,10 +49,21 @@ def verdict(made: Figures) -> list[str]:
         f"does not fit: {of_card}",
         *(
             f"  {one.phase}: {(one.bytes - made.usable) / GB:.2f} GB too many; the largest: "
-            + ", ".join(f"{name} {n / GB:.2f} GB" for name, n in list(one.holders.items())[:SHOWN])
+            + ", ".join(f"{name} {size(n)}" for name, n in list(one.holders.items())[:SHOWN])
             for one in over
         ),
     ]
+
+
+def size(n: float | int) -> str:
+    """Bytes in GB, those below 10 MB in MB."""
+    return f"{n / GB:.2f} GB" if n >= GB / 100 else f"{n / 1e6:.2f} MB"
+
+
+def piece_name(piece: str, made: Figures) -> str:
+    """The piece as it is shown: the last micro-batch is just one where an update has no other."""
+    alone = all(one.piece != "micro-batch" for one in made.pieces)
+    return "micro-batch" if alone and piece == "last micro-batch" else piece
 
 
 def align_columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -66,21 +78,25 @@ def align_columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: int)
 
 def memory_lines(made: Figures) -> Iterator[str]:
     """The peak of each phase and what holds it."""
-    yield f"memory of one of {made.ranks} ranks, the most at once in each phase"
+    whose = "the only rank" if made.ranks == 1 else f"one of {made.ranks:,} ranks"
+    yield f"memory of {whose}, the most at once in each phase"
     for one in made.memory:
-        on_host = f", and {one.host / GB:.2f} GB on the host" if one.host else ""
-        yield f"  {one.phase:<10}{one.bytes / GB:9.2f} GB{on_host}"
+        on_host = f", of which {size(one.host)} on the host" if one.host else ""
+        yield f"  {one.phase:<10}{size(one.bytes):>12}{on_host}"
         for name, n in list(one.holders.items())[:SHOWN]:
-            yield f"  {'':<10}{n / GB:9.2f} GB  {name}"
-    ratio = made.estimate / made.peak - 1
-    yield f"  the dry run's estimate: {made.estimate / GB:.2f} GB, {ratio:+.0%} of the largest of these"
+            if n >= SMALLEST * one.bytes:
+                yield f"  {'':<10}{size(n):>12}  {name}"
+    percent = round(100 * (made.estimate / made.peak - 1))
+    yield f"  the dry run's estimate: {size(made.estimate)}, {percent:+d}% of the largest of these"
 
 
 def work_lines(made: Figures) -> list[str]:
-    """What a step computes, by piece and part."""
+    """What a step computes, by piece and part, the longest first."""
+    ordered = sorted(made.parts, key=lambda one: -one.seconds)
+    least = SMALLEST * sum(one.seconds for one in ordered)
     rows = [
         (
-            one.piece,
+            piece_name(one.piece, made),
             one.part,
             one.kind,
             f"{one.flops / 1e12:.2f}",
@@ -88,13 +104,16 @@ def work_lines(made: Figures) -> list[str]:
             f"{one.launches:,}",
             f"{one.seconds * 1e3:.1f}",
         )
-        for one in sorted(made.parts, key=lambda one: -one.seconds)
+        for one in ordered
+        if one.seconds >= least
     ]
+    rest = [one.seconds for one in ordered if one.seconds < least]
     head = ("piece", "part", "kind", "TFLOP", "GB", "launches", "ms")
-    waits = ", ".join(f"{piece} {n}" for piece, n in made.waits.items()) or "none"
+    waits = ", ".join(f"{piece_name(piece, made)} {n}" for piece, n in made.waits.items()) or "none"
     return [
         "work of a step on one rank",
         *align_columns(head, rows, 3),
+        *([f"  and {len(rest)} rows of less than {SMALLEST:.0%} each: {sum(rest) * 1e3:.1f} ms"] if rest else []),
         f"  waits for values computed on the card: {waits}",
     ]
 
@@ -104,11 +123,11 @@ def traffic_lines(made: Figures) -> list[str]:
     if not any(one.ranks > 1 for one in made.traffic):
         return ["collectives: none, one rank alone"]
     rows = [
-        (one.piece, one.name, one.group, str(one.ranks), f"{one.calls:,}", f"{one.bytes / GB:.3f}")
+        (piece_name(one.piece, made), one.name, one.group, str(one.ranks), f"{one.calls:,}", size(one.bytes))
         for one in made.traffic
         if one.ranks > 1
     ]
-    head = ("piece", "collective", "group", "ranks", "calls", "GB")
+    head = ("piece", "collective", "group", "ranks", "calls", "bytes")
     return ["collectives of a step, bytes of the whole that is gathered or reduced", *align_columns(head, rows, 3)]
 
 
@@ -116,32 +135,32 @@ def time_lines(made: Figures) -> list[str]:
     """A time on the card, by piece."""
     rows = [
         (
-            one.piece,
+            piece_name(one.piece, made),
             f"{one.times:,}",
             f"{one.kernels * 1e3:.2f}",
             f"{one.host * 1e3:.2f}",
             f"{one.collectives * 1e3:.2f}",
-            f"{one.times * one.seconds:.2f}",
+            f"{one.times * one.seconds * 1e3:,.1f}",
         )
         for one in made.pieces
     ]
-    head = ("piece", "times", "kernels ms", "launching ms", "collectives ms", "in all s")
+    head = ("piece", "times", "kernels ms", "launching ms", "collectives ms", "in all ms")
     return [
         f"time on {made.card}, by a roofline: not measured",
         *align_columns(head, rows, 1),
-        f"  a step {made.seconds:.1f} s, {made.tokens / made.seconds:,.0f} sampled tokens/s on all ranks, "
+        f"  a step {made.seconds:.3g} s, {made.tokens / made.seconds:,.0f} sampled tokens/s on all ranks, "
         f"MFU of training {made.mfu:.0%}",
     ]
 
 
-def assumption_lines(counted: Rehearsal, asked: Asked, assumed: Assumptions) -> list[str]:
+def assumption_lines(counted: Rehearsal, asked: Asked, assumed: Assumptions, made: Figures) -> list[str]:
     """What the figures rest on."""
     rows, call = counted.rows, counted.decoding
     found = [
         f"every prompt has {rows.prompt_tokens} tokens (--prompt_tokens), every completion {rows.new_tokens}, the most",
         *assumed.lines(asked.card),
         "a piece takes the longest of its kernels, the host's launches and its collectives, as if they overlapped",
-        "multiplied: " + ", ".join(f"{piece} x {n:,}" for piece, n in counted.repeats.items() if n),
+        "multiplied: " + ", ".join(f"{piece_name(piece, made)} x {n:,}" for piece, n in counted.repeats.items() if n),
         "not in the time: rewards, checkpoints, evaluation, logging, the first steps' captures and compilations",
         "not in the memory: integers (tokens, masks), NCCL's own buffers, a kernel's workspace",
     ]

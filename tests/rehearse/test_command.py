@@ -108,8 +108,22 @@ def test_a_model_without_a_configuration_is_refused(tmp_path, capsys):
     assert "without config.json; wanted a Hugging Face model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [("--dry_run",), ("--prompt_tokens", "0"), ("--ranks", "3", "--hosts", "2")])
-def test_flags_that_do_not_go_together(more, tmp_path):
+REFUSED = [
+    (("--rehearse", "--dry_run"), "got --dry_run --rehearse, wanted one of them"),
+    (("--rehearse", "--prompt_tokens", "0"), "--prompt_tokens: got 0, wanted at least 1"),
+    (("--rehearse", "--ranks", "3", "--hosts", "2"), "got --ranks 3 --hosts 2, wanted as many ranks on every host"),
+    (("--rehearse", "--ranks", "0"), "got --ranks 0 --hosts 1, wanted"),
+    (("--rehearse", "--ranks", "5000"), "--ranks: got 5,000, wanted at most 1,024 with --rehearse"),
+    (("--ranks", "4"), "got --ranks 4, wanted --dry_run or --rehearse with it"),
+    (("--card", "a100"), "got --card a100, wanted --rehearse with it"),
+    (("--json", "x.json"), "got --json x.json, wanted --rehearse with it"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), REFUSED)
+def test_flags_that_do_not_go_together_are_one_line(given, says, capsys):
     with pytest.raises(SystemExit) as left:
-        rehearsed(tmp_path, *more)
+        run.main(["--gin_file", "run/arithmetic.gin", *given])
     assert left.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"error: {says}")
