@@ -13,7 +13,7 @@ from torch.func import grad
 from grpo_fn.algo.step import from_trainer
 from grpo_fn.core import prng
 from grpo_fn.core.batch import count
-from grpo_fn.core.partials import uses_of
+from grpo_fn.core.partials import function_and_knobs, uses_of
 from grpo_fn.core.types import Batch, Gains, Scores
 from grpo_fn.rehearse import step_pieces as pieces
 from grpo_fn.rehearse.cards import Card
@@ -34,6 +34,7 @@ from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.sampler.local.cuda_graphs import Sizes, buffer_size, graph_size
 from grpo_fn.shell.sampler.local.decode_step import LOOK
 from grpo_fn.trainer.build import build_policy, model_spec
+from grpo_fn.trainer.checks.device_plan import plan_blocks
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.sections import Settings
 
@@ -104,7 +105,7 @@ def rehearse(settings: Settings, checked: ValidatedPlan, asked: Asked) -> Rehear
         mode.live.following(),
         mode,
     ):
-        return _counted(calm, checked, asked, answers, mode, world, new)
+        return _counted(calm, checked, asked, answers, mode, world, new, notes(settings, checked, answers))
 
 
 def _counted(
@@ -115,6 +116,7 @@ def _counted(
     mode: CountingMode,
     world: LoneRank,
     new: int,
+    said: tuple[str, ...],
 ) -> Rehearsal:
     algorithm, vocabulary = settings.algorithm, checked.config.get_text_config().vocab_size
     loaded = load_without_weights(settings, checked, asked.card, answers, mode, world)
@@ -161,7 +163,7 @@ def _counted(
         call,
         ranks,
         in_host,
-        notes(settings, checked, answers, sampled is not None),
+        said,
     )
 
 
@@ -228,17 +230,19 @@ def reads_entropy(settings: Settings) -> bool:
     return bool(grad(slope)(Scores(logp, -logp)).entropy.any())
 
 
-def notes(settings: Settings, checked: ValidatedPlan, answers: ModelAnswers, local: bool) -> tuple[str, ...]:
+def notes(settings: Settings, checked: ValidatedPlan, answers: ModelAnswers) -> tuple[str, ...]:
     """What of the run is rehearsed in another way than it is run, or not at all."""
     found = []
     if answers.unpacked is not None:
         found.append(f"rows are padded, not packed: {answers.unpacked}")
-    if not local:
+    if not any(uses_of(local_sampler.local, [settings.sampling.sampler])):
         found.append("the sampler's engine is not rehearsed: it has memory and time of its own")
     elif answers.grown_cache is not None:
         found.append(f"decoding is not rehearsed, as its cache grows: {answers.grown_cache}")
-    if getattr(settings.parallelism.compile, "func", settings.parallelism.compile) is not eager:
+    card = plan_blocks(settings.parallelism, None, deterministic=settings.compute.deterministic)
+    if function_and_knobs(card.parallelism.compile)[0] is not eager:
         found.append("compiled blocks are counted as written: more launches, bytes and activations than compiled")
+    found.extend(card.notes)
     if settings.episodes is not None:
         found.append("episodes are rehearsed as rows of one turn, without the environment's answers")
     if settings.lora is not None and settings.lora.dropout:

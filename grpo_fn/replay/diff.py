@@ -118,6 +118,8 @@ def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: 
 def circumstances(was: RecordedStep, now: ReplayedStep) -> list[str]:
     """What else is not as it was."""
     pairs = {name: (was.line.get(name), now.line[name]) for name in CIRCUMSTANCES}
+    of, here = (line.get("kernels", {}) for line in (was.line, now.line))  # on CUDA alone
+    pairs |= {f"kernels, {what}": (of[what], here[what]) for what in of if what in here}
     return [f"{name}: {of} recorded, {here} now" for name, (of, here) in pairs.items() if of not in (None, here)]
 
 

@@ -50,7 +50,7 @@ from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun, follow_groups, looked_at
 from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
-from grpo_fn.trainer.start_lines import StartReport, plan_lines, rank_line, sampler_line
+from grpo_fn.trainer.start_lines import StartReport, plan_lines, rank_line, sampler_line, settle_blocks
 from grpo_fn.trainer.state import check_steps, has_progress
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
@@ -84,7 +84,7 @@ def build(
 
     Raises ValueError, before any weights are loaded, for a folder, prompts or a number of ranks that do not fit.
     """
-    s = with_record(settings, request.run_dir, world.rank)
+    s, said = settle_blocks(with_record(settings, request.run_dir, world.rank), world.device)
     prepare_process(world.device, deterministic=s.compute.deterministic)
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")
@@ -126,7 +126,7 @@ def build(
             pool=pool,
             environments=environments,
             score=spread_score(pool.score, world),
-            plan=plan_lines(checked.plan, [*task.notes, *taught.notes], task.size, world, checked.dtype),
+            plan=plan_lines(checked.plan, [*task.notes, *taught.notes, *said], task.size, world, checked.dtype),
             ranks=world.exchange(rank_line(s, world), what="the lines of the ranks"),
             started=started,
         )

@@ -29,7 +29,16 @@ from grpo_fn.trainer import async_eval
 from grpo_fn.trainer.checks.supervised_stage import is_supervised
 from grpo_fn.trainer.export import export_run
 from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
-from grpo_fn.trainer.recording import check_health, is_due, record, record_evaluation, step_checksums
+from grpo_fn.trainer.recording import (
+    changed_kernels,
+    check_health,
+    check_same_kernels,
+    chosen_kernels,
+    is_due,
+    record,
+    record_evaluation,
+    step_checksums,
+)
 from grpo_fn.trainer.run import (
     DATA,
     EVALUATION,
@@ -151,12 +160,16 @@ def take_steps(
     halt: Callable[[], bool],
 ) -> tuple[int, list[health.HealthFinding]]:
     """The steps that are left; returns the last step saved (-1: none), and what ended the run before its last."""
-    for step in range(progress.state.step + 1, run.settings.steps + 1):
+    first = progress.state.step + 1
+    for step in range(first, run.settings.steps + 1):
         with ErrorContext(run.world, step, loggers.clock):
             if halt() or fatal:
                 break
             with loggers.profiler.record_step(step, loggers.clock.span):
                 advance(run, progress, step, loggers)
+                if step == first and run.world.main:
+                    for line in changed_kernels(run.run_dir, step, chosen_kernels(run)):
+                        loggers.console.line(line)
                 progress.seconds = past + time.perf_counter() - run.started
                 fatal = check_health(run, step, loggers)
                 if run.evaluator is not None:
@@ -231,6 +244,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     noted = run.policy.note() if is_due(step, run.settings.logging.checksums_every) else None
     experience, progress.carried, figures = take_step(run, step, progress.carried, clock.span)
     run.world.same(repr(sorted(figures.items())), what=f"figures of step {step}")
+    check_same_kernels(run, step)
     if figures["train/skipped_step"]:
         share = figures["advantage/zero_variance_groups"]
         alike = f"before filters all rewards within {share:.0%} of the groups were alike"

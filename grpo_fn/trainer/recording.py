@@ -1,6 +1,6 @@
 """What a step shows of itself: rows for tables, its signal token by token, and the lens that every preset holds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from grpo_fn.analysis.evaluation import GradedAnswer
 from grpo_fn.analysis.html import token_page
 from grpo_fn.analysis.html.heat_map import heat_map
 from grpo_fn.core import checksums
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import transcript
 from grpo_fn.core.types import Carry, Gains, Scores
 from grpo_fn.shell.atomic_io import write_bytes
@@ -23,7 +24,9 @@ from grpo_fn.shell.logging import eval_store, rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import NullLogger
-from grpo_fn.shell.policy.checksums import StepChecksums
+from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
+from grpo_fn.shell.policy.checksums import StepChecksums, read_checksums
+from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.trainer import presets
 from grpo_fn.trainer.checks.try_out import reads_energy
 from grpo_fn.trainer.loggers import RunLoggers
@@ -158,7 +161,7 @@ def step_checksums(
 
     `carried` is what the step hands to the next one.
     """
-    (_, rollout, reward), world = seen.groups, run.world
+    (_, rollout, reward), world, kernels = seen.groups, run.world, chosen_kernels(run)
     return {
         "step": step,
         **checksums.of_step(rollout, reward, seen.adv, seen.batch.logp_old, noted.signals),
@@ -168,7 +171,63 @@ def step_checksums(
         "ranks": world.size,
         "device": world.device.type,
         "torch": torch.__version__,
+        **({"kernels": kernels} if kernels else {}),
     }
+
+
+def chosen_kernels(run: TrainingRun) -> dict[str, str]:
+    """What this rank's trials have chosen on its card, by what it is for; of decoding once it has decoded.
+
+    Returns:
+        Nothing on a CPU, where there is no choice.
+    """
+    device = run.world.device
+    if device.type != "cuda":
+        return {}
+    blocks = function_and_knobs(run.settings.parallelism.compile)[0].__name__
+    sampler = getattr(run.sampler, "sampler", None)  # a replay of stored tokens has none
+    engine = sampler.held.engine if isinstance(sampler, LocalSampler) else None
+    decoding = {} if engine is None else engine.choices()
+    return {"blocks": blocks, "head": type(choose_head_kernels(device).kernels).__name__, **decoding}
+
+
+def check_same_kernels(run: TrainingRun, step: int) -> None:
+    """Raise RuntimeError on all ranks where two of them compute with different kernels; every rank calls this.
+
+    A rank that has not decoded yet has no choice of that, and is not compared.
+
+    Args:
+        run: its pieces.
+        step: that was just taken.
+    """
+    if run.world.device.type != "cuda":
+        return
+    seen: dict[str, tuple[int, str]] = {}
+    for rank, brought in enumerate(run.world.exchange(chosen_kernels(run), what="the kernels of the ranks")):
+        for what, which in brought.items():
+            first, wanted = seen.setdefault(what, (rank, which))
+            if which != wanted:
+                raise RuntimeError(
+                    f"{what}, by a trial on each rank, after step {step}: got {which} on rank {rank}, wanted {wanted} "
+                    f"as on rank {first}"
+                )
+
+
+def changed_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> list[str]:
+    """A line where the kernels are not those that were recorded last, for the log of a run that goes on.
+
+    Args:
+        run_dir: the run folder.
+        step: that was just taken, the first since the start of the process.
+        kernels: of `chosen_kernels`; none: nothing is compared.
+    """
+    lines = read_checksums(run_dir) if kernels else {}
+    recorded = [line["kernels"] for at, line in sorted(lines.items()) if at < step and "kernels" in line]
+    before = recorded[-1] if recorded else {}
+    odd = [
+        f"{what} {before[what]} recorded, {now} now" for what, now in kernels.items() if before.get(what, now) != now
+    ]
+    return [f"step {step} has other kernels than before: {'; '.join(odd)}"] if odd else []
 
 
 def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], rows: int, writer: AsyncWriter) -> None:

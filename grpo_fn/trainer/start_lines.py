@@ -16,7 +16,7 @@ from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.world import World
-from grpo_fn.trainer.checks.device_plan import decoding_notes, precision_notes
+from grpo_fn.trainer.checks.device_plan import decoding_notes, plan_blocks, precision_notes
 from grpo_fn.trainer.plan import Plan
 from grpo_fn.trainer.sections import Settings
 
@@ -46,6 +46,17 @@ def report_start(world: World, started: float) -> StartReport:
 
 def no_report(text: str) -> None:
     """Prints nothing: of a rank other than 0, and of a replay, which starts no run."""
+
+
+def settle_blocks(settings: Settings, device: torch.device) -> tuple[Settings, tuple[str, ...]]:
+    """The settings with `mesh.Parallelism.compile` as it is on the device, and what a start says of it.
+
+    Args:
+        settings: of the run.
+        device: of this rank.
+    """
+    found = plan_blocks(settings.parallelism, device, deterministic=settings.compute.deterministic)
+    return replace(settings, parallelism=found.parallelism), found.notes
 
 
 def rank_line(settings: Settings, world: World) -> str:

@@ -104,7 +104,10 @@ _PRINTS: dict[str, str | None] = {  # a right program that prints 100 kB is righ
     f"{where}.{i}.run.output_kb": "1024" for where in ("evaluation.graders", "rewards.reward.parts") for i in (0, 1)
 }
 # Values of base.gin that have changed since: then and now.
-VALUES_SINCE = {"compute.logits_chunk_elements": ("16777216", "268435456")}  # a bound now, below it memory decides
+VALUES_SINCE = {
+    "compute.logits_chunk_elements": ("16777216", "268435456"),  # a bound now, below it memory decides
+    "parallelism.compile": ("@blocks.eager", "@blocks.compiled_on_cuda"),  # eager on a CPU
+}
 _HELD_BACK = _PRINTS | {"data.task.shown_tests": "1"}  # a table of all asserts would be right
 RECIPES_SINCE: dict[str, dict[str, str | None]] = {
     "mbpp_code": _HELD_BACK,

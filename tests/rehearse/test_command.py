@@ -62,6 +62,20 @@ def test_what_does_not_fit_is_said_with_the_phase_and_what_holds_it(tmp_path, ca
     assert "GB too many; the largest: " in second
 
 
+def test_blocks_are_rehearsed_as_written_and_it_is_said_where_a_card_has_them_compiled(tmp_path, capsys):
+    path, counted = folder(tmp_path / "m"), "compiled blocks are counted as written"
+    for more, said in [
+        ((), ("blocks are compiled, the default on CUDA", counted)),
+        (("--gin_param", "mesh.Parallelism.compile=@blocks.torch_compile"), (counted,)),
+        (("--gin_param", "sections.Compute.deterministic=True"), ("sections.Compute.deterministic is True",)),
+        (("--gin_param", "mesh.Parallelism.compile=@blocks.eager"), ()),
+    ]:
+        assert rehearsed(path, *more) == 0
+        out = capsys.readouterr().out
+        assert all(line in out for line in said), more
+        assert (counted in out) is (counted in said), more
+
+
 def test_under_hybrid_shard_every_group_has_its_own_traffic(tmp_path, capsys):
     out = tmp_path / "out.json"
     given = ("--ranks", "16", "--hosts", "2", "--json", str(out))

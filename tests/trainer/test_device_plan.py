@@ -1,13 +1,20 @@
 """What a plan says about a device that is here, and about one that is not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fakes import VOCABULARY, qwen2_tied
 
+from grpo_fn.config import load_config
+from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.lora import LoRA
+from grpo_fn.shell.policy.mesh import Parallelism
+from grpo_fn.trainer import sections
 from grpo_fn.trainer.checks import device_plan
 from grpo_fn.trainer.checks.device_plan import (
     decoding_note,
+    plan_blocks,
     planned_chunk,
     planned_device,
     precision_notes,
@@ -58,3 +65,66 @@ def test_projections_in_one_product_are_named_and_why_others_are_not() -> None:
     (some,) = projection_notes(config, adapters, torch.device("cuda", 0))
     assert "q_proj + k_proj + v_proj in one product" in some
     assert "gate_proj + up_proj apart (got layers of Linear (adapters), wanted torch.nn.Linear)" in some
+
+
+def spread(*files: str) -> Parallelism:
+    """Of the arithmetic run, with files over it."""
+    return sections.Settings(**load_config(["run/arithmetic.gin", *files], []).kwargs()).parallelism
+
+
+@pytest.fixture
+def able_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card, and a machine, for which blocks can be compiled."""
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(blocks, "find_spec", lambda name: object())
+    monkeypatch.setattr(blocks, "which", lambda name: f"/usr/bin/{name}")
+
+
+@pytest.mark.usefixtures("able_card")
+@pytest.mark.parametrize("device", [CARD, None])
+def test_blocks_are_compiled_on_a_card_unless_the_configuration_rules_it_out(device: torch.device | None) -> None:
+    planned = plan_blocks(spread(), device, deterministic=False)
+    assert (planned.parallelism.compile.func, planned.parallelism.compile.keywords) == (
+        blocks.torch_compile,
+        {"mode": "default"},
+    )
+    assert planned.notes == ("blocks are compiled, the default on CUDA",)
+    ruled_out = {
+        "sections.Compute.deterministic is True": plan_blocks(spread(), device, deterministic=True),
+        "mesh.Parallelism.tp is 2": plan_blocks(spread("scale/tensor_parallel.gin"), device, deterministic=False),
+        "blocks.selective_checkpointing": plan_blocks(
+            replace(spread(), activation_checkpointing=blocks.selective_checkpointing), device, deterministic=False
+        ),
+    }
+    for reason, planned in ruled_out.items():
+        assert planned.parallelism.compile is blocks.eager, reason
+        (line,) = planned.notes
+        assert line.startswith(f"blocks run as written, not compiled as is the default on CUDA: {reason}")
+
+
+def test_on_a_cpu_blocks_run_as_written_and_a_choice_of_the_configuration_stays() -> None:
+    planned = plan_blocks(spread(), CPU, deterministic=False)
+    assert planned.parallelism == replace(spread(), compile=blocks.eager)
+    assert planned.notes == ()
+    for chosen in (replace(spread(), compile=blocks.eager), spread("scale/compiled.gin")):
+        for device in (CPU, CARD, None):
+            assert plan_blocks(chosen, device, deterministic=False) == (chosen, ())
+
+
+@pytest.mark.usefixtures("able_card")
+@pytest.mark.parametrize(
+    ("lacking", "reason"),
+    [
+        (lambda patch: patch.setenv("TORCH_COMPILE_DISABLE", "1"), "TORCH_COMPILE_DISABLE is 1"),
+        (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1)), "6.1 of the card"),
+        (lambda patch: patch.setattr(blocks, "find_spec", lambda name: None), "Triton is not installed"),
+        (lambda patch: patch.setattr(blocks, "which", lambda name: None), "no C compiler: got none of "),
+    ],
+)
+def test_blocks_run_as_written_where_the_machine_cannot_compile_them(monkeypatch, lacking, reason) -> None:
+    lacking(monkeypatch)
+    planned = plan_blocks(spread(), CARD, deterministic=False)
+    assert planned.parallelism.compile is blocks.eager
+    assert reason in planned.notes[0]
+    assert plan_blocks(spread(), None, deterministic=False).parallelism.compile is not blocks.eager  # not this machine

@@ -11,7 +11,7 @@ from grpo_fn.config import load_config
 from grpo_fn.shell.world import World, alone
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.plan import Plan
-from grpo_fn.trainer.start_lines import device_text, no_report, plan_lines, rank_line, report_start
+from grpo_fn.trainer.start_lines import device_text, no_report, plan_lines, rank_line, report_start, settle_blocks
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,8 @@ def one_of_two(rank: int) -> World:
 @pytest.fixture(scope="module")
 def settings() -> sections.Settings:
     files = ["run/arithmetic.gin", "scale/full_shard.gin"]
-    return sections.Settings(**load_config(files, ["sections.PolicyUpdate.min_micro_batches=4"]).kwargs())
+    made = sections.Settings(**load_config(files, ["sections.PolicyUpdate.min_micro_batches=4"]).kwargs())
+    return settle_blocks(made, CPU)[0]
 
 
 def test_a_rank_is_one_line_with_its_device_mesh_precision_and_share_of_the_rows(settings, monkeypatch) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from device_parts import KEY, Bench, built, forget, peak, problems, require, wait
+from device_parts import KEY, Bench, built, forget, peak, problems, require, scale, wait
 from device_runner import Figure, Setting
 from device_shapes import QWEN_HALF, folder, sized
 
 from grpo_fn.algo.step import AT_THE_START, grpo_step
 from grpo_fn.core import prng
+from grpo_fn.shell.model.blocks import compiled_on_cuda
+from grpo_fn.trainer.checks.device_plan import plan_blocks
 
 PHASES = ("generate", "score", "train", "sync")
 NOTE = "step.json"  # in the scratch folder: what `trl` compares itself with
@@ -91,10 +93,11 @@ def parts(steps: Steps, unit: str = "s") -> list[Figure]:
 
 
 def grpo(setting: Setting) -> list[Figure]:
-    """0.5B in bfloat16 with float32 weights and moments."""
+    """0.5B in bfloat16 with float32 weights and moments; blocks as a run has them, compiled on a card."""
     work = Work(2, 3, 4, 6, 1) if setting.tiny else Work(32, 16, 128, 512, 2)
     model = folder(setting, sized(setting, QWEN_HALF))
-    bench = built(setting, model, torch.bfloat16, micro_tokens=32_768)
+    execution = plan_blocks(scale(compile=compiled_on_cuda), torch.device(setting.device), deterministic=False)
+    bench = built(setting, model, torch.bfloat16, micro_tokens=32_768, compile=execution.parallelism.compile)
     steps = taken(bench, work, setting.device)
     took = statistics.median(steps.seconds)
     note = {"seconds": took, "model": model, "work": work._asdict()}

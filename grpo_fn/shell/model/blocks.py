@@ -5,11 +5,14 @@ the block's hooks (FSDP2 gathers and frees the weights in them), and no paramete
 used, execution comes first: recompute(compile(forward)).
 """
 
+import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
+from importlib.util import find_spec
+from shutil import which
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +117,8 @@ def _recompute(forward: Forward, contexts: Contexts, *args: Any, **kwargs: Any) 
 
 # -- execution
 
+COMPILES_FROM = (7, 0)  # compute capability that Triton, and so Inductor, writes code for
+
 
 def eager(block: nn.Module) -> None:
     """Run the block as it is written.
@@ -121,6 +126,41 @@ def eager(block: nn.Module) -> None:
     Args:
         block: a transformer block, left as it is.
     """
+
+
+def compiled_on_cuda(block: nn.Module) -> None:
+    """`torch_compile` in mode "default" on a CUDA device; `eager` elsewhere. The default of a run.
+
+    A run settles which of the two it is before a model is loaded (`device_plan.plan_blocks`): on CUDA, too, the blocks
+    run as written where compiled ones are refused.
+
+    Args:
+        block: a transformer block with its weights in place, changed in place.
+
+    Raises:
+        ValueError: a block on the meta device, of which it is not known where it will run.
+    """
+    device = next(block.parameters()).device.type
+    if device == "meta":
+        raise ValueError(
+            "blocks.compiled_on_cuda: got a block on the meta device, wanted one with its weights in place"
+        )
+    if device == "cuda":
+        torch_compile(block, mode="default")
+
+
+def compile_unsupported_reason(device: torch.device) -> str | None:
+    """Why blocks on a CUDA device cannot be compiled in this process; None where nothing is known to be in the way."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE is 1"
+    if (found := torch.cuda.get_device_capability(device)) < COMPILES_FROM:
+        return "compute capability {}.{} of the card, wanted {}.{}".format(*found, *COMPILES_FROM)
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["clang", "gcc", "cc"]  # as Triton looks for one
+    if not any(which(name) for name in compilers):
+        return f"no C compiler: got none of {', '.join(compilers)}"
+    return None
 
 
 # Of torch.compile; the first and the last capture no CUDA graphs.

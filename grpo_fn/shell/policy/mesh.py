@@ -37,7 +37,7 @@ class Parallelism:
     offload_reference: bool  # the frozen copy, where there is one, on the host
     prefetch: int  # blocks whose weights are gathered ahead of the one that computes
     activation_checkpointing: Callable[[nn.Module], None]  # what of a block's forward is kept for its backward
-    compile: Callable[[nn.Module], None]  # how a block is run: eager, compiled
+    compile: Callable[[nn.Module], None]  # how a block is run: eager, compiled, or by device
     collective_timeout: float  # seconds that a rank waits for the others
 
     def __post_init__(self) -> None:

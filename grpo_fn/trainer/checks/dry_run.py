@@ -6,7 +6,13 @@ from grpo_fn.core.partials import uses_of
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.shell.policy.memory import Memory
 from grpo_fn.shell.sampler.local import local_sampler
-from grpo_fn.trainer.checks.device_plan import decoding_notes, planned_chunk, planned_device, precision_notes
+from grpo_fn.trainer.checks.device_plan import (
+    decoding_notes,
+    plan_blocks,
+    planned_chunk,
+    planned_device,
+    precision_notes,
+)
 from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.sections import Settings
 
@@ -26,6 +32,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         *replace(checked.plan, ranks=ranks, arrangement=shape, memory=memory).lines(),
         *engine,
         *(decoding_notes(checked.config, settings.lora, device) if local else []),
+        *plan_blocks(settings.parallelism, device, deterministic=settings.compute.deterministic).notes,
         *precision_notes(checked.dtype, device),
         *checked.task.notes,
     ]

@@ -21,6 +21,7 @@ from grpo_fn.shell.model.blocks import (
     Change,
     CompiledForward,
     blocks,
+    compiled_on_cuda,
     eager,
     full_checkpointing,
     no_checkpointing,
@@ -344,3 +345,11 @@ def test_what_is_compiled_may_be_compiled_again_more_often_than_torch_lets_it() 
     with config.patch(recompile_limit=8):
         block_changes.CompiledPart(lambda x: x + 1)
         assert config.recompile_limit == block_changes.RECOMPILE_LIMIT > 8
+
+
+def test_by_default_blocks_of_a_cpu_are_left_alone_and_those_without_a_place_refused() -> None:
+    block = block_changes.blocks(family("qwen2_tied"))[0]
+    compiled_on_cuda(block)
+    assert "forward" not in vars(block)
+    with pytest.raises(ValueError, match="got a block on the meta device, wanted one with its weights in place"):
+        compiled_on_cuda(block.to("meta"))

@@ -168,6 +168,11 @@ class DecodeEngine:
         self.versions: int | None = None  # of the weights then
         self.trained = False  # whether they have changed since: then the peak of memory is that of training, too
 
+    def choices(self) -> dict[str, str]:
+        """What was chosen for its steps on this device: how they attend, and whether projections are one product."""
+        attends = "matrix products" if self.code.split_kv is None else "split-KV kernel"
+        return {"decoding attention": attends, "projections": "apart" if self.stepped is self.model else "joined"}
+
     def ready(self, need: Need, marks: Marks) -> None:
         """Have at least that capacity, for `need.new` tokens a row, and no row in it."""
         rows, prompts, longest = (self.sizes.capacity(n) for n in (need.rows, need.prompts, need.longest))
