@@ -224,7 +224,7 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
     trust region is around the sampler, so logp_old has no say. The penalty, on every sampled token, is prime-rl's.
 
     Use it when: rare tokens should be free to grow; sampler and trainer disagree.
-    Peers: verl `dppo_tv`: around logp_old, sg[min(r, 20)] logp in the place of r.
+    Peers: verl `dppo_tv`: around logp_old, sg[min(r, cap)] logp in the place of r; `clip_ratio_c` is the cap, 3.
 
     Args:
         logp: log-probs of the row's tokens under the policy, [T], in nats.

@@ -170,11 +170,13 @@ def of_supervised(stats: Mapping[str, Stat]) -> dict[str, float]:
 
     Returns:
         `sft/loss`, the mean of -log p, in nats a token; `sft/perplexity`, its exponential; `sft/weight_mean`, what a
-        token weighs; `sft/tokens`, how many they were. Nothing of a step without given tokens.
+        token weighs; `sft/tokens`, how many they were. `observation/loss`, `perplexity` and `tokens` of what
+        environments wrote. Nothing of a step without given tokens.
     """
+    found = likelihood("observation/", stats["observation_nll"]) if "observation_nll" in stats else {}
     if "nll" not in stats:
-        return {}
-    return {**likelihood("sft/", stats["nll"]), "sft/weight_mean": float(stats["token_weight"].mean)}
+        return found
+    return {**found, **likelihood("sft/", stats["nll"]), "sft/weight_mean": float(stats["token_weight"].mean)}
 
 
 def likelihood(prefix: str, nll: Stat) -> dict[str, float]:

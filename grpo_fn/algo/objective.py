@@ -115,6 +115,34 @@ def with_teacher_divergence(
 with_teacher_divergence.SUPPLIED = {"objective": ("batch", "totals", "gains")}
 
 
+def compare_as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
+    """Compare with the log-probs that the batch came with.
+
+    Args:
+        micro: a micro-batch, each field [b, T].
+        logp: its log-probs under the policy at this update, [b, T], in nats; not read.
+
+    Returns:
+        The micro-batch as it is.
+    """
+    return micro
+
+
+def compare_to_own_pass(micro: Batch, logp: Float[Tensor, "b T"], *, reference: bool) -> Batch:
+    """Compare with the policy as the update itself finds it: `from_trainer` without its pass, for steps of one update.
+
+    Args:
+        micro: a micro-batch, each field [b, T].
+        logp: its log-probs under the policy at this update, [b, T], in nats.
+        reference: whether the policy has a frozen reference; without one logp_ref is logp, too.
+
+    Returns:
+        The micro-batch with logp_old = logp, a constant to the gradient.
+    """
+    old = logp.detach()
+    return micro._replace(logp_old=old, logp_ref=micro.logp_ref if reference else old)
+
+
 def update_policy(
     policy: Policy,
     components: Sequence[Component],

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import metrics
+from grpo_fn.algo.components import components_of_updates, given_beside
 from grpo_fn.algo.controllers import next_gains
 from grpo_fn.algo.credit import first_token
 from grpo_fn.algo.group_sampling import GroupBatch
@@ -20,10 +21,7 @@ from grpo_fn.core import prng
 from grpo_fn.core.batch import (
     check_reward_shapes,
     check_rollout,
-    count,
-    given_batch,
     make_batch,
-    minibatches,
     reweigh_groups,
 )
 from grpo_fn.core.checks import check_divides, check_positive, check_signal
@@ -59,6 +57,7 @@ class StepKnobs(Stages):
     entropy_control: Callable[[float, float], float]  # gain, measured entropy -> gain of the next step
     supervised: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # as objective, of given tokens; see `algo.supervised`
     supervised_share: Callable[[int], float]  # steps taken -> mu: (1 - mu) objective + mu supervised; 0 without any
+    observation_coef: float  # of the cross entropy of what environments wrote between turns, as `supervised`; 0: none
     min_groups_with_signal: int  # that a step needs to be trained on
     group_size: int  # samples of each problem
     epochs: int  # passes over one rollout
@@ -163,34 +162,6 @@ def without_demonstrations(steps: int) -> None:
     return None
 
 
-def compare_as_given(micro: Batch, logp: Float[Tensor, "b T"]) -> Batch:
-    """Compare with the log-probs that the batch came with.
-
-    Args:
-        micro: a micro-batch, each field [b, T].
-        logp: its log-probs under the policy at this update, [b, T], in nats; not read.
-
-    Returns:
-        The micro-batch as it is.
-    """
-    return micro
-
-
-def compare_to_own_pass(micro: Batch, logp: Float[Tensor, "b T"], *, reference: bool) -> Batch:
-    """Compare with the policy as the update itself finds it: `from_trainer` without its pass, for steps of one update.
-
-    Args:
-        micro: a micro-batch, each field [b, T].
-        logp: its log-probs under the policy at this update, [b, T], in nats.
-        reference: whether the policy has a frozen reference; without one logp_ref is logp, too.
-
-    Returns:
-        The micro-batch with logp_old = logp, a constant to the gradient.
-    """
-    old = logp.detach()
-    return micro._replace(logp_old=old, logp_ref=micro.logp_ref if reference else old)
-
-
 def grpo_step(
     policy: Policy, sampler: Sampler, stream: Stream, carried: Carry, *, key: Tensor, algo: StepAlgorithm, span: Span
 ) -> tuple[Experience, Carry, dict[str, float]]:
@@ -224,7 +195,7 @@ def grpo_step(
         )
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
         how = {"split": algo.split, "anchor": algo.anchor}
-        updates = components(batch, algo.demonstrations(carried.steps), carried.steps, enough=enough, algo=algo)
+        updates = updates_of_step(groups, batch, carried.steps, enough=enough, algo=algo)
         learned = [
             update_policy(policy, reweighed_components(policy, update, algo), carried.gains, **how)
             for _ in range(algo.epochs)
@@ -252,33 +223,25 @@ def grpo_step(
     )
 
 
-def components(
-    batch: Batch, shown: Rollout | None, steps: int, *, enough: bool, algo: StepAlgorithm
+def updates_of_step(
+    groups: Groups, batch: Batch, steps: int, *, enough: bool, algo: StepAlgorithm
 ) -> list[list[Component]]:
-    """The components of each optimizer step of a pass: (1 - mu) objective + mu supervised, each over its own tokens.
+    """The components of each optimizer step of a pass: of sampled rows, demonstrations and observations.
 
     Args:
-        batch: the sampled rows of the step, each field [B, T].
-        shown: the given rows beside them, [D, T'], dealt out to the minibatches too; None: the objective alone.
-        steps: steps taken before, from which mu follows.
+        groups: P problems, their samples and rewards.
+        batch: the sampled rows to learn from, each field [B, T].
+        steps: steps taken before.
         enough: whether the sampled rows may be learned from; given ones always are.
         algo: the functions and numbers of the step.
 
     Returns:
-        The components of each minibatch; none of a refused step.
+        The components, that of the sampled rows first; none of a refused step.
     """
-    sampled = minibatches(batch, algo.minibatches)
-    if shown is None:
-        return [[Component(mini, count(mini), algo.objective, 1.0)] for mini in sampled if enough]
     mu = algo.supervised_share(steps)
-    given = minibatches(given_batch(shown), algo.minibatches)
-    return [
-        [
-            Component(mini, count(mini), algo.objective, (1.0 - mu) * enough),
-            Component(more, count(more), algo.supervised, mu),
-        ]
-        for mini, more in zip(sampled, given, strict=True)
-    ]
+    weights = {"objective": algo.supervised, "mu": mu, "observation_coef": algo.observation_coef}
+    beside = given_beside(groups, algo.demonstrations(steps), **weights)
+    return components_of_updates(batch, beside, objective=algo.objective, parts=algo.minibatches, enough=enough)
 
 
 def reweighed_components(policy: Policy, update: list[Component], algo: StepAlgorithm) -> list[Component]:

@@ -180,6 +180,7 @@ def nothing_given(problems: Sequence[Problem]) -> Rollout:
 SAMPLED_ONLY = {
     "supervised": partial(cross_entropy, token_weight=every_token_alike, loss_aggregation=token_mean),
     "supervised_share": sampled_alone,
+    "observation_coef": 0.0,
     "given": nothing_given,
     "demonstrations": without_demonstrations,
 }

@@ -75,10 +75,11 @@ def dppo_kl(logp: Float[Tensor, "T"], row: Batch, *, delta: float, cap: float) -
 
     The KL is q log(q / p) + (1 - q) log((1 - q) / (1 - p)), q the sampler's probability of the token, p the policy's:
     that of "this token or another". Above delta, keep = 0 where A > 0 and p > q, or A < 0 and p < q. DPPO with the
-    binary KL (arXiv:2602.04879; from verl's code, which truncates the ratio at 20 and adds 1e-8 to 1 - q and 1 - p).
+    binary KL (arXiv:2602.04879; from verl's code, which adds 1e-8 to 1 - q and 1 - p).
 
     Use it when: as `dppo_tv`, whose distance is in probability: a KL also sees a rare token that becomes much rarer.
-    Peers: verl `dppo_kl`, around logp_old.
+    Peers: verl `dppo_kl`, around logp_old; the cap is `clip_ratio_c`, which actor.yaml has as 3 and their example of
+        DPPO as 10000; the 20 of the function itself is read only where no actor config is.
 
     Args:
         logp: log-probs of the row's tokens under the policy, [T], in nats.

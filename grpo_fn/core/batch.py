@@ -103,6 +103,20 @@ def given_batch(given: Rollout) -> Batch:
     )
 
 
+def observed_tokens(mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Tokens between two that were sampled: what an environment wrote behind a turn, with its chat format.
+
+    Args:
+        mask: which tokens were sampled, [B, T].
+
+    Returns:
+        True for the others behind the first and before the last sampled token of their row, [B, T].
+    """
+    sampled = mask.int()
+    before, behind = sampled.cumsum(-1) > 0, sampled.flip(-1).cumsum(-1).flip(-1) > 0
+    return ~mask & before & behind
+
+
 def tokens_of_group(mask: Bool[Tensor, "B T"], groups: int) -> Int[Tensor, "B T"]:
     """How many tokens of the mask a row's group has, for each of the row's tokens: known before rows are dealt out.
 

@@ -4,7 +4,6 @@ Objective, denominators, update and optimizer are those of `supervised.supervise
 padded and not end to end.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -14,13 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.algo import aggregation, objective, supervised
-from grpo_fn.algo.step import UNMOVED, compare_as_given
+from grpo_fn.algo import aggregation, supervised
+from grpo_fn.algo.objective import compare_as_given
+from grpo_fn.algo.step import UNMOVED
 from grpo_fn.algo.supervised import learn_given
-from grpo_fn.core import batch as batches
 from grpo_fn.core.batch import given_batch
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
-from grpo_fn.shell.model import demonstrations, logprob_head, logprob_model
 from grpo_fn.shell.model.demonstrations import Demonstration, given_rows
 from grpo_fn.shell.model.logprob_head import dense_scores
 from grpo_fn.shell.model.logprob_model import predicting_states, scatter_to_rows
@@ -33,11 +31,6 @@ CROSS_ENTROPY = partial(
 ADAMW = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
 FINAL = 0.1  # of the learning rate, at the end
 WARMUP_SHARE = 20  # one step in so many warms up
-# Modules whose text decides what a warm start makes, of this package.
-CODE = (
-    sys.modules[__name__],
-    *(supervised, objective, aggregation, batches, demonstrations, logprob_head, logprob_model, optimizer),
-)
 
 
 @runtime_checkable

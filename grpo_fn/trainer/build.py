@@ -14,11 +14,10 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from grpo_fn.algo.objective import compare_as_given, compare_to_own_pass
 from grpo_fn.algo.step import (
     StepAlgorithm,
     StepKnobs,
-    compare_as_given,
-    compare_to_own_pass,
     from_sampler,
     without_demonstrations,
 )

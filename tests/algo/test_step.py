@@ -28,12 +28,11 @@ from grpo_fn.algo import (
 )
 from grpo_fn.algo import masking as filters
 from grpo_fn.algo.advantage import as_credited, group_normalized, leave_one_out, mean_centered, no_baseline
+from grpo_fn.algo.objective import compare_as_given, compare_to_own_pass
 from grpo_fn.algo.step import (
     AT_THE_START,
     Experience,
     StepAlgorithm,
-    compare_as_given,
-    compare_to_own_pass,
     from_sampler,
     from_trainer,
     grpo_step,

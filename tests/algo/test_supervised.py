@@ -16,7 +16,7 @@ from torch.func import grad_and_value
 
 from grpo_fn.algo import aggregation, controllers, supervised
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.objective import Component, update_policy
+from grpo_fn.algo.objective import Component, compare_as_given, update_policy
 from grpo_fn.core.batch import count, given_batch, without_energy, without_look
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Rollout
@@ -166,7 +166,7 @@ class Mixed:
                 "epochs": 1,
                 "minibatches": minibatches,
                 "split": partial(dealt, micro_tokens=micro_tokens, devices=1),
-                "anchor": algorithm.compare_as_given,
+                "anchor": compare_as_given,
                 "min_groups_with_signal": 0 if enough else 10**6,
                 **changes,
             }
@@ -250,7 +250,7 @@ def test_a_component_alone_is_a_supervised_update():
     policy = TokenPolicy(rich_step(1, 3, group_size=1, width=4), 0.0)
     learns = [Component(batch, count(batch), PLAIN, 1.0)]
     found = update_policy(
-        policy, learns, UNMOVED, split=partial(dealt, micro_tokens=5, devices=1), anchor=algorithm.compare_as_given
+        policy, learns, UNMOVED, split=partial(dealt, micro_tokens=5, devices=1), anchor=compare_as_given
     )
     exactly(policy.signals[0], -batch.mask.double() / batch.mask.sum())
     assert found.ratio.numel() == 0
@@ -279,7 +279,7 @@ def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing():
             "epochs": 1,
             "minibatches": 2,
             "split": partial(dealt, micro_tokens=10**6, devices=1),
-            "anchor": algorithm.compare_as_given,
+            "anchor": compare_as_given,
             "group_size": 1,
             "min_groups_with_signal": 1,
             **dict.fromkeys(["reward", "teacher", "energy", "look", "old_logp", *STAGES], unasked),

@@ -27,11 +27,11 @@ from grpo_fn.algo import (
 )
 from grpo_fn.algo import masking as filters
 from grpo_fn.algo.advantage import as_credited, group_normalized, mean_centered, no_baseline
+from grpo_fn.algo.objective import compare_as_given
 from grpo_fn.algo.step import (
     AT_THE_START,
     Stages,
     StepAlgorithm,
-    compare_as_given,
     from_sampler,
     grpo_step,
     without_teacher,

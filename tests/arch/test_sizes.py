@@ -12,6 +12,7 @@ UNREAD = {"__pycache__", "__init__.py", "py.typed"}
 FULLER = {
     "gin/algo": "one file for each published algorithm, which the command line names",
     "grpo_fn": "a package for each role and one for each command",
+    "grpo_fn/shell": "a package for each part with state, and what they share",
     "grpo_fn/algo": "a module for each kind of function",
     "grpo_fn/tasks": "a module for each task and each way to read problems",
     "tools/tables": "a tool for each table of the documentation",

@@ -78,6 +78,7 @@ KNOBS_SINCE = {
     "algorithm.supervised.loss_aggregation": "@aggregation.token_mean",
     "algorithm.supervised.token_weight": "@supervised.every_token_alike",
     "algorithm.supervised_share": "@supervised.sampled_alone",
+    "algorithm.observation_coef": "0.0",
     "data.demonstration": "@demonstrations.assistant_turns",
     "demonstrations": "None",
     "curriculum": "None",

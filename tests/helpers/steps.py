@@ -15,6 +15,7 @@ from torch import Tensor
 from grpo_fn.algo import controllers
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.group_sampling import GroupBatch
+from grpo_fn.algo.objective import compare_as_given
 from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import prng
@@ -178,11 +179,12 @@ def learn(
     micro_tokens: int = 10**6,
     devices: int = 1,
     cut: Callable[..., list[Tensor]] = dealt,
+    **more: object,
 ) -> Learned:
-    """What grpo_step makes of the step's groups, or of the groups `only` in that order."""
+    """What grpo_step makes of the step's groups, or of the groups `only` in that order; `more` over SAMPLED_ONLY."""
     groups = step.groups if only is None else select_groups(step.groups, only)
     algo = algorithm.StepAlgorithm(
-        **SAMPLED_ONLY,
+        **SAMPLED_ONLY | more,
         group_sampling=partial(as_sampled, groups),
         reward=unasked,
         teacher=partial(taught, step),
@@ -202,7 +204,7 @@ def learn(
         epochs=epochs,
         minibatches=minibatches,
         split=partial(cut, micro_tokens=micro_tokens, devices=devices),
-        anchor=algorithm.compare_as_given,
+        anchor=compare_as_given,
         min_groups_with_signal=0,
     )
     policy = TokenPolicy(step, lr)

@@ -1,6 +1,8 @@
 """A warm start is steps of the supervised stage: the same rows, objective and optimizer, and so the same weights."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 from fakes import qwen2_tied
@@ -10,12 +12,14 @@ from torch import nn
 
 from grpo_fn.algo import controllers, supervised
 from grpo_fn.algo import step as algorithm
+from grpo_fn.algo.objective import compare_as_given
 from grpo_fn.core.problem import COMPLETION, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell import warm_start
-from grpo_fn.shell.model import demonstrations, hf, tiny_model
+from grpo_fn.shell.model import demonstrations, hf, tiny_model, tiny_tool_model
 from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.source_hash import imported_sources
 
 BARE = tiny_model.byte_tokenizer(chat=False)
 PAIRS = [("1+1=", "2"), ("12+30=", "42, I think"), ("7", "7"), ("2-2=", "nothing")]
@@ -65,7 +69,7 @@ def stage_of(policy: FSDPPolicy) -> algorithm.StepAlgorithm:
                 groups := explore(carried.drawn, ROWS), groups, carried._replace(drawn=carried.drawn + ROWS), {}
             ),
             **{"epochs": 1, "minibatches": 1, "group_size": 1, "min_groups_with_signal": 1},
-            **{"split": policy.split_rows, "anchor": algorithm.compare_as_given},
+            **{"split": policy.split_rows, "anchor": compare_as_given},
             **dict.fromkeys(["kl_control", "entropy_control"], controllers.constant_gain),
         }
     )
@@ -121,3 +125,28 @@ def test_a_warm_start_is_a_plain_loop_over_the_models_own_loss() -> None:
     for name, x in warm_started().state_dict().items():
         # transformers' loss is in float32, whatever the model is in.
         torch.testing.assert_close(made.state_dict()[name], x, rtol=0, atol=2e-5, msg=name)
+
+
+def test_what_a_warm_start_runs_is_among_the_sources_of_each_recipe():
+    """Found by running one: each file of the package whose code an update of it enters."""
+    root = str(Path(tiny_model.__file__).parents[2])
+    entered = set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            entered.add(Path(frame.f_code.co_filename))
+
+    shape = tiny_model.Shape(
+        vocabulary=len(BARE), hidden=8, layers=1, heads=1, kv_heads=1, intermediate=8, positions=16
+    )
+    made = tiny_model.random_model(shape, seed=0, eos=0)
+    plan = tiny_model.WarmStart(steps=1, rows=1, lr=1e-3, worked_share=0.0)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        warm_start.train_supervised(made, BARE, iter([[("1+1=", False), ("2", True)]]), plan, report=lambda _: None)
+    finally:
+        sys.setprofile(before)
+    assert {path.name for path in entered} > {"metrics.py", "objective.py", "supervised.py", "optimizer.py"}
+    for recipe in (tiny_model, tiny_tool_model):
+        assert entered <= set(imported_sources([recipe.__name__]).values())

@@ -28,8 +28,8 @@ from grpo_fn.algo import (
     masking,
 )
 from grpo_fn.algo import controllers as loss_scale
-from grpo_fn.algo.objective import policy_objective
-from grpo_fn.algo.step import StepAlgorithm, compare_as_given, from_sampler, without_teacher
+from grpo_fn.algo.objective import compare_as_given, policy_objective
+from grpo_fn.algo.step import StepAlgorithm, from_sampler, without_teacher
 from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.core import prng, sampling
 from grpo_fn.core.batch import without_energy, without_look

@@ -59,8 +59,10 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         "reward by part": lines(rf"reward/(?!({OF_REWARD})$).+"),
         "advantage": lines("advantage/(mean|std|min|max)"),
         "objective": lines("loss/objective"),
-        "given tokens: loss and perplexity": lines("(sft|eval)/(loss|perplexity)"),
-        "given tokens: how many, what one weighs": lines("(sft/(tokens|weight_mean|tokens_per_second)|eval/tokens)"),
+        "given tokens: loss and perplexity": lines("(sft|eval|observation)/(loss|perplexity)"),
+        "given tokens: how many, what one weighs": lines(
+            "(sft/(weight_mean|tokens_per_second)|(sft|eval|observation)/tokens)"
+        ),
         "from the policy to its teacher, nats a token": lines("teacher/(reverse_kl|gap_abs|gap_min)"),
         "share of the rows that are taught": lines("teacher/rows_taught"),
         "gains of the controllers": lines("loss/(kl|entropy)_coef_multiplier"),

@@ -4,7 +4,6 @@ Rows are laid out as `chat_format.text` lays out episodes of `environments.maze`
 """
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +19,7 @@ from grpo_fn.environments import maze
 from grpo_fn.shell import warm_start
 from grpo_fn.shell.model import hf, tiny_model
 from grpo_fn.shell.model.tiny_model import Shape
-from grpo_fn.tasks import draws, mazes
-from grpo_fn.tasks import task as tasks
+from grpo_fn.tasks import mazes
 
 TEXTS = 500  # walks that the tokenizer is trained on
 OPPOSITE = {"north": "south", "east": "west", "south": "north", "west": "east"}
@@ -58,8 +56,7 @@ class MazeRecipe:
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
-        code = (sys.modules[__name__], maze, mazes, draws, tasks, prng, hf)
-        return tiny_model.cached_folder("maze", self, code, make_maze_model)
+        return tiny_model.cached_folder("maze", self, [__name__], make_maze_model)
 
 
 def make_maze_model(recipe: MazeRecipe, path: Path, *, report: Callable[[str], None] = print) -> None:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import ModuleType
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -22,8 +21,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from grpo_fn.core import prng
 from grpo_fn.shell import warm_start
 from grpo_fn.shell.model import hf, load_weights
-from grpo_fn.tasks import arithmetic, draws
-from grpo_fn.tasks import task as tasks
+from grpo_fn.shell.source_hash import hash_of_sources
+from grpo_fn.tasks import arithmetic
 
 EOS = "<|endoftext|>"
 
@@ -88,7 +87,7 @@ class Recipe:
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
-        return cached_folder("arithmetic", self, (arithmetic, draws, tasks, prng, hf), make_tiny_model)
+        return cached_folder("arithmetic", self, [__name__], make_tiny_model)
 
 
 @runtime_checkable
@@ -101,19 +100,16 @@ class CachedRecipe(Protocol):
 R = TypeVar("R", bound=CachedRecipe)
 
 
-def cached_folder(name: str, recipe: R, code: Sequence[ModuleType], make: Callable[[R, Path], None]) -> str:
+def cached_folder(name: str, recipe: R, code: Sequence[str], make: Callable[[R, Path], None]) -> str:
     """The folder of the recipe's model, made now when it is not there.
 
-    Its name is a hash of the recipe, of the source of this module, of `code` and of what decides a warm start, and of
-    the libraries' versions.
+    Its name is a hash of the recipe, of the modules `code` and all that they import from their own packages, and of the
+    libraries' versions.
     """
     fields = {k: v for k, v in asdict(recipe).items() if k != "cache"}
     made_with = {"torch": version("torch"), "transformers": version("transformers")}
-    text = (
-        "".join(Path(module.__file__).read_text() for module in (*code, *warm_start.CODE)) + Path(__file__).read_text()
-    )
-    source = hashlib.sha256(text.encode()).hexdigest()
-    number = hashlib.sha256(json.dumps([fields, made_with, source], sort_keys=True).encode()).hexdigest()[:16]
+    described = json.dumps([fields, made_with, hash_of_sources(code)], sort_keys=True)
+    number = hashlib.sha256(described.encode()).hexdigest()[:16]
     path = Path(recipe.cache).expanduser() / f"{name}-{number}"
     if path.is_dir():
         check_cached(path)

@@ -1,7 +1,6 @@
 """A small Qwen2 with its own tokenizer for any task, made here: warm-started on right completions of its problems."""
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
@@ -15,7 +14,6 @@ from grpo_fn.core.problem import COMPLETION, Problem
 from grpo_fn.shell import warm_start
 from grpo_fn.shell.model import hf, tiny_model
 from grpo_fn.shell.model.tiny_model import Shape
-from grpo_fn.tasks import draws, mixture
 from grpo_fn.tasks import task as tasks
 from grpo_fn.tasks.arithmetic import answer_only
 from grpo_fn.tasks.draws import block_uniforms
@@ -63,8 +61,7 @@ class TaskRecipe:
             seed=self.seed,
             cache=self.cache,
         )
-        own = (function_and_knobs(fn)[0].__module__ for fn in (self.task, self.solution))
-        code = [*(sys.modules[name] for name in own), sys.modules[__name__], draws, mixture, tasks, prng, hf]
+        code = [__name__, *(function_and_knobs(fn)[0].__module__ for fn in (self.task, self.solution))]
         return tiny_model.cached_folder("task", described, code, lambda _, path: make_task_model(self, made, path))
 
 

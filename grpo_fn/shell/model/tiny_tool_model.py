@@ -4,7 +4,6 @@ Some demonstrations call the tool and read what it gives, the others state the a
 `chat_format.text` lays them out with `tool_calls.tags`.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +16,7 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.shell import warm_start
 from grpo_fn.shell.model import hf, tiny_model
 from grpo_fn.shell.model.tiny_model import Shape
-from grpo_fn.tasks import arithmetic, calculation, draws
-from grpo_fn.tasks import task as tasks
+from grpo_fn.tasks import arithmetic, calculation
 
 TEXTS = 4000  # that the tokenizer is trained on
 
@@ -53,8 +51,7 @@ class ToolRecipe:
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
-        code = (sys.modules[__name__], arithmetic, calculation, draws, tasks, prng, hf)
-        return tiny_model.cached_folder("calculator", self, code, make_tool_model)
+        return tiny_model.cached_folder("calculator", self, [__name__], make_tool_model)
 
 
 def make_tool_model(recipe: ToolRecipe, path: Path, *, report: Callable[[str], None] = print) -> None:

@@ -1,5 +1,6 @@
 """Whether a run is a supervised stage, and whether objectives, demonstrations and their share of a step fit."""
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -46,6 +47,7 @@ def check_stage(settings: Settings) -> None:
         return
     try_objective("step.Algorithm.objective", algorithm.objective, size, names=SAMPLED, kind=TOKEN_LOSS)
     try_objective("step.Algorithm.supervised", algorithm.supervised, size, **given)
+    check_observations(settings)
     shares = [algorithm.supervised_share(step) for step in range(settings.steps)]
     if not all(0 <= mu <= 1 for mu in shares):
         odd = next(step for step, mu in enumerate(shares) if not 0 <= mu <= 1)
@@ -61,6 +63,22 @@ def check_stage(settings: Settings) -> None:
     if shown is not None and shown.rows % algorithm.minibatches:
         raise ValueError(
             f"sections.Demonstrations.rows: got {shown.rows} for {algorithm.minibatches} minibatches, wanted a multiple"
+        )
+
+
+def check_observations(settings: Settings) -> None:
+    """Raise ValueError for a weight of observations that is none, or has no episodes to take them from.
+
+    Args:
+        settings: their algorithm and episodes.
+    """
+    coef = settings.algorithm.observation_coef
+    if not 0 <= coef < math.inf:
+        raise ValueError(f"step.Algorithm.observation_coef: got {coef}, wanted a finite number of at least 0")
+    if coef and settings.episodes is None:
+        raise ValueError(
+            f"step.Algorithm.observation_coef: got {coef} in a run without episodes, in which no environment writes "
+            "anything, wanted 0.0, or train.train.episodes = @sections.Episodes()"
         )
 
 

@@ -36,7 +36,8 @@ from grpo_fn.algo import (
     objective,
 )
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grpo_step
+from grpo_fn.algo.objective import compare_as_given
+from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, grpo_step
 from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.core import prng
 from grpo_fn.core.batch import without_energy, without_look

@@ -21,7 +21,8 @@ from transformers import AutoConfig
 from grpo_fn.algo import controllers, group_sampling
 from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, compare_as_given, grpo_step
+from grpo_fn.algo.objective import compare_as_given
+from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, grpo_step
 from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import prng, sampling
