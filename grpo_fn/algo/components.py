@@ -26,7 +26,7 @@ class GivenRows(NamedTuple):
 def given_beside(
     groups: Groups, shown: Rollout | None, *, objective: Objective, mu: float, observation_coef: float
 ) -> list[GivenRows]:
-    """What a step learns beside its sampled tokens: demonstrations, and what environments wrote between turns.
+    """The rows that a step learns beside its sampled tokens: demonstrations, and what environments wrote between turns.
 
     With observations the step minimises policy objective + observation_coef * cross entropy of the observed tokens, as
     ECHO does (arXiv:2605.24517); each is a mean over its own tokens, as in prime-rl's code.

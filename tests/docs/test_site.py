@@ -15,7 +15,7 @@ from grpo_fn.trainer import sections
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 # What other programs say, which our pages explain.
-FOREIGN = {"CUDA out of memory"}
+FOREIGN = {"CUDA out of memory", "torch._inductor.exc.InductorError"}
 
 
 # Modules whose public functions docs/concepts/api.md has.

@@ -47,7 +47,7 @@ def check_stage(settings: Settings) -> None:
         return
     try_objective("step.Algorithm.objective", algorithm.objective, size, names=SAMPLED, kind=TOKEN_LOSS)
     try_objective("step.Algorithm.supervised", algorithm.supervised, size, **given)
-    check_observations(settings)
+    check_observations(settings.algorithm.observation_coef, with_episodes=settings.episodes is not None)
     shares = [algorithm.supervised_share(step) for step in range(settings.steps)]
     if not all(0 <= mu <= 1 for mu in shares):
         odd = next(step for step, mu in enumerate(shares) if not 0 <= mu <= 1)
@@ -66,16 +66,16 @@ def check_stage(settings: Settings) -> None:
         )
 
 
-def check_observations(settings: Settings) -> None:
+def check_observations(coef: float, *, with_episodes: bool) -> None:
     """Raise ValueError for a weight of observations that is none, or has no episodes to take them from.
 
     Args:
-        settings: their algorithm and episodes.
+        coef: `step.Algorithm.observation_coef`.
+        with_episodes: whether the run has episodes.
     """
-    coef = settings.algorithm.observation_coef
     if not 0 <= coef < math.inf:
         raise ValueError(f"step.Algorithm.observation_coef: got {coef}, wanted a finite number of at least 0")
-    if coef and settings.episodes is None:
+    if coef and not with_episodes:
         raise ValueError(
             f"step.Algorithm.observation_coef: got {coef} in a run without episodes, in which no environment writes "
             "anything, wanted 0.0, or train.train.episodes = @sections.Episodes()"
