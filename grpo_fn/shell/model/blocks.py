@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model.attention import Phase
 
 Forward = Callable[..., Any]
@@ -147,6 +148,21 @@ def compiled_on_cuda(block: nn.Module) -> None:
         )
     if device == "cuda":
         torch_compile(block, mode="default")
+
+
+def execution_on(device: torch.device, execute: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """How blocks that are still on the meta device will run: `compiled_on_cuda` as what it is there.
+
+    Args:
+        device: where they will compute.
+        execute: what was chosen, such as `mesh.Parallelism.compile`.
+
+    Returns:
+        `torch_compile` in mode "default" or `eager` for `compiled_on_cuda`; any other choice as it is.
+    """
+    if function_and_knobs(execute)[0] is not compiled_on_cuda:
+        return execute
+    return partial(torch_compile, mode="default") if device.type == "cuda" else eager
 
 
 def compile_unsupported_reason(device: torch.device) -> str | None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import hf, load_weights, lora
-from grpo_fn.shell.model.blocks import blocks
+from grpo_fn.shell.model.blocks import blocks, execution_on
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.fsdp import ReferenceModel
@@ -90,7 +90,7 @@ class ModelSpec:
         if mesh is not None:
             return self.load_sharded(world, mesh, trained=False)
         model = self.read_whole(world.device, self.dtype)
-        self.prepare(model.requires_grad_(False))
+        self.prepare(model.requires_grad_(False), world.device)
         return self.logprob_model(model)
 
     def load_sharded(self, world: World, mesh: DeviceMesh, *, trained: bool) -> LogprobModel:
@@ -102,7 +102,7 @@ class ModelSpec:
         elif not trained:
             model.requires_grad_(False)
         tensor_parallel.divide(model, mesh["tensor"])
-        self.prepare(model)
+        self.prepare(model, world.device)
         logprob_model = self.logprob_model(model)
         how = self.parallelism if trained else replace(self.parallelism, offload=self.parallelism.offload_reference)
         shard(logprob_model, model, mesh, self.dtype, how)
@@ -114,10 +114,11 @@ class ModelSpec:
             self.reset_adapters(model, device)
         return logprob_model.eval()
 
-    def prepare(self, model: nn.Module) -> None:
-        """What becomes of every block before it is sharded."""
+    def prepare(self, model: nn.Module, device: torch.device) -> None:
+        """What becomes of every block before it is sharded, of a model that will compute on that device."""
+        execute = execution_on(device, self.parallelism.compile)
         for block in blocks(model):
-            self.parallelism.compile(block)
+            execute(block)
             self.parallelism.activation_checkpointing(block)
 
 
@@ -136,7 +137,7 @@ def load_and_shard(
     copied = reference and adapters is None
     if plain:
         model = placing.full_model(world.device, placing.dtype)
-        placing.prepare(model)
+        placing.prepare(model, world.device)
         logprob_model, data = placing.logprob_model(model), None
         beside = placing.logprob_model(copy.deepcopy(model).requires_grad_(False)) if copied else None
         mesh = None

@@ -23,6 +23,7 @@ from grpo_fn.shell.model.blocks import (
     blocks,
     compiled_on_cuda,
     eager,
+    execution_on,
     full_checkpointing,
     no_checkpointing,
     recompilations,
@@ -353,3 +354,11 @@ def test_by_default_blocks_of_a_cpu_are_left_alone_and_those_without_a_place_ref
     assert "forward" not in vars(block)
     with pytest.raises(ValueError, match="got a block on the meta device, wanted one with its weights in place"):
         compiled_on_cuda(block.to("meta"))
+
+
+def test_blocks_that_are_not_loaded_yet_run_as_their_device_to_be_has_it():
+    on_card = execution_on(torch.device("cuda", 0), compiled_on_cuda)
+    assert (on_card.func, on_card.keywords) == (torch_compile, {"mode": "default"})
+    assert execution_on(torch.device("cpu"), compiled_on_cuda) is eager
+    chosen = partial(torch_compile, mode="reduce-overhead")
+    assert execution_on(torch.device("cpu"), chosen) is chosen
