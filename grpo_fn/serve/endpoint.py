@@ -101,7 +101,7 @@ class Endpoint:
         if asked.tools is not None:
             reader = self.calls_reader()
             encode = partial(encode_with_tools, tools=asked.tools)
-            read = partial(read_answer, read_calls=reader) if asked.calls else None
+            read = partial(read_answer, read_calls=reader, parallel=asked.parallel_calls) if asked.calls else None
         shape = AnswerShape(partial(chat_body, read=read), partial(chat_events, read=read))
         return self.answer(asked, encode, shape)
 

@@ -68,6 +68,7 @@ class GenerationBody:
     usage: bool  # the last event says how many tokens there were
     tools: tuple[Json, ...] | None = None  # None: no tools, and no messages of tools
     calls: bool = False  # the model's calls are read
+    parallel_calls: bool = True  # all of a completion's calls are shown, not the first alone
 
     @property
     def truncated(self) -> bool:
@@ -111,6 +112,7 @@ def read_chat(body: Json, model: str) -> GenerationBody:
         prompts=[read_prompt(body.get("messages"))],
         tools=(() if asleep else tools) if tools else None,
         calls=bool(tools) and not asleep,
+        parallel_calls=boolean(body, "parallel_tool_calls", True),
         n=integer(body, "n", 1, low=1, high=CHOICES),
         max_tokens=next((limit for limit in limits if limit is not None), None),
         alternatives=(top or 0) if wanted else None,
@@ -203,12 +205,12 @@ def number(body: Json, name: str, default: float, *, low: float, high: float = m
     return float(value)
 
 
-def boolean(body: Json, name: str) -> bool:
+def boolean(body: Json, name: str, default: bool = False) -> bool:
     """True or false."""
     value = body.get(name)
     if not isinstance(value, bool | None):
         raise field_error(name, value, "true or false")
-    return bool(value)
+    return default if value is None else value
 
 
 def read_stream_options(body: Json) -> bool:

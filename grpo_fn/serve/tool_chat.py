@@ -78,8 +78,17 @@ def calls_reader_of(tokenizer: PreTrainedTokenizerBase) -> ReadCalls:
     )
 
 
-def read_answer(text: str, *, read_calls: ReadCalls) -> ChatAnswer:
-    """A completion's text and calls; of one with a malformed call the whole text, and no call."""
+def read_answer(text: str, *, read_calls: ReadCalls, parallel: bool) -> ChatAnswer:
+    """A completion's text and calls; of one with a malformed call the whole text, and no call.
+
+    Args:
+        text: of the completion.
+        read_calls: the reader of the family's calls.
+        parallel: whether all of its calls are wanted, or the first alone: the others are left out, as vLLM does.
+
+    Returns:
+        The text apart from all calls, and the calls that are wanted.
+    """
     found = read_calls(text)
     if found.malformed or not found.calls:
         return ChatAnswer(text, ())
@@ -89,6 +98,6 @@ def read_answer(text: str, *, read_calls: ReadCalls) -> ChatAnswer:
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }
-        for call in found.calls
+        for call in (found.calls if parallel else found.calls[:1])
     ]
     return ChatAnswer(found.content, calls)

@@ -21,17 +21,13 @@ def field_refused(name: str, got: object, wanted: str) -> HttpError:
 
 def read_tools(body: Json) -> tuple[Json, ...]:
     """The tools of a request as chat templates take them; none where there are none. Raises HttpError."""
-    value, choice, parallel = (body.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls"))
+    value, choice = body.get("tools"), body.get("tool_choice")
     if choice not in (None, "none", "auto"):
         raise field_refused(
             "tool_choice", choice, '"none" or "auto": a call cannot be forced, as drawing is not constrained'
         )
-    if not isinstance(parallel, bool | None):
-        raise field_refused("parallel_tool_calls", parallel, "true or false")
     if value is None or value == []:
         return ()
-    if parallel is False:
-        raise field_refused("parallel_tool_calls", parallel, "true with tools: drawing is not constrained to one call")
     if not isinstance(value, list):
         raise field_refused("tools", value, "a list of tools")
     tools = tuple(_tool(one, f"tools[{place}]") for place, one in enumerate(value))

@@ -70,6 +70,31 @@ def test_without_calls_and_with_a_malformed_one_the_text_is_what_was_written() -
         assert said_call(cut["message"]["tool_calls"][0]) == ("add", {"a": 3})
 
 
+def test_without_parallel_calls_the_first_is_shown_and_every_drawn_token_is_counted() -> None:
+    text = f"I add.\n{CALL}{CALL.replace('3', '4')} Done."
+    drawn = tokenizer()(text, add_special_tokens=False)["input_ids"]
+    with served(ScriptedService([text] * 4), reads=tokenizer_of("hermes")) as client:
+        one, two = (
+            client.ask(CHAT, **ASKED, parallel_tool_calls=parallel, return_token_ids=True) for parallel in (False, True)
+        )
+        streamed = [
+            delta
+            for event in events(client, parallel_tool_calls=False)
+            for choice in event["choices"]
+            if (delta := choice["delta"]).get("tool_calls")
+        ]
+        (unsaid,) = client.ask(CHAT, **ASKED, parallel_tool_calls=None)["choices"]
+    (first,), (both,) = one["choices"], two["choices"]
+    assert [said_call(call) for call in first["message"]["tool_calls"]] == [("add", {"a": 3})]
+    assert [said_call(call) for call in both["message"]["tool_calls"]] == [("add", {"a": 3}), ("add", {"a": 4})]
+    assert len(unsaid["message"]["tool_calls"]) == 2
+    assert first["message"]["content"] == both["message"]["content"]
+    assert first["token_ids"] == both["token_ids"] == drawn
+    assert one["usage"] == two["usage"]
+    (delta,) = streamed
+    assert [said_call(call) for call in delta["tool_calls"]] == [("add", {"a": 3})]
+
+
 def test_no_choice_of_tools_neither_shows_nor_reads_them() -> None:
     one = ScriptedService([CALL])
     with served(one, reads=tokenizer_of("hermes")) as client:
@@ -117,7 +142,7 @@ WRONG = [
     ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "strict: got true, wanted false"),
     ({"tool_choice": "required"}, 'tool_choice: got "required", wanted "none" or "auto"'),
     ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice: got {"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls: got false, wanted true with tools"),
+    ({"parallel_tool_calls": "no"}, 'parallel_tool_calls: got "no", wanted true or false'),
     ({"messages": []}, "messages: got [], wanted a list of messages"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, 'messages: got "assistant", wanted a last message'),
     ({"messages": [ANSWER]}, 'messages[0].tool_call_id: got "x", wanted the id of a call'),
