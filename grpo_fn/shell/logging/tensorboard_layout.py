@@ -1,7 +1,7 @@
 """The layout of TensorBoard's pages: which charts there are, in which order, and a run's knobs.
 
 The charts are the tab "Custom Scalars", for reading from top to bottom: is the run healthy, does it learn, what does it
-write, where does the time go. Every metric of the README's table is in one of them.
+write, where does the time go. Every metric of docs/monitoring/metrics.md is in one of them.
 """
 
 import json
