@@ -28,7 +28,7 @@ from grpo_fn.serve.streaming import (
     settled_text,
     tidies,
 )
-from grpo_fn.serve.tool_chat import calls_reader_of, encode_with_tools, read_answer
+from grpo_fn.serve.tool_chat import calls_reader_of, encode_with_tools, read_answer, reader_for_tools
 from grpo_fn.shell.episodes.tool_calls import ReadCalls
 from grpo_fn.shell.model.hf import Encode, bare_prompt, encode_prompt
 from grpo_fn.shell.model.token_scores import ScoredText, TokenScores
@@ -99,7 +99,7 @@ class Endpoint:
         asked = read_chat(body, self.served.name)
         encode, read = self.served.encode, None
         if asked.tools is not None:
-            reader = self.calls_reader()
+            reader = reader_for_tools(self.calls_reader(), asked.tools)
             encode = partial(encode_with_tools, tools=asked.tools)
             read = partial(read_answer, read_calls=reader, parallel=asked.parallel_calls) if asked.calls else None
         shape = AnswerShape(partial(chat_body, read=read), partial(chat_events, read=read))

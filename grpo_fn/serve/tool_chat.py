@@ -7,14 +7,15 @@ that reads it back is the family's. Calls are not constrained: what the model wr
 import json
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core.conversation import Conversation
-from grpo_fn.core.environment import ToolCall
+from grpo_fn.core.environment import PlainData, ToolCall
 from grpo_fn.shell.episodes import tool_calls
-from grpo_fn.shell.episodes.tool_calls import ReadCalls
+from grpo_fn.shell.episodes.tool_calls import ReadCalls, ReadTurn
 from grpo_fn.shell.serving.http_endpoint import HttpError, Json
 
 READERS = (tool_calls.hermes, tool_calls.qwen_xml, tool_calls.llama_json)
@@ -78,6 +79,14 @@ def calls_reader_of(tokenizer: PreTrainedTokenizerBase) -> ReadCalls:
     )
 
 
+def reader_for_tools(read_calls: ReadCalls, tools: Sequence[Json]) -> ReadCalls:
+    """The reader of a family's calls, by the schemas of the tools where the family writes texts without quotes."""
+    if read_calls is not tool_calls.qwen_xml:
+        return read_calls
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    return partial(_read_xml_by_schema, schemas=schemas)
+
+
 def read_answer(text: str, *, read_calls: ReadCalls, parallel: bool) -> ChatAnswer:
     """A completion's text and calls; of one with a malformed call the whole text, and no call.
 
@@ -101,3 +110,20 @@ def read_answer(text: str, *, read_calls: ReadCalls, parallel: bool) -> ChatAnsw
         for call in (found.calls if parallel else found.calls[:1])
     ]
     return ChatAnswer(found.content, calls)
+
+
+def _read_xml_by_schema(text: str, *, schemas: Json) -> ReadTurn:
+    """Calls in XML: an argument that a schema declares to be text is the text as written, `"3"` for `3`."""
+
+    def read_value(tool: str, parameter: str, written: str) -> PlainData:
+        declared = _declared(schemas.get(tool), parameter)
+        return written if declared == "string" else tool_calls.json_or_text(written)
+
+    return tool_calls.xml_calls(text, read_value)
+
+
+def _declared(schema: object, parameter: str) -> object:
+    """The type of a parameter in a JSON schema; None where it says none."""
+    for name in ("properties", parameter, "type"):
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema

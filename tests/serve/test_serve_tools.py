@@ -58,6 +58,20 @@ def test_calls_come_as_openai_has_them_and_a_tools_answer_is_rendered() -> None:
     assert second == f"{first}I add.{CALL}{CALL}\ntool: <add> 3\ntool: <add> 3\nassistant: "
 
 
+@pytest.mark.parametrize(
+    ("declared", "wanted"),
+    [({"type": "string"}, "3"), ({"type": "integer"}, 3), ({"type": ["string", "null"]}, 3), ({}, 3), (True, 3)],
+)
+def test_an_argument_that_is_declared_as_text_is_what_was_written(declared: object, wanted: object) -> None:
+    """Qwen3-Coder and its like write texts without quotes."""
+    parameters = {"type": "object", "properties": {"code": declared}}
+    body = {**ASKED, "tools": [{"type": "function", "function": {"name": "run", "parameters": parameters}}]}
+    text = "<tool_call>\n<function=run>\n<parameter=code>\n3\n</parameter>\n</function>\n</tool_call>"
+    with served(ScriptedService([text]), reads=tokenizer_of("qwen_xml")) as client:
+        (choice,) = client.ask(CHAT, **body)["choices"]
+    assert said_call(choice["message"]["tool_calls"][0]) == ("run", {"code": wanted})
+
+
 def test_without_calls_and_with_a_malformed_one_the_text_is_what_was_written() -> None:
     broken = '<tool_call>\n{"name": "add"\n</tool_call> '
     with served(ScriptedService([" so ", broken, CALL]), reads=tokenizer_of("hermes")) as client:
