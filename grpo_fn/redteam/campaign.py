@@ -3,7 +3,7 @@
 An attempt is a text, or a script that says one turn after the other of an episode.
 
 What is reported is measured on problems that the search has not seen, so that the best of many texts does not owe its
-score to luck. Scores of one text on one problem are the reward's; a row that cannot be scored counts as 0.
+score to chance. Scores of one text on one problem are the reward's; a row that cannot be scored counts as 0.
 """
 
 from collections.abc import Callable, Sequence
