@@ -26,7 +26,8 @@ from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
 from grpo_fn.shell.background_worker import BackgroundWorker  # noqa: E402
 from grpo_fn.shell.checkpoint import tensor_shards  # noqa: E402
-from grpo_fn.shell.model import attention_layout, logprob_head, packed_input  # noqa: E402
+from grpo_fn.shell.model import logprob_head, packed_input  # noqa: E402
+from grpo_fn.shell.model.attention_kernels import attention_layout  # noqa: E402
 from grpo_fn.shell.sampler.local import cuda_graphs, decode_step, kv_cache  # noqa: E402
 
 Change = tuple[Any, str, Callable[[Any], Any]]  # where, which name, what was there to what is there now
