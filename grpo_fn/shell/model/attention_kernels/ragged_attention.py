@@ -1,19 +1,23 @@
 """Attention over rows of unequal length, in kernels that take them as they lie: halves on CUDA only."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import AuxRequest
 from torch.nn.functional import embedding_bag
 
 from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Layout
+
+WARNING = 1  # torch's number for deterministic algorithms with `warn_only`
 
 
 def flash_attention(
@@ -59,8 +63,6 @@ def flash_varlen_function() -> Callable[..., Tensor] | None:
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec) -> Float[Tensor, "N H E"]:
     """The same kernels, as torch has them: without a cap. Raises ValueError for dropout, which they lack, too."""
-    from torch.nn.attention.varlen import varlen_attn
-
     if how.dropout:
         raise ValueError(f"got attention with dropout {how.dropout} on rows of unequal length, wanted 0, or flash-attn")
     rows, groups = layout.ragged_rows, query.shape[1] // key.shape[1]
@@ -68,8 +70,64 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: Atten
     # Before the flag came torch did not compare the heads, and the kernel below it is the same.
     more = {"enable_gqa": True} if groups > 1 and has_gqa_flag() else {}
     window = (-1 if how.window is None else how.window - 1, 0)
-    lengths = (rows.queries, rows.keys, *rows.longest)
-    return varlen_attn(query.contiguous(), k, v, *lengths, scale=how.scale, window_size=window, **more)
+    known = RaggedCall((rows.queries, rows.keys, *rows.longest), how.scale, window, more)
+    if torch.get_deterministic_debug_mode() == WARNING:
+        return RepeatableVarlen.apply(query.contiguous(), k, v, known)
+    return known(query.contiguous(), k, v)
+
+
+class RaggedCall(NamedTuple):
+    """What `varlen_attn` is called with besides queries, keys and values."""
+
+    lengths: tuple[Tensor, Tensor, int, int]
+    scale: float
+    window: tuple[int, int]
+    more: dict[str, bool]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **also: AuxRequest) -> Any:
+        """The output; with `return_aux`, what was asked for besides."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        how = {"scale": self.scale, "window_size": self.window, **self.more, **also}
+        return varlen_attn(query, key, value, *self.lengths, **how)
+
+
+class RepeatableVarlen(torch.autograd.Function):
+    """`varlen_attn` whose gradients are the same bits again under `use_deterministic_algorithms(True, warn_only=True)`.
+
+    With `warn_only` torch's kernel warns and adds up in any order all the same, though it has a deterministic way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, known: RaggedCall) -> Tensor:
+        """As the call says."""
+        out, lse = known(query, key, value, return_aux=AuxRequest(lse=True))
+        ctx.known = known
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Gradients of queries, keys and values, by the kernel's deterministic way."""
+        known: RaggedCall = ctx.known
+        seed = torch.zeros(2, dtype=torch.uint64, device=slope.device)  # of dropout, which there is none of
+        causal = known.window == (-1, 0)
+        with strict_determinism():
+            slopes = torch.ops.torch_attn._varlen_attn_backward(
+                slope, *ctx.saved_tensors, *known.lengths, causal, seed, known.scale, [*known.window]
+            )
+        return *slopes, None
+
+
+@contextmanager
+def strict_determinism() -> Iterator[None]:
+    """Deterministic kernels without `warn_only`, which some of torch's take for leave to use their others."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @cache
