@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from grpo_fn.core.packing import Share, by_reading
 from grpo_fn.rehearse.counting import CountingMode
 from grpo_fn.shell.model import load_weights
-from grpo_fn.shell.model.attention import HALVES, AttentionSpec, PackedAttention, install, varlen
+from grpo_fn.shell.model.attention import HALVES, PackedAttention, install
+from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec
+from grpo_fn.shell.model.attention_kernels.ragged_attention import varlen
 from grpo_fn.shell.model.logprob_model import LogprobModel, has_linear_head
 from grpo_fn.shell.model.packed_input import ModelInput, PackedInput, end_to_end, packing_unsupported_reason
 from grpo_fn.shell.policy.load_and_shard import ModelSpec

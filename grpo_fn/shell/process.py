@@ -46,20 +46,26 @@ class StopRequest:
             raise KeyboardInterrupt
 
 
-def use_deterministic_kernels(wanted: bool) -> None:
+def use_deterministic_kernels(wanted: bool, device: str) -> None:
     """Have torch and cuBLAS use kernels that give the same bits again for the same inputs, or whichever is fastest.
 
-    Called before the first product on the device: cuBLAS reads its variable then. The backward pass of flash attention,
-    torch's and the package's, follows torch's switch. An operation that has no such kernel warns and runs all the same.
+    Called before the first product on the device: cuBLAS reads its variable then. Attention over packed rows
+    (`ragged_attention`) follows torch's switch. An operation that has no such kernel warns and runs all the same; so
+    would the fused kernels of `scaled_dot_product_attention`, in whose place its products are taken on CUDA.
 
     Args:
         wanted: False takes back what True has set.
+        device: "cuda" or another kind of device; a CPU's fused kernel is the same again and stays.
     """
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch  # what waits for signals alone does without
 
     torch.use_deterministic_algorithms(wanted, warn_only=wanted)
+    if device == "cuda":
+        torch.backends.cuda.enable_flash_sdp(not wanted)
+        torch.backends.cuda.enable_mem_efficient_sdp(not wanted)
+        torch.backends.cuda.enable_cudnn_sdp(not wanted)
 
 
 def keep_freed_memory() -> None:

@@ -63,7 +63,7 @@ def prepare_process(device: torch.device, *, deterministic: bool) -> None:
         deterministic: whether kernels have to give the same bits again.
     """
     disable_progress_bar()  # one a file: they would bury the lines of the run
-    use_deterministic_kernels(deterministic)
+    use_deterministic_kernels(deterministic, device.type)
     if device.type == "cpu":
         keep_freed_memory()
 

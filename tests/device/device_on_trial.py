@@ -13,10 +13,11 @@ import fake_cuda as fake
 # isort: split
 import torch
 from device_decode import SPREAD, Asking, context, drawn, sample, uncached
-from device_exact import rows, rows_of
+from device_exact import repeats, rows, rows_of
 from device_parts import built, local, problems, require
 from device_runner import Setting
 from device_shapes import TOY, folder
+from fake_kernels import ANY_ORDER
 
 from grpo_fn.core import prng
 from grpo_fn.core.types import Batch
@@ -116,6 +117,16 @@ def moved_weights(setting: Setting) -> None:
 def packed(setting: Setting) -> None:
     """Rows end to end in float32 and bfloat16."""
     rows(setting)
+
+
+def the_same_gradients_again(setting: Setting) -> None:
+    """Deterministic kernels, as a run asks for them: no kernel of attention adds up in any order."""
+    bench = built(setting, model_folder(setting), torch.bfloat16)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        apart = repeats(setting, bench, on=True)
+    odd = [str(one.message) for one in said if ANY_ORDER in str(one.message)]
+    require(apart == 0.0 and not odd, f"got gradients {apart:.2g} apart, and {odd[:1]}, wanted 0 and no such warning")
 
 
 def one_side_stream(setting: Setting) -> None:
@@ -255,6 +266,7 @@ CHECKS = (
     other_seats,
     moved_weights,
     packed,
+    the_same_gradients_again,
     one_side_stream,
     failed_capture,
     second_card,

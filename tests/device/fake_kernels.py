@@ -4,6 +4,7 @@ Triton's have no CUDA here to be compiled for: our operators of it are run by th
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -17,6 +18,7 @@ from grpo_fn.shell.sampler.local import split_kv
 
 LIBRARY = torch.library.Library("aten", "IMPL")
 HALVES = (torch.bfloat16, torch.float16)
+ANY_ORDER = "Flash Attention defaults to a non-deterministic algorithm."  # as torch says it
 
 
 def kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -171,6 +173,8 @@ def flash_attention_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of queries, keys and values."""
     check(q, k, v, cu_q, cu_k)
+    if torch.get_deterministic_debug_mode() == 1:  # with warn_only
+        warnings.warn(ANY_ORDER, UserWarning, stacklevel=2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     window = (window_size_left if window_size_left is not None else -1, -1 if window_size_right is None else 0)
     grad_, q_, k_, v_, cu_q_, cu_k_ = on_host(grad, q, k, v, cu_q, cu_k)

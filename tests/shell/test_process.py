@@ -53,6 +53,12 @@ def test_freed_memory_is_used_again_unless_the_environment_sets_otherwise() -> N
 # -- deterministic kernels
 
 
+def fused_kernels() -> list[bool]:
+    """Which of them `scaled_dot_product_attention` may take."""
+    cuda = torch.backends.cuda
+    return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()]
+
+
 def test_deterministic_kernels_are_what_torch_cublas_and_decoding_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     model = torch.nn.Linear(2, 2)
@@ -66,13 +72,16 @@ def test_deterministic_kernels_are_what_torch_cublas_and_decoding_use(monkeypatc
     monkeypatch.setattr(decode_step, "choose_split_kv", lambda model: split_kv_attention)
     try:
         for wanted in (True, False):
-            use_deterministic_kernels(wanted)
+            use_deterministic_kernels(wanted, "cuda")
+            assert fused_kernels() == [not wanted] * 3, "of scaled_dot_product_attention: with warn_only none repeats"
             assert torch.are_deterministic_algorithms_enabled() == wanted
             code = decode_step.build_engine(model).code
             assert code == (decode_step.WRITTEN if wanted else compiled)._replace(split_kv=split_kv_attention)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        use_deterministic_kernels(True, "cpu")
+        assert fused_kernels() == [True] * 3, "a CPU's is the same again"
     finally:
-        torch.use_deterministic_algorithms(False)
+        use_deterministic_kernels(False, "cuda")
 
 
 @pytest.mark.parametrize("how", [torch_compile, partial(torch_compile)])

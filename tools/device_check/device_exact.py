@@ -30,6 +30,7 @@ from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
 from grpo_fn.shell.model.packed_input import pack_rows, pack_shared_prompts, pad_rows
 from grpo_fn.shell.policy.fsdp import full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
+from grpo_fn.shell.process import use_deterministic_kernels
 
 TEMPERATURE = 0.7
 SPREAD = 0.05  # of the weights: far enough from a fresh model's that every nonlinearity matters
@@ -130,11 +131,11 @@ def repeats(setting: Setting, bench: Bench, *, on: bool) -> float:
     batch = Batch(tokens, mask, none, none, none, none, none, torch.zeros_like(mask), mask.long())
     there = [type(x)(*(y.to(setting.device) for y in x)) for x in (batch, signal)]
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(on, warn_only=True)
+    use_deterministic_kernels(on, setting.device.partition(":")[0])
     try:
         once, again = (seen(bench, *there)[-1] for _ in range(2))
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=True)
+        use_deterministic_kernels(before, setting.device.partition(":")[0])
     return distance(again, once)[0]
 
 

@@ -7,12 +7,9 @@ backward pass looks it up again.
 """
 
 import sys
-import warnings
 from collections.abc import Callable
-from functools import cache, partial
-from importlib.util import find_spec
-from inspect import signature
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -22,7 +19,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_fn.shell.model.attention_layout import Layout, Window
+from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Layout
+from grpo_fn.shell.model.attention_kernels.ragged_attention import flash_attention, flash_varlen_function, varlen
 
 OURS = "+rows"  # behind the name of what stood there before
 EAGER = "eager"
@@ -34,16 +32,6 @@ HALVES = (torch.bfloat16, torch.float16)
 
 Attend = Callable[..., Float[Tensor, "N H D"]]
 Phase = Literal["training", "prefill", "decode"]  # the last two write keys and values into a cache
-
-
-class AttentionSpec(NamedTuple):
-    """What a layer asks of attention."""
-
-    window: Window
-    scale: float
-    dropout: float
-    cap: float | None  # of the scores
-    eager: bool  # the model was built to have it written out
 
 
 class AttentionContext(Protocol):
@@ -175,72 +163,3 @@ def eager_attention(
         mask = torch.full(scores.shape[2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
     weights = (scores + mask).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
     return dropout(weights, how.dropout) @ v
-
-
-# -- kernels for rows of unequal length, CUDA only
-
-
-def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec
-) -> Float[Tensor, "N H E"]:
-    """The flash-attn package. A row's queries are the last of its keys, which is how it aligns a causal mask."""
-    rows = layout.ragged_rows
-    return flash_varlen_function()(
-        query,
-        gather_tokens(key, rows.key),
-        gather_tokens(value, rows.key),
-        rows.queries,
-        rows.keys,
-        *rows.longest,
-        dropout_p=how.dropout,
-        softmax_scale=how.scale,
-        causal=True,
-        window_size=(-1 if how.window is None else how.window - 1, 0),
-        softcap=how.cap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-@cache
-def flash_varlen_function() -> Callable[..., Tensor] | None:
-    """`flash_attn_varlen_func` of the flash-attn package; None, once with a warning, where it cannot be imported.
-
-    The name may be there without it: flash-attn 4 installs `flash_attn.cute` alone, and a wheel built for another
-    torch ends with an OSError.
-    """
-    if find_spec("flash_attn") is None:
-        return None
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except (ImportError, OSError) as error:
-        warnings.warn(
-            f"attention runs on torch's kernels, without flash-attn: {type(error).__name__}, {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return flash_attn_varlen_func
-
-
-def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec) -> Float[Tensor, "N H E"]:
-    """The same kernels, as torch has them: without a cap. Raises ValueError for dropout, which they lack, too."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if how.dropout:
-        raise ValueError(f"got attention with dropout {how.dropout} on rows of unequal length, wanted 0, or flash-attn")
-    rows, groups = layout.ragged_rows, query.shape[1] // key.shape[1]
-    k, v = gather_tokens(key, rows.key), gather_tokens(value, rows.key)
-    more = {"enable_gqa": True} if groups > 1 and knows_groups() else {}
-    if groups > 1 and not more:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    window = (-1 if how.window is None else how.window - 1, 0)
-    lengths = (rows.queries, rows.keys, *rows.longest)
-    return varlen_attn(query.contiguous(), k, v, *lengths, scale=how.scale, window_size=window, **more)
-
-
-@cache
-def knows_groups() -> bool:
-    """Whether torch's kernel takes fewer heads of keys than of queries."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in signature(varlen_attn).parameters  # from torch 2.12

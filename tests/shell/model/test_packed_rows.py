@@ -25,7 +25,8 @@ from grpo_fn.core import prng
 from grpo_fn.core.packing import each_reads_its_prompt, share_prompts
 from grpo_fn.core.sampling import categorical
 from grpo_fn.shell.model import attention, blocks, lora, packed_input
-from grpo_fn.shell.model.attention_layout import Layout
+from grpo_fn.shell.model.attention_kernels import ragged_attention
+from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Layout
 from grpo_fn.shell.model.logprob_model import LogprobModel
 
 V = 13
@@ -447,13 +448,21 @@ def as_torch_has_it(q, k, v, *rest, scale, window_size, enable_gqa=False):
     return loop(q, k, v, *rest, scale=scale, window=window_size)
 
 
+def as_torch_2_11_has_it(q, k, v, *rest, scale, window_size):
+    """It compares no heads: its kernel takes fewer of keys than of queries."""
+    return loop(q, k, v, *rest, scale=scale, window=window_size)
+
+
 def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_size, softcap, deterministic):
     assert (dropout_p, causal, softcap) == (0.0, True, 0.0)
     assert deterministic == torch.are_deterministic_algorithms_enabled()
     return loop(q, k, v, *rest, scale=softmax_scale, window=window_size)
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "flash_attention"])
+@pytest.mark.parametrize(
+    ("kernel", "of_torch"),
+    [("varlen", as_torch_has_it), ("varlen", as_torch_2_11_has_it), ("flash_attention", as_torch_has_it)],
+)
 @settings(max_examples=max(5, EXAMPLES // 5))
 @given(
     drawn(),
@@ -461,11 +470,11 @@ def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_siz
     st.sampled_from([share_prompts, each_reads_its_prompt]),
     st.sampled_from([1, 2]),
 )
-def test_kernels_for_unequal_rows_get_the_same_rows(kernel, some, window, share, heads):
+def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, window, share, heads):
     layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))
-    how = attention.AttentionSpec(window, scale=0.3, dropout=0.0, cap=None, eager=False)
+    how = AttentionSpec(window, scale=0.3, dropout=0.0, cap=None, eager=False)
     wanted = attention.bucketed_attention(q, k, v, layout, how, core=attention.sdpa_attention)
     torch.testing.assert_close(
         attention.bucketed_attention(q, k, v, layout, how, core=attention.eager_attention),
@@ -474,27 +483,47 @@ def test_kernels_for_unequal_rows_get_the_same_rows(kernel, some, window, share,
         atol=1e-12,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.nn.attention.varlen.varlen_attn", as_torch_has_it)
-        patch.setattr(attention, "flash_varlen_function", lambda: as_flash_has_it)
-        attention.knows_groups.cache_clear()
-        got = getattr(attention, kernel)(q, k, v, layout, how)
-    attention.knows_groups.cache_clear()
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
+        patch.setattr(ragged_attention, "flash_varlen_function", lambda: as_flash_has_it)
+        ragged_attention.has_gqa_flag.cache_clear()
+        got = getattr(ragged_attention, kernel)(q, k, v, layout, how)
+    ragged_attention.has_gqa_flag.cache_clear()
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=max(5, EXAMPLES // 5))
+@given(drawn(), st.sampled_from([share_prompts, each_reads_its_prompt]))
+def test_keys_and_values_are_gathered_at_once_and_pulled_back_to_those_that_were_read(some, share):
+    """As two gathers are, whose pullbacks add up what each token gets from all that read it."""
+    layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
+    n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
+    made = partial(torch.randn, generator=g, dtype=torch.float64)
+    apart, together = ([x.clone().requires_grad_() for x in found] for found in [(made(n, 2, 8), made(n, 2, 4))] * 2)
+    wanted = [attention.gather_tokens(x, layout.ragged_rows.key) for x in apart]
+    got = ragged_attention.gather_keys_and_values(*together, layout)
+    slopes = [made(x.shape) for x in wanted]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+        assert a.stride(-1) == 1, "what the kernels ask for"
+    torch.autograd.backward(wanted, slopes)
+    torch.autograd.backward(got, slopes)
+    for a, b in zip(together, apart, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_flash_attn_without_the_function_for_unequal_rows_is_left_out(monkeypatch, there):
     """flash-attn 4 installs `flash_attn.cute` in a package that has nothing else."""
     package = SimpleNamespace(flash_attn_varlen_func=as_flash_has_it) if there else SimpleNamespace()
-    monkeypatch.setattr(attention, "find_spec", lambda name: object())
+    monkeypatch.setattr(ragged_attention, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    attention.flash_varlen_function.cache_clear()
+    ragged_attention.flash_varlen_function.cache_clear()
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            found = [attention.flash_varlen_function() for _ in range(3)]
+            found = [ragged_attention.flash_varlen_function() for _ in range(3)]
     finally:
-        attention.flash_varlen_function.cache_clear()
+        ragged_attention.flash_varlen_function.cache_clear()
     assert found == [as_flash_has_it if there else None] * 3
     said = [str(one.message) for one in seen]
     assert len(said) == (0 if there else 1), "once"

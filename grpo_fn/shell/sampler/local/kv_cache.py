@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from grpo_fn.core.packing import Spans, visible_positions
 from grpo_fn.shell.model.attention import (
     HALVES,
-    AttentionSpec,
     PackedAttention,
     Phase,
     eager_attention,
     sdpa_attention,
 )
-from grpo_fn.shell.model.attention_layout import Window
+from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Window
 from grpo_fn.shell.sampler.local.split_kv import SplitKV
 
 

@@ -14,6 +14,16 @@ from grpo_fn.core.packing import Spans
 Window = int | None  # keys that a query sees, itself included; None: all there are up to it
 
 
+class AttentionSpec(NamedTuple):
+    """What a layer asks of attention."""
+
+    window: Window
+    scale: float
+    dropout: float
+    cap: float | None  # of the scores
+    eager: bool  # the model was built to have it written out
+
+
 class Bucket(NamedTuple):
     """Rows of similar length, padded to the longest among them.
 
@@ -34,6 +44,13 @@ class RaggedLayout(NamedTuple):
     queries: Int[Tensor, "rows+1"]  # where each row's begin; where the last one's end
     keys: Int[Tensor, "rows+1"]
     longest: tuple[int, int]  # queries and keys
+
+
+class Readers(NamedTuple):
+    """Of every token of the stream, where among all rows' keys it is read: what the pullback of a gather adds up."""
+
+    place: Int[Tensor, "K"]  # into the keys, those that read the same token side by side, in the rows' order
+    begin: Int[Tensor, "N+1"]  # where each token's begin; where the last one's end
 
 
 class Layout:
@@ -79,6 +96,13 @@ class Layout:
         key = self.at[rows][torch.arange(self.at.shape[1]) < end[:, None]].to(self.device)
         queries, keys = (pad(n.cumsum(0), (1, 0)).int().to(self.device) for n in (end - start, end))
         return RaggedLayout(key, queries, keys, (int((end - start).max()), int(end.max())))
+
+    @cached_property
+    def readers(self) -> Readers:
+        """Who reads which token, sorted once on the device for all layers, and without a wait."""
+        token, place = self.ragged_rows.key.sort(stable=True)
+        stream = int((self.spans.end - self.spans.start).clamp(min=0).sum())
+        return Readers(place, torch.searchsorted(token, torch.arange(stream + 1, device=token.device)))
 
 
 def buckets_by_length(spans: Spans) -> Iterator[Int[Tensor, "b"]]:
