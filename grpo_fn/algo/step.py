@@ -40,6 +40,7 @@ class Stages:
 
     credit: Callable[[Reward, Tensor, Tensor], Tensor]  # the advantage of every token, [P G T]
     baseline: Callable[[Tensor, Tensor, Tensor], Tensor]  # of one group: (advantage, energy, mask) -> advantage, [G T]
+    energy_weight: Callable[[Tensor, Batch], Tensor]  # of one row: (logp_old, row) -> w [T]; energies count w^2 times
     distillation: Callable[[Tensor, Tensor, Tensor], Tensor]  # (advantage, log-prob gap to the teacher, mask), [P G T]
     reweighting: Callable[[Tensor, Batch], Tensor]  # of one group, at each update: (logp now, rows) -> advantage, [G T]
     filters: Sequence[Callable[[Rollout, Tensor], Tensor]]  # which samples may learn, [P G]; all of them have to agree
@@ -323,7 +324,10 @@ def compute_advantages(
     compared = (rollout.mask, logp_old - logp_ref, logp_teacher - logp_old, energy)
     mask, drift, gap, energy = (by_group(x, len(reward.value)) for x in compared)
     value = stages.credit(reward, gains.kl * drift, mask)
-    adv = stages.distillation(vmap(stages.baseline)(value, energy, mask & reward.valid[..., None]), gap, mask)
+    scored = make_batch(rollout, reward.valid, value, logp_old, logp_ref, logp_teacher)
+    weight = by_group(vmap(stages.energy_weight)(logp_old, scored), len(reward.value))
+    adv = vmap(stages.baseline)(value, weight.square() * energy, mask & reward.valid[..., None])
+    adv = stages.distillation(adv, gap, mask)
     keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
     batch = make_batch(rollout, keep, adv, logp_old, logp_ref, logp_teacher)
     selected = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))

@@ -60,6 +60,7 @@ def stages(
     f = partial(objective.policy_objective, **each, beta=0.1, entropy_bonus=0.0)
     plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "token_mask": masking.no_tokens}
     plain |= {"baseline": no_baseline, "distillation": distillation.no_teacher, "reweighting": as_credited}
+    plain["energy_weight"] = importance.no_correction
     return Stages(**{**plain, "objective": f, **changes})
 
 

@@ -16,6 +16,7 @@ from hypothesis import assume, given
 from signal_steps import CLIPPED, EPISODES, HOSTILE, UNMOVED, decode, looked_at, special, step
 from steps import CHOSEN, KEY, PRESETS, learn, preset, rich_step, steps
 
+from grpo_fn.algo.importance import no_correction
 from grpo_fn.algo.step import Experience, Stages, compute_advantages
 from grpo_fn.analysis import token_report
 from grpo_fn.analysis.html import escape, page, token_page
@@ -29,7 +30,7 @@ from grpo_fn.core.types import Scores
 
 
 def experience(how, taken) -> tuple[Experience, Scores]:
-    stages = Stages(**{name: getattr(how, name) for name in CHOSEN})
+    stages = Stages(**{name: getattr(how, name) for name in CHOSEN}, energy_weight=no_correction)
     adv, batch = compute_advantages(
         taken.groups, taken.logp_old, taken.logp_ref, taken.logp_teacher, taken.energy, UNMOVED, key=KEY, stages=stages
     )

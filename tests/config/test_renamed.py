@@ -71,6 +71,7 @@ ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
 # With values that change nothing.
 KNOBS_SINCE = {
     "algorithm.baseline": "@advantage.no_baseline",
+    "algorithm.energy_weight": "@importance.no_correction",
     "algorithm.distillation": "@distillation.no_teacher",
     "algorithm.reweighting": "@advantage.as_credited",
     "algorithm.stage": "@step.grpo_step",

@@ -97,6 +97,13 @@ class Sample(NamedTuple):
         """pi_theta / pi_old of token t."""
         return exp(self.logp[t] - self.old[t])
 
+    def weighted_energy(self, cap: float | None) -> list[float]:
+        """Each token's energy times min(pi_old / pi_sampled, cap)^2; the energies themselves without a cap."""
+        if cap is None:
+            return self.energy
+        ratio = [min(math.exp(old - drawn), cap) for old, drawn in zip(self.old, self.sampled, strict=True)]
+        return [w * w * e for w, e in zip(ratio, self.energy, strict=True)]
+
 
 Groups = Sequence[Sequence[Sample]]
 Advantages = Sequence[tuple[Sample, float]]
@@ -256,12 +263,15 @@ def over_the_step(rows: Sequence[Sample], advantages: Sequence[Sequence[float]])
     return loss / len(rows)
 
 
-def otb(groups: Groups, limit: int) -> Dual:
-    """arXiv:2602.07078, from verl's code: rewards weighed with their rows' energy so far; none for a row alone."""
+def otb(groups: Groups, limit: int, cap: float | None = None) -> Dual:
+    """arXiv:2602.07078, from verl's code: rewards weighed with their rows' energy so far; none for a row alone.
+
+    With a cap each token's energy counts min(pi_old / pi_sampled, cap)^2 times, as in verl's code with rollout weights.
+    """
     loss, rows = Dual(0.0), 0
     for group in groups:
         scored = [s for s in group if s.scored]
-        so_far = [{c: sum(s.energy[: t + 1]) for t, c in enumerate(s.column)} for s in scored]
+        so_far = [{c: sum(s.weighted_energy(cap)[: t + 1]) for t, c in enumerate(s.column)} for s in scored]
         for s in scored:
             for t, c in enumerate(s.column):
                 there = [(o.reward, w[c]) for o, w in zip(scored, so_far, strict=True) if c in w]
