@@ -14,6 +14,7 @@ from torch.func import vmap
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.aggregation import token_mean
+from grpo_fn.algo.distillation import full_share
 from grpo_fn.algo.importance import no_correction
 from grpo_fn.algo.metrics import UpdateResult
 from grpo_fn.algo.objective import Component, update_policy
@@ -185,6 +186,7 @@ SAMPLED_ONLY = {
     "given": nothing_given,
     "demonstrations": without_demonstrations,
     "energy_weight": no_correction,
+    "distillation_share": full_share,
 }
 
 

@@ -13,7 +13,7 @@ from catalogue import KNOWN_PRESETS
 from hypothesis import assume, given, settings
 from steps import KEY, PRESETS, Learned, Preset, Step, learn, preset, rich_step, steps
 
-from grpo_fn.algo import importance
+from grpo_fn.algo import distillation, importance
 from grpo_fn.algo import step as algorithm
 from grpo_fn.core import prng
 
@@ -128,6 +128,17 @@ def test_otb_with_importance_weights(step, seed, cap):
     dealt = learn(preset("otb"), rich_step(seed, 3), micro_tokens=7, devices=2, **more)
     torch.testing.assert_close(dealt.signals, whole.signals, rtol=1e-12, atol=1e-12)
     assert not torch.equal(whole.signals, learn(preset("otb"), rich_step(seed, 3)).signals)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 5, 7, 12, 40])
+def test_rlsd_after_some_steps_of_its_schedule(taken):
+    """The schedule of ms-swift's `_rlsd_effective_lambda`, written out: 0 to lam over 4 steps, to 0 over 10."""
+    lam = 0.5 * taken / 4 if taken < 4 else 0.5 * max(1.0 - (taken - 4) / 10, 0.0)
+    share = partial(distillation.linear_share, warmup=4, decay=10)
+    agree(preset("rlsd"), partial(reference.rlsd, lam=lam), rich_step(1, 3), distillation_share=share, taken=taken)
+    dealt = learn(preset("rlsd"), rich_step(1, 3), micro_tokens=7, devices=2, distillation_share=share, taken=taken)
+    whole = learn(preset("rlsd"), rich_step(1, 3), distillation_share=share, taken=taken)
+    torch.testing.assert_close(dealt.signals, whole.signals, rtol=1e-12, atol=1e-12)
 
 
 @given(st.floats(0.1, 3), st.floats(0.1, 3))

@@ -52,6 +52,7 @@ KINDS = [
     ),
     (turn_credit, ("reward", "drift", "mask"), {"turn_returns", "group_in_group"}),
     (distillation, ("adv", "gap", "mask"), {"no_teacher", "teacher_gap", "early_teacher_gap", "teacher_reweighted"}),
+    (distillation, ("steps",), {"full_share", "linear_share"}),
     (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable", "drop_zero_advantage"}),
     (masking, ("batch", "key"), {"no_tokens", "clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),
     (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),

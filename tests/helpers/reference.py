@@ -492,13 +492,13 @@ def iw_opd(groups: Groups, limit: int) -> Dual:
     return token_mean([(s, 0.0) for group in groups for s in group if s.scored], token)
 
 
-def rlsd(groups: Groups, limit: int) -> Dual:
-    """arXiv:2604.03128: GRPO's term with an advantage between 0.9 and 1.1 times as large, by what the teacher says."""
+def rlsd(groups: Groups, limit: int, lam: float = 0.5) -> Dual:
+    """arXiv:2604.03128: GRPO's term, its advantage 1 - lam + lam w times as large, w in [0.8, 1.2] by the teacher."""
 
     def token(s: Sample, t: int, a: float) -> Dual:
         side = (a > 0) - (a < 0)
         clipped = min(max(math.exp(side * (s.teacher[t] - s.old[t])), 0.8), 1.2)
-        return ppo(0.2, 0.2)(s, t, a * (0.5 + 0.5 * clipped))
+        return ppo(0.2, 0.2)(s, t, a * (1 - lam + lam * clipped))
 
     return row_means(all_of(compared(groups, standard)), token)
 
