@@ -96,7 +96,7 @@ KNOWN_PRESETS = {
     ),
     *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
     *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo", "otb", "real"),
-    *("opd", "mopd", "iw_opd", "rlsd", "sdft", "sdpo", "chord", "prompt_mean"),
+    *("opd", "mopd", "iw_opd", "rlsd", "sdft", "sdpo", "chord", "echo", "prompt_mean"),
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.
 AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}

@@ -187,6 +187,11 @@ def grpo(groups: Groups, limit: int) -> Dual:
     return row_means(all_of(compared(groups, standard)), token)
 
 
+def echo(groups: Groups, limit: int) -> Dual:
+    """arXiv:2605.24517: the sampled tokens' part, GRPO without KL; that of observations is test_components.py's."""
+    return row_means(all_of(compared(groups, standard)), ppo(0.2, 0.2))
+
+
 def dr_grpo(groups: Groups, limit: int) -> Dual:
     """arXiv:2503.20783: neither the std nor the row's own length."""
     return row_sums(all_of(compared(groups, central)), ppo(0.2, 0.2), limit)
