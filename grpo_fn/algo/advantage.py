@@ -283,12 +283,13 @@ def optimal_token_baseline(
     `credit.reward_to_go`, which gives G.
 
     Use it when: one update a rollout, rows long or confident by turns; costs one more forward pass.
-    Peers: verl `optimal_token_baseline`, with `handle_zero_tail`; it adds 1e-8 to the denominator, and multiplies the
-        energies by the squares of importance weights where there are any.
+    Peers: verl `optimal_token_baseline`, with `handle_zero_tail`; it adds 1e-8 to the denominator. Where it has
+        importance weights, it multiplies the energies by their squares: `step.Algorithm.energy_weight`.
 
     Args:
         value: G of each token of a group, its reward to go, [G, T].
-        energy: |d log pi / d logits|^2 of each token under the policy that sampled, [G, T], dimensionless.
+        energy: |d log pi / d logits|^2 of each token under pi_old, [G, T], dimensionless; times the square of its
+            importance weight where the configuration has one.
         mask: which tokens were sampled in valid rows, [G, T].
 
     Returns:

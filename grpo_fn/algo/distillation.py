@@ -10,7 +10,10 @@ from torch import Tensor
 
 from grpo_fn.algo.credit import zero_outside_mask
 
-EXAMPLES = {"coef": (1.0, 0.25), "gamma": (0.5, 0.0), "lam": (0.5, 1.0), "clip": (0.2, 0.5)}  # knobs as tests try them
+EXAMPLES = {  # knobs as tests try them
+    **{"coef": (1.0, 0.25), "gamma": (0.5, 0.0), "lam": (0.5, 1.0), "clip": (0.2, 0.5)},
+    **{"warmup": (0, 3), "decay": (0, 5)},
+}
 TINY = 1e-8  # least sum of |gap| of a row that is divided by, nats; from TRL's code
 
 
@@ -91,7 +94,7 @@ def teacher_reweighted(
 
     RLSD (arXiv:2604.03128; from ms-swift's code): the reward says which way, the teacher how much; with lam and clip
     in [0, 1] no advantage changes its sign. Made for a teacher that is the policy with the answer before its eyes.
-    ms-swift can warm lam up and let it decay; here it is one number.
+    ms-swift can warm lam up and let it decay: `linear_share`, of which lam is the height.
 
     Use it when: rewards can be trusted and say nothing about which token it was.
     Peers: ms-swift `advantage_reweight=rlsd`.
@@ -108,3 +111,43 @@ def teacher_reweighted(
     """
     weight = (adv.sign() * zero_outside_mask(gap, mask)).exp().clamp(1.0 - clip, 1.0 + clip)
     return adv * ((1.0 - lam) + lam * weight)
+
+
+# -- the share of what a teacher changes, as a function of the steps taken
+
+
+def full_share(steps: int) -> float:
+    """1: what the teacher changes about the advantages, in every step.
+
+    Use it when: always, but for what the other is for.
+    Peers: all.
+
+    Args:
+        steps: steps taken before.
+
+    Returns:
+        The share, 1.
+    """
+    return 1.0
+
+
+def linear_share(steps: int, *, warmup: int, decay: int) -> float:
+    """From 0 to 1 along a line over `warmup` steps, then to 0 along a line over `decay` steps; decay 0: it stays at 1.
+
+    RLSD (arXiv:2604.03128; from ms-swift's code), whose lam it multiplies: of (1 - lam) + lam w the teacher's part is
+    lam (w - 1). Of `teacher_gap` and `early_teacher_gap` it multiplies coef.
+
+    Use it when: the teacher's part should begin small, or end before the run does.
+    Peers: ms-swift `rlsd_lambda_warmup_steps`, `rlsd_lambda_decay_steps`, 0 by default, which count optimizer steps.
+
+    Args:
+        steps: steps taken before.
+        warmup: steps of the line up; 0: there is none.
+        decay: steps of the line down; 0: there is none.
+
+    Returns:
+        The share, in [0, 1].
+    """
+    if steps < warmup:
+        return steps / warmup
+    return max(0.0, 1.0 - (steps - warmup) / decay) if decay > 0 else 1.0

@@ -40,7 +40,9 @@ class Stages:
 
     credit: Callable[[Reward, Tensor, Tensor], Tensor]  # the advantage of every token, [P G T]
     baseline: Callable[[Tensor, Tensor, Tensor], Tensor]  # of one group: (advantage, energy, mask) -> advantage, [G T]
+    energy_weight: Callable[[Tensor, Batch], Tensor]  # of one row: (logp_old, row) -> w [T]; energies count w^2 times
     distillation: Callable[[Tensor, Tensor, Tensor], Tensor]  # (advantage, log-prob gap to the teacher, mask), [P G T]
+    distillation_share: Callable[[int], float]  # steps taken -> share of what distillation changes that a step takes
     reweighting: Callable[[Tensor, Batch], Tensor]  # of one group, at each update: (logp now, rows) -> advantage, [G T]
     filters: Sequence[Callable[[Rollout, Tensor], Tensor]]  # which samples may learn, [P G]; all of them have to agree
     token_mask: Callable[[Batch, Tensor], Tensor]  # tokens that the loss treats apart, [B T]
@@ -191,7 +193,7 @@ def grpo_step(
         logp_teacher = logp_old if (taught := algo.teacher(groups, logp_old)) is None else taught
         energy = algo.energy(groups.rollout)
         adv, batch = compute_advantages(  # A
-            groups, logp_old, logp_ref, logp_teacher, energy, carried.gains, key=key, stages=algo
+            groups, logp_old, logp_ref, logp_teacher, energy, carried.gains, key=key, steps=carried.steps, stages=algo
         )
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
         how = {"split": algo.split, "anchor": algo.anchor}
@@ -215,6 +217,7 @@ def grpo_step(
             **metrics.reward_metrics(fresh.reward),
             **metrics.of_advantage(sample_advantages(adv, groups), groups.reward.valid),
             **({} if taught is None else metrics.teacher_metrics(taught - logp_old, batch.mask, groups.rollout.mask)),
+            **({} if taught is None else {"teacher/share": algo.distillation_share(carried.steps)}),
             "train/skipped_step": float(not learned),
             "loss/kl_coef_multiplier": carried.gains.kl,
             "loss/entropy_coef_multiplier": carried.gains.entropy,
@@ -299,6 +302,7 @@ def compute_advantages(
     gains: Gains,
     *,
     key: Tensor,
+    steps: int,
     stages: Stages,
 ) -> tuple[Float[Tensor, "P G T"], Batch]:
     """Every token's advantage, and the rows b = p * G + g to learn from.
@@ -311,6 +315,7 @@ def compute_advantages(
         energy: |d logp / d logits|^2 of each token, [B, T]; anything where no baseline reads it.
         gains: `gains.kl` multiplies logp_old - logp_ref.
         key: random key of the step, [2].
+        steps: steps taken before.
         stages: the functions of the step.
 
     Returns:
@@ -323,7 +328,11 @@ def compute_advantages(
     compared = (rollout.mask, logp_old - logp_ref, logp_teacher - logp_old, energy)
     mask, drift, gap, energy = (by_group(x, len(reward.value)) for x in compared)
     value = stages.credit(reward, gains.kl * drift, mask)
-    adv = stages.distillation(vmap(stages.baseline)(value, energy, mask & reward.valid[..., None]), gap, mask)
+    scored = make_batch(rollout, reward.valid, value, logp_old, logp_ref, logp_teacher)
+    weight = by_group(vmap(stages.energy_weight)(logp_old, scored), len(reward.value))
+    adv = vmap(stages.baseline)(value, weight.square() * energy, mask & reward.valid[..., None])
+    changed, share = stages.distillation(adv, gap, mask), stages.distillation_share(steps)
+    adv = changed if share == 1 else adv + share * (changed - adv)
     keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
     batch = make_batch(rollout, keep, adv, logp_old, logp_ref, logp_teacher)
     selected = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))

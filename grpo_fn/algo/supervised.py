@@ -14,6 +14,8 @@ from torch.func import vmap
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.aggregation import token_mean
+from grpo_fn.algo.distillation import full_share
+from grpo_fn.algo.importance import no_correction
 from grpo_fn.algo.metrics import UpdateResult
 from grpo_fn.algo.objective import Component, update_policy
 from grpo_fn.algo.step import Experience, Span, StepAlgorithm, Stream, without_demonstrations
@@ -176,13 +178,15 @@ def nothing_given(problems: Sequence[Problem]) -> Rollout:
     raise ValueError(f"got {len(problems)} problems to read demonstrations of, wanted none in a run that samples")
 
 
-# Fields of a StepAlgorithm that learns from sampled tokens alone.
+# Fields of a StepAlgorithm that learns from sampled tokens alone, each counted once.
 SAMPLED_ONLY = {
     "supervised": partial(cross_entropy, token_weight=every_token_alike, loss_aggregation=token_mean),
     "supervised_share": sampled_alone,
     "observation_coef": 0.0,
     "given": nothing_given,
     "demonstrations": without_demonstrations,
+    "energy_weight": no_correction,
+    "distillation_share": full_share,
 }
 
 

@@ -35,9 +35,12 @@ def view(
     energy: Float[Tensor, "B T"],
     gains: Gains,
     key: Tensor,
+    *,
+    steps: int,
 ) -> View:
-    """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch."""
-    _, batch = compute_advantages(groups, logp_old, logp_ref, logp_teacher, energy, gains, key=key, stages=stages)
+    """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch after `steps` others."""
+    given = groups, logp_old, logp_ref, logp_teacher, energy, gains
+    _, batch = compute_advantages(*given, key=key, steps=steps, stages=stages)
     return View(stages.objective, batch, count(batch))
 
 

@@ -60,7 +60,7 @@ def sample_rows(seen: Experience, count: int) -> list[Row]:
 
 
 def compare_presets(
-    config: Path, mine: Stages, seen: Experience, gains: Gains, key: Tensor
+    config: Path, mine: Stages, seen: Experience, gains: Gains, key: Tensor, *, steps: int
 ) -> tuple[list[Row], Float[Tensor, "K K"]]:
     """What every preset laid over a configuration would have made of the step, as the policy that sampled it saw it.
 
@@ -70,7 +70,7 @@ def compare_presets(
     fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts], energy=energy)
     looked = seen.batch.logp_old, seen.batch.logp_ref, seen.batch.logp_teacher, seen.energy
     views = {
-        name: compare_algorithms.view(stages, seen.groups, *looked, gains, key)
+        name: compare_algorithms.view(stages, seen.groups, *looked, gains, key, steps=steps)
         for name, stages in {"this run": mine, **fitting}.items()
     }
     signal = compare_algorithms.signals(Scores(looked[0], torch.zeros_like(looked[0])), views, gains)
@@ -122,7 +122,7 @@ def record_presets(
     run: TrainingRun, step: int, seen: Experience, gains: Gains, key: Tensor, writer: AsyncWriter
 ) -> None:
     """What every preset would have made of the step, as a table and their cosines."""
-    rows, cosine = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key)
+    rows, cosine = compare_presets(run.run_dir / "config.gin", run.algo, seen, gains, key, steps=step - 1)
     writer.table(step, "lens/presets", rows)
     writer.image(step, "lens/cosines", heat_map(cosine, cell=16))
 

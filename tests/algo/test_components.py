@@ -23,7 +23,7 @@ def observed(step: Step) -> list[tuple[int, int]]:
 
 
 def signals(step: Step, coef: float, **how) -> Tensor:
-    return learn(preset("grpo"), step, observation_coef=coef, **how).signals
+    return learn(preset("echo"), step, observation_coef=coef, **how).signals
 
 
 @FEW

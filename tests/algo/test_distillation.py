@@ -1,5 +1,7 @@
 """Invariants of every distillation function: what a teacher's log-probs change about a step's advantages."""
 
+from functools import partial
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -60,6 +62,26 @@ def test_float32_is_near(f, step):
     got = f(adv.float(), gap.float(), mask)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, f(*step).float(), rtol=1e-5, atol=1e-5)
+
+
+SHARES = bound(distillation, "steps")
+
+
+@each(SHARES)
+@given(st.integers(0, 10**6))
+def test_a_share_is_one(f, steps):
+    assert 0.0 <= f(steps) <= 1.0
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 200))
+def test_the_share_rises_to_one_over_the_warmup_and_falls_to_nothing_over_the_decay(warmup, decay, steps):
+    share = partial(distillation.linear_share, warmup=warmup, decay=decay)
+    assert share(warmup) == 1.0
+    if steps < warmup:
+        assert share(steps) == steps / warmup
+    after = share(warmup + steps)
+    assert after == (1.0 if not decay else pytest.approx(max(0.0, 1 - steps / decay), abs=1e-15))
+    assert (share(warmup + decay + steps) == 0.0) is (decay > 0)
 
 
 @each(ALL, only={"teacher_gap", "early_teacher_gap"})

@@ -1,6 +1,7 @@
 """Every preset against the scalar loop written from its paper: the value of the loss, and what each token learns."""
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +13,7 @@ from catalogue import KNOWN_PRESETS
 from hypothesis import assume, given, settings
 from steps import KEY, PRESETS, Learned, Preset, Step, learn, preset, rich_step, steps
 
+from grpo_fn.algo import distillation, importance
 from grpo_fn.algo import step as algorithm
 from grpo_fn.core import prng
 
@@ -51,13 +53,13 @@ def samples(step: Step) -> list[list[reference.Sample]]:
     return [[sample(p, g) for g in range(size)] for p in range(len(problems))]
 
 
-def agree(how: Preset, loop: Callable, step: Step) -> Learned:
-    """To 1e-9, relative and absolute."""
+def agree(how: Preset, loop: Callable, step: Step, **more: object) -> Learned:
+    """To 1e-9, relative and absolute; `more` for the step beside the preset."""
     try:
         wanted = loop(samples(step), how.max_new_tokens)
     except reference.Undecided:
         assume(False)
-    got = learn(how, step)
+    got = learn(how, step, **more)
     slope = torch.zeros_like(step.logp)
     for where, value in wanted.slope.items():
         slope[where] = value
@@ -113,6 +115,30 @@ def test_rloo_with_the_kl_of_its_paper(seed, beta):
     how = preset("rloo")
     paid = how._replace(credit=partial(how.credit, beta=beta))
     agree(paid, partial(reference.rloo, beta=beta), rich_step(seed, 3))
+
+
+@pytest.mark.parametrize("cap", [1.5, math.inf])
+@FEW
+@given(step=steps(st.integers(1, 3)), seed=st.integers(0, 2**32))
+def test_otb_with_importance_weights(step, seed, cap):
+    """Also over micro-batches, as credit is the step's before rows are dealt out."""
+    more = {"energy_weight": partial(importance.truncated_weight, cap=cap)}
+    agree(preset("otb"), partial(reference.otb, cap=cap), step, **more)
+    whole = agree(preset("otb"), partial(reference.otb, cap=cap), rich_step(seed, 3), **more)
+    dealt = learn(preset("otb"), rich_step(seed, 3), micro_tokens=7, devices=2, **more)
+    torch.testing.assert_close(dealt.signals, whole.signals, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(whole.signals, learn(preset("otb"), rich_step(seed, 3)).signals)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 5, 7, 12, 40])
+def test_rlsd_after_some_steps_of_its_schedule(taken):
+    """The schedule of ms-swift's `_rlsd_effective_lambda`, written out: 0 to lam over 4 steps, to 0 over 10."""
+    lam = 0.5 * taken / 4 if taken < 4 else 0.5 * max(1.0 - (taken - 4) / 10, 0.0)
+    share = partial(distillation.linear_share, warmup=4, decay=10)
+    agree(preset("rlsd"), partial(reference.rlsd, lam=lam), rich_step(1, 3), distillation_share=share, taken=taken)
+    dealt = learn(preset("rlsd"), rich_step(1, 3), micro_tokens=7, devices=2, distillation_share=share, taken=taken)
+    whole = learn(preset("rlsd"), rich_step(1, 3), distillation_share=share, taken=taken)
+    torch.testing.assert_close(dealt.signals, whole.signals, rtol=1e-12, atol=1e-12)
 
 
 @given(st.floats(0.1, 3), st.floats(0.1, 3))

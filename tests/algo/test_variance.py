@@ -53,20 +53,39 @@ def test_a_baseline_that_is_an_expectation_changes_no_mean(seed, worth):
 @pytest.mark.parametrize("worth", ["reward", "solved"])
 def test_the_optimal_token_baseline_lowers_the_variance_in_every_world(worth):
     """Where it is the expectation that groups estimate; in groups of 4 it lowers that of what they do estimate."""
-    found = variance.figures(variance.expected(worth), variance.worlds())
+    found = variance.figures(variance.expected(worth), variance.worlds(0.0))
     for other in (variance.NOTHING, MEAN):
         assert (found[OTB][0] < found[other][0]).all()
-    found = variance.figures(variance.baselines(worth, 4), variance.worlds())
+    found = variance.figures(variance.baselines(worth, 4), variance.worlds(0.0))
     assert (found[variance.OTB][0] < found[variance.NOTHING][0]).all()
     assert found[variance.OTB][0].mean() < found["`mean_centered`"][0].mean()
+
+
+@FEW
+@given(seeds, st.sampled_from(["reward", "solved"]))
+def test_no_baseline_changes_the_mean_of_tokens_weighed_with_their_ratios(seed, worth):
+    away = tiny.World(*(x[None] for x in tiny.world(seed, variance.AWAY)))
+    means = [torch.func.vmap(partial(variance.moments, how))(away).mean for how in variance.weighted(worth).values()]
+    for mean in means[1:]:
+        torch.testing.assert_close(mean, means[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("worth", ["reward", "solved"])
+def test_energies_weighed_with_squared_ratios_lower_the_variance_of_rows_of_another_policy(worth):
+    """In every world below the mean and no baseline, and on average below energies that are not weighed."""
+    found = variance.figures(variance.weighted(worth), variance.worlds(variance.AWAY))
+    lowered = found[variance.WEIGHTED][0]
+    assert (lowered < found[variance.NOTHING][0]).all()
+    assert (lowered < found["the mean"][0]).all()
+    assert lowered.mean() < found["by energy so far"][0].mean()
 
 
 def test_the_docs_show_what_the_tool_measures():
     """To the digits shown. Large groups and what is slow to measure are left to the test of the whole table."""
     shown = (PROJECT / "docs" / "algorithms" / "bias.md").read_text(encoding="utf-8")
-    for title, estimators in variance.sections():
+    for title, estimators, away in variance.sections():
         _, found, rest = shown.partition(f"**{title}**\n")
         assert found
         of_section = rest.partition("\n**")[0].splitlines()
         quick = {n: how for n, how in estimators.items() if how.size < 8 and how.over is torch.func.vmap}
-        assert not quick or not set(variance.rows(quick)) - set(of_section)
+        assert not quick or not set(variance.rows(quick, away)) - set(of_section)

@@ -60,6 +60,7 @@ def stages(
     f = partial(objective.policy_objective, **each, beta=0.1, entropy_bonus=0.0)
     plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "token_mask": masking.no_tokens}
     plain |= {"baseline": no_baseline, "distillation": distillation.no_teacher, "reweighting": as_credited}
+    plain |= {"energy_weight": importance.no_correction, "distillation_share": distillation.full_share}
     return Stages(**{**plain, "objective": f, **changes})
 
 
@@ -114,7 +115,9 @@ def one_step(mine: Stages):
 def test_a_view_is_the_signal_that_a_step_sends_back(name):
     policy, seen = one_step(OTHERS[name])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
-    view = compare_algorithms.view(OTHERS[name], seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY)
+    view = compare_algorithms.view(
+        OTHERS[name], seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY, steps=0
+    )
     scores = table_scores(TABLE.double(), view.batch.tokens, seen.groups.rollout.mask)
     (signal,) = compare_algorithms.signals(scores, {name: view}, UNMOVED)
     sent, shown = policy.signals[0].logp, policy.seen[0]
@@ -137,7 +140,7 @@ def test_one_vmapped_call_is_a_gradient_for_each_view():
     _, seen = one_step(OTHERS["plain"])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
     views = {
-        name: compare_algorithms.view(s, seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY)
+        name: compare_algorithms.view(s, seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY, steps=0)
         for name, s in OTHERS.items()
     }
     drift = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
@@ -192,7 +195,9 @@ def test_the_gradients_of_rows_add_up_to_the_steps():
         return table_scores(params["table"], tokens, mask).logp
 
     old, ref = batch.logp_old, batch.logp_ref
-    view = compare_algorithms.view(OTHERS["clipped"], seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY)
+    view = compare_algorithms.view(
+        OTHERS["clipped"], seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY, steps=0
+    )
     scores = table_scores(TABLE.double(), batch.tokens, batch.mask)
     (signal,) = compare_algorithms.signals(scores, {"": view}, UNMOVED)
     rows = row_gradients(logp, {"table": TABLE.double()}, batch, signal)

@@ -17,6 +17,7 @@ from signal_steps import CLIPPED, EPISODES, HOSTILE, UNMOVED, decode, looked_at,
 from steps import CHOSEN, KEY, PRESETS, learn, preset, rich_step, steps
 
 from grpo_fn.algo.step import Experience, Stages, compute_advantages
+from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.analysis import token_report
 from grpo_fn.analysis.html import escape, page, token_page
 from grpo_fn.analysis.html.token_page import SCRIPT
@@ -25,13 +26,23 @@ from grpo_fn.core.batch import reweigh_groups
 from grpo_fn.core.problem import Turn
 from grpo_fn.core.types import Scores
 
+WEIGHTS = ("energy_weight", "distillation_share")  # of a step, that no preset chooses
+
 # -- the figures
 
 
 def experience(how, taken) -> tuple[Experience, Scores]:
-    stages = Stages(**{name: getattr(how, name) for name in CHOSEN})
+    stages = Stages(**{name: getattr(how, name) for name in CHOSEN}, **{name: SAMPLED_ONLY[name] for name in WEIGHTS})
     adv, batch = compute_advantages(
-        taken.groups, taken.logp_old, taken.logp_ref, taken.logp_teacher, taken.energy, UNMOVED, key=KEY, stages=stages
+        taken.groups,
+        taken.logp_old,
+        taken.logp_ref,
+        taken.logp_teacher,
+        taken.energy,
+        UNMOVED,
+        key=KEY,
+        steps=0,
+        stages=stages,
     )
     logp = torch.where(batch.mask, taken.logp, 0.0)
     batch = reweigh_groups(batch, logp, len(adv), how.reweighting)

@@ -49,12 +49,14 @@ DEMONSTRATIONS = ["--gin_file", "task/demonstrations.gin"]  # of the task itself
 DEMONSTRATIONS += ["--gin_param", "sections.Demonstrations.task = @arithmetic.demonstration_task"]
 for knob in ("max_value = 5", "operations = 3", "test_size = 8", "worked_share = 0.5"):
     DEMONSTRATIONS += ["--gin_param", f"arithmetic.demonstration_task.{knob}"]
+EPISODES = ["--gin_file", str(PROJECT / "tests" / "e2e" / "episodes.gin")]
 SELF_TEACHER, SIBLING_TEACHER = (["--gin_file", f"scale/{name}_teacher.gin"] for name in ("self", "sibling"))
 NEEDS = {
     "m2po": (OWN_PASS, "wanted step.Algorithm.old_logp = @step.from_trainer"),
     "chord": (DEMONSTRATIONS, "wanted some: --gin_file task/demonstrations.gin"),
     **dict.fromkeys(["opd", "mopd", "iw_opd", "rlsd"], (TEACHER, "wanted one: --gin_file scale/teacher.gin")),
     "sdft": (SELF_TEACHER, "wanted one: --gin_file scale/teacher.gin"),
+    "echo": (EPISODES, "wanted 0.0, or train.train.episodes = @sections.Episodes()"),
     "sdpo": (SIBLING_TEACHER, "wanted one: --gin_file scale/teacher.gin"),
 }
 each_preset = pytest.mark.parametrize("name", PRESETS)

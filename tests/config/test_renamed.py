@@ -71,7 +71,9 @@ ADDED |= {"evaluation", "checkpoints", "logging", "health", "algorithm"}
 # With values that change nothing.
 KNOBS_SINCE = {
     "algorithm.baseline": "@advantage.no_baseline",
+    "algorithm.energy_weight": "@importance.no_correction",
     "algorithm.distillation": "@distillation.no_teacher",
+    "algorithm.distillation_share": "@distillation.full_share",
     "algorithm.reweighting": "@advantage.as_credited",
     "algorithm.stage": "@step.grpo_step",
     "algorithm.supervised": "@supervised.cross_entropy",

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "KL to the reference",
     "from the policy to its teacher, nats a token",
     "share of the rows that are taught",
+    "share of the teacher's part that a step takes",
     *{"given tokens: loss and perplexity", "given tokens: how many, what one weighs"},
     *{"compiled graphs", "held-out accuracy by kind", "dynamic sampling", "dynamic sampling, share accepted"},
     *{"evaluation beside the training, steps late", "seconds of an evaluation beside the training"},

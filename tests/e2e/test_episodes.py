@@ -106,6 +106,25 @@ def test_more_ranks_make_the_same_run(ranks: int, cache: Path, episodes: Path, t
     same_run(tmp_path / "run", episodes)
 
 
+ECHO = (*EPISODES, "--gin_file", "algo/echo.gin")
+
+
+@pytest.mark.slow
+def test_what_environments_wrote_is_learned_alike_by_two_ranks(cache: Path, tmp_path: Path) -> None:
+    """By a model that is spread over them: losses, gradients and weights, and of other ones than without it."""
+    whole, plain = tmp_path / "whole", tmp_path / "plain"
+    for run, more in ((whole, {}), (plain, {"step__Algorithm__observation_coef": 0.0})):
+        assert finish(command(cache, run, *ECHO, **more), run.with_suffix(".out")) == 0
+    made = job(tmp_path, 2, command(cache, tmp_path / "run", *ECHO, "--gin_file", "scale/full_shard.gin"))
+    assert made.code == 0, made.everything()
+    same_run(tmp_path / "run", whole)
+    seen = metrics(whole)[1]
+    assert seen["observation/tokens"] > 0
+    assert seen["observation/loss"] > 0
+    assert metrics(plain)[1].keys().isdisjoint({"observation/tokens", "observation/loss"})
+    assert metrics(plain)[2]["loss/objective"] != metrics(whole)[2]["loss/objective"]
+
+
 @pytest.mark.slow
 def test_a_step_that_is_taken_again_is_answered_from_the_tape(cache: Path, tmp_path: Path) -> None:
     """The run is killed in step 4, when its checkpoint is that of step 2; then its tool answers otherwise."""

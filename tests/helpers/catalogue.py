@@ -52,6 +52,7 @@ KINDS = [
     ),
     (turn_credit, ("reward", "drift", "mask"), {"turn_returns", "group_in_group"}),
     (distillation, ("adv", "gap", "mask"), {"no_teacher", "teacher_gap", "early_teacher_gap", "teacher_reweighted"}),
+    (distillation, ("steps",), {"full_share", "linear_share"}),
     (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable", "drop_zero_advantage"}),
     (masking, ("batch", "key"), {"no_tokens", "clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),
     (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
@@ -95,7 +96,7 @@ KNOWN_PRESETS = {
     ),
     *("gmpo", "dppo", "clip_cov", "kl_cov", "gdpo", "max_rl", "pass_at_k"),
     *("luspo", "vespo", "dppo_kl", "glm5", "dro", "fipo", "m2po", "opo", "otb", "real"),
-    *("opd", "mopd", "iw_opd", "rlsd", "sdft", "sdpo", "chord", "prompt_mean"),
+    *("opd", "mopd", "iw_opd", "rlsd", "sdft", "sdpo", "chord", "echo", "prompt_mean"),
 }
 # Losses whose trust region is around the sampler, whatever logp_old is.
 AROUND_THE_SAMPLER = {"dppo_tv", "masked_ratio", "vespo", "dppo_kl", "masked_reinforce"}

@@ -97,6 +97,13 @@ class Sample(NamedTuple):
         """pi_theta / pi_old of token t."""
         return exp(self.logp[t] - self.old[t])
 
+    def weighted_energy(self, cap: float | None) -> list[float]:
+        """Each token's energy times min(pi_old / pi_sampled, cap)^2; the energies themselves without a cap."""
+        if cap is None:
+            return self.energy
+        ratio = [min(math.exp(old - drawn), cap) for old, drawn in zip(self.old, self.sampled, strict=True)]
+        return [w * w * e for w, e in zip(ratio, self.energy, strict=True)]
+
 
 Groups = Sequence[Sequence[Sample]]
 Advantages = Sequence[tuple[Sample, float]]
@@ -180,6 +187,11 @@ def grpo(groups: Groups, limit: int) -> Dual:
     return row_means(all_of(compared(groups, standard)), token)
 
 
+def echo(groups: Groups, limit: int) -> Dual:
+    """arXiv:2605.24517: the sampled tokens' part, GRPO without KL; that of observations is test_components.py's."""
+    return row_means(all_of(compared(groups, standard)), ppo(0.2, 0.2))
+
+
 def dr_grpo(groups: Groups, limit: int) -> Dual:
     """arXiv:2503.20783: neither the std nor the row's own length."""
     return row_sums(all_of(compared(groups, central)), ppo(0.2, 0.2), limit)
@@ -256,12 +268,15 @@ def over_the_step(rows: Sequence[Sample], advantages: Sequence[Sequence[float]])
     return loss / len(rows)
 
 
-def otb(groups: Groups, limit: int) -> Dual:
-    """arXiv:2602.07078, from verl's code: rewards weighed with their rows' energy so far; none for a row alone."""
+def otb(groups: Groups, limit: int, cap: float | None = None) -> Dual:
+    """arXiv:2602.07078, from verl's code: rewards weighed with their rows' energy so far; none for a row alone.
+
+    With a cap each token's energy counts min(pi_old / pi_sampled, cap)^2 times, as in verl's code with rollout weights.
+    """
     loss, rows = Dual(0.0), 0
     for group in groups:
         scored = [s for s in group if s.scored]
-        so_far = [{c: sum(s.energy[: t + 1]) for t, c in enumerate(s.column)} for s in scored]
+        so_far = [{c: sum(s.weighted_energy(cap)[: t + 1]) for t, c in enumerate(s.column)} for s in scored]
         for s in scored:
             for t, c in enumerate(s.column):
                 there = [(o.reward, w[c]) for o, w in zip(scored, so_far, strict=True) if c in w]
@@ -482,13 +497,13 @@ def iw_opd(groups: Groups, limit: int) -> Dual:
     return token_mean([(s, 0.0) for group in groups for s in group if s.scored], token)
 
 
-def rlsd(groups: Groups, limit: int) -> Dual:
-    """arXiv:2604.03128: GRPO's term with an advantage between 0.9 and 1.1 times as large, by what the teacher says."""
+def rlsd(groups: Groups, limit: int, lam: float = 0.5) -> Dual:
+    """arXiv:2604.03128: GRPO's term, its advantage 1 - lam + lam w times as large, w in [0.8, 1.2] by the teacher."""
 
     def token(s: Sample, t: int, a: float) -> Dual:
         side = (a > 0) - (a < 0)
         clipped = min(max(math.exp(side * (s.teacher[t] - s.old[t])), 0.8), 1.2)
-        return ppo(0.2, 0.2)(s, t, a * (0.5 + 0.5 * clipped))
+        return ppo(0.2, 0.2)(s, t, a * (1 - lam + lam * clipped))
 
     return row_means(all_of(compared(groups, standard)), token)
 

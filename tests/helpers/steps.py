@@ -179,9 +179,13 @@ def learn(
     micro_tokens: int = 10**6,
     devices: int = 1,
     cut: Callable[..., list[Tensor]] = dealt,
+    taken: int = 0,
     **more: object,
 ) -> Learned:
-    """What grpo_step makes of the step's groups, or of the groups `only` in that order; `more` over SAMPLED_ONLY."""
+    """What grpo_step makes of the step's groups, or of the groups `only` in that order, after `taken` steps.
+
+    `more` goes over SAMPLED_ONLY.
+    """
     groups = step.groups if only is None else select_groups(step.groups, only)
     algo = algorithm.StepAlgorithm(
         **SAMPLED_ONLY | more,
@@ -209,7 +213,7 @@ def learn(
     )
     policy = TokenPolicy(step, lr)
     _, _, figures = algorithm.grpo_step(
-        policy, policy, unasked, algorithm.AT_THE_START, key=KEY, algo=algo, span=silent
+        policy, policy, unasked, algorithm.AT_THE_START._replace(steps=taken), key=KEY, algo=algo, span=silent
     )
     return Learned(torch.stack(policy.signals), figures["loss/objective"])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from e2e.running import command, finish
 
-from grpo_fn.algo import controllers, credit, group_sampling, losses, masking, step
+from grpo_fn.algo import controllers, credit, group_sampling, importance, losses, masking, step
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import sampling
 from grpo_fn.trainer.checks import supervised_stage, try_out
@@ -40,6 +40,35 @@ def test_a_pass_more_is_taken_only_where_something_reads_what_it_finds(name: str
     made = algorithm(name)
     assert try_out.reads_energy(made.baseline) is (name == "otb")
     assert try_out.reads_logp(made.reweighting) is (name == "real")
+
+
+# -- weights of energies
+
+
+def weighed(name: str, **changed: object) -> step.Algorithm:
+    return algorithm(name, energy_weight=partial(importance.truncated_weight, cap=2.0), **changed)
+
+
+def test_weights_of_energies_want_a_baseline_that_reads_them_and_log_probs_of_the_trainer():
+    try_out.check_energy_weight(algorithm("grpo"))
+    try_out.check_energy_weight(weighed("otb", old_logp=step.from_trainer))
+    with pytest.raises(ValueError, match=r"energy_weight: got weights with a baseline that reads no energy, wanted"):
+        try_out.check_energy_weight(weighed("grpo", old_logp=step.from_trainer))
+    with pytest.raises(ValueError, match=r"energy_weight: got .* so every weight is 1: wanted .*from_trainer"):
+        try_out.check_energy_weight(weighed("otb"))
+
+
+@pytest.mark.parametrize(
+    ("weight", "found"),
+    [
+        (importance.no_correction, False),
+        (partial(importance.truncated_weight, cap=2.0), True),
+        (partial(importance.masked_weight, low=0.5, high=5.0), True),
+        (partial(importance.sequence_masked_weight, low=0.99, high=1.01), True),
+    ],
+)
+def test_weights_are_asked_whether_they_weigh(weight: Callable, found: bool) -> None:
+    assert try_out.weighs_energies(weight) is found
 
 
 # -- token losses

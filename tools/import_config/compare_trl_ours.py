@@ -168,7 +168,7 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
         )
         old, ref = made.old[rows], made.ref[rows]
         given = (part, old, ref, old, torch.zeros_like(old), UNMOVED)  # no baseline of an import reads an energy
-        adv, batch = compute_advantages(*given, key=prng.key(0, device="cpu"), stages=algo)
+        adv, batch = compute_advantages(*given, key=prng.key(0, device="cpu"), steps=0, stages=algo)
         if "unscored rows" in repairs:
             keep = torch.stack([torch.ones_like(part.reward.valid), *(f(part.rollout, adv) for f in algo.filters)])
             lost = ~part.reward.valid.flatten()[:, None]

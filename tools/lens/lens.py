@@ -73,7 +73,9 @@ def look(args: argparse.Namespace) -> Seen:
         logp_ref = scored(FunctionalPolicy(opened(args.reference)[0], temperature=temperature), groups.rollout).logp
     key = prng.fold_in(prng.key(seed, device="cpu"), SAMPLING)
     views = {
-        name: compare_algorithms.view(s, groups, logp_old, logp_ref, logp_old, energy, UNMOVED, key)
+        name: compare_algorithms.view(
+            s, groups, logp_old, logp_ref, logp_old, energy, UNMOVED, key, steps=args.step - 1
+        )
         for name, s in algorithms.items()
     }
     signal = compare_algorithms.signals(scores, views, UNMOVED)

@@ -2,9 +2,10 @@
 
 python tools/tables/variance_table.py
 
-The worlds of bias_table.py, on-policy: REINFORCE, summed over a row's tokens, is enumerated over all groups of rows of
-a prompt, over all steps of two prompts with groups of 2, or row by row against a baseline that is the expectation
-itself, what groups without end would give. The variance is E |g - E g|^2, the trace of the covariance of the update g.
+The worlds of bias_table.py, on-policy where the title does not say otherwise: REINFORCE, summed over a row's tokens, is
+enumerated over all groups of rows of a prompt, over all steps of two prompts with groups of 2, or row by row against a
+baseline that is the expectation itself, what groups without end would give. The variance is E |g - E g|^2, the trace of
+the covariance of the update g.
 """
 
 import sys
@@ -22,6 +23,8 @@ from grpo_fn.algo import advantage, credit, losses
 from grpo_fn.core.groups import outcome_reward
 
 Weight = Callable[[Tensor, Tensor], Tensor]  # energy, written [7, 2] -> the weight of each token of each row
+RatioWeight = Callable[[Tensor, Tensor, Tensor], Tensor]  # with the ratio of each token, [7, 2]
+AWAY = 1.0  # how far the logits of the policy that sampled are from the policy's, where they differ
 
 
 class Estimator(NamedTuple):
@@ -85,8 +88,22 @@ def against_expectation(weigh: Weight, worth: str, w: tiny.World, prompts: list[
     return torch.stack(adv)
 
 
+def against_weighted_expectation(
+    weigh: RatioWeight, worth: str, w: tiny.World, prompts: list[int], step: Tensor
+) -> Tensor:
+    """rho_t (R - E[x_t R] / E[x_t]) of rows of another policy, E over those; rho the ratio of token t, x its weight."""
+    adv = []
+    for p, rows in zip(prompts, step, strict=True):
+        ratio = (tiny.logps(w.theta[p]) - tiny.logps(w.old[p])).exp()
+        weight = tiny.chances(w.old[p])[:, None] * weigh(tiny.energies(w.theta[p]), tiny.MASK, ratio)
+        reward = getattr(w, worth)[p]
+        adv.append((ratio * (reward[:, None] - reward @ weight / weight.sum(0).clamp(min=1e-300)))[rows])
+    return torch.stack(adv)
+
+
 NOTHING = "no baseline: `reward_to_go`"
 OTB = "`optimal_token_baseline` of `reward_to_go`"
+WEIGHTED = "by ratio^2 energy so far, of `optimal_token_baseline` with `energy_weight`"
 DIVIDED = {
     "`group_normalized`": bias.group_normalized,
     "`leave_one_out_normalized`": bias.leave_one_out_normalized,
@@ -100,6 +117,16 @@ WEIGHTS: dict[str, Weight] = {
         written, energy.cumsum(1), 0.0
     ),
     "by the energy of the token alone": lambda energy, written: energy,
+}
+RATIO_WEIGHTS: dict[str, RatioWeight] = {
+    NOTHING: lambda energy, written, ratio: torch.zeros(energy.shape),
+    "the mean": lambda energy, written, ratio: torch.where(written, 1.0, 0.0),
+    "by energy so far": lambda energy, written, ratio: torch.where(written, energy.cumsum(1), 0.0),
+    WEIGHTED: lambda energy, written, ratio: torch.where(written, (ratio**2 * energy).cumsum(1), 0.0),
+    "by energy so far times the token's ratio^2": lambda energy, written, ratio: torch.where(
+        written, ratio**2 * energy.cumsum(1), 0.0
+    ),
+    "by ratio^2 energy of the token alone": lambda energy, written, ratio: ratio**2 * energy,
 }
 STEP = bias.compared
 IN_STEPS: dict[str, Callable] = {
@@ -156,16 +183,28 @@ def expected(worth: str) -> dict[str, Estimator]:
     }
 
 
-def sections() -> Iterator[tuple[str, dict[str, Estimator]]]:
-    """Title and estimators, the first of which is what the others are measured in."""
+def weighted(worth: str) -> dict[str, Estimator]:
+    """Of rows of another policy, each token weighed with its ratio, against baselines that are expectations."""
+    singly = [[p] for p in range(tiny.PROMPTS)]
+    return {
+        name: Estimator(partial(against_weighted_expectation, weigh, worth), singly, 1)
+        for name, weigh in RATIO_WEIGHTS.items()
+    }
+
+
+def sections() -> Iterator[tuple[str, dict[str, Estimator], float]]:
+    """Title, estimators, the first of which is what the others are measured in, and how far away rows come from."""
     for worth, title in {"reward": "graded rewards", "solved": "rewards 0 and 1"}.items():
-        yield f"Variance, baselines that are expectations, {title}", expected(worth)
-        yield f"Variance, groups of 4, {title}", baselines(worth, 4) | divided(worth)
-        yield f"Variance, groups of 8, {title}", baselines(worth, 8)
+        yield f"Variance, baselines that are expectations, {title}", expected(worth), 0.0
+        yield f"Variance, groups of 4, {title}", baselines(worth, 4) | divided(worth), 0.0
+        yield f"Variance, groups of 8, {title}", baselines(worth, 8), 0.0
+        away = f"sampled from logits up to {AWAY:g} away, tokens weighed with their ratios, {title}"
+        yield f"Variance, baselines that are expectations, {away}", weighted(worth), AWAY
     steps = {NOTHING: in_steps(NOTHING, bias.to_go)}
     yield (
         "Variance, steps of 2 x 2, graded rewards",
         steps | {name: in_steps(name, of_step) for name, of_step in IN_STEPS.items()},
+        0.0,
     )
 
 
@@ -182,14 +221,14 @@ def figures(estimators: dict[str, Estimator], worlds: tiny.World) -> dict[str, t
     return {name: tuple(x / unit for x, unit in zip(both, first, strict=True)) for name, both in found.items()}
 
 
-def worlds() -> tiny.World:
-    """The on-policy worlds of the bias table."""
-    return tiny.World(*map(torch.stack, zip(*(tiny.world(seed, 0.0) for seed in range(tiny.POLICIES)), strict=True)))
+def worlds(away: float) -> tiny.World:
+    """The worlds of the bias table, on-policy or not."""
+    return tiny.World(*map(torch.stack, zip(*(tiny.world(seed, away) for seed in range(tiny.POLICIES)), strict=True)))
 
 
-def rows(estimators: dict[str, Estimator]) -> list[str]:
+def rows(estimators: dict[str, Estimator], away: float) -> list[str]:
     """A line of the table for each estimator."""
-    found = figures(estimators, worlds())
+    found = figures(estimators, worlds(away))
     return [
         f"| {name} | " + " | ".join(f"{float(x):.2g}" for each in both for x in (each.mean(), each.max())) + " |"
         for name, both in found.items()
@@ -199,7 +238,9 @@ def rows(estimators: dict[str, Estimator]) -> list[str]:
 def table() -> str:
     """Every section as markdown."""
     head = ["", "| | variance | worst | noise | worst |", "|---|---|---|---|---|"]
-    return "\n\n".join("\n".join([f"**{title}**", *head, *rows(found)]) for title, found in sections()) + "\n"
+    return (
+        "\n\n".join("\n".join([f"**{title}**", *head, *rows(found, away)]) for title, found, away in sections()) + "\n"
+    )
 
 
 if __name__ == "__main__":

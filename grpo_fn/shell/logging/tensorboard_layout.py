@@ -65,6 +65,7 @@ LAYOUT: dict[str, dict[str, Chart]] = {
         ),
         "from the policy to its teacher, nats a token": lines("teacher/(reverse_kl|gap_abs|gap_min)"),
         "share of the rows that are taught": lines("teacher/rows_taught"),
+        "share of the teacher's part that a step takes": lines("teacher/share"),
         "gains of the controllers": lines("loss/(kl|entropy)_coef_multiplier"),
         "learning rate": lines("optimizer/lr"),
         "updates": lines("optimizer/step"),

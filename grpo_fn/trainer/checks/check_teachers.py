@@ -118,6 +118,30 @@ def check_distillation(
         )
 
 
+def check_share(
+    share: Callable[[int], float], distillation: Callable[[Tensor, Tensor, Tensor], Tensor], steps: int
+) -> None:
+    """Raise ValueError for a share of the teacher's part that is none, or where advantages have no such part.
+
+    Args:
+        share: `step.Algorithm.distillation_share`.
+        distillation: `step.Algorithm.distillation`.
+        steps: of the run.
+    """
+    shares = [share(step) for step in range(steps)]
+    if not all(0 <= one <= 1 for one in shares):
+        odd = next(step for step, one in enumerate(shares) if not 0 <= one <= 1)
+        raise ValueError(
+            f"step.Algorithm.distillation_share: got {shares[odd]} after {odd} steps, wanted a share, 0 to 1"
+        )
+    if any(one != 1 for one in shares) and not reads_gap(distillation):
+        raise ValueError(
+            "step.Algorithm.distillation_share: got one below 1 with a distillation that does not look at the teacher, "
+            "wanted step.Algorithm.distillation_share = @distillation.full_share, or "
+            "step.Algorithm.distillation = @distillation.teacher_gap"
+        )
+
+
 def open_teachers(
     sources: Mapping[str, hf.ModelSource], own: PreTrainedTokenizerBase
 ) -> dict[str, tuple[str, PreTrainedTokenizerBase]]:
@@ -230,6 +254,7 @@ def find_teachers(
     Raises ValueError for one that cannot read what the policy writes, or that is missing.
     """
     check_distillation(settings.algorithm.distillation, settings.teacher, also=also)
+    check_share(settings.algorithm.distillation_share, settings.algorithm.distillation, settings.steps)
     if settings.teacher is None:
         return {}
     for teacher in settings.teacher.on_servers().values():

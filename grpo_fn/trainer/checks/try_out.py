@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from grpo_fn.algo.step import Algorithm
+from grpo_fn.algo.step import Algorithm, from_sampler
 from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.partials import function_and_knobs
@@ -86,7 +86,8 @@ def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
     """Raise ValueError unless what makes advantages and chooses rows and tokens returns what a step needs.
 
     Args:
-        algorithm: its `credit`, `baseline`, `distillation`, `reweighting`, `filters`, `token_mask` and `group_size`.
+        algorithm: its `credit`, `baseline`, `energy_weight`, `distillation`, `reweighting`, `filters`, `token_mask` and
+            `group_size`.
         parts: the names of the reward's parts.
     """
     size, batch = algorithm.group_size, toy_batch(algorithm.group_size)
@@ -101,6 +102,13 @@ def try_credit(algorithm: Algorithm, parts: Sequence[str]) -> None:
     asked = [
         ("credit", algorithm.credit, lambda f: f(reward, torch.zeros(mask.shape), mask), mask.shape, torch.float32),
         ("baseline", algorithm.baseline, lambda f: vmap(f)(adv, adv.abs(), mask), mask.shape, torch.float32),
+        (
+            "energy_weight",
+            algorithm.energy_weight,
+            lambda f: vmap(f)(batch.logp_old, batch),
+            batch.mask.shape,
+            torch.float32,
+        ),
         ("distillation", algorithm.distillation, lambda f: f(adv, 0.1 * adv, mask), mask.shape, torch.float32),
         ("reweighting", algorithm.reweighting, lambda f: vmap(f)(logp, groups), mask.shape, torch.float32),
         *(("filters", one, lambda f: f(rollout, adv), (GROUPS, size), torch.bool) for one in algorithm.filters),
@@ -126,6 +134,39 @@ def reads_energy(baseline: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
     energy = torch.tensor([[0.1, 0.7], [0.5, 0.2]], dtype=torch.float64)
     everything = torch.ones_like(value, dtype=torch.bool)
     return not torch.equal(baseline(value, energy, everything), baseline(value, 1 - energy, everything))
+
+
+def weighs_energies(energy_weight: Callable[[Tensor, Batch], Tensor]) -> bool:
+    """Whether a weight of energies is another than 1 where sampler and trainer differ.
+
+    Args:
+        energy_weight: (logp_old [T], row) -> weight [T].
+    """
+    rows = toy_batch(GROUPS)
+    apart = (rows._replace(logp_sampled=rows.logp_old - gap) for gap in (0.1, -0.1, 1.0, -1.0, 20.0, -20.0))
+    return any(bool((vmap(energy_weight)(rows.logp_old, one)[rows.mask] != 1).any()) for one in apart)
+
+
+def check_energy_weight(algorithm: Algorithm) -> None:
+    """Raise ValueError for weights of energies that no baseline reads, or that are all 1 with the logp_old there is.
+
+    Args:
+        algorithm: its `energy_weight`, `baseline` and `old_logp`.
+    """
+    if not weighs_energies(algorithm.energy_weight):
+        return
+    if not reads_energy(algorithm.baseline):
+        raise ValueError(
+            "step.Algorithm.energy_weight: got weights with a baseline that reads no energy, wanted "
+            "step.Algorithm.energy_weight = @importance.no_correction, or "
+            "step.Algorithm.baseline = @advantage.optimal_token_baseline"
+        )
+    if getattr(algorithm.old_logp, "func", algorithm.old_logp) is from_sampler:
+        raise ValueError(
+            "step.Algorithm.energy_weight: got weights by logp_old - logp_sampled and an old_logp that is logp_sampled "
+            "itself, so every weight is 1: wanted step.Algorithm.old_logp = @step.from_trainer, or "
+            "step.Algorithm.energy_weight = @importance.no_correction"
+        )
 
 
 def reads_logp(reweighting: Callable[[Tensor, Batch], Tensor]) -> bool:

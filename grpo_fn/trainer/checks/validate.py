@@ -31,7 +31,7 @@ from grpo_fn.trainer.checks.check_judges import judges_of_run
 from grpo_fn.trainer.checks.check_teachers import find_teachers, reads_gap, uses_teacher
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
 from grpo_fn.trainer.checks.supervised_stage import check_stage, is_supervised
-from grpo_fn.trainer.checks.try_out import try_credit, try_token_sampler
+from grpo_fn.trainer.checks.try_out import check_energy_weight, try_credit, try_token_sampler, weighs_energies
 from grpo_fn.trainer.checks.try_rewards import reward_parts, try_rewards
 from grpo_fn.trainer.checks.try_sources import try_optimizer, try_schedule, try_task
 from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
@@ -89,6 +89,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     try_rewards("sections.Rewards.reward", scored, task.test[0], s.rewards.pool)
     try_rewards("sections.Evaluation.graders", s.evaluation.graders, task.test[0], s.rewards.pool)
     try_credit(algorithm, parts)
+    check_energy_weight(algorithm)
     if not is_supervised(algorithm):
         check_credit(algorithm.credit, algorithm.distillation, algorithm.group_size, parts)
     check_curriculum_of_run(s, task, parts)
@@ -106,8 +107,8 @@ def validate(settings: Settings) -> ValidatedPlan:
         teachers=find_teachers(s, config, also=reads_teacher(algorithm.objective)),
         parts=parts,
         shown=None if s.demonstrations is None else try_task(s.demonstrations.task),
-        # What drops at random says another thing in the pass that trains.
-        own_pass=own_pass and (s.lora is None or s.lora.dropout == 0),
+        # What drops at random says another thing in the pass that trains; weights of energies come before it.
+        own_pass=own_pass and (s.lora is None or s.lora.dropout == 0) and not weighs_energies(algorithm.energy_weight),
         plan=make_plan(s, config, dtype, task),
     )
 
