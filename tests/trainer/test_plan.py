@@ -255,8 +255,16 @@ def test_a_group_of_one_is_fine_where_the_batch_is_the_baseline():
 
 def test_a_group_of_one_is_fine_where_a_teacher_is_learned_from():
     validate.check_credit(credit.no_rewards, partial(distillation.teacher_gap, coef=1.0), 1, ())
-    with pytest.raises(ValueError, match="group_size: got 1"):
-        validate.check_credit(credit.no_rewards, distillation.no_teacher, 1, ())
+
+
+def test_where_no_reward_is_learned_from_no_group_is_needed_and_no_signal_can_be_asked_for():
+    for size in (1, 4):
+        validate.check_credit(credit.no_rewards, distillation.no_teacher, size, ())
+    validate.check_signal_wanted(credit.no_rewards, distillation.no_teacher, 0, ())
+    validate.check_signal_wanted(credit.no_rewards, partial(distillation.teacher_gap, coef=1.0), 1, ())
+    validate.check_signal_wanted(CENTERED, distillation.no_teacher, 1, ())
+    with pytest.raises(ValueError, match="min_groups_with_signal: got 3 with advantages that are always 0"):
+        validate.check_signal_wanted(credit.no_rewards, distillation.no_teacher, 3, ())
 
 
 def test_advantages_by_a_teacher_need_the_old_policy_before_the_update():

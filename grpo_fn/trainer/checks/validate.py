@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import grad
 from transformers import PretrainedConfig
 
-from grpo_fn.algo.credit import Credit
+from grpo_fn.algo.credit import Credit, no_rewards
 from grpo_fn.algo.step import from_sampler, from_trainer
 from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.checks import check_positive
@@ -92,6 +92,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     check_energy_weight(algorithm)
     if not is_supervised(algorithm):
         check_credit(algorithm.credit, algorithm.distillation, algorithm.group_size, parts)
+        check_signal_wanted(algorithm.credit, algorithm.distillation, algorithm.min_groups_with_signal, parts)
     check_curriculum_of_run(s, task, parts)
     reference = uses_reference(algorithm.objective, algorithm.credit, parts)
     own_pass = own_pass_suffices(
@@ -156,15 +157,34 @@ def check_deterministic(deterministic: bool, compile_block: Callable[[nn.Module]
 def check_credit(credit: Credit, distillation: Distillation, group_size: int, parts: Sequence[str]) -> None:
     """Raise ValueError when groups of one can carry no signal: normalised advantages compare within a group.
 
-    `parts` are the names of the reward's parts; a credit that asks for others says so here. A teacher's signal compares
-    with nothing, so with one that is learned from groups of one will do.
+    `parts` are the names of the reward's parts; a credit that asks for others says so here. Groups of one will do with
+    a teacher that is learned from, whose signal compares with nothing, and where rewards are measured only.
     """
-    reward, drift, everything = small_step(torch.zeros(2, 1, 1), parts)
-    signal = distillation(credit(reward, drift, everything), drift + 0.5, everything).any()
-    if group_size == 1 and not signal:
+    signal = has_signal(credit, distillation, parts)
+    if group_size == 1 and learns_from_rewards(credit) and not signal:
         raise ValueError(
             "group_size: got 1 with an advantage that compares within a group (always 0), wanted 2 or more"
         )
+
+
+def check_signal_wanted(credit: Credit, distillation: Distillation, least: int, parts: Sequence[str]) -> None:
+    """Raise ValueError for `min_groups_with_signal` above 0, `least`, where no advantage is ever other than 0."""
+    if least > 0 and not learns_from_rewards(credit) and not has_signal(credit, distillation, parts):
+        raise ValueError(
+            f"step.Algorithm.min_groups_with_signal: got {least} with advantages that are always 0, as neither rewards "
+            "nor a teacher's gap are learned from, so that no step would be trained on; wanted 0"
+        )
+
+
+def learns_from_rewards(credit: Credit) -> bool:
+    """Whether rewards go into advantages; with `credit.no_rewards` they are measured only."""
+    return getattr(credit, "func", credit) is not no_rewards
+
+
+def has_signal(credit: Credit, distillation: Distillation, parts: Sequence[str]) -> bool:
+    """Whether some token of a small step with groups of one has an advantage."""
+    reward, drift, everything = small_step(torch.zeros(2, 1, 1), parts)
+    return bool(distillation(credit(reward, drift, everything), drift + 0.5, everything).any())
 
 
 def small_step(drift: Tensor, parts: Sequence[str]) -> tuple[Reward, Tensor, Tensor]:
