@@ -50,7 +50,8 @@ class Figures:
     waits: dict[str, int]  # by piece, as often as a step takes it
     seconds: float
     tokens: int  # sampled in a step, on all ranks
-    mfu: float  # of the pieces that train
+    mfu: float  # of the pieces that train: of the card's peak for products of `dtype`
+    dtype: str  # that the run computes in
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -106,6 +107,7 @@ def figures(counted: Rehearsal, asked: Asked, assumed: Assumptions, estimate: in
         seconds=sum(one.times * one.seconds for one in times),
         tokens=rows.prompts * counted.minibatches * rows.group * rows.new_tokens,
         mfu=flops / card.rates[dtype] / sum(one.times * one.seconds for one in training),
+        dtype=str(dtype).removeprefix("torch."),
     )
 
 

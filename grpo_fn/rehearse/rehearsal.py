@@ -31,8 +31,8 @@ from grpo_fn.shell.model.blocks import eager
 from grpo_fn.shell.model.logprob_head import CARD_SHARE
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, load_and_shard
 from grpo_fn.shell.sampler.local import local_sampler
-from grpo_fn.shell.sampler.local.cuda_graphs import Sizes, buffer_size, graph_size
-from grpo_fn.shell.sampler.local.decode_step import LOOK
+from grpo_fn.shell.sampler.local.decode_step import captured_sizes
+from grpo_fn.shell.sampler.local.split_kv import ARCHITECTURE, split_kv_uncovered_reason
 from grpo_fn.trainer.build import build_policy, model_spec
 from grpo_fn.trainer.checks.device_plan import plan_blocks
 from grpo_fn.trainer.checks.validate import ValidatedPlan
@@ -40,7 +40,6 @@ from grpo_fn.trainer.sections import Settings
 
 ON_HOST = frozenset({"weights", "gradients", "optimizer state"})  # under offload
 MESH = ("replicate", "shard", "tensor")
-CARD_SIZES = Sizes(partial(graph_size, least=1), partial(graph_size, least=64), buffer_size, LOOK)
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,8 @@ def _counted(
         )
         if answers.grown_cache is None:
             draws = partial(settings.sampling.token_sampler, temperature=settings.sampling.temperature)
-            pieces.count_decoding(mode, sampled, call, CARD_SIZES, draws)
+            split_kv = asked.card.capability >= ARCHITECTURE and split_kv_uncovered_reason(sampled) is None
+            pieces.count_decoding(mode, sampled, call, captured_sizes(split_kv=split_kv), draws)
             repeats |= call.repeats()
     updates = algorithm.epochs * algorithm.minibatches
     rows = RowShape(algorithm.prompts // algorithm.minibatches, algorithm.group_size, asked.prompt_tokens, new)
@@ -219,7 +219,7 @@ def score_passes(settings: Settings, checked: ValidatedPlan) -> int:
 
 
 def reads_entropy(settings: Settings) -> bool:
-    """Whether the objective has a slope for entropies, found by asking it."""
+    """Whether the objective has a slope for entropies: its gradient over two rows of made-up scores is looked at."""
     mask = torch.tensor([[False, True, True], [False, True, True]])
     logp = torch.full((2, 3), -1.0)
 

@@ -149,7 +149,7 @@ def time_lines(made: Figures) -> list[str]:
         f"time on {made.card}, by a roofline: not measured",
         *align_columns(head, rows, 1),
         f"  a step {made.seconds:.3g} s, {made.tokens / made.seconds:,.0f} sampled tokens/s on all ranks, "
-        f"MFU of training {made.mfu:.0%}",
+        f"MFU of training {made.mfu:.0%} of the {made.dtype} peak",
     ]
 
 

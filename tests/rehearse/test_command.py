@@ -1,6 +1,7 @@
 """`python -m grpo_fn.run --rehearse`: a table, an exit code, and one line for what cannot be rehearsed."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from transformers import Qwen2Config
 
 from grpo_fn import run
+from grpo_fn.rehearse.cards import CARDS, Assumptions
 
 BINDINGS = ["sections.Sampling.max_new_tokens=24", "sections.PolicyUpdate.micro_tokens=512"]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -37,7 +39,14 @@ def test_a_table_of_memory_work_collectives_and_time(tmp_path, capsys):
     assert rehearsed(folder(tmp_path / "m"), "--ranks", "8", "--json", str(tmp_path / "out.json")) == 0
     said = capsys.readouterr().out
     assert said.startswith("fits: ")
-    for what in ("memory of one of 8 ranks", "work of a step", "collectives of a step", "not measured", "assumed"):
+    for what in (
+        "memory of one of 8 ranks",
+        "work of a step",
+        "collectives of a step",
+        "not measured",
+        "assumed",
+        "of the bfloat16 peak",
+    ):
         assert what in said
     figures = json.loads((tmp_path / "out.json").read_text())
     memory = {one["phase"]: one for one in figures["memory"]}
@@ -50,6 +59,34 @@ def test_a_table_of_memory_work_collectives_and_time(tmp_path, capsys):
     assert step > 0
     assert {one["piece"] for one in figures["pieces"]} >= {"read prompts", "decode a token", "update", "sync"}
     assert all(one["kernels"] > 0 for one in figures["pieces"])
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
+def test_no_assumed_figure_is_printed_as_one_of_a_data_sheet(card):
+    """Every figure of a card is on one of two lines; on that of data sheets only one that a page is named for."""
+    texts, (quoted, ours, *more) = card.texts(), Assumptions().lines(card)
+    assert "quoted from data sheets" in quoted
+    assert "assumed, from no data sheet" in ours
+    figures = {f.name for f in fields(card) if f.type in ("float", "int", float, int)}
+    assert set(texts) == figures
+    assert set(card.quoted) <= figures - {"network", "host_link", "memory"}
+    assert ("half" in card.quoted, "link" in card.quoted) == (card.name != "RTX 3070 8 GB",) * 2
+    for name, text in texts.items():
+        assert (text in quoted, text in ours) == (name in card.quoted, name not in card.quoted), name
+    assert all("data sheet" not in line and "assumed" in line for line in more)
+
+
+def test_every_figure_of_the_page_is_that_of_the_code():
+    page = (Path(__file__).parents[2] / "docs/running/rehearsal.md").read_text()
+    for name, card in CARDS.items():
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        values = (card.half / 1e12, card.single / 1e12, card.bandwidth / 1e12, card.link / 1e9)
+        cells = [cell.strip() for cell in row.strip("|").split("|")][1:]
+        for figure, value, cell in zip(("half", "single", "bandwidth", "link"), values, cells[1:5], strict=True):
+            source = card.quoted.get(figure, "assumed")
+            assert cell.split()[0] == f"{value:g}", (name, figure)
+            assert ("assumed" in cell) is (source == "assumed"), (name, figure)
+            assert source == "assumed" or source in cells[5], (name, figure)
 
 
 def test_what_does_not_fit_is_said_with_the_phase_and_what_holds_it(tmp_path, capsys):

@@ -138,7 +138,7 @@ class LogprobModel(nn.Module):
 
 @torch.no_grad()
 def has_linear_head(model: nn.Module) -> bool:
-    """Whether the model's logits are `hidden @ W.T`, found by asking it: capped, scaled and biased ones are not.
+    """Whether the model's logits are `hidden @ W.T`, by a forward pass: capped, scaled and biased ones are not.
 
     What enters the head has to be the decoder's output, and what leaves it the logits. The latter is asked with numbers
     far apart put in the head's place: a fresh model's logits are so small that a soft cap leaves no trace on them.

@@ -153,7 +153,7 @@ class PackedInput:
 
 @torch.no_grad()
 def packing_unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
-    """Why the model must not be shown rows end to end; None when it may. Found by asking it.
+    """Why the model must not be shown rows end to end; None when it may. By forward passes of short rows.
 
     Its layers have to attend to all of a row or to a window of it, to say which, and to pass on their arguments; and
     states have to be those of padded rows.

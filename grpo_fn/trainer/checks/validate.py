@@ -195,7 +195,7 @@ def small_step(drift: Tensor, parts: Sequence[str]) -> tuple[Reward, Tensor, Ten
 
 
 def uses_reference(objective: Objective, credit: Credit, parts: Sequence[str]) -> bool:
-    """Whether objective or credit look at logp_ref, found by asking them: then a frozen reference has to be kept."""
+    """Whether objective or credit look at logp_ref, by trials with made-up rows: then a frozen reference is kept."""
     mask = torch.tensor([[False, True, True], [False, True, True]])
     logp = torch.full((2, 3), -1.0, dtype=torch.float64)  # a small beta must not drown in rounding
     adv = torch.tensor([[1.0], [-1.0]]).expand(2, 3).to(logp)

@@ -50,6 +50,7 @@ TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 Layout = PrefillAttention | ChunkAttention | DecodeAttention
 
+FEWEST_COLUMNS = 64  # that a captured step looks at where it attends by matrix products
 LOOK = 16  # steps between two looks at what has ended, where looking means waiting for the device
 KEEP = 1 / 8  # of a device's memory: what captured steps may hold while it is trained on for the first time
 MARGIN = 0.1  # of a device's memory that stays free beside captured steps and the training seen so far
@@ -258,6 +259,17 @@ def memory_budget(device: torch.device) -> float:
     return share * torch.cuda.get_device_properties(device).total_memory
 
 
+def captured_sizes(*, split_kv: bool) -> Sizes:
+    """Which sizes captured steps have.
+
+    Args:
+        split_kv: they attend in the split-KV kernel. It looks at no column that a row does not see, so that shapes
+            differ by its splits alone.
+    """
+    columns = partial(graph_size, least=SPLIT if split_kv else FEWEST_COLUMNS)
+    return Sizes(partial(graph_size, least=1), columns, buffer_size, LOOK)
+
+
 def build_engine(model: nn.Module) -> DecodeEngine:
     """Steps that are compiled and captured where the model is whole on a CUDA device; as they are written elsewhere.
 
@@ -270,11 +282,9 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     split_kv = choose_split_kv(model)
     stepped = choose_joined_model(model, split_kv)
     code = WRITTEN if torch.are_deterministic_algorithms_enabled() else compile_decode_parts(stepped)
-    # The kernel looks at no column that a row does not see, so that shapes differ by its splits alone.
-    columns = partial(graph_size, least=64 if split_kv is None else SPLIT)
     return DecodeEngine(
         model,
-        sizes=Sizes(partial(graph_size, least=1), columns, buffer_size, LOOK),
+        sizes=captured_sizes(split_kv=split_kv is not None),
         run=GraphCache(CudaGraph),
         code=code._replace(split_kv=split_kv),
         stepped=stepped,
@@ -352,7 +362,7 @@ def compile_decode_parts(model: nn.Module) -> Code:
 
 @torch.no_grad()
 def decoding_unsupported_reason(model: nn.Module, device: torch.device) -> str | None:
-    """Why the model must not be decoded this way; None when it may. Found by asking it."""
+    """Why the model must not be decoded this way; None when it may. By steps of a short trial."""
     try:
         install(model)
         return packed_input.packing_unsupported_reason(model, device) or decoding_difference(model, device)
