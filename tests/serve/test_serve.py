@@ -45,7 +45,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def texts(answer: dict) -> list[str]:
-    return [choice.get("text") or choice["message"]["content"] for choice in answer["choices"]]
+    return [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
 
 
 # -- the same bytes as an evaluation
