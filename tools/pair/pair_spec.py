@@ -82,7 +82,7 @@ def wanted(args: argparse.Namespace) -> Pairing:
 
 
 def check_alike(asked: Pairing) -> None:
-    """Raise ValueError, before anything starts, for a name that there is not and for arms that cannot share random numbers."""
+    """Raise ValueError, before anything starts, for an unknown name and for arms that cannot share random numbers."""
     first, *others = asked.arms
     bases = {seed: configuration(asked, first, seed) for seed in asked.seeds}
     values: dict[Any, str] = {}
