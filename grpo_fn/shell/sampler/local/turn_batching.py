@@ -65,10 +65,11 @@ class TurnBatching(ContinuousBatching):
     def leave(self, slot: Int[Tensor, "m"], drawn: Tensor, stopped: Tensor) -> None:
         """A turn of these rows has ended: some wait for their environment, the others' episodes are over."""
         tokens = self.engine.live.tokens[slot.to(self.u.device)].tolist()
+        known = (x[slot].tolist() for x in (self.row, self.begun, drawn, stopped))
         asked = torch.tensor(
             [
-                self.rows.end_turn(int(self.row[s]), row[int(self.begun[s]) : int(drawn[s])], stopped=bool(stopped[s]))
-                for s, row in zip(slot.tolist(), tokens, strict=True)
+                self.rows.end_turn(b, row[first:end], stopped=by_itself)
+                for b, first, end, by_itself, row in zip(*known, tokens, strict=True)
             ]
         )
         self.paused[slot[asked]], self.due[slot[asked]] = True, self.steps + (self.rows.of.answer_steps or 0)
@@ -79,9 +80,9 @@ class TurnBatching(ContinuousBatching):
         """These rows' answers, waited for where they are not there: observations are read, and next turns begin."""
         begun = time.perf_counter()
         answers = []
-        for s in slot.tolist():
+        for b in self.row[slot].tolist():
             self.check()
-            answers.append(self.rows.go_on(int(self.row[s])))
+            answers.append(self.rows.go_on(b))
         self.waited += time.perf_counter() - begun
         self.paused[slot] = False
         on = torch.tensor([answer is not None for answer in answers])
@@ -120,9 +121,11 @@ class TurnBatching(ContinuousBatching):
         moved = (column - columns[:, None] + sampled[:, None]).clamp(min=0)  # the n-th sampled token draws u[n]
         u = self.u[row].gather(1, moved)
         tokens, logp = live.tokens[there], live.logp[there]
-        for i, answer in enumerate(answers):
-            tokens[i, int(drawn[i]) : int(columns[i])] = torch.tensor(answer.observed, dtype=torch.long, device=device)
-            logp[i, int(drawn[i]) : int(columns[i])] = 0.0
+        place = torch.arange(tokens.shape[1], device=device)
+        taken = (place >= drawn[:, None]) & (place < columns[:, None])
+        observed = torch.tensor([token for answer in answers for token in answer.observed], dtype=torch.long)
+        tokens.masked_scatter_(taken, observed.to(device))
+        logp.masked_fill_(taken, 0.0)
         limit = columns + torch.tensor([answer.most for answer in answers], device=device)
         no = torch.zeros(len(slot), dtype=torch.bool, device=device)
         flags = (no, no.clone(), no.clone())
