@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from grpo_fn.rehearse.card_kernels import CardHeadKernels, head_kernels
-from grpo_fn.rehearse.counting import CountingMode, Work
+from grpo_fn.rehearse.tracing.card_kernels import CardHeadKernels, head_kernels
+from grpo_fn.rehearse.tracing.counting import CountingMode, Work
 from grpo_fn.shell.model.head_chunk.plain_kernels import PlainKernels
 from grpo_fn.shell.model.logprob_head import linear_logp, linear_scores
 

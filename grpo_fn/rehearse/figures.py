@@ -8,11 +8,11 @@ import torch
 
 from grpo_fn.rehearse.cards import Assumptions, usable_memory
 from grpo_fn.rehearse.changes import Change, changes, work_as_compiled
-from grpo_fn.rehearse.counting import Work
-from grpo_fn.rehearse.operators import ELEMENTWISE
 from grpo_fn.rehearse.rehearsal import Asked, Rehearsal
 from grpo_fn.rehearse.roofline import DECODING, PartTime, PieceTime, collective_seconds, part_times
 from grpo_fn.rehearse.step_pieces import PHASES
+from grpo_fn.rehearse.tracing.counting import Work
+from grpo_fn.rehearse.tracing.operators import ELEMENTWISE
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def phase_memory(counted: Rehearsal, phase: str) -> PhaseMemory:
     live = counted.mode.live
     peak = live.peaks[phase]
     holders = dict(sorted(peak.holders.items(), key=lambda item: -item[1]))
-    return PhaseMemory(phase, peak.bytes, holders, sum(n for name, n in holders.items() if name in live.on_host))
+    return PhaseMemory(phase, peak.bytes, holders, peak.on_host)
 
 
 def piece_times(counted: Rehearsal, asked: Asked, assumed: Assumptions, parts: list[PartTime]) -> list[PieceTime]:

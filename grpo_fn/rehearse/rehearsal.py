@@ -17,12 +17,8 @@ from grpo_fn.core.batch import count
 from grpo_fn.core.partials import function_and_knobs, uses_of
 from grpo_fn.core.types import Batch, Gains, Scores
 from grpo_fn.rehearse import step_pieces as pieces
-from grpo_fn.rehearse.card_kernels import CardHeadKernels, head_kernels, products_of_a_card
 from grpo_fn.rehearse.cards import Card
 from grpo_fn.rehearse.changes import JOINED, SPLIT_KV, HeadShape, count_heads, without_it
-from grpo_fn.rehearse.counting import CountingMode
-from grpo_fn.rehearse.host_transfers import following_shards
-from grpo_fn.rehearse.live_storages import LiveStorages
 from grpo_fn.rehearse.lone_rank import LoneRank, lone_rank
 from grpo_fn.rehearse.rehearsed_model import (
     ModelAnswers,
@@ -32,6 +28,10 @@ from grpo_fn.rehearse.rehearsed_model import (
 )
 from grpo_fn.rehearse.rehearsed_rows import RowShape, rehearsed_batch, rehearsed_rollout
 from grpo_fn.rehearse.roofline import DECODING
+from grpo_fn.rehearse.tracing.card_kernels import CardHeadKernels, head_kernels, products_of_a_card
+from grpo_fn.rehearse.tracing.counting import CountingMode
+from grpo_fn.rehearse.tracing.host_transfers import following_shards
+from grpo_fn.rehearse.tracing.live_storages import LiveStorages
 from grpo_fn.shell.model.blocks import eager
 from grpo_fn.shell.model.logprob_head import CARD_SHARE
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -45,6 +45,7 @@ from grpo_fn.trainer.sections import Settings
 
 ON_HOST = frozenset({"weights", "gradients", "optimizer state"})  # under offload
 SAMPLED = "sampler's own copy"
+HEADS = {"micro-batch": True, "last micro-batch": True, "log-probs": False}  # pieces with a head, and whether it trains
 
 
 @dataclass(frozen=True)
@@ -139,15 +140,7 @@ def _counted(
     if any(uses_of(local_sampler.local, [settings.sampling.sampler])):
         with mode.holding(SAMPLED):
             sampled = loaded.decoding()
-        mine = -(-algorithm.prompts // asked.ranks)
-        call = pieces.Decoding(
-            mine * algorithm.group_size,
-            mine,
-            algorithm.group_size,
-            asked.prompt_tokens,
-            new,
-            settings.sampling.max_rows,
-        )
+        call = sampler_call(settings, asked, new)
         if answers.grown_cache is None:
             draws = partial(settings.sampling.token_sampler, temperature=settings.sampling.temperature)
             split_kv = asked.card.capability >= ARCHITECTURE and split_kv_uncovered_reason(sampled) is None
@@ -168,8 +161,7 @@ def _counted(
         pieces.count_sync(mode, policy, sampled)
         repeats["sync"] = 1
     if answers.linear_head:
-        trains = {"micro-batch": True, "last micro-batch": True, "log-probs": False}
-        heads = {piece: trains[piece] for piece in repeats if piece in trains and repeats[piece]}
+        heads = {piece: trains for piece, trains in HEADS.items() if repeats.get(piece)}
         devices = prod(settings.parallelism.shape(asked.ranks, asked.ranks // asked.hosts)[:2])
         tokens = -(-int(one.mask[:, 1:].sum()) // devices)  # a micro-batch is shared by the ranks that have rows
         count_heads(mode, head_shape(settings, checked, policy, tokens, entropy), heads)
@@ -186,6 +178,12 @@ def _counted(
         settings.parallelism.offload,
         (),
     )
+
+
+def sampler_call(settings: Settings, asked: Asked, new: int) -> pieces.Decoding:
+    """What one rank samples in a step, `new` tokens a row."""
+    mine, group = -(-settings.algorithm.prompts // asked.ranks), settings.algorithm.group_size
+    return pieces.Decoding(mine * group, mine, group, asked.prompt_tokens, new, settings.sampling.max_rows)
 
 
 def head_shape(settings: Settings, checked: ValidatedPlan, policy: FSDPPolicy, tokens: int, entropy: bool) -> HeadShape:

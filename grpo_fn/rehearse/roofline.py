@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from grpo_fn.rehearse.cards import Assumptions, Card
-from grpo_fn.rehearse.counting import CountingMode, Sent, Work
-from grpo_fn.rehearse.operators import ATTENTION, ELEMENTWISE, Cost
+from grpo_fn.rehearse.tracing.counting import CountingMode, Sent, Work
+from grpo_fn.rehearse.tracing.operators import ATTENTION, ELEMENTWISE, Cost
 
 DECODING = "decode a token"  # the piece that a card replays as a graph
 OPTIMIZER = "optimizer"  # the part that an update is

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from grpo_fn.core.batch import trim_rows
 from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.rehearse.changes import COMPARED, JOINED, SPLIT_KV, without_it
-from grpo_fn.rehearse.counting import CountingMode
-from grpo_fn.rehearse.host_transfers import local_bytes
-from grpo_fn.rehearse.model_parts import following_parts
 from grpo_fn.rehearse.rehearsed_rows import slopes
 from grpo_fn.rehearse.roofline import DECODING, OPTIMIZER
+from grpo_fn.rehearse.tracing.counting import CountingMode
+from grpo_fn.rehearse.tracing.host_transfers import local_bytes
+from grpo_fn.rehearse.tracing.model_parts import following_parts
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.sampler.local.continuous_batching import PREFILL
 from grpo_fn.shell.sampler.local.cuda_graphs import Eager

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from grpo_fn.core import sampling
-from grpo_fn.rehearse.card_kernels import CardHeadKernels, head_kernels, products_of_a_card, split_kv_cost
 from grpo_fn.rehearse.changes import HEAD, HeadShape, count_heads, with_it, without_it
-from grpo_fn.rehearse.counting import BLOCKS, CountingMode
-from grpo_fn.rehearse.host_transfers import following_shards
-from grpo_fn.rehearse.live_storages import LiveStorages
 from grpo_fn.rehearse.lone_rank import lone_rank
-from grpo_fn.rehearse.operators import ELEMENTWISE, PRODUCTS
 from grpo_fn.rehearse.step_pieces import Decoding
+from grpo_fn.rehearse.tracing.card_kernels import CardHeadKernels, head_kernels, products_of_a_card, split_kv_cost
+from grpo_fn.rehearse.tracing.counting import BLOCKS, CountingMode
+from grpo_fn.rehearse.tracing.host_transfers import following_shards
+from grpo_fn.rehearse.tracing.live_storages import LiveStorages
+from grpo_fn.rehearse.tracing.operators import ELEMENTWISE, PRODUCTS
 from grpo_fn.shell.model.attention import install
 from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, Ends
 from grpo_fn.shell.sampler.local.cuda_graphs import Eager
@@ -70,6 +70,18 @@ def test_logits_of_halves_come_in_float32_without_a_cast():
     bytes_, launches = moved(mode, with_it("log-probs"), PRODUCTS)
     assert (bytes_, launches) == (2 * (N + V) * D + 4 * N * V, 1)
     assert not any(one.cost.bytes == 6 * N * V for one in mode.work if one.piece == with_it("log-probs"))  # a copy
+
+
+def test_an_entry_that_is_put_in_its_place_costs_itself_not_the_buffer():
+    """Two rows of four numbers into a buffer of a hundred: read, and written there; read there, too, where they add."""
+    mode, at = counting(), torch.tensor([3, 5])
+    with FakeTensorMode(allow_non_fake_inputs=True), mode:
+        buffer, rows = torch.empty(100, 4), torch.empty(2, 4)
+        mode.begin("piece", phase="train")
+        buffer.index_copy_(0, at, rows)
+        buffer.index_put_((at,), rows)
+        buffer.index_add_(0, at, rows)
+    assert [one.cost.bytes for one in mode.work if one.piece == "piece" for _ in range(mode.work[one])] == [64, 64, 96]
 
 
 def test_a_groups_prompt_is_read_once_by_the_split_kv_kernel():

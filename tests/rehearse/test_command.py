@@ -170,6 +170,8 @@ def test_the_dry_runs_estimate_is_near(files, tmp_path, capsys):
     assert "the dry run's estimate: " in capsys.readouterr().out
     moved = {one["piece"]: one for one in figures["transfers"]}
     assert bool(moved) is ("scale/offload.gin" in files)
+    load = next(one for one in figures["memory"] if one["phase"] == "load")
+    assert (load["host"] == load["holders"]["weights"] > 0) is bool(moved)
     if moved:  # blocks come for each pass, the root once; gradients go as large as the weights, in float32
         weights = moved["sync"]["to_card"]
         assert moved["last micro-batch"]["to_host"] == weights

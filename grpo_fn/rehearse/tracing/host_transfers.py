@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor
 
-from grpo_fn.rehearse.counting import CountingMode
+from grpo_fn.rehearse.tracing.counting import CountingMode
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_fn.rehearse.card_kernels import COSTS
-from grpo_fn.rehearse.fused_chains import UNFUSED, FusedChains
-from grpo_fn.rehearse.live_storages import LiveStorages
-from grpo_fn.rehearse.operators import ELEMENTWISE, Cost, all_tensors, cost, launches
+from grpo_fn.rehearse.tracing.card_kernels import COSTS
+from grpo_fn.rehearse.tracing.fused_chains import UNFUSED, FusedChains
+from grpo_fn.rehearse.tracing.live_storages import LiveStorages
+from grpo_fn.rehearse.tracing.operators import ELEMENTWISE, Cost, all_tensors, cost, launches
 
 BLOCKS, REST, SHARDING = "blocks", "embedding, norm, head", "gathers and reductions"  # parts; set by `model_parts`
 WAITS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"})
@@ -205,8 +205,11 @@ def _answer(name: str, asked: Tensor) -> Any:
 
 
 def _done(func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], fake: bool) -> Any:
-    """The operator's result: with data where all that is given has data, and where integers or flags are made."""
-    if given and not fake:
+    """The operator's result: with data where all that is given has data, and where integers or flags are made.
+
+    What weights on the meta device become has none: they are as large as the model.
+    """
+    if given and not fake and not any(x.is_meta and x.dtype.is_floating_point for x in given):
         with unset_fake_temporarily():
             return func(*args, **kwargs)
     out = func(*args, **kwargs)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from grpo_fn.rehearse.operators import ELEMENTWISE, Cost, span
+from grpo_fn.rehearse.tracing.operators import ELEMENTWISE, Cost, shown_bytes
 
 # Gathers and scatters of attention and of the KV cache, in front of which compiled code stops.
 UNFUSED = frozenset(
@@ -37,10 +37,10 @@ class FusedChains:
         for x in given:
             key = x.untyped_storage()._cdata
             if not self._mine(key):
-                self.read[key] = max(self.read.get(key, 0), span(x))
+                self.read[key] = max(self.read.get(key, 0), shown_bytes(x))
         for x in made:
             storage = x.untyped_storage()
-            size = max(span(x), self.made[storage._cdata][1] if self._mine(storage._cdata) else 0)
+            size = max(shown_bytes(x), self.made[storage._cdata][1] if self._mine(storage._cdata) else 0)
             self.made[storage._cdata] = weakref.ref(storage), size
 
     def close(self) -> Cost | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_fn.rehearse.operators import ATTENTION, ELEMENTWISE, Cost
+from grpo_fn.rehearse.tracing.operators import ATTENTION, ELEMENTWISE, Cost
 from grpo_fn.shell.model import logprob_head
 from grpo_fn.shell.model.attention import HALVES
 from grpo_fn.shell.model.head_chunk.plain_kernels import ChunkKernels, ChunkStats, PlainKernels
