@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Peak(NamedTuple):
-    """The most bytes alive at once on the device in a phase, what they were, and the most on the host beside as many."""
+    """The most bytes alive at once on the device in a phase, what they were, and the most on the host beside them."""
 
     bytes: int
     holders: dict[str, int]
