@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,7 @@ from grpo_fn.core.partials import function_and_knobs, uses_of
 from grpo_fn.core.types import Batch, Gains, Scores
 from grpo_fn.rehearse import step_pieces as pieces
 from grpo_fn.rehearse.cards import Card
-from grpo_fn.rehearse.counting import CountingMode
-from grpo_fn.rehearse.live_storages import LiveStorages
+from grpo_fn.rehearse.changes import JOINED, SPLIT_KV, HeadShape, count_heads, without_it
 from grpo_fn.rehearse.lone_rank import LoneRank, lone_rank
 from grpo_fn.rehearse.rehearsed_model import (
     ModelAnswers,
@@ -27,11 +27,16 @@ from grpo_fn.rehearse.rehearsed_model import (
     ask_small_copy,
 )
 from grpo_fn.rehearse.rehearsed_rows import RowShape, rehearsed_batch, rehearsed_rollout
+from grpo_fn.rehearse.roofline import DECODING
+from grpo_fn.rehearse.tracing.card_kernels import CardHeadKernels, head_kernels, products_of_a_card
+from grpo_fn.rehearse.tracing.counting import CountingMode
+from grpo_fn.rehearse.tracing.host_transfers import following_shards
+from grpo_fn.rehearse.tracing.live_storages import LiveStorages
 from grpo_fn.shell.model.blocks import eager
 from grpo_fn.shell.model.logprob_head import CARD_SHARE
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, load_and_shard
 from grpo_fn.shell.sampler.local import local_sampler
-from grpo_fn.shell.sampler.local.decode_step import captured_sizes
 from grpo_fn.shell.sampler.local.split_kv import ARCHITECTURE, split_kv_uncovered_reason
 from grpo_fn.trainer.build import build_policy, model_spec
 from grpo_fn.trainer.checks.device_plan import plan_blocks
@@ -39,7 +44,8 @@ from grpo_fn.trainer.checks.validate import ValidatedPlan
 from grpo_fn.trainer.sections import Settings
 
 ON_HOST = frozenset({"weights", "gradients", "optimizer state"})  # under offload
-MESH = ("replicate", "shard", "tensor")
+SAMPLED = "sampler's own copy"
+HEADS = {"micro-batch": True, "last micro-batch": True, "log-probs": False}  # pieces with a head, and whether it trains
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Rehearsal:
     decoding: pieces.Decoding | None  # of one rank; None: an engine samples
     group_ranks: Mapping[str, int]
     group_in_host: Mapping[str, bool]
+    compiled: frozenset[str]  # pieces whose blocks a card has compiled
+    on_host: bool  # weights, gradients and moments lie in the host's memory
     notes: tuple[str, ...]
 
 
@@ -95,16 +103,21 @@ def rehearse(settings: Settings, checked: ValidatedPlan, asked: Asked) -> Rehear
             f"--prompt_tokens: got {asked.prompt_tokens}, wanted fewer than sections.Sampling.max_total_tokens = "
             f"{sampling.max_total_tokens}"
         )
-    answers = ask_small_copy(checked.config, settings.compute.attention)
+    answers, entropy = ask_small_copy(checked.config, settings.compute.attention), reads_entropy(settings)
     calm = replace(settings, parallelism=replace(settings.parallelism, compile=eager))
     mode = CountingMode(LiveStorages(ON_HOST if settings.parallelism.offload else frozenset()), {})
     with (
         lone_rank(asked.ranks, asked.ranks // asked.hosts) as world,
+        products_of_a_card(),
+        head_kernels(CardHeadKernels()),
+        following_shards(mode),
         FakeTensorMode(allow_non_fake_inputs=True),
         mode.live.following(),
         mode,
     ):
-        return _counted(calm, checked, asked, answers, mode, world, new, notes(settings, checked, answers))
+        counted = _counted(calm, checked, asked, answers, mode, world, new, entropy)
+        mode.close_chain()
+    return replace(counted, compiled=compiled_pieces(settings), notes=notes(settings, checked, answers))
 
 
 def _counted(
@@ -115,7 +128,7 @@ def _counted(
     mode: CountingMode,
     world: LoneRank,
     new: int,
-    said: tuple[str, ...],
+    entropy: bool,
 ) -> Rehearsal:
     algorithm, vocabulary = settings.algorithm, checked.config.get_text_config().vocab_size
     loaded = load_without_weights(settings, checked, asked.card, answers, mode, world)
@@ -125,21 +138,14 @@ def _counted(
     repeats: dict[str, int] = {}
     call, sampled = None, None
     if any(uses_of(local_sampler.local, [settings.sampling.sampler])):
-        with mode.holding("sampler's own copy"):
+        with mode.holding(SAMPLED):
             sampled = loaded.decoding()
-        mine = -(-algorithm.prompts // asked.ranks)
-        call = pieces.Decoding(
-            mine * algorithm.group_size,
-            mine,
-            algorithm.group_size,
-            asked.prompt_tokens,
-            new,
-            settings.sampling.max_rows,
-        )
+        call = sampler_call(settings, asked, new)
         if answers.grown_cache is None:
             draws = partial(settings.sampling.token_sampler, temperature=settings.sampling.temperature)
             split_kv = asked.card.capability >= ARCHITECTURE and split_kv_uncovered_reason(sampled) is None
-            pieces.count_decoding(mode, sampled, call, captured_sizes(split_kv=split_kv), draws)
+            holder = "weights" if sampled is policy.model else SAMPLED
+            pieces.count_decoding(mode, sampled, call, draws, split_kv=split_kv, holder=holder)
             repeats |= call.repeats()
     updates = algorithm.epochs * algorithm.minibatches
     rows = RowShape(algorithm.prompts // algorithm.minibatches, algorithm.group_size, asked.prompt_tokens, new)
@@ -149,11 +155,16 @@ def _counted(
     if passes := score_passes(settings, checked):
         pieces.count_log_probs(mode, policy, one, None)
         repeats["log-probs"] = passes * parts * algorithm.minibatches
-    parts = pieces.count_training(mode, policy, batch, entropy=reads_entropy(settings))
+    parts = pieces.count_training(mode, policy, batch, entropy=entropy)
     repeats |= {"micro-batch": (parts - 1) * updates, "last micro-batch": updates, "update": updates}
     if sampled is not None:
         pieces.count_sync(mode, policy, sampled)
         repeats["sync"] = 1
+    if answers.linear_head:
+        heads = {piece: trains for piece, trains in HEADS.items() if repeats.get(piece)}
+        devices = prod(settings.parallelism.shape(asked.ranks, asked.ranks // asked.hosts)[:2])
+        tokens = -(-int(one.mask[:, 1:].sum()) // devices)  # a micro-batch is shared by the ranks that have rows
+        count_heads(mode, head_shape(settings, checked, policy, tokens, entropy), heads)
     return Rehearsal(
         mode,
         repeats,
@@ -163,8 +174,41 @@ def _counted(
         call,
         ranks,
         in_host,
-        said,
+        frozenset(),
+        settings.parallelism.offload,
+        (),
     )
+
+
+def sampler_call(settings: Settings, asked: Asked, new: int) -> pieces.Decoding:
+    """What one rank samples in a step, `new` tokens a row."""
+    mine, group = -(-settings.algorithm.prompts // asked.ranks), settings.algorithm.group_size
+    return pieces.Decoding(mine * group, mine, group, asked.prompt_tokens, new, settings.sampling.max_rows)
+
+
+def head_shape(settings: Settings, checked: ValidatedPlan, policy: FSDPPolicy, tokens: int, entropy: bool) -> HeadShape:
+    """What the head is given in a micro-batch with so many sampled tokens; `entropy`: it has a slope."""
+    config, module = checked.config.get_text_config(), policy.logprob_model
+    return HeadShape(
+        tokens,
+        config.hidden_size,
+        config.vocab_size,
+        checked.dtype,
+        module.temperature,
+        module.logits_chunk_elements,
+        trained=settings.lora is None,
+        entropy=entropy,
+    )
+
+
+def compiled_pieces(settings: Settings) -> frozenset[str]:
+    """Pieces of a step whose blocks are compiled on a card; the sampler's steps are, however the trained blocks run."""
+    deterministic = settings.compute.deterministic
+    plan = plan_blocks(settings.parallelism, None, deterministic=deterministic)
+    eagerly = function_and_knobs(plan.parallelism.compile)[0] is eager
+    trained = () if eagerly else ("micro-batch", "last micro-batch", "log-probs")
+    steps = () if deterministic else (DECODING, *(without_it(DECODING, name) for name in (SPLIT_KV, JOINED)))
+    return frozenset((*trained, *steps))
 
 
 def load_without_weights(
@@ -219,7 +263,7 @@ def score_passes(settings: Settings, checked: ValidatedPlan) -> int:
 
 
 def reads_entropy(settings: Settings) -> bool:
-    """Whether the objective has a slope for entropies: its gradient over two rows of made-up scores is looked at."""
+    """Whether the objective has a slope for entropies: its gradient over two rows of made-up scores, with numbers."""
     mask = torch.tensor([[False, True, True], [False, True, True]])
     logp = torch.full((2, 3), -1.0)
 
@@ -241,12 +285,14 @@ def notes(settings: Settings, checked: ValidatedPlan, answers: ModelAnswers) -> 
         found.append(f"decoding is not rehearsed, as its cache grows: {answers.grown_cache}")
     card = plan_blocks(settings.parallelism, None, deterministic=settings.compute.deterministic)
     if function_and_knobs(card.parallelism.compile)[0] is not eager:
-        found.append("compiled blocks are counted as written: more launches, bytes and activations than compiled")
+        found.append("compiled blocks: activations are counted as written, and each elementwise chain as one kernel")
     found.extend(card.notes)
     if settings.episodes is not None:
         found.append("episodes are rehearsed as rows of one turn, without the environment's answers")
     if settings.lora is not None and settings.lora.dropout:
         found.append("adapters' dropout is counted as it is written")
+    if checked.reference and settings.parallelism.offload_reference and not settings.parallelism.offload:
+        found.append("the transfers of a reference that lies on the host are not counted")
     if checked.teachers:
         found.append("a teacher's pass is counted as the policy's own")
     return tuple(found)

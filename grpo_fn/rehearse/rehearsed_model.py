@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo_fn.core.packing import Share, by_reading
-from grpo_fn.rehearse.counting import CountingMode
+from grpo_fn.rehearse.tracing.counting import CountingMode
 from grpo_fn.shell.model import load_weights
 from grpo_fn.shell.model.attention import HALVES, PackedAttention, install
 from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from grpo_fn.rehearse.cards import Assumptions, Card
-from grpo_fn.rehearse.counting import CountingMode, Sent
-from grpo_fn.rehearse.operators import ATTENTION, ELEMENTWISE, Cost
+from grpo_fn.rehearse.tracing.counting import CountingMode, Sent, Work
+from grpo_fn.rehearse.tracing.operators import ATTENTION, ELEMENTWISE, Cost
 
 DECODING = "decode a token"  # the piece that a card replays as a graph
+OPTIMIZER = "optimizer"  # the part that an update is
 
 
 class PartTime(NamedTuple):
@@ -28,18 +29,22 @@ class PartTime(NamedTuple):
 
 
 class PieceTime(NamedTuple):
-    """A piece of the step: seconds that kernels, the host's launches and collectives take; they overlap."""
+    """A piece of the step, in seconds: kernels, the host's launches, collectives and transfers to and from the host's
+    memory overlap; waits for values do not.
+    """
 
     piece: str
     times: int
     kernels: float
     host: float
     collectives: float
+    transfers: float
+    waits: float
 
     @property
     def seconds(self) -> float:
-        """The longest of the three."""
-        return max(self.kernels, self.host, self.collectives)
+        """The longest of the four, and the waits."""
+        return max(self.kernels, self.host, self.collectives, self.transfers) + self.waits
 
 
 def operator_seconds(one: Cost, card: Card, assumed: Assumptions) -> float:
@@ -49,21 +54,31 @@ def operator_seconds(one: Cost, card: Card, assumed: Assumptions) -> float:
     return max(one.flops / rate if one.kind != ELEMENTWISE else 0.0, one.bytes / (card.bandwidth * assumed.bandwidth))
 
 
-def part_times(mode: CountingMode, repeats: Mapping[str, int], card: Card, assumed: Assumptions) -> list[PartTime]:
-    """All that a step does, by piece, part and kind."""
+def kernel_seconds(one: Work, card: Card, assumed: Assumptions, *, on_host: bool) -> float:
+    """What the operator takes: a kernel of a graph at least so long; an optimizer on the host by the host's memory."""
+    if on_host and one.part == OPTIMIZER:
+        return one.cost.bytes / assumed.host_memory
+    least = assumed.replayed * one.cost.launches if one.piece == DECODING else 0.0
+    return max(least, operator_seconds(one.cost, card, assumed))
+
+
+def part_times(
+    work_counts: Mapping[Work, int], repeats: Mapping[str, int], card: Card, assumed: Assumptions, *, on_host: bool
+) -> list[PartTime]:
+    """All that a step does, by piece, part and kind; `on_host`: weights and moments lie in the host's memory."""
     sums: dict[tuple[str, str, str], Counter[str]] = {}
     seconds: Counter[tuple[str, str, str]] = Counter()
-    for work, count in mode.work.items():
+    for work, count in work_counts.items():
         times = count * repeats.get(work.piece, 0)
         key = (work.piece, work.part, work.cost.kind)
         found = sums.setdefault(key, Counter())
-        found.update(flops=times * work.cost.flops, bytes=times * work.cost.bytes, launches=times)
-        least = assumed.replayed if work.piece == DECODING else 0.0
-        seconds[key] += times * max(least, operator_seconds(work.cost, card, assumed))
+        launched = 0 if on_host and work.part == OPTIMIZER else times * work.cost.launches
+        found.update(flops=times * work.cost.flops, bytes=times * work.cost.bytes, launches=launched, done=times)
+        seconds[key] += times * kernel_seconds(work, card, assumed, on_host=on_host)
     return [
         PartTime(*key, found["flops"], found["bytes"], found["launches"], seconds[key])
         for key, found in sums.items()
-        if found["launches"]
+        if found["done"]
     ]
 
 

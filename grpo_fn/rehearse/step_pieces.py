@@ -12,22 +12,30 @@ from torch import Tensor, nn
 
 from grpo_fn.core.batch import trim_rows
 from grpo_fn.core.types import Batch, Rollout
-from grpo_fn.rehearse.counting import CountingMode
-from grpo_fn.rehearse.model_parts import following_parts
+from grpo_fn.rehearse.changes import COMPARED, JOINED, SPLIT_KV, without_it
 from grpo_fn.rehearse.rehearsed_rows import slopes
+from grpo_fn.rehearse.roofline import DECODING, OPTIMIZER
+from grpo_fn.rehearse.tracing.counting import CountingMode
+from grpo_fn.rehearse.tracing.host_transfers import local_bytes
+from grpo_fn.rehearse.tracing.model_parts import following_parts
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.sampler.local.continuous_batching import PREFILL
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager, Sizes
+from grpo_fn.shell.sampler.local.cuda_graphs import Eager
 from grpo_fn.shell.sampler.local.decode_step import (
+    LOOK,
     WRITTEN,
     DecodeEngine,
     DecodeShape,
     Marks,
     TokenSampler,
+    captured_sizes,
     empty_slots,
+    keep_logits_in_float32,
     prefill_prompts,
 )
+from grpo_fn.shell.sampler.local.joined_projections import joined_model
 from grpo_fn.shell.sampler.local.kv_cache import KVCache, row_slots
+from grpo_fn.shell.sampler.local.split_kv import split_kv_attention
 
 LOAD, GENERATE, SCORE, TRAIN, UPDATE, SYNC = "load", "generate", "log-probs", "train", "update", "sync"
 PHASES = (LOAD, GENERATE, SCORE, TRAIN, UPDATE, SYNC)
@@ -69,10 +77,14 @@ def count_training(mode: CountingMode, policy: FSDPPolicy, batch: Batch, *, entr
     parts = policy.split_rows(batch)
     pieces = ["micro-batch", "last micro-batch"][-min(2, len(parts)) :]
     policy.set_accumulation_steps(len(pieces))
+
+    def reduced(x: Tensor) -> None:
+        mode.live.hold(x.grad, "gradients")
+        if "gradients" in mode.live.on_host:
+            mode.to_host[mode.piece] += local_bytes(x.grad)
+
     handles = [
-        p.register_post_accumulate_grad_hook(lambda x: mode.live.hold(x.grad, "gradients"))
-        for p in policy.logprob_model.parameters()
-        if p.requires_grad
+        p.register_post_accumulate_grad_hook(reduced) for p in policy.logprob_model.parameters() if p.requires_grad
     ]
     for piece in pieces:
         mode.begin(piece, phase=TRAIN)
@@ -87,7 +99,7 @@ def count_training(mode: CountingMode, policy: FSDPPolicy, batch: Batch, *, entr
     for handle in handles:
         handle.remove()
     mode.begin("update", phase=UPDATE)
-    mode.part = "optimizer"
+    mode.part = OPTIMIZER
     policy.update()
     return len(parts)
 
@@ -124,29 +136,52 @@ class Decoding(NamedTuple):
         return min(-(-self.at_once // self.group), max(1, PREFILL // self.prompt_tokens), self.prompts)
 
     def repeats(self) -> dict[str, int]:
-        """How often each piece is taken: prompts in parts, and a token for all rows at once until all are complete."""
-        waves = -(-self.rows // self.at_once)
-        return {"read prompts": -(-self.prompts // self.read_at_once), "decode a token": waves * self.new_tokens}
+        """How often each piece is taken: prompts in parts, and a token for all rows at once until all are complete.
+
+        The first token of a row is drawn from what its prompt's reading left.
+        """
+        return {
+            "read prompts": -(-self.prompts // self.read_at_once),
+            DECODING: self.waves * (self.new_tokens - 1),
+        }
+
+    @property
+    def waves(self) -> int:
+        """How often the slots are filled."""
+        return -(-self.rows // self.at_once)
+
+    @property
+    def looks(self) -> int:
+        """How often the host waits to see which rows have ended: behind the first token, then every LOOK steps."""
+        return self.waves * (1 + -(-(self.new_tokens - 1) // LOOK))
 
 
 @torch.no_grad()
 def count_decoding(
-    mode: CountingMode, model: nn.Module, call: Decoding, sizes: Sizes, token_sampler: TokenSampler
+    mode: CountingMode, model: nn.Module, call: Decoding, token_sampler: TokenSampler, *, split_kv: bool, holder: str
 ) -> None:
     """Prompts are read, then a token for all rows: with slots half full, which is the average, and with full ones.
+
+    Then the same token with attention by matrix products, and with a product for each projection, each counted as a
+    piece of its own.
 
     Args:
         mode: counts the pieces "read prompts" and "decode a token"; of the step with full slots the memory alone.
         model: whole, in the dtype of the computation.
         call: rows, and how long they are.
-        sizes: which shapes there are.
         token_sampler: draws the tokens.
+        split_kv: steps attend in the split-KV kernel.
+        holder: what the model's weights are held as; joined ones are made anew.
     """
-    device = torch.device("cpu")
+    device, sizes = torch.device("cpu"), captured_sizes(split_kv=split_kv)
+    keep_logits_in_float32(model)
+    with mode.holding(holder):
+        joined = joined_model(model)
     rows, many = sizes.capacity(call.at_once), sizes.capacity(min(call.prompts, call.at_once + 1))
     columns = sizes.capacity(call.prompt_tokens)
     mode.begin("read prompts", phase=GENERATE)
-    engine = DecodeEngine(model, sizes=sizes, run=Eager(), code=WRITTEN)
+    code = WRITTEN._replace(split_kv=split_kv_attention if split_kv else None)
+    engine = DecodeEngine(model, sizes=sizes, run=Eager(), code=code, stepped=joined)
     flags = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
     engine.prompts, engine.drawn = KVCache(many, columns), KVCache(rows, call.new_tokens)
     engine.live, engine.marks = empty_slots(rows, call.new_tokens, device), Marks(flags, flags.clone())
@@ -160,14 +195,25 @@ def count_decoding(
         context.copy(engine.prompts, torch.arange(call.read_at_once))
         del context, logits
         engine.live.start.fill_(call.prompt_tokens)
-        for piece, seen in (("decode a token", -(-call.new_tokens // 2)), ("decode the last token", call.new_tokens)):
+        half = -(-call.new_tokens // 2)
+        for piece, seen in ((DECODING, half), ("decode the last token", call.new_tokens)):
             mode.begin(piece, phase=GENERATE)
-            decode_token(engine, call, min(sizes.columns(seen), call.new_tokens), token_sampler)
+            decode_token(engine, call, seen, token_sampler)
+        if split_kv:
+            engine.sizes, engine.code = captured_sizes(split_kv=False), WRITTEN
+            mode.begin(without_it(DECODING, SPLIT_KV), phase=COMPARED)
+            decode_token(engine, call, half, token_sampler)
+            engine.sizes, engine.code = sizes, code
+        if joined is not model:
+            engine.stepped = model
+            mode.begin(without_it(DECODING, JOINED), phase=COMPARED)
+            decode_token(engine, call, half, token_sampler)
 
 
-def decode_token(engine: DecodeEngine, call: Decoding, columns: int, token_sampler: TokenSampler) -> None:
-    """A token for the rows in all slots, each of which has drawn about so many."""
+def decode_token(engine: DecodeEngine, call: Decoding, seen: int, token_sampler: TokenSampler) -> None:
+    """A token for the rows in all slots, each of which has drawn so many with it."""
     sizes, prompts = engine.sizes, engine.prompts
+    columns = min(sizes.columns(seen), call.new_tokens)
     rows = min(sizes.rows(call.at_once), engine.drawn.count)
     home, there = torch.arange(rows) // call.group, torch.arange(rows) < call.at_once
     home[~there] = 0
@@ -175,7 +221,7 @@ def decode_token(engine: DecodeEngine, call: Decoding, columns: int, token_sampl
     reach = min(sizes.columns(call.prompt_tokens), prompts.columns)
     wide = min(call.group, call.at_once)
     shape = DecodeShape(rows, columns, many, reach, wide)
-    engine.live.length.fill_(call.prompt_tokens + columns - 1)
+    engine.live.length.fill_(call.prompt_tokens + seen - 1)
     engine.set_row_slots(shape, row_slots(home, there, many, wide))
     engine.advance(shape, token_sampler, steps=1)
 
@@ -188,6 +234,9 @@ def count_sync(mode: CountingMode, policy: FSDPPolicy, sampled: nn.Module) -> No
     if policy.model is sampled:
         return
     own = sampled.state_dict(keep_vars=True)
+    if "weights" in mode.live.on_host:  # their parts are gathered on the card
+        trained = [x for x in policy.named_tensors().values() if x.requires_grad]
+        mode.to_card[mode.piece] += sum(map(local_bytes, trained))
     for name, weight in policy.weights(trained=True):
         own[name].copy_(weight)
 

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 from grpo_fn.rehearse.cards import Assumptions
+from grpo_fn.rehearse.changes import BLOCKS_COMPILED, STEPS_COMPILED
 from grpo_fn.rehearse.figures import Figures
 from grpo_fn.rehearse.rehearsal import Asked, Rehearsal
 
 GB = 1e9
+COMPILED = (BLOCKS_COMPILED, STEPS_COMPILED)
 SHOWN = 5  # holders of a phase
 SMALLEST = 0.01  # of a phase's memory, or of a step's time: what is less is not shown by itself
 
@@ -31,8 +33,11 @@ def table(counted: Rehearsal, asked: Asked, assumed: Assumptions, made: Figures)
         *work_lines(made),
         "",
         *traffic_lines(made),
+        *transfer_lines(made),
         "",
         *time_lines(made),
+        "",
+        *change_lines(made),
         "",
         *assumption_lines(counted, asked, assumed, made),
     ]
@@ -87,7 +92,10 @@ def memory_lines(made: Figures) -> Iterator[str]:
             if n >= SMALLEST * one.bytes:
                 yield f"  {'':<10}{size(n):>12}  {name}"
     percent = round(100 * (made.estimate / made.peak - 1))
-    yield f"  the dry run's estimate: {size(made.estimate)}, {percent:+d}% of the largest of these"
+    yield (
+        f"  the dry run's estimate: {size(made.estimate)}, {percent:+d}% of the largest of these: it is a formula of "
+        "the shapes for activations, the head's buffers and what is gathered, and follows no operator"
+    )
 
 
 def work_lines(made: Figures) -> list[str]:
@@ -131,6 +139,43 @@ def traffic_lines(made: Figures) -> list[str]:
     return ["collectives of a step, bytes of the whole that is gathered or reduced", *align_columns(head, rows, 3)]
 
 
+def transfer_lines(made: Figures) -> list[str]:
+    """What an offloaded model moves; nothing where none is."""
+    if not made.transfers:
+        return []
+    rows = [(piece_name(one.piece, made), size(one.to_card), size(one.to_host)) for one in made.transfers]
+    head = ("piece", "to the card", "to the host")
+    return ["", "between the host's memory and the card, in a step", *align_columns(head, rows, 1)]
+
+
+def change_lines(made: Figures) -> Iterator[str]:
+    """What each change is expected to give."""
+    yield f"what is expected of each change, by the same roofline: a step with all of them {made.seconds:.3g} s"
+    if not made.changes:
+        yield "  none of them is in this run"
+        return
+    rows = [
+        (
+            one.name,
+            size(one.bytes_without),
+            size(one.bytes),
+            f"{one.launches_without:,}",
+            f"{one.launches:,}",
+            f"{one.seconds_without:.3g} s",
+            f"{one.seconds_without / made.seconds:.2f}",
+        )
+        for one in made.changes
+    ]
+    head = ("change", "moved without", "with", "launches without", "with", "step without", "times as long")
+    yield from align_columns(head, rows, 1)
+    for one in made.changes:
+        if one.name in COMPILED:
+            yield (
+                f"  {one.name}: from {size(one.bytes_without)}, each operator as written, to 0, if none of it went "
+                f"through memory: a step of {one.seconds_without:.3g} to {one.seconds_without_both:.3g} s"
+            )
+
+
 def time_lines(made: Figures) -> list[str]:
     """A time on the card, by piece."""
     rows = [
@@ -140,11 +185,13 @@ def time_lines(made: Figures) -> list[str]:
             f"{one.kernels * 1e3:.2f}",
             f"{one.host * 1e3:.2f}",
             f"{one.collectives * 1e3:.2f}",
+            f"{one.transfers * 1e3:.2f}",
+            f"{one.waits * 1e3:.2f}",
             f"{one.times * one.seconds * 1e3:,.1f}",
         )
         for one in made.pieces
     ]
-    head = ("piece", "times", "kernels ms", "launching ms", "collectives ms", "in all ms")
+    head = ("piece", "times", "kernels ms", "launching ms", "collectives ms", "host link ms", "waits ms", "in all ms")
     return [
         f"time on {made.card}, by a roofline: not measured",
         *align_columns(head, rows, 1),
@@ -159,14 +206,15 @@ def assumption_lines(counted: Rehearsal, asked: Asked, assumed: Assumptions, mad
     found = [
         f"every prompt has {rows.prompt_tokens} tokens (--prompt_tokens), every completion {rows.new_tokens}, the most",
         *assumed.lines(asked.card),
-        "a piece takes the longest of its kernels, the host's launches and its collectives, as if they overlapped",
+        "a piece takes the longest of its kernels, the host's launches, its collectives and its transfers, as if they "
+        "overlapped, and its waits besides",
         "multiplied: " + ", ".join(f"{piece_name(piece, made)} x {n:,}" for piece, n in counted.repeats.items() if n),
         "not in the time: rewards, checkpoints, evaluation, logging, the first steps' captures and compilations",
         "not in the memory: integers (tokens, masks), NCCL's own buffers, a kernel's workspace",
     ]
     if call is not None:
         found.append(
-            f"decoding: {call.at_once} rows at once for {rows.new_tokens} tokens, slots half full on average, each "
-            "operator as written, not compiled, from captured graphs"
+            f"decoding: {call.at_once} rows at once for {rows.new_tokens} tokens, slots half full on average, from "
+            "captured graphs; what draws a token is counted as written"
         )
     return ["assumed", *(f"  {line}" for line in (*found, *counted.notes))]

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo_fn.algo import controllers
-from grpo_fn.rehearse.counting import CountingMode
-from grpo_fn.rehearse.live_storages import LiveStorages
 from grpo_fn.rehearse.lone_rank import lone_rank
 from grpo_fn.rehearse.rehearsed_model import ModelAnswers, RehearsedSpec, answered_logprob_model
 from grpo_fn.rehearse.rehearsed_rows import RowShape, rehearsed_batch, rehearsed_rollout
 from grpo_fn.rehearse.step_pieces import count_training, make_moments
+from grpo_fn.rehearse.tracing.counting import CountingMode
+from grpo_fn.rehearse.tracing.live_storages import LiveStorages
 from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard

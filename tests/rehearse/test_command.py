@@ -9,7 +9,19 @@ import torch.distributed as dist
 from transformers import Qwen2Config
 
 from grpo_fn import run
+from grpo_fn.rehearse import command
 from grpo_fn.rehearse.cards import CARDS, Assumptions
+from grpo_fn.rehearse.changes import (
+    BLOCKS_COMPILED,
+    HEAD,
+    JOINED,
+    SPLIT_KV,
+    STEPS_COMPILED,
+    changes,
+    work_as_compiled,
+)
+from grpo_fn.rehearse.figures import figures as figures_of
+from grpo_fn.rehearse.rehearsal import Rehearsal
 
 BINDINGS = ["sections.Sampling.max_new_tokens=24", "sections.PolicyUpdate.micro_tokens=512"]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -35,7 +47,9 @@ def rehearsed(path: Path, *more: str, files: tuple[str, ...] = ("scale/bf16.gin"
     return run.main([*given, *(word for one in bound for word in ("--gin_param", one)), "--rehearse", *more])
 
 
-def test_a_table_of_memory_work_collectives_and_time(tmp_path, capsys):
+def test_a_table_of_memory_work_collectives_and_time(tmp_path, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "figures", lambda *given: (seen.append(given[0]), figures_of(*given))[1])
     assert rehearsed(folder(tmp_path / "m"), "--ranks", "8", "--json", str(tmp_path / "out.json")) == 0
     said = capsys.readouterr().out
     assert said.startswith("fits: ")
@@ -59,6 +73,24 @@ def test_a_table_of_memory_work_collectives_and_time(tmp_path, capsys):
     assert step > 0
     assert {one["piece"] for one in figures["pieces"]} >= {"read prompts", "decode a token", "update", "sync"}
     assert all(one["kernels"] > 0 for one in figures["pieces"])
+    assert figures["waits"]["decode a token"] == seen[0].decoding.looks == 3
+    check_changes(seen[0], figures, said)
+
+
+def check_changes(counted: Rehearsal, figures: dict, said: str) -> None:
+    """Each of the five is printed and gives something; what a step does with a change is part of what it does."""
+    work = work_as_compiled(counted.mode, counted.compiled)
+    made = {one.name: one for one in changes(counted.mode, counted.compiled, "decode a token", counted.repeats)}
+    assert list(made) == [HEAD, SPLIT_KV, JOINED, BLOCKS_COMPILED, STEPS_COMPILED]
+    for one in made.values():
+        assert one.used <= work, one.name
+        assert any(line.strip().startswith(one.name) for line in said.splitlines())
+    for one in figures["changes"]:
+        assert one["seconds_without_both"] < figures["seconds"] < one["seconds_without"], one["name"]
+        assert one["launches"] < one["launches_without"], one["name"]
+        if one["name"] in (HEAD, BLOCKS_COMPILED, STEPS_COMPILED):
+            assert one["bytes"] < one["bytes_without"], one["name"]
+    assert not made[BLOCKS_COMPILED].used <= counted.mode.work  # chains stand in the place of operators
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=list(CARDS))
@@ -100,7 +132,7 @@ def test_what_does_not_fit_is_said_with_the_phase_and_what_holds_it(tmp_path, ca
 
 
 def test_blocks_are_rehearsed_as_written_and_it_is_said_where_a_card_has_them_compiled(tmp_path, capsys):
-    path, counted = folder(tmp_path / "m"), "compiled blocks are counted as written"
+    path, counted = folder(tmp_path / "m"), "compiled blocks: activations are counted as written"
     for more, said in [
         ((), ("blocks are compiled, the default on CUDA", counted)),
         (("--gin_param", "mesh.Parallelism.compile=@blocks.torch_compile"), (counted,)),
@@ -135,6 +167,19 @@ def test_the_dry_runs_estimate_is_near(files, tmp_path, capsys):
     assert rehearsed(path, "--json", str(out), files=files) == 0
     figures = json.loads(out.read_text())
     assert 2 / 3 < figures["estimate"] / figures["peak"] < 3 / 2
+    assert "the dry run's estimate: " in capsys.readouterr().out
+    moved = {one["piece"]: one for one in figures["transfers"]}
+    assert bool(moved) is ("scale/offload.gin" in files)
+    load = next(one for one in figures["memory"] if one["phase"] == "load")
+    assert (load["host"] == load["holders"]["weights"] > 0) is bool(moved)
+    if moved:  # blocks come for each pass, the root once; gradients go as large as the weights, in float32
+        weights = moved["sync"]["to_card"]
+        assert moved["last micro-batch"]["to_host"] == weights
+        assert weights < moved["last micro-batch"]["to_card"] < 2 * weights
+        assert all(one["transfers"] > 0 for one in figures["pieces"] if one["piece"] in moved)
+        (update,) = (one for one in figures["parts"] if one["piece"] == "update" and one["part"] == "optimizer")
+        assert update["launches"] == 0
+        assert update["seconds"] == pytest.approx(update["bytes"] / Assumptions().host_memory)
 
 
 @pytest.mark.parametrize(

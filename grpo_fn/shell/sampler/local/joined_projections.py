@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
 from grpo_fn.shell.model.blocks import blocks
@@ -115,7 +116,7 @@ def unjoinable_reason(found: Projections) -> str | None:
     if any("forward" in vars(x) or x._forward_hooks or x._forward_pre_hooks for x in layers):
         return "got layers with hooks or a forward of their own, wanted plain ones"
     weights = [layer.weight for layer in layers]
-    if any(type(w.data) is not Tensor for w in weights):
+    if any(type(w.data) not in (Tensor, FakeTensor) for w in weights):
         return "got weights in parts of a mesh, wanted whole ones"
     if len({id(w) for w in weights}) < len(weights):
         return "got one weight twice, wanted one for each"

@@ -32,7 +32,7 @@ torch.library.define(
 SplitKV = Callable[..., Float[Tensor, "n H E"]]
 
 
-def split_kv_attention(*given: Tensor | float | None) -> Float[Tensor, "n H E"]:
+def split_kv_attention(*given: Tensor | float | int | None) -> Float[Tensor, "n H E"]:
     """Attention of a step's rows: scores in float32, softmax(cap tanh(q k^T scale / cap)) v.
 
     Args:

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 
 class Peak(NamedTuple):
-    """The most bytes alive at once in a phase, and what they were."""
+    """The most bytes alive at once on the device in a phase, what they were, and the most on the host beside them."""
 
     bytes: int
     holders: dict[str, int]
+    on_host: int  # of the holders
 
 
 class LiveStorages:
@@ -103,5 +104,6 @@ class LiveStorages:
 
     def _note(self) -> None:
         most = self.peaks.get(self.phase)
-        if most is None or self._total > most.bytes:
-            self.peaks[self.phase] = Peak(self._total, {name: n for name, n in self.by_holder.items() if n})
+        hosted = sum(self.by_holder[name] for name in self.on_host)
+        if most is None or (self._total, hosted) > (most.bytes, most.on_host):
+            self.peaks[self.phase] = Peak(self._total, {name: n for name, n in self.by_holder.items() if n}, hosted)

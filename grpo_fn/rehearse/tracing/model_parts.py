@@ -7,10 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from grpo_fn.rehearse.counting import REST, CountingMode
+from grpo_fn.rehearse.tracing.counting import BLOCKS, REST, CountingMode
 from grpo_fn.shell.model.blocks import blocks
-
-BLOCKS = "blocks"
 
 
 @contextmanager

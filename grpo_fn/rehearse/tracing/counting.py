@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_fn.rehearse.live_storages import LiveStorages
-from grpo_fn.rehearse.operators import Cost, all_tensors, cost, launches
+from grpo_fn.rehearse.tracing.card_kernels import COSTS
+from grpo_fn.rehearse.tracing.fused_chains import UNFUSED, FusedChains
+from grpo_fn.rehearse.tracing.live_storages import LiveStorages
+from grpo_fn.rehearse.tracing.operators import ELEMENTWISE, Cost, all_tensors, cost, launches
 
-REST, SHARDING = "embedding, norm, head", "gathers and reductions"  # parts besides the blocks; set by `model_parts`
+BLOCKS, REST, SHARDING = "blocks", "embedding, norm, head", "gathers and reductions"  # parts; set by `model_parts`
 WAITS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"})
 COLLECTIVES = ("c10d::", "_c10d_functional::")
 PASSIVE = ("wait_tensor", "barrier", "monitored_barrier_")  # of these: nothing is sent
@@ -63,15 +65,25 @@ class CountingMode(TorchDispatchMode):
         self.live, self.groups = live, groups
         self.piece, self.part, self.holder, self.off = "load", REST, None, 0
         self.work: Counter[Work] = Counter()
-        self.launches: Counter[tuple[str, str]] = Counter()  # by piece and part
+        self.fusable: Counter[Work] = Counter()  # of `work`, what compiled blocks have in kernels of several operators
+        self.chains: Counter[Work] = Counter()  # those kernels, if each is as large as it can be
+        self.chain = FusedChains()
         self.waits: Counter[str] = Counter()  # by piece
         self.calls: Counter[Sent] = Counter()
         self.sent: Counter[Sent] = Counter()  # bytes: all that a rank has before or after, the larger of both
+        self.to_card: Counter[str] = Counter()  # bytes from the host's memory, by piece
+        self.to_host: Counter[str] = Counter()
 
     def begin(self, piece: str, *, phase: str) -> None:
         """From here on operators count towards `piece`, and storages towards `phase`."""
+        self.close_chain()
         self.piece, self.part = piece, REST
         self.live.begin(phase)
+
+    def close_chain(self) -> None:
+        """What comes next is in another kernel."""
+        if (found := self.chain.close()) is not None:
+            self.chains[Work(self.piece, BLOCKS, found)] += 1
 
     def __enter__(self) -> "CountingMode":
         # DTensor finds out an operator's shape by taking it on whole tensors without data: nothing that a rank does.
@@ -115,15 +127,16 @@ class CountingMode(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], out: Any) -> None:
         name = func._schema.name
         if name.startswith(COLLECTIVES):
+            self.close_chain()
             if not name.endswith(PASSIVE):
                 self._sent(name, (*args, out), given)
             return
         part = SHARDING if name in HOLDERS else self.part
         if launches(func):
             with unset_fake_temporarily():  # row lengths are looked at
-                found = cost(func, args, kwargs, out)
+                found = COSTS[name](*args, **kwargs) if name in COSTS else cost(func, args, kwargs, out)
             self.work[Work(self.piece, part, found)] += 1
-            self.launches[self.piece, part] += 1
+            self._fuse(Work(self.piece, part, found), name, given, out)
         known = {x.untyped_storage()._cdata for x in given}
         for x in all_tensors(out):
             if x.untyped_storage()._cdata not in known:
@@ -131,6 +144,15 @@ class CountingMode(TorchDispatchMode):
         if name in HOLDERS:
             for x in all_tensors((kwargs.get("out"), out, args[1:] if name == "fsdp::all_gather_copy_in" else ())):
                 self.live.hold(x, HOLDERS[name])
+
+    def _fuse(self, work: Work, name: str, given: list[Tensor], out: Any) -> None:
+        """The operator as a part of the blocks' compiled code, or as what stands between two parts."""
+        if work.part != BLOCKS or work.cost.kind != ELEMENTWISE or name in UNFUSED:
+            self.close_chain()
+            return
+        self.fusable[work] += 1
+        floats = [[x for x in values if x.dtype.is_floating_point] for values in (given, all_tensors(out))]
+        self.chain.add(*floats, work.cost.dtype)
 
     def _holder(self) -> str:
         if self.holder is not None:
@@ -183,8 +205,11 @@ def _answer(name: str, asked: Tensor) -> Any:
 
 
 def _done(func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], fake: bool) -> Any:
-    """The operator's result: with data where all that is given has data, and where integers or flags are made."""
-    if given and not fake:
+    """The operator's result: with data where all that is given has data, and where integers or flags are made.
+
+    What weights on the meta device become has none: they are as large as the model.
+    """
+    if given and not fake and not any(x.is_meta and x.dtype.is_floating_point for x in given):
         with unset_fake_temporarily():
             return func(*args, **kwargs)
     out = func(*args, **kwargs)

@@ -33,6 +33,7 @@ class Cost(NamedTuple):
     flops: int
     bytes: int
     dtype: torch.dtype  # of the numbers that are multiplied, or moved
+    launches: int = 1
 
 
 def launches(func: torch._ops.OpOverload) -> bool:
@@ -47,7 +48,7 @@ def cost(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     given, made = all_tensors((args, kwargs)), all_tensors(out)
     moved = {x.untyped_storage()._cdata: 0 for x in (*given, *made)}
     for x in (*given, *made):  # a storage that is read in two views is read whole at most
-        moved[x.untyped_storage()._cdata] = max(moved[x.untyped_storage()._cdata], _span(x))
+        moved[x.untyped_storage()._cdata] = max(moved[x.untyped_storage()._cdata], shown_bytes(x))
     read = [x for x in (*given, *made) if x.dtype.is_floating_point]
     dtype = read[0].dtype if read else torch.float32
     name = func._schema.name
@@ -55,15 +56,25 @@ def cost(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any
         return Cost(ATTENTION, attention(*args, **kwargs), sum(moved.values()), dtype)
     if name in MATRIX:
         left, right = args[MATRIX[name] : MATRIX[name] + 2]
-        return Cost(PRODUCTS, 2 * left.numel() * right.shape[-1], sum(moved.values()), dtype)
+        return Cost(PRODUCTS, 2 * left.numel() * right.shape[-1], sum(moved.values()), left.dtype)
     if name in ROWS:  # of a table the rows that are taken, not all of it
-        return Cost(ELEMENTWISE, 0, 2 * sum(map(_span, made)), dtype)
+        return Cost(ELEMENTWISE, 0, 2 * sum(map(shown_bytes, made)), dtype)
+    if name in PLACES and isinstance(source := args[PLACES[name]], Tensor):  # read, beside the places that are written
+        return Cost(ELEMENTWISE, 0, (3 if "add" in name else 2) * shown_bytes(source), dtype)
     return Cost(ELEMENTWISE, 0, sum(moved.values()), dtype)
 
 
 # Matrix products, and which of their arguments is the first factor.
 MATRIX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1, "aten::baddbmm_": 1}
 ROWS = frozenset({"aten::embedding", "aten::index_select", "aten::index", "aten::gather"})
+# In place at some places, and which of their arguments goes there; those that add read them, too.
+PLACES = {
+    "aten::index_copy_": 3,
+    "aten::index_put_": 2,
+    "aten::index_add_": 3,
+    "aten::scatter_": 3,
+    "aten::scatter_add_": 3,
+}
 
 
 def all_tensors(values: Any) -> list[Tensor]:
@@ -71,7 +82,7 @@ def all_tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
-def _span(x: Tensor) -> int:
+def shown_bytes(x: Tensor) -> int:
     """Bytes of the numbers that the tensor shows: one that is expanded is read once."""
     return prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step or n == 0) * x.itemsize
 
