@@ -27,6 +27,7 @@ from grpo_fn.rehearse.rehearsed_model import (
     ask_small_copy,
 )
 from grpo_fn.rehearse.rehearsed_rows import RowShape, rehearsed_batch, rehearsed_rollout
+from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
 from grpo_fn.shell.model.blocks import eager
 from grpo_fn.shell.model.logprob_head import CARD_SHARE
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, load_and_shard
@@ -243,6 +244,10 @@ def notes(settings: Settings, checked: ValidatedPlan, answers: ModelAnswers) -> 
     if function_and_knobs(card.parallelism.compile)[0] is not eager:
         found.append("compiled blocks are counted as written: more launches, bytes and activations than compiled")
     found.extend(card.notes)
+    name = settings.compute.attention
+    if name in ("sdpa_math", "sdpa_efficient", "sdpa_cudnn"):
+        found.append(f"attention is counted as torch's flash kernel over packed rows, not as {name}")
+    found.extend(attention_note(name, checked.dtype, None))
     if settings.episodes is not None:
         found.append("episodes are rehearsed as rows of one turn, without the environment's answers")
     if settings.lora is not None and settings.lora.dropout:
