@@ -26,6 +26,7 @@ from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention_kernels.attention_backend import check_attention, check_attention_choice
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate, self_teachers
+from grpo_fn.shell.world import find_device
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.check_curriculum import check_curriculum_of_run
 from grpo_fn.trainer.checks.check_judges import judges_of_run
