@@ -156,6 +156,14 @@ def check_flash_attention(reply: Reply) -> DoctorFinding:
     return _engine_finding("flash-attn", State.OK, f"{reply.facts['version']} imports")
 
 
+def check_flash_attention_3(reply: Reply) -> DoctorFinding:
+    """Whether FlashAttention-3, which is there, imports."""
+    if reply.facts is None:
+        todo = "build the folder hopper of github.com/Dao-AILab/flash-attention against this torch, or uninstall it"
+        return _engine_finding("flash-attn 3", State.BROKEN, reply.trouble, todo)
+    return _engine_finding("flash-attn 3", State.OK, f"{reply.facts['version']} imports")
+
+
 def vllm_alone(reply: Reply) -> DoctorFinding:
     """Of `probe_vllm.open_in_vllm` where vLLM does not import, or was given no folder."""
     if reply.facts is None:

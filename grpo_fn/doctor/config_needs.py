@@ -29,7 +29,7 @@ def config_needs(*arguments: str) -> dict[str, Any]:
     knobs = config.root.knobs
     used = {full_name(node.target) for node in nodes([config.root])}
     packages = {package for start, package in NEEDS.items() if any(name.startswith(start) for name in used)}
-    if str(knobs["compute"].knobs["attention"]).startswith("flash_attention"):
+    if knobs["compute"].knobs["attention"] == "flash_attention_2":
         packages.add("flash-attn")
     return {"packages": sorted(packages), "model": knobs["model"] if isinstance(knobs["model"], str) else ""}
 

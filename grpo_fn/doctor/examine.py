@@ -102,6 +102,8 @@ def probe_replies(folder: str, deadline: int | float) -> dict[str, Reply]:
         questions["vllm"] = ("grpo_fn.doctor.probe_vllm:open_in_vllm", folder)
     if is_installed("flash_attn"):
         questions["flash-attn"] = ("grpo_fn.doctor.subprocess_probe:import_version", "flash_attn")
+    if is_installed("flash_attn_interface"):
+        questions["flash-attn 3"] = ("grpo_fn.doctor.subprocess_probe:import_version", "flash_attn_interface")
     with ThreadPoolExecutor(len(questions)) as pool:
         waiting = {
             name: pool.submit(call_in_subprocess, *what, deadline=deadline, environment=CALM)
@@ -143,6 +145,8 @@ def engines(replies: Mapping[str, Reply]) -> Iterator[DoctorFinding]:
     """What is installed and must import, whatever is done with it."""
     if "flash-attn" in replies:
         yield checks.check_flash_attention(replies["flash-attn"])
+    if "flash-attn 3" in replies:
+        yield checks.check_flash_attention_3(replies["flash-attn 3"])
     if "vllm" in replies and ("transformers" not in replies or replies["vllm"].facts is None):
         yield checks.vllm_alone(replies["vllm"])
 

@@ -26,6 +26,7 @@ from grpo_fn.shell.atomic_io import check_space, write_bytes, write_json
 from grpo_fn.shell.logging import eval_store
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.attention_kernels.attention_backend import check_attention
 from grpo_fn.shell.sampler.interface import EngineSampler, SamplerContext
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device
@@ -79,7 +80,7 @@ def measure(
     check_episodes(episodes, sampling)
     check_engines([sampling.sampler])
     place, precision = find_device(compute.device, 0), hf.find_dtype(compute.dtype)
-    hf.check_attention(compute.attention)
+    check_attention(compute.attention, place, precision, deterministic=False)
     check_free(request.out)
     found = locate(request.model, warn=warn)
     config = found.source.config()

@@ -32,6 +32,7 @@ from grpo_fn.rehearse.tracing.card_kernels import CardHeadKernels, head_kernels,
 from grpo_fn.rehearse.tracing.counting import CountingMode
 from grpo_fn.rehearse.tracing.host_transfers import following_shards
 from grpo_fn.rehearse.tracing.live_storages import LiveStorages
+from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
 from grpo_fn.shell.model.blocks import eager
 from grpo_fn.shell.model.logprob_head import CARD_SHARE
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -287,6 +288,10 @@ def notes(settings: Settings, checked: ValidatedPlan, answers: ModelAnswers) -> 
     if function_and_knobs(card.parallelism.compile)[0] is not eager:
         found.append("compiled blocks: activations are counted as written, and each elementwise chain as one kernel")
     found.extend(card.notes)
+    name = settings.compute.attention
+    if name in ("sdpa_math", "sdpa_efficient", "sdpa_cudnn"):
+        found.append(f"attention is counted as torch's flash kernel over packed rows, not as {name}")
+    found.extend(attention_note(name, checked.dtype, None))
     if settings.episodes is not None:
         found.append("episodes are rehearsed as rows of one turn, without the environment's answers")
     if settings.lora is not None and settings.lora.dropout:

@@ -38,6 +38,7 @@ class RecordedStep(NamedTuple):
     line: Mapping[str, Any]  # of digests.jsonl; empty when there is none
     figures: Mapping[str, float | None]  # of metrics.jsonl
     stored: StoredRollout | None
+    kernels: Mapping[str, str]  # on CUDA alone
 
 
 class ReplayedStep(NamedTuple):
@@ -47,6 +48,7 @@ class ReplayedStep(NamedTuple):
     figures: Mapping[str, float]
     line: Mapping[str, Any]  # as it would stand in digests.jsonl
     signal: Scores  # the learning signal of every row, [B T], summed over the epochs
+    kernels: Mapping[str, str]  # on CUDA alone
 
 
 # -- against what was recorded
@@ -118,8 +120,8 @@ def explain_difference(name: str, was: RecordedStep, now: ReplayedStep, decode: 
 def circumstances(was: RecordedStep, now: ReplayedStep) -> list[str]:
     """What else is not as it was."""
     pairs = {name: (was.line.get(name), now.line[name]) for name in CIRCUMSTANCES}
-    of, here = (line.get("kernels", {}) for line in (was.line, now.line))  # on CUDA alone
-    pairs |= {f"kernels, {what}": (of[what], here[what]) for what in of if what in here}
+    both = [what for what in was.kernels if what in now.kernels]
+    pairs |= {f"kernels, {what}": (was.kernels[what], now.kernels[what]) for what in both}
     return [f"{name}: {of} recorded, {here} now" for name, (of, here) in pairs.items() if of not in (None, here)]
 
 

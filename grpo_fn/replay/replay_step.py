@@ -42,13 +42,14 @@ from grpo_fn.replay.restore import (
     restore_nearest,
 )
 from grpo_fn.shell.checkpoint.run_dir import MARKER
+from grpo_fn.shell.logging.kernel_record import recorded_kernels
 from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
 from grpo_fn.trainer.build import build
 from grpo_fn.trainer.checks.validate import ValidatedPlan, check_this_machine, validate
 from grpo_fn.trainer.loop import take_step
-from grpo_fn.trainer.recording import step_checksums, token_signals, write_signal_page
+from grpo_fn.trainer.recording import chosen_kernels, step_checksums, token_signals, write_signal_page
 from grpo_fn.trainer.run import RunRequest, TrainingRun, check_restored
 from grpo_fn.trainer.sections import Settings
 from grpo_fn.trainer.start_lines import no_report
@@ -189,7 +190,7 @@ def repeat(
         if run.environments is not None and kept is not None:
             run.environments.tape.strict = True
             run.environments.tape.add(kept.rows)
-        was = RecordedStep(line, figures.get(step, {}), kept)
+        was = RecordedStep(line, figures.get(step, {}), kept, recorded_kernels(asked.run_dir, step))
         story.stored = require_stored(was.stored, run.run_dir, step) if stored else None
         gains = carried.gains
         story.taken, carried = replay_one_step(run, carried, step, story.stored)
@@ -221,7 +222,8 @@ def replay_one_step(
         line = step_checksums(run, step, seen, carried, noted)
     algo = run.algo
     parts = micro_batch_rows(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
-    return ReplayedStep(seen, figures, line, signal_by_row(seen.batch, parts, noted.signals)), carried
+    signal = signal_by_row(seen.batch, parts, noted.signals)
+    return ReplayedStep(seen, figures, line, signal, chosen_kernels(run)), carried
 
 
 def micro_batch_rows(batch: Batch, split: Callable[[Batch], list[Tensor]], *, epochs: int, parts: int) -> list[Tensor]:
@@ -263,7 +265,9 @@ def compare_step(
     elif was.line and (edited := edited_fields(was, now, sampled_anew=story.stored is None)):
         report = [f"step {step}, {edited[0]}", *edited[1:5]]
     story.first, story.recorded = story.first or report, bool(was.line)
-    alike = f"{', '.join(name for name in QUANTITIES if name in was.line)} as recorded" if was.line else "not recorded"
+    alike = f"{', '.join(name for name in QUANTITIES if name in was.line)} as recorded"
+    if not was.line:
+        alike = "; ".join(["not recorded", *circumstances(was, now)])
     say(f"step {step}: " + (f"{', '.join(names)} differ" if names else alike))
 
 

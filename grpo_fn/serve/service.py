@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_fn.core.checks import check_positive
 from grpo_fn.serve.endpoint import Endpoint, Served
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.attention_kernels.attention_backend import check_attention
 from grpo_fn.shell.sampler.interface import check_limits
 from grpo_fn.shell.serving.decode_service import DecodeService
 from grpo_fn.shell.serving.http_endpoint import JsonServer
@@ -86,7 +87,7 @@ def load_service(
     check_positive(max_rows=max_rows, max_tokens=most, max_waiting=max_waiting)
     check_limits(sampling.stop)
     place, precision = find_device(compute.device, 0), hf.find_dtype(compute.dtype)
-    hf.check_attention(compute.attention)
+    check_attention(compute.attention, place, precision, deterministic=False)
     found = locate(model, warn=partial(print, file=sys.stderr))
     config = found.source.config()
     if found.checkpoint is not None:

@@ -59,6 +59,7 @@ def use_deterministic_kernels(wanted: bool, device: str) -> None:
     """
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # of transformers, which asks flash-attn for it
     import torch  # what waits for signals alone does without
 
     torch.use_deterministic_algorithms(wanted, warn_only=wanted)

@@ -8,6 +8,7 @@ from pathlib import Path
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import grader_names
 from grpo_fn.shell.checkpoint.async_saver import AsyncSaver
+from grpo_fn.shell.logging import kernel_record
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter, NullLogger, rewind
@@ -49,7 +50,8 @@ def open_loggers(run: TrainingRun, stack: ExitStack, start: int, *, first: bool)
     opened = run.settings.logging.mirror(run_dir)
     run.world.agree(lambda: mirrors.append(stack.enter_context(opened)), what="opening the mirror")
     if main:
-        rewind(run_dir / checksums.FILE, 0 if first else start + 1)
+        for name in (checksums.FILE, kernel_record.FILE):
+            rewind(run_dir / name, 0 if first else start + 1)
     profiler = Profiler(run_dir / "tensorboard", run.world, run.settings.logging.profile_steps)
     run.world.mark = profiler.mark
     console, writer = NullLogger(Console), NullLogger(AsyncWriter, MetricsWriter)

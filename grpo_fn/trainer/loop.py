@@ -30,13 +30,13 @@ from grpo_fn.trainer.checks.supervised_stage import is_supervised
 from grpo_fn.trainer.export import export_run
 from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
 from grpo_fn.trainer.recording import (
-    changed_kernels,
     check_health,
     check_same_kernels,
     chosen_kernels,
     is_due,
     record,
     record_evaluation,
+    record_kernels,
     step_checksums,
 )
 from grpo_fn.trainer.run import (
@@ -168,7 +168,7 @@ def take_steps(
             with loggers.profiler.record_step(step, loggers.clock.span):
                 advance(run, progress, step, loggers)
                 if step == first and run.world.main:
-                    for line in changed_kernels(run.run_dir, step, chosen_kernels(run)):
+                    for line in record_kernels(run.run_dir, step, chosen_kernels(run)):
                         loggers.console.line(line)
                 progress.seconds = past + time.perf_counter() - run.started
                 fatal = check_health(run, step, loggers)

@@ -23,9 +23,12 @@ from grpo_fn.shell.atomic_io import write_bytes
 from grpo_fn.shell.logging import eval_store, rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
+from grpo_fn.shell.logging.kernel_record import append_kernels, recorded_kernels
 from grpo_fn.shell.logging.metrics_writer import NullLogger
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
-from grpo_fn.shell.policy.checksums import StepChecksums, read_checksums
+from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.trainer import presets
 from grpo_fn.trainer.checks.try_out import reads_energy
@@ -161,7 +164,7 @@ def step_checksums(
 
     `carried` is what the step hands to the next one.
     """
-    (_, rollout, reward), world, kernels = seen.groups, run.world, chosen_kernels(run)
+    (_, rollout, reward), world = seen.groups, run.world
     return {
         "step": step,
         **checksums.of_step(rollout, reward, seen.adv, seen.batch.logp_old, noted.signals),
@@ -171,12 +174,11 @@ def step_checksums(
         "ranks": world.size,
         "device": world.device.type,
         "torch": torch.__version__,
-        **({"kernels": kernels} if kernels else {}),
     }
 
 
 def chosen_kernels(run: TrainingRun) -> dict[str, str]:
-    """What this rank's trials have chosen on its card, by what it is for; of decoding once it has decoded.
+    """What was chosen on this rank's card, by trials and by what is installed; of decoding once it has decoded.
 
     Returns:
         Nothing on a CPU, where there is no choice.
@@ -188,7 +190,12 @@ def chosen_kernels(run: TrainingRun) -> dict[str, str]:
     sampler = getattr(run.sampler, "sampler", None)  # a replay of stored tokens has none
     engine = sampler.held.engine if isinstance(sampler, LocalSampler) else None
     decoding = {} if engine is None else engine.choices()
-    return {"blocks": blocks, "head": type(choose_head_kernels(device).kernels).__name__, **decoding}
+    compute = run.settings.compute
+    query = torch.empty(0, 1, 1, 8, dtype=hf.find_dtype(compute.dtype), device=device)
+    attends = choose_kernel(query, compute.attention, None)
+    rows = getattr(attends, "func", attends).__name__  # flash-attn's where it imports, else torch's
+    head = type(choose_head_kernels(device).kernels).__name__
+    return {"blocks": blocks, "attention of packed rows": rows, "head": head, **decoding}
 
 
 def check_same_kernels(run: TrainingRun, step: int) -> None:
@@ -213,17 +220,21 @@ def check_same_kernels(run: TrainingRun, step: int) -> None:
                 )
 
 
-def changed_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> list[str]:
-    """A line where the kernels are not those that were recorded last, for the log of a run that goes on.
+def record_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> list[str]:
+    """Keep what a process computes with, on the main rank, and say where it is not what its run was taken with before.
 
     Args:
         run_dir: the run folder.
         step: that was just taken, the first since the start of the process.
-        kernels: of `chosen_kernels`; none: nothing is compared.
+        kernels: of `chosen_kernels`; none: nothing is kept or compared.
+
+    Returns:
+        A line for the log of a run that goes on with others, or none.
     """
-    lines = read_checksums(run_dir) if kernels else {}
-    recorded = [line["kernels"] for at, line in sorted(lines.items()) if at < step and "kernels" in line]
-    before = recorded[-1] if recorded else {}
+    if not kernels:
+        return []
+    before = recorded_kernels(run_dir, step - 1)
+    append_kernels(run_dir, step, kernels)
     odd = [
         f"{what} {before[what]} recorded, {now} now" for what, now in kernels.items() if before.get(what, now) != now
     ]

@@ -68,7 +68,7 @@ class Compute:
 
     device: str  # "auto", "cpu", "cuda"
     dtype: str  # of the computation; trainable weights are kept in float32
-    attention: str  # "sdpa", "flash_attention_2" or "eager"
+    attention: str  # "sdpa", of which torch chooses the kernel, or one by name: docs/running/performance.md
     deterministic: bool  # CUDA kernels that give the same bits again; a CPU's do without it
     logprob_model: Callable[..., LogprobModel]  # (model, *, temperature, logits_chunk_elements, input_packing)
     logits_chunk_elements: int  # most logits that live at once in the head; fewer where the device is small

@@ -12,7 +12,8 @@ import torch
 from transformers import PretrainedConfig
 
 from grpo_fn.core.partials import function_and_knobs
-from grpo_fn.shell.model import blocks
+from grpo_fn.shell.model import blocks, hf
+from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
 from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.world import World
@@ -49,14 +50,15 @@ def no_report(text: str) -> None:
 
 
 def settle_blocks(settings: Settings, device: torch.device) -> tuple[Settings, tuple[str, ...]]:
-    """The settings with `mesh.Parallelism.compile` as it is on the device, and what a start says of it.
+    """The settings with `mesh.Parallelism.compile` as it is on the device; what a start says of it, and of attention.
 
     Args:
         settings: of the run.
         device: of this rank.
     """
     found = plan_blocks(settings.parallelism, device, deterministic=settings.compute.deterministic)
-    return replace(settings, parallelism=found.parallelism), found.notes
+    attends = attention_note(settings.compute.attention, hf.find_dtype(settings.compute.dtype), device)
+    return replace(settings, parallelism=found.parallelism), (*found.notes, *attends)
 
 
 def rank_line(settings: Settings, world: World) -> str:

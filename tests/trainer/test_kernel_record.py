@@ -1,6 +1,5 @@
 """The kernels that a rank has chosen on its card: the same on all ranks, on record, and compared by what goes on."""
 
-import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +9,14 @@ import torch
 from families import family
 
 from grpo_fn.replay.diff import RecordedStep, ReplayedStep, circumstances
+from grpo_fn.shell.logging.kernel_record import FILE, append_kernels, recorded_kernels
+from grpo_fn.shell.logging.metrics_writer import rewind
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.model.head_chunk.plain_kernels import PlainKernels
-from grpo_fn.shell.policy.checksums import FILE
 from grpo_fn.shell.sampler.local.decode_step import build_engine
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.trainer import recording
-from grpo_fn.trainer.recording import changed_kernels, check_same_kernels, chosen_kernels
+from grpo_fn.trainer.recording import check_same_kernels, chosen_kernels, record_kernels
 from grpo_fn.trainer.run import TrainingRun
 
 HERE = {"blocks": "torch_compile", "head": "TritonKernels", "decoding attention": "split-KV kernel"}
@@ -45,10 +45,15 @@ def test_on_a_card_blocks_head_and_decoding_are_named_once_there_is_an_engine(mo
     monkeypatch.setattr(recording, "choose_head_kernels", lambda device: SimpleNamespace(kernels=PlainKernels()))
     run, model = a_run("cuda"), family("qwen2_tied")
     blocks = SimpleNamespace(compile=partial(torch_compile, mode="default"))
-    vars(run)["settings"] = SimpleNamespace(parallelism=blocks)
+    monkeypatch.setattr(
+        recording, "torch", SimpleNamespace(empty=lambda *_, dtype, device: torch.empty(0, dtype=dtype))
+    )
+    compute = SimpleNamespace(dtype="bfloat16", attention="sdpa")
+    vars(run)["settings"] = SimpleNamespace(parallelism=blocks, compute=compute)
     run.sampler.sampler = object.__new__(LocalSampler)
     vars(run.sampler.sampler)["held"] = SharedDecoder()
-    found = {"blocks": "torch_compile", "head": "PlainKernels"}
+    rows = "bucketed_attention"  # of the CPU, where the query is here
+    found = {"blocks": "torch_compile", "attention of packed rows": rows, "head": "PlainKernels"}
     assert chosen_kernels(run) == found
     run.sampler.sampler.held.engine = build_engine(model)
     assert chosen_kernels(run) == found | {"decoding attention": "matrix products", "projections": "apart"}
@@ -69,24 +74,33 @@ def test_an_engine_says_how_its_steps_attend_and_what_they_join() -> None:
     assert engine.choices() == {"decoding attention": "split-KV kernel", "projections": "joined"}
 
 
-def test_a_run_that_goes_on_with_other_kernels_says_so(tmp_path: Path) -> None:
-    lines = [{"step": 1, "kernels": PLAIN}, {"step": 2, "kernels": HERE}, {"step": 3}]
-    (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert changed_kernels(tmp_path, 4, HERE) == []
-    assert changed_kernels(tmp_path, 1, HERE) == []  # nothing before it
-    assert changed_kernels(tmp_path, 4, {}) == []
-    (line,) = changed_kernels(tmp_path, 4, PLAIN)
-    said = "decoding attention split-KV kernel recorded, matrix products now"
-    assert line == f"step 4 has other kernels than before: {said}"
+def test_a_run_that_goes_on_with_other_kernels_says_so_whatever_is_recorded_of_its_steps(tmp_path: Path) -> None:
+    assert record_kernels(tmp_path, 1, {}) == []  # a CPU
+    assert not (tmp_path / FILE).exists()
+    assert record_kernels(tmp_path, 1, PLAIN) == []  # nothing before it
+    (line,) = record_kernels(tmp_path, 3, HERE)
+    said = "decoding attention matrix products recorded, split-KV kernel now"
+    assert line == f"step 3 has other kernels than before: {said}"
+    assert record_kernels(tmp_path, 5, HERE) == []
+    assert [recorded_kernels(tmp_path, step) for step in (0, 1, 2, 3, 9)] == [{}, PLAIN, PLAIN, HERE, HERE]
+
+
+def test_steps_that_are_taken_again_have_the_kernels_of_the_second_time(tmp_path: Path) -> None:
+    for step, kernels in ((1, HERE), (4, PLAIN)):
+        append_kernels(tmp_path, step, kernels)
+    rewind(tmp_path / FILE, 3)  # as resuming after step 2 does
+    append_kernels(tmp_path, 3, HERE)
+    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes() + b'{"step": 5, "ker')  # it is going on
+    assert [recorded_kernels(tmp_path, step) for step in (2, 3, 4, 5)] == [HERE] * 4
 
 
 @pytest.mark.parametrize(
-    ("now", "said"), [(HERE, []), (PLAIN, ["kernels, decoding attention"]), ({"head": "TritonKernels"}, []), (None, [])]
+    ("now", "said"), [(HERE, []), (PLAIN, ["kernels, decoding attention"]), ({"head": "TritonKernels"}, []), ({}, [])]
 )
 def test_a_replay_names_kernels_that_are_not_the_recorded_ones(now, said) -> None:
-    known = {"ranks": 1, "device": "cuda", "torch": "2.13.0"}
-    line = known if now is None else known | {"kernels": now}
-    was = RecordedStep(known | {"kernels": HERE}, {}, None)
-    found = circumstances(was, ReplayedStep(None, {}, line, None))
-    assert [text.split(":")[0] for text in found] == said
-    assert circumstances(RecordedStep(known, {}, None), ReplayedStep(None, {}, line, None)) == []  # an older record
+    line = {"ranks": 1, "device": "cuda", "torch": "2.13.0"}
+    again = ReplayedStep(None, {}, line, None, now)
+    for known in (line, {}):  # with and without checksums of the step
+        found = circumstances(RecordedStep(known, {}, None, HERE), again)
+        assert [text.split(":")[0] for text in found] == said
+    assert circumstances(RecordedStep(line, {}, None, {}), again) == []  # an older record

@@ -146,7 +146,7 @@ def rows(setting: Setting) -> list[Figure]:
     found: list[Figure] = []
     for dtype, most, goal in ((torch.float32, 1e-4, 1e-5), (torch.bfloat16, 0.1, 0.03)):
         query = torch.empty(1, 2, 64, dtype=dtype, device=setting.device)
-        kernel = choose_kernel(query, False, None)
+        kernel = choose_kernel(query, "sdpa", None)
         name = getattr(kernel, "func", kernel).__name__
         with full_float32():
             wanted = seen(built(setting, model, dtype, rows=pad_rows, temperature=TEMPERATURE), batch, signal)

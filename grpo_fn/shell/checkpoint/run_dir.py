@@ -1,7 +1,7 @@
 """The run folder: whose it is, who is in it, and what configuration made it.
 
 config.gin, run.json (what the folder answers to, and the knobs as a table), run.lock, metrics.jsonl, log.txt,
-summary.json, and the folders tensorboard, rollouts, checkpoints, model.
+kernels.jsonl (on CUDA), summary.json, and the folders tensorboard, rollouts, checkpoints, model.
 """
 
 import difflib

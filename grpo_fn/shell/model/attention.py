@@ -19,8 +19,14 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from grpo_fn.shell.model.attention_kernels.attention_backend import held_to
 from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Layout
-from grpo_fn.shell.model.attention_kernels.ragged_attention import flash_attention, flash_varlen_function, varlen
+from grpo_fn.shell.model.attention_kernels.ragged_attention import (
+    flash_attention,
+    flash_attention_3,
+    flash_varlen_function,
+    varlen,
+)
 
 OURS = "+rows"  # behind the name of what stood there before
 EAGER = "eager"
@@ -68,20 +74,21 @@ def attention(
     """What transformers calls: `[1 H N D]` each with a layout, `[B H T D]` without."""
     layout: AttentionContext | None = kwargs.pop("layout", None)
     if layout is not None:
-        return layout.attend(module, query, key, value, parse_spec(query, before == EAGER, kwargs)), None
+        return layout.attend(module, query, key, value, parse_spec(query, before, kwargs)), None
     if before == EAGER:  # each model's own, beside its classes
         return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
     return ALL_ATTENTION_FUNCTIONS[before](module, query, key, value, mask, **kwargs)
 
 
-def parse_spec(query: Tensor, eager: bool, kwargs: dict[str, Any]) -> AttentionSpec:
+def parse_spec(query: Tensor, backend: str, kwargs: dict[str, Any]) -> AttentionSpec:
     """What the model asks for. Raises ValueError for anything that is not done here."""
     odd = [name for name, x in kwargs.items() if name not in KNOWN and name not in IDLE and x is not None]
     if odd or kwargs.get("is_causal") is False:
         raise ValueError(f"got attention with {', '.join(sorted(odd)) or 'is_causal=False'}, wanted {', '.join(KNOWN)}")
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return AttentionSpec(kwargs.get("sliding_window"), scale, kwargs.get("dropout", 0.0), kwargs.get("softcap"), eager)
+    window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
+    return AttentionSpec(window, scale, kwargs.get("dropout", 0.0), cap, backend)
 
 
 KNOWN = frozenset({"dropout", "scaling", "sliding_window", "softcap", "is_causal"})
@@ -101,17 +108,24 @@ class PackedAttention(Layout):
         """
         self.asked.append(how.window)
         streams = [x[0].transpose(0, 1) for x in (query, key, value)]
-        return choose_kernel(query, how.eager, how.cap)(*streams, self, how)[None]
+        return choose_kernel(query, how.backend, how.cap)(*streams, self, how)[None]
 
 
-def choose_kernel(query: Tensor, eager: bool, cap: float | None) -> Attend:
-    """The fastest that computes it: kernels for unequal rows are for halves on CUDA, and written for some caps only."""
-    if query.device.type == "cuda" and query.dtype in HALVES and not eager:
-        if flash_varlen_function() is not None:
+def choose_kernel(query: Tensor, backend: str, cap: float | None) -> Attend:
+    """What the backend's name says, and by default the fastest that computes it.
+
+    Kernels for unequal rows are for halves on CUDA, and torch's know no cap: such scores are written out.
+    """
+    if query.device.type == "cuda" and query.dtype in HALVES:
+        if backend == "flash_attention_3":
+            return flash_attention_3
+        if backend in ("sdpa", "flash_attention_2") and flash_varlen_function() is not None:
             return flash_attention
-        if cap is None:
+        if backend in ("sdpa", "flash_attention_2", "sdpa_flash") and cap is None:
             return varlen
-    return partial(bucketed_attention, core=eager_attention if eager or cap is not None else sdpa_attention)
+    if backend == EAGER or cap is not None:
+        return partial(bucketed_attention, core=eager_attention)
+    return partial(bucketed_attention, core=partial(sdpa_attention, backend=backend))
 
 
 # -- rows of similar length side by side
@@ -146,11 +160,12 @@ def gather_tokens(stream: Float[Tensor, "N ..."], index: Int[Tensor, "..."]) -> 
 
 
 def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionSpec
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionSpec, *, backend: str = "sdpa"
 ) -> Float[Tensor, "b H q E"]:
-    """Torch's own kernels, which know no cap."""
+    """Torch's own kernels, which know no cap; by default as torch chooses."""
     causal = mask is None and q.shape[2] > 1
-    return scaled_dot_product_attention(q, k, v, mask, how.dropout, causal, scale=how.scale)
+    with held_to(backend):
+        return scaled_dot_product_attention(q, k, v, mask, how.dropout, causal, scale=how.scale)
 
 
 def eager_attention(

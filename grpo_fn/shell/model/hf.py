@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +17,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_fn.core.conversation import Conversation
 from grpo_fn.shell.atomic_io import flush_file, flush_tree
@@ -114,18 +112,6 @@ def find_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"got dtype {name!r}, wanted one of {sorted(DTYPES)}")
     return DTYPES[name]
-
-
-def check_attention(name: str) -> None:
-    """Raise ValueError for an attention that transformers does not know, or whose package is not here."""
-    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-    if name not in known:
-        raise ValueError(f"attention: got {name!r}, wanted one of {', '.join(sorted(known))}")
-    if name.startswith("flash_attention") and find_spec("flash_attn") is None:
-        raise ValueError(
-            f"attention: got {name!r} without the package flash-attn, wanted it installed "
-            "(pip install --no-build-isolation 'grpo-fn[flash]'), or attention 'sdpa'"
-        )
 
 
 def load_model(folder: str, *, dtype: torch.dtype, device: torch.device, attention: str) -> nn.Module:

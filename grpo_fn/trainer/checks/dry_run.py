@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from grpo_fn.core.partials import uses_of
+from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.shell.policy.memory import Memory
 from grpo_fn.shell.sampler.local import local_sampler
@@ -34,6 +35,7 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         *(decoding_notes(checked.config, settings.lora, device) if local else []),
         *plan_blocks(settings.parallelism, device, deterministic=settings.compute.deterministic).notes,
         *precision_notes(checked.dtype, device),
+        *attention_note(settings.compute.attention, checked.dtype, device),
         *checked.task.notes,
     ]
 

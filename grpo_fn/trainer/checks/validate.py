@@ -23,8 +23,10 @@ from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, Gains, Policy, Reward, Rollout, Scores
 from grpo_fn.shell.logging import profiler
 from grpo_fn.shell.model import hf
+from grpo_fn.shell.model.attention_kernels.attention_backend import check_attention, check_attention_choice
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate, self_teachers
+from grpo_fn.shell.world import find_device
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.check_curriculum import check_curriculum_of_run
 from grpo_fn.trainer.checks.check_judges import judges_of_run
@@ -82,6 +84,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     try_optimizer(s.policy.optimizer)
     try_schedule(s.policy.schedule, updates * s.steps)
     dtype, source = hf.find_dtype(s.compute.dtype), model_source(s.model, "train.train.model")
+    check_attention_choice(s.compute.attention, dtype, deterministic=s.compute.deterministic)
     config = source.config()
     task = sample_tests(try_task(s.data.task), s.evaluation.problems)
     check_positive(train_rows=task.size, held_out_problems=len(task.test))
@@ -137,7 +140,9 @@ def make_plan(settings: Settings, config: PretrainedConfig, dtype: torch.dtype, 
 def check_this_machine(settings: Settings) -> None:
     """Raise ValueError for engines and kernels that are not here; a dry run may be about another machine."""
     check_engines([settings.sampling.sampler, settings.evaluation.async_sampler])
-    hf.check_attention(settings.compute.attention)
+    compute = settings.compute
+    device, dtype = find_device(compute.device, 0), hf.find_dtype(compute.dtype)
+    check_attention(compute.attention, device, dtype, deterministic=compute.deterministic)
 
 
 def check_deterministic(deterministic: bool, compile_block: Callable[[nn.Module], None]) -> None:

@@ -1,6 +1,5 @@
 """Model folders: what is wrong with a bad one is said, and an exported one opens anywhere as what it was."""
 
-import importlib.util
 import json
 import os
 import pickle
@@ -245,13 +244,3 @@ def test_devices_and_dtypes_that_do_not_exist_are_refused(monkeypatch: pytest.Mo
     assert hf.find_dtype("bfloat16") == torch.bfloat16
     with pytest.raises(ValueError, match=r"got dtype 'int8', wanted one of \['bfloat16', 'float16', 'float32'\]"):
         hf.find_dtype("int8")
-
-
-def test_an_attention_that_cannot_be_had_is_named_before_anything_is_loaded() -> None:
-    for name in ("sdpa", "eager"):
-        hf.check_attention(name)
-    with pytest.raises(ValueError, match=r"attention: got 'flash', wanted one of .*sdpa"):
-        hf.check_attention("flash")
-    if importlib.util.find_spec("flash_attn") is None:
-        with pytest.raises(ValueError, match=r"got 'flash_attention_2' without the package flash-attn.*pip install"):
-            hf.check_attention("flash_attention_2")

@@ -459,9 +459,19 @@ def as_flash_has_it(q, k, v, *rest, dropout_p, softmax_scale, causal, window_siz
     return loop(q, k, v, *rest, scale=softmax_scale, window=window_size)
 
 
+def as_flash_3_has_it(q, k, v, *rest, **how):
+    """FlashAttention-3 takes no dropout."""
+    return as_flash_has_it(q, k, v, *rest, dropout_p=0.0, **how)
+
+
 @pytest.mark.parametrize(
     ("kernel", "of_torch"),
-    [("varlen", as_torch_has_it), ("varlen", as_torch_2_11_has_it), ("flash_attention", as_torch_has_it)],
+    [
+        ("varlen", as_torch_has_it),
+        ("varlen", as_torch_2_11_has_it),
+        ("flash_attention", as_torch_has_it),
+        ("flash_attention_3", as_torch_has_it),
+    ],
 )
 @settings(max_examples=max(5, EXAMPLES // 5))
 @given(
@@ -474,7 +484,7 @@ def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, wind
     layout: Layout = packed_input.end_to_end(*some[:2], share=share).model_kwargs["layout"]
     n, g = int((layout.spans.end - layout.spans.start).sum()), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, h, 8, generator=g, dtype=torch.float64) for h in (2, heads, heads))
-    how = AttentionSpec(window, scale=0.3, dropout=0.0, cap=None, eager=False)
+    how = AttentionSpec(window, scale=0.3, dropout=0.0, cap=None, backend="sdpa")
     wanted = attention.bucketed_attention(q, k, v, layout, how, core=attention.sdpa_attention)
     torch.testing.assert_close(
         attention.bucketed_attention(q, k, v, layout, how, core=attention.eager_attention),
@@ -485,6 +495,8 @@ def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, wind
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
         patch.setattr(ragged_attention, "flash_varlen_function", lambda: as_flash_has_it)
+        third = SimpleNamespace(flash_attn_varlen_func=as_flash_3_has_it)
+        patch.setitem(sys.modules, "flash_attn_interface", third)
         ragged_attention.has_gqa_flag.cache_clear()
         got = getattr(ragged_attention, kernel)(q, k, v, layout, how)
     ragged_attention.has_gqa_flag.cache_clear()

@@ -92,7 +92,7 @@ def attended(step: Step, split_kv: Callable[..., Tensor] | None, *, wide: bool =
     lanes = row_slots(home, there, len(step.lengths), max(1, int(torch.bincount(home[there]).max())))
     how = {"reach": prompts.columns, "columns": own.columns, "attended": attend, "split_kv": split_kv}
     context = DecodeAttention(prompts, own, lanes, start, start + drawn, **how)
-    module, spec = nn.Module(), AttentionSpec(step.window, step.size**-0.5, 0.0, step.cap, False)
+    module, spec = nn.Module(), AttentionSpec(step.window, step.size**-0.5, 0.0, step.cap, "sdpa")
     module.layer_idx = 0
     query = random(len(step.rows), step.heads * step.grouped, 1, step.size)
     with torch.no_grad():

@@ -21,7 +21,12 @@ class AttentionSpec(NamedTuple):
     scale: float
     dropout: float
     cap: float | None  # of the scores
-    eager: bool  # the model was built to have it written out
+    backend: str  # the name that the model was built with
+
+    @property
+    def eager(self) -> bool:
+        """Whether the model was built to have it written out."""
+        return self.backend == "eager"
 
 
 class Bucket(NamedTuple):

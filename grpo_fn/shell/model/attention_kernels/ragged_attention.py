@@ -40,6 +40,29 @@ def flash_attention(
     )
 
 
+def flash_attention_3(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec
+) -> Float[Tensor, "N H E"]:
+    """FlashAttention-3, of the module flash_attn_interface. Raises ValueError for dropout, which it lacks."""
+    from flash_attn_interface import flash_attn_varlen_func
+
+    if how.dropout:
+        raise ValueError(f"got attention with dropout {how.dropout} in flash_attention_3, wanted 0, or another kernel")
+    rows = layout.ragged_rows
+    return flash_attn_varlen_func(
+        query.contiguous(),
+        *gather_keys_and_values(key, value, layout),
+        rows.queries,
+        rows.keys,
+        *rows.longest,
+        softmax_scale=how.scale,
+        causal=True,
+        window_size=(-1 if how.window is None else how.window - 1, 0),
+        softcap=how.cap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
 @cache
 def flash_varlen_function() -> Callable[..., Tensor] | None:
     """`flash_attn_varlen_func` of the flash-attn package; None, once with a warning, where it cannot be imported.
