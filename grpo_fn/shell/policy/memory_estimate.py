@@ -60,7 +60,6 @@ def device_memory(
     weights in this process. Under tensor parallelism activations are counted as without it: too many.
     """
     replicate, shard, tensor = mesh
-    text = config.get_text_config()
     parts = weights(meta_model(config, adapters, attention), shard, tensor)
     kept_wide = adapters is None and dtype is not torch.float32
     theirs = [[w for w, _ in weights(meta_model(one, None, attention), shard, tensor)] for one in teachers]
@@ -86,8 +85,7 @@ def device_memory(
         ),
         logit_bytes(
             logits_chunk_elements,
-            text.vocab_size,
-            text.hidden_size,
+            *head_shape(config),
             rows * width,
             dtype.itemsize,
             trained=adapters is None,
