@@ -82,8 +82,7 @@ def one_step(mine: Stages):
     """A policy, and what it saw in a step of `mine`."""
     policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
     algo = StepAlgorithm(
-        **SAMPLED_ONLY,
-        **vars(mine),
+        **SAMPLED_ONLY | vars(mine),
         group_sampling=partial(group_sampling.keep_all, prompts=3),
         reward=partial(combine, parts=[likes_two], weights=[1.0], score=score_serially),
         teacher=without_teacher,

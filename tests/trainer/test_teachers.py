@@ -177,12 +177,12 @@ REWEIGHTED = partial(distillation.teacher_reweighted, lam=0.5, clip=0.2)
 
 
 def test_a_share_of_the_teachers_part_is_one_and_has_something_to_be_of():
-    check_teachers.check_share(distillation.full_share, distillation.no_teacher, 10)
-    check_teachers.check_share(WARMED, REWEIGHTED, 10)
-    with pytest.raises(ValueError, match=r"distillation_share: got 2\.0 after 4 steps, wanted a share, 0 to 1"):
-        check_teachers.check_share(lambda steps: steps / 2, REWEIGHTED, 10)
+    check_teachers.check_distillation_share(distillation.full_share, distillation.no_teacher, 10)
+    check_teachers.check_distillation_share(WARMED, REWEIGHTED, 10)
+    with pytest.raises(ValueError, match=r"distillation_share: got 1\.5 after 3 steps, wanted a share, 0 to 1"):
+        check_teachers.check_distillation_share(lambda steps: steps / 2, REWEIGHTED, 10)
     with pytest.raises(ValueError, match=r"distillation_share: got one below 1 with a distillation that does not look"):
-        check_teachers.check_share(WARMED, distillation.no_teacher, 10)
+        check_teachers.check_distillation_share(WARMED, distillation.no_teacher, 10)
 
 
 # -- other prompts

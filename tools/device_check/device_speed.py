@@ -129,6 +129,7 @@ def estimated(bench: Bench, micro_tokens: int, width: int) -> int:
         reference=False,
         teachers=[],
         offload_teachers=False,
+        relative_to=None,
         average=False,
         micro_tokens=micro_tokens,
         width=width,

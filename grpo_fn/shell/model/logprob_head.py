@@ -36,8 +36,17 @@ def chunk_elements(bound: int, device: torch.device) -> int:
     return min(bound, torch.cuda.get_device_properties(device).total_memory // (CARD_SHARE * torch.float32.itemsize))
 
 
-def _chunks(n: int, vocabulary: int, elements: int) -> list[slice]:
-    """As few as the elements allow, about equal; without tokens an empty one."""
+def token_chunks(n: int, vocabulary: int, elements: int) -> list[slice]:
+    """The tokens that go through the head together: as few chunks as the elements allow, about equal.
+
+    Args:
+        n: tokens.
+        vocabulary: logits of each.
+        elements: most logits in a chunk; one token at least.
+
+    Returns:
+        The chunks in order; without tokens an empty one.
+    """
     most = max(1, elements // vocabulary)
     rows = -(-n // -(-n // most)) if n else 1
     return [slice(i, min(i + rows, n)) for i in range(0, max(n, 1), rows)]
@@ -87,7 +96,7 @@ class LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         stats = ChunkStats(*(hidden.new_empty(len(target), dtype=dtype) for _ in ChunkStats._fields))
-        parts, left = _chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
+        parts, left = token_chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
         buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
         spare = kernels.spare(buffer)
         for part in parts:
@@ -127,7 +136,7 @@ class LinearScores(torch.autograd.Function):
             elif dweight is not None:
                 dweight.add_(dz.T @ hidden[part])
 
-        *again, last = _chunks(len(target), len(weight), ctx.elements)
+        *again, last = token_chunks(len(target), len(weight), ctx.elements)
         pull(last, kept, fresh=False)
         buffer = kept.new_empty(again[0].stop, len(weight)) if again else kept
         for part in again:
@@ -160,7 +169,7 @@ def linear_logp(
     """The first of `linear_scores`, bit for bit, without the passes over the logits that the entropy takes."""
     kernels = kernels_for(hidden)
     logp = hidden.new_empty(len(target), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    parts, left = _chunks(len(target), len(weight), elements), _left(hidden, logp.dtype, temperature)
+    parts, left = token_chunks(len(target), len(weight), elements), _left(hidden, logp.dtype, temperature)
     buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=logp.dtype)
     spare = kernels.spare(buffer)
     for part in parts:
@@ -199,7 +208,7 @@ def linear_energy(
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     energy = hidden.new_empty(len(target), dtype=dtype)
-    parts, left = _chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
+    parts, left = token_chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
     buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
     for part in parts:
         z = tempered_(_product(buffer[: part.stop - part.start], hidden[part], weight, temperature), left)

@@ -9,6 +9,10 @@ WIDE = 4  # bytes of what trains, of its gradients, and of what is reduced over 
 # Of a chunk of logits, in float32, on the way back with an entropy bonus: the last chunk's, kept, this one's, and the
 # probabilities of one of them. On the way there it is two.
 LOGITS_WIDE = 3
+# With an entropy relative to a teacher: the last chunk's, kept, and of this one the policy's log-probabilities, its
+# probabilities, and two gradients, in float32; beside them the teacher's log-probabilities. Both have their products in
+# the dtype that is computed in, too.
+TAUGHT_WIDE, TEACHER_WIDE = 5, 1
 
 
 class Weight(NamedTuple):
@@ -135,7 +139,16 @@ def sizes_by_block(weights: Iterable[Weight]) -> Counter[int | None]:
     return sizes
 
 
-def logit_bytes(elements: int, vocabulary: int, hidden: int, tokens: int, width: int, *, trained: bool) -> int:
+def logit_bytes(
+    elements: int,
+    vocabulary: int,
+    hidden: int,
+    tokens: int,
+    width: int,
+    *,
+    trained: bool,
+    teacher: tuple[int, int] | None,
+) -> int:
     """Of the head's backward pass: a chunk of logits several times over, and the gradient of a head that trains.
 
     Args:
@@ -145,9 +158,16 @@ def logit_bytes(elements: int, vocabulary: int, hidden: int, tokens: int, width:
         tokens: of a micro-batch.
         width: bytes of a number in the dtype that is computed in.
         trained: whether the head's matrix has a gradient; under adapters it has none.
+        teacher: rows and columns of the head of a teacher whose whole distribution is read, of which there is a copy,
+            beside its states of all tokens; None without one.
 
     Returns:
         Bytes.
     """
-    chunk = min(max(1, elements // vocabulary), tokens) * vocabulary
-    return chunk * (width + LOGITS_WIDE * WIDE) + trained * vocabulary * hidden * (WIDE + width)
+    rows = min(max(1, elements // vocabulary), tokens)
+    gradient = trained * vocabulary * hidden * (WIDE + width)
+    if teacher is None:
+        return rows * vocabulary * (width + LOGITS_WIDE * WIDE) + gradient
+    theirs, columns = teacher
+    chunk = vocabulary * (width + TAUGHT_WIDE * WIDE) + theirs * (width + TEACHER_WIDE * WIDE)
+    return rows * chunk + gradient + width * columns * (theirs + tokens)

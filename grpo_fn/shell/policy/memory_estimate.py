@@ -46,6 +46,7 @@ def device_memory(
     reference: bool,
     teachers: Sequence[PretrainedConfig],
     offload_teachers: bool,
+    relative_to: PretrainedConfig | None,
     average: bool,
     micro_tokens: int,
     width: int,
@@ -55,11 +56,10 @@ def device_memory(
 ) -> Memory:
     """What one device of the `mesh` (replicate, shard, tensor) holds, rows being about `width` tokens wide.
 
-    `cache` is the sampler's, in bytes; a `local_sampler` has weights in this process. Under tensor parallelism
-    activations are counted as without it: too many.
+    `relative_to` is a teacher that entropies are relative to. `cache` is the sampler's, in bytes; a `local_sampler` has
+    weights in this process. Under tensor parallelism activations are counted as without it: too many.
     """
     replicate, shard, tensor = mesh
-    text = config.get_text_config()
     parts = weights(meta_model(config, adapters, attention), shard, tensor)
     kept_wide = adapters is None and dtype is not torch.float32
     theirs = [[w for w, _ in weights(meta_model(one, None, attention), shard, tensor)] for one in teachers]
@@ -85,15 +85,25 @@ def device_memory(
         ),
         logit_bytes(
             logits_chunk_elements,
-            text.vocab_size,
-            text.hidden_size,
+            *head_shape(config),
             rows * width,
             dtype.itemsize,
             trained=adapters is None,
+            teacher=None if relative_to is None else head_shape(relative_to),
         ),
         cache,
     )
     return per_device([weight for weight, _ in parts], moment_bytes(optimizer, parts), passing, how)
+
+
+def head_shape(config: PretrainedConfig) -> tuple[int, int]:
+    """Rows and columns of a model's head.
+
+    Args:
+        config: of the model.
+    """
+    text = config.get_text_config()
+    return text.vocab_size, text.hidden_size
 
 
 def meta_model(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) -> nn.Module:

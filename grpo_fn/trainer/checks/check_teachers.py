@@ -118,7 +118,7 @@ def check_distillation(
         )
 
 
-def check_share(
+def check_distillation_share(
     share: Callable[[int], float], distillation: Callable[[Tensor, Tensor, Tensor], Tensor], steps: int
 ) -> None:
     """Raise ValueError for a share of the teacher's part that is none, or where advantages have no such part.
@@ -254,7 +254,7 @@ def find_teachers(
     Raises ValueError for one that cannot read what the policy writes, or that is missing.
     """
     check_distillation(settings.algorithm.distillation, settings.teacher, also=also)
-    check_share(settings.algorithm.distillation_share, settings.algorithm.distillation, settings.steps)
+    check_distillation_share(settings.algorithm.distillation_share, settings.algorithm.distillation, settings.steps)
     if settings.teacher is None:
         return {}
     for teacher in settings.teacher.on_servers().values():

@@ -58,6 +58,7 @@ def estimated_memory(
     plan = replace(checked.plan, ranks=ranks)
     mesh = settings.parallelism.shape(ranks, ranks // hosts)
     local = any(uses_of(local_sampler.local, [settings.sampling.sampler]))
+    relative = settings.teacher is not None and settings.teacher.relative_entropy
     return memory_estimate.device_memory(
         checked.config,
         settings.lora,
@@ -69,6 +70,7 @@ def estimated_memory(
         reference=checked.frozen,
         teachers=[config for _, config in checked.teachers.values()],
         offload_teachers=settings.teacher is not None and settings.teacher.offload,
+        relative_to=next((config for _, config in checked.teachers.values()), None) if relative else None,
         average=checked.plan.average,
         micro_tokens=settings.policy.micro_tokens,
         width=settings.sampling.max_new_tokens,

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from grpo_fn.shell.model import blocks, lora
+from grpo_fn.shell.model.head_chunk import relative_entropy
 from grpo_fn.shell.policy import memory, memory_estimate, optimizer
 from grpo_fn.shell.policy.memory import Arrangement, Passing
 from grpo_fn.shell.world import alone
@@ -90,7 +91,7 @@ def test_an_average_is_as_large_as_what_trains_in_float32(folder):
         assert without == parts | {"moving average": 0}
 
 
-def estimated(config, strategy, dtype, mesh, teachers, average=False, adapters=None) -> memory.Memory:
+def estimated(config, strategy, dtype, mesh, teachers, average=False, adapters=None, relative_to=None) -> memory.Memory:
     return memory_estimate.device_memory(
         config,
         adapters,
@@ -102,6 +103,7 @@ def estimated(config, strategy, dtype, mesh, teachers, average=False, adapters=N
         reference=False,
         teachers=teachers,
         offload_teachers=False,
+        relative_to=relative_to,
         average=average,
         micro_tokens=64,
         width=8,
@@ -115,6 +117,46 @@ SHAPE = {
     **{"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"intermediate_size": 48, "tie_word_embeddings": True},
 }
+
+
+def allocated_by_head(tokens: int, theirs: int, *, dtype: torch.dtype, trained: bool, elements: int) -> int:
+    """Most bytes alive at once in the head's forward and backward pass beside a teacher, whose head is copied."""
+    rows, columns = SHAPE["vocab_size"], SHAPE["hidden_size"]
+    drawn = [torch.randn(n, columns, dtype=dtype) for n in (tokens, rows, tokens, theirs)]
+    hidden, weight = drawn[0].requires_grad_(), drawn[1].requires_grad_(trained)
+    target, how = torch.arange(tokens) % rows, {"temperature": 0.7, "elements": elements}
+    with memory_estimate.Alive() as alive:
+        teacher = relative_entropy.linear_teacher_head(drawn[2].clone(), drawn[3], target, **how)
+        logp, entropy = relative_entropy.linear_taught_scores(hidden, weight, target, **how, teacher=teacher)
+        (logp + entropy).sum().backward()
+    return alive.most
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("tokens", [64, 700])
+def test_a_head_beside_a_teachers_is_what_is_allocated(dtype, trained, tokens):
+    """A fiftieth less at most, which are numbers of a token, and an eighth more; far more than without a teacher."""
+    elements, shape = 100 * SHAPE["vocab_size"], (SHAPE["vocab_size"], SHAPE["hidden_size"], tokens, dtype.itemsize)
+    for theirs in (SHAPE["vocab_size"], SHAPE["vocab_size"] + 60):
+        said = memory.logit_bytes(elements, *shape, trained=trained, teacher=(theirs, SHAPE["hidden_size"]))
+        most = allocated_by_head(tokens, theirs, dtype=dtype, trained=trained, elements=elements)
+        assert 0.98 * most <= said <= 9 / 8 * most
+        assert said > 1.5 * memory.logit_bytes(elements, *shape, trained=trained, teacher=None)
+
+
+def test_the_dry_run_counts_a_head_beside_a_teachers(folder):
+    config = AutoConfig.from_pretrained(folder)
+    name, mesh = next(iter(rank.WAYS))[0], (1, 1, 1)
+    plain, relative = (
+        {
+            part.name: part.bytes
+            for part in estimated(config, name, torch.float32, mesh, [config], relative_to=one).training
+        }
+        for one in (None, config)
+    )
+    assert relative["logits"] > plain["logits"]
+    assert {k: v for k, v in relative.items() if k != "logits"} == {k: v for k, v in plain.items() if k != "logits"}
 
 
 @cache

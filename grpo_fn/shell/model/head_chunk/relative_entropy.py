@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
+from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores, token_chunks
 
 
 class TeacherHead(NamedTuple):
@@ -49,16 +49,17 @@ def linear_taught_scores(
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
     """log p(target), as `linear_scores` has it, and -KL(p || q) in nats, q the teacher's; chunk by chunk.
 
-    Both are softmax(logits / temperature). A chunk's logits are computed again in the backward pass.
+    Both are softmax(logits / temperature), in the head's own chunks, whose logits are computed again in the backward
+    pass. log p comes from `linear_scores` and not from this product, so that it is what `linear_logp` has, bit for bit.
     """
 
     def of_chunk(hidden: Tensor, weight: Tensor, theirs: Tensor) -> Tensor:
         return relative_entropy(hidden @ weight.T, teacher_logits(theirs, teacher.weight), temperature)
 
     logp, _ = linear_scores(hidden, weight, target, temperature=temperature, elements=elements)
-    rows = max(1, elements // len(weight))
-    chunks = zip(hidden.split(rows), teacher.states.split(rows), strict=True)
-    return logp, torch.cat([checkpoint(of_chunk, ours, weight, theirs, use_reentrant=False) for ours, theirs in chunks])
+    chunks = token_chunks(len(target), len(weight), elements)
+    found = [checkpoint(of_chunk, hidden[i], weight, teacher.states[i], use_reentrant=False) for i in chunks]
+    return logp, torch.cat(found)
 
 
 def dense_taught_scores(
