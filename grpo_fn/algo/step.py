@@ -23,6 +23,7 @@ from grpo_fn.core.batch import (
     check_rollout,
     make_batch,
     reweigh_groups,
+    scored_rows,
 )
 from grpo_fn.core.checks import check_divides, check_positive, check_signal
 from grpo_fn.core.groups import by_group, row_keys
@@ -328,7 +329,7 @@ def compute_advantages(
     compared = (rollout.mask, logp_old - logp_ref, logp_teacher - logp_old, energy)
     mask, drift, gap, energy = (by_group(x, len(reward.value)) for x in compared)
     value = stages.credit(reward, gains.kl * drift, mask)
-    scored = make_batch(rollout, reward.valid, value, logp_old, logp_ref, logp_teacher)
+    scored = scored_rows(rollout, reward.valid, value, logp_old, logp_ref, logp_teacher)
     weight = by_group(vmap(stages.energy_weight)(logp_old, scored), len(reward.value))
     adv = vmap(stages.baseline)(value, weight.square() * energy, mask & reward.valid[..., None])
     changed, share = stages.distillation(adv, gap, mask), stages.distillation_share(steps)

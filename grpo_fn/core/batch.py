@@ -63,19 +63,32 @@ def make_batch(
     logp_ref: Float[Tensor, "B T"],
     logp_teacher: Float[Tensor, "B T"],
 ) -> Batch:
-    """Rows b = p * G + g with adv `[P, G, T]`, nothing selected.
+    """Rows b = p * G + g to learn from, with adv `[P, G, T]`, nothing selected.
 
-    Rows not to `keep` are masked out whole: they neither learn nor count.
+    Rows not to `keep` are masked out whole: they neither learn nor count. An advantage of a token to learn from that
+    is not finite is a ValueError.
     """
+    batch = scored_rows(rollout, keep, adv, logp_old, logp_ref, logp_teacher)
+    if not (batch.adv.isfinite() | ~batch.mask).all():
+        odd = batch.adv[batch.mask & ~batch.adv.isfinite()][:3].tolist()
+        raise ValueError(f"got advantages that are not finite, {odd}, wanted finite ones")
+    return batch
+
+
+def scored_rows(
+    rollout: Rollout,
+    keep: Bool[Tensor, "P G"],
+    adv: Float[Tensor, "..."],
+    logp_old: Float[Tensor, "B T"],
+    logp_ref: Float[Tensor, "B T"],
+    logp_teacher: Float[Tensor, "B T"],
+) -> Batch:
+    """The same rows before their advantages are final: whether they are finite is not looked at."""
     rows, width = rollout.tokens.shape
     if adv.shape[0] * adv.shape[1] != rows or adv.shape[2] != width:
         raise ValueError(f"got {tuple(adv.shape)} advantages for {rows} rows of {width}, wanted one a token")
     device = rollout.tokens.device
     mask = rollout.mask & rearrange(keep, "p g -> (p g) 1").to(device)
-    adv = rearrange(adv, "p g t -> (p g) t").to(device, rollout.logp_sampled.dtype)
-    if not (adv.isfinite() | ~mask).all():
-        odd = adv[mask & ~adv.isfinite()][:3].tolist()
-        raise ValueError(f"got advantages that are not finite, {odd}, wanted finite ones")
     return Batch(
         tokens=rollout.tokens,
         mask=mask,
@@ -83,7 +96,7 @@ def make_batch(
         logp_old=logp_old,
         logp_ref=logp_ref,
         logp_teacher=logp_teacher,
-        adv=adv,
+        adv=rearrange(adv, "p g t -> (p g) t").to(device, rollout.logp_sampled.dtype),
         selected=torch.zeros_like(mask),
         group_tokens=tokens_of_group(mask, len(keep)),
     )

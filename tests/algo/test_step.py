@@ -726,6 +726,17 @@ def test_a_reward_that_is_not_finite_is_refused():
     assert "update" not in policy.log
 
 
+def test_a_credit_that_is_not_finite_is_refused_only_where_it_is_learned_from():
+    def odd(reward: Reward, drift: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, torch.full_like(drift, torch.nan), 0.0)
+
+    for mend in (lambda adv, energy, mask: torch.nan_to_num(adv), lambda adv, energy, mask: adv):
+        policy, sampler = pair()
+        broken = bool(mend(torch.tensor([torch.nan]), None, None).isnan())
+        with pytest.raises(ValueError, match="not finite") if broken else nullcontext():
+            step(policy, sampler, algo(credit=odd, baseline=mend))
+
+
 def test_a_sampler_that_returns_broken_rows_is_refused_before_anything_is_scored():
     policy, sampler = pair()
     whole = sampler.sample

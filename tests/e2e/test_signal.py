@@ -41,7 +41,7 @@ def test_a_run_shows_the_signal_of_its_last_step_and_says_where(whole: Path) -> 
 def break_view(place: str) -> None:
     """In the run's process: a view with a bug."""
 
-    def broken(*args: object) -> None:
+    def broken(*args: object, **knobs: object) -> None:
         raise KeyError("a bug of the view")
 
     setattr(recording, place, broken)

@@ -85,18 +85,18 @@ def device_memory(
         ),
         logit_bytes(
             logits_chunk_elements,
-            *head_shape(config),
+            *head_dimensions(config),
             rows * width,
             dtype.itemsize,
             trained=adapters is None,
-            teacher=None if relative_to is None else head_shape(relative_to),
+            teacher=None if relative_to is None else head_dimensions(relative_to),
         ),
         cache,
     )
     return per_device([weight for weight, _ in parts], moment_bytes(optimizer, parts), passing, how)
 
 
-def head_shape(config: PretrainedConfig) -> tuple[int, int]:
+def head_dimensions(config: PretrainedConfig) -> tuple[int, int]:
     """Rows and columns of a model's head.
 
     Args:
