@@ -17,6 +17,7 @@ from grpo_fn.core.packing import Share, by_reading
 from grpo_fn.rehearse.tracing.counting import CountingMode
 from grpo_fn.shell.model import load_weights
 from grpo_fn.shell.model.attention import HALVES, PackedAttention, install
+from grpo_fn.shell.model.attention_kernels.attention_backend import counted_attention
 from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec
 from grpo_fn.shell.model.attention_kernels.ragged_attention import varlen
 from grpo_fn.shell.model.logprob_model import LogprobModel, has_linear_head
@@ -56,7 +57,7 @@ class RehearsedSpec(ModelSpec):
     def meta_model(self, dtype: torch.dtype) -> nn.Module:
         """The model's shape, made with numbers: buffers that a model computes are looked at."""
         with unset_fake_temporarily():
-            return load_weights.meta_causal_lm(self.config, dtype=dtype, attention=self.attention)
+            return load_weights.meta_causal_lm(self.config, dtype=dtype, attention=counted_attention(self.attention))
 
     def read_shards(self, module: nn.Module, device: torch.device) -> None:
         """Storages without data for this rank's part, adapters included."""
@@ -103,7 +104,7 @@ def ask_small_copy(config: PretrainedConfig, attention: str) -> ModelAnswers:
 
     Args:
         config: of the model.
-        attention: "sdpa", "flash_attention_2" or "eager".
+        attention: `sections.Compute.attention`.
 
     Returns:
         The answers of a copy with a layer of each kind.
@@ -124,8 +125,8 @@ def ask_small_copy(config: PretrainedConfig, attention: str) -> ModelAnswers:
     try:
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
-            attention = "eager" if attention == "eager" else "sdpa"
-            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=attention).eval()
+            counted = counted_attention(attention)
+            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=counted).eval()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"--rehearse: got a {type(config).__name__} of which no copy of {len(kinds)} layers can be made "

@@ -159,6 +159,30 @@ def test_a_vllm_that_does_not_import_is_a_finding(modules: Path, source: str, wo
     assert words in finding.seen
 
 
+@pytest.mark.parametrize(
+    ("module", "subject"), [("flash_attn", "flash-attn"), ("flash_attn_interface", "flash-attn 3")]
+)
+@pytest.mark.parametrize(
+    ("source", "state", "words"),
+    [
+        ("__version__ = '9.8'", State.OK, "9.8 imports"),
+        ("raise ImportError('undefined symbol: _ZN3c10')", State.BROKEN, "undefined symbol: _ZN3c10"),
+    ],
+)
+def test_a_flash_attention_that_is_installed_is_imported(
+    module: str, subject: str, source: str, state: State, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(examine, "is_installed", lambda name: name == module)
+    monkeypatch.setattr(examine, "call_in_subprocess", here)
+    (finding,) = examine.engines(examine.probe_replies("", 60.0))
+    assert (finding.topic, finding.subject, finding.state) == ("engines", subject, state)
+    assert words in finding.seen
+    assert bool(finding.todo) == (state is State.BROKEN)
+
+
 def test_nothing_that_was_asked_lives_on(modules: Path, tmp_path: Path) -> None:
     (modules / "stubborn.py").write_text(
         "import signal, subprocess, sys, time, pathlib\n"

@@ -189,9 +189,10 @@ def test_a_reply_without_facts_is_a_finding(trouble: str, count: int) -> None:
         *checks.devices(reply),
         *checks.check_host(reply, parameters=0, gpus=0, vllm=False),
         *checks.check_transformers(reply, gpus_without_bf16=False),
-        *(checks.check_all_reduce(reply, count), checks.check_flash_attention(reply), checks.vllm_alone(reply)),
+        *(checks.check_all_reduce(reply, count), checks.vllm_alone(reply)),
+        *(checks.check_flash_attention(reply), checks.check_flash_attention_3(reply)),
     ]
-    assert len(rows) == 6
+    assert len(rows) == 7
     for row in rows:
         assert row.state.weight
         assert trouble in row.seen

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import Qwen2Config
 
@@ -22,6 +23,7 @@ from grpo_fn.rehearse.changes import (
 )
 from grpo_fn.rehearse.figures import figures as figures_of
 from grpo_fn.rehearse.rehearsal import Rehearsal
+from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
 
 BINDINGS = ["sections.Sampling.max_new_tokens=24", "sections.PolicyUpdate.micro_tokens=512"]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -60,6 +62,7 @@ def test_a_table_of_memory_work_collectives_and_time(tmp_path, capsys, monkeypat
         "not measured",
         "assumed",
         "of the bfloat16 peak",
+        attention_note("sdpa", torch.bfloat16, None)[0],
     ):
         assert what in said
     figures = json.loads((tmp_path / "out.json").read_text())
@@ -143,6 +146,16 @@ def test_blocks_are_rehearsed_as_written_and_it_is_said_where_a_card_has_them_co
         out = capsys.readouterr().out
         assert all(line in out for line in said), more
         assert (counted in out) is (counted in said), more
+
+
+@pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_cudnn", "flash_attention_3"])
+def test_an_attention_of_a_card_is_rehearsed_and_it_is_said_what_was_counted(name, tmp_path, capsys):
+    """On a machine that has neither the card nor the package."""
+    path, counted = folder(tmp_path / "m", num_hidden_layers=1), "attention is counted as torch's flash kernel over"
+    assert rehearsed(path, "--gin_param", f"sections.Compute.attention={name!r}", files=("scale/bf16.gin",)) == 0
+    out = capsys.readouterr().out
+    assert attention_note(name, torch.bfloat16, None)[0] in out
+    assert (f"{counted} packed rows, not as {name}" in out) is (name == "sdpa_cudnn")
 
 
 def test_under_hybrid_shard_every_group_has_its_own_traffic(tmp_path, capsys):

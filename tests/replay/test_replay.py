@@ -28,6 +28,7 @@ from grpo_fn.replay import replay_step as again
 from grpo_fn.replay.diff import relative_difference
 from grpo_fn.replay.replay_step import signal_by_row
 from grpo_fn.shell.logging import rollout_store
+from grpo_fn.shell.logging.kernel_record import append_kernels
 from grpo_fn.shell.policy.checksums import read_checksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 
@@ -183,13 +184,29 @@ def test_a_resumed_run_has_one_line_a_step(cache: Path, copied: Path, whole: Pat
     assert (copied / "digests.jsonl").read_bytes() == (whole / "digests.jsonl").read_bytes()
 
 
+def test_a_step_that_is_not_recorded_says_that_its_kernels_are_others(
+    copied: Path, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run on a card has them, of whose steps some are not recorded."""
+    lines = (copied / "digests.jsonl").read_text().splitlines(keepends=True)
+    (copied / "digests.jsonl").write_text(lines[1])
+    append_kernels(copied, 1, {"head": "TritonKernels", "decoding attention": "split-KV kernel"})
+    now = {"head": "TritonKernels", "decoding attention": "matrix products"}
+    monkeypatch.setattr(again, "chosen_kernels", lambda run: now)
+    code, said = replayed(copied, 2)
+    assert code == 0, said
+    other_kernels = "kernels, decoding attention: split-KV kernel recorded, matrix products now"
+    assert f"step 1: not recorded; {other_kernels}\n" in said
+    assert f"step 2: {ALL} as recorded\n" in said
+
+
 def test_a_run_may_leave_steps_out(cache: Path, tmp_path: Path, replayed: Replayed) -> None:
     run = tmp_path / "run"
     assert finish(command(cache, run, STEPS=4, sections__Logging__checksums_every=2), tmp_path / "out") == 0
     assert list(read_checksums(run)) == [2, 4]
     code, said = replayed(run, 2)
     assert code == 0, said
-    assert "step 1: not recorded" in said
+    assert "step 1: not recorded\n" in said
     code, said = replayed(run, 3)
     assert code == 2
     assert "--step: got 3" in said

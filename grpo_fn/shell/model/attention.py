@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_fn.shell.model.attention_kernels.attention_backend import held_to
+from grpo_fn.shell.model.attention_kernels.attention_backend import attention_name, held_to
 from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Layout
 from grpo_fn.shell.model.attention_kernels.ragged_attention import (
     flash_attention,
@@ -74,7 +74,7 @@ def attention(
     """What transformers calls: `[1 H N D]` each with a layout, `[B H T D]` without."""
     layout: AttentionContext | None = kwargs.pop("layout", None)
     if layout is not None:
-        return layout.attend(module, query, key, value, parse_spec(query, before, kwargs)), None
+        return layout.attend(module, query, key, value, parse_spec(query, attention_name(before), kwargs)), None
     if before == EAGER:  # each model's own, beside its classes
         return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
     return ALL_ATTENTION_FUNCTIONS[before](module, query, key, value, mask, **kwargs)

@@ -20,6 +20,7 @@ from transformers import (
 
 from grpo_fn.core.conversation import Conversation
 from grpo_fn.shell.atomic_io import flush_file, flush_tree
+from grpo_fn.shell.model.attention_kernels.attention_backend import transformers_name
 
 # A prompt to the token ids that the completion follows: encode_prompt, with_system, bare_prompt.
 Encode = Callable[[PreTrainedTokenizerBase, str], list[int]]
@@ -116,7 +117,8 @@ def find_dtype(name: str) -> torch.dtype:
 
 def load_model(folder: str, *, dtype: torch.dtype, device: torch.device, attention: str) -> nn.Module:
     """The model in evaluation mode (no dropout anywhere: log-probs must be a function of the weights)."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    named = transformers_name(attention)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=named)
     return model.to(device).eval()
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import load_weights, lora
+from grpo_fn.shell.model.attention_kernels.attention_backend import counted_attention
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.memory import (
@@ -108,8 +109,7 @@ def head_dimensions(config: PretrainedConfig) -> tuple[int, int]:
 
 def meta_model(config: PretrainedConfig, adapters: lora.LoRA | None, attention: str) -> nn.Module:
     """The model's shape, adapters included, on the meta device. Attention is as it is written out, or else fused."""
-    attention = "eager" if attention == "eager" else "sdpa"
-    model = load_weights.meta_causal_lm(config, dtype=torch.float32, attention=attention)
+    model = load_weights.meta_causal_lm(config, dtype=torch.float32, attention=counted_attention(attention))
     return model if adapters is None else lora.attach(model, adapters)
 
 

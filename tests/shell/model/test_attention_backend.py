@@ -7,16 +7,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM
 
 from grpo_fn.shell.model import attention, packed_input
 from grpo_fn.shell.model.attention_kernels import attention_backend, ragged_attention
 from grpo_fn.shell.model.attention_kernels.attention_backend import (
     BACKENDS,
+    attention_name,
     attention_note,
     check_attention,
     check_attention_choice,
 )
+from grpo_fn.shell.model.hf import load_model
+from grpo_fn.shell.model.load_weights import meta_causal_lm
 from grpo_fn.shell.model.logprob_model import LogprobModel
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
@@ -119,8 +121,15 @@ def test_packed_rows_of_halves_on_a_card_go_where_the_name_says(monkeypatch, fla
         assert attention.choose_kernel(query, name, 30.0).keywords == {"core": attention.eager_attention}
 
 
+@pytest.mark.parametrize("name", [name for name, backend in BACKENDS.items() if backend.module is None])
+def test_transformers_makes_a_model_of_every_name_that_needs_no_package(name: str):
+    config = MODELS["qwen2_tied"](11).config
+    model = meta_causal_lm(config, attention=name, dtype=FULL)
+    assert attention_name(model.config._attn_implementation) == name
+
+
 @pytest.mark.parametrize("packing", [packed_input.pad_rows, packed_input.pack_shared_prompts])
-def test_a_backend_of_torch_is_all_that_may_attend_and_computes_the_same(monkeypatch, packing):
+def test_a_backend_of_torch_is_all_that_may_attend_and_computes_the_same(monkeypatch, tmp_path, packing):
     allowed: list[set[SDPBackend]] = []
 
     def recorded(*args: object, **kwargs: object) -> Tensor:
@@ -130,27 +139,44 @@ def test_a_backend_of_torch_is_all_that_may_attend_and_computes_the_same(monkeyp
     monkeypatch.setattr(attention, "scaled_dot_product_attention", recorded)  # packed rows
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)  # transformers
     weights, found = MODELS["qwen2_tied"](11), {}
-    for name in ("sdpa", "sdpa_math"):
-        model = AutoModelForCausalLM.from_config(weights.config, attn_implementation=name).eval()
-        model.load_state_dict(weights.state_dict())
+    weights.save_pretrained(tmp_path)
+    only = {"sdpa_math": {SDPBackend.MATH}, "sdpa_flash": {SDPBackend.FLASH_ATTENTION}}  # which a CPU has, too
+    for name in ("sdpa", *only):
+        model = load_model(str(tmp_path), dtype=FULL, device=CPU, attention=name)
         logprob = LogprobModel(model, temperature=1.0, logits_chunk_elements=2**20, input_packing=packing)
         tokens = torch.arange(1, 9).expand(2, -1)
         mask = (torch.arange(8) > 2).expand(2, -1)
         allowed.clear()
         found[name] = logprob(tokens, mask)[0].detach()
         assert allowed
-        assert all((one == {SDPBackend.MATH}) == (name == "sdpa_math") for one in allowed)
-    torch.testing.assert_close(found["sdpa_math"], found["sdpa"], rtol=0, atol=1e-6)
+        assert all((one == only[name]) if name in only else len(one) > 1 for one in allowed)
+    for name in only:
+        torch.testing.assert_close(found[name], found["sdpa"], rtol=0, atol=1e-6)
     assert SDPBackend.FLASH_ATTENTION in _cur_sdpa_kernel_backends(), "as before"
 
 
-def test_a_plan_says_what_attends_on_a_card():
-    assert attention_note("sdpa", HALF, CPU) == []
-    said = {name: attention_note(name, HALF, None)[0] for name in BACKENDS}
-    assert "flash-attn's kernel for rows of unequal length where it imports, else torch's" in said["sdpa"]
-    assert "flash-attn 3's kernel" in said["flash_attention_3"]
-    assert "torch's flash kernel" in said["sdpa_flash"]
-    assert "padded buckets, by torch's CUDNN_ATTENTION" in said["sdpa_cudnn"]
-    assert "padded buckets, written out" in said["eager"]
-    assert all(f"(sections.Compute.attention = '{name}')" in line for name, line in said.items())
-    assert "padded buckets, by scaled_dot_product_attention" in attention_note("sdpa", FULL, CUDA)[0]
+RAGGED, PADDED = "kernel for rows of unequal length", "padded buckets"
+IN_HALVES = {
+    "eager": f"{PADDED}, written out",
+    "sdpa": f"flash-attn's {RAGGED} where it imports, else torch's",
+    "sdpa_math": f"{PADDED}, by torch's MATH",
+    "sdpa_flash": f"torch's flash {RAGGED}",
+    "sdpa_efficient": f"{PADDED}, by torch's EFFICIENT_ATTENTION",
+    "sdpa_cudnn": f"{PADDED}, by torch's CUDNN_ATTENTION",
+    "flash_attention_2": f"flash-attn's {RAGGED} where it imports, else torch's",
+    "flash_attention_3": f"flash-attn 3's {RAGGED}",
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_plan_says_what_attends_on_a_card(name: str):
+    said = [f"packed rows attend in {IN_HALVES[name]} (sections.Compute.attention = '{name}')"]
+    assert attention_note(name, HALF, None) == attention_note(name, torch.float16, CUDA) == said
+    assert attention_note(name, HALF, CPU) == []
+
+
+@pytest.mark.parametrize("name", [name for name, backend in BACKENDS.items() if not backend.halves])
+def test_a_plan_says_that_float32_attends_in_padded_buckets(name: str):
+    how = f"{PADDED}, by scaled_dot_product_attention" if name == "sdpa" else IN_HALVES[name]
+    said = [f"packed rows attend in {how} (sections.Compute.attention = '{name}')"]
+    assert attention_note(name, FULL, CUDA) == said

@@ -48,7 +48,37 @@ BACKENDS = {
         None, "flash_attn_interface", FLASH_3, halves=True, least=(9, 0), most=(9, 9)
     ),
 }
+# Transformers takes a name with "flash" in it for that of a package, and looks for it: ours goes by another name there.
+IN_TRANSFORMERS = {"sdpa_flash": "sdpa_fused"}
+HERE = {there: name for name, there in IN_TRANSFORMERS.items()}
 REPEATING = ", ".join(name for name, backend in BACKENDS.items() if backend.repeats)
+
+
+def transformers_name(name: str) -> str:
+    """The name by which transformers knows an attention.
+
+    Args:
+        name: `sections.Compute.attention`.
+    """
+    return IN_TRANSFORMERS.get(name, name)
+
+
+def attention_name(found: str) -> str:
+    """The name of an attention in `sections.Compute.attention`.
+
+    Args:
+        found: its name in transformers.
+    """
+    return HERE.get(found, found)
+
+
+def counted_attention(name: str) -> str:
+    """What stands in for an attention on any machine where memory and work alone are counted: "eager", or "sdpa".
+
+    Args:
+        name: `sections.Compute.attention`.
+    """
+    return "eager" if name == "eager" else "sdpa"
 
 
 def check_attention_choice(name: str, dtype: torch.dtype, *, deterministic: bool) -> None:
@@ -154,5 +184,5 @@ def _padded_rows(module: nn.Module, *streams: Tensor | None, backend: str, **how
 # Transformers then takes these names as it takes its own.
 for _name, _backend in BACKENDS.items():
     if _backend.sdpa is not None:
-        AttentionInterface.register(_name, partial(_padded_rows, backend=_name))
-        AttentionMaskInterface.register(_name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        AttentionInterface.register(transformers_name(_name), partial(_padded_rows, backend=_name))
+        AttentionMaskInterface.register(transformers_name(_name), ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
