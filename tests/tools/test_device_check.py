@@ -4,21 +4,26 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import device_check
 import device_runner
+import device_speed
 import hypothesis.strategies as st
 import pytest
 import torch
+from device_parts import scale
 from device_runner import FAILED, LEFT_OUT, OK, Check, Figure, Outcome, Setting, apart, here
 from device_shapes import EOS, QWEN_HALF, QWEN_LARGE, Shape
 from device_speed import Work
 from hypothesis import given
 from torch import nn
 
+from grpo_fn.rehearse.cards import CARDS
 from grpo_fn.shell.model import hf
 from grpo_fn.trainer.plan import kv_bytes_per_token
 
@@ -197,6 +202,33 @@ def test_operations_are_those_of_every_token_read_and_every_pair_seen(
     work = Work(groups, size, prompt, new)
     assert work.tokens == read
     assert work.flops(shape) == 6 * (shape.matrices() * read + 10 * 8 * sampled + 2 * 3 * 8 * pairs)
+
+
+class Asked(Exception):
+    """Raised in the place of loading a model, with what it was asked for."""
+
+
+@pytest.mark.parametrize("check", [device_speed.train_half, device_speed.train_large])
+def test_what_trains_on_an_h100_leaves_a_quarter_of_it_to_what_the_estimate_does_not_count(
+    check: Callable[[Setting], list[Figure]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of reductions, gaps of the allocator, the context: in micro-batches of 16k tokens 1.5B has no room."""
+    shapes: list[Shape] = []
+
+    def asked(setting: Setting, model: str, dtype: torch.dtype, *, micro_tokens: int) -> None:
+        raise Asked(dtype, micro_tokens)
+
+    monkeypatch.setattr(device_speed, "folder", lambda setting, shape: shapes.append(shape) or "a model")
+    monkeypatch.setattr(device_speed, "built", asked)
+    with pytest.raises(Asked) as found:
+        check(Setting(device="cuda", tiny=False, scratch="/nowhere"))
+    (shape,), (dtype, micro_tokens) = shapes, found.value.args
+    model = partial(nn.Identity, logits_chunk_elements=2**27)  # by default, as `built` has it
+    placing = SimpleNamespace(
+        config=shape.config(), adapters=None, parallelism=scale(), dtype=dtype, attention="sdpa", logprob_model=model
+    )
+    bench = SimpleNamespace(placing=placing, policy=SimpleNamespace(optimizer=torch.optim.AdamW([torch.zeros(1)])))
+    assert device_speed.estimated(bench, micro_tokens, 1152) < 0.75 * CARDS["h100"].memory
 
 
 # -- what a bare machine needs
