@@ -191,3 +191,19 @@ def test_the_allocator_grows_its_segments_unless_it_was_configured(given: dict[s
     env = {"PATH": "p", **given}
     agent.grow_segments(env)
     assert env == {"PATH": "p", **(given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})}
+
+
+class Begun(Exception):
+    """Raised in the place of starting ranks."""
+
+
+def test_ranks_begin_with_an_allocator_that_grows_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_")}
+    monkeypatch.setattr(os, "environ", bare)
+
+    def begin(grace: float) -> None:
+        raise Begun(bare["PYTORCH_ALLOC_CONF"])
+
+    monkeypatch.setattr(agent, "Stop", begin)
+    with pytest.raises(Begun, match="expandable_segments:True"):
+        agent.main(["-m", "some.module"])

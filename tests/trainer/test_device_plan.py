@@ -8,6 +8,7 @@ from fakes import VOCABULARY, qwen2_tied
 
 from grpo_fn.config import load_config
 from grpo_fn.shell.model import blocks
+from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.trainer import sections
@@ -20,6 +21,8 @@ from grpo_fn.trainer.checks.device_plan import (
     precision_notes,
     projection_notes,
 )
+from grpo_fn.trainer.checks.dry_run import dry_run_lines
+from grpo_fn.trainer.checks.validate import validate
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
@@ -46,6 +49,20 @@ def test_float32_on_a_card_is_said_to_be_slow_and_what_helps(device) -> None:
     assert "scale/bf16.gin" in line
     assert precision_notes(torch.bfloat16, device) == []
     assert precision_notes(torch.float32, CPU) == []
+
+
+def test_a_dry_run_for_a_card_says_what_float32_costs_what_attends_and_what_memory_is_not_counted(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    qwen2_tied(VOCABULARY).config.save_pretrained(tmp_path)
+    for files, dtype in (([], torch.float32), (["scale/bf16.gin"], torch.bfloat16)):
+        knobs = [f"train.train.model='{tmp_path}'", "sections.Compute.device='cuda'"]
+        settings = sections.Settings(**load_config(["run/arithmetic.gin", *files], knobs).kwargs())
+        lines = dry_run_lines(settings, validate(settings), ranks=1, hosts=1)
+        assert [line for line in lines if line.startswith("float32 on a GPU")] == precision_notes(dtype, None)
+        assert attention_note("sdpa", dtype, None)[0] in lines
+        assert any("not counted" in line and "a checkpoint's copy of what trains" in line for line in lines)
 
 
 def test_how_decoding_attends_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
 import re
 import time
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from grpo_fn.config import load_config
+from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
 from grpo_fn.shell.world import World, alone
-from grpo_fn.trainer import sections
+from grpo_fn.trainer import sections, start_lines
+from grpo_fn.trainer.checks.device_plan import BlockPlan, precision_notes
 from grpo_fn.trainer.plan import Plan
 from grpo_fn.trainer.start_lines import device_text, no_report, plan_lines, rank_line, report_start, settle_blocks
 
@@ -63,6 +66,21 @@ def test_a_console_that_is_gone_ends_no_start(monkeypatch) -> None:
 
     monkeypatch.setattr("sys.stdout", Gone())
     report_start(alone(CPU), 0.0)("loading the model")
+
+
+def test_a_start_on_a_card_says_what_float32_costs_and_what_rows_attend_in(settings, monkeypatch) -> None:
+    card = torch.device("cuda", 0)
+    choice = SimpleNamespace(kernels=None, text="torch's operations")
+    monkeypatch.setattr(start_lines, "choose_head_kernels", lambda device: choice)
+    monkeypatch.setattr(start_lines, "plan_blocks", lambda parallelism, *_, **__: BlockPlan(parallelism, ()))
+    plan = Plan(**dict.fromkeys((x.name for x in fields(Plan) if x.default is MISSING), 1))
+    world = alone(CPU)
+    world.device = card
+    for dtype in (torch.float32, torch.bfloat16):
+        costs = [line for line in plan_lines(plan, [], 1, world, dtype) if line.startswith("float32 on a GPU")]
+        assert costs == precision_notes(dtype, card)
+    assert settle_blocks(settings, card)[1] == (*attention_note("sdpa", torch.float32, card),)
+    assert settle_blocks(settings, CPU)[1] == ()
 
 
 def test_ranks_whose_trials_chose_different_head_kernels_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch.func import grad_and_value
 from grpo_fn.algo import aggregation, importance, kl, objective, supervised
 from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.types import Batch, Policy, Rollout, Scores
+from grpo_fn.shell.model import logprob_model
 from grpo_fn.shell.model.logprob_model import has_linear_head
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.functional import FunctionalPolicy
@@ -345,6 +346,19 @@ def test_logp_is_what_vjp_scores_and_follows_the_weights(name):
         torch.testing.assert_close(got, policy.vjp(plain(tokens, mask))[0].logp, rtol=0, atol=2e-6)
         policy.vjp(plain(tokens, mask))[1](Scores(mask.float(), torch.zeros(mask.shape)))
         policy.update()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_logp_asks_for_no_entropy(name, monkeypatch):
+    rows, policy = rollout(*tokens_and_mask(0, 7)), local(MODELS[name](V))
+    wanted = policy.logp(rows)  # the model is asked how it takes rows, by a whole forward
+
+    def refuse(*args, **knobs):
+        raise AssertionError("got a pass with entropies, wanted log-probs alone")
+
+    for scores in ("linear_scores", "dense_scores"):
+        monkeypatch.setattr(logprob_model, scores, refuse)
+    assert torch.equal(policy.logp(rows), wanted)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
