@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 from grpo_fn.algo import importance, rejection
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.types import Batch
 
 ALL = corrections()
@@ -29,13 +30,31 @@ EDGES = {
         weight=partial(importance.masked_weight, low=0.5, high=5.0),
         mask=partial(importance.sequence_masked_weight, low=0.9, high=1.1),
     ),
+    **{
+        f"rejected_row({divergence.__name__},{reduction.__name__},low=-2,high=3)": partial(
+            rejection.rejected_row,
+            weight=partial(importance.masked_weight, low=0.1, high=3.0),
+            divergence=divergence,
+            reduction=reduction,
+            low=-2.0,
+            high=3.0,
+        )
+        for divergence, reduction in (
+            (rejection.k1_divergence, rejection.row_mean),
+            (rejection.k1_divergence, rejection.row_max),
+            (rejection.k2_divergence, rejection.row_mean),
+            (rejection.k2_divergence, rejection.row_max),
+            (rejection.k3_divergence, rejection.row_sum),
+        )
+    },
+    "outlier_row(low=0.1,high=10)": partial(rejection.outlier_row, weight=importance.no_correction, low=0.1, high=10.0),
 }
 EVERY = {**ALL, **EDGES}
 BY_TOKEN = {"no_correction", "truncated_weight", "masked_weight"}
 BY_THE_SAMPLER = {"truncated_weight", "masked_weight", "sequence_truncated_weight", "sequence_masked_weight"}
 IGNORE_THE_POLICY = {"no_correction", *BY_THE_SAMPLER}
 # Those with a scalar loop in `reference` below.
-LOOPED = {*IGNORE_THE_POLICY, "off_policy_sequence_mask", "weight_and_mask"}
+LOOPED = {*IGNORE_THE_POLICY, "off_policy_sequence_mask", "weight_and_mask", "rejected_row", "outlier_row"}
 COSTLY = settings(max_examples=quarter())
 FAR = st.sampled_from([0.5, 3.0, 20.0])
 
@@ -171,6 +190,24 @@ def test_where_the_sampler_is_the_old_policy_there_is_nothing_to_correct(f, row)
 # -- the formulas, one number after the other
 
 
+DIVERGENCES = {
+    "k1_divergence": lambda x: -x,
+    "k2_divergence": lambda x: x * x / 2,
+    "k3_divergence": lambda x: math.exp(x) - 1 - x,
+}
+REDUCTIONS = {
+    "row_sum": sum,
+    "row_mean": lambda values: sum(values) / len(values),
+    "row_max": lambda values: max(values, key=abs),
+}
+
+
+def apart(knobs: dict, log_w: list[float]) -> float:
+    """How far sampler and trainer are apart on a row, as `rejected_row` counts it."""
+    each_token = [DIVERGENCES[knobs["divergence"].__name__](x) for x in log_w]
+    return REDUCTIONS[knobs["reduction"].__name__](each_token)
+
+
 def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], adv: list[float]) -> list[float]:
     """The weights of a row's sampled tokens, from the equations."""
     count = len(log_w)
@@ -195,6 +232,11 @@ def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], a
             inner, outer = knobs["weight"], knobs["mask"]
             kept = reference(outer.func.__name__, outer.keywords, log_w, behind, adv)[t]
             weights.append(reference(inner.func.__name__, inner.keywords, log_w, behind, adv)[t] if kept else 0.0)
+        elif name in ("rejected_row", "outlier_row"):
+            measured = [apart(knobs, log_w)] if name == "rejected_row" else [math.exp(x) for x in log_w]
+            inner, options = function_and_knobs(knobs["weight"])
+            kept = all(knobs["low"] <= x <= knobs["high"] for x in measured)
+            weights.append(reference(inner.__name__, options, log_w, behind, adv)[t] if kept else 0.0)
         else:
             raise LookupError(f"got no loop of {name}, wanted one here")
     return weights
@@ -202,7 +244,11 @@ def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], a
 
 def near_an_edge(log_w: list[float], behind: list[float], knobs: dict) -> bool:
     """Whether rounding may decide: a value within 1e-9 of a threshold."""
-    knobs = {k: v for f in (knobs.get("weight"), knobs.get("mask")) if f for k, v in f.keywords.items()} or knobs
+    inner = [function_and_knobs(knobs[name])[1] for name in ("weight", "mask") if name in knobs]
+    if any(near_an_edge(log_w, behind, found) for found in inner):
+        return True
+    if "divergence" in knobs:
+        return any(math.isclose(apart(knobs, log_w), knobs[k], rel_tol=1e-9, abs_tol=1e-9) for k in ("low", "high"))
     w = [*log_w, sum(log_w) / len(log_w)]
     edges = [math.log(knobs[k]) for k in ("cap", "low", "high") if knobs.get(k) and math.isfinite(knobs[k])]
     drifts = [abs(sum(behind) / len(behind) - knobs["delta"])] if "delta" in knobs else []

@@ -22,7 +22,18 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.func import grad, vmap
 
-from grpo_fn.algo import advantage, aggregation, credit, distillation, kl, losses, masking
+from grpo_fn.algo import (
+    advantage,
+    aggregation,
+    credit,
+    distillation,
+    importance,
+    kl,
+    losses,
+    masking,
+    rejection,
+    weighted_losses,
+)
 from grpo_fn.core.types import Batch, Totals
 
 V = 3
@@ -341,6 +352,9 @@ def test_the_functions_of_the_catalogue_are_in_the_table():
         (aggregation, ("batch", "totals")),
         (credit, ("reward", "drift", "mask")),
         (masking, ("rollout", "adv")),
+        (weighted_losses, ("logp", "row")),
+        (importance, ("logp", "row")),
+        (rejection, ("logp", "row")),
     }
     known = [(positional, names) for module, positional, names in KINDS if (module, positional) in measured]
     assert len(known) == len(measured)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from bias_corrections import CORRECTIONS, corrected
 from bias_given import mixed_objective, with_given
 from bias_lines import line, measured
 from bias_losses import LOSSES
@@ -39,7 +40,7 @@ from torch.func import grad, vmap
 
 from grpo_fn.algo import advantage, aggregation, credit, distillation, kl, losses, masking
 from grpo_fn.core.groups import outcome_reward
-from grpo_fn.core.types import Rollout
+from grpo_fn.core.types import Batch, Rollout
 
 # The expected update in each of S worlds, or the gradient that it is held against: [S, PROMPTS, 1 + V, V].
 Signal = Callable[[World], Tensor]
@@ -104,7 +105,16 @@ def by_group(compare: Callable, worth: str = "reward") -> Signal:
     return off_policy(losses.reinforce, compare, row_sum, size=SIZE, worth=worth)
 
 
-def off_policy(loss: Callable, compare: Callable, weigh: Callable, *, size: int, worth: str = "reward") -> Signal:
+def off_policy(
+    loss: Callable,
+    compare: Callable,
+    weigh: Callable,
+    *,
+    size: int,
+    worth: str = "reward",
+    mark: Callable | None = None,
+    over: Callable = vmap,
+) -> Signal:
     """Groups of one prompt, drawn from the old policy; one prompt after the other."""
 
     def signal(w: World) -> Tensor:
@@ -113,10 +123,10 @@ def off_policy(loss: Callable, compare: Callable, weigh: Callable, *, size: int,
         found = []
         for p in range(PROMPTS):
             adv = vmap(compare)(getattr(w, worth)[p][rows[:, 0]], keep[:, 0])[:, None, :, None].expand(*rows.shape, 2)
-            found.append(update(w, [p], size, adv, keep, lambda logp, row: loss(logp, row)[0], weigh))
+            found.append(update(w, [p], size, adv, keep, lambda logp, row: loss(logp, row)[0], weigh, mark))
         return torch.cat(found) / PROMPTS
 
-    return vmap(signal)
+    return over(signal)
 
 
 def by_step(
@@ -200,7 +210,13 @@ def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
     for drift in (0.0, 0.1, 1.0):
         title = f"Token losses, sampled from logits up to {drift:g} away, against the gradient of E[R]"
         found = {name: off_policy(f, advantage.leave_one_out, row_sum, size=2) for name, f in LOSSES.items()}
+        found |= {"`masked_ratio` without `second_moment_tokens` 0.04": apart_from_the_sampler(0.04)}
         yield title, drift, against(minus_reward, found)
+    title = "Corrections of `reinforce`, sampled from logits up to 1 away, against the gradient of E[R]"
+    weighed = {
+        name: off_policy(corrected(f), advantage.leave_one_out, row_sum, size=2) for name, f in CORRECTIONS.items()
+    }
+    yield title, 1.0, against(minus_reward, weighed)
     for drift in (0.0, 1.0):
         title = f"KL in the loss, sampled from logits up to {drift:g} away, against the KL of tokens"
         yield title, drift, against(token_kl, in_loss())
@@ -240,6 +256,15 @@ def graded() -> dict[str, Signal]:
             compared, partial(distillation.teacher_reweighted, lam=0.5, clip=0.2), size=2
         ),
     }
+
+
+def apart_from_the_sampler(limit: float) -> Signal:
+    """M2PO: the tokens furthest from the sampler are left out, within groups of two."""
+
+    def far(batch: Batch) -> Tensor:
+        return masking.second_moment_tokens(batch, torch.zeros(len(batch.mask), 2, dtype=torch.long), limit=limit)
+
+    return off_policy(losses.masked_ratio, advantage.leave_one_out, row_sum, size=2, mark=far, over=one_by_one)
 
 
 def whitened(over_a_step: Callable, inner: Callable, size: int) -> Signal:

@@ -4,7 +4,8 @@ python tools/tables/preset_table.py --runs DIR                     run what is m
 python tools/tables/preset_table.py --runs DIR --table_only        print the table of the runs that are there
 
 A run is `python -m grpo_fn.run --gin_file run/arithmetic.gin --gin_file algo/NAME.gin --gin_param SEED=S ...`; one that
-was stopped goes on where it stopped. No preset is left out, whatever it does.
+was stopped goes on where it stopped. No preset is left out for what it does; those whose run is refused before it
+starts, for want of a teacher, demonstrations, episodes or another setting, are named with the reason.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from grpo_fn.core.json_lines import metrics_by_step
 
 ALGOS = Path(__file__).resolve().parents[2] / "gin" / "algo"
+RUN = "run/arithmetic.gin"
 DEADLINE = 3600.0  # seconds for one run
 
 
@@ -42,7 +44,7 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("--runs", type=Path, required=True, metavar="DIR", help="where the run folders are, or will be")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="S")
-    parser.add_argument("--presets", nargs="+", default=presets(), metavar="NAME", help="default: all of gin/algo")
+    parser.add_argument("--presets", nargs="+", metavar="NAME", help="default: those of gin/algo that run")
     parser.add_argument("--gin_param", action="append", default=[], metavar="NAME=VALUE", help="for every run")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one thread each when above 1")
     parser.add_argument("--table_only", action="store_true")
@@ -57,14 +59,52 @@ def presets() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, print the table; 1 when a run failed."""
     args = flags().parse_args(argv)
-    unknown = sorted({*args.presets} - {*presets()})
+    chosen = args.presets or presets()
+    unknown = sorted({*chosen} - {*presets()})
     if unknown:
         print(f"error: --presets: got {unknown}, wanted some of {presets()}", file=sys.stderr)
         return 2
-    wanted = [(name, seed) for seed in args.seeds for name in args.presets]
+    if not args.table_only:
+        try:
+            refused = refusals(chosen, args.gin_param)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        for name, why in refused.items():
+            print(f"{name}: left out, refused: {why}", file=sys.stderr, flush=True)
+        if named := sorted({*(args.presets or [])} & {*refused}):
+            print(f"error: --presets: got {named}, wanted some that the run does not refuse", file=sys.stderr)
+            return 2
+        chosen = [name for name in chosen if name not in refused]
+    wanted = [(name, seed) for seed in args.seeds for name in chosen]
     failed = [] if args.table_only else run_all(wanted, args)
     print(table([run for name, seed in wanted if (run := result(folder(args.runs, name, seed), name, seed))]))
     return 1 if failed else 0
+
+
+def gin_files(preset: str) -> list[str]:
+    """The files of a preset's run."""
+    return [RUN, f"algo/{preset}.gin"]
+
+
+def refusals(names: Sequence[str], params: Sequence[str]) -> dict[str, str]:
+    """Of the presets whose run is refused before it starts: why, as the run would say it.
+
+    Raises ValueError for params with which no run starts, whatever the preset.
+    """
+    from grpo_fn.config import load_config
+    from grpo_fn.trainer.checks.validate import validate
+    from grpo_fn.trainer.sections import Settings
+
+    validate(Settings(**load_config([RUN], params).kwargs()))
+    refused = {}
+    for name in names:
+        settings = Settings(**load_config(gin_files(name), params).kwargs())
+        try:
+            validate(settings)
+        except ValueError as error:
+            refused[name] = str(error)
+    return refused
 
 
 def run_all(wanted: Sequence[tuple[str, int]], args: argparse.Namespace) -> list[str]:
@@ -80,7 +120,7 @@ def run(preset: str, seed: int, args: argparse.Namespace) -> int:
     where = folder(args.runs, preset, seed)
     where.parent.mkdir(parents=True, exist_ok=True)
     params = [part for param in [f"SEED={seed}", *args.gin_param] for part in ("--gin_param", param)]
-    files = ["--gin_file", "run/arithmetic.gin", "--gin_file", f"algo/{preset}.gin"]
+    files = [part for name in gin_files(preset) for part in ("--gin_file", name)]
     threads = {"OMP_NUM_THREADS": "1"} if args.jobs > 1 else {}
     with open(where.with_suffix(".out"), "a") as out:
         done = subprocess.run(

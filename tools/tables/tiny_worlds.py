@@ -87,19 +87,34 @@ def steps(prompts: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def update(
-    w: World, prompts: list[int], size: int, adv: Tensor, keep: Tensor, loss: Callable, weigh: Callable
+    w: World,
+    prompts: list[int],
+    size: int,
+    adv: Tensor,
+    keep: Tensor,
+    loss: Callable,
+    weigh: Callable,
+    mark: Callable | None = None,
 ) -> Tensor:
     """The expected gradient of the weighted losses over all N steps of `prompts`, for their policies, [P, 1 + V, V]."""
-    of_steps, chance = step_losses(w, prompts, size, adv, keep, loss, weigh)
+    of_steps, chance = step_losses(w, prompts, size, adv, keep, loss, weigh, mark)
     return grad(lambda policies: (chance * of_steps(policies)).sum())(w.theta[prompts])
 
 
 def step_losses(
-    w: World, prompts: list[int], size: int, adv: Tensor, keep: Tensor, loss: Callable, weigh: Callable
+    w: World,
+    prompts: list[int],
+    size: int,
+    adv: Tensor,
+    keep: Tensor,
+    loss: Callable,
+    weigh: Callable,
+    mark: Callable | None = None,
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """The weighted loss of each of the N steps of `prompts`, as a function of their policies, and its chance, [N] each.
 
-    adv [N, P, G, 2] is what the tokens get, keep [N, P, G] which samples may learn.
+    adv [N, P, G, 2] is what the tokens get, keep [N, P, G] which samples may learn. `mark` chooses tokens of a step for
+    the loss to treat apart, by old log-probs that are the policy's own.
     """
     rows, often = steps(len(prompts), size)
     n, prompt = len(rows), torch.arange(len(prompts))[:, None]
@@ -112,6 +127,8 @@ def step_losses(
     of_group = vmap(partial(tokens_of_group, groups=len(prompts)))(mask)
     nothing = torch.zeros_like(mask)
     batch = Batch(ROWS[rows].flatten(1, 2), mask, old, old, ref, ref, adv.flatten(1, 2), nothing, of_group)
+    if mark is not None:
+        batch = batch._replace(selected=one_by_one(mark)(batch._replace(logp_old=of_rows(w.theta[prompts]))))
     filled, groups = mask.any(-1), mask.unflatten(1, (len(prompts), size)).any(-1).any(-1)
     sizes = (mask.sum((1, 2)), filled.sum(1), torch.full((n,), filled.shape[1]), groups.sum(1))
     weight, chance = vmap(weigh)(batch, Totals(*(x.double() for x in sizes))), often * old.sum((1, 2)).exp()
