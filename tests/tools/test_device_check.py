@@ -212,7 +212,7 @@ class Asked(Exception):
 def test_what_trains_on_an_h100_leaves_a_quarter_of_it_to_what_the_estimate_does_not_count(
     check: Callable[[Setting], list[Figure]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buffers of reductions, gaps of the allocator, the context: in micro-batches of 16k tokens 1.5B has no room."""
+    """Buffers of reductions, gaps of the allocator, the context: 1.5B does not fit in micro-batches of 16k tokens."""
     shapes: list[Shape] = []
 
     def asked(setting: Setting, model: str, dtype: torch.dtype, *, micro_tokens: int) -> None:
