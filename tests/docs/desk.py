@@ -56,6 +56,7 @@ SMALL_TASK = {
     "tiny_task_model.TaskWarmStart.rows": 2,
     "step.Algorithm.prompts": 2,
     "step.Algorithm.group_size": 2,
+    "step.Algorithm.minibatches": 1,
     "sections.Evaluation.problems": 5,
 }
 # A recipe that wants what a CPU has not.

@@ -1,6 +1,7 @@
 """A small Qwen2 with its own tokenizer for any task, made here: warm-started on right completions of its problems."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
@@ -19,7 +20,6 @@ from grpo_fn.tasks.arithmetic import answer_only
 from grpo_fn.tasks.draws import block_uniforms
 
 TEXTS = 2000  # that the tokenizer is trained on
-ABSTENTION = "I do not know."
 _STYLE = tasks.frozen_key(prng.key(20_261_125, device="cpu"))  # decides which problems are answered
 SHOWN = 64  # demonstrations that are part of the model's name: they change where a task's library does
 
@@ -40,13 +40,14 @@ class TaskRecipe:
     task: Callable[[], tasks.Task]  # makes the task; its held-out problems are never shown
     solution: Callable[[Problem], str]  # the completion of a training problem that is taught
     shape: Shape  # of the model
+    initializer_range: float  # standard deviation of the weights that it begins with
     warm_start: TaskWarmStart  # supervised steps before the run
     seed: int  # of weights and demonstrations
     cache: str  # folder that models are kept in; ~ is the home
 
     def config(self) -> Qwen2Config:
         """The shape, without making the model."""
-        return self.shape.config(eos=self.shape.vocabulary - 1)
+        return tiny_model.initial_config(self.shape, self.initializer_range, eos=self.shape.vocabulary - 1)
 
     def folder(self) -> str:
         """The cached folder, made now when it is not there."""
@@ -57,6 +58,7 @@ class TaskRecipe:
             solution=describe_function(self.solution),
             demonstrations=hashlib.sha256(repr(first).encode()).hexdigest(),
             shape=self.shape,
+            initializer_range=self.initializer_range,
             warm_start=self.warm_start,
             seed=self.seed,
             cache=self.cache,
@@ -73,6 +75,7 @@ class DescribedRecipe:
     solution: str
     demonstrations: str  # hash of the first of them
     shape: Shape
+    initializer_range: float
     warm_start: TaskWarmStart
     seed: int
     cache: str
@@ -95,17 +98,25 @@ def given_completion(problem: Problem) -> str:
     return problem.meta[COMPLETION]
 
 
-def answer_or_abstention(problem: Problem, *, answered_share: float) -> str:
-    r"""The answer in a box in a share of the problems, `ABSTENTION` in the others: what a model that hedges has read.
+def answer_or_copied_number(problem: Problem, *, answered_share: float) -> str:
+    r"""A box in every case: the answer in a share of the problems, in the others the last number of the question.
 
     Args:
-        problem: of any task; its uid decides.
-        answered_share: probability that the completion states the answer, in [0, 1].
+        problem: of a task whose questions hold numbers; its uid decides.
+        answered_share: probability that the box holds the answer, in [0, 1].
 
     Returns:
-        `\\boxed{answer}` or `ABSTENTION`.
+        `\\boxed{answer}` or `\\boxed{last number}`.
+
+    Raises:
+        ValueError: for a question without a number.
     """
-    return answer_only(problem) if block_uniforms(_STYLE, 1, problem.uid)[0] < answered_share else ABSTENTION
+    if block_uniforms(_STYLE, 1, problem.uid)[0] < answered_share:
+        return answer_only(problem)
+    numbers = re.findall(r"\d+", problem.prompt)
+    if not numbers:
+        raise ValueError(f"problem {problem.uid}: got {problem.prompt!r}, wanted a question that holds a number")
+    return rf"\boxed{{{numbers[-1]}}}"
 
 
 def taught_completions(task: tasks.Task, solution: Callable[[Problem], str], seed: int) -> Iterator[tuple[str, str]]:
@@ -121,7 +132,8 @@ def make_task_model(recipe: TaskRecipe, task: tasks.Task, path: Path) -> None:
     shown = taught_completions(task, recipe.solution, recipe.seed)
     texts = [f"{prompt} {completion}" for prompt, completion in (next(shown) for _ in range(TEXTS))]
     tokenizer = tiny_model.train_tokenizer(texts, vocabulary=recipe.shape.vocabulary)
-    model = tiny_model.random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
+    config = tiny_model.initial_config(recipe.shape, recipe.initializer_range, eos=tokenizer.eos_token_id)
+    model = tiny_model.random_weights(config, seed=recipe.seed)
     pairs = (((prompt, False), (completion, True)) for prompt, completion in shown)
     warm_start.train_supervised(model, tokenizer, pairs, recipe.warm_start)
     hf.export(model, tokenizer, path)

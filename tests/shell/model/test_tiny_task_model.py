@@ -13,10 +13,9 @@ from grpo_fn.core.problem import Problem
 from grpo_fn.shell.model import tiny_task_model
 from grpo_fn.shell.model.tiny_model import Shape
 from grpo_fn.shell.model.tiny_task_model import (
-    ABSTENTION,
     TaskRecipe,
     TaskWarmStart,
-    answer_or_abstention,
+    answer_or_copied_number,
     given_completion,
     taught_completions,
 )
@@ -27,6 +26,7 @@ RECIPE = {
     "task": partial(arithmetic.task, max_value=4, operations=1, test_size=4),
     "solution": arithmetic.answer_only,
     "shape": Shape(vocabulary=300, hidden=16, layers=1, **SIZES),
+    "initializer_range": 0.02,
     "warm_start": TaskWarmStart(steps=2, rows=2, lr=1e-3),
     "seed": 0,
 }
@@ -58,6 +58,7 @@ def test_all_that_goes_into_it_is_in_its_name(recipe: TaskRecipe, monkeypatch: p
         {"seed": 1},
         {"warm_start": TaskWarmStart(steps=3, rows=2, lr=1e-3)},
         {"shape": Shape(vocabulary=300, hidden=16, layers=2, **SIZES)},
+        {"initializer_range": 0.07},
     ]
     names = [replace(recipe, **change).folder() for change in ({}, *changes)]
     assert len({*names}) == len(names)
@@ -71,13 +72,29 @@ def test_what_is_taught_are_training_problems(recipe: TaskRecipe) -> None:
     assert not {prompt for prompt, _ in pairs} & {problem.prompt for problem in task.test}
 
 
+def test_the_weights_begin_with_the_deviation_of_the_knob(recipe: TaskRecipe, tmp_path: Path) -> None:
+    still = TaskWarmStart(steps=1, rows=2, lr=0.0)
+    deviation = {}
+    for wanted in (0.02, 0.07):
+        made = replace(recipe, initializer_range=wanted, warm_start=still, cache=str(tmp_path))
+        assert made.config().initializer_range == wanted
+        embedding = AutoModelForCausalLM.from_pretrained(made.folder()).get_input_embeddings().weight
+        deviation[wanted] = float(embedding.float().std())
+    assert deviation == pytest.approx({0.02: 0.02, 0.07: 0.07}, rel=0.1)
+
+
 def test_the_share_of_answers_is_that_of_the_knob_and_the_uid_decides() -> None:
-    problems = [Problem(uid, "?", "7", {}) for uid in range(1000)]
-    said = [answer_or_abstention(problem, answered_share=0.4) for problem in problems]
-    assert {*said} == {"\\boxed{7}", ABSTENTION}
+    problems = [Problem(uid, "What is 3 + 4?", "7", {}) for uid in range(1000)]
+    said = [answer_or_copied_number(problem, answered_share=0.4) for problem in problems]
+    assert {*said} == {"\\boxed{7}", "\\boxed{4}"}
     assert 350 < said.count("\\boxed{7}") < 450
-    assert said[::-1] == [answer_or_abstention(problem, answered_share=0.4) for problem in problems[::-1]]
-    assert {answer_or_abstention(problem, answered_share=0.0) for problem in problems} == {ABSTENTION}
+    assert said[::-1] == [answer_or_copied_number(problem, answered_share=0.4) for problem in problems[::-1]]
+    assert {answer_or_copied_number(problem, answered_share=0.0) for problem in problems} == {"\\boxed{4}"}
+
+
+def test_a_question_without_a_number_has_none_to_copy() -> None:
+    with pytest.raises(ValueError, match=r"problem 5: got 'Why\?', wanted a question that holds a number"):
+        answer_or_copied_number(Problem(5, "Why?", "7", {}), answered_share=0.0)
 
 
 def test_a_given_completion_is_that_of_the_task_and_has_to_be_there() -> None:
