@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -87,13 +88,17 @@ class CountingMode(TorchDispatchMode):
 
     def __enter__(self) -> "CountingMode":
         # DTensor finds out an operator's shape by taking it on whole tensors without data: nothing that a rank does.
-        # Around that it enters this attribute, which torch's own tests set, too.
-        self._before = ShardingPropagator._fake_mode_lock
-        ShardingPropagator._fake_mode_lock = self.pause()
+        self._before = before = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def uncounted(propagator: ShardingPropagator, asked: OpSchema) -> Any:
+            with self.pause():
+                return before(propagator, asked)
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = uncounted
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        ShardingPropagator._fake_mode_lock = self._before
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._before
         super().__exit__(*error)
 
     def pause(self) -> "Paused":
@@ -212,6 +217,8 @@ def _done(func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], fak
     if given and not fake and not any(x.is_meta and x.dtype.is_floating_point for x in given):
         with unset_fake_temporarily():
             return func(*args, **kwargs)
+    if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 finds no shapes for it: it takes the dtype for beta
+        return kwargs["out"]
     out = func(*args, **kwargs)
     if not given and isinstance(out, FakeTensor) and not out.dtype.is_floating_point:
         with unset_fake_temporarily():
