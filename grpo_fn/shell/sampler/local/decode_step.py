@@ -30,6 +30,7 @@ from grpo_fn.shell.sampler.local.kv_cache import (
     ChunkAttention,
     DecodeAttention,
     KVCache,
+    LongRows,
     PrefillAttention,
     RowSlots,
     attend,
@@ -207,14 +208,16 @@ class DecodeEngine:
         for x, given in zip(self.tables[shape][:2], found[:2], strict=True):
             x.copy_(given)
 
-    def advance(self, shape: DecodeShape, token_sampler: TokenSampler, *, steps: int) -> None:
-        """So many tokens for every row in the first `shape.rows` slots."""
+    def advance(
+        self, shape: DecodeShape, token_sampler: TokenSampler, *, steps: int, long: LongRows | None = None
+    ) -> None:
+        """So many tokens for every row in the first `shape.rows` slots; `long` ones see more than `shape.columns`."""
 
         def step() -> None:
             live, (_, columns, _, reach, _) = Live(*(x[: shape.rows] for x in self.live)), shape
             table = self.tables[shape]
             seen = (self.prompts, self.drawn, table, live.start, live.length)
-            how = {"attended": self.code.attended, "split_kv": self.code.split_kv}
+            how = {"attended": self.code.attended, "split_kv": self.code.split_kv, "long": long}
             context = DecodeAttention(*seen, reach=reach, columns=columns, **how)
             logits = forward_step(self.stepped, live.token[:, None], live.length[:, None], context, 1)[:, -1]
             live.length.add_(~live.ended)
