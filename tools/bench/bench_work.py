@@ -51,7 +51,7 @@ SCALES = {
     "calculator_tiny": Work(shape(276, 32, 1, 2, 64, 160), 2, 4, 0, 64, 16_384, 2**24, 2),
     "calculator": Work(shape(276, 128, 2, 4, 384, 160), 16, 16, 0, 64, 16_384, 2**24, 150),
     "calculator_described": Work(
-        shape(276, 128, 2, 4, 384, 512), 16, 16, 0, 64, 16_384, 2**24, 150, bench_calculator.DESCRIPTION
+        shape(276, 128, 2, 4, 384, 512), 16, 16, 0, 64, 16_384, 2**24, 400, bench_calculator.DESCRIPTION
     ),
     "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 2048, 2**26),
 }
