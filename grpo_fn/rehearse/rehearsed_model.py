@@ -173,8 +173,8 @@ PADDED_KERNELS = {"sdpa_efficient": efficient_kernel, "sdpa_cudnn": cudnn_kernel
 class CardAttention(PackedAttention):
     """Rows in the kernels that a card has, of which shapes are enough here.
 
-    Those for unequal rows take halves. Torch's memory-efficient and cuDNN's take rows of similar length, padded; what is
-    written out, `sdpa_math` included, is the same operators on any device.
+    Those for unequal rows take halves. Torch's memory-efficient and cuDNN's take rows of similar length, padded; what
+    is written out, `sdpa_math` included, is the same operators on any device.
     """
 
     name = "sdpa"  # `sections.Compute.attention`

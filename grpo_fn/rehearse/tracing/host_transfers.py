@@ -1,4 +1,4 @@
-"""What no operator shows of FSDP2: bytes that go between a card's memory and its host's, and which storages are weights.
+"""What no operator shows of FSDP2: bytes that go between a card's memory and its host's, and gathered weights.
 
 In a rehearsal both memories are the host's and nothing is copied between them.
 """

@@ -98,8 +98,9 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
     Kept: weights that train in float32, frozen ones in the dtype of the computation, each device its part; of what
     trains the gradients in float32 and the `moments`, in bytes as the optimizer has them. Gathered: the root, which
     stays, and the blocks: all of them unless they are given back after the forward pass, else the largest and
-    `prefetch` more like it. Gathered gradients are those of a block or the root, also in float32; on one device those of
-    one weight, which are added up where they arise. A local sampler beside gathered weights has a whole copy of its own.
+    `prefetch` more like it. Gathered gradients are those of a block or the root, also in float32; on one device those
+    of one weight, which are added up where they arise. A local sampler beside gathered weights has a whole copy of its
+    own.
     """
     trained = sum(w.part for w in weights if w.trained)
     frozen = sum(w.part for w in weights if not w.trained)

@@ -1,11 +1,11 @@
-"""FSDP2 on one device without its copies: a weight is cast where it is gathered, a gradient is added up where it arises.
+"""FSDP2 on one device without its copies: a weight is cast where it computes, a gradient added up where it arises.
 
-Float32 weights that are computed in 16 bits are held by FSDP2 on one device, too: it makes the 16-bit weights of a block
-before the block computes and frees them behind it. On one rank torch 2.11 to 2.13 gather nothing, but write every weight
-twice (the cast, and a copy of it), and every gradient three times (into the buffer that would be reduced, divided by 1,
-into what would be this rank's part) before it is added. Here both are one kernel a weight, with the same bits: FSDP2's
-extension of the gather casts straight into the weight that computes, and a hook takes the 16-bit gradient from autograd
-before FSDP2 looks for it.
+Float32 weights that are computed in 16 bits are held by FSDP2 on one device, too: it makes the 16-bit weights of a
+block before the block computes and frees them behind it. On one rank torch 2.11 to 2.13 gather nothing, but write every
+weight twice (the cast, and a copy of it), and every gradient three times (into the buffer that would be reduced,
+divided by 1, into what would be this rank's part) before it is added. Here both are one kernel a weight, with the same
+bits: FSDP2's extension of the gather casts straight into the weight that computes, and a hook takes the 16-bit gradient
+from autograd before FSDP2 looks for it.
 """
 
 import weakref
@@ -74,7 +74,7 @@ def _cast_when_gathered(kept: Tensor) -> None:
 
 
 def kept_tensor(itself: "weakref.ref[Tensor]") -> Tensor:
-    """The tensor that is referred to. Raises RuntimeError where it is gone: a weight was replaced after `skip_copies`."""
+    """The tensor that is referred to. Raises RuntimeError where it is gone, as its weight was replaced meanwhile."""
     found = itself()
     if found is None:
         raise RuntimeError("got a weight that was replaced after skip_copies, wanted the one that it was given")

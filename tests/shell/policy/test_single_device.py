@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_fn.algo import controllers
 from grpo_fn.rehearse.rehearsed_rows import rehearsed_batch, rehearsed_rollout, slopes
 from grpo_fn.shell.model import blocks
-from grpo_fn.shell.policy import load_and_shard, optimizer, single_device
+from grpo_fn.shell.policy import load_and_shard, optimizer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, full_tensor
 from grpo_fn.shell.world import alone
 

@@ -153,7 +153,7 @@ class LocalSampler:
             own[name].copy_(weight)
 
     def prepare(self) -> None:
-        """Choose how rows are decoded, by trials on this device, as the first call would; twice is no more than once."""
+        """Choose how rows are decoded, by trials on this device, as the first call would; done once."""
         with self.held.alone:
             self.held.decoder(self.model, next(self.model.parameters()).device)
 
