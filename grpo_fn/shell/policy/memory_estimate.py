@@ -62,10 +62,10 @@ def device_memory(
     """
     replicate, shard, tensor = mesh
     parts = weights(meta_model(config, adapters, attention), shard, tensor)
-    kept_wide = adapters is None and dtype is not torch.float32
     theirs = [[w for w, _ in weights(meta_model(one, None, attention), shard, tensor)] for one in teachers]
+    roots = dtype.itemsize * sum(sizes_by_block(one)[None] for one in theirs)
     alone = replicate * shard * tensor == 1
-    gathers = not alone or scale.offload or kept_wide
+    gathers = not alone or scale.offload or (adapters is None and dtype is not torch.float32)
     how = Arrangement(
         width=dtype.itemsize,
         gathers=gathers,
@@ -75,19 +75,15 @@ def device_memory(
         offload_reference=scale.offload_reference,
         reference=reference and adapters is None,
         teachers=dtype.itemsize * sum(w.part for one in theirs for w in one),
-        teacher_roots=(not alone or offload_teachers)
-        * dtype.itemsize
-        * sum(sizes_by_block(one)[None] for one in theirs),
+        teacher_roots=roots * (not alone or offload_teachers),
         offload_teachers=offload_teachers,
         average=average,
         local_sampler=local_sampler,
         alone=alone,
     )
-    rows = max(1, micro_tokens // width)
+    rows, keeps = max(1, micro_tokens // width), scale.activation_checkpointing
     passing = Passing(
-        activation_bytes(
-            config, adapters, scale.activation_checkpointing, dtype=dtype, attention=attention, rows=rows, width=width
-        ),
+        activation_bytes(config, adapters, keeps, dtype=dtype, attention=attention, rows=rows, width=width),
         logit_bytes(
             logits_chunk_elements,
             *head_dimensions(config),
