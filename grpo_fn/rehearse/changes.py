@@ -118,11 +118,9 @@ def changes(
         yield Change(HEAD, used, without)
     for name in (SPLIT_KV, JOINED):
         if without_it(decoding, name) in counted:
-            yield Change(
-                name,
-                work_of(work, decoding, named=decoding),
-                work_of(work, without_it(decoding, name), named=decoding),
-            )
+            used, without = (work_of(work, piece, named=decoding) for piece in (decoding, without_it(decoding, name)))
+            both = used & without  # operators that are the same in both steps
+            yield Change(name, used - both, without - both)
     for name, pieces in (
         (BLOCKS_COMPILED, [piece for piece in repeats if piece in compiled and piece != decoding]),
         (STEPS_COMPILED, [piece for piece in repeats if piece in compiled and piece == decoding]),

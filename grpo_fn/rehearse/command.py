@@ -44,7 +44,7 @@ def rehearse_run(
     counted = rehearse(settings, checked, asked)
     chunk = head_chunk(settings, found)
     estimate = estimated_memory(settings, checked, ranks=ranks, hosts=hosts, logits_chunk_elements=chunk)
-    made = figures(counted, asked, Assumptions(), estimate.peak(), checked.dtype)
+    made = figures(counted, asked, Assumptions(), estimate, checked.dtype)
     print(*table(counted, asked, Assumptions(), made), sep="\n")
     if json is not None:
         write_json(json, made.as_dict())

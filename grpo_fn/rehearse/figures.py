@@ -8,11 +8,13 @@ import torch
 
 from grpo_fn.rehearse.cards import Assumptions, usable_memory
 from grpo_fn.rehearse.changes import Change, changes, work_as_compiled
+from grpo_fn.rehearse.estimate_parts import MemoryDifference, memory_differences
 from grpo_fn.rehearse.rehearsal import Asked, Rehearsal
 from grpo_fn.rehearse.roofline import DECODING, PartTime, PieceTime, collective_seconds, part_times
 from grpo_fn.rehearse.step_pieces import PHASES
 from grpo_fn.rehearse.tracing.counting import Work
 from grpo_fn.rehearse.tracing.operators import ELEMENTWISE
+from grpo_fn.shell.policy.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Figures:
     peak: int
     usable: float
     estimate: int  # of the dry run
+    differences: tuple[MemoryDifference, ...]  # of the estimate and the fullest phase, by what holds it
     parts: tuple[PartTime, ...]
     pieces: tuple[PieceTime, ...]
     changes: tuple[ChangeFigures, ...]
@@ -83,19 +86,21 @@ class Figures:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         rows = ("parts", "pieces")
-        return asdict(self) | {
-            name: [{**one._asdict(), **({"seconds": one.seconds})} for one in getattr(self, name)] for name in rows
-        }
+        return (
+            asdict(self)
+            | {name: [{**one._asdict(), **({"seconds": one.seconds})} for one in getattr(self, name)] for name in rows}
+            | {"differences": [one._asdict() for one in self.differences]}
+        )
 
 
-def figures(counted: Rehearsal, asked: Asked, assumed: Assumptions, estimate: int, dtype: torch.dtype) -> Figures:
+def figures(counted: Rehearsal, asked: Asked, assumed: Assumptions, estimate: Memory, dtype: torch.dtype) -> Figures:
     """Sum up what was counted.
 
     Args:
         counted: what one rank does.
         asked: the ranks and the card.
         assumed: what of the card's peaks is counted on.
-        estimate: bytes that the dry run says.
+        estimate: what the dry run says of memory.
         dtype: that the run computes in.
 
     Returns:
@@ -103,6 +108,7 @@ def figures(counted: Rehearsal, asked: Asked, assumed: Assumptions, estimate: in
     """
     mode, card, repeats = counted.mode, asked.card, counted.repeats
     memory = tuple(phase_memory(counted, phase) for phase in PHASES if phase in mode.live.peaks)
+    fullest = max(memory, key=lambda one: one.bytes)
     work = work_as_compiled(mode, counted.compiled)
     parts = part_times(work, repeats, card, assumed, on_host=counted.on_host)
     times = piece_times(counted, asked, assumed, parts)
@@ -125,9 +131,10 @@ def figures(counted: Rehearsal, asked: Asked, assumed: Assumptions, estimate: in
         card=card.name,
         ranks=asked.ranks,
         memory=memory,
-        peak=max(one.bytes for one in memory),
+        peak=fullest.bytes,
         usable=usable_memory(card, assumed),
-        estimate=estimate,
+        estimate=estimate.peak(),
+        differences=tuple(memory_differences(estimate, fullest.holders, mode.live.on_host)),
         parts=tuple(parts),
         pieces=tuple(times),
         changes=tuple(

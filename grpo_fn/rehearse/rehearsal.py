@@ -21,6 +21,7 @@ from grpo_fn.rehearse.cards import Card
 from grpo_fn.rehearse.changes import JOINED, SPLIT_KV, HeadShape, count_heads, without_it
 from grpo_fn.rehearse.lone_rank import LoneRank, lone_rank
 from grpo_fn.rehearse.rehearsed_model import (
+    PADDED_KERNELS,
     ModelAnswers,
     RehearsedSpec,
     answered_logprob_model,
@@ -225,7 +226,7 @@ def load_without_weights(
         logits_chunk_elements=head_chunk(settings, card),
         input_packing=packing,
     )
-    answered = partial(answered_logprob_model, made=made, answers=answers, card=True)
+    answered = partial(answered_logprob_model, made=made, answers=answers, card=compute.attention)
     rehearsed = RehearsedSpec(**{**vars(spec), "logprob_model": answered}, mode=mode)
     offloads = settings.parallelism
     if settings.teacher is not None:
@@ -289,8 +290,8 @@ def notes(settings: Settings, checked: ValidatedPlan, answers: ModelAnswers) -> 
         found.append("compiled blocks: activations are counted as written, and each elementwise chain as one kernel")
     found.extend(card.notes)
     name = settings.compute.attention
-    if name in ("sdpa_math", "sdpa_efficient", "sdpa_cudnn"):
-        found.append(f"attention is counted as torch's flash kernel over packed rows, not as {name}")
+    if name in PADDED_KERNELS and answers.unpacked is not None:
+        found.append(f"attention over padded rows is counted as torch's flash kernel, not as {name}")
     found.extend(attention_note(name, checked.dtype, None))
     if settings.episodes is not None:
         found.append("episodes are rehearsed as rows of one turn, without the environment's answers")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -16,8 +17,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from grpo_fn.core.packing import Share, by_reading
 from grpo_fn.rehearse.tracing.counting import CountingMode
 from grpo_fn.shell.model import load_weights
-from grpo_fn.shell.model.attention import HALVES, PackedAttention, install
-from grpo_fn.shell.model.attention_kernels.attention_backend import counted_attention
+from grpo_fn.shell.model.attention import HALVES, PackedAttention, bucketed_attention, install
+from grpo_fn.shell.model.attention_kernels.attention_backend import SCORES_IN_MEMORY, counted_attention
 from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec
 from grpo_fn.shell.model.attention_kernels.ragged_attention import varlen
 from grpo_fn.shell.model.logprob_model import LogprobModel, has_linear_head
@@ -26,6 +27,7 @@ from grpo_fn.shell.policy.load_and_shard import ModelSpec
 from grpo_fn.shell.sampler.local.decode_step import decoding_unsupported_reason
 
 VOCABULARY, INNER = 128, 64  # of the small copy
+FROZEN = "frozen copies"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,8 @@ class RehearsedSpec(ModelSpec):
     def read_whole(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The model on one device, without data."""
         model = self.meta_model(dtype)
-        give_storage(model)
+        with self.mode.holding(FROZEN):
+            give_storage(model)
         return model
 
     def meta_model(self, dtype: torch.dtype) -> nn.Module:
@@ -61,7 +64,7 @@ class RehearsedSpec(ModelSpec):
 
     def read_shards(self, module: nn.Module, device: torch.device) -> None:
         """Storages without data for this rank's part, adapters included."""
-        with self.mode.holding("weights" if any(p.requires_grad for p in module.parameters()) else "frozen copies"):
+        with self.mode.holding("weights" if any(p.requires_grad for p in module.parameters()) else FROZEN):
             give_storage(module)
 
     def reset_adapters(self, model: nn.Module, device: torch.device) -> None:
@@ -140,13 +143,50 @@ def ask_small_copy(config: PretrainedConfig, attention: str) -> ModelAnswers:
 # -- rows end to end, as a card would compute them
 
 
+def efficient_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionSpec
+) -> Float[Tensor, "b H q E"]:
+    """Torch's memory-efficient attention, called as `scaled_dot_product_attention` does on a card."""
+    bias, causal = card_bias(q, k, mask), mask is None and q.shape[2] > 1
+    return ATEN._scaled_dot_product_efficient_attention(
+        q, k, v, bias, q.requires_grad, how.dropout, causal, scale=how.scale
+    )[0]
+
+
+def cudnn_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionSpec) -> Float[Tensor, "b H q E"]:
+    """CuDNN's attention, called as `scaled_dot_product_attention` does on a card."""
+    bias, causal = card_bias(q, k, mask), mask is None and q.shape[2] > 1
+    return ATEN._scaled_dot_product_cudnn_attention(
+        q, k, v, bias, q.requires_grad, how.dropout, causal, False, scale=how.scale
+    )[0]
+
+
+def card_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The mask for every head, as a view."""
+    return None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+
+
+ATEN = torch.ops.aten
+PADDED_KERNELS = {"sdpa_efficient": efficient_kernel, "sdpa_cudnn": cudnn_kernel}
+
+
 class CardAttention(PackedAttention):
-    """Rows of halves through torch's kernel for unequal rows, which a card has: here its shapes are enough."""
+    """Rows in the kernels that a card has, of which shapes are enough here.
+
+    Those for unequal rows take halves. Torch's memory-efficient and cuDNN's take rows of similar length, padded; what
+    is written out, `sdpa_math` included, is the same operators on any device.
+    """
+
+    name = "sdpa"  # `sections.Compute.attention`
 
     @torch.compiler.disable
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: AttentionSpec) -> Tensor:
         """As `PackedAttention` does on CUDA."""
-        if query.dtype not in HALVES or how.eager or how.cap is not None:
+        if self.name in PADDED_KERNELS and how.cap is None:
+            self.asked.append(how.window)
+            streams = [x[0].transpose(0, 1) for x in (query, key, value)]
+            return bucketed_attention(*streams, self, how, core=PADDED_KERNELS[self.name])[None]
+        if query.dtype not in HALVES or self.name in SCORES_IN_MEMORY or how.cap is not None:
             return super().attend(module, query, key, value, how)
         self.asked.append(how.window)
         return varlen(*(x[0].transpose(0, 1) for x in (query, key, value)), self, how)[None]
@@ -157,7 +197,7 @@ class RehearsedPacking:
 
     fit = True
 
-    def __init__(self, model: nn.Module, share: Share, *, card: bool) -> None:
+    def __init__(self, model: nn.Module, share: Share, *, card: str | None) -> None:
         install(model)
         self.share, self.card = share, card
         self.parts = partial(by_reading, share=share)
@@ -165,20 +205,21 @@ class RehearsedPacking:
     def __call__(self, tokens: Tensor, mask: Tensor) -> ModelInput:
         """The rows as the model takes them."""
         made = end_to_end(tokens, mask, share=self.share)
-        if self.card:
+        if self.card is not None:
             layout = made.model_kwargs["layout"]
             made.model_kwargs["layout"] = CardAttention(layout.spans, layout.at, device=layout.device)
+            made.model_kwargs["layout"].name = self.card
         return made
 
 
-def answered_logprob_model(model: nn.Module, made: partial, answers: ModelAnswers, *, card: bool) -> LogprobModel:
+def answered_logprob_model(model: nn.Module, made: partial, answers: ModelAnswers, *, card: str | None) -> LogprobModel:
     """The module that is sharded and trained, which knows already what it would find out.
 
     Args:
         model: without data.
         made: makes it, as `ModelSpec.logprob_model`.
         answers: of the small copy.
-        card: compute attention as a card does; else as a CPU does.
+        card: `sections.Compute.attention`, as a card computes it; None: what a CPU computes.
     """
     found = made(model)
     found._linear = answers.linear_head

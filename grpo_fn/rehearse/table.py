@@ -92,10 +92,12 @@ def memory_lines(made: Figures) -> Iterator[str]:
             if n >= SMALLEST * one.bytes:
                 yield f"  {'':<10}{size(n):>12}  {name}"
     percent = round(100 * (made.estimate / made.peak - 1))
-    yield (
-        f"  the dry run's estimate: {size(made.estimate)}, {percent:+d}% of the largest of these: it is a formula of "
-        "the shapes for activations, the head's buffers and what is gathered, and follows no operator"
-    )
+    said = f"  the dry run's estimate: {size(made.estimate)}, {percent:+d}% of the largest of these"
+    most = made.differences[0]
+    if most.estimate == most.rehearsed:
+        yield f"{said}: every part is the same"
+        return
+    yield f"{said}; most of the difference is {most.name}: {size(most.estimate)} there, {size(most.rehearsed)} here"
 
 
 def work_lines(made: Figures) -> list[str]:

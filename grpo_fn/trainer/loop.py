@@ -32,11 +32,10 @@ from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
 from grpo_fn.trainer.recording import (
     check_health,
     check_same_kernels,
-    chosen_kernels,
     is_due,
     record,
     record_evaluation,
-    record_kernels,
+    settle_kernels,
     step_checksums,
 )
 from grpo_fn.trainer.run import (
@@ -78,6 +77,9 @@ def run_training(run: TrainingRun) -> int:
         for line in read_tape(run, start):
             loggers.console.line(line)
         run.sampler.load(run.policy)
+        if start < run.settings.steps:
+            for line in settle_kernels(run, start + 1):
+                loggers.console.line(line)
         fatal: list[health.HealthFinding] = []
         if progress is None:
             progress = start_from_scratch(run, loggers)
@@ -160,16 +162,12 @@ def take_steps(
     halt: Callable[[], bool],
 ) -> tuple[int, list[health.HealthFinding]]:
     """The steps that are left; returns the last step saved (-1: none), and what ended the run before its last."""
-    first = progress.state.step + 1
-    for step in range(first, run.settings.steps + 1):
+    for step in range(progress.state.step + 1, run.settings.steps + 1):
         with ErrorContext(run.world, step, loggers.clock):
             if halt() or fatal:
                 break
             with loggers.profiler.record_step(step, loggers.clock.span):
                 advance(run, progress, step, loggers)
-                if step == first and run.world.main:
-                    for line in record_kernels(run.run_dir, step, chosen_kernels(run)):
-                        loggers.console.line(line)
                 progress.seconds = past + time.perf_counter() - run.started
                 fatal = check_health(run, step, loggers)
                 if run.evaluator is not None:
@@ -244,7 +242,7 @@ def advance(run: TrainingRun, progress: Progress, step: int, loggers: RunLoggers
     noted = run.policy.note() if is_due(step, run.settings.logging.checksums_every) else None
     experience, progress.carried, figures = take_step(run, step, progress.carried, clock.span)
     run.world.same(repr(sorted(figures.items())), what=f"figures of step {step}")
-    check_same_kernels(run, step)
+    check_same_kernels(run, f"after step {step}")
     if figures["train/skipped_step"]:
         share = figures["advantage/zero_variance_groups"]
         alike = f"before filters all rewards within {share:.0%} of the groups were alike"

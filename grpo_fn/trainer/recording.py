@@ -178,7 +178,7 @@ def step_checksums(
 
 
 def chosen_kernels(run: TrainingRun) -> dict[str, str]:
-    """What was chosen on this rank's card, by trials and by what is installed; of decoding once it has decoded.
+    """What was chosen on this rank's card, by trials and by what is installed; of decoding once it has an engine.
 
     Returns:
         Nothing on a CPU, where there is no choice.
@@ -198,14 +198,38 @@ def chosen_kernels(run: TrainingRun) -> dict[str, str]:
     return {"blocks": blocks, "attention of packed rows": rows, "head": head, **decoding}
 
 
-def check_same_kernels(run: TrainingRun, step: int) -> None:
+def settle_kernels(run: TrainingRun, step: int) -> list[str]:
+    """Choose all kernels on all ranks, compare and record them, before anything is decoded; every rank calls this.
+
+    A local sampler finds out how it decodes as its first call would: nothing is held that the call would not hold.
+
+    Args:
+        run: its pieces; the sampler has its weights.
+        step: the first that is to be taken.
+
+    Returns:
+        Lines for the log, of `record_kernels`.
+
+    Raises:
+        RuntimeError: where two ranks have chosen different kernels.
+    """
+    if run.world.device.type != "cuda":
+        return []
+    sampler = getattr(run.sampler, "sampler", None)
+    if isinstance(sampler, LocalSampler):
+        run.world.together(sampler.prepare, what="choosing how rows are decoded")
+    check_same_kernels(run, f"before step {step}")
+    return record_kernels(run.run_dir, step, chosen_kernels(run)) if run.world.main else []
+
+
+def check_same_kernels(run: TrainingRun, when: str) -> None:
     """Raise RuntimeError on all ranks where two of them compute with different kernels; every rank calls this.
 
-    A rank that has not decoded yet has no choice of that, and is not compared.
+    A rank that has no engine yet has no choice of that, and is not compared.
 
     Args:
         run: its pieces.
-        step: that was just taken.
+        when: "before step 1", "after step 1".
     """
     if run.world.device.type != "cuda":
         return
@@ -215,7 +239,7 @@ def check_same_kernels(run: TrainingRun, step: int) -> None:
             first, wanted = seen.setdefault(what, (rank, which))
             if which != wanted:
                 raise RuntimeError(
-                    f"{what}, by a trial on each rank, after step {step}: got {which} on rank {rank}, wanted {wanted} "
+                    f"{what}, by a trial on each rank, {when}: got {which} on rank {rank}, wanted {wanted} "
                     f"as on rank {first}"
                 )
 
@@ -225,7 +249,7 @@ def record_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> list
 
     Args:
         run_dir: the run folder.
-        step: that was just taken, the first since the start of the process.
+        step: the first since the start of the process.
         kernels: of `chosen_kernels`; none: nothing is kept or compared.
 
     Returns:

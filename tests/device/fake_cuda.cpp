@@ -414,7 +414,7 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
       const Tensor& here = self.is_cuda() ? from : self;
       if (!(non_blocking && is_pinned(here.storage().data()))) wait(self.is_cuda() ? "copy to the device" : "copy from the device");
     }
-    count_launch("aten::copy_");
+    if (self.numel()) count_launch("aten::copy_");  // of no numbers CUDA launches nothing
   }
   if (self.numel()) {
     at::AutoDispatchBelowADInplaceOrView below;

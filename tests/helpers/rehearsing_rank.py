@@ -19,7 +19,7 @@ from grpo_fn.rehearse.lone_rank import lone_rank
 from grpo_fn.rehearse.rehearsed_model import ModelAnswers, RehearsedSpec, answered_logprob_model
 from grpo_fn.rehearse.rehearsed_rows import RowShape, rehearsed_batch, rehearsed_rollout
 from grpo_fn.rehearse.step_pieces import count_training, make_moments
-from grpo_fn.rehearse.tracing.counting import CountingMode
+from grpo_fn.rehearse.tracing.counting import SHARDING, CountingMode
 from grpo_fn.rehearse.tracing.live_storages import LiveStorages
 from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -39,6 +39,8 @@ class Taken:
     sent: dict[str, int]
     micro_batches: int
     held: dict[str, int]  # in the update, by what it is
+    moved: int  # bytes that operators of the last micro-batch read and write
+    sharding: int  # of these, in operators of FSDP2
 
 
 def update(world: World, spec: ModelSpec, mode: CountingMode) -> Taken:
@@ -71,12 +73,15 @@ def update(world: World, spec: ModelSpec, mode: CountingMode) -> Taken:
     for key, size in mode.sent.items():
         if "micro-batch" in key.piece:
             sent[key.name] = sent.get(key.name, 0) + size
+    last = [(work, n * work.cost.bytes) for work, n in mode.work.items() if work.piece == "last micro-batch"]
     return Taken(
         {name: peak.bytes for name, peak in mode.live.peaks.items()},
         flops,
         sent,
         count,
         mode.live.peaks["update"].holders,
+        sum(size for _, size in last),
+        sum(size for work, size in last if work.part == SHARDING),
     )
 
 
@@ -103,7 +108,7 @@ def without_numbers(size: int, folder: Path, way: tuple) -> Taken:
     mode = CountingMode(LiveStorages(frozenset()), {})
     spec = rank.placing(folder, *way)
     answers = ModelAnswers(linear_head=True, unpacked=None, grown_cache=None)
-    made = partial(answered_logprob_model, made=spec.logprob_model, answers=answers, card=False)
+    made = partial(answered_logprob_model, made=spec.logprob_model, answers=answers, card=None)
     rehearsed = RehearsedSpec(**{**vars(spec), "logprob_model": made}, mode=mode)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     if dist.is_initialized():  # by a test before: of one rank alone, which nothing uses any more

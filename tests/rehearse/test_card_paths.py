@@ -13,15 +13,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from grpo_fn.core import sampling
+from grpo_fn.core.packing import share_prompts
 from grpo_fn.rehearse.changes import HEAD, HeadShape, count_heads, with_it, without_it
 from grpo_fn.rehearse.lone_rank import lone_rank
+from grpo_fn.rehearse.rehearsed_model import CardAttention
 from grpo_fn.rehearse.step_pieces import Decoding
 from grpo_fn.rehearse.tracing.card_kernels import CardHeadKernels, head_kernels, products_of_a_card, split_kv_cost
 from grpo_fn.rehearse.tracing.counting import BLOCKS, CountingMode
 from grpo_fn.rehearse.tracing.host_transfers import following_shards
 from grpo_fn.rehearse.tracing.live_storages import LiveStorages
-from grpo_fn.rehearse.tracing.operators import ELEMENTWISE, PRODUCTS
+from grpo_fn.rehearse.tracing.operators import ATTENTION, ELEMENTWISE, PRODUCTS
 from grpo_fn.shell.model.attention import install
+from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec
+from grpo_fn.shell.model.packed_input import end_to_end
 from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, Ends
 from grpo_fn.shell.sampler.local.cuda_graphs import Eager
 from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, captured_sizes
@@ -179,3 +183,43 @@ def test_an_offloaded_shard_goes_to_the_card_whenever_it_is_gathered(offloads, s
         layer(torch.empty(3, 4)).sum().backward()
         mode.close_chain()
     assert mode.to_card["micro-batch"] == 2 * 4 * (6 * 4 + 6) // size * offloads
+
+
+@pytest.mark.parametrize("name", ["sdpa_efficient", "sdpa_cudnn"])
+def test_padded_kernels_of_a_card_cost_what_their_buckets_do(name):
+    """A prompt of 6 tokens and two rows of 4 behind it, 4 query heads to 2 of keys, of 16 numbers, in bfloat16.
+
+    Buckets: the first row with its prompt, 10 queries and keys, causal without a mask; the other, 4 queries, 10 keys.
+    """
+    heads, dim, half = 4, 16, 2
+    tokens = torch.arange(14).expand(2, 14).clone()
+    tokens[:, :6] = 7
+    mask = torch.arange(14).expand(2, 14) >= 6
+    mask[:, 10:] = False
+    made = end_to_end(tokens, mask, share=share_prompts).model_kwargs["layout"]
+    card = CardAttention(made.spans, made.at, device=made.device)
+    card.name = name
+    n = int((made.spans.end - made.spans.start).clamp(min=0).sum())
+    mode, how = counting(), AttentionSpec(None, 0.25, 0.0, None, "sdpa")
+    with FakeTensorMode(allow_non_fake_inputs=True), mode:
+        query, key = (torch.empty(1, h, n, dim, dtype=torch.bfloat16, requires_grad=True) for h in (heads, heads // 2))
+        mode.begin("piece", phase="train")
+        out = card.attend(nn.Module(), query, key, key, how)
+        mode.begin("back", phase="train")
+        out.sum().backward()
+        mode.close_chain()
+    sizes = [(x.query.shape[1], x.key.shape[1]) for x in card.buckets]
+    masked = [card.mask(i, None, torch.bfloat16) is not None for i in range(len(sizes))]
+    pairs = sum(q * k if m else q * (q + 1) // 2 for (q, k), m in zip(sizes, masked, strict=True))
+    assert sizes
+    for piece, products in (("piece", 2), ("back", 5)):
+        costs = [one.cost for one in mode.work.elements() if one.piece == piece and one.cost.kind == ATTENTION]
+        assert len(costs) == len(sizes)
+        assert sum(cost.flops for cost in costs) == 2 * products * dim * heads * pairs
+    lse = {"sdpa_efficient": lambda q: -(-q // 32) * 32, "sdpa_cudnn": lambda q: q}[name]
+    moved = sum(
+        half * heads * dim * (2 * q + 2 * k) + 4 * heads * lse(q) + m * half * q * k
+        for (q, k), m in zip(sizes, masked, strict=True)
+    )
+    found = [one.cost for one in mode.work.elements() if one.piece == "piece" and one.cost.kind == ATTENTION]
+    assert sum(cost.bytes for cost in found) - moved in (0, 16 * len(sizes))  # the state of a generator

@@ -23,6 +23,7 @@ from grpo_fn.rehearse.changes import (
 )
 from grpo_fn.rehearse.figures import figures as figures_of
 from grpo_fn.rehearse.rehearsal import Rehearsal
+from grpo_fn.rehearse.table import size
 from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
 
 BINDINGS = ["sections.Sampling.max_new_tokens=24", "sections.PolicyUpdate.micro_tokens=512"]
@@ -93,6 +94,16 @@ def check_changes(counted: Rehearsal, figures: dict, said: str) -> None:
         assert one["launches"] < one["launches_without"], one["name"]
         if one["name"] in (HEAD, BLOCKS_COMPILED, STEPS_COMPILED):
             assert one["bytes"] < one["bytes_without"], one["name"]
+    for name in (SPLIT_KV, JOINED):  # what is the same with and without is in neither
+        assert not made[name].used & made[name].without, name
+    attends = [one for one in figures["parts"] if (one["piece"], one["kind"]) == ("decode a token", "attention")]
+    kernels = next(one for one in figures["changes"] if one["name"] == SPLIT_KV)
+    assert kernels["bytes"] == sum(one["bytes"] for one in attends)
+    assert kernels["launches"] == sum(one["launches"] for one in attends)
+    assert {one.cost.kind for one in made[SPLIT_KV].used} == {"attention"}
+    joined = {one.cost.kind for one in made[JOINED].used}
+    assert "products" in joined
+    assert "attention" not in joined
     assert not made[BLOCKS_COMPILED].used <= counted.mode.work  # chains stand in the place of operators
 
 
@@ -151,11 +162,36 @@ def test_blocks_are_rehearsed_as_written_and_it_is_said_where_a_card_has_them_co
 @pytest.mark.parametrize("name", ["sdpa_flash", "sdpa_cudnn", "flash_attention_3"])
 def test_an_attention_of_a_card_is_rehearsed_and_it_is_said_what_was_counted(name, tmp_path, capsys):
     """On a machine that has neither the card nor the package."""
-    path, counted = folder(tmp_path / "m", num_hidden_layers=1), "attention is counted as torch's flash kernel over"
+    path = folder(tmp_path / "m", num_hidden_layers=1)
     assert rehearsed(path, "--gin_param", f"sections.Compute.attention={name!r}", files=("scale/bf16.gin",)) == 0
     out = capsys.readouterr().out
     assert attention_note(name, torch.bfloat16, None)[0] in out
-    assert (f"{counted} packed rows, not as {name}" in out) is (name == "sdpa_cudnn")
+    assert "attention is counted as" not in out
+    assert "attention over padded rows is counted" not in out
+
+
+def test_scores_that_a_card_writes_out_are_in_the_memory_and_the_bytes_and_fused_ones_are_not(tmp_path, capsys):
+    """In bfloat16, of one layer, by rehearsal and by the dry run's estimate."""
+    path = folder(tmp_path / "m", num_hidden_layers=1, vocab_size=64)
+    found = {}
+    for name in ("sdpa", "sdpa_math", "sdpa_cudnn"):
+        out, bound = tmp_path / f"{name}.json", f"sections.Compute.attention={name!r}"
+        long = ("sections.Sampling.max_new_tokens=200", "sections.PolicyUpdate.micro_tokens=4096")
+        more = (*(word for one in (bound, *long) for word in ("--gin_param", one)), "--json", str(out))
+        assert rehearsed(path, *more, files=("scale/bf16.gin",)) == 0
+        found[name] = json.loads(out.read_text())
+    kinds = {
+        name: {one["kind"] for one in made["parts"] if "micro-batch" in one["piece"]} for name, made in found.items()
+    }
+    assert "attention" not in kinds.pop("sdpa_math")
+    assert all("attention" in those for those in kinds.values())
+    moved = {name: sum(x["bytes"] for x in made["parts"] if "micro" in x["piece"]) for name, made in found.items()}
+    train = {name: next(x["bytes"] for x in made["memory"] if x["phase"] == "train") for name, made in found.items()}
+    for name in kinds:
+        assert moved["sdpa_math"] > 1.5 * moved[name], name
+        assert train["sdpa_math"] > 1.2 * train[name], name
+        assert found["sdpa_math"]["estimate"] > 1.2 * found[name]["estimate"], name
+    assert 2 / 3 < found["sdpa_math"]["estimate"] / found["sdpa_math"]["peak"] < 3 / 2
 
 
 def test_under_hybrid_shard_every_group_has_its_own_traffic(tmp_path, capsys):
@@ -180,7 +216,9 @@ def test_the_dry_runs_estimate_is_near(files, tmp_path, capsys):
     assert rehearsed(path, "--json", str(out), files=files) == 0
     figures = json.loads(out.read_text())
     assert 2 / 3 < figures["estimate"] / figures["peak"] < 3 / 2
-    assert "the dry run's estimate: " in capsys.readouterr().out
+    both_have = check_differences(figures, capsys.readouterr().out)
+    assert ("weights" in both_have) is ("scale/offload.gin" not in files)  # else they are the host's
+    assert ("gathered weights and gradients" in both_have) is ("scale/lora.gin" not in files)
     moved = {one["piece"]: one for one in figures["transfers"]}
     assert bool(moved) is ("scale/offload.gin" in files)
     load = next(one for one in figures["memory"] if one["phase"] == "load")
@@ -193,6 +231,23 @@ def test_the_dry_runs_estimate_is_near(files, tmp_path, capsys):
         (update,) = (one for one in figures["parts"] if one["piece"] == "update" and one["part"] == "optimizer")
         assert update["launches"] == 0
         assert update["seconds"] == pytest.approx(update["bytes"] / Assumptions().host_memory)
+
+
+def check_differences(figures: dict, said: str) -> set[str]:
+    """By groups estimate and rehearsal add up to their peaks, and the group that differs most is printed with both."""
+    every = figures["differences"]
+    assert sum(one["estimate"] for one in every) == figures["estimate"]
+    assert sum(one["rehearsed"] for one in every) == figures["peak"]
+    apart = [abs(one["estimate"] - one["rehearsed"]) for one in every]
+    assert apart == sorted(apart, reverse=True)
+    assert apart[0] > 0
+    most = every[0]
+    both = f"{most['name']}: {size(most['estimate'])} there, {size(most['rehearsed'])} here"
+    assert f"most of the difference is {both}" in said
+    assert "the rest" not in {one["name"] for one in every[:2]}
+    both_have = {one["name"] for one in every if one["estimate"] and one["rehearsed"]}
+    assert "activations and logits" in both_have
+    return both_have
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from fakes import VOCABULARY
 from families import FAMILIES
 from transformers import AutoConfig
 
+from grpo_fn.shell.policy import load_and_shard
+
 WAYS = [("full", None, torch.bfloat16), ("none", rank.HOW, torch.float32), ("grad_op", None, torch.float32)]
 
 
@@ -81,6 +83,27 @@ def test_collectives_are_those_counted_by_hand(folder):
         assert said.sent["reduce_scatter"] == taken * 4 * (block + root)
         scores = said.sent["allgather"] - taken * 2 * (2 * block + root)
         assert 0 < scores < 2 * 2 * 4 * 8 * 8 * 40  # what every rank is shown of the rows' scores
+
+
+def test_on_one_device_weights_are_cast_and_gradients_added_up_without_copies_on_several_they_are_not(
+    folder, monkeypatch
+):
+    """Bytes by hand, of a number of a weight: of blocks two gathers in a micro-batch, of the root one, each a cast (6)
+    and in FSDP2 by itself a copy (4); a gradient is added in float32 (6), in FSDP2 by itself put into a buffer (6),
+    divided (8), copied (8) and then added (8)."""
+    way = ("full", None, torch.bfloat16)
+    config = AutoConfig.from_pretrained(folder)
+    parts = rank.memory_estimate_parts(config, 1)
+    inner, outer = (sum(w.whole for w in parts if (w.block is None) is root) for root in (False, True))
+    alone, pair = (one.without_numbers(size, folder, way) for size in (1, 2))
+    assert alone.sharding == 0
+    assert pair.sharding > 0
+    monkeypatch.setattr(load_and_shard, "skip_copies", lambda root: None)
+    copied = one.without_numbers(1, folder, way)
+    assert copied.sharding == 6 * (inner + outer)
+    assert copied.moved - alone.moved == 4 * (2 * inner + outer) + (6 + 8 + 8 + 8 - 6) * (inner + outer)
+    assert alone.peaks["train"] <= copied.peaks["train"]
+    assert one.without_numbers(2, folder, way).moved == pair.moved
 
 
 def test_a_thousand_ranks_take_no_longer(folder):

@@ -1,6 +1,7 @@
 """The command for a GPU: its checks pass on a CPU at toy shapes, and what fails, hangs or dies stops nothing else."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -73,6 +74,32 @@ def test_two_ranks_on_a_cpu_pass_the_checks_for_two_cards(capsys: pytest.Capture
     assert [outcome.state for outcome in seen] == [OK] * 4
     codes = [figure.value for outcome in seen[2:] for figure in outcome.figures if figure.what == "exit code"]
     assert codes == [71.0, 71.0]
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name
+
+
+@pytest.mark.parametrize("given", [{}, {ALLOCATOR[0]: "x"}, {ALLOCATOR[1]: "x"}])
+def test_checks_begin_with_an_allocator_that_grows_its_segments_unless_it_was_configured(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set before the first check begins, in whose process torch reads it."""
+    for name in ALLOCATOR:
+        monkeypatch.setenv(name, "")  # undone after the test, whatever is set in it
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen: list[dict[str, str]] = []
+
+    def run(checks: list[Check], *_) -> Iterator[Outcome]:
+        read = "import json, os; print(json.dumps({**os.environ}))"
+        found = json.loads(subprocess.run([sys.executable, "-c", read], check=True, capture_output=True).stdout)
+        seen.append({name: found[name] for name in ALLOCATOR if name in found})
+        for check in checks:
+            yield Outcome(check, OK, (), "", 0.0)
+
+    assert device_check.main(["--device", "cpu", "--tiny", "--only", "prng"], run=run) == 0
+    assert seen == [given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}]
 
 
 def test_on_one_card_the_checks_for_two_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from grpo_fn.shell.model.head_chunk.plain_kernels import PlainKernels
 from grpo_fn.shell.sampler.local.decode_step import build_engine
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.trainer import recording
-from grpo_fn.trainer.recording import check_same_kernels, chosen_kernels, record_kernels
+from grpo_fn.trainer.recording import check_same_kernels, chosen_kernels, record_kernels, settle_kernels
 from grpo_fn.trainer.run import TrainingRun
 
 HERE = {"blocks": "torch_compile", "head": "TritonKernels", "decoding attention": "split-KV kernel"}
@@ -38,7 +38,8 @@ def a_run(device: str, *others: dict[str, str]) -> TrainingRun:
 def test_on_a_cpu_nothing_is_chosen_or_exchanged() -> None:
     run = a_run("cpu", {"head": "another"})
     assert chosen_kernels(run) == {}
-    check_same_kernels(run, 1)
+    check_same_kernels(run, "before step 1")
+    assert settle_kernels(run, 1) == []
 
 
 def test_on_a_card_blocks_head_and_decoding_are_named_once_there_is_an_engine(monkeypatch) -> None:
@@ -61,10 +62,41 @@ def test_on_a_card_blocks_head_and_decoding_are_named_once_there_is_an_engine(mo
 
 def test_ranks_with_different_kernels_end_the_run_and_one_without_a_choice_does_not(monkeypatch) -> None:
     monkeypatch.setattr(recording, "chosen_kernels", lambda run: HERE)
-    check_same_kernels(a_run("cuda", HERE, {"head": "TritonKernels"}), 1)
+    check_same_kernels(a_run("cuda", HERE, {"head": "TritonKernels"}), "after step 1")
     said = "decoding attention.*after step 3: got matrix products on rank 2, wanted split-KV kernel as on rank 0"
     with pytest.raises(RuntimeError, match=said):
-        check_same_kernels(a_run("cuda", HERE, PLAIN), 3)
+        check_same_kernels(a_run("cuda", HERE, PLAIN), "after step 3")
+
+
+def a_run_that_decodes(monkeypatch, tmp_path: Path, others: list[dict[str, str]]) -> TrainingRun:
+    """On a card by its device; the model is on the CPU, and has not been decoded."""
+    run, sampler = a_run("cuda", *others), object.__new__(LocalSampler)
+    vars(sampler).update(held=SharedDecoder(), model=family("qwen2_tied"))
+    vars(run).update(request=SimpleNamespace(run_dir=tmp_path))
+    run.sampler.sampler = sampler
+    run.world.main, run.world.together = True, lambda do, *, what: do()
+    monkeypatch.setattr(recording, "chosen_kernels", lambda run: run.sampler.sampler.held.engine.choices())
+    return run
+
+
+def test_how_rows_are_decoded_is_chosen_compared_and_on_record_before_the_first_step(monkeypatch, tmp_path) -> None:
+    mine = {"decoding attention": "matrix products", "projections": "apart"}
+    run = a_run_that_decodes(monkeypatch, tmp_path, [mine])
+    assert settle_kernels(run, 4) == []
+    assert recorded_kernels(tmp_path, 4) == mine
+    assert recorded_kernels(tmp_path, 3) == {}
+    held = run.sampler.sampler.held
+    engine = held.engine
+    run.sampler.sampler.prepare()
+    assert held.decoder(run.sampler.sampler.model, torch.device("cpu")) is engine  # that of the first call
+
+
+def test_ranks_that_would_decode_differently_take_no_step(monkeypatch, tmp_path) -> None:
+    others = [{"decoding attention": "matrix products", "projections": "joined"}]
+    run = a_run_that_decodes(monkeypatch, tmp_path, others)
+    with pytest.raises(RuntimeError, match="projections, by a trial on each rank, before step 1: got joined on rank 1"):
+        settle_kernels(run, 1)
+    assert not (tmp_path / FILE).exists()
 
 
 def test_an_engine_says_how_its_steps_attend_and_what_they_join() -> None:

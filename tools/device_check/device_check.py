@@ -238,7 +238,8 @@ def main(argv: Sequence[str] | None = None, *, run: Runner = apart) -> int:
         flags().error("got --device cpu, wanted --tiny with it: the real shapes would take hours")
     if find_spec("grpo_fn") is None:  # not installed: the clone itself
         sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as tools/launch sets it
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # as tools/launch sets it
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     with scratch() as folder:
         setting = Setting(device=args.device, tiny=args.tiny, scratch=folder)
         outcomes = list(announced(run([MACHINE, *chosen], setting, args.limit), 1 + len(chosen)))

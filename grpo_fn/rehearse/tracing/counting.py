@@ -136,14 +136,14 @@ class CountingMode(TorchDispatchMode):
             if not name.endswith(PASSIVE):
                 self._sent(name, (*args, out), given)
             return
-        part = SHARDING if name in HOLDERS else self.part
-        if launches(func):
+        part, made = SHARDING if name in HOLDERS else self.part, all_tensors(out)
+        if launches(func) and (not made or any(x.numel() for x in made)):  # of no numbers there is no kernel
             with unset_fake_temporarily():  # row lengths are looked at
                 found = COSTS[name](*args, **kwargs) if name in COSTS else cost(func, args, kwargs, out)
             self.work[Work(self.piece, part, found)] += 1
             self._fuse(Work(self.piece, part, found), name, given, out)
         known = {x.untyped_storage()._cdata for x in given}
-        for x in all_tensors(out):
+        for x in made:
             if x.untyped_storage()._cdata not in known:
                 self.live.add(x, self._holder())
         if name in HOLDERS:

@@ -127,6 +127,25 @@ def _dense_backward(
     return _dense(BACKWARD, query, key, causal=causal)
 
 
+def _padded_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    logsumexp: bool,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return _dense(FORWARD, query, key, causal=causal)
+
+
+def _padded_backward(slope: Tensor, query: Tensor, key: Tensor, *more: Any, **_: Any) -> int:
+    causal = next((x for x in reversed(more) if isinstance(x, bool)), False)  # its last argument; left out where False
+    return _dense(BACKWARD, query, key, causal=causal)
+
+
 def _ragged(products: int, query: Tensor, starts: Tensor, key_starts: Tensor, window: Sequence[int] | None) -> int:
     """Of `[N H D]` whose rows begin at `starts`, keys at `key_starts`; the lengths of equal rows are counted once."""
     left = None if not window or window[0] < 0 else window[0] + 1
@@ -146,6 +165,10 @@ def _ragged_backward(slope: Tensor, query: Tensor, key: Tensor, value: Tensor, *
 
 
 ATTENTION_FLOPS: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_efficient_attention": _padded_forward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _padded_backward,
+    "aten::_scaled_dot_product_cudnn_attention": _padded_forward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _padded_backward,
     "aten::_scaled_dot_product_flash_attention_for_cpu": _dense_forward,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _dense_backward,
     "torch_attn::_varlen_attn": _ragged_forward,

@@ -14,7 +14,7 @@ def append_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> None
 
     Args:
         run_dir: the run folder.
-        step: the first that the process has taken.
+        step: the first that the process takes.
         kernels: by what each is for.
     """
     with open(run_dir / FILE, "ab") as file:

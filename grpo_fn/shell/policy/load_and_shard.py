@@ -19,6 +19,7 @@ from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.fsdp import ReferenceModel
 from grpo_fn.shell.policy.mesh import DATA, Parallelism, check_precision, set_group_timeout, shard
+from grpo_fn.shell.policy.single_device import skip_copies
 from grpo_fn.shell.world import World
 
 
@@ -112,6 +113,8 @@ class ModelSpec:
         self.read_shards(logprob_model, device)
         if adapted:
             self.reset_adapters(model, device)
+        if mesh.size() == 1 and not how.offload:
+            skip_copies(logprob_model)
         return logprob_model.eval()
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
@@ -148,7 +151,9 @@ def load_and_shard(
         if world.size > 1:
             data = mesh[DATA]._flatten("data").get_group()
             set_group_timeout(data, world)
-        beside = placing.load_sharded(world, mesh, trained=False) if copied else None
+        else:
+            mesh = None  # what is frozen lies on the device in the dtype of the computation: there is nothing to cast
+        beside = placing.load_frozen(world, mesh) if copied else None
     reference_model = partial(nullcontext, beside) if copied else partial(without_adapters, logprob_model)
     return LoadedModel(
         logprob_model=logprob_model,

@@ -39,6 +39,7 @@ class Arrangement(NamedTuple):
     offload_teachers: bool = False
     average: bool = False  # there is a moving average of what trains
     local_sampler: bool = True  # which needs whole weights in this process; an engine has its own
+    alone: bool = False  # one device: weights that lie there are cast and gradients added up in place (single_device)
 
 
 class Passing(NamedTuple):
@@ -97,17 +98,23 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
     Kept: weights that train in float32, frozen ones in the dtype of the computation, each device its part; of what
     trains the gradients in float32 and the `moments`, in bytes as the optimizer has them. Gathered: the root, which
     stays, and the blocks: all of them unless they are given back after the forward pass, else the largest and
-    `prefetch` more like it. A local sampler beside gathered weights has a whole copy of its own.
+    `prefetch` more like it. Gathered gradients are those of a block or the root, also in float32; on one device those
+    of one weight, which are added up where they arise. A local sampler beside gathered weights has a whole copy of its
+    own.
     """
     trained = sum(w.part for w in weights if w.trained)
     frozen = sum(w.part for w in weights if not w.trained)
     root, whole = sizes_by_block(weights)[None], sum(w.whole for w in weights)
+    gathers_frozen = how.gathers and (how.offload_reference or not how.alone)
     largest_trained = max(sizes_by_block(w for w in weights if w.trained).values(), default=0)
+    at_once = (how.width + WIDE) * largest_trained
+    if how.alone and not how.offload:
+        at_once = how.width * max((w.whole for w in weights if w.trained), default=0)
     standing = (
         Part("weights", WIDE * trained + how.width * frozen, how.offload),
         Part("optimizer state", moments, how.offload),
         Part("reference copy", how.reference * how.width * (trained + frozen), how.offload_reference),
-        Part("reference, gathered root", how.reference * how.gathers * how.width * root),
+        Part("reference, gathered root", how.reference * gathers_frozen * how.width * root),
         Part("teachers", how.teachers, how.offload_teachers),
         Part("teachers, gathered roots", how.teacher_roots),
         Part("moving average", how.average * WIDE * trained, how.offload),
@@ -116,7 +123,7 @@ def per_device(weights: Sequence[Weight], moments: int, passing: Passing, how: A
     training = (
         Part("gradients", WIDE * trained, how.offload),
         Part("gathered weights", how.gathers * how.width * peak_gathered(weights, how)),
-        Part("gathered gradients", how.gathers * (how.width + WIDE) * largest_trained),
+        Part("gathered gradients", how.gathers * at_once),
         Part("activations", passing.activations),
         Part("logits", passing.logits),
     )

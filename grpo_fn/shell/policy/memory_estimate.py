@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import load_weights, lora
-from grpo_fn.shell.model.attention_kernels.attention_backend import counted_attention
+from grpo_fn.shell.model.attention_kernels.attention_backend import SCORES_IN_MEMORY, counted_attention
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.memory import (
@@ -62,9 +62,10 @@ def device_memory(
     """
     replicate, shard, tensor = mesh
     parts = weights(meta_model(config, adapters, attention), shard, tensor)
-    kept_wide = adapters is None and dtype is not torch.float32
     theirs = [[w for w, _ in weights(meta_model(one, None, attention), shard, tensor)] for one in teachers]
-    gathers = replicate * shard * tensor > 1 or scale.offload or kept_wide
+    roots = dtype.itemsize * sum(sizes_by_block(one)[None] for one in theirs)
+    alone = replicate * shard * tensor == 1
+    gathers = not alone or scale.offload or (adapters is None and dtype is not torch.float32)
     how = Arrangement(
         width=dtype.itemsize,
         gathers=gathers,
@@ -74,16 +75,15 @@ def device_memory(
         offload_reference=scale.offload_reference,
         reference=reference and adapters is None,
         teachers=dtype.itemsize * sum(w.part for one in theirs for w in one),
-        teacher_roots=gathers * dtype.itemsize * sum(sizes_by_block(one)[None] for one in theirs),
+        teacher_roots=roots * (not alone or offload_teachers),
         offload_teachers=offload_teachers,
         average=average,
         local_sampler=local_sampler,
+        alone=alone,
     )
-    rows = max(1, micro_tokens // width)
+    rows, keeps = max(1, micro_tokens // width), scale.activation_checkpointing
     passing = Passing(
-        activation_bytes(
-            config, adapters, scale.activation_checkpointing, dtype=dtype, attention=attention, rows=rows, width=width
-        ),
+        activation_bytes(config, adapters, keeps, dtype=dtype, attention=attention, rows=rows, width=width),
         logit_bytes(
             logits_chunk_elements,
             *head_dimensions(config),
@@ -213,7 +213,7 @@ def activation_bytes(
     however long the rows are. So its rows are made short, which leaves little of the mask that only this pass has;
     with it, keys and values count as repeated for every query head, a few per cent too many.
     """
-    if attention != "eager":
+    if attention not in SCORES_IN_MEMORY:
         rows, width = -(-rows * width // SHORT), SHORT
     model = meta_model(config, adapters, attention)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -302,6 +302,11 @@ def test_what_saves_memory_never_costs_any(weights, moments, prefetch, reference
     held = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(reshard_after_forward=False))
     wide = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(width=4))
     assert free.peak() <= said.peak() <= min(held.peak(), wide.peak())
+    single = memory.per_device(weights, moments, Passing(3, 5, 7), usual._replace(alone=True))
+    assert single.peak() <= said.peak()
+    known = {part.name: part.bytes for phase in single for part in phase}
+    assert known["gathered gradients"] == 2 * max((w.whole for w in weights if w.trained), default=0)
+    assert known["reference, gathered root"] == 0  # it lies whole, in the dtype of the computation
     assert said.host() == 0
     both = [sum(p.bytes for phase in x for p in phase) for x in (said, free)]
     assert both[0] == both[1]

@@ -51,6 +51,7 @@ BACKENDS = {
 # Transformers takes a name with "flash" in it for that of a package, and looks for it: ours goes by another name there.
 IN_TRANSFORMERS = {"sdpa_flash": "sdpa_fused"}
 HERE = {there: name for name, there in IN_TRANSFORMERS.items()}
+SCORES_IN_MEMORY = ("eager", "sdpa_math")  # written out operator by operator, the same on every device
 REPEATING = ", ".join(name for name, backend in BACKENDS.items() if backend.repeats)
 
 
@@ -73,12 +74,15 @@ def attention_name(found: str) -> str:
 
 
 def counted_attention(name: str) -> str:
-    """What stands in for an attention on any machine where memory and work alone are counted: "eager", or "sdpa".
+    """What stands in for an attention on any machine where memory and work alone are counted.
 
     Args:
         name: `sections.Compute.attention`.
+
+    Returns:
+        Itself where every device computes it: "eager" and "sdpa_math", which write scores out; else "sdpa", fused.
     """
-    return "eager" if name == "eager" else "sdpa"
+    return name if name in SCORES_IN_MEMORY else "sdpa"
 
 
 def check_attention_choice(name: str, dtype: torch.dtype, *, deterministic: bool) -> None:

@@ -152,6 +152,11 @@ class LocalSampler:
         for name, weight in policy.weights(trained=True):
             own[name].copy_(weight)
 
+    def prepare(self) -> None:
+        """Choose how rows are decoded, by trials on this device, as the first call would; done once."""
+        with self.held.alone:
+            self.held.decoder(self.model, next(self.model.parameters()).device)
+
     def rest(self) -> None:
         """Nothing is held between two calls but the weights, and on CUDA what captured steps need if it is small."""
         if self.held.engine is not None:

@@ -1,0 +1,179 @@
+"""On one device FSDP2 casts weights and adds gradients up without its copies, and nothing else is another."""
+
+import gc
+import weakref
+from collections import Counter
+from functools import partial
+
+import estimating_rank as rank
+import pytest
+import rehearsing_rank
+import torch
+from fakes import VOCABULARY
+from families import FAMILIES
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grpo_fn.algo import controllers
+from grpo_fn.rehearse.rehearsed_rows import rehearsed_batch, rehearsed_rollout, slopes
+from grpo_fn.shell.model import blocks
+from grpo_fn.shell.policy import load_and_shard, optimizer
+from grpo_fn.shell.policy.fsdp import FSDPPolicy, full_tensor
+from grpo_fn.shell.world import alone
+
+WORLD = alone(torch.device("cpu"))
+SHARDS = ("fsdp::", "c10d::", "_c10d_functional::")
+CHECKPOINTING = [blocks.no_checkpointing, blocks.full_checkpointing, blocks.selective_checkpointing]
+
+
+@pytest.fixture(scope="module", params=["qwen2_tied", "qwen3_untied"])
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    FAMILIES[request.param](VOCABULARY + 1).save_pretrained(path)
+    return path
+
+
+def policy_in(folder, dtype: torch.dtype, checkpointing=blocks.no_checkpointing, *, reference: bool = False):
+    spec = rank.placing(folder, "full", None, dtype)
+    scale = {**vars(spec.parallelism), "activation_checkpointing": checkpointing}
+    spec = type(spec)(**{**vars(spec), "parallelism": type(spec.parallelism)(**scale)})
+    loaded = load_and_shard.load_and_shard(WORLD, spec, reference=reference, teachers={})
+    return FSDPPolicy(
+        loaded.logprob_model,
+        world=WORLD,
+        data=loaded.data,
+        reference_model=loaded.reference_model,
+        dropout_modules=[],
+        seed=0,
+        micro_tokens=rehearsing_rank.MICRO_TOKENS,
+        min_micro_batches=1,
+        optimizer=rank.ADAMW,
+        schedule=partial(optimizer.constant, warmup=0),
+        loss_scale=controllers.constant_loss_scale,
+        initial_scale=1.0,
+        max_grad_norm=1.0,
+    )
+
+
+class Operators(TorchDispatchMode):
+    """Within it, how often each operator writes numbers, by name and dtype of the first result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, torch.dtype]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, Tensor) else kwargs.get("out", [None])[0] if kwargs else None
+        if not isinstance(made, Tensor) or made.numel():
+            self.found[func._schema.name, getattr(made, "dtype", None)] += 1
+        return out
+
+
+def gradients(policy: FSDPPolicy, *, parts: int) -> list[dict[str, Tensor]]:
+    """After each of so many micro-batches, all gradients."""
+    rollout = rehearsed_rollout(rehearsing_rank.SHAPE, VOCABULARY)
+    batch = rehearsed_batch(rollout, rehearsing_rank.SHAPE)
+    policy.set_accumulation_steps(parts)
+    found = []
+    for rows in policy.split_rows(batch)[:parts]:
+        micro = type(batch)(*(x[rows] for x in batch))
+        _, pullback = policy.vjp(micro)
+        pullback(slopes(micro.mask, entropy=True))
+        found.append({name: full_tensor(x.grad).clone() for name, x in policy.named_tensors().items()})
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_every_bit_is_what_it_is_with_fsdp2s_copies(folder, dtype, checkpointing, monkeypatch):
+    """Gradients after each micro-batch, weights, moments, names and checksums after each of two updates."""
+    results = []
+    for copies in (False, True):
+        if copies:
+            monkeypatch.setattr(load_and_shard, "skip_copies", lambda root: None)
+        policy = policy_in(folder, dtype, checkpointing)
+        seen = []
+        for _ in range(2):
+            policy.note()
+            seen += gradients(policy, parts=3)
+            policy.update()
+            seen.append({name: full_tensor(x).clone() for name, x in policy.tensors().items()})
+            seen.append(policy.digests())
+        results.append(seen)
+    mine, theirs = results
+    assert len(mine) == len(theirs) == 10
+    for a, b in zip(mine, theirs, strict=True):
+        assert list(a) == list(b)
+        for name, x in a.items():
+            assert (x == b[name]) if isinstance(x, str) else torch.equal(x, b[name]), name
+    assert all(x.dtype is torch.float32 and x.any() for x in mine[0].values())
+    (first, *_), (second, *_) = (mine[i].values() for i in (3, 8))
+    assert not torch.equal(first, second)  # weights moved
+
+
+def test_a_micro_batch_casts_each_weight_where_it_is_gathered_and_adds_each_gradient_once(folder, monkeypatch):
+    """Blocks are gathered for each pass, the root once. FSDP2 by itself has more casts, copies and buffers."""
+    counts = {}
+    for copies in (False, True):
+        if copies:
+            monkeypatch.setattr(load_and_shard, "skip_copies", lambda root: None)
+        policy = policy_in(folder, torch.bfloat16)
+        gradients(policy, parts=2)
+        with Operators() as operators:
+            gradients(policy, parts=1)
+        counts[copies] = operators.found
+    weights = policy.named_tensors()
+    inner = sum(1 for layer in blocks.blocks(policy.model) for _ in layer.parameters())
+    outer = len(weights) - inner
+    less = counts[True] - counts[False]
+    more = counts[False] - counts[True]
+    assert not any(name.startswith(SHARDS) for name, _ in counts[False])
+    assert any(name.startswith(SHARDS) for name, _ in counts[True])
+    assert less["aten::_to_copy", torch.bfloat16] == 2 * inner + outer  # casts that are copied, to where they compute
+    groups = sum(isinstance(module, FSDPModule) for module in policy.logprob_model.modules())
+    assert less["aten::div", torch.float32] == less["aten::copy_", torch.float32] == groups
+    assert sum(more.values()) == 0
+
+
+def test_weights_that_do_not_compute_have_no_cast(folder):
+    """Behind the backward pass all bytes of the blocks' casts are given back; the kept weights are the same objects."""
+    policy = policy_in(folder, torch.bfloat16)
+    before = {name: x.to_local().data_ptr() for name, x in policy.named_tensors().items()}
+    gradients(policy, parts=1)
+    assert {name: x.to_local().data_ptr() for name, x in policy.named_tensors().items()} == before
+    held = [
+        param._unsharded_param.untyped_storage().nbytes()
+        for module in policy.logprob_model.modules()
+        if isinstance(module, FSDPModule)
+        for param in module._get_fsdp_state()._fsdp_param_group.fsdp_params
+    ]
+    assert held == [0] * len(before)
+
+
+def test_a_weight_that_is_replaced_is_found_out(folder):
+    policy = policy_in(folder, torch.bfloat16)
+    kept = policy.logprob_model.model.model.norm.weight._local_tensor
+    lost = weakref.ref(kept)
+    gather = kept.fsdp_pre_all_gather
+    policy.logprob_model.model.model.norm.weight._local_tensor = kept.clone()
+    del kept
+    gc.collect()
+    assert lost() is None  # a weight that is let go of is freed: nothing of this holds it
+    with pytest.raises(RuntimeError, match="replaced after skip_copies"):
+        gather(None)
+
+
+def test_on_one_device_a_frozen_copy_lies_whole_in_the_dtype_of_the_computation(folder):
+    """Nothing is gathered or cast for it, and a pass under it is one under the weights that the policy began with."""
+    policy = policy_in(folder, torch.bfloat16, reference=True)
+    rollout = rehearsed_rollout(rehearsing_rank.SHAPE, VOCABULARY)
+    with policy.reference_model() as frozen:
+        assert not any(isinstance(module, FSDPModule) for module in frozen.modules())
+        assert {x.dtype for x in frozen.parameters()} == {torch.bfloat16}
+        assert not any(x.requires_grad for x in frozen.parameters())
+    assert torch.equal(policy.reference(rollout), policy.logp(rollout))
