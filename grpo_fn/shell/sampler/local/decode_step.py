@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from grpo_fn.shell.model import packed_input
 from grpo_fn.shell.model.attention import install, unusable_mask
@@ -24,6 +23,7 @@ from grpo_fn.shell.sampler.local.cuda_graphs import (
     exact_size,
     graph_size,
 )
+from grpo_fn.shell.sampler.local.float32_head import keep_logits_in_float32
 from grpo_fn.shell.sampler.local.joined_projections import joined_model, relink
 from grpo_fn.shell.sampler.local.kv_cache import (
     Attended,
@@ -34,7 +34,6 @@ from grpo_fn.shell.sampler.local.kv_cache import (
     PrefillAttention,
     RowSlots,
     attend,
-    products_in_float32,
     row_slots,
 )
 from grpo_fn.shell.sampler.local.split_kv import (
@@ -333,24 +332,6 @@ def choose_joined_model(model: nn.Module, split_kv: SplitKV | None) -> nn.Module
         warnings.warn(f"decoding has a product for each projection: {reason}", RuntimeWarning, stacklevel=2)
         return model
     return stepped
-
-
-def keep_logits_in_float32(model: nn.Module) -> None:
-    """Have a head of halves give its product in float32, as the trainer's does: rounded, a logit of 20 is off by 0.04.
-
-    Args:
-        model: a causal language model on CUDA. A head that is no plain matrix product stays as it is.
-    """
-    head = model.get_output_embeddings()
-    if type(head) is nn.Linear and head.bias is None and products_in_float32(head.weight):
-        head.forward = partial(linear_in_float32, head.weight)
-
-
-def linear_in_float32(weight: Float[Tensor, "V D"], hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
-    """hidden weight^T with a result in float32; in the dtype of both where a gradient may be asked for."""
-    if torch.is_grad_enabled():
-        return linear(hidden, weight)
-    return torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
 
 
 def compile_decode_parts(model: nn.Module) -> Code:
