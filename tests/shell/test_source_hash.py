@@ -1,5 +1,6 @@
 """The hash of sources: it follows imports within a package, and statements count where comments do not."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -65,15 +66,15 @@ def test_a_module_without_source_is_named():
 
 
 def test_a_text_is_parsed_once_by_a_process(package: Path, monkeypatch: pytest.MonkeyPatch):
-    parsed: list[str] = []
-    parse = source_hash.ast.parse
+    parsed: list[ast.Module] = []
+    statements_of = source_hash.statements_of
 
-    def counted(text: str) -> object:
-        parsed.append(text)
-        return parse(text)
+    def counted(tree: ast.Module) -> str:
+        parsed.append(tree)
+        return statements_of(tree)
 
     source_hash.parse_source.cache_clear()
-    monkeypatch.setattr(source_hash.ast, "parse", counted)
+    monkeypatch.setattr(source_hash, "statements_of", counted)
     found = hash_of_sources(["hashed_package.first"])
     assert len(parsed) == 4
     assert hash_of_sources(["hashed_package.first"]) == found
