@@ -407,14 +407,17 @@ def onward(policy: FSDPPolicy, batch: Batch) -> list[dict[str, Tensor]]:
     return [held, weights_of(policy)]
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_checkpoint_goes_on_wherever_it_is_resumed(folders, tmp_path, adapted):
+# A checkpoint of adapters is divided as one of weights is: it is resumed everywhere among the slow tests.
+@pytest.mark.parametrize(
+    ("adapted", "everywhere"), [(False, True), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_goes_on_wherever_it_is_resumed(folders, tmp_path, adapted, everywhere):
     case, batch = Case("qwen3", adapted=adapted), batch_of(folders, "qwen3", 1, 6)
     asked = (batch, tmp_path)
     held, after = alike(crew(4).run(saving, str(folders / "qwen3"), case, *asked))
     assert any(name.startswith("optimizer.") for name in held)
     others = [(4, case), (2, case._replace(tensor=1))]
-    if not adapted:  # a checkpoint of adapters is divided as one of weights is
+    if everywhere:
         others += [(4, case._replace(replicate=2)), (2, case), (1, case._replace(tensor=1))]
     for size, other in others:
         there, then = alike(crew(size).run(resuming, str(folders / "qwen3"), other, *asked))
