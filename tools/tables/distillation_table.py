@@ -2,11 +2,11 @@
 
 python tools/tables/distillation_table.py RUNS [--teachers FOLDER] [--page PAGE]
 
-RUNS has a folder for each run, `METHOD_lrRATE_sSEED`; METHOD is grpo, opd or exact, `_48` or the like behind it. A line
-is a method, its completions a step, a learning rate and a seed: held-out accuracy before, at its best and after, the
-first evaluated step at which it was that of the seed's teacher, or less by its standard error at most, and the seconds
-that the steps up to the latter took. The teacher of a seed is the model that `grpo_lrRATE_sSEED` ended with, in FOLDER
-where that is given; RATE is 5e-5, or as --teacher_rate says. With PAGE the table stands there,
+RUNS has a folder for each run, `METHOD_lrRATE_sSEED`; METHOD is grpo, opd or exact, `_4` or the like behind it. A line
+is a method, its completions and updates a step, a learning rate and a seed: held-out accuracy before, at its best and
+after, the first evaluated step at which it was that of the seed's teacher, or less by its standard error at most, and
+the seconds that the steps up to the latter took. The teacher of a seed is the model that `grpo_lrRATE_sSEED` ended
+with, in FOLDER where that is given; RATE is 5e-5, or as --teacher_rate says. With PAGE the table stands there,
 between `<!-- runs of NAME -->`, NAME being the last part of RUNS, and `<!-- end -->`.
 """
 
@@ -23,6 +23,7 @@ from grpo_fn.core.json_lines import metrics_by_step
 
 FOLDER = re.compile(r"(grpo|opd|exact)(?:_\d+)?_lr([\d.e+-]+)_s(\d+)")
 ACCURACY = "eval/accuracy"
+OF_A_STEP = "generation/rows", "optimizer/step"  # in the first step that has it
 
 
 class Run(NamedTuple):
@@ -30,6 +31,7 @@ class Run(NamedTuple):
 
     method: str
     rows: int  # completions a step
+    updates: int  # a step
     rate: float
     seed: int
     accuracy: dict[int, float]
@@ -80,10 +82,10 @@ def found(folder: Path) -> list[Run]:
         if (said := FOLDER.fullmatch(path.name)) and (path / "summary.json").exists():
             rows = metrics_by_step(path, torn_end=False)
             accuracy = {int(step): row[ACCURACY] for step, row in rows.items() if ACCURACY in row}
-            size = next(int(row["generation/rows"]) for row in rows.values() if "generation/rows" in row)
+            size, updates = (next(int(row[name]) for row in rows.values() if name in row) for name in OF_A_STEP)
             spent = accumulate(float(row.get("time/total") or 0.0) for row in rows.values())
             seconds = dict(zip(map(int, rows), spent, strict=True))
-            runs.append(Run(said[1], size, float(said[2]), int(said[3]), accuracy, seconds))
+            runs.append(Run(said[1], size, updates, float(said[2]), int(said[3]), accuracy, seconds))
     return runs
 
 
@@ -94,11 +96,11 @@ def last(run: Run) -> float:
 def table(runs: Sequence[Run], teachers: dict[int, float], problems: int) -> list[str]:
     """A markdown table, methods and rates together, a line a seed."""
     lines = [
-        "| method | completions a step | learning rate | seed | before | best | after | steps | teacher "
-        "| teacher's at step | within its standard error | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| method | completions a step | updates a step | learning rate | seed | before | best | after | steps "
+        "| teacher | teacher's at step | within its standard error | seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for run in sorted(runs, key=lambda run: run[:4]):
+    for run in sorted(runs, key=lambda run: run[:5]):
         wanted = teachers.get(run.seed)
         near = 0.0 if wanted is None else math.sqrt(wanted * (1 - wanted) / problems)
         reached = [""] * 4
@@ -111,7 +113,7 @@ def table(runs: Sequence[Run], teachers: dict[int, float], problems: int) -> lis
                 spent,
             ]
         values = run.accuracy[min(run.accuracy)], max(run.accuracy.values()), last(run)
-        cells = [run.method, run.rows, f"{run.rate:g}", run.seed]
+        cells = [run.method, run.rows, run.updates, f"{run.rate:g}", run.seed]
         cells += [*(f"{value:.3f}" for value in values), max(run.accuracy), *reached]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
