@@ -30,9 +30,9 @@ from grpo_fn.shell.sampler.local.decode_step import (
     TokenSampler,
     captured_sizes,
     empty_slots,
-    keep_logits_in_float32,
     prefill_prompts,
 )
+from grpo_fn.shell.sampler.local.float32_head import keep_logits_in_float32
 from grpo_fn.shell.sampler.local.joined_projections import joined_model
 from grpo_fn.shell.sampler.local.kv_cache import KVCache, row_slots
 from grpo_fn.shell.sampler.local.split_kv import split_kv_attention

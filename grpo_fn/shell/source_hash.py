@@ -5,7 +5,16 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Source(NamedTuple):
+    """What a source file imports and states."""
+
+    imports: tuple[str, ...]  # dotted names, some of which may be no modules
+    statements: str  # without docstrings, comments and layout
 
 
 def hash_of_sources(names: Iterable[str]) -> str:
@@ -23,7 +32,7 @@ def hash_of_sources(names: Iterable[str]) -> str:
         ValueError: a module without a source file.
     """
     files = imported_sources(names)
-    text = "".join(f"{name}\n{statements_of(files[name])}\n" for name in sorted(files))
+    text = "".join(f"{name}\n{source_in(name, files[name]).statements}\n" for name in sorted(files))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -51,10 +60,31 @@ def imported_sources(names: Iterable[str]) -> dict[str, Path]:
             continue
         files[name] = file
         top = name.partition(".")[0]
-        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        found = imported_names(ast.parse(file.read_text(encoding="utf-8")), package)
-        waiting += (one for one in found if one.partition(".")[0] == top)
+        waiting += (one for one in source_in(name, file).imports if one.partition(".")[0] == top)
     return files
+
+
+def source_in(name: str, file: Path) -> Source:
+    """What the file of a module imports and states.
+
+    Args:
+        name: dotted name of the module.
+        file: its source file.
+    """
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    return parse_source(file.read_text(encoding="utf-8"), package)
+
+
+@lru_cache(maxsize=512)
+def parse_source(text: str, package: str) -> Source:
+    """What a source text imports and states. A process parses a text once.
+
+    Args:
+        text: of the module.
+        package: that relative imports are relative to.
+    """
+    tree = ast.parse(text)
+    return Source(tuple(imported_names(tree, package)), statements_of(tree))
 
 
 def imported_names(tree: ast.Module, package: str) -> Iterator[str]:
@@ -87,9 +117,8 @@ def source_of(name: str) -> Path | None:
     return Path(file) if file and file.endswith(".py") else None
 
 
-def statements_of(file: Path) -> str:
-    """The statements of a source file, without docstrings, comments and layout."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+def statements_of(tree: ast.Module) -> str:
+    """The statements of a module, without docstrings, comments and layout; those docstrings are taken from `tree`."""
     for node in ast.walk(tree):
         kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:

@@ -144,7 +144,16 @@ class Mixed:
         self.sampled = len(sampled.logp)
         self.shown = shown(rows, sampled.logp.shape[1], self.sampled) if rows else None
 
-    def learn(self, mu: float, *, minibatches: int = 1, micro_tokens: int = 10**6, enough: bool = True, **changes):
+    def learn(
+        self,
+        mu: float,
+        *,
+        minibatches: int = 1,
+        micro_tokens: int = 10**6,
+        devices: int = 1,
+        enough: bool = True,
+        **changes,
+    ):
         """The signals of each update on every token, sampled rows first, and the figures."""
         how = preset("chord")
         stages = {name: getattr(how, name) for name in CHOSEN}
@@ -165,7 +174,7 @@ class Mixed:
                 "group_size": 3,
                 "epochs": 1,
                 "minibatches": minibatches,
-                "split": partial(dealt, micro_tokens=micro_tokens, devices=1),
+                "split": partial(dealt, micro_tokens=micro_tokens, devices=devices),
                 "anchor": compare_as_given,
                 "min_groups_with_signal": 0 if enough else 10**6,
                 **changes,
@@ -215,11 +224,11 @@ def test_rows_added_to_one_component_dilute_no_other(seed, prompts, rows, more):
 
 
 @FEW
-@given(SEEDS, st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(1, 60))
-def test_micro_batches_of_a_mixture_add_up(seed, prompts, rows, minibatches, micro_tokens):
+@given(SEEDS, st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(1, 60), st.integers(1, 3))
+def test_micro_batches_of_a_mixture_add_up(seed, prompts, rows, minibatches, micro_tokens, devices):
     mixed = Mixed(seed, prompts * minibatches, rows * minibatches)
     whole, figures = mixed.learn(0.3, minibatches=minibatches)
-    parts, same = mixed.learn(0.3, minibatches=minibatches, micro_tokens=micro_tokens)
+    parts, same = mixed.learn(0.3, minibatches=minibatches, micro_tokens=micro_tokens, devices=devices)
     assert len(whole) == minibatches
     exactly(torch.stack(parts), torch.stack(whole))
     for name in ("loss/objective", "sft/loss", "loss/ratio_mean", "loss/entropy"):

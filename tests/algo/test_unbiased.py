@@ -32,6 +32,7 @@ from grpo_fn.algo import (
     losses,
     masking,
     rejection,
+    turn_credit,
     weighted_losses,
 )
 from grpo_fn.core.types import Batch, Totals
@@ -330,6 +331,16 @@ def test_the_docs_show_what_the_tool_measures():
         assert not set(bias.rows(drift, quick)) - set(shown)
 
 
+@pytest.mark.parametrize("preset", ["gspo", "luspo"])
+def test_a_preset_by_the_ratio_of_a_row_has_a_line_with_its_clip_and_its_length_weight(preset):
+    said = (PROJECT / "gin" / "algo" / f"{preset}.gin").read_text(encoding="utf-8")
+    low, high = (re.search(rf"^    {knob} = (\S+)$", said, re.MULTILINE)[1] for knob in ("clip_low", "clip_high"))
+    weight = "`{}`".format(*re.search(r"loss_aggregation = @aggregation[.](\w+)", said).groups())
+    if of := re.search(r"^aggregation[.]\w+[.]max_length = (\d+)$", said, re.MULTILINE):
+        weight += f" {of[1]}"
+    assert f"{preset.upper()}: `sequence_ratio` {low}, {high}, {weight}" in bias.of_whole_rows()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bias_table", "variance_table"])
 def test_the_docs_show_the_whole_table(name):
@@ -351,6 +362,7 @@ def test_the_functions_of_the_catalogue_are_in_the_table():
         (kl, ("logp", "row")),
         (aggregation, ("batch", "totals")),
         (credit, ("reward", "drift", "mask")),
+        (turn_credit, ("reward", "drift", "mask")),
         (masking, ("rollout", "adv")),
         (weighted_losses, ("logp", "row")),
         (importance, ("logp", "row")),

@@ -56,6 +56,15 @@ def midst(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return outcome(folder / "run")
 
 
+@pytest.fixture(scope="module")
+def beside_on_two(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What can be compared of the run on two ranks, with its evaluations beside it."""
+    folder = tmp_path_factory.mktemp("beside_on_two")
+    over = job(folder, 2, arguments(cache, folder / "run"))
+    assert over.code == 0, over.everything()
+    return comparable(folder / "run")
+
+
 # -- what befalls an evaluation
 
 
@@ -197,12 +206,10 @@ def test_it_measures_what_evaluation_in_the_midst_measures(
     assert [event.step for event in events] == [0, 2, 4, 6]
 
 
-def test_two_ranks_train_beside_one_evaluation(cache: Path, tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    assert job(ours, 2, arguments(cache, ours / "run")).code == 0
-    assert job(theirs, 2, command(cache, theirs / "run", **CHANGES)).code == 0
-    found, wanted = comparable(ours / "run"), outcome(theirs / "run")
-    assert found == wanted
+@pytest.mark.xdist_group("beside_on_ranks")
+def test_two_ranks_train_beside_one_evaluation(cache: Path, beside_on_two: dict[str, Any], tmp_path: Path) -> None:
+    assert job(tmp_path, 2, command(cache, tmp_path / "run", **CHANGES)).code == 0
+    assert outcome(tmp_path / "run") == beside_on_two
 
 
 # -- a run that ends meanwhile
@@ -351,12 +358,12 @@ def test_a_hang_meets_the_deadline(cache: Path, tmp_path: Path) -> None:
     assert "in the evaluation of step 2, beside the training" in said
 
 
-def test_asked_on_two_ranks_both_stop_and_go_on(cache: Path, tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert job(whole, 2, arguments(cache, whole / "run")).code == 0
+@pytest.mark.xdist_group("beside_on_ranks")
+def test_asked_on_two_ranks_both_stop_and_go_on(cache: Path, beside_on_two: dict[str, Any], tmp_path: Path) -> None:
+    halves = tmp_path / "halves"
     argv = arguments(cache, halves / "run")
     first = job(halves, 2, argv, doom=Doom(1, partial(between_steps, 3), ASK))
     assert set(first.codes(0).values()) == {75}, first.everything()
     assert job(tmp_path / "second", 2, argv).code == 0
-    assert comparable(halves / "run") == comparable(whole / "run")
+    assert comparable(halves / "run") == beside_on_two
     assert json.loads((halves / "run" / "summary.json").read_text())["ranks"] == 2

@@ -13,6 +13,7 @@ from e2e.running import command, metrics, outcome
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.world import EXIT_LOST, GRACE
 
+pytestmark = pytest.mark.xdist_group("torchrun")  # with test_ranks: undisturbed runs are made once
 LATE = 5.0  # seconds beyond what is promised that a loaded machine may take
 
 # The small run decodes once a rank in a step and once in an evaluation, steps back once a step, saves after 2, 4 and 6:

@@ -19,6 +19,7 @@ from grpo_fn.shell.checkpoint import store
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.process import EXIT_STOPPED
 
+pytestmark = pytest.mark.xdist_group("torchrun")  # with test_faults: undisturbed runs are made once
 CLOSE = 1e-6
 ROUNDED = (
     "loss/ratio_",

@@ -51,7 +51,7 @@ DOOMS = st.one_of(
 )
 
 
-@settings(max_examples=max(4, settings.default.max_examples // 8))
+@settings(max_examples=max(4, settings.default.max_examples // 12))
 @given(dooms=st.lists(DOOMS, min_size=1, max_size=2))
 @example(dooms=[at_file(3, within="checkpoints")])
 def test_killed_at_any_moment(cache: Path, whole: Path, dooms: list[Planned]) -> None:
@@ -65,11 +65,14 @@ def test_killed_at_any_moment(cache: Path, whole: Path, dooms: list[Planned]) ->
 def test_every_file_event_of_a_checkpoint_is_survived(cache: Path, whole: Path, tmp_path: Path) -> None:
     """The second checkpoint, so that there is one before it to fall back on."""
     survived = 0
+    (begun := tmp_path / "begun").mkdir()
+    assert finish(command(cache, begun / "run"), begun / "out", at_phase("checkpoint", 2)(begun / "run")) == -KILL
     for n in range(1, 30, 5):
         folder = tmp_path / str(n)
         folder.mkdir()
-        run, codes = interrupted(cache, folder, [at_phase("checkpoint", 2), at_file(n, within="checkpoints")])
-        survived += codes[1] == -KILL
+        copied(begun / "run", folder)
+        run, codes = interrupted(cache, folder, [at_file(n, within="checkpoints")])
+        survived += codes[0] == -KILL
         assert outcome(run) == outcome(whole)
         shutil.rmtree(folder)
     assert survived >= 4, "the dooms missed the checkpoints"
@@ -162,8 +165,17 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize("harm", [flip, truncate, Path.unlink])
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "policy.pt", "manifest.json"])
+# Every harm to any file: tests/shell/checkpoint/test_checkpoint.py, without runs.
+@pytest.mark.parametrize(
+    ("harm", "name"),
+    [
+        (flip, "__0_0.distcp"),
+        (truncate, ".metadata"),
+        (Path.unlink, "policy.pt"),
+        (flip, "manifest.json"),
+        (Path.unlink, "manifest.json"),
+    ],
+)
 def test_a_broken_checkpoint_is_named_and_skipped(
     cache: Path, whole: Path, tmp_path: Path, harm: Callable[[Path], None], name: str
 ) -> None:

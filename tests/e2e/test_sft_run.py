@@ -5,7 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from e2e.faults import job
 from e2e.running import AfterStep, board, command, finish, metrics, outcome
+from e2e.test_ranks import CLOSE, weights
 
 from grpo_fn.core import prng
 from grpo_fn.replay import __main__ as replaying
@@ -64,6 +67,19 @@ def test_a_killed_run_ends_as_an_undisturbed_one(cache: Path, data: Path, calm: 
         for row in one["metrics"]:
             row.pop("sft/tokens_per_second", None)
     assert got == wanted
+
+
+def test_two_ranks_learn_what_one_does(cache: Path, data: Path, calm: Path, tmp_path: Path) -> None:
+    over = job(tmp_path, 2, supervised(cache, tmp_path / "run", data))
+    assert over.code == 0, over.everything()
+    names = ("sft/loss", "sft/tokens", "loss/grad_norm", "eval/loss")
+    for mine, row in zip(metrics(tmp_path / "run"), metrics(calm), strict=True):
+        for name in row.keys() & set(names):
+            assert mine[name] == pytest.approx(row[name], rel=1e-5), f"{name} of step {row['step']}"
+    found, wanted = weights(tmp_path / "run"), weights(calm)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x, rtol=0, atol=CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_a_step_is_replayed(calm: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,14 @@ KINDS = [
     (rejection, ("logp", "row"), {"rejected_row", "outlier_row"}),
     (supervised, ("logp", "row"), {"every_token_alike", "uncertain_tokens"}),
     (supervised, ("steps",), {"sampled_alone", "constant_share", "decaying_share"}),
-    (aggregation, ("batch", "totals"), {"token_mean", "sequence_mean", "constant_length", "prompt_mean"}),
+    (
+        aggregation,
+        ("batch", "totals"),
+        {
+            *("token_mean", "sequence_mean", "constant_length", "prompt_mean"),
+            *("sequence_mean_over_samples", "constant_length_over_samples"),
+        },
+    ),
     (controllers, ("gain", "measured"), {"constant_gain", "adaptive_kl", "adaptive_entropy"}),
     (controllers, ("scale", "good_steps", "finite"), {"constant_loss_scale", "dynamic_loss_scale"}),
     (group_sampling, ("explore", "carried"), {"keep_all", "dynamic"}),

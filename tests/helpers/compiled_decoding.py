@@ -24,8 +24,10 @@ from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 ASKED = ((TEXTS, 3), (TEXTS[:3], 2), (TEXTS[:1], 5))
 
 
-def main(name: str, choice: str) -> dict[str, object]:
-    """What one family of models gives with one of the token samplers."""
+def compared(name: str, choice: str, asked: int) -> dict[str, list]:
+    """What one family of models gives with one of the token samplers, for the first `asked` of ASKED, each twice."""
+    torch._dynamo.reset()
+    before = recompilations().built
     s = replace(family(name, max_rows=7), token_sampler=CHOICES[choice])
     module = copy.deepcopy(s.model)
     made = held(module, Eager())  # asks the model as it is written whether it is fit, and compiles then, as samplers do
@@ -33,11 +35,11 @@ def main(name: str, choice: str) -> dict[str, object]:
     made.engine.code = compile_decode_parts(made.engine.stepped)
     other = LocalSampler(**{**vars(s), "model": module, "held": made})
     found: dict[str, list] = {"same": [], "apart": [], "built": []}
-    for texts, group_size in ASKED * 2:
+    for texts, group_size in ASKED[:asked] * 2:
         one, two = (x.sample(problems(texts), group_size, key=KEY) for x in (s, other))
         found["same"].append(completions(one) == completions(two))
         found["apart"].append(apart(one, two))
-        found["built"].append(recompilations().built)
+        found["built"].append(recompilations().built - before)
     return found
 
 
@@ -49,4 +51,5 @@ def apart(one: Rollout, two: Rollout) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.compile = partial(torch.compile, backend=sys.argv[1])
-    print(json.dumps(main(*sys.argv[2:])))
+    families = json.loads(sys.argv[3])
+    print(json.dumps({name: compared(name, sys.argv[2], asked) for name, asked in families.items()}))

@@ -24,7 +24,9 @@ from grpo_fn.shell.world import World
 ADAMW = partial(optimizer.adamw, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
 HOW = lora.LoRA(rank=3, alpha=6.0, dropout=0.0, targets="all-linear")
 STRATEGIES = {"full": (1, "rest", True), "grad_op": (1, "rest", False), "none": ("rest", 1, False)}
-WAYS = list(product(STRATEGIES, (None, HOW), (torch.float32, torch.bfloat16)))
+DTYPES = (torch.float32, torch.bfloat16)
+WAYS = list(product(STRATEGIES, (None, HOW), DTYPES))
+TEACHER_WAYS = list(product(STRATEGIES, DTYPES))  # a teacher has no adapters
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ def allocated(world: World, how: ModelSpec) -> Allocated:
 
 
 def teachers_in_every_way(world: World, folder: Path) -> list[int]:
-    """Bytes of a teacher's weights, without adapters and gradients, in each of WAYS."""
+    """Bytes of a teacher's weights, without adapters and gradients, in each of TEACHER_WAYS."""
     found = []
-    for strategy, _, dtype in WAYS:
+    for strategy, dtype in TEACHER_WAYS:
         spec = placing(folder, strategy, None, dtype)
         with load_and_shard(world, spec, reference=False, teachers={"t": spec}).teachers["t"]() as model:
             found.append(storages(list(model.parameters())))

@@ -8,6 +8,8 @@ from importlib import import_module
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from grpo_fn.shell.source_hash import hash_of_sources
+
 NEEDED = (
     *(
         "e2e.running",
@@ -30,5 +32,6 @@ NEEDED = (
 for name in NEEDED:
     import_module(name)
 get_checkpoint_conversion_mapping("qwen2")  # a thousand patterns, compiled by the process that opens a model first
+hash_of_sources(["grpo_fn.shell.model.tiny_model"])  # fifty sources, parsed by the process that looks for a model first
 gc.collect()
 gc.freeze()  # no process scans all of this again whenever garbage is collected

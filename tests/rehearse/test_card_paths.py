@@ -139,7 +139,9 @@ def test_steps_and_looks_are_those_of_the_sampler(monkeypatch):
     look, advance = ContinuousBatching.look, DecodeEngine.advance
     monkeypatch.setattr(ContinuousBatching, "look", lambda self: (looked.append(1), look(self)))
     monkeypatch.setattr(
-        DecodeEngine, "advance", lambda self, *args, steps: (stepped.append(steps), advance(self, *args, steps=steps))
+        DecodeEngine,
+        "advance",
+        lambda self, *args, steps, **how: (stepped.append(steps), advance(self, *args, steps=steps, **how)),
     )
     engine = DecodeEngine(model, sizes=captured_sizes(split_kv=False), run=Eager(), code=WRITTEN)
     ContinuousBatching(

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -320,11 +321,11 @@ def test_what_is_no_request_is_refused(
     assert tiny.send("GET", "/health")[0] == 200
 
 
-def test_a_queue_that_is_full_a_late_answer_and_an_end() -> None:
+def test_a_queue_that_is_full_and_a_late_answer() -> None:
     one = service(max_waiting=2)
     with served(one, timeout=0.3) as client:
         assert client.error(COMPLETIONS, prompt="a", n=3)[0] == 429
-        between, ended = one._between_steps, []
+        between = one._between_steps
 
         def slow() -> None:
             time.sleep(0.1)
@@ -334,14 +335,26 @@ def test_a_queue_that_is_full_a_late_answer_and_an_end() -> None:
         status, error = client.error(COMPLETIONS, prompt="a", n=2, seed=1, max_tokens=12)
         assert (status, error["type"]) == (504, "timeout_error")
         assert "within 0.3 s" in error["message"]
-        with ThreadPoolExecutor(1) as pool:
-            late = pool.submit(client.error, COMPLETIONS, prompt="a")
-            time.sleep(0.15)
-            one.close()
-            assert late.result(SECONDS)[0] == 503
+
+
+def test_an_end_while_a_completion_is_drawn() -> None:
+    one, begun, closing_now = service(), threading.Event(), threading.Event()
+    with served(one) as client, ThreadPoolExecutor(1) as pool:
+        between = one._between_steps
+
+        def held() -> None:
+            begun.set()
+            closing_now.wait(SECONDS)
+            between()
+
+        one._between_steps = held
+        late = pool.submit(client.error, COMPLETIONS, prompt="a")
+        assert begun.wait(SECONDS)
+        threading.Timer(0.1, closing_now.set).start()  # the step goes on while `close` waits for it
+        one.close()
+        assert late.result(SECONDS)[0] == 503
         assert client.send("GET", "/health")[0] == 503
         assert client.error(COMPLETIONS, prompt="a")[0] == 503
-        assert not ended
 
 
 def test_an_error_of_ours_is_an_answer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """The hash of sources: it follows imports within a package, and statements count where comments do not."""
 
+import ast
 import sys
 from pathlib import Path
 
 import pytest
 
+from grpo_fn.shell import source_hash
 from grpo_fn.shell.source_hash import hash_of_sources, imported_sources
 
 FILES = {
@@ -61,3 +63,22 @@ def test_docstrings_comments_and_other_modules_do_not_count(package: Path, name:
 def test_a_module_without_source_is_named():
     with pytest.raises(ValueError, match="got the module sys without a source file"):
         imported_sources(["sys"])
+
+
+def test_a_text_is_parsed_once_by_a_process(package: Path, monkeypatch: pytest.MonkeyPatch):
+    parsed: list[ast.Module] = []
+    statements_of = source_hash.statements_of
+
+    def counted(tree: ast.Module) -> str:
+        parsed.append(tree)
+        return statements_of(tree)
+
+    source_hash.parse_source.cache_clear()
+    monkeypatch.setattr(source_hash, "statements_of", counted)
+    found = hash_of_sources(["hashed_package.first"])
+    assert len(parsed) == 4
+    assert hash_of_sources(["hashed_package.first"]) == found
+    assert len(parsed) == 4
+    (package / "third.py").write_text(FILES["third.py"].replace("'3'", "'4'"))
+    assert hash_of_sources(["hashed_package.first"]) != found
+    assert len(parsed) == 5

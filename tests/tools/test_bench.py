@@ -187,4 +187,7 @@ def test_a_program_is_watched_until_it_ends(tmp_path: Path) -> None:
 
 def test_a_scale_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["trl", "--scale", "tiny,huge"]) == 2
-    assert "got huge, wanted some of tiny, arithmetic, calculator_tiny, calculator, small" in capsys.readouterr().err
+    assert (
+        "got huge, wanted some of tiny, arithmetic, calculator_tiny, calculator, calculator_described, small"
+        in capsys.readouterr().err
+    )

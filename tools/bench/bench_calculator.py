@@ -5,7 +5,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import bench_reward
+
 from grpo_fn.core import prng
+from grpo_fn.environments.tools import describe_tools
 from grpo_fn.shell.model import tiny_tool_model
 from grpo_fn.shell.model.tiny_model import Shape
 from grpo_fn.tasks import calculation
@@ -14,15 +17,17 @@ MAX_VALUE = 99
 HELD_OUT = 128
 MAX_TURNS = 3
 TOTAL = 128  # tokens of a slot of ours: more than the question, all that is sampled and two observations
+DESCRIPTION = describe_tools({"calculator": bench_reward.calculator})  # the tool's schema, as chat templates write it
 ROWS, LR = 16, 3e-3  # of the warm start, which shows nothing but calls of the tool
 INITIALIZER_RANGE = 0.07  # that of gin/run/calculator.gin
 
 
-def make(shape: Shape, *, warm_start: int, count: int, folder: Path) -> list[str]:
-    """Write a model that calls the calculator and so many questions to `folder`; returns the questions."""
+def make(shape: Shape, *, warm_start: int, instructions: str, count: int, folder: Path) -> list[str]:
+    """Write a model that calls the calculator and so many questions to `folder`; returns what episodes begin with."""
     recipe = tiny_tool_model.ToolRecipe(
         max_value=MAX_VALUE,
         test_size=HELD_OUT,
+        instructions=instructions,
         before="\n",
         after="\n",
         shape=shape,
@@ -35,10 +40,11 @@ def make(shape: Shape, *, warm_start: int, count: int, folder: Path) -> list[str
     task, key = calculation.task(max_value=MAX_VALUE, test_size=HELD_OUT), prng.key(1, device="cpu")
     questions = list(dict.fromkeys(task.train(key, uid).prompt for uid in range(2 * count)))[:count]
     rows = [{"prompt": question, "answer": "0"} for question in questions]
-    chats = [{"prompt": [{"role": "user", "content": question}]} for question in questions]
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    chats = [{"prompt": [*system, {"role": "user", "content": question}]} for question in questions]
     for name, lines in (("prompts.jsonl", rows), ("chats.jsonl", chats)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return questions
+    return [f"{instructions}\n{question}" if instructions else question for question in questions]
 
 
 EPISODES = """
@@ -55,7 +61,7 @@ sections.Sampling.max_total_tokens = {total_tokens}
 tool_use.environment:
     tools = [@bench_reward.calculator]
     grade = @bench_reward.ours
-    instructions = ""
+    instructions = {instructions!r}
     max_turns = {max_turns}
     pure = True
 chat_format.text:

@@ -30,7 +30,7 @@ class Bar(NamedTuple):
 
 BARS = {
     **dict.fromkeys(("tiny", "calculator_tiny"), Bar(None, None)),
-    **dict.fromkeys(("arithmetic", "calculator"), Bar(2.5, None)),
+    **dict.fromkeys(("arithmetic", "calculator", "calculator_described"), Bar(2.5, None)),
     "small": Bar(3.0, 1 / 3),
 }
 

@@ -72,6 +72,7 @@ CHAT = (
     "{%- for name, value in call.function.arguments.items() -%}"
     "{{ ('' if name == 'expression' else name + '=') + value }}"
     "{%- endfor -%}{{ '</' + call.function.name + '>' }}{%- endfor -%}{{ eos_token }}"
+    "{%- elif message.role == 'system' -%}{{ message.content + '\\n' }}"
     "{%- else -%}{{ message.content }}{%- endif -%}"
     "{%- endfor -%}"
 )

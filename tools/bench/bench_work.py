@@ -29,6 +29,7 @@ class Work(NamedTuple):
     micro_tokens: int  # of ours, in one forward and backward pass
     logits_chunk_elements: int  # of ours, logits in one chunk of the head
     warm_start: int = 0  # supervised steps towards calls of the calculator; 0: none, and completions instead
+    instructions: str = ""  # system message of an episode
 
 
 def shape(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int) -> tiny_model.Shape:
@@ -49,6 +50,9 @@ SCALES = {
     "arithmetic": Work(shape(352, 128, 2, 4, 512, 128), 32, 16, 0, 9, 16_384, 2**24),
     "calculator_tiny": Work(shape(276, 32, 1, 2, 64, 160), 2, 4, 0, 64, 16_384, 2**24, 2),
     "calculator": Work(shape(276, 128, 2, 4, 384, 160), 16, 16, 0, 64, 16_384, 2**24, 150),
+    "calculator_described": Work(
+        shape(276, 128, 2, 4, 384, 512), 16, 16, 0, 64, 16_384, 2**24, 400, bench_calculator.DESCRIPTION
+    ),
     "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 2048, 2**26),
 }
 LR, BETA2 = 1e-6, 0.99
@@ -58,7 +62,8 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
     """Write the model and the prompts of so many steps to `folder`; returns the settings that both sides share."""
     count = work.prompts * steps + 1  # one is held out: a run of ours has to hold out
     if work.warm_start:
-        asked = bench_calculator.make(work.shape, warm_start=work.warm_start, count=count, folder=folder)
+        how = {"warm_start": work.warm_start, "instructions": work.instructions, "count": count, "folder": folder}
+        asked = bench_calculator.make(work.shape, **how)
     else:
         asked = make_random(work, count, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -68,7 +73,8 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
         "prompts_file": str(folder / "prompts.jsonl"),
         "chats_file": str(folder / "chats.jsonl") if work.warm_start else None,
         "max_turns": bench_calculator.MAX_TURNS if work.warm_start else None,
-        "total_tokens": bench_calculator.TOTAL,
+        "instructions": work.instructions,
+        "total_tokens": bench_calculator.TOTAL + len(tokenizer(work.instructions)["input_ids"]),
         "parameters": sum(p.numel() for p in model.parameters()),
         "prompt_tokens": sum(len(tokenizer(prompt)["input_ids"]) for prompt in asked) / len(asked),
         "prompts": work.prompts,

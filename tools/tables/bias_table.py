@@ -192,6 +192,11 @@ leave_one_out_others_std = partial(advantage.leave_one_out_others_std, eps=1e-6)
 pass_at_2 = partial(advantage.pass_at_k, k=2, threshold=1.0)
 to_go = partial(credit.reward_to_go, beta=0.0)
 compared = partial(credit.outcome, advantage=advantage.leave_one_out)
+OVER_SAMPLES = {
+    "`constant_length_over_samples` 1": partial(aggregation.constant_length_over_samples, max_length=1),
+    "`sequence_mean`": aggregation.sequence_mean,
+    "`sequence_mean_over_samples`": aggregation.sequence_mean_over_samples,
+}
 SIZE = 4  # samples of a group, where nothing else is said
 
 
@@ -207,6 +212,9 @@ def sections() -> Iterator[tuple[str, float, list[Comparison]]]:
         against(minus_reward, in_turns),
     )
     yield "Weights and filters, `leave_one_out`, against the gradient of E[R]", 0.0, against(minus_reward, lengths())
+    for drift in (0.0, 0.1, 1.0):
+        title = f"A row's ratio and its length weight, sampled from logits up to {drift:g} away"
+        yield f"{title}, against the gradient of E[R]", drift, against(minus_reward, of_whole_rows())
     for drift in (0.0, 0.1, 1.0):
         title = f"Token losses, sampled from logits up to {drift:g} away, against the gradient of E[R]"
         found = {name: off_policy(f, advantage.leave_one_out, row_sum, size=2) for name, f in LOSSES.items()}
@@ -312,7 +320,27 @@ def lengths() -> dict[str, Signal]:
             for f in (aggregation.token_mean, aggregation.prompt_mean)
         },
         **{f"`constant_length` 1, filter `{f.__name__}`": by_step(compared, f, size=2) for f in filters},
+        **{
+            f"{name}, filter `drop_truncated`": by_step(compared, masking.drop_truncated, weigh=f, size=2)
+            for name, f in OVER_SAMPLES.items()
+        },
     }
+
+
+def of_whole_rows() -> dict[str, Signal]:
+    """The ratio of a row under the weights that GSPO and LUSPO give its tokens, with their clips and without."""
+    weights = {"`sequence_mean`": aggregation.sequence_mean, "`constant_length` 1": row_sum}
+    clips = {
+        "`sequence_mean`": ("GSPO: `sequence_ratio` 3e-4, 4e-4", 3e-4, 4e-4),
+        "`constant_length` 1": ("LUSPO: `sequence_ratio` 2e-3, 2.5e-3", 2e-3, 2.5e-3),
+    }
+
+    def by_ratio(low: float, high: float, weigh: Callable) -> Signal:
+        loss = partial(losses.sequence_ratio, clip_low=low, clip_high=high)
+        return off_policy(loss, advantage.leave_one_out, weigh, size=3)
+
+    free = {f"`sequence_ratio` without a clip, {name}": by_ratio(1e9, 1e9, f) for name, f in weights.items()}
+    return free | {f"{said}, {name}": by_ratio(low, high, weights[name]) for name, (said, low, high) in clips.items()}
 
 
 def in_loss() -> dict[str, Signal]:

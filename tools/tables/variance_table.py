@@ -16,6 +16,7 @@ from typing import NamedTuple
 import bias_table as bias
 import tiny_worlds as tiny
 import torch
+from bias_turns import CREDITS, with_turns
 from torch import Tensor
 from torch.func import jacfwd, vmap
 
@@ -69,8 +70,9 @@ def judged(
     of_step: Callable, baseline: Callable, worth: str, w: tiny.World, prompts: list[int], step: Tensor
 ) -> Tensor:
     """By a credit and a baseline, [P, G, 2]."""
-    value, written = getattr(w, worth)[prompts].gather(1, step), tiny.MASK[step]
-    reward = outcome_reward(value, torch.ones(step.shape, dtype=torch.bool), {})
+    of_rows, written = getattr(w, worth)[prompts], tiny.MASK[step]
+    reward = outcome_reward(of_rows.gather(1, step), torch.ones(step.shape, dtype=torch.bool), {})
+    reward = with_turns(reward, of_rows, tiny.ROWS, tiny.MASK, step)
     drift, energy = (
         torch.stack([table(p)[rows] for p, rows in zip(prompts, step, strict=True)])
         for table in (lambda p: tiny.logps(w.old[p]) - tiny.logps(w.ref[p]), lambda p: tiny.energies(w.old[p]))
@@ -135,6 +137,7 @@ IN_STEPS: dict[str, Callable] = {
     "`token_whitened` of `leave_one_out`": partial(credit.token_whitened, credit=STEP, eps=1e-8),
     "`row_whitened` of `leave_one_out`": partial(credit.row_whitened, credit=STEP, eps=1e-8),
     "`batch_scaled` of `leave_one_out`": partial(credit.batch_scaled, credit=STEP, eps=1e-4),
+    **CREDITS,  # each token a turn
 }
 SCALED = ("whitened", "batch_scaled")  # by moments of a step, which vmap cannot take
 

@@ -16,7 +16,7 @@ from grpo_fn.rehearse.tracing.operators import ATTENTION, ELEMENTWISE, Cost
 from grpo_fn.shell.model import logprob_head
 from grpo_fn.shell.model.attention import HALVES
 from grpo_fn.shell.model.head_chunk.plain_kernels import ChunkKernels, ChunkStats, PlainKernels
-from grpo_fn.shell.sampler.local import decode_step, kv_cache
+from grpo_fn.shell.sampler.local import float32_head, kv_cache
 from grpo_fn.shell.sampler.local.split_kv import OPERATOR, SPLIT
 
 TILE = 64  # as in `split_kv_triton.py`, which cannot be imported without Triton
@@ -85,7 +85,7 @@ def products_of_a_card() -> Iterator[None]:
     modules = (
         (logprob_head, "_wide_products"),
         (kv_cache, "products_in_float32"),
-        (decode_step, "products_in_float32"),
+        (float32_head, "products_in_float32"),
     )
     before = [getattr(module, name) for module, name in modules]
     for module, name in modules:

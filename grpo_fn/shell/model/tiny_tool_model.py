@@ -37,6 +37,7 @@ class ToolRecipe:
 
     max_value: int  # largest number of a word problem
     test_size: int  # held-out problems, which no demonstration shows
+    instructions: str  # system message of every episode, as it reads there; "" for none
     before: str  # text in front of what the tool gives, as the chat format has it
     after: str  # text behind it
     shape: Shape  # of the model
@@ -44,6 +45,14 @@ class ToolRecipe:
     warm_start: ToolWarmStart  # supervised steps before the run
     seed: int  # of weights and demonstrations
     cache: str  # folder that models are kept in; ~ is the home
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for instructions that only the environment can complete."""
+        if "{tools}" in self.instructions:
+            raise ValueError(
+                f"tiny_tool_model.ToolRecipe.instructions: got {self.instructions[:80]!r}, wanted the text that an "
+                "episode begins with: the environment puts the tools' schemas in the place of {tools}"
+            )
 
     def config(self) -> Qwen2Config:
         """The shape, without making the model."""
@@ -58,7 +67,7 @@ def make_tool_model(recipe: ToolRecipe, path: Path, *, report: Callable[[str], N
     """Build, warm-start and write the model."""
     task = calculation.task(max_value=recipe.max_value, test_size=recipe.test_size)
     key = prng.key(recipe.seed, device="cpu")
-    rows = partial(demonstration, before=recipe.before, after=recipe.after)
+    rows = partial(demonstration, instructions=recipe.instructions, before=recipe.before, after=recipe.after)
     corpus_key = prng.fold_in(key, 0)
     problems = [task.train(corpus_key, index) for index in range(TEXTS)]
     texts = ["".join(text for text, _ in rows(problem, use)) for problem in problems for use in (False, True)]
@@ -71,8 +80,11 @@ def make_tool_model(recipe: ToolRecipe, path: Path, *, report: Callable[[str], N
     hf.export(model, tokenizer, path)
 
 
-def demonstration(problem: Problem, use_tool: bool, *, before: str, after: str) -> list[warm_start.Segment]:
-    r"""The problem, a call of the tool and what it gives if it is to be used, and the answer in `\boxed{}`."""
+def demonstration(
+    problem: Problem, use_tool: bool, *, instructions: str, before: str, after: str
+) -> list[warm_start.Segment]:
+    r"""Instructions and problem, a call of the tool and what it gives if it is to be used, the answer in `\boxed{}`."""
     call = (f"<calculator>{problem.meta['expression']}</calculator>", True)
     turns = [call, (f"{before}{problem.answer}{after}", False)] if use_tool else []
-    return [(problem.prompt, False), *turns, (arithmetic.answer_only(problem), True)]
+    opening = f"{instructions}\n{problem.prompt}" if instructions else problem.prompt
+    return [(opening, False), *turns, (arithmetic.answer_only(problem), True)]

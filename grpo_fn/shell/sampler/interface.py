@@ -178,6 +178,8 @@ class InferenceEngine(Protocol):
 class SteppedEngine(InferenceEngine, Protocol):
     """An engine in this process, which decodes only while it is called."""
 
+    batch_invariant: bool  # whether no bit of a row depends on the rows that are decoded with it
+
     def generate_turns(self, due: DueRequests, *, how: Mapping[str, Any], on_turn: OnTurn) -> None:
         """Requests that come while others are decoded: between two steps `due` is asked, and `on_turn` called."""
 

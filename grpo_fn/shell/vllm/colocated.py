@@ -79,7 +79,12 @@ class ColocatedEngine:
     @property
     def repeatable(self) -> bool:
         """Whether the same requests bring the same tokens again, whatever else is asked for at the time."""
-        return self.world.device.type == "cpu" or bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
+        return self.world.device.type == "cpu" or self.batch_invariant
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether vLLM was asked for kernels with which no bit of a row depends on the rows beside it."""
+        return self.world.device.type == "cuda" and bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
 
     # -- generating
 

@@ -4,8 +4,8 @@ Every turn is a request whose prompt is the row so far; the engine's prefix cach
 engine is never asked in rounds: while environments work on some rows, others are decoded, and a row comes back by
 itself. Where any thread may ask (servers), that is as soon as its environment has answered. An engine in this process
 is stepped from here. There a row goes on after a counted number of the engine's steps, as in the local sampler, so that
-what is computed together does not depend on how fast environments are; or as answers come, where the engine repeats
-nothing anyway or `answer_steps` is None.
+what is computed together does not depend on how fast environments are; or as answers come, where that changes nothing
+(batch-invariant kernels), where the engine repeats nothing anyway, or where `answer_steps` is None.
 """
 
 import threading
@@ -31,6 +31,13 @@ from grpo_fn.shell.sampler.interface import (
 from grpo_fn.shell.vllm.options import SEEDS
 
 
+def counts_steps(engine: InferenceEngine | SteppedEngine) -> bool:
+    """Whether a row goes on after a counted number of steps of the engine, so that its bits are the same again."""
+    if engine.ranks > 1:  # they have to ask for the same
+        return True
+    return not engine.overlaps and engine.repeatable and not engine.batch_invariant
+
+
 class EngineEpisodes:
     """The episodes of a call. `tokens` are those behind each opening, `logp` that of the sampled ones.
 
@@ -53,9 +60,8 @@ class EngineEpisodes:
         self.logp: list[list[float]] = [[] for _ in rows.rows]
         self.most = [rows.most(b) for b in range(len(rows.rows))]
         self.waited = 0.0
-        steps = rows.of.answer_steps
         # After so many steps a row's answer is waited for; None: it goes on when it has one.
-        self.answer_steps = steps if engine.repeatable or engine.ranks > 1 else None
+        self.answer_steps = rows.of.answer_steps if counts_steps(engine) else None
         self._due: dict[int, int] = {}  # rows whose environments work, and the engine's step at which they go on
         self._opened = False
         self._seeds: dict[int, list[int]] = {}  # of every row, by turn

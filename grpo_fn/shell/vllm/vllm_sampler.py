@@ -42,7 +42,7 @@ from grpo_fn.shell.sampler.interface import (
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights
 from grpo_fn.shell.vllm.colocated import ColocatedEngine
-from grpo_fn.shell.vllm.engine_episodes import EngineEpisodes
+from grpo_fn.shell.vllm.engine_episodes import EngineEpisodes, counts_steps
 from grpo_fn.shell.vllm.options import arguments, check_extra, merge_options, params, row_seeds
 from grpo_fn.shell.world import World
 
@@ -213,7 +213,9 @@ class VllmSampler:
     @property
     def repeatable(self) -> bool:
         """Whether asked again it draws the same tokens."""
-        counted = self.environments is None or self.environments.answer_steps is not None or self.overlaps
+        counted = (
+            self.environments is None or self.environments.answer_steps is not None or not counts_steps(self.engine)
+        )
         return self.engine.repeatable and counted
 
     def load(self, policy: FSDPPolicy | FixedWeights) -> None:

@@ -26,7 +26,11 @@ triton = pytest.importorskip("triton", reason="Triton's interpreter is not here:
 if not triton.knobs.runtime.interpret:
     pytest.skip("Triton compiles for a card here, and does not interpret", allow_module_level=True)
 
+from interpreted_triton import patch_scalars  # noqa: E402
+
 from grpo_fn.shell.model.head_chunk import triton_kernels  # noqa: E402
+
+patch_scalars()
 
 HALVES = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # a unit of the last place, of numbers from 1 to 2
 SHAPES = (st.integers(0, 5), st.integers(2, 70), st.integers(0, 99))

@@ -22,7 +22,7 @@ SHAPE = Shape(vocabulary=276, hidden=8, layers=1, heads=2, kv_heads=1, intermedi
 WARM_START = ToolWarmStart(steps=2, rows=4, lr=1e-3, tool_share=0.5)
 TASK = calculation.task(max_value=99, test_size=8)
 KEY = prng.key(0, device="cpu")
-LAID_OUT = partial(demonstration, before="\n", after="\n")
+LAID_OUT = partial(demonstration, instructions="", before="\n", after="\n")
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +32,19 @@ def tokenizer():
     return tiny_model.train_tokenizer(texts, vocabulary=276)
 
 
-def test_a_demonstration_is_the_row_of_an_episode(tokenizer):
+@pytest.mark.parametrize("instructions", ["", "A tool: calculator(expression)."])
+def test_a_demonstration_is_the_row_of_an_episode(tokenizer, instructions):
     """Calls are read back, the environment answers them as the demonstration says, and the ids are the same."""
     read = partial(tool_calls.tags, argument="expression")
     chat = chat_format.text(tokenizer, before="\n", after="\n", read_calls=read)
     tools = [partial(calculator, max_length=40)]
-    play = tool_use.environment(tools=tools, grade=math.correct, instructions="", max_turns=3, pure=True)
+    play = tool_use.environment(tools=tools, grade=math.correct, instructions=instructions, max_turns=3, pure=True)
+    shown_as = partial(LAID_OUT, instructions=instructions)
     for index in range(20):
         problem = TASK.train(KEY, index)
         state, opening = play.start(problem, 0)
         row, learned = [*chat.open(opening)], []
-        (_, *turns) = LAID_OUT(problem, True)
+        (_, *turns) = shown_as(problem, True)
         for text in (text for text, taught in turns if taught):
             turn = [*tokenizer(text)["input_ids"], chat.end]
             learned += range(len(row), len(row) + len(turn))
@@ -50,7 +52,7 @@ def test_a_demonstration_is_the_row_of_an_episode(tokenizer):
             state, messages, reward, done = play.step(state, chat.parse(turn), 0)
             row += chat.extend(messages) if messages else []
         assert (reward, done) == (1.0, True)
-        shown = warm_start.tokenized_rows([LAID_OUT(problem, True)], tokenizer)
+        shown = warm_start.tokenized_rows([shown_as(problem, True)], tokenizer)
         assert shown.tokens[0].tolist() == row
         assert shown.mask[0].nonzero().flatten().tolist() == learned
 
@@ -63,8 +65,8 @@ def test_without_the_tool_a_demonstration_is_the_answer_alone(tokenizer):
 
 def test_a_recipe_makes_its_model_once(tmp_path, monkeypatch):
     recipe = ToolRecipe(
-        **{"max_value": 99, "test_size": 8, "before": "\n", "after": "\n", "shape": SHAPE, "initializer_range": 0.05},
-        **{"warm_start": WARM_START, "seed": 0, "cache": str(tmp_path)},
+        **{"max_value": 99, "test_size": 8, "instructions": "", "before": "\n", "after": "\n", "shape": SHAPE},
+        **{"initializer_range": 0.05, "warm_start": WARM_START, "seed": 0, "cache": str(tmp_path)},
     )
     shown = []
     monkeypatch.setattr(
@@ -78,6 +80,16 @@ def test_a_recipe_makes_its_model_once(tmp_path, monkeypatch):
     held_out = {problem.prompt for problem in TASK.test}
     assert not held_out & {row[0][0] for row in shown}
     assert 0.4 < sum(len(row) == 4 for row in shown[:500]) / 500 < 0.6
+
+
+def test_instructions_that_the_environment_completes_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"instructions: got '\{tools\} Answer.', wanted the text that an episode begins"
+    ):
+        ToolRecipe(
+            **{"max_value": 99, "test_size": 8, "instructions": "{tools} Answer.", "before": "", "after": ""},
+            **{"shape": SHAPE, "initializer_range": 0.05, "warm_start": WARM_START, "seed": 0, "cache": str(tmp_path)},
+        )
 
 
 def test_what_is_no_call_of_the_calculator_is_answered():

@@ -67,14 +67,23 @@ def test_weights_gradients_and_moments_are_what_is_allocated(folder, allocated, 
 def test_a_teacher_is_what_is_allocated_for_it(folder, size):
     config = AutoConfig.from_pretrained(folder)
     got = crew(size).run(rank.teachers_in_every_way, folder)
-    for i, (strategy, _, dtype) in enumerate(rank.WAYS):
+    for i, (strategy, dtype) in enumerate(rank.TEACHER_WAYS):
         mesh = rank.scale(strategy).shape(size, size)
-        said = {part.name: part for part in estimated(config, strategy, dtype, mesh, [config]).standing}
-        assert max(one[i] for one in got) == said["teachers"].bytes  # the rank that keeps most
-        twice = {part.name: part for part in estimated(config, strategy, dtype, mesh, [config] * 2).standing}
-        assert twice["teachers"].bytes == 2 * said["teachers"].bytes
-        assert not {part.name: part for part in estimated(config, strategy, dtype, mesh, []).standing}["teachers"].bytes
-        assert said["teachers"].host is False
+        teachers = standing_teachers(config, strategy, dtype, mesh, 1)
+        assert max(one[i] for one in got) == teachers.bytes  # the rank that keeps most
+        assert teachers.host is False
+
+
+def test_teachers_are_counted_one_by_one(folder):
+    config = AutoConfig.from_pretrained(folder)
+    none, one, two = (standing_teachers(config, "full", torch.bfloat16, (1, 2, 1), n).bytes for n in (0, 1, 2))
+    assert none == 0 < one
+    assert two == 2 * one
+
+
+def standing_teachers(config, strategy, dtype, mesh, number) -> memory.Part:
+    said = estimated(config, strategy, dtype, mesh, [config] * number).standing
+    return next(part for part in said if part.name == "teachers")
 
 
 def test_an_average_is_as_large_as_what_trains_in_float32(folder):

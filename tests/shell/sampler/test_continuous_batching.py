@@ -23,6 +23,7 @@ from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
+from grpo_fn.shell.sampler.local import continuous_batching, kv_cache
 from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache, Sizes, buffer_size, exact_size, graph_size
 from grpo_fn.shell.sampler.local.decode_step import (
     WRITTEN,
@@ -79,6 +80,31 @@ def test_rows_that_come_when_others_have_ended_are_the_plain_loops(name: str) ->
     s = family(name, max_rows=3)
     assert_as_alone(s, TEXTS, s.sample(problems(TEXTS), 2, key=KEY))
     assert s.held.engine is not None  # no family is decoded with a cache that grows
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_rows_that_have_drawn_far_more_attend_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever rows are not all alike, which here are too few for it to pay."""
+    monkeypatch.setattr(continuous_batching, "shorter_columns", lambda drawn: int(drawn.median()))
+    apart, advance = [], DecodeEngine.advance
+
+    def watched(self: DecodeEngine, *step, long: kv_cache.LongRows | None, **how) -> None:
+        apart.append(0 if long is None else len(long.number))
+        advance(self, *step, long=long, **how)
+
+    monkeypatch.setattr(DecodeEngine, "advance", watched)
+    s = family(name, max_rows=6, max_new_tokens=24)
+    assert_as_alone(s, TEXTS, s.sample(problems(TEXTS), 5, key=KEY))
+    assert sum(n > 0 for n in apart) > 2
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
+def test_a_second_computation_is_the_cheapest_split_or_none(drawn: list[int]) -> None:
+    found, longest = kv_cache.shorter_columns(torch.tensor(drawn)), max(drawn)
+    costs = {c: len(drawn) * c + kv_cache.GATHERED * longest * sum(n > c for n in drawn) for c in drawn}
+    saved = costs[longest] - min(costs.values())
+    assert found == longest or costs[found] == min(costs.values())
+    assert (found < longest) is (saved > max(kv_cache.SPARED, costs[longest] // 4))
 
 
 @COSTLY
@@ -149,27 +175,34 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
 # -- compiled steps
 
 
-# Tracing alone shows what has to be built how often; building the code of all parts takes minutes.
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+# Tracing alone shows what has to be built how often; building the code of all parts takes minutes. A family is traced
+# for so many of the shapes in compiled_decoding.ASKED: a size that changes has its parts traced anew, for seconds.
 @pytest.mark.parametrize(
-    ("name", "choice"),
+    ("backend", "choice", "families"),
     [
-        ("qwen3_untied", "categorical"),
-        ("gemma2_capped", "categorical"),
-        pytest.param("qwen3_untied", "gumbel_max", marks=pytest.mark.slow),
+        ("aot_eager", "categorical", {"qwen3_untied": 1, "gemma2_capped": 3}),
+        pytest.param("aot_eager", "categorical", {"qwen3_untied": 3}, marks=pytest.mark.slow),
+        pytest.param("aot_eager", "gumbel_max", {"qwen3_untied": 3}, marks=pytest.mark.slow),
+        pytest.param("inductor", "categorical", {"qwen3_untied": 3, "gemma2_capped": 3}, marks=pytest.mark.slow),
+        pytest.param("inductor", "gumbel_max", {"qwen3_untied": 3}, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_steps_draw_the_same_and_are_not_built_again(name: str, choice: str, backend: str) -> None:
+def test_compiled_steps_draw_the_same_and_are_not_built_again(
+    backend: str, choice: str, families: dict[str, int]
+) -> None:
     helpers = Path(__file__).parents[2] / "helpers"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(helpers / "compiled_decoding.py"), backend, name, choice]
+    command = [sys.executable, str(helpers / "compiled_decoding.py"), backend, choice, json.dumps(families)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout.splitlines()[-1])
-    assert all(found["same"])
-    assert max(found["apart"]) < 1e-5
-    once, again = found["built"][len(found["built"]) // 2 - 1], found["built"][-1]
-    assert 0 < once == again < 30
+    every = json.loads(ran.stdout.splitlines()[-1])
+    assert every.keys() == families.keys()
+    for name, found in every.items():
+        assert len(found["same"]) == 2 * families[name]
+        assert all(found["same"]), name
+        assert max(found["apart"]) < 1e-5, name
+        once, again = found["built"][len(found["built"]) // 2 - 1], found["built"][-1]
+        assert 0 < once == again < 30, name
 
 
 def test_what_cannot_be_compiled_is_decoded_as_written_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ COSTLY = settings(max_examples=max(6, EXAMPLES // 3))  # the interpreter takes a
 def kernel() -> ModuleType:
     """The module with the kernel, made for Triton's interpreter (`tests/conftest.py` sees to that)."""
     pytest.importorskip("triton", reason="Triton is not installed: no kernel of it can be tried")
+    importlib.import_module("interpreted_triton").patch_scalars()
     made = importlib.import_module("grpo_fn.shell.sampler.local.split_kv_triton")
     if not made.INTERPRETED:
         pytest.skip("Triton was imported for a card before, not for its interpreter: tools/device_check tries it there")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -29,6 +30,7 @@ from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.optimizer import adamw
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
+from grpo_fn.shell.sampler.local.turn_batching import split_by_width
 from grpo_fn.shell.world import World
 
 EOS = VOCABULARY - 1
@@ -235,6 +237,33 @@ def test_the_model_reads_every_token_once(max_turns: int) -> None:
     assert max(map(len, rollout.turns)) == max_turns
     assert [token for call in read for token in call] == wanted
     assert len(read) == reads
+
+
+@pytest.mark.parametrize("answer_steps", [0, 1, 4])
+def test_a_row_that_waits_for_its_environment_is_in_no_decode_step(answer_steps: int) -> None:
+    s, shapes, asked = sampler(answer_steps=answer_steps), [], ["aT 7", "7", "T a\n", "a7 7"]
+    s.sample(problems(asked[:1]), 1, key=KEY)  # the first call tries the model out
+    with s.model.get_input_embeddings().register_forward_hook(lambda _, given, __: shapes.append(given[0].shape)):
+        rollout = s.sample(problems(asked), 6, key=KEY)
+    assert max(map(len, rollout.turns)) > 1
+    # Prompts are read as one row, observations behind a turn's last token: what is one token wide is a decode step.
+    steps = [rows for rows, width in shapes if width == 1]
+    assert sum(steps) == sum(turn.length - 1 for turns in rollout.turns for turn in turns)
+
+
+@given(
+    widths=st.lists(st.integers(1, 40), max_size=30).map(sorted), most=st.integers(1, 200), padding=st.integers(0, 60)
+)
+def test_rows_are_read_together_where_little_is_padding(widths: list[int], most: int, padding: int) -> None:
+    found = [widths[some] for some in split_by_width(widths, most=most, padding=padding)]
+    assert [width for some in found for width in some] == widths
+    for some in found:
+        whole = len(some) * max(some)
+        assert len(some) == 1 or (whole <= most and whole - sum(some) <= padding)
+    for some, after in pairwise(found):
+        together = [*some, after[0]]
+        whole = len(together) * max(together)
+        assert whole > most or whole - sum(together) > padding, "wanted as many rows together as may be"
 
 
 def opening_of(prompt: str, i: int) -> tuple[Message, ...]:

@@ -1,6 +1,7 @@
 """Episodes from engines, which decode others while environments work, in this process and on servers. All fakes."""
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,6 +16,7 @@ from shell.vllm.test_vllm_sampler import KEY, Engine, sampler
 from grpo_fn.core.batch import check_rollout
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.sampler.interface import DueRequests, EngineCompletion, GenerationRequest, OnTurn, SteppedEngine
+from grpo_fn.shell.vllm.colocated import ColocatedEngine
 from grpo_fn.shell.vllm.vllm_sampler import VllmSampler
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,7 +38,7 @@ class Even(Engine):
 class Stepped(Even):
     """An engine in this process: a step draws a token of every request, and calls `before` with its number first."""
 
-    overlaps, repeatable = False, True
+    overlaps, repeatable, batch_invariant = False, True, False
 
     def __init__(self, before: Callable[[int], None] = lambda step: None) -> None:
         super().__init__()
@@ -81,12 +83,16 @@ def test_the_fake_is_what_an_engine_in_this_process_has_to_be() -> None:
     assert isinstance(Stepped(), SteppedEngine)
 
 
-@pytest.mark.parametrize(("answer_steps", "repeatable"), [(None, True), (2, False)])
-def test_rows_are_decoded_to_their_ends_while_the_environment_of_one_works(answer_steps, repeatable) -> None:
+@pytest.mark.parametrize(
+    ("answer_steps", "repeatable", "batch_invariant"), [(None, True, False), (2, False, False), (2, True, True)]
+)
+def test_rows_are_decoded_to_their_ends_while_the_environment_of_one_works(
+    answer_steps, repeatable, batch_invariant
+) -> None:
     """Where rows go on as answers come: the slow one's first turn is answered when the others' episodes are over."""
     late = Late(slow=[100])
     engine = Stepped(lambda step: late.release() if step == 3 * TURN - 1 else None)  # the last step of the others
-    engine.repeatable = repeatable
+    engine.repeatable, engine.batch_invariant = repeatable, batch_invariant
     rollout = sampled(engine, late, answer_steps)
     assert engine.drawn[:TURN] == [[0, 1, 2, 3]] * TURN
     assert engine.drawn[TURN : 3 * TURN] == [[1, 2, 3]] * (2 * TURN), "the engine waited, or the slow row did not"
@@ -166,6 +172,30 @@ def test_an_engine_of_several_ranks_counts_steps() -> None:
         asking(engine, Here(THREE_TURNS), None)
 
 
-@pytest.mark.parametrize(("answer_steps", "repeatable"), [(2, True), (None, False)])
-def test_rows_that_go_on_as_answers_come_may_be_other_rows_the_next_time(answer_steps, repeatable) -> None:
-    assert asking(Stepped(), Here(THREE_TURNS), answer_steps).repeatable is repeatable
+@pytest.mark.parametrize(
+    ("answer_steps", "batch_invariant", "repeatable"),
+    [(2, False, True), (None, False, False), (None, True, True), (2, True, True)],
+)
+def test_rows_that_go_on_as_answers_come_may_be_other_rows_the_next_time(
+    answer_steps, batch_invariant, repeatable
+) -> None:
+    """Not where no bit of a row depends on those beside it."""
+    engine = Stepped()
+    engine.batch_invariant = batch_invariant
+    assert asking(engine, Here(THREE_TURNS), answer_steps).repeatable is repeatable
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "found"),
+    [
+        ("cpu", "1", (True, False)),
+        ("cpu", "0", (True, False)),
+        ("cuda", "1", (True, True)),
+        ("cuda", "0", (False, False)),
+    ],
+)
+def test_vllm_repeats_on_the_cpu_and_is_batch_invariant_on_cuda_where_asked(device, asked, found, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", asked)
+    engine = object.__new__(ColocatedEngine)
+    engine.world = SimpleNamespace(device=torch.device(device))
+    assert (engine.repeatable, engine.batch_invariant) == found

@@ -21,7 +21,7 @@ from grpo_fn.shell.sampler.local.decode_step import (
     draw,
     prefill_prompts,
 )
-from grpo_fn.shell.sampler.local.kv_cache import row_slots
+from grpo_fn.shell.sampler.local.kv_cache import LongRows, RowSlots, row_slots, shorter_columns
 from grpo_fn.shell.sampler.local.stop_strings import Stops, token_table
 
 PREFILL = 8192  # prompt tokens that go through the model at once, if there is more than one prompt
@@ -191,23 +191,41 @@ class ContinuousBatching:
         sizes, limit = self.engine.sizes, self.u.shape[1]
         if self.shape is None:
             self.shape = self.arrange()
-        steps = min(sizes.steps, limit - int(self.seen[self.busy & ~self.paused].min()))
+        rows = self.active.nonzero()[:, 0]
+        steps = min(sizes.steps, limit - int(self.seen[rows].min()))
         # The last token that is drawn is never read.
-        columns = min(int((self.length - self.start)[self.busy].max()) + steps, limit - 1)
-        shape = self.shape._replace(columns=columns if sizes.steps == 1 else min(sizes.columns(columns), limit))
+        drawn = ((self.length - self.start)[rows] + steps).clamp(max=limit - 1)
+        columns, long = int(drawn.max()), None
+        if sizes.steps > 1:
+            columns = min(sizes.columns(columns), limit)
+        elif (shorter := shorter_columns(drawn)) < columns:
+            columns, long = shorter, self.long_rows(rows[drawn > shorter], columns)
+        shape = self.shape._replace(columns=columns)
         self.engine.set_row_slots(shape, self.lanes)
         self.steps += steps
-        self.engine.advance(shape, self.token_sampler, steps=steps)
+        self.engine.advance(shape, self.token_sampler, steps=steps, long=long)
+
+    @property
+    def active(self) -> Bool[Tensor, "S"]:
+        """Slots whose rows decode: those that wait for an environment are left out of steps."""
+        return self.busy & ~self.paused
+
+    def long_rows(self, number: Int[Tensor, "f"], columns: int) -> LongRows:
+        """These rows, which see so many columns, as their attention is computed apart."""
+        home = self.home[number]
+        lanes = row_slots(home, home >= 0, self.shape.prompts, int(torch.bincount(home).max()))
+        number, row, lane = (x.to(self.u.device) for x in (number, lanes.row, lanes.lane))
+        return LongRows(number, RowSlots(row, lane, lanes.wide), columns)
 
     def arrange(self) -> DecodeShape:
         """Rows and prompts in the first slots, and rows of one prompt side by side."""
         sizes, prompts = self.engine.sizes, self.engine.prompts
-        rows = self.gather_rows(min(sizes.rows(int(self.busy.sum())), len(self.busy)))
+        rows = self.gather_rows(min(sizes.rows(int(self.active.sum())), len(self.busy)))
         many = self.gather_prompts(min(sizes.rows(int((self.owed > 0).sum())), prompts.count))
-        home, there = self.home[:rows], self.busy[:rows]
+        home, there = self.home[:rows], self.active[:rows]
         # Where shapes are captured, groups of all sizes are one shape.
         wide = int(torch.bincount(home[there]).max()) if sizes.steps == 1 else self.most_of_a_prompt()
-        reach = min(sizes.columns(int(self.start[self.busy].max())), prompts.columns)
+        reach = min(sizes.columns(int(self.start[self.active].max())), prompts.columns)
         self.lanes = row_slots(home, there, many, wide)
         return DecodeShape(rows, 0, many, reach, wide)
 
@@ -216,16 +234,19 @@ class ContinuousBatching:
         return min(self.group, self.most)
 
     def gather_rows(self, rows: int) -> int:
-        """Rows behind the first so many slots move to free ones among those."""
-        source, target = compaction_moves(self.busy, rows)
+        """Rows that decode move into the first so many slots; one that waits in their place takes theirs."""
+        source, target = compaction_moves(self.active, rows)
         if len(source):
+            swapped = self.busy[target]
+            freed = source[~swapped]
+            source, target = torch.cat([source, target[swapped]]), torch.cat([target, source[swapped]])
             there = [x.to(self.u.device) for x in (source, target)]
             self.engine.drawn.move(*there, int((self.length - self.start)[source].max()))
             for x in self.by_slot:
                 x[target] = x[source]
             for x in self.engine.live:
                 x[there[1]] = x[there[0]]
-            self.busy[source], self.paused[source], self.engine.live.ended[there[0]] = False, False, True
+            self.busy[freed], self.paused[freed], self.engine.live.ended[freed.to(self.u.device)] = False, False, True
         return rows
 
     def gather_prompts(self, prompts: int) -> int:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from grpo_fn.shell.model import packed_input
 from grpo_fn.shell.model.attention import install, unusable_mask
@@ -24,16 +23,17 @@ from grpo_fn.shell.sampler.local.cuda_graphs import (
     exact_size,
     graph_size,
 )
+from grpo_fn.shell.sampler.local.float32_head import keep_logits_in_float32
 from grpo_fn.shell.sampler.local.joined_projections import joined_model, relink
 from grpo_fn.shell.sampler.local.kv_cache import (
     Attended,
     ChunkAttention,
     DecodeAttention,
     KVCache,
+    LongRows,
     PrefillAttention,
     RowSlots,
     attend,
-    products_in_float32,
     row_slots,
 )
 from grpo_fn.shell.sampler.local.split_kv import (
@@ -207,14 +207,16 @@ class DecodeEngine:
         for x, given in zip(self.tables[shape][:2], found[:2], strict=True):
             x.copy_(given)
 
-    def advance(self, shape: DecodeShape, token_sampler: TokenSampler, *, steps: int) -> None:
-        """So many tokens for every row in the first `shape.rows` slots."""
+    def advance(
+        self, shape: DecodeShape, token_sampler: TokenSampler, *, steps: int, long: LongRows | None = None
+    ) -> None:
+        """So many tokens for every row in the first `shape.rows` slots; `long` ones see more than `shape.columns`."""
 
         def step() -> None:
             live, (_, columns, _, reach, _) = Live(*(x[: shape.rows] for x in self.live)), shape
             table = self.tables[shape]
             seen = (self.prompts, self.drawn, table, live.start, live.length)
-            how = {"attended": self.code.attended, "split_kv": self.code.split_kv}
+            how = {"attended": self.code.attended, "split_kv": self.code.split_kv, "long": long}
             context = DecodeAttention(*seen, reach=reach, columns=columns, **how)
             logits = forward_step(self.stepped, live.token[:, None], live.length[:, None], context, 1)[:, -1]
             live.length.add_(~live.ended)
@@ -330,24 +332,6 @@ def choose_joined_model(model: nn.Module, split_kv: SplitKV | None) -> nn.Module
         warnings.warn(f"decoding has a product for each projection: {reason}", RuntimeWarning, stacklevel=2)
         return model
     return stepped
-
-
-def keep_logits_in_float32(model: nn.Module) -> None:
-    """Have a head of halves give its product in float32, as the trainer's does: rounded, a logit of 20 is off by 0.04.
-
-    Args:
-        model: a causal language model on CUDA. A head that is no plain matrix product stays as it is.
-    """
-    head = model.get_output_embeddings()
-    if type(head) is nn.Linear and head.bias is None and products_in_float32(head.weight):
-        head.forward = partial(linear_in_float32, head.weight)
-
-
-def linear_in_float32(weight: Float[Tensor, "V D"], hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
-    """hidden weight^T with a result in float32; in the dtype of both where a gradient may be asked for."""
-    if torch.is_grad_enabled():
-        return linear(hidden, weight)
-    return torch.mm(hidden.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, hidden.shape[:-1])
 
 
 def compile_decode_parts(model: nn.Module) -> Code:

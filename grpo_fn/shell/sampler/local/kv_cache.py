@@ -22,6 +22,9 @@ from grpo_fn.shell.model.attention import (
 from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Window
 from grpo_fn.shell.sampler.local.split_kv import SplitKV
 
+GATHERED = 3  # columns read of a row whose keys and values are gathered first: once more each, and written
+SPARED = 2048  # columns of single rows, at least, that a second computation has to save
+
 
 class KVCache:
     """`count` slots of `columns` columns. A layer's buffers `[slots, heads, columns, dim]` are made with its first."""
@@ -156,6 +159,31 @@ def row_slots(home: Int[Tensor, "n"], there: Bool[Tensor, "n"], prompts: int, wi
     return RowSlots(row, lane, wide)
 
 
+class LongRows(NamedTuple):
+    """The few rows that have drawn far more than the others: their attention is computed apart, over more columns."""
+
+    number: Int[Tensor, "f"]
+    lanes: RowSlots  # of these rows alone
+    columns: int
+
+
+def shorter_columns(drawn: Int[Tensor, "n"]) -> int:
+    """Columns for all rows, if attention over them, and over all columns for the rows that have more, costs least.
+
+    Args:
+        drawn: columns that each row sees.
+
+    Returns:
+        The most of `drawn` where the rows are too even, or too few, for a second computation to pay.
+    """
+    ordered = drawn.sort().values
+    longer = torch.arange(len(drawn) - 1, -1, -1)
+    cost = len(drawn) * ordered + GATHERED * longer * ordered[-1]
+    found = int(ordered[cost.argmin()])
+    whole = len(drawn) * int(ordered[-1])
+    return found if whole - int(cost.min()) > max(SPARED, whole // 4) else int(ordered[-1])
+
+
 class KVView(NamedTuple):
     """What one head of one row sees, for all `n H` of them, and which lane each is in."""
 
@@ -201,7 +229,8 @@ class DecodeAttention:
     """The next token of the row in every one of the first slots: it sees its prompt, and what was drawn up to there.
 
     `start` is how long each row's prompt is, `length` how long the row; `reach` columns of prompts are looked at, and
-    `columns` of what was drawn. With `split_kv`, one operator does it; without, matrix products, in `attended`.
+    `columns` of what was drawn; more of them in `long` rows. With `split_kv`, one operator does it; without, matrix
+    products, in `attended`.
     """
 
     phase: ClassVar[Phase] = "decode"
@@ -218,13 +247,19 @@ class DecodeAttention:
         columns: int,
         attended: Attended,
         split_kv: SplitKV | None,
+        long: LongRows | None = None,
     ) -> None:
-        self.attended, self.split_kv = attended, split_kv
+        self.attended, self.split_kv, self.long = attended, split_kv, long
         self.prompts, self.drawn, self.lanes = prompts, drawn, lanes
         self.start, self.length, self.reach, self.columns = start, length, reach, columns
         self.masks: dict[tuple[Window, torch.dtype], Tensor] = {}
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}
         self.own: dict[int, Tensor] = {}
+        self.apart: DecodeAttention | None = None
+        if long is not None:
+            of_rows = (prompts, drawn, long.lanes, start[long.number], length[long.number])
+            how = {"attended": attended, "split_kv": None}
+            self.apart = DecodeAttention(*of_rows, reach=reach, columns=long.columns, **how)
 
     @torch.compiler.disable
     def attend(
@@ -239,12 +274,17 @@ class DecodeAttention:
         for buffer, new in zip(drawn, (key, value), strict=True):
             put_entries(buffer, self.places(heads), new)
         many = len(self.lanes.row) // self.lanes.wide
-        prompts = (x[:many, :, : self.reach] for x in self.prompts.of(module.layer_idx, key, value))
+        prompts = [x[:many, :, : self.reach] for x in self.prompts.of(module.layer_idx, key, value)]
         seen = (*prompts, *(x[:n, :, : self.columns] for x in drawn))
         if self.split_kv is not None:
             rows = (self.lanes.row, self.lanes.lane, self.start, self.length, self.lanes.wide)
             return self.split_kv(query[:, :, 0], *seen, *rows, how.scale, how.cap, how.window)[:, None]
-        return self.products(query, seen, how)
+        out = self.products(query, seen, how)
+        if self.long is not None:
+            number, columns = self.long.number, self.long.columns
+            seen = (*prompts, *(x[:, :, :columns].index_select(0, number) for x in drawn))
+            out.index_copy_(0, number, self.apart.products(query[number], seen, how))
+        return out
 
     def products(
         self, query: Float[Tensor, "n H 1 D"], seen: tuple[Tensor, ...], how: AttentionSpec

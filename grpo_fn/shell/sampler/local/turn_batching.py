@@ -1,13 +1,13 @@
-"""Continuous batching of episodes: a row whose turn has ended keeps its slot until its environment has answered.
+"""Continuous batching of episodes: a row whose turn has ended keeps a slot until its environment has answered.
 
-Its keys and values stay, the observation is read into its slot in one go, and other rows decode meanwhile. When a row
+Its keys and values stay, decode steps of other rows leave it out, and the observation is read in one go. When a row
 goes on is counted in decode steps, never in seconds: after `answer_steps` of them, or at once where no other row
 decodes, its answer is waited for. So what is computed together, and with it every bit of a row, does not depend on how
 fast environments answer. With `answer_steps` None rows go on as answers come, and rounding depends on the clock.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,27 @@ from grpo_fn.shell.episodes.episode_rows import EpisodeRows, GoesOn
 from grpo_fn.shell.sampler.local.continuous_batching import PREFILL, ContinuousBatching, DecodedRows
 from grpo_fn.shell.sampler.local.decode_step import Live, draw, forward_step
 from grpo_fn.shell.sampler.local.kv_cache import ChunkAttention
+
+PADDING = 256  # tokens of padding that cost about as much as another pass through the model
+
+
+def split_by_width(widths: Sequence[int], *, most: int, padding: int) -> Iterator[slice]:
+    """Rows that go through the model together, padded to the widest.
+
+    Args:
+        widths: tokens of each row, ascending.
+        most: tokens that go through the model at once, if there is more than one row.
+        padding: most of these tokens that may be padding.
+    """
+    first, tokens = 0, 0
+    for i, width in enumerate(widths):
+        whole = width * (i - first + 1)
+        if i > first and (whole > most or whole - tokens - width > padding):
+            yield slice(first, i)
+            first, tokens = i, 0
+        tokens += width
+    if widths:
+        yield slice(first, len(widths))
 
 
 class TurnBatching(ContinuousBatching):
@@ -73,6 +94,7 @@ class TurnBatching(ContinuousBatching):
             ]
         )
         self.paused[slot[asked]], self.due[slot[asked]] = True, self.steps + (self.rows.of.answer_steps or 0)
+        self.shape = None
         if len(over := slot[~asked]):
             super().leave(over, drawn, stopped)
 
@@ -84,20 +106,16 @@ class TurnBatching(ContinuousBatching):
             self.check()
             answers.append(self.rows.go_on(b))
         self.waited += time.perf_counter() - begun
-        self.paused[slot] = False
+        self.paused[slot], self.shape = False, None
         on = torch.tensor([answer is not None for answer in answers])
         if len(over := slot[~on]):
             super().leave(over, self.seen, torch.ones(len(self.seen), dtype=torch.bool))
         going = [(s, answer) for s, answer in zip(slot.tolist(), answers, strict=True) if answer is not None]
-        while going:  # not too many tokens at once
-            some, widest = 0, 0
-            for _, answer in going:
-                widest = max(widest, len(answer.observed) + 1)
-                if some and widest * (some + 1) > PREFILL:
-                    break
-                some += 1
-            self.observe(torch.tensor([s for s, _ in going[:some]]), [answer for _, answer in going[:some]])
-            going = going[some:]
+        going.sort(key=lambda of: len(of[1].observed))
+        widths = [len(answer.observed) + 1 for _, answer in going]
+        for some in split_by_width(widths, most=PREFILL, padding=PADDING):
+            chunk = going[some]
+            self.observe(torch.tensor([s for s, _ in chunk]), [answer for _, answer in chunk])
 
     def observe(self, slot: Int[Tensor, "m"], answers: Sequence[GoesOn]) -> None:
         """Observations into these rows, behind what they have; then the first token of their next turn is drawn."""
