@@ -30,7 +30,7 @@ def rehearse(library: Path) -> Rehearse:
 
     def run(program: str, *argv: str, seconds: float = 600.0, compiled: bool = False) -> dict[str, Any]:
         env = {**os.environ, "FAKE_CUDA_LIBRARY": str(library), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        env["PYTHONPATH"] = f"{HERE.parents[1]}:{HERE.parent}"
+        env["PYTHONPATH"] = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent, HERE.parent / "helpers")))
         if not compiled:
             env["TORCH_COMPILE_DISABLE"] = "1"  # Inductor writes kernels for a card, and there is none
         done = subprocess.run(
