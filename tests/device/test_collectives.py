@@ -17,7 +17,7 @@ def calls_by_rank(found: dict[str, Any]) -> dict[int, list[Call]]:
 
 
 def traced(rehearse, mesh: str, *asked: str) -> dict[int, list[Call]]:
-    """By rank; each has made an update of several micro-batches, and spoken to others before it and, of parts, in it."""
+    """By rank; each has made an update of several micro-batches, and spoken to others before it and, mostly, in it."""
     found = rehearse("trace_collectives.py", mesh, *asked)
     calls = calls_by_rank(found)
     for rank, one in found.items():

@@ -181,7 +181,7 @@ def in_process(rank: int, path: Path, trace: Callable[[int], Trace]) -> None:
     child = os.fork()
     if not child:
         try:
-            # Makes the thread pool that the fork broke: autograd's threads, two at once, would each begin to (an abort).
+            # Makes the thread pool that the fork broke: two threads of autograd at once would each begin to, and abort.
             torch.set_num_threads(1)
             path.write_text(json.dumps(trace(rank).plain()))
         except BaseException:
