@@ -7,6 +7,7 @@ import pytest
 from compare_traces import Call, Trace, calls_of, collectives, differences
 from meshes import MESHES, RANKS, mesh_files
 
+pytestmark = pytest.mark.xdist_group("fake_device")  # which one process builds, and the others wait for
 SUMS = ("reduce", "all_gather", "allgather")
 WHOLE = ("no_shard",)  # meshes whose ranks each have all weights and gradients: an update is a rank's own
 FOUR = (0, 1, 2, 3)

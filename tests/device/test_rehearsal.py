@@ -8,6 +8,7 @@ import json
 import pytest
 from count_step_budget import BUDGET, over_budget
 
+pytestmark = pytest.mark.xdist_group("fake_device")
 EXACT = "prng,gradients,rows,head,fp16,offload,compiled"
 
 

@@ -180,8 +180,8 @@ def test_what_cannot_be_captured_runs_as_written_and_says_so() -> None:
 @pytest.mark.parametrize(
     ("backend", "choice", "families"),
     [
-        ("aot_eager", "categorical", {"qwen3_untied": 1, "gemma2_capped": 3}),
-        pytest.param("aot_eager", "categorical", {"qwen3_untied": 3}, marks=pytest.mark.slow),
+        ("aot_eager", "categorical", {"gemma2_capped": 2}),
+        pytest.param("aot_eager", "categorical", {"qwen3_untied": 3, "gemma2_capped": 3}, marks=pytest.mark.slow),
         pytest.param("aot_eager", "gumbel_max", {"qwen3_untied": 3}, marks=pytest.mark.slow),
         pytest.param("inductor", "categorical", {"qwen3_untied": 3, "gemma2_capped": 3}, marks=pytest.mark.slow),
         pytest.param("inductor", "gumbel_max", {"qwen3_untied": 3}, marks=pytest.mark.slow),
