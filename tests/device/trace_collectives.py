@@ -215,5 +215,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
     os._exit(0)
