@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad
+from transformers import PretrainedConfig
 
 from grpo_fn.algo.step import from_trainer
 from grpo_fn.core import prng
@@ -33,8 +34,9 @@ from grpo_fn.rehearse.tracing.card_kernels import CardHeadKernels, head_kernels,
 from grpo_fn.rehearse.tracing.counting import CountingMode
 from grpo_fn.rehearse.tracing.host_transfers import following_shards
 from grpo_fn.rehearse.tracing.live_storages import LiveStorages
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
-from grpo_fn.shell.model.blocks import eager
+from grpo_fn.shell.model.blocks import eager, largest_block, small_block_reason
 from grpo_fn.shell.model.logprob_head import CARD_SHARE
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, load_and_shard
@@ -119,7 +121,7 @@ def rehearse(settings: Settings, checked: ValidatedPlan, asked: Asked) -> Rehear
     ):
         counted = _counted(calm, checked, asked, answers, mode, world, new, entropy)
         mode.close_chain()
-    return replace(counted, compiled=compiled_pieces(settings), notes=notes(settings, checked, answers))
+    return replace(counted, compiled=compiled_pieces(settings, checked.config), notes=notes(settings, checked, answers))
 
 
 def _counted(
@@ -203,13 +205,14 @@ def head_shape(settings: Settings, checked: ValidatedPlan, policy: FSDPPolicy, t
     )
 
 
-def compiled_pieces(settings: Settings) -> frozenset[str]:
+def compiled_pieces(settings: Settings, config: PretrainedConfig) -> frozenset[str]:
     """Pieces of a step whose blocks are compiled on a card; the sampler's steps are, however the trained blocks run."""
     deterministic = settings.compute.deterministic
-    plan = plan_blocks(settings.parallelism, None, deterministic=deterministic)
+    plan = plan_blocks(settings.parallelism, None, config=config, deterministic=deterministic)
     eagerly = function_and_knobs(plan.parallelism.compile)[0] is eager
     trained = () if eagerly else ("micro-batch", "last micro-batch", "log-probs")
-    steps = () if deterministic else (DECODING, *(without_it(DECODING, name) for name in (SPLIT_KV, JOINED)))
+    written = deterministic or small_block_reason(largest_block(hf.empty_model(config))) is not None
+    steps = () if written else (DECODING, *(without_it(DECODING, name) for name in (SPLIT_KV, JOINED)))
     return frozenset((*trained, *steps))
 
 
@@ -285,7 +288,8 @@ def notes(settings: Settings, checked: ValidatedPlan, answers: ModelAnswers) -> 
         found.append("the sampler's engine is not rehearsed: it has memory and time of its own")
     elif answers.grown_cache is not None:
         found.append(f"decoding is not rehearsed, as its cache grows: {answers.grown_cache}")
-    card = plan_blocks(settings.parallelism, None, deterministic=settings.compute.deterministic)
+    deterministic = settings.compute.deterministic
+    card = plan_blocks(settings.parallelism, None, config=checked.config, deterministic=deterministic)
     if function_and_knobs(card.parallelism.compile)[0] is not eager:
         found.append("compiled blocks: activations are counted as written, and each elementwise chain as one kernel")
     found.extend(card.notes)

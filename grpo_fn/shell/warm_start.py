@@ -109,19 +109,22 @@ def train_supervised(
 ) -> None:
     """Minimise the cross entropy of what each row teaches, in `plan.steps` updates of the supervised stage.
 
-    AdamW; the rate rises over a twentieth of the steps, then falls along a line to a tenth.
+    AdamW; the rate rises over a twentieth of the steps, then falls along a line to a tenth. Where the model is.
     """
+    device = next(model.parameters()).device
     decay = partial(optimizer.linear_decay, warmup=plan.steps // WARMUP_SHARE, total=plan.steps, final=FINAL)
     policy = PaddedPolicy(model, optimize=partial(optimizer.adamw, lr=plan.lr, **ADAMW), schedule=decay)
     knobs = {"epochs": 1, "minibatches": 1, "split": in_one_piece, "anchor": compare_as_given}
     for step in range(plan.steps):
-        batch = given_batch(tokenized_rows([next(rows) for _ in range(plan.rows)], tokenizer))
+        batch = given_batch(tokenized_rows([next(rows) for _ in range(plan.rows)], tokenizer, device))
         (learned,) = learn_given(policy, batch, UNMOVED, objective=CROSS_ENTROPY, **knobs)
         if (step + 1) % 100 == 0 or step + 1 == plan.steps:
             report(f"[warm start] step {step + 1}/{plan.steps} loss {learned.objective:.3f}")
 
 
-def tokenized_rows(rows: Sequence[Sequence[Segment]], tokenizer: PreTrainedTokenizerBase) -> Rollout:
+def tokenized_rows(
+    rows: Sequence[Sequence[Segment]], tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> Rollout:
     """Rows of a supervised stage, of segments that become tokens by themselves; one that is taught ends with EOS."""
     eos = tokenizer.eos_token_id
     tokens = iter(tokenizer([text for row in rows for text, _ in row])["input_ids"])
@@ -131,9 +134,9 @@ def tokenized_rows(rows: Sequence[Sequence[Segment]], tokenizer: PreTrainedToken
         read = [one for segment, _ in segments for one in segment]
         shown.append(Demonstration(read, [taught for segment, taught in segments for _ in segment]))
     texts = ["".join(text for text, _ in row) for row in rows]
-    return given_rows(shown, texts, pad=eos, device=torch.device("cpu"))
+    return given_rows(shown, texts, pad=eos, device=device)
 
 
 def in_one_piece(batch: Batch) -> list[Int[Tensor, "B"]]:
     """All rows of a batch as one micro-batch."""
-    return [torch.arange(len(batch.mask))]
+    return [torch.arange(len(batch.mask), device=batch.mask.device)]

@@ -83,7 +83,7 @@ def build(
 
     Raises ValueError, before any weights are loaded, for a folder, prompts or a number of ranks that do not fit.
     """
-    s, said = settle_blocks(with_record(settings, request.run_dir, world.rank), world.device)
+    s, said = settle_blocks(with_record(settings, request.run_dir, world.rank), checked.config, world.device)
     prepare_process(world.device, deterministic=s.compute.deterministic)
     check_ranks(s, request, world)
     key = prng.key(s.seed, device="cpu")

@@ -49,14 +49,17 @@ def no_report(text: str) -> None:
     """Prints nothing: of a rank other than 0, and of a replay, which starts no run."""
 
 
-def settle_blocks(settings: Settings, device: torch.device) -> tuple[Settings, tuple[str, ...]]:
+def settle_blocks(
+    settings: Settings, config: PretrainedConfig, device: torch.device
+) -> tuple[Settings, tuple[str, ...]]:
     """The settings with `mesh.Parallelism.compile` as it is on the device; what a start says of it, and of attention.
 
     Args:
         settings: of the run.
+        config: of the model.
         device: of this rank.
     """
-    found = plan_blocks(settings.parallelism, device, deterministic=settings.compute.deterministic)
+    found = plan_blocks(settings.parallelism, device, config=config, deterministic=settings.compute.deterministic)
     attends = attention_note(settings.compute.attention, hf.find_dtype(settings.compute.dtype), device)
     return replace(settings, parallelism=found.parallelism), (*found.notes, *attends)
 

@@ -24,6 +24,7 @@ from grpo_fn.rehearse.changes import (
 from grpo_fn.rehearse.figures import figures as figures_of
 from grpo_fn.rehearse.rehearsal import Rehearsal
 from grpo_fn.rehearse.table import size
+from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
 
 BINDINGS = ["sections.Sampling.max_new_tokens=24", "sections.PolicyUpdate.micro_tokens=512"]
@@ -50,6 +51,13 @@ def rehearsed(path: Path, *more: str, files: tuple[str, ...] = ("scale/bf16.gin"
     return run.main([*given, *(word for one in bound for word in ("--gin_param", one)), "--rehearse", *more])
 
 
+@pytest.fixture
+def small_blocks_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of these tests are rehearsed as larger ones are."""
+    monkeypatch.setattr(blocks, "SMALL_BLOCK", 0)
+
+
+@pytest.mark.usefixtures("small_blocks_compile")
 def test_a_table_of_memory_work_collectives_and_time(tmp_path, capsys, monkeypatch):
     seen = []
     monkeypatch.setattr(command, "figures", lambda *given: (seen.append(given[0]), figures_of(*given))[1])
@@ -145,6 +153,15 @@ def test_what_does_not_fit_is_said_with_the_phase_and_what_holds_it(tmp_path, ca
     assert "GB too many; the largest: " in second
 
 
+def test_small_blocks_are_said_to_run_as_written(tmp_path, capsys):
+    assert rehearsed(folder(tmp_path / "m")) == 0
+    out = capsys.readouterr().out
+    assert "blocks run as written, not compiled as is the default on CUDA: a block has " in out
+    assert BLOCKS_COMPILED not in out
+    assert STEPS_COMPILED not in out
+
+
+@pytest.mark.usefixtures("small_blocks_compile")
 def test_blocks_are_rehearsed_as_written_and_it_is_said_where_a_card_has_them_compiled(tmp_path, capsys):
     path, counted = folder(tmp_path / "m"), "compiled blocks: activations are counted as written"
     for more, said in [

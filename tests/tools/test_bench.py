@@ -188,6 +188,6 @@ def test_a_program_is_watched_until_it_ends(tmp_path: Path) -> None:
 def test_a_scale_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["trl", "--scale", "tiny,huge"]) == 2
     assert (
-        "got huge, wanted some of tiny, arithmetic, calculator_tiny, calculator, calculator_described, small"
-        in capsys.readouterr().err
+        "got huge, wanted some of tiny, arithmetic, calculator_tiny, calculator, calculator_described, "
+        "calculator_card, small" in capsys.readouterr().err
     )

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import VOCABULARY, qwen2_tied
+from transformers import Qwen2Config
 
 from grpo_fn.config import load_config
 from grpo_fn.shell.model import blocks
@@ -14,6 +15,7 @@ from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.trainer import sections
 from grpo_fn.trainer.checks import device_plan
 from grpo_fn.trainer.checks.device_plan import (
+    BlockPlan,
     decoding_note,
     plan_blocks,
     planned_chunk,
@@ -25,6 +27,8 @@ from grpo_fn.trainer.checks.dry_run import dry_run_lines
 from grpo_fn.trainer.checks.validate import validate
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
+SMALL = Qwen2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+LARGE = Qwen2Config(hidden_size=256, intermediate_size=768, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,17 @@ def test_projections_in_one_product_are_named_and_why_others_are_not() -> None:
     assert "gate_proj + up_proj apart (got layers of Linear (adapters), wanted torch.nn.Linear)" in some
 
 
+def plan(
+    parallelism: Parallelism,
+    device: torch.device | None,
+    *,
+    config: Qwen2Config = LARGE,
+    deterministic: bool = False,
+) -> BlockPlan:
+    """Of blocks that are worth compiling, unless the test says otherwise."""
+    return plan_blocks(parallelism, device, config=config, deterministic=deterministic)
+
+
 def spread(*files: str) -> Parallelism:
     """Of the arithmetic run, with files over it."""
     return sections.Settings(**load_config(["run/arithmetic.gin", *files], []).kwargs()).parallelism
@@ -101,19 +116,20 @@ def able_card(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("able_card")
 @pytest.mark.parametrize("device", [CARD, None])
 def test_blocks_are_compiled_on_a_card_unless_the_configuration_rules_it_out(device: torch.device | None) -> None:
-    planned = plan_blocks(spread(), device, deterministic=False)
+    planned = plan(spread(), device)
     assert (planned.parallelism.compile.func, planned.parallelism.compile.keywords) == (
         blocks.torch_compile,
         {"mode": "default"},
     )
     assert planned.notes == ("blocks are compiled, the default on CUDA",)
     ruled_out = {
-        "sections.Compute.deterministic is True": plan_blocks(spread(), device, deterministic=True),
-        "mesh.Parallelism.tp is 2": plan_blocks(spread("scale/tensor_parallel.gin"), device, deterministic=False),
-        "blocks.selective_checkpointing": plan_blocks(
-            replace(spread(), activation_checkpointing=blocks.selective_checkpointing), device, deterministic=False
+        "sections.Compute.deterministic is True": plan(spread(), device, deterministic=True),
+        "mesh.Parallelism.tp is 2": plan(spread("scale/tensor_parallel.gin"), device),
+        "blocks.selective_checkpointing": plan(
+            replace(spread(), activation_checkpointing=blocks.selective_checkpointing), device
         ),
     }
+    ruled_out["a block has "] = plan(spread(), device, config=SMALL)
     for reason, planned in ruled_out.items():
         assert planned.parallelism.compile is blocks.eager, reason
         (line,) = planned.notes
@@ -121,12 +137,12 @@ def test_blocks_are_compiled_on_a_card_unless_the_configuration_rules_it_out(dev
 
 
 def test_on_a_cpu_blocks_run_as_written_and_a_choice_of_the_configuration_stays() -> None:
-    planned = plan_blocks(spread(), CPU, deterministic=False)
+    planned = plan(spread(), CPU)
     assert planned.parallelism == replace(spread(), compile=blocks.eager)
     assert planned.notes == ()
     for chosen in (replace(spread(), compile=blocks.eager), spread("scale/compiled.gin")):
         for device in (CPU, CARD, None):
-            assert plan_blocks(chosen, device, deterministic=False) == (chosen, ())
+            assert plan(chosen, device) == (chosen, ())
 
 
 @pytest.mark.usefixtures("able_card")
@@ -141,7 +157,7 @@ def test_on_a_cpu_blocks_run_as_written_and_a_choice_of_the_configuration_stays(
 )
 def test_blocks_run_as_written_where_the_machine_cannot_compile_them(monkeypatch, lacking, reason) -> None:
     lacking(monkeypatch)
-    planned = plan_blocks(spread(), CARD, deterministic=False)
+    planned = plan(spread(), CARD)
     assert planned.parallelism.compile is blocks.eager
     assert reason in planned.notes[0]
-    assert plan_blocks(spread(), None, deterministic=False).parallelism.compile is not blocks.eager  # not this machine
+    assert plan(spread(), None).parallelism.compile is not blocks.eager  # not this machine

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from grpo_fn.config import load_config
 from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
@@ -17,6 +18,7 @@ from grpo_fn.trainer.plan import Plan
 from grpo_fn.trainer.start_lines import device_text, no_report, plan_lines, rank_line, report_start, settle_blocks
 
 CPU = torch.device("cpu")
+CONFIG = Qwen2Config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
 
 
 def one_of_two(rank: int) -> World:
@@ -30,7 +32,7 @@ def one_of_two(rank: int) -> World:
 def settings() -> sections.Settings:
     files = ["run/arithmetic.gin", "scale/full_shard.gin"]
     made = sections.Settings(**load_config(files, ["sections.PolicyUpdate.min_micro_batches=4"]).kwargs())
-    return settle_blocks(made, CPU)[0]
+    return settle_blocks(made, CONFIG, CPU)[0]
 
 
 def test_a_rank_is_one_line_with_its_device_mesh_precision_and_share_of_the_rows(settings, monkeypatch) -> None:
@@ -79,8 +81,8 @@ def test_a_start_on_a_card_says_what_float32_costs_and_what_rows_attend_in(setti
     for dtype in (torch.float32, torch.bfloat16):
         costs = [line for line in plan_lines(plan, [], 1, world, dtype) if line.startswith("float32 on a GPU")]
         assert costs == precision_notes(dtype, card)
-    assert settle_blocks(settings, card)[1] == (*attention_note("sdpa", torch.float32, card),)
-    assert settle_blocks(settings, CPU)[1] == ()
+    assert settle_blocks(settings, CONFIG, card)[1] == (*attention_note("sdpa", torch.float32, card),)
+    assert settle_blocks(settings, CONFIG, CPU)[1] == ()
 
 
 def test_ranks_whose_trials_chose_different_head_kernels_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

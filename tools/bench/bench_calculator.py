@@ -4,8 +4,10 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import bench_reward
+import torch
 
 from grpo_fn.core import prng
 from grpo_fn.environments.tools import describe_tools
@@ -18,25 +20,38 @@ HELD_OUT = 128
 MAX_TURNS = 3
 TOTAL = 128  # tokens of a slot of ours: more than the question, all that is sampled and two observations
 DESCRIPTION = describe_tools({"calculator": bench_reward.calculator})  # the tool's schema, as chat templates write it
-ROWS, LR = 16, 3e-3  # of the warm start, which shows nothing but calls of the tool
-INITIALIZER_RANGE = 0.07  # that of gin/run/calculator.gin
+ROWS = 16  # of the warm start, which shows nothing but calls of the tool
 
 
-def make(shape: Shape, *, warm_start: int, instructions: str, count: int, folder: Path) -> list[str]:
+class CalculatorWork(Protocol):
+    """What is asked of the model: `bench_work.Work`."""
+
+    shape: Shape
+    warm_start: int
+    warm_start_lr: float
+    initializer_range: float
+    instructions: str
+
+
+def make(work: CalculatorWork, *, count: int, folder: Path) -> list[str]:
     """Write a model that calls the calculator and so many questions to `folder`; returns what episodes begin with."""
+    instructions = work.instructions
     recipe = tiny_tool_model.ToolRecipe(
         max_value=MAX_VALUE,
         test_size=HELD_OUT,
         instructions=instructions,
         before="\n",
         after="\n",
-        shape=shape,
-        initializer_range=INITIALIZER_RANGE,
-        warm_start=tiny_tool_model.ToolWarmStart(steps=warm_start, rows=ROWS, lr=LR, tool_share=1.0),
+        shape=work.shape,
+        initializer_range=work.initializer_range,
+        warm_start=tiny_tool_model.ToolWarmStart(
+            steps=work.warm_start, rows=ROWS, lr=work.warm_start_lr, tool_share=1.0
+        ),
         seed=0,
         cache=str(folder),
     )
-    tiny_tool_model.make_tool_model(recipe, folder / "model", report=partial(print, file=sys.stderr, flush=True))
+    device, report = "cuda" if torch.cuda.is_available() else "cpu", partial(print, file=sys.stderr, flush=True)
+    tiny_tool_model.make_tool_model(recipe, folder / "model", device=device, report=report)
     task, key = calculation.task(max_value=MAX_VALUE, test_size=HELD_OUT), prng.key(1, device="cpu")
     questions = list(dict.fromkeys(task.train(key, uid).prompt for uid in range(2 * count)))[:count]
     rows = [{"prompt": question, "answer": "0"} for question in questions]
@@ -57,6 +72,7 @@ sections.Episodes:
     chat_format = @chat_format.text
     max_turns = {max_turns}
     max_turn_tokens = {new_tokens}
+    workers = {workers}
 sections.Sampling.max_total_tokens = {total_tokens}
 tool_use.environment:
     tools = [@bench_reward.calculator]

@@ -4,7 +4,15 @@ import argparse
 from pathlib import Path
 
 TRL_PYTHON = ".venv-trl"  # beside the project, made when --trl_python names none
-TRL_SCALES = ("tiny", "arithmetic", "calculator_tiny", "calculator", "calculator_described", "small")  # of bench_work
+TRL_SCALES = (
+    "tiny",
+    "arithmetic",
+    "calculator_tiny",
+    "calculator",
+    "calculator_described",
+    "calculator_card",
+    "small",
+)  # of bench_work
 GROWTH_SIZES = ("tiny", "usual")  # of bench_growth.SIZES
 RANK_SIZES = ("tiny", "small", "0.5b")  # of bench_rank.SIZES
 

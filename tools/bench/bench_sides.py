@@ -128,7 +128,8 @@ def watched(command: list[str], folder: Path, begun: Path, *, threads: int, dead
     Raises RuntimeError with the end of what it printed when it fails, and TimeoutError when it takes too long.
     """
     settings = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    settings |= {"PYTHONPATH": str(TOOLS), "TOKENIZERS_PARALLELISM": "false"}
+    paths = [str(TOOLS), os.environ.get("PYTHONPATH", "")]
+    settings |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TOKENIZERS_PARALLELISM": "false"}
     log, until = folder / "log.txt", time.monotonic() + deadline
     with log.open("w") as printed:
         program = subprocess.Popen(

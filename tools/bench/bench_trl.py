@@ -30,7 +30,7 @@ class Bar(NamedTuple):
 
 BARS = {
     **dict.fromkeys(("tiny", "calculator_tiny"), Bar(None, None)),
-    **dict.fromkeys(("arithmetic", "calculator", "calculator_described"), Bar(2.5, None)),
+    **dict.fromkeys(("arithmetic", "calculator", "calculator_described", "calculator_card"), Bar(2.5, None)),
     "small": Bar(3.0, 1 / 3),
 }
 
@@ -125,8 +125,9 @@ def against(bar: Bar, ours: Measured, theirs: Measured) -> Iterable[str]:
 
 
 def row(what: str, ours: float, theirs: float, form: str, bar: str) -> str:
-    """One line: both figures, and ours over theirs."""
-    return f"| {what} | {ours:{form}} | {theirs:{form}} | {ours / theirs:.2f}x | {bar} |"
+    """One line: both figures, and ours over theirs, where theirs is not zero."""
+    ratio = f"{ours / theirs:.2f}x" if theirs else ""
+    return f"| {what} | {ours:{form}} | {theirs:{form}} | {ratio} | {bar} |"
 
 
 def phases(ours: Measured) -> Iterable[str]:
@@ -145,6 +146,7 @@ def settings(args: argparse.Namespace, versions: dict[str, dict[str, str]]) -> I
     yield RAN.format(
         rows=f"{args.trl_rows} rows" if args.trl_rows else "all rows",
         generation={"regular": "`generate`", "continuous": "continuous batching"}[args.trl_generation],
+        dtypes=" and ".join(dict.fromkeys(bench_work.SCALES[name].dtype for name in args.scale.split(","))),
     )
     if "calculator" in args.scale:
         yield EPISODES
@@ -156,8 +158,8 @@ def settings(args: argparse.Namespace, versions: dict[str, dict[str, str]]) -> I
 EPISODES = """Calculator: a completion is an episode of at most three turns. The model has been shown nothing but calls
 of the tool for a short while, so it calls it nearly always. Tool, reward and the text around what it gives are the
 same on both sides; of the tokens that a row may have behind its prompt, ours counts those that were sampled, TRL's all.
-Ours: the tool runs in a process of its own, as ever, which is asked for every turn: `environments` is the seconds of
-all calls together, and `environment_wait` those of generation in which nothing was decoded. TRL:
+Ours: the tool runs in processes of its own, one for four cores, which are asked for every turn: `environments` is the
+seconds of all calls together, and `environment_wait` those of generation in which nothing was decoded. TRL:
 `GRPOTrainer(tools=[calculator])`, which calls the function in its own process; its tokenizer is given a chat template
 and a response template for the model's format."""
 
@@ -165,7 +167,7 @@ RAN = """## What ran
 
 Both: whole programs, one at a time, on the same model folder and file of prompts; the same reward, a function of the
 text; GRPO's clipped ratio, averaged over a row and then over rows, no reference model; AdamW (fused) at the same
-constant rate, gradients clipped at 1; one update a step, on all rows; temperature 1, the full support; float32. No
+constant rate, gradients clipped at 1; one update a step, on all rows; temperature 1, the full support; {dtypes}. No
 length is forced: with random weights a completion ends with probability 1/vocabulary at each token, on both sides. A
 step lasts from the end of the one before to its own end.
 
@@ -174,8 +176,9 @@ and pages of signals; TRL has nothing like them. On, as ever: metrics.jsonl, Ten
 rollout stored, rewards in a process of their own. No part of a step: an evaluation of one problem before and after, the
 checkpoint at the end.
 
-TRL: `GRPOTrainer` with `use_cpu`, transformers' {generation}, {rows} in a micro-batch, `gradient_checkpointing` off,
-`loss_type="grpo"`. Off: checkpoints, evaluation, `report_to`, the progress bar. On, as ever: a line of figures a step.
+TRL: `GRPOTrainer` on the same device, transformers' {generation}, {rows} in a micro-batch,
+`gradient_checkpointing` off, `loss_type="grpo"`. Off: checkpoints, evaluation, `report_to`, the progress bar. On, as
+ever: a line of figures a step.
 
 Processor seconds: of the program from its first step to its end, over all its steps, warm-up and what follows the last
 step included; they depend less on what else the machine does. Memory: the most that a program had resident (VmHWM) and

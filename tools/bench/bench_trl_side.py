@@ -29,7 +29,7 @@ def main(work: Path, out: Path) -> int:
     seen = noting(transformers.TrainerCallback)(out)
     trainer = trl.GRPOTrainer(
         model=shared["model"],
-        args=trl.GRPOConfig(**settings(shared, out.parent / "trl")),
+        args=trl.GRPOConfig(**settings(shared, out.parent / "trl", on_card=torch.cuda.is_available())),
         reward_funcs=bench_reward.trl_episodes if shared["max_turns"] else bench_reward.trl,
         train_dataset=datasets.load_dataset(
             "json",
@@ -84,8 +84,8 @@ def with_tools(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def settings(shared: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields of GRPOConfig: the work, and the fastest that it has for a CPU."""
+def settings(shared: dict[str, Any], folder: Path, *, on_card: bool) -> dict[str, Any]:
+    """The fields of GRPOConfig: the work, and the fastest that it has."""
     rows = shared["prompts"] * shared["group_size"]
     micro = shared["trl_rows"] or rows
     continuous = shared["trl_generation"] == "continuous"
@@ -112,9 +112,9 @@ def settings(shared: dict[str, Any], folder: Path) -> dict[str, Any]:
         "loss_type": "grpo",
         "scale_rewards": "group",
         "seed": 0,
-        # How: float32, nothing computed twice, nothing written besides a line of figures a step.
-        "use_cpu": True,
-        "bf16": False,
+        # How: weights in float32, nothing computed twice, nothing written besides a line of figures a step.
+        "use_cpu": not on_card,  # ours takes a card where there is one, too
+        "bf16": shared["dtype"] == "bfloat16",
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
         "gradient_checkpointing": False,
         "optim": "adamw_torch_fused",

@@ -1,6 +1,7 @@
 """The work that `tools/bench trl` gives to both sides: a model folder, prompts in a file, and how much of it."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,16 +31,27 @@ class Work(NamedTuple):
     logits_chunk_elements: int  # of ours, logits in one chunk of the head
     warm_start: int = 0  # supervised steps towards calls of the calculator; 0: none, and completions instead
     instructions: str = ""  # system message of an episode
+    warm_start_lr: float = 3e-3
+    initializer_range: float = 0.07  # that of gin/run/calculator.gin
+    dtype: str = "float32"  # that both sides compute in, over weights in float32
 
 
-def shape(vocabulary: int, hidden: int, layers: int, heads: int, intermediate: int, positions: int) -> tiny_model.Shape:
-    """A Qwen2's sizes, with as many key and value heads as others."""
+def shape(
+    vocabulary: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    intermediate: int,
+    positions: int,
+    kv_heads: int | None = None,
+) -> tiny_model.Shape:
+    """A Qwen2's sizes; without `kv_heads` as many key and value heads as others."""
     return tiny_model.Shape(
         vocabulary=vocabulary,
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=heads,
+        kv_heads=kv_heads or heads,
         intermediate=intermediate,
         positions=positions,
     )
@@ -53,6 +65,14 @@ SCALES = {
     "calculator_described": Work(
         shape(276, 128, 2, 4, 384, 512), 16, 16, 0, 64, 16_384, 2**24, 400, bench_calculator.DESCRIPTION
     ),
+    # The blocks of Qwen2.5-0.5B, for a card.
+    "calculator_card": Work(
+        shape(276, 896, 24, 14, 4864, 160, kv_heads=2),
+        *(16, 16, 0, 64, 16_384, 2**24, 250),
+        warm_start_lr=3e-4,
+        initializer_range=0.02,
+        dtype="bfloat16",
+    ),
     "small": Work(shape(32_000, 384, 8, 6, 1024, 256), 8, 8, 64, 128, 2048, 2**26),
 }
 LR, BETA2 = 1e-6, 0.99
@@ -62,8 +82,7 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
     """Write the model and the prompts of so many steps to `folder`; returns the settings that both sides share."""
     count = work.prompts * steps + 1  # one is held out: a run of ours has to hold out
     if work.warm_start:
-        how = {"warm_start": work.warm_start, "instructions": work.instructions, "count": count, "folder": folder}
-        asked = bench_calculator.make(work.shape, **how)
+        asked = bench_calculator.make(work, count=count, folder=folder)
     else:
         asked = make_random(work, count, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -74,6 +93,7 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
         "chats_file": str(folder / "chats.jsonl") if work.warm_start else None,
         "max_turns": bench_calculator.MAX_TURNS if work.warm_start else None,
         "instructions": work.instructions,
+        "workers": max(1, (os.cpu_count() or 1) // 4),  # of the environment, for calls that come at once
         "total_tokens": bench_calculator.TOTAL + len(tokenizer(work.instructions)["input_ids"]),
         "parameters": sum(p.numel() for p in model.parameters()),
         "prompt_tokens": sum(len(tokenizer(prompt)["input_ids"]) for prompt in asked) / len(asked),
@@ -85,6 +105,7 @@ def make(work: Work, steps: int, folder: Path) -> dict[str, Any]:
         "steps": steps,
         "lr": LR,
         "beta2": BETA2,
+        "dtype": work.dtype,
     }
 
 
@@ -178,6 +199,7 @@ DATA = "{prompts_file}"
 PROMPT_FIELD = "prompt"
 
 train.train.model = "{model}"
+sections.Compute.dtype = "{dtype}"
 step.Algorithm.prompts = {prompts}
 step.Algorithm.group_size = {group_size}
 sections.Sampling.max_new_tokens = {new_tokens}

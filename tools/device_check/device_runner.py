@@ -5,16 +5,16 @@ A check that fails takes its process with it: the next one begins in a fresh one
 Nothing here needs torch; what a check needs it imports where it runs.
 """
 
-import faulthandler
 import gc
 import importlib
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from multiprocessing.connection import Connection
@@ -122,7 +122,7 @@ def in_one_process(checks: Sequence[Check], setting: Setting, until: float) -> I
             got = answer(mine, process, check.name, deadline + GRACE)
             if isinstance(got, str):
                 # Late because the run's limit cut its time short, it was not given what it may take.
-                cut = deadline < check.deadline and process.is_alive()
+                cut = deadline < check.deadline and time.monotonic() - since >= deadline
                 said = f"had {deadline:.0f} of its {check.deadline:g} s before the run's limit" if cut else got
                 got = Outcome(check, LEFT_OUT if cut else FAILED, (), said, time.monotonic() - since)
                 yield got
@@ -167,20 +167,39 @@ def attempted(check: Check, setting: Setting, *, stacks: bool = False) -> Outcom
     """What comes of the check here and now. With `stacks` a late one prints where it stands."""
     if check.only_cuda and setting.device == "cpu":
         return Outcome(check, LEFT_OUT, (), f"needs CUDA: {check.only_cuda}", 0.0)
-    if stacks:
-        faulthandler.dump_traceback_later(check.deadline)
     begun = time.perf_counter()
     try:
-        state, figures, said = OK, tuple(found(check.where)(setting)), ""
+        with stacks_after(check.deadline) if stacks else nullcontext():
+            state, figures, said = OK, tuple(found(check.where)(setting)), ""
     except LeftOut as reason:
         state, figures, said = LEFT_OUT, (), str(reason)
     except Exception as error:
         traceback.print_exc()
         state, figures, said = FAILED, (), one_line(error)
-    finally:
-        if stacks:
-            faulthandler.cancel_dump_traceback_later()
     return Outcome(check, state, figures, said, time.perf_counter() - begun)
+
+
+@contextmanager
+def stacks_after(seconds: float) -> Iterator[None]:
+    """Print where every thread stands, unless the context is left before.
+
+    By a thread that holds Python's lock: faulthandler, which needs none, ended the process at frames of torch.compile
+    (torch 2.11, Python 3.12).
+    """
+    timer = threading.Timer(seconds, print_stacks)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def print_stacks() -> None:
+    """Where every thread of this process stands, on standard error."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        print(f"thread {names.get(ident, ident)}:", *traceback.format_stack(frame), file=sys.stderr, flush=True)
 
 
 def found(where: str) -> Callable[[Setting], Sequence[Figure]]:

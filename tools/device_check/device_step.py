@@ -13,6 +13,7 @@ import torch
 from device_parts import KEY, Bench, built, forget, peak, problems, require, scale, wait
 from device_runner import Figure, Setting
 from device_shapes import QWEN_HALF, folder, sized
+from transformers import AutoConfig
 
 from grpo_fn.algo.step import AT_THE_START, grpo_step
 from grpo_fn.core import prng
@@ -96,7 +97,8 @@ def grpo(setting: Setting) -> list[Figure]:
     """0.5B in bfloat16 with float32 weights and moments; blocks as a run has them, compiled on a card."""
     work = Work(2, 3, 4, 6, 1) if setting.tiny else Work(32, 16, 128, 512, 2)
     model = folder(setting, sized(setting, QWEN_HALF))
-    execution = plan_blocks(scale(compile=compiled_on_cuda), torch.device(setting.device), deterministic=False)
+    device, config = torch.device(setting.device), AutoConfig.from_pretrained(model)
+    execution = plan_blocks(scale(compile=compiled_on_cuda), device, config=config, deterministic=False)
     bench = built(setting, model, torch.bfloat16, micro_tokens=32_768, compile=execution.parallelism.compile)
     steps = taken(bench, work, setting.device)
     took = statistics.median(steps.seconds)

@@ -119,6 +119,9 @@ def _recompute(forward: Forward, contexts: Contexts, *args: Any, **kwargs: Any) 
 # -- execution
 
 COMPILES_FROM = (7, 0)  # compute capability that Triton, and so Inductor, writes code for
+# Weights of a block below which nothing is compiled by default: it takes minutes of each start, and saves milliseconds
+# of a step.
+SMALL_BLOCK = 500_000
 
 
 def eager(block: nn.Module) -> None:
@@ -130,10 +133,10 @@ def eager(block: nn.Module) -> None:
 
 
 def compiled_on_cuda(block: nn.Module) -> None:
-    """`torch_compile` in mode "default" on a CUDA device; `eager` elsewhere. The default of a run.
+    """`torch_compile` in mode "default" on a CUDA device; `eager` elsewhere and for small blocks. The default of a run.
 
     A run settles which of the two it is before a model is loaded (`device_plan.plan_blocks`): on CUDA, too, the blocks
-    run as written where compiled ones are refused.
+    run as written where compiled ones are refused, or have fewer than SMALL_BLOCK weights.
 
     Args:
         block: a transformer block with its weights in place, changed in place.
@@ -146,23 +149,44 @@ def compiled_on_cuda(block: nn.Module) -> None:
         raise ValueError(
             "blocks.compiled_on_cuda: got a block on the meta device, wanted one with its weights in place"
         )
-    if device == "cuda":
+    if device == "cuda" and small_block_reason(count_weights(block)) is None:
         torch_compile(block, mode="default")
 
 
-def execution_on(device: torch.device, execute: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+def execution_on(
+    device: torch.device, execute: Callable[[nn.Module], None], *, weights: int
+) -> Callable[[nn.Module], None]:
     """How blocks that are still on the meta device will run: `compiled_on_cuda` as what it is there.
 
     Args:
         device: where they will compute.
         execute: what was chosen, such as `mesh.Parallelism.compile`.
+        weights: of the largest block.
 
     Returns:
         `torch_compile` in mode "default" or `eager` for `compiled_on_cuda`; any other choice as it is.
     """
     if function_and_knobs(execute)[0] is not compiled_on_cuda:
         return execute
-    return partial(torch_compile, mode="default") if device.type == "cuda" else eager
+    compiles = device.type == "cuda" and small_block_reason(weights) is None
+    return partial(torch_compile, mode="default") if compiles else eager
+
+
+def largest_block(model: nn.Module) -> int:
+    """Weights of the model's largest transformer block."""
+    return max(map(count_weights, blocks(model)))
+
+
+def count_weights(block: nn.Module) -> int:
+    """Weights of a block, of one that is spread over devices all of them."""
+    return sum(p.numel() for p in block.parameters())
+
+
+def small_block_reason(weights: int) -> str | None:
+    """Why blocks of so many weights are not worth compiling; None where they are."""
+    if weights >= SMALL_BLOCK:
+        return None
+    return f"a block has {weights:,} weights, and compiling pays from {SMALL_BLOCK:,}"
 
 
 def compile_unsupported_reason(device: torch.device) -> str | None:
@@ -235,8 +259,10 @@ def _compile(function: Forward, *, mode: str) -> Forward:
     from torch._dynamo import config  # importing these takes seconds, and torch.compile does it anyway
     from torch._inductor import list_mode_options
     from torch._inductor.config import decide_compile_threads
+    from torch.fx.experimental import _config as shapes
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    shapes.use_duck_shape = False  # sizes that are equal by chance at the first call may differ at the next
     # vLLM in the process sets Inductor's own number to 1, for all that is compiled after its import.
     options = {**list_mode_options(mode, dynamic=True), "compile_threads": decide_compile_threads()}
     return torch.compile(function, dynamic=True, options=options)

@@ -63,8 +63,10 @@ class ToolRecipe:
         return tiny_model.cached_folder("calculator", self, [__name__], make_tool_model)
 
 
-def make_tool_model(recipe: ToolRecipe, path: Path, *, report: Callable[[str], None] = print) -> None:
-    """Build, warm-start and write the model."""
+def make_tool_model(
+    recipe: ToolRecipe, path: Path, *, device: str = "cpu", report: Callable[[str], None] = print
+) -> None:
+    """Build, warm-start on the device and write the model."""
     task = calculation.task(max_value=recipe.max_value, test_size=recipe.test_size)
     key = prng.key(recipe.seed, device="cpu")
     rows = partial(demonstration, instructions=recipe.instructions, before=recipe.before, after=recipe.after)
@@ -76,7 +78,7 @@ def make_tool_model(recipe: ToolRecipe, path: Path, *, report: Callable[[str], N
     model = tiny_model.random_weights(config, seed=recipe.seed)
     shown = calculation.tool_demonstrations(task, prng.fold_in(key, 1), tool_share=recipe.warm_start.tool_share)
     taught = (rows(problem, use) for problem, use in shown)
-    warm_start.train_supervised(model, tokenizer, taught, recipe.warm_start, report=report)
+    warm_start.train_supervised(model.to(device), tokenizer, taught, recipe.warm_start, report=report)
     hf.export(model, tokenizer, path)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import hf, load_weights, lora
-from grpo_fn.shell.model.blocks import blocks, execution_on
+from grpo_fn.shell.model.blocks import blocks, execution_on, largest_block
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.fsdp import ReferenceModel
@@ -119,7 +119,7 @@ class ModelSpec:
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
         """What becomes of every block before it is sharded, of a model that will compute on that device."""
-        execute = execution_on(device, self.parallelism.compile)
+        execute = execution_on(device, self.parallelism.compile, weights=largest_block(model))
         for block in blocks(model):
             execute(block)
             self.parallelism.activation_checkpointing(block)

@@ -68,12 +68,15 @@ class BlockPlan(NamedTuple):
     notes: tuple[str, ...]
 
 
-def plan_blocks(parallelism: Parallelism, device: torch.device | None, *, deterministic: bool) -> BlockPlan:
+def plan_blocks(
+    parallelism: Parallelism, device: torch.device | None, *, config: PretrainedConfig, deterministic: bool
+) -> BlockPlan:
     """`blocks.compiled_on_cuda` made `torch_compile` or `eager`; any other choice stays as it is.
 
     Args:
         parallelism: of the run.
         device: where it computes; None for a card that is not here, of which the configuration alone is known.
+        config: of the model.
         deterministic: `sections.Compute.deterministic`.
 
     Returns:
@@ -85,6 +88,8 @@ def plan_blocks(parallelism: Parallelism, device: torch.device | None, *, determ
     if device is not None and device.type != "cuda":
         return BlockPlan(replace(parallelism, compile=blocks.eager), ())
     reason = compile_refusal(parallelism, deterministic=deterministic)
+    if reason is None:
+        reason = blocks.small_block_reason(blocks.largest_block(hf.empty_model(config)))
     if reason is None and device is not None:
         reason = blocks.compile_unsupported_reason(device)
     if reason is None:

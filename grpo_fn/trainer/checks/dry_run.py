@@ -33,7 +33,9 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
         *replace(checked.plan, ranks=ranks, arrangement=shape, memory=memory).lines(),
         *engine,
         *(decoding_notes(checked.config, settings.lora, device) if local else []),
-        *plan_blocks(settings.parallelism, device, deterministic=settings.compute.deterministic).notes,
+        *plan_blocks(
+            settings.parallelism, device, config=checked.config, deterministic=settings.compute.deterministic
+        ).notes,
         *precision_notes(checked.dtype, device),
         *attention_note(settings.compute.attention, checked.dtype, device),
         *checked.task.notes,

@@ -356,9 +356,19 @@ def test_by_default_blocks_of_a_cpu_are_left_alone_and_those_without_a_place_ref
         compiled_on_cuda(block.to("meta"))
 
 
+def test_a_block_counts_all_its_weights_and_a_small_one_is_said_to_be_small() -> None:
+    model = family("qwen2_tied")
+    weights = block_changes.largest_block(model)
+    assert weights == sum(p.numel() for p in block_changes.blocks(model)[0].parameters()) > 0
+    assert f"{weights:,} weights" in block_changes.small_block_reason(weights)
+    assert block_changes.small_block_reason(block_changes.SMALL_BLOCK) is None
+
+
 def test_blocks_that_are_not_loaded_yet_run_as_their_device_to_be_has_it():
-    on_card = execution_on(torch.device("cuda", 0), compiled_on_cuda)
+    card, weights = torch.device("cuda", 0), block_changes.SMALL_BLOCK
+    on_card = execution_on(card, compiled_on_cuda, weights=weights)
     assert (on_card.func, on_card.keywords) == (torch_compile, {"mode": "default"})
-    assert execution_on(torch.device("cpu"), compiled_on_cuda) is eager
+    assert execution_on(card, compiled_on_cuda, weights=weights - 1) is eager
+    assert execution_on(torch.device("cpu"), compiled_on_cuda, weights=weights) is eager
     chosen = partial(torch_compile, mode="reduce-overhead")
-    assert execution_on(torch.device("cpu"), chosen) is chosen
+    assert execution_on(torch.device("cpu"), chosen, weights=1) is chosen

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 
 import pytest
+import torch
 
 from grpo_fn.core import prng
 from grpo_fn.core.environment import Message
@@ -68,7 +69,7 @@ def test_a_walk_is_the_row_of_an_episode(tokenizer):
             assert done == (number == len(moves)) or (number == len(moves) == 6)
             row += chat.extend(messages) if number < len(moves) else []
         lengths[len(moves)] += 1
-        shown = warm_start.tokenized_rows([taken], tokenizer)
+        shown = warm_start.tokenized_rows([taken], tokenizer, torch.device("cpu"))
         assert shown.tokens[0].tolist() == row
         assert shown.mask[0].nonzero().flatten().tolist() == learned
     assert len(lengths) > 1  # some have reached the exit

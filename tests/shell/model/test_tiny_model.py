@@ -135,7 +135,7 @@ def test_the_warm_start_lowers_the_loss_and_leaves_prompts_alone(tmp_path: Path)
     tokenizer = tiny_model.train_tokenizer(["How many? \\boxed{7}"] * 9, vocabulary=262)
     eos = tokenizer.eos_token_id
     shown = [[("How many?", False), ("7", True)], [("How?", False), ("77", True)]]
-    given = warm_start.tokenized_rows(shown, tokenizer)
+    given = warm_start.tokenized_rows(shown, tokenizer, torch.device("cpu"))
     assert given.text == ("How many?7", "How?77")
     for row, (prompt, answer) in enumerate((("How many?", "7"), ("How?", "77"))):
         p, a = (tokenizer(text)["input_ids"] for text in (prompt, answer))

@@ -5,6 +5,7 @@ from functools import partial
 from itertools import islice
 
 import pytest
+import torch
 
 from grpo_fn.core import prng
 from grpo_fn.core.environment import Message
@@ -52,7 +53,7 @@ def test_a_demonstration_is_the_row_of_an_episode(tokenizer, instructions):
             state, messages, reward, done = play.step(state, chat.parse(turn), 0)
             row += chat.extend(messages) if messages else []
         assert (reward, done) == (1.0, True)
-        shown = warm_start.tokenized_rows([shown_as(problem, True)], tokenizer)
+        shown = warm_start.tokenized_rows([shown_as(problem, True)], tokenizer, torch.device("cpu"))
         assert shown.tokens[0].tolist() == row
         assert shown.mask[0].nonzero().flatten().tolist() == learned
 

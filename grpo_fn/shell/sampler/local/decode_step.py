@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from grpo_fn.shell.model import packed_input
 from grpo_fn.shell.model.attention import install, unusable_mask
-from grpo_fn.shell.model.blocks import CompiledPart, blocks, compile_for_decoding
+from grpo_fn.shell.model.blocks import (
+    CompiledPart,
+    blocks,
+    compile_for_decoding,
+    largest_block,
+    small_block_reason,
+)
 from grpo_fn.shell.sampler.local.cuda_graphs import (
     CudaGraph,
     Eager,
@@ -50,6 +56,7 @@ TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 Layout = PrefillAttention | ChunkAttention | DecodeAttention
 
+FEWEST_ROWS = 8  # of a captured step, and prompts; fewer cost about as much, and torch compiles anew for a size of 1
 FEWEST_COLUMNS = 64  # that a captured step looks at where it attends by matrix products
 LOOK = 16  # steps between two looks at what has ended, where looking means waiting for the device
 KEEP = 1 / 8  # of a device's memory: what captured steps may hold while it is trained on for the first time
@@ -269,21 +276,22 @@ def captured_sizes(*, split_kv: bool) -> Sizes:
             differ by its splits alone.
     """
     columns = partial(graph_size, least=SPLIT if split_kv else FEWEST_COLUMNS)
-    return Sizes(partial(graph_size, least=1), columns, buffer_size, LOOK)
+    return Sizes(partial(graph_size, least=FEWEST_ROWS), columns, buffer_size, LOOK)
 
 
 def build_engine(model: nn.Module) -> DecodeEngine:
     """Steps that are compiled and captured where the model is whole on a CUDA device; as they are written elsewhere.
 
-    Under deterministic kernels nothing is compiled: generated code is tuned to the sizes that it meets first, and
-    rounds otherwise in a process that meets others.
+    Nothing is compiled for small blocks, nor under deterministic kernels: generated code is tuned to the sizes that it
+    meets first, and rounds otherwise in a process that meets others.
     """
     if not capturable(model):
         return DecodeEngine(model, sizes=Sizes(exact_size, exact_size, exact_size, 1), run=Eager(), code=WRITTEN)
     keep_logits_in_float32(model)
     split_kv = choose_split_kv(model)
     stepped = choose_joined_model(model, split_kv)
-    code = WRITTEN if torch.are_deterministic_algorithms_enabled() else compile_decode_parts(stepped)
+    written = torch.are_deterministic_algorithms_enabled() or small_block_reason(largest_block(model)) is not None
+    code = WRITTEN if written else compile_decode_parts(stepped)
     return DecodeEngine(
         model,
         sizes=captured_sizes(split_kv=split_kv is not None),

@@ -224,8 +224,9 @@ class LocalSampler:
             most = torch.tensor([rows.most(b) for b in range(len(u))], device=device)
             decoded = self._decode(rows.prompts, u, most, self._ended(problems, group_size, rows), rows)
         tokens = [row[:n] for row, n in zip(decoded.tokens.tolist(), decoded.length.tolist(), strict=True)]
-        masks = [torch.tensor([*row.mask()], device=device) for row in rows.rows]
-        logp = torch.cat([x[: len(mask)][mask] for x, mask in zip(decoded.logp, masks, strict=True)])
+        # All rows at once: on a card a mask of each row's own would be waited for row by row.
+        drawn = [b * width + t for b, row in enumerate(rows.rows) for t, sampled in enumerate(row.mask()) if sampled]
+        logp = decoded.logp.flatten()[torch.tensor(drawn, device=device)]
         return assemble_episodes(rows, tokens, logp, self.tokenizer)
 
     def _decode(
