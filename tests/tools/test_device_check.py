@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -144,6 +145,24 @@ def test_a_check_whose_time_the_limit_cut_short_is_left_out(monkeypatch: pytest.
     over = "the 3 s of the run were over"  # before it began, where a process took so long to start
     assert late.said == over or re.fullmatch(r"had [123] of its 30 s before the run's limit", late.said)
     assert fine.said == over
+
+
+def test_a_check_that_dies_after_its_time_was_cut_short_is_left_out() -> None:
+    (late,) = apart([fake("late_and_fatal")], NOWHERE, 3.0)
+    assert late.state == LEFT_OUT, late.said
+
+
+def test_a_late_check_prints_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    begun, names = time.monotonic(), "thread MainThread:"
+    with device_runner.stacks_after(0.05):
+        while names not in (said := capsys.readouterr().err) and time.monotonic() - begun < 10:
+            time.sleep(0.05)
+    assert names in said
+    assert "test_a_late_check_prints_where_it_stands" in said
+    with device_runner.stacks_after(0.2):
+        pass
+    time.sleep(0.4)
+    assert capsys.readouterr().err == ""
 
 
 def test_every_check_belongs_to_one_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
