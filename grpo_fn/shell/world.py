@@ -5,13 +5,14 @@ for others has a deadline and a name, so that a run never hangs in silence: eith
 `LostRank`, or a watching thread ends the process and says where it was.
 """
 
+import faulthandler
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.shell.background_worker import BackgroundWorker
-from grpo_fn.shell.thread_stacks import print_stacks
 
 T = TypeVar("T")
 
@@ -175,8 +175,7 @@ class World:
             f"wanted at most {self.deadline:g}; the same command goes on from the newest checkpoint"
         )
         print(message, file=sys.stderr, flush=True)
-        with suppress(Exception):  # the exit code is the same without
-            print_stacks()
+        faulthandler.dump_traceback(all_threads=True)
         os._exit(EXIT_LOST)
 
 
