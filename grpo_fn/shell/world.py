@@ -5,14 +5,13 @@ for others has a deadline and a name, so that a run never hangs in silence: eith
 `LostRank`, or a watching thread ends the process and says where it was.
 """
 
-import faulthandler
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.shell.background_worker import BackgroundWorker
+from grpo_fn.shell.thread_stacks import print_stacks
 
 T = TypeVar("T")
 
@@ -175,7 +175,8 @@ class World:
             f"wanted at most {self.deadline:g}; the same command goes on from the newest checkpoint"
         )
         print(message, file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
+        with suppress(Exception):  # the exit code is the same without
+            print_stacks()
         os._exit(EXIT_LOST)
 
 

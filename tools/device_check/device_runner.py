@@ -181,11 +181,9 @@ def attempted(check: Check, setting: Setting, *, stacks: bool = False) -> Outcom
 
 @contextmanager
 def stacks_after(seconds: float) -> Iterator[None]:
-    """Print where every thread stands, unless the context is left before.
+    """Print where every thread stands, unless the context is left before."""
+    from grpo_fn.shell.thread_stacks import print_stacks
 
-    By a thread that holds Python's lock: faulthandler, which needs none, ended the process at frames of torch.compile
-    (torch 2.11, Python 3.12).
-    """
     timer = threading.Timer(seconds, print_stacks)
     timer.daemon = True
     timer.start()
@@ -193,13 +191,6 @@ def stacks_after(seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def print_stacks() -> None:
-    """Where every thread of this process stands, on standard error."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
-        print(f"thread {names.get(ident, ident)}:", *traceback.format_stack(frame), file=sys.stderr, flush=True)
 
 
 def found(where: str) -> Callable[[Setting], Sequence[Figure]]:

@@ -262,10 +262,16 @@ def _compile(function: Forward, *, mode: str) -> Forward:
     from torch.fx.experimental import _config as shapes
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-    shapes.use_duck_shape = False  # sizes that are equal by chance at the first call may differ at the next
     # vLLM in the process sets Inductor's own number to 1, for all that is compiled after its import.
     options = {**list_mode_options(mode, dynamic=True), "compile_threads": decide_compile_threads()}
-    return torch.compile(function, dynamic=True, options=options)
+    compiled = torch.compile(function, dynamic=True, options=options)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Sizes that are equal by chance at one call may differ at the next. What else compiles keeps torch's default.
+        with shapes.patch(use_duck_shape=False):
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 class CompiledPart:
