@@ -16,7 +16,14 @@ PACKAGE = Path(__file__).resolve().parents[2] / "grpo_fn"
 
 PURE = {"core", "algo", "rewards", "environments", "tasks", "analysis"}
 SCIENCE = {"core", "rewards", "environments", "tasks"}  # what the shell may know
-BASE = {"shell.world", "shell.process", "shell.atomic_io", "shell.background_worker", "shell.source_hash"}
+BASE = {
+    "shell.world",
+    "shell.process",
+    "shell.atomic_io",
+    "shell.background_worker",
+    "shell.source_hash",
+    "shell.thread_stacks",
+}
 MAY_IMPORT = {
     "core": set(),
     "algo": {"core"},
