@@ -36,7 +36,7 @@ from grpo_fn.rehearse.tracing.host_transfers import following_shards
 from grpo_fn.rehearse.tracing.live_storages import LiveStorages
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
-from grpo_fn.shell.model.blocks import eager, largest_block, small_block_reason
+from grpo_fn.shell.model.blocks import compiles_decoding, eager
 from grpo_fn.shell.model.logprob_head import CARD_SHARE
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, load_and_shard
@@ -206,13 +206,13 @@ def head_shape(settings: Settings, checked: ValidatedPlan, policy: FSDPPolicy, t
 
 
 def compiled_pieces(settings: Settings, config: PretrainedConfig) -> frozenset[str]:
-    """Pieces of a step whose blocks are compiled on a card; the sampler's steps are, however the trained blocks run."""
+    """Pieces of a step whose blocks are compiled on a card; of the sampler's steps that is a question of its own."""
     deterministic = settings.compute.deterministic
     plan = plan_blocks(settings.parallelism, None, config=config, deterministic=deterministic)
     eagerly = function_and_knobs(plan.parallelism.compile)[0] is eager
     trained = () if eagerly else ("micro-batch", "last micro-batch", "log-probs")
-    written = deterministic or small_block_reason(largest_block(hf.empty_model(config))) is not None
-    steps = () if written else (DECODING, *(without_it(DECODING, name) for name in (SPLIT_KV, JOINED)))
+    compiles = compiles_decoding(hf.empty_model(config), deterministic=deterministic)
+    steps = (DECODING, *(without_it(DECODING, name) for name in (SPLIT_KV, JOINED))) if compiles else ()
     return frozenset((*trained, *steps))
 
 

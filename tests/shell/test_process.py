@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from grpo_fn.shell.model.blocks import SMALL_BLOCK, eager, torch_compile
+from grpo_fn.shell.model.blocks import eager, torch_compile
 from grpo_fn.shell.process import use_deterministic_kernels
 from grpo_fn.shell.sampler.local import decode_step
 from grpo_fn.shell.sampler.local.split_kv import split_kv_attention
@@ -66,7 +66,7 @@ def test_deterministic_kernels_are_what_torch_cublas_and_decoding_use(monkeypatc
     monkeypatch.setattr(decode_step, "keep_logits_in_float32", lambda model: None)  # of a language model
     monkeypatch.setattr(decode_step, "choose_joined_model", lambda model, split_kv: model)  # nor this
     monkeypatch.setattr(decode_step, "CudaGraph", lambda: lambda step: step)
-    monkeypatch.setattr(decode_step, "largest_block", lambda model: SMALL_BLOCK)  # nor this
+    monkeypatch.setattr(decode_step, "compiles_decoding", lambda model, *, deterministic: not deterministic)
     compiled = decode_step.Code(decode_step.attend, lambda token_sampler: token_sampler)
     monkeypatch.setattr(decode_step, "compile_decode_parts", lambda model: compiled)
     # The split-KV kernel is the same code for all sizes, and may be there under both.

@@ -119,8 +119,8 @@ def _recompute(forward: Forward, contexts: Contexts, *args: Any, **kwargs: Any) 
 # -- execution
 
 COMPILES_FROM = (7, 0)  # compute capability that Triton, and so Inductor, writes code for
-# Weights of a block below which nothing is compiled by default: it takes minutes of each start, and saves milliseconds
-# of a step.
+# Weights of a block below which nothing is compiled by default. A model of as many in all had been compiling for 200 s
+# of a start (docs/running/performance.md, D1); from which size on it pays was not measured.
 SMALL_BLOCK = 500_000
 
 
@@ -183,10 +183,15 @@ def count_weights(block: nn.Module) -> int:
 
 
 def small_block_reason(weights: int) -> str | None:
-    """Why blocks of so many weights are not worth compiling; None where they are."""
+    """Why blocks of so many weights are not compiled by default; None where they are."""
     if weights >= SMALL_BLOCK:
         return None
-    return f"a block has {weights:,} weights, and compiling pays from {SMALL_BLOCK:,}"
+    return f"a block has {weights:,} weights, fewer than the {SMALL_BLOCK:,} from which blocks are compiled"
+
+
+def compiles_decoding(model: nn.Module, *, deterministic: bool) -> bool:
+    """Whether the local sampler's steps of a model are compiled on CUDA, however its blocks are trained."""
+    return not deterministic and small_block_reason(largest_block(model)) is None
 
 
 def compile_unsupported_reason(device: torch.device) -> str | None:

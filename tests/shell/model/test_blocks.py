@@ -381,6 +381,15 @@ def test_a_block_counts_all_its_weights_and_a_small_one_is_said_to_be_small() ->
     assert block_changes.small_block_reason(block_changes.SMALL_BLOCK) is None
 
 
+def test_the_samplers_steps_are_compiled_of_large_blocks_and_without_deterministic_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = family("qwen2_tied")
+    for least, deterministic, wanted in ((0, False, True), (0, True, False), (10**6, False, False)):
+        monkeypatch.setattr(block_changes, "SMALL_BLOCK", least)
+        assert block_changes.compiles_decoding(model, deterministic=deterministic) == wanted
+
+
 def test_blocks_that_are_not_loaded_yet_run_as_their_device_to_be_has_it():
     card, weights = torch.device("cuda", 0), block_changes.SMALL_BLOCK
     on_card = execution_on(card, compiled_on_cuda, weights=weights)

@@ -29,6 +29,7 @@ from grpo_fn.shell.sampler.local.decode_step import (
     WRITTEN,
     Code,
     DecodeEngine,
+    captured_sizes,
     compile_decode_parts,
     decoding_unsupported_reason,
 )
@@ -239,6 +240,9 @@ def test_there_are_few_sizes() -> None:
     assert len({graph_size(n, least=1) for n in range(1, 1025)}) == 11
     assert sorted({graph_size(n, least=64) for n in range(1, 500)}) == [64, 128, 256, 512]
     assert sorted({buffer_size(n) for n in range(1, 14)}) == [1, 2, 3, 4, 6, 8, 12, 16]
+    for split_kv in (True, False):
+        captured = captured_sizes(split_kv=split_kv)
+        assert sorted({captured.rows(n) for n in range(1, 40)}) == [8, 16, 32, 64]
 
 
 # -- lanes

@@ -15,8 +15,7 @@ from grpo_fn.shell.model.blocks import (
     CompiledPart,
     blocks,
     compile_for_decoding,
-    largest_block,
-    small_block_reason,
+    compiles_decoding,
 )
 from grpo_fn.shell.sampler.local.cuda_graphs import (
     CudaGraph,
@@ -290,8 +289,8 @@ def build_engine(model: nn.Module) -> DecodeEngine:
     keep_logits_in_float32(model)
     split_kv = choose_split_kv(model)
     stepped = choose_joined_model(model, split_kv)
-    written = torch.are_deterministic_algorithms_enabled() or small_block_reason(largest_block(model)) is not None
-    code = WRITTEN if written else compile_decode_parts(stepped)
+    compiles = compiles_decoding(model, deterministic=torch.are_deterministic_algorithms_enabled())
+    code = compile_decode_parts(stepped) if compiles else WRITTEN
     return DecodeEngine(
         model,
         sizes=captured_sizes(split_kv=split_kv is not None),
