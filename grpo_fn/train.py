@@ -6,6 +6,7 @@ from typing import Any
 
 from grpo_fn.algo.curriculum import Curriculum
 from grpo_fn.algo.step import Algorithm
+from grpo_fn.algo.supervised import Stage
 from grpo_fn.shell.checkpoint.run_dir import check_run, open_run
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.lora import LoRA
@@ -59,7 +60,7 @@ def train(
     episodes: sections.Episodes | None,
     curriculum: Curriculum | None,
     rewards: sections.Rewards,
-    algorithm: Algorithm,
+    algorithm: Algorithm | Stage,
     policy: sections.PolicyUpdate,
     parallelism: Parallelism,
     evaluation: sections.Evaluation,
@@ -83,7 +84,7 @@ def train(
         episodes: an environment that answers turns of the policy, and tools; None: every row is one turn.
         curriculum: which levels, parts or rows of the task a step asks, by pass rates; None: the stream in its order.
         rewards: the reward and the processes that compute it.
-        algorithm: prompts and group size, advantage, objective, filters: the GRPO step.
+        algorithm: prompts and group size, advantage, objective, filters: the GRPO step; or a supervised stage.
         policy: optimizer, schedule, micro-batches, gradient clipping.
         parallelism: over which ranks the model is spread, and how.
         evaluation: what is measured on held-out problems, and when.

@@ -253,25 +253,6 @@ def rewards_as_labels(
     return torch.where(odd, torch.nan, torch.where(both, adv, 0.0))
 
 
-def no_baseline(
-    value: Float[Tensor, "G T"], energy: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
-) -> Float[Tensor, "G T"]:
-    """A = value: what the credit gives a token is its advantage already.
-
-    Use it when: always, but with `optimal_token_baseline`.
-    Peers: all.
-
-    Args:
-        value: what the credit gives each token of a group, [G, T].
-        energy: |d log pi / d logits|^2 of each token, [G, T]; not read.
-        mask: which tokens were sampled in valid rows, [G, T]; not read.
-
-    Returns:
-        The advantages, [G, T].
-    """
-    return value
-
-
 def optimal_token_baseline(
     value: Float[Tensor, "G T"], energy: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
 ) -> Float[Tensor, "G T"]:
@@ -284,7 +265,7 @@ def optimal_token_baseline(
 
     Use it when: one update a rollout, rows long or confident by turns; costs one more forward pass.
     Peers: verl `optimal_token_baseline`, with `handle_zero_tail`; it adds 1e-8 to the denominator. Where it has
-        importance weights, it multiplies the energies by their squares: `step.Algorithm.energy_weight`.
+        importance weights, it multiplies the energies by their squares: `credit.token_baseline.energy_weight`.
 
     Args:
         value: G of each token of a group, its reward to go, [G, T].
@@ -302,22 +283,6 @@ def optimal_token_baseline(
     total = weight.sum(0)
     compared = above - (weight * above).sum(0) / torch.where(total > 0, total, 1.0)
     return torch.where(mask, torch.where(mask.sum(0) > 1, compared, value), 0.0)
-
-
-def as_credited(logp: Float[Tensor, "G T"], group: Batch) -> Float[Tensor, "G T"]:
-    """A as it was: the advantages of a rollout are the same at each of its updates.
-
-    Use it when: always, but with `label_weights`.
-    Peers: all.
-
-    Args:
-        logp: log-probs under the policy at this update, [G, T], in nats; not read.
-        group: the rows of one group, each field [G, T].
-
-    Returns:
-        The advantages, [G, T].
-    """
-    return group.adv
 
 
 def label_weights(logp: Float[Tensor, "G T"], group: Batch, *, tau: float) -> Float[Tensor, "G T"]:

@@ -18,21 +18,6 @@ from grpo_fn.core.types import Gains
 EXAMPLES = {"target": (0.5,), "rate": (0.1,), "limit": (0.2,), "step": (0.05,), "highest": (2.0,)}
 
 
-def constant_gain(gain: float, measured: float) -> float:
-    """The gain as it is.
-
-    Use it when: always, but for what the others are for.
-
-    Args:
-        gain: the factor of this step, dimensionless.
-        measured: KL or entropy of this step, in nats a token; not read.
-
-    Returns:
-        The gain of the next step.
-    """
-    return gain
-
-
 def adaptive_kl(gain: float, measured: float, *, target: float, rate: float, limit: float) -> float:
     """gain (1 + rate e), e = measured / target - 1 clipped to [-limit, limit]: more KL than wanted raises its price.
 
@@ -141,16 +126,16 @@ def next_gains(
     gains: Gains,
     figures: Mapping[str, float],
     *,
-    kl_control: Callable[[float, float], float],
-    entropy_control: Callable[[float, float], float],
+    kl_control: Callable[[float, float], float] | None,
+    entropy_control: Callable[[float, float], float] | None,
 ) -> Gains:
-    """The gains of the next step; those of a step that learned nothing stay.
+    """The gains of the next step, for `step.Algorithm.control`; those of a step that learned nothing stay.
 
     Args:
         gains: those of this step.
         figures: metrics of this step, by name.
-        kl_control: gain, measured KL -> gain of the next step.
-        entropy_control: gain, measured entropy -> gain of the next step.
+        kl_control: (gain, measured KL) -> gain of the KL in the next step; None: it stays.
+        entropy_control: (gain, measured entropy) -> gain of the entropy bonus in the next step; None: it stays.
 
     Returns:
         The gains of the next step.
@@ -158,4 +143,7 @@ def next_gains(
     kl = figures.get("loss/kl", figures.get("loss/approx_kl"))
     if kl is None:
         return gains
-    return Gains(kl_control(gains.kl, kl), entropy_control(gains.entropy, figures["loss/entropy"]))
+    return Gains(
+        gains.kl if kl_control is None else kl_control(gains.kl, kl),
+        gains.entropy if entropy_control is None else entropy_control(gains.entropy, figures["loss/entropy"]),
+    )

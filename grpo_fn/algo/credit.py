@@ -1,10 +1,9 @@
 """From the rewards of a step to the advantage of every token.
 
-A credit function takes the whole step, `(reward, drift [P G T], mask [P G T])`, and returns `[P G T]`. It says
-which number the groups are compared by, and what a comparison over more than one group adds. `drift` is
-logp_old - logp_ref at every sampled token, in nats: summed over a row it is the single-sample estimate k1 of
-KL(pi_old || pi_ref). The step is whole wherever this runs, so that a mean over it is the same number however many
-processes share the work. Behind the mask the result is 0; so it is for samples that are not valid.
+A credit is shown the whole scored step and returns `[P G T]`. It says which number the groups are compared by, and what
+a comparison over more than one group adds. What changes the advantages of another credit takes it as its knob `credit`,
+as transformations of optax are chained. The step is whole wherever this runs, so that a mean over it is the same number
+however many processes share the work. Behind the mask the result is 0; so it is for samples that are not valid.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +14,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.func import vmap
 
-from grpo_fn.core.types import Reward
+from grpo_fn.algo import advantage as of_group
+from grpo_fn.algo.step import ScoredStep
+from grpo_fn.core.batch import scored_rows
+from grpo_fn.core.types import Batch
 
 Advantage = Callable[[Tensor, Tensor], Tensor]  # one group: reward [G], valid [G] -> [G]
-Credit = Callable[[Reward, Tensor, Tensor], Tensor]
+Credit = Callable[[ScoredStep], Tensor]
 
 EXAMPLES = {"beta": (0.3,), "eps": (1e-4, 1e-9)}  # knobs as tests try them
 
 
-def outcome(
-    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, advantage: Advantage
-) -> Float[Tensor, "P G T"]:
+def outcome(scored: ScoredStep, *, advantage: Advantage) -> Float[Tensor, "P G T"]:
     """A_gt = advantage(R)_g: every token of a sample has the sample's advantage within its group.
 
     GRPO's outcome supervision (arXiv:2402.03300, section 4.1.2).
@@ -34,37 +34,19 @@ def outcome(
     Peers: all.
 
     Args:
-        reward: rewards of the step, value, valid and each part [P, G].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, and their rewards.
         advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
 
     Returns:
         The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
-    return over_tokens(vmap(advantage)(reward.value, reward.valid), mask)
+    return over_tokens(vmap(advantage)(scored.reward.value, scored.reward.valid), scored.mask)
 
 
-def no_rewards(reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:
-    """A_gt = 0: nothing is learned from rewards, which are measured only; on-policy distillation alone.
-
-    Use it when: a teacher says all that is to be learned.
-    Peers: slime and Tinker OPD; NeMo-RL `OPDAdvantageEstimator`.
-
-    Args:
-        reward: rewards of the step, value, valid and each part [P, G]; one that is not finite still shows.
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
-        mask: which tokens were sampled, [P, G, T].
-
-    Returns:
-        Zeros, [P, G, T].
-    """
-    return over_tokens(0.0 * torch.where(reward.valid, reward.value, 0.0), mask)
+outcome.NEEDS = frozenset({"groups"})
 
 
-def outcome_minus_kl(
-    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, advantage: Advantage, beta: float
-) -> Float[Tensor, "P G T"]:
+def outcome_minus_kl(scored: ScoredStep, *, advantage: Advantage, beta: float) -> Float[Tensor, "P G T"]:
     """A_gt = advantage(R - beta sum_t drift_t)_g: the KL to the reference as a part of the sample's reward.
 
     RLOO (arXiv:2402.14740). In expectation the policy gradient of the reward minus beta times the KL of whole rows.
@@ -73,22 +55,22 @@ def outcome_minus_kl(
     Peers: verl, OpenRLHF: KL in the reward, k1.
 
     Args:
-        reward: rewards of the step, value, valid and each part [P, G].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, and their rewards.
         advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
         beta: coefficient of the KL, in units of the reward per nat.
 
     Returns:
         The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
-    value = reward.value - beta * zero_outside_mask(drift, mask).sum(-1)
+    reward, mask = scored.reward, scored.mask
+    value = reward.value - beta * zero_outside_mask(scored.drift, mask).sum(-1) if beta else reward.value
     return over_tokens(vmap(advantage)(value, reward.valid), mask)
 
 
-def outcome_length_baseline(
-    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"]
-) -> Float[Tensor, "P G T"]:
+outcome_minus_kl.NEEDS = lambda knobs: frozenset({"groups", "logp_ref"} if knobs["beta"] else {"groups"})
+
+
+def outcome_length_baseline(scored: ScoredStep) -> Float[Tensor, "P G T"]:
     """A_gt = R_g - b, b = sum_i |o_i| R_i / sum_i |o_i| over the group's valid samples, |o_i| sampled tokens.
 
     OPO (arXiv:2505.23585; from verl's code): where the squared norm of a row's gradient grows with its length, this
@@ -98,13 +80,12 @@ def outcome_length_baseline(
     Peers: verl `opo`, whose group of one has baseline 0; here its advantage is 0.
 
     Args:
-        reward: rewards of the step, value, valid and each part [P, G].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, and their rewards.
 
     Returns:
         The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
+    reward, mask = scored.reward, scored.mask
     # From the smallest reward of the group, as advantage.mean_centered does it: equal rewards are exact zeros.
     least = torch.where(reward.valid, reward.value, torch.inf).amin(-1, keepdim=True)
     above = torch.where(reward.valid, reward.value - least, 0.0)
@@ -113,9 +94,10 @@ def outcome_length_baseline(
     return over_tokens(torch.where(reward.valid, above - baseline, 0.0), mask)
 
 
-def batch_scaled(
-    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, credit: Credit, eps: float
-) -> Float[Tensor, "P G T"]:
+outcome_length_baseline.NEEDS = frozenset({"groups"})
+
+
+def batch_scaled(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[Tensor, "P G T"]:
     """A = a / (s + eps), a from `credit`, s the std of all valid rewards of the step, with n - 1 in its denominator.
 
     Lite PPO (arXiv:2508.08221): groups are compared by their own mean and scaled by what rewards of the whole step
@@ -125,24 +107,21 @@ def batch_scaled(
     Peers: TRL `scale_rewards="batch"`, eps 1e-4.
 
     Args:
-        reward: rewards of the step, value, valid and each part [P, G].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
-        mask: which tokens were sampled, [P, G, T].
-        credit: (reward, drift, mask) -> [P, G, T], the advantages to be scaled.
+        scored: P prompts with G samples each, and their rewards.
+        credit: (scored) -> [P, G, T], the advantages to be scaled.
         eps: added to the std, in units of the reward.
 
     Returns:
         The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
-    adv, scored = credit(reward, drift, mask), reward.valid.sum()
-    std = moments(reward.value[reward.valid])[1] * (scored / (scored - 1).clamp(min=1)).sqrt()
-    counted = mask & reward.valid[..., None] & (std != 0)
+    adv, reward = credit(scored), scored.reward
+    samples = reward.valid.sum()
+    std = moments(reward.value[reward.valid])[1] * (samples / (samples - 1).clamp(min=1)).sqrt()
+    counted = scored.mask & reward.valid[..., None] & (std != 0)
     return torch.where(counted, standardise(adv, torch.zeros_like(std), std, eps), 0.0)
 
 
-def reward_to_go(
-    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, beta: float
-) -> Float[Tensor, "P G T"]:
+def reward_to_go(scored: ScoredStep, *, beta: float) -> Float[Tensor, "P G T"]:
     """A_gt = R_g - beta sum_{s >= t} drift_s: no comparison within the group, and the KL that is still to come.
 
     REINFORCE++ (arXiv:2501.03262v9, eq. 4) before its normalisation; wrap it in `token_whitened` (eq. 5).
@@ -151,22 +130,53 @@ def reward_to_go(
     Peers: OpenRLHF `reinforce`.
 
     Args:
-        reward: rewards of the step, value, valid and each part [P, G].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, and their rewards.
         beta: coefficient of the KL, in units of the reward per nat.
 
     Returns:
         The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
-    to_go = zero_outside_mask(drift, mask).flip(-1).cumsum(-1).flip(-1)
-    return torch.where(mask & reward.valid[..., None], reward.value[..., None] - beta * to_go, 0.0)
+    reward, mask = scored.reward, scored.mask
+    to_go = reward.value[..., None]
+    if beta:
+        to_go = to_go - beta * zero_outside_mask(scored.drift, mask).flip(-1).cumsum(-1).flip(-1)
+    return torch.where(mask & reward.valid[..., None], to_go, 0.0)
+
+
+reward_to_go.NEEDS = lambda knobs: frozenset({"logp_ref"} if knobs["beta"] else ())
+
+
+def token_baseline(
+    scored: ScoredStep, *, credit: Credit, energy_weight: Callable[[Tensor, Batch], Tensor] | None
+) -> Float[Tensor, "P G T"]:
+    """A = a less `advantage.optimal_token_baseline` of its group at every token, a from `credit`.
+
+    OTB (arXiv:2602.07078; from verl's code). Costs one more forward pass a step, for the energies of the tokens.
+
+    Use it when: around `reward_to_go`, with one update a rollout, rows long or confident by turns.
+    Peers: verl `optimal_token_baseline`.
+
+    Args:
+        scored: P prompts with G samples each, and their rewards.
+        credit: (scored) -> [P, G, T], what every token is worth.
+        energy_weight: (logp_old [T], row) -> w [T], an importance weight: energies count w^2 times; None: once.
+
+    Returns:
+        The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
+    """
+    value, energy, valid = credit(scored), scored.by_group(scored.rows("energy")), scored.reward.valid
+    if energy_weight is not None:
+        logps = [scored.rows("logp_old")] * 3
+        rows = scored_rows(scored.groups.rollout, valid, value, *logps)
+        energy = scored.by_group(vmap(energy_weight)(logps[0], rows)).square() * energy
+    return vmap(of_group.optimal_token_baseline)(value, energy, scored.mask & valid[..., None])
+
+
+token_baseline.NEEDS = frozenset({"energy"})
 
 
 def per_part(
-    reward: Reward,
-    drift: Float[Tensor, "P G T"],
-    mask: Bool[Tensor, "P G T"],
+    scored: ScoredStep,
     *,
     advantage: Advantage,
     weights: Mapping[str, float],
@@ -180,9 +190,7 @@ def per_part(
     Peers: verl `gdpo`, NeMo-RL.
 
     Args:
-        reward: rewards of the step, value, valid and each part [P, G].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, and their rewards.
         advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
         weights: weight of each part of the reward, by the part's name.
 
@@ -192,16 +200,18 @@ def per_part(
     Raises:
         ValueError: there is no weight, or one of a part that the reward does not have.
     """
+    reward = scored.reward
     unknown = sorted(weights.keys() - reward.parts.keys())
     if unknown or not weights:
         raise ValueError(f"weights: got parts {unknown}, wanted some of {sorted(reward.parts)}")
     compared = [w * vmap(advantage)(reward.parts[name], reward.valid) for name, w in weights.items()]
-    return over_tokens(torch.stack(compared).sum(0), mask)
+    return over_tokens(torch.stack(compared).sum(0), scored.mask)
 
 
-def token_whitened(
-    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, credit: Credit, eps: float
-) -> Float[Tensor, "P G T"]:
+per_part.NEEDS = frozenset({"groups"})
+
+
+def token_whitened(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[Tensor, "P G T"]:
     """A = (a - mean a) / (std a + eps), a from `credit`, mean and std over the sampled tokens of all valid rows.
 
     The std has N in its denominator. REINFORCE++ (arXiv:2501.03262v9, eq. 5) and, around `outcome` with `centered`,
@@ -212,24 +222,20 @@ def token_whitened(
     Peers: verl `reinforce_plus_plus(_baseline)`, also for GDPO (`masked_whiten`); std with N - 1 there.
 
     Args:
-        reward: rewards of the step, value, valid and each part [P, G].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
-        mask: which tokens were sampled, [P, G, T].
-        credit: (reward, drift, mask) -> [P, G, T], the advantages to be whitened.
+        scored: P prompts with G samples each, and their rewards.
+        credit: (scored) -> [P, G, T], the advantages to be whitened.
         eps: added to the std, in units of the advantages from `credit`.
 
     Returns:
         The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
-    adv = credit(reward, drift, mask)
-    counted = mask & reward.valid[..., None]
+    adv = credit(scored)
+    counted = scored.mask & scored.reward.valid[..., None]
     mean, std = moments(adv[counted])
     return torch.where(counted, standardise(adv, mean, std, eps), 0.0)
 
 
-def row_whitened(
-    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, credit: Credit, eps: float
-) -> Float[Tensor, "P G T"]:
+def row_whitened(scored: ScoredStep, *, credit: Credit, eps: float) -> Float[Tensor, "P G T"]:
     """A = (a - mean a) / (std a + eps), mean and std over rows, each with the advantage of its first sampled token.
 
     As `token_whitened`, but a long row counts once: GDPO (arXiv:2601.05242, eq. 6), around `per_part`. For a `credit`
@@ -239,18 +245,17 @@ def row_whitened(
     Peers: TRL-GDPO; verl's `gdpo` whitens over tokens.
 
     Args:
-        reward: rewards of the step, value, valid and each part [P, G].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats.
-        mask: which tokens were sampled, [P, G, T].
-        credit: (reward, drift, mask) -> [P, G, T], the advantages to be whitened.
+        scored: P prompts with G samples each, and their rewards.
+        credit: (scored) -> [P, G, T], the advantages to be whitened.
         eps: added to the std, in units of the advantages from `credit`.
 
     Returns:
         The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
-    adv = credit(reward, drift, mask)
-    mean, std = moments(first_token(adv, mask)[reward.valid & mask.any(-1)])
-    return torch.where(mask & reward.valid[..., None], standardise(adv, mean, std, eps), 0.0)
+    adv = credit(scored)
+    mask, valid = scored.mask, scored.reward.valid
+    mean, std = moments(first_token(adv, mask)[valid & mask.any(-1)])
+    return torch.where(mask & valid[..., None], standardise(adv, mean, std, eps), 0.0)
 
 
 def over_tokens(adv: Float[Tensor, "P G"], mask: Bool[Tensor, "P G T"]) -> Float[Tensor, "P G T"]:

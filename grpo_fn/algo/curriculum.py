@@ -53,8 +53,9 @@ def begin_curriculum(curriculum: Curriculum, arms: int, key: Int[Tensor, "2"]) -
 def sample_and_follow(
     explore: Explore,
     carried: Carry,
+    prompts: int,
     *,
-    group_sampling: Callable[[Explore, Carry], GroupBatch],
+    group_sampling: Callable[[Explore, Carry, int], GroupBatch],
     curriculum: Curriculum,
     labels: Sequence[str],
 ) -> GroupBatch:
@@ -63,6 +64,7 @@ def sample_and_follow(
     Args:
         explore: (first, count) -> groups, as in `algo.group_sampling`.
         carried: what the step before left, with the state of its curriculum.
+        prompts: groups to learn from in a step.
         group_sampling: which groups to learn from.
         curriculum: how arms are chosen.
         labels: of the arms, for the metrics.
@@ -73,7 +75,7 @@ def sample_and_follow(
     Raises:
         ValueError: where the curriculum returns what it must not.
     """
-    found = group_sampling(explore, carried)
+    found = group_sampling(explore, carried, prompts)
     before, uids = carried.curriculum, [problem.uid for problem in found.fresh.problems]
     rates = curriculum.pass_rate(found.fresh.reward)
     if rates.shape != (len(uids),):

@@ -5,62 +5,51 @@ token better than the policy that sampled it. On-policy, REINFORCE on the gap of
 tokens) has the expected gradient of sum_t KL(pi(. | s_t) || pi_teacher(. | s_t)) with the prefixes s_t held fixed.
 """
 
-from jaxtyping import Bool, Float
+from collections.abc import Callable
+
+from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.algo.credit import zero_outside_mask
+from grpo_fn.algo.credit import Credit, zero_outside_mask
+from grpo_fn.algo.step import ScoredStep, advantages
 
 EXAMPLES = {  # knobs as tests try them
     **{"coef": (1.0, 0.25), "gamma": (0.5, 0.0), "lam": (0.5, 1.0), "clip": (0.2, 0.5)},
     **{"warmup": (0, 3), "decay": (0, 5)},
 }
+Share = Callable[[int], float]
 TINY = 1e-8  # least sum of |gap| of a row that is divided by, nats; from TRL's code
 
 
-def no_teacher(
-    adv: Float[Tensor, "P G T"], gap: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"]
-) -> Float[Tensor, "P G T"]:
-    """The advantages as they are: there is no teacher, or it is only measured.
-
-    Use it when: there is no teacher.
-    Peers: every GRPO.
-
-    Args:
-        adv: advantage of each token, [P, G, T].
-        gap: log pi_teacher - log pi_old of each token, [P, G, T], in nats; not read.
-        mask: which tokens were sampled, [P, G, T]; not read.
-
-    Returns:
-        The advantage of each token, [P, G, T].
-    """
-    return adv
-
-
 def teacher_gap(
-    adv: Float[Tensor, "P G T"], gap: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, coef: float
+    scored: ScoredStep, *, credit: Credit | None, share: Share | None, coef: float
 ) -> Float[Tensor, "P G T"]:
     """A_t + coef gap_t: the sampled-token estimate of the reverse KL to the teacher, beside the rewards' advantages.
 
-    With `credit.no_rewards` it is distillation alone (MOPD, arXiv:2601.02780, eq. 8; from NeMo-RL's code), with another
-    credit distillation beside rewards. A token's own gap only, no sum over later ones.
+    Without a credit it is distillation alone (MOPD, arXiv:2601.02780, eq. 8; from NeMo-RL's code), with one
+    distillation beside rewards. A token's own gap only, no sum over later ones.
 
     Use it when: a stronger model of the same tokenizer is there to learn from.
     Peers: slime, miles and Tinker OPD; NeMo-RL `OPDAdvantageEstimator`; verl `opd` with k1.
 
     Args:
-        adv: advantage of each token, [P, G, T].
-        gap: log pi_teacher - log pi_old of each token, [P, G, T], in nats.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, their rewards, and the teacher's log-probs of every token.
+        credit: (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing.
+        share: (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it.
         coef: advantage of a token that is 1 nat likelier under the teacher, in units of the advantage.
 
     Returns:
         The advantage of each token, [P, G, T]; as it was where ~mask.
     """
-    return adv + coef * zero_outside_mask(gap, mask)
+    adv = advantages(scored, credit)
+    return in_part(scored, adv, adv + coef * zero_outside_mask(scored.teacher_gap, scored.mask), share)
+
+
+teacher_gap.NEEDS = frozenset({"logp_teacher"})
 
 
 def early_teacher_gap(
-    adv: Float[Tensor, "P G T"], gap: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, coef: float, gamma: float
+    scored: ScoredStep, *, credit: Credit | None, share: Share | None, coef: float, gamma: float
 ) -> Float[Tensor, "P G T"]:
     """A_t + coef w_t gap_t, w_t = 1 + gamma (1 - sum_{s<t} |gap_s| / sum_s |gap_s|): early tokens weigh more.
 
@@ -71,24 +60,27 @@ def early_teacher_gap(
     Peers: TRL `iw_opd`.
 
     Args:
-        adv: advantage of each token, [P, G, T].
-        gap: log pi_teacher - log pi_old of each token, [P, G, T], in nats.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, their rewards, and the teacher's log-probs of every token.
+        credit: (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing.
+        share: (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it.
         coef: advantage of a token that is 1 nat likelier under the teacher, in units of the advantage.
         gamma: additional weight of the first token, dimensionless.
 
     Returns:
         The advantage of each token, [P, G, T]; as it was where ~mask.
     """
-    kept = zero_outside_mask(gap, mask)
+    adv, kept = advantages(scored, credit), zero_outside_mask(scored.teacher_gap, scored.mask)
     size = kept.abs()
     before = size.cumsum(-1) - size
     weight = 1.0 + gamma * (1.0 - before / size.sum(-1, keepdim=True).clamp(min=TINY))
-    return adv + coef * weight * kept
+    return in_part(scored, adv, adv + coef * weight * kept, share)
+
+
+early_teacher_gap.NEEDS = frozenset({"logp_teacher"})
 
 
 def teacher_reweighted(
-    adv: Float[Tensor, "P G T"], gap: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, lam: float, clip: float
+    scored: ScoredStep, *, credit: Credit | None, share: Share | None, lam: float, clip: float
 ) -> Float[Tensor, "P G T"]:
     """A_t ((1 - lam) + lam clip(exp(sign(A_t) gap_t), 1 - clip, 1 + clip)): who in a row gets the row's advantage.
 
@@ -100,35 +92,35 @@ def teacher_reweighted(
     Peers: ms-swift `advantage_reweight=rlsd`.
 
     Args:
-        adv: advantage of each token, [P, G, T].
-        gap: log pi_teacher - log pi_old of each token, [P, G, T], in nats.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, their rewards, and the teacher's log-probs of every token.
+        credit: (scored) -> [P, G, T], the rewards' advantages; None: rewards teach nothing.
+        share: (steps taken before) -> the share of the teacher's part in this step, 0 to 1; None: all of it.
         lam: share of the advantage that is reweighted, in [0, 1].
         clip: how far a token's weight may be from 1, dimensionless.
 
     Returns:
         The advantage of each token, [P, G, T]; as it was where ~mask.
     """
-    weight = (adv.sign() * zero_outside_mask(gap, mask)).exp().clamp(1.0 - clip, 1.0 + clip)
-    return adv * ((1.0 - lam) + lam * weight)
+    adv = advantages(scored, credit)
+    weight = (adv.sign() * zero_outside_mask(scored.teacher_gap, scored.mask)).exp().clamp(1.0 - clip, 1.0 + clip)
+    return in_part(scored, adv, adv * ((1.0 - lam) + lam * weight), share)
+
+
+teacher_reweighted.NEEDS = frozenset({"logp_teacher"})
+
+
+def in_part(
+    scored: ScoredStep, adv: Float[Tensor, "P G T"], changed: Float[Tensor, "P G T"], share: Share | None
+) -> Float[Tensor, "P G T"]:
+    """The advantages with this step's share of what the teacher changes about them; the metric `teacher/share`."""
+    part = 1.0 if share is None else share(scored.steps)
+    if not 0 <= part <= 1:
+        raise ValueError(f"share: got {part} after {scored.steps} steps, expected a share, 0 to 1")
+    scored.figures["teacher/share"] = part
+    return changed if part == 1 else adv + part * (changed - adv)
 
 
 # -- the share of what a teacher changes, as a function of the steps taken
-
-
-def full_share(steps: int) -> float:
-    """1: what the teacher changes about the advantages, in every step.
-
-    Use it when: always, but for what the other is for.
-    Peers: all.
-
-    Args:
-        steps: steps taken before.
-
-    Returns:
-        The share, 1.
-    """
-    return 1.0
 
 
 def linear_share(steps: int, *, warmup: int, decay: int) -> float:

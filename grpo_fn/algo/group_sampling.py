@@ -1,4 +1,4 @@
-"""Which groups a step learns from: `(explore, carried) -> GroupBatch`.
+"""Which groups a step learns from: `(explore, carried, prompts) -> GroupBatch`.
 
 `explore(first, count)` samples and scores problems first, ..., first + count - 1 of the stream.
 """
@@ -21,7 +21,7 @@ class GroupBatch(NamedTuple):
     figures: dict[str, float]
 
 
-def keep_all(explore: Explore, carried: Carry, *, prompts: int) -> GroupBatch:
+def keep_all(explore: Explore, carried: Carry, prompts: int) -> GroupBatch:
     """The next `prompts` problems, whatever comes of them.
 
     Args:
@@ -36,7 +36,7 @@ def keep_all(explore: Explore, carried: Carry, *, prompts: int) -> GroupBatch:
     return GroupBatch(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
 
 
-def dynamic(explore: Explore, carried: Carry, *, prompts: int, max_gen_batches: int) -> GroupBatch:
+def dynamic(explore: Explore, carried: Carry, prompts: int, *, max_gen_batches: int) -> GroupBatch:
     """Go on sampling, `prompts` problems at a time, until as many groups carry signal, at most `max_gen_batches` times.
 
     Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): groups without signal are dropped. Groups with signal

@@ -25,22 +25,6 @@ Correction = Callable[[Tensor, Batch], Tensor]
 EXAMPLES: dict[str, tuple[object, ...]] = {"cap": (3.0,), "low": (0.1,), "high": (2.0,), "delta": (0.2,)}
 
 
-def no_correction(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
-    """1: the sampler is taken for pi_old.
-
-    Use it when: sampler and trainer are one module, or the ratio does it (docs/algorithms/catalogue.md).
-    Peers: verl, OpenRLHF, NeMo-RL by default.
-
-    Args:
-        logp: log-probs of the row's tokens under the policy, [T], in nats; not read.
-        row: the row, each field [T].
-
-    Returns:
-        Ones, [T].
-    """
-    return torch.ones_like(logp)
-
-
 def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
     """min(w, cap): unbiased where no w exceeds cap, a bias in the place of a large variance where some do.
 
@@ -65,6 +49,9 @@ def truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Flo
     return _token(row).clamp(max=cap)
 
 
+truncated_weight.NEEDS = frozenset({"trainer_logp"})
+
+
 def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
     """w where low <= w <= high, else 0: a token on which the two disagree too much, either way, teaches nothing.
 
@@ -87,6 +74,9 @@ def masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: flo
     """
     _check_range(low, high)
     return _within(_token(row), low, high)
+
+
+masked_weight.NEEDS = frozenset({"trainer_logp"})
 
 
 def sequence_truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: float) -> Float[Tensor, "T"]:
@@ -114,6 +104,9 @@ def sequence_truncated_weight(logp: Float[Tensor, "T"], row: Batch, *, cap: floa
     return _sequence(row).clamp(max=cap)
 
 
+sequence_truncated_weight.NEEDS = frozenset({"trainer_logp"})
+
+
 def sequence_masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Float[Tensor, "T"]:
     """w_s where low <= w_s <= high, else 0: a row on which the two disagree too much on average teaches nothing.
 
@@ -137,6 +130,9 @@ def sequence_masked_weight(logp: Float[Tensor, "T"], row: Batch, *, low: float, 
     """
     _check_range(low, high)
     return _within(_sequence(row), low, high)
+
+
+sequence_masked_weight.NEEDS = frozenset({"trainer_logp"})
 
 
 def off_policy_sequence_mask(logp: Float[Tensor, "T"], row: Batch, *, delta: float) -> Float[Tensor, "T"]:
@@ -164,6 +160,9 @@ def off_policy_sequence_mask(logp: Float[Tensor, "T"], row: Batch, *, delta: flo
         raise ValueError(f"delta: got {delta}, wanted at least 0, or samples of the policy itself are masked")
     behind = over.mean(log_ratio(row.logp_sampled, logp, row.mask), row.mask, dim=-1)
     return torch.where(row.mask & (row.adv < 0) & (behind > delta), 0.0, torch.ones_like(logp)).detach()
+
+
+off_policy_sequence_mask.NEEDS = frozenset({"logp_sampled"})
 
 
 def weight_and_mask(

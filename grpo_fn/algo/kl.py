@@ -38,6 +38,9 @@ def k3(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     return torch.expm1(x) - x
 
 
+k3.NEEDS = frozenset({"logp_ref"})
+
+
 def k2(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     """k2 = x^2 / 2, in nats squared: a biased value whose gradient is unbiased on-policy (r = 1), and cheap.
 
@@ -55,6 +58,9 @@ def k2(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     return log_ratio(row.logp_ref, logp, row.mask) ** 2 / 2
 
 
+k2.NEEDS = frozenset({"logp_ref"})
+
+
 def k1_ratio(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     """r * k1 = -r x, in nats, differentiated through r: unbiased in value and gradient, on- and off-policy.
 
@@ -66,6 +72,9 @@ def k1_ratio(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
         The estimate at each token, [T]; 0 where ~mask.
     """
     return ratio(logp, row.logp_old, row.mask) * log_ratio(logp, row.logp_ref, row.mask)
+
+
+k1_ratio.NEEDS = frozenset({"logp_ref"})
 
 
 def k3_ratio(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
@@ -84,3 +93,6 @@ def k3_ratio(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
         The estimate at each token, [T]; 0 where ~mask.
     """
     return ratio(logp, row.logp_old, row.mask) * k3(logp, row)
+
+
+k3_ratio.NEEDS = frozenset({"logp_ref"})

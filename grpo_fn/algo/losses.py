@@ -45,6 +45,9 @@ def reinforce(logp: Float[Tensor, "T"], row: Batch) -> Loss:
     return -_adv(row) * sampled_values(logp, row), loss_diagnostics(r, False, False)
 
 
+reinforce.NEEDS = frozenset({"fresh_samples"})
+
+
 def clipped_ratio(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
@@ -242,6 +245,9 @@ def dppo_tv(logp: Float[Tensor, "T"], row: Batch, *, delta: float, kappa: float)
     return -torch.where(high | low, 0.0, adv) * r + kappa * log_r**2, loss_diagnostics(r, low, high)
 
 
+dppo_tv.NEEDS = frozenset({"logp_sampled"})
+
+
 def clip_cov(logp: Float[Tensor, "T"], row: Batch, *, clip_low: float, clip_high: float) -> Loss:
     """`clipped_ratio`, 0 where the token is selected; masking.clip_cov_tokens chooses.
 
@@ -304,6 +310,9 @@ def masked_ratio(logp: Float[Tensor, "T"], row: Batch) -> Loss:
     """
     r = ratio(logp, row.logp_sampled, row.mask)
     return torch.where(row.selected, 0.0, -r * _adv(row)), loss_diagnostics(r, False, False)
+
+
+masked_ratio.NEEDS = frozenset({"logp_sampled"})
 
 
 def sampled_values(x: Float[Tensor, "*T"], row: Batch) -> Float[Tensor, "T"]:

@@ -20,21 +20,6 @@ from grpo_fn.core.types import Batch, Rollout
 EXAMPLES = {"low": (0.1,), "high": (2.0,), "share": (0.0, 0.4), "limit": (0.04, 1.0)}  # knobs as tests try them
 
 
-def no_tokens(batch: Batch, key: Int[Tensor, "B 2"]) -> Bool[Tensor, "B T"]:
-    """No token at all.
-
-    Use it when: always, but for what the others are for.
-
-    Args:
-        batch: all rows of the step, each field [B, T].
-        key: one random key a row, [B, 2]; not read.
-
-    Returns:
-        False for every token, [B, T].
-    """
-    return torch.zeros_like(batch.mask)
-
-
 def clip_cov_tokens(
     batch: Batch, key: Int[Tensor, "B 2"], *, low: float, high: float, share: float
 ) -> Bool[Tensor, "B T"]:
@@ -114,6 +99,9 @@ def second_moment_tokens(batch: Batch, key: Int[Tensor, "B 2"], *, limit: float)
     number = torch.arange(1, len(nearest_first) + 1, device=square.device)
     far = nearest_first[nearest_first.cumsum(0) / number >= limit]
     return batch.mask & (square >= far[0]) if len(far) else torch.zeros_like(batch.mask)
+
+
+second_moment_tokens.NEEDS = frozenset({"trainer_logp"})
 
 
 def _covariance(batch: Batch) -> Float[Tensor, "B T"]:

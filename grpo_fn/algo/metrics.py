@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import kl
-from grpo_fn.algo.importance import capped_exp
+from grpo_fn.algo.importance import capped_exp, ratio
+from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import LIMITS, Turn
-from grpo_fn.core.types import Batch, Reward, Rollout
+from grpo_fn.core.types import Batch, Gains, Groups, Reward, Rollout, Scores
 
 
 class Stat(NamedTuple):
@@ -243,6 +244,28 @@ class UpdateResult(NamedTuple):
     micro_batches: int  # whose gradients were added up
 
 
+def of_tokens(scores: Scores, batch: Batch, diagnostics: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "B T"]]:
+    """Per-token figures of sampled rows: what the loss says of itself, and what can be said without it.
+
+    Args:
+        scores: log-probs and entropies under the policy, [B, T] each, in nats.
+        batch: the rows, each field [B, T].
+        diagnostics: of the loss, [B, T] each; a loss of a user's own may have none.
+
+    Returns:
+        "ratio" (to pi_old), "clip_low" and "clip_high" (0), "correction" (1), unless the loss gives them; "kl", k3 in
+        nats, to the reference, or to pi_old in a run without one; "entropy" in nats.
+    """
+    ref = torch.where(batch.logp_ref.isnan(), batch.logp_old, batch.logp_ref)
+    kls = vmap(kl.k3)(scores.logp, batch._replace(logp_ref=ref))
+    defaults = {} if "ratio" in diagnostics else {"ratio": vmap(ratio)(scores.logp, batch.logp_old, batch.mask)}
+    for name, value in (("clip_low", 0.0), ("clip_high", 0.0), ("correction", 1.0)):
+        if name not in diagnostics:
+            defaults[name] = torch.full_like(scores.logp, value)
+    figures = {**defaults, **diagnostics, "kl": kls, "entropy": scores.entropy}
+    return {name: value.detach() for name, value in figures.items()}
+
+
 def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, Stat]:
     """Statistics of the objective's per-token diagnostics over the tokens that learn; given ones have no ratio.
 
@@ -251,11 +274,10 @@ def diagnose(micro: Batch, tokens: dict[str, Tensor]) -> dict[str, Stat]:
     """
     if "ratio" not in tokens:
         return {name: stat(x, micro.mask) for name, x in tokens.items()}
-    ratio = tokens["ratio"]
-    largest = capped_exp(torch.full_like(ratio, torch.inf)).exp()
+    largest = capped_exp(torch.full_like(tokens["ratio"], torch.inf)).exp()
     more = {
         "importance_masked": (tokens["correction"] == 0).double(),
-        "ratio_capped": (ratio >= largest).double(),
+        "ratio_capped": (tokens["ratio"] >= largest).double(),
     }
     return {name: stat(x, micro.mask) for name, x in {**tokens, **more}.items()}
 
@@ -308,4 +330,48 @@ def summarise_updates(batch: Batch, learned: list[UpdateResult], *, reference: b
         **(of_mismatch(mismatch_before_update(batch, learned)) if sampled else {}),
         **of_supervised(stats),
         **learned[-1].update,
+    }
+
+
+def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tensor, "P G"]:
+    """Each sample's advantage, which is that of its first sampled token, [P, G]."""
+    mask = by_group(groups.rollout.mask, len(adv))
+    return adv.gather(-1, mask.int().argmax(-1, keepdim=True))[..., 0]
+
+
+def of_step(
+    batch: Batch,
+    adv: Float[Tensor, "P G T"],
+    groups: Groups,
+    fresh: Groups,
+    learned: list[UpdateResult],
+    taught: Float[Tensor, "B T"] | None,
+    gains: Gains,
+    needs: frozenset[str],
+) -> dict[str, float]:
+    """All metrics of a GRPO step by name.
+
+    Args:
+        batch: the rows to learn from, each field [B, T].
+        adv: advantage of each token, [P, G, T].
+        groups: the P problems that the step learns from, their samples and rewards.
+        fresh: all that was sampled in the step.
+        learned: the step's updates, none of a refused step.
+        taught: log-probs under the teacher, [B, T], in nats; None without one.
+        gains: the factors of the coefficients in this step.
+        needs: that the algorithm declares.
+
+    Returns:
+        The metrics by name.
+    """
+    teacher = {} if taught is None else teacher_metrics(taught - batch.logp_old, batch.mask, groups.rollout.mask)
+    return {
+        **rollout_metrics(fresh.rollout),
+        **reward_metrics(fresh.reward),
+        **of_advantage(sample_advantages(adv, groups), groups.reward.valid),
+        **teacher,
+        "train/skipped_step": float(not learned),
+        "loss/kl_coef_multiplier": gains.kl,
+        "loss/entropy_coef_multiplier": gains.entropy,
+        **summarise_updates(batch, learned, reference="logp_ref" in needs),
     }

@@ -25,7 +25,7 @@ def rejected_row(
     logp: Float[Tensor, "T"],
     row: Batch,
     *,
-    weight: Correction,
+    weight: Correction | None,
     divergence: Divergence,
     reduction: Reduction,
     low: float,
@@ -43,7 +43,7 @@ def rejected_row(
     Args:
         logp: log-probs of the row's tokens under the policy, [T], in nats.
         row: the row, each field [T].
-        weight: (logp, row) -> [T], the weight of the tokens of a row that is kept.
+        weight: (logp, row) -> [T], the weight of the tokens of a row that is kept; None: 1.
         divergence: (log w [T]) -> [T], 0 where sampler and trainer agree.
         reduction: (x [T], mask [T]) -> one number of the row.
         low: least number at which a row is kept, in nats.
@@ -60,11 +60,14 @@ def rejected_row(
             f"low, high: got {low} and {high}, wanted low <= 0 <= high, or samples of the policy itself are left out"
         )
     found = reduction(divergence(_log_w(row)), row.mask)
-    return torch.where(row.mask & ((found < low) | (found > high)), 0.0, weight(logp, row))
+    return torch.where(row.mask & ((found < low) | (found > high)), 0.0, _kept_weight(logp, row, weight))
+
+
+rejected_row.NEEDS = frozenset({"trainer_logp"})
 
 
 def outlier_row(
-    logp: Float[Tensor, "T"], row: Batch, *, weight: Correction, low: float, high: float
+    logp: Float[Tensor, "T"], row: Batch, *, weight: Correction | None, low: float, high: float
 ) -> Float[Tensor, "T"]:
     """`weight` where low <= w <= high at every token of the row, else 0 at all of its tokens.
 
@@ -76,7 +79,7 @@ def outlier_row(
     Args:
         logp: log-probs of the row's tokens under the policy, [T], in nats.
         row: the row, each field [T].
-        weight: (logp, row) -> [T], the weight of the tokens of a row that is kept.
+        weight: (logp, row) -> [T], the weight of the tokens of a row that is kept; None: 1.
         low: smallest w of a token at which a row is kept.
         high: largest w of a token at which a row is kept.
 
@@ -92,7 +95,10 @@ def outlier_row(
         )
     w = capped_exp(_log_w(row)).exp()  # 1 where nothing was sampled
     found = ((w < low) | (w > high)).any()
-    return torch.where(row.mask & found, 0.0, weight(logp, row))
+    return torch.where(row.mask & found, 0.0, _kept_weight(logp, row, weight))
+
+
+outlier_row.NEEDS = frozenset({"trainer_logp"})
 
 
 def k1_divergence(log_w: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
@@ -181,3 +187,7 @@ EXAMPLES: dict[str, tuple[object, ...]] = {  # knobs as tests try them
     "divergence": (k1_divergence, k2_divergence, k3_divergence),
     "reduction": (row_sum, row_mean, row_max),
 }
+
+
+def _kept_weight(logp: Float[Tensor, "T"], row: Batch, weight: Correction | None) -> Float[Tensor, "T"]:
+    return torch.ones_like(logp) if weight is None else weight(logp, row)

@@ -1,120 +1,43 @@
 """One GRPO step (Shao et al. 2024, arXiv:2402.03300, Algorithm 1, lines 5 to 11) on one page."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
-from torch.func import vmap
+from torch.func import grad_and_value
 
 from grpo_fn.algo import metrics
-from grpo_fn.algo.components import components_of_updates, given_beside
-from grpo_fn.algo.controllers import next_gains
-from grpo_fn.algo.credit import first_token
-from grpo_fn.algo.group_sampling import GroupBatch
-from grpo_fn.algo.objective import Component, update_policy
+from grpo_fn.algo.group_sampling import GroupBatch, keep_all
+from grpo_fn.algo.needs import PASSES, needs, undeclared
 from grpo_fn.core import prng
 from grpo_fn.core.batch import (
     check_reward_shapes,
     check_rollout,
+    check_tensor,
+    count,
     make_batch,
+    minibatches,
     reweigh_groups,
-    scored_rows,
+    rows_as_rollout,
+    scatter_rows,
+    trim_rows,
 )
 from grpo_fn.core.checks import check_divides, check_positive, check_signal
 from grpo_fn.core.groups import by_group, row_keys
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler
+from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
+Objective = Callable[[Scores, Batch, Totals, Gains], tuple[Tensor, dict[str, Tensor]]]
 MARKING = -1  # a child of the step's key beside those of the problems, whose uids are not negative
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stages:
-    """From a scored rollout to the learning signal."""
-
-    credit: Callable[[Reward, Tensor, Tensor], Tensor]  # the advantage of every token, [P G T]
-    baseline: Callable[[Tensor, Tensor, Tensor], Tensor]  # of one group: (advantage, energy, mask) -> advantage, [G T]
-    energy_weight: Callable[[Tensor, Batch], Tensor]  # of one row: (logp_old, row) -> w [T]; energies count w^2 times
-    distillation: Callable[[Tensor, Tensor, Tensor], Tensor]  # (advantage, log-prob gap to the teacher, mask), [P G T]
-    distillation_share: Callable[[int], float]  # steps taken -> share of what distillation changes that a step takes
-    reweighting: Callable[[Tensor, Batch], Tensor]  # of one group, at each update: (logp now, rows) -> advantage, [G T]
-    filters: Sequence[Callable[[Rollout, Tensor], Tensor]]  # which samples may learn, [P G]; all of them have to agree
-    token_mask: Callable[[Batch, Tensor], Tensor]  # tokens that the loss treats apart, [B T]
-    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # scores; batch=, totals=, gains= -> loss, diagnostics
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepKnobs(Stages):
-    """What a configuration says of a step."""
-
-    group_sampling: Callable[..., GroupBatch]  # (explore, carried, *, prompts) -> groups: which to learn from
-    old_logp: Callable[[Policy, Rollout], Tensor]  # the denominator of the ratio: from_sampler or from_trainer
-    kl_control: Callable[[float, float], float]  # gain, measured KL -> gain of the next step
-    entropy_control: Callable[[float, float], float]  # gain, measured entropy -> gain of the next step
-    supervised: Callable[..., tuple[Tensor, dict[str, Tensor]]]  # as objective, of given tokens; see `algo.supervised`
-    supervised_share: Callable[[int], float]  # steps taken -> mu: (1 - mu) objective + mu supervised; 0 without any
-    observation_coef: float  # of the cross entropy of what environments wrote between turns, as `supervised`; 0: none
-    min_groups_with_signal: int  # that a step needs to be trained on
-    group_size: int  # samples of each problem
-    epochs: int  # passes over one rollout
-    minibatches: int  # optimizer steps in a pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Algorithm(StepKnobs):
-    """The `algorithm` section of a configuration: what makes a GRPO relative, its functions and its numbers.
-
-    Raises:
-        ValueError: a number is below 1, prompts do not split into whole minibatches, or more groups with signal are
-            wanted than a step has.
-    """
-
-    prompts: int  # a step
-    stage: Callable[..., tuple["Experience", Carry, dict[str, float]]]  # takes a step: grpo_step or supervised_step
-    SUPPLIED: ClassVar = {
-        **dict.fromkeys(["objective", "supervised"], ("batch", "totals", "gains")),
-        "group_sampling": ("prompts",),
-        "stage": ("key", "algo", "span"),
-    }
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for numbers that do not fit together."""
-        check_positive(
-            group_size=self.group_size, epochs=self.epochs, minibatches=self.minibatches, prompts=self.prompts
-        )
-        check_divides(self.prompts, self.minibatches)
-        check_signal(self.min_groups_with_signal, self.prompts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepAlgorithm(StepKnobs):
-    """An `Algorithm` in a run: its number of prompts bound, with what the run gives it."""
-
-    reward: Callable[[Sequence[Problem], Rollout], Reward]
-    teacher: Callable[[Groups, Tensor], Tensor | None]  # log-probs [B T], logp_old in rows not taught; without_teacher
-    energy: Callable[[Rollout], Tensor]  # |d logp / d logits|^2 of the sampled tokens, [B T]; without_energy: zeros
-    look: Callable[[Policy, Batch], Tensor]  # log-probs now for `reweighting`, [B T]; without_look: logp_old
-    given: Callable[[Sequence[Problem]], Rollout]  # demonstrations of problems, one row each: tokens and which to learn
-    demonstrations: Callable[[int], Rollout | None]  # steps taken -> rows for `supervised`; without_demonstrations
-    anchor: Callable[[Batch, Tensor], Batch]  # a micro-batch and its log-probs now -> what it is compared with
-    split: Callable[[Batch], list[Tensor]]  # the rows of micro-batches that fit the devices; see batch.trim_rows
-
-
-class Experience(NamedTuple):
-    """What one step learned from and how it judged it."""
-
-    groups: Groups
-    adv: Float[Tensor, "P G T"]
-    batch: Batch
-    ratio: Float[Tensor, "N"] = torch.zeros(0)  # of every token at every update, in no order
-    energy: Float[Tensor, "B T"] = torch.zeros(0, 0)  # of each sampled token; zeros where no baseline reads it
+UNMOVED = Gains(kl=1.0, entropy=1.0)
+AT_THE_START = Carry(drawn=0, waiting=None, gains=UNMOVED)
 
 
 def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
@@ -133,7 +56,7 @@ def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
 def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
     """logp_old from the trainer's own forward pass: no sampler mismatch in the ratio.
 
-    One more pass, unless a run whose steps have one update lets that find it (`compare_to_own_pass`).
+    One more pass, unless the step has one update, whose own pass then gives it (`own_pass_suffices`).
     The policy as it is before this step's first update: groups that waited a step count as its own.
 
     Args:
@@ -146,29 +69,118 @@ def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
     return policy.logp(rollout)
 
 
-def without_teacher(groups: Groups, logp_old: Float[Tensor, "B T"]) -> None:
-    """There is no teacher.
+@dataclass(frozen=True)
+class ScoredStep:
+    """A sampled and scored step, as credits see it. A forward pass over its rows is made when one first reads it."""
 
-    Args:
-        groups: P problems, their samples and rewards; not read.
-        logp_old: log-probs under pi_old, [B, T], in nats; not read.
+    groups: Groups
+    passes: Mapping[str, Callable[[], Tensor]]  # name -> log-probs or energies of the rows, [B, T]
+    needs: frozenset[str]  # that the algorithm declares; a credit reads logp_old and these
+    gains: Gains = UNMOVED
+    steps: int = 0  # taken before
+    demonstrations: Callable[[int], Rollout] | None = None  # steps taken before -> given rows
+    figures: dict[str, float] = field(default_factory=dict)  # metrics that functions of the step add
+    results: dict[str, Tensor] = field(default_factory=dict)  # of the passes that were made
+
+    def rows(self, name: str) -> Float[Tensor, "B T"]:
+        """logp_old, logp_ref, logp_teacher (nats) or energy of every token."""
+        if name in PASSES and name not in self.needs:
+            raise undeclared(name)
+        if name not in self.results:
+            self.results[name] = self.passes[name]()
+        return self.results[name]
+
+    def by_group(self, rows: Shaped[Tensor, "B T"]) -> Shaped[Tensor, "P G T"]:
+        """Row b = p * G + g to [p, g]."""
+        return by_group(rows, len(self.groups.reward.value))
+
+    @property
+    def reward(self) -> Reward:
+        """Rewards of the samples, [P, G]."""
+        return self.groups.reward
+
+    @property
+    def mask(self) -> Tensor:
+        """Which tokens were sampled, [P, G, T]."""
+        return self.by_group(self.groups.rollout.mask)
+
+    @property
+    def drift(self) -> Float[Tensor, "P G T"]:
+        """logp_old - logp_ref, times the gain of the KL: summed over a row the estimate k1 of its KL, in nats."""
+        return self.gains.kl * self.by_group(self.rows("logp_old") - self.rows("logp_ref"))
+
+    @property
+    def teacher_gap(self) -> Float[Tensor, "P G T"]:
+        """log pi_teacher - log pi_old, in nats."""
+        return self.by_group(self.rows("logp_teacher") - self.rows("logp_old"))
+
+
+class Term(NamedTuple):
+    """One term of what an optimizer step minimises. Its denominators are its own, so it dilutes no other."""
+
+    batch: Batch
+    objective: Objective
+    weight: float
+    share: float = 0.0  # of the step, taken from the weight of the sampled rows
+    sampled: bool = False  # by the policy; the others are given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """The `algorithm` section of a configuration: what makes a GRPO relative. None: that stage is not there.
+
+    Raises:
+        ValueError: a number is below 1, prompts do not split into whole minibatches, or more groups with signal are
+            expected than a step has.
     """
-    return None
+
+    objective: Objective  # (scores, batch, totals, gains) -> a micro-batch's share of the loss, and diagnostics
+    credit: Callable[[ScoredStep], Tensor] | None  # the advantage of every token, [P G T]; None: rewards teach nothing
+    group_sampling: Callable[..., GroupBatch] = keep_all  # (explore, carried, prompts) -> which groups to learn from
+    old_logp: Callable[[Policy, Rollout], Tensor] = from_sampler  # the ratio's denominator, [B T]
+    filters: Sequence[Callable[[Rollout, Tensor], Tensor]] = ()  # which samples may learn, [P G]; all have to agree
+    token_mask: Callable[[Batch, Tensor], Tensor] | None = None  # tokens that the loss treats apart, [B T]
+    reweighting: Callable[[Tensor, Batch], Tensor] | None = None  # of a group, each update: (logp now, rows) -> [G T]
+    beside: Sequence[Callable[[ScoredStep], Term | None]] = ()  # given tokens to learn from beside the sampled ones
+    control: Callable[[Gains, Mapping[str, float]], Gains] | None = None  # moves the coefficients by a step's metrics
+    min_groups_with_signal: int = 1  # that a step needs to be trained on
+    prompts: int  # a step
+    group_size: int  # samples of each problem
+    epochs: int = 1  # passes over one rollout
+    minibatches: int = 1  # optimizer steps in a pass
+
+    def __post_init__(self) -> None:
+        check_positive(
+            group_size=self.group_size, epochs=self.epochs, minibatches=self.minibatches, prompts=self.prompts
+        )
+        check_divides(self.prompts, self.minibatches)
+        check_signal(self.min_groups_with_signal, self.prompts)
 
 
-def without_demonstrations(steps: int) -> None:
-    """There are no given tokens to learn from beside the sampled ones.
+class Experience(NamedTuple):
+    """What one step learned from and how it judged it."""
 
-    Args:
-        steps: steps taken before; not read.
-    """
-    return None
+    groups: Groups
+    adv: Float[Tensor, "P G T"]
+    batch: Batch
+    ratio: Float[Tensor, "N"] = torch.zeros(0)  # of every token at every update, in no order
+    energy: Float[Tensor, "B T"] | None = None  # of each sampled token, where a credit reads it
 
 
 def grpo_step(
-    policy: Policy, sampler: Sampler, stream: Stream, carried: Carry, *, key: Tensor, algo: StepAlgorithm, span: Span
+    policy: Policy,
+    sampler: Sampler,
+    stream: Stream,
+    carried: Carry,
+    *,
+    key: Tensor,
+    algo: Algorithm,
+    reward: Callable[[Sequence[Problem], Rollout], Reward],
+    span: Span,
+    teacher: Callable[[Groups, Tensor], Tensor] | None = None,
+    demonstrations: Callable[[int], Rollout] | None = None,
 ) -> tuple[Experience, Carry, dict[str, float]]:
-    """One GRPO step: sample, score, compute advantages, update.
+    """One GRPO step: sample, score, compute advantages, update, sync.
 
     A step in which fewer than `min_groups_with_signal` groups have a token with an advantage, filters applied, is
     refused: no update, no KL, no entropy bonus, `train/skipped_step` 1.
@@ -180,191 +192,175 @@ def grpo_step(
         carried: what the step before left; AT_THE_START for the first.
         key: random key of the step, [2].
         algo: the functions and numbers of the step.
+        reward: (problems, rollout) -> rewards [P, G].
         span: name -> context manager that times a phase.
+        teacher: (groups, logp_old) -> log-probs under the teacher, [B, T], logp_old in rows not taught; None: none.
+        demonstrations: steps taken before -> given rows for `algo.beside`; None: none.
 
     Returns:
-        What the step learned from, what it leaves for the next one, and its metrics by name.
+        The experience of the step, what it leaves for the next one, and its metrics by name.
+
+    Raises:
+        ValueError: a function of the step returns something of another shape, or reads what it does not declare.
     """
-    explore = partial(sample_and_score, sampler, stream, key=key, algo=algo, span=span)
-    groups, fresh, carried, figures = algo.group_sampling(explore, carried)  # o ~ pi_old(. | q), r
+
+    def explore(first: int, count: int) -> Groups:
+        problems = tuple(stream(first, count))
+        with span("generate"):
+            rollout = sampler.sample(problems, algo.group_size, key=key)
+            check_rollout(rollout)
+        with span("score"):
+            rewards = reward(problems, rollout)
+            check_reward_shapes(rewards, count, algo.group_size)
+        return Groups(problems, rollout, rewards)
+
+    groups, fresh, carried, figures = algo.group_sampling(explore, carried, algo.prompts)  # o ~ pi_old(. | q), r
     sampler.rest()  # the device is the trainer's now
     with span("train"):
-        logp_old, reference = algo.old_logp(policy, groups.rollout), policy.reference(groups.rollout)
-        logp_ref = logp_old if reference is None else reference
-        logp_teacher = logp_old if (taught := algo.teacher(groups, logp_old)) is None else taught
-        energy = algo.energy(groups.rollout)
-        adv, batch = compute_advantages(  # A
-            groups, logp_old, logp_ref, logp_teacher, energy, carried.gains, key=key, steps=carried.steps, stages=algo
-        )
+        passes = {
+            "logp_old": lambda: algo.old_logp(policy, groups.rollout),
+            "logp_ref": lambda: policy.reference(groups.rollout),
+            "energy": lambda: policy.energy(groups.rollout),
+            "logp_teacher": lambda: teacher(groups, scored.rows("logp_old")),
+        }
+        scored = ScoredStep(groups, passes, needs([*vars(algo).values()]), carried.gains, carried.steps, demonstrations)
+        taught = None if teacher is None else passes["logp_teacher"]()
+        if taught is not None:
+            scored.results["logp_teacher"] = taught
+        adv = advantages(scored, algo.credit)  # A
+        own_pass = own_pass_suffices(policy, scored, algo)
+        batch = learning_rows(scored, adv, algo, own_pass=own_pass, key=key)
+        terms = [Term(batch, algo.objective, 1.0, sampled=True), *filter(None, (f(scored) for f in algo.beside))]
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
-        how = {"split": algo.split, "anchor": algo.anchor}
-        updates = updates_of_step(groups, batch, carried.steps, enough=enough, algo=algo)
+        terms[0] = terms[0]._replace(weight=(1.0 - sum(term.share for term in terms)) * enough)
         learned = [
-            update_policy(policy, reweighed_components(policy, update, algo), carried.gains, **how)
-            for _ in range(algo.epochs)
-            for update in updates
+            update(policy, reweighed(policy, part, algo, own_pass=own_pass), carried.gains, own_pass=own_pass)
+            for _ in range(algo.epochs if enough or len(terms) > 1 else 0)  # given rows are learned from all the same
+            for part in zip(*(term_minibatches(term, algo.minibatches) for term in terms), strict=True)
         ]
         batch = learned[0].batch if len(learned) == 1 else batch
     with span("sync"):
         sampler.load(policy)  # pi_old <- pi_theta
-    found = metrics.summarise_updates(batch, learned, reference=reference is not None)
-    gain_controls = {"kl_control": algo.kl_control, "entropy_control": algo.entropy_control}
-    return (
-        Experience(groups, adv, batch, torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)]), energy),
-        carried._replace(gains=next_gains(carried.gains, found, **gain_controls), steps=carried.steps + 1),
-        {
-            **figures,
-            **metrics.rollout_metrics(fresh.rollout),
-            **metrics.reward_metrics(fresh.reward),
-            **metrics.of_advantage(sample_advantages(adv, groups), groups.reward.valid),
-            **({} if taught is None else metrics.teacher_metrics(taught - logp_old, batch.mask, groups.rollout.mask)),
-            **({} if taught is None else {"teacher/share": algo.distillation_share(carried.steps)}),
-            "train/skipped_step": float(not learned),
-            "loss/kl_coef_multiplier": carried.gains.kl,
-            "loss/entropy_coef_multiplier": carried.gains.entropy,
-            **found,
-        },
-    )
+    figures |= scored.figures | metrics.of_step(batch, adv, groups, fresh, learned, taught, carried.gains, scored.needs)
+    gains = carried.gains if algo.control is None else algo.control(carried.gains, figures)
+    ratio = torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])
+    experience = Experience(groups, adv, batch, ratio, scored.results.get("energy"))
+    return experience, carried._replace(gains=gains, steps=carried.steps + 1), figures
 
 
-def updates_of_step(
-    groups: Groups, batch: Batch, steps: int, *, enough: bool, algo: StepAlgorithm
-) -> list[list[Component]]:
-    """The components of each optimizer step of a pass: of sampled rows, demonstrations and observations.
+def advantages(scored: ScoredStep, credit: Callable[[ScoredStep], Tensor] | None) -> Float[Tensor, "P G T"]:
+    """The advantage of every token; zeros where no credit makes any: rewards are measured only."""
+    if credit is None:
+        return torch.zeros_like(scored.mask, dtype=scored.reward.value.dtype)
+    adv = credit(scored)
+    check_tensor("step.Algorithm.credit", adv, tuple(scored.mask.shape), torch.float32)
+    return adv
 
-    Args:
-        groups: P problems, their samples and rewards.
-        batch: the sampled rows to learn from, each field [B, T].
-        steps: steps taken before.
-        enough: whether the sampled rows may be learned from; given ones always are.
-        algo: the functions and numbers of the step.
 
-    Returns:
-        The components, that of the sampled rows first; none of a refused step.
+def own_pass_suffices(policy: Policy, scored: ScoredStep, algo: Algorithm) -> bool:
+    """Whether the trainer's logp_old can be the one that the step's only update finds in its own pass.
+
+    It can where nothing reads it before, and where the pass that trains says the same as one that does not: with
+    dropout it says something else.
     """
-    mu = algo.supervised_share(steps)
-    weights = {"objective": algo.supervised, "mu": mu, "observation_coef": algo.observation_coef}
-    beside = given_beside(groups, algo.demonstrations(steps), **weights)
-    return components_of_updates(batch, beside, objective=algo.objective, parts=algo.minibatches, enough=enough)
+    early = "logp_old" in scored.results or algo.token_mask is not None or policy.dropout
+    return algo.old_logp is from_trainer and algo.epochs * algo.minibatches == 1 and not early
 
 
-def reweighed_components(policy: Policy, update: list[Component], algo: StepAlgorithm) -> list[Component]:
-    """The components of an optimizer step, the groups of sampled rows weighed by what the policy says of them now.
-
-    Args:
-        policy: pi_theta as this optimizer step finds it.
-        update: its components, that of the sampled rows first.
-        algo: its `look` and `reweighting`.
-
-    Returns:
-        The components, the first with other advantages.
-    """
-    batch = update[0].batch
-    batch = reweigh_groups(batch, algo.look(policy, batch), len(batch.mask) // algo.group_size, algo.reweighting)
-    return [update[0]._replace(batch=batch), *update[1:]]
-
-
-def sample_and_score(
-    sampler: Sampler, stream: Stream, first: int, problems: int, *, key: Tensor, algo: StepAlgorithm, span: Span
-) -> Groups:
-    """Sample the next problems of the stream and score what came.
-
-    Args:
-        sampler: draws the completions.
-        stream: (first, count) -> problems first, ..., first + count - 1.
-        first: number of the first problem.
-        problems: number of problems, P.
-        key: random key of the step, [2].
-        algo: the functions and numbers of the step.
-        span: name -> context manager that times a phase.
-
-    Returns:
-        The P problems with G samples each, and their rewards [P, G].
-
-    Raises:
-        ValueError: fields of the rollout or of the rewards do not fit together.
-    """
-    asked = tuple(stream(first, problems))
-    with span("generate"):
-        rollout = sampler.sample(asked, algo.group_size, key=key)
-        check_rollout(rollout)
-    with span("score"):
-        reward = algo.reward(asked, rollout)
-        check_reward_shapes(reward, len(asked), algo.group_size)
-    return Groups(asked, rollout, reward)
-
-
-def compute_advantages(
-    groups: Groups,
-    logp_old: Float[Tensor, "B T"],
-    logp_ref: Float[Tensor, "B T"],
-    logp_teacher: Float[Tensor, "B T"],
-    energy: Float[Tensor, "B T"],
-    gains: Gains,
-    *,
-    key: Tensor,
-    steps: int,
-    stages: Stages,
-) -> tuple[Float[Tensor, "P G T"], Batch]:
-    """Every token's advantage, and the rows b = p * G + g to learn from.
-
-    Args:
-        groups: P problems, their samples and rewards.
-        logp_old: log-probs under pi_old, [B, T], in nats.
-        logp_ref: log-probs under the reference, [B, T], in nats.
-        logp_teacher: log-probs under the teacher, [B, T], in nats; logp_old without one.
-        energy: |d logp / d logits|^2 of each token, [B, T]; anything where no baseline reads it.
-        gains: `gains.kl` multiplies logp_old - logp_ref.
-        key: random key of the step, [2].
-        steps: steps taken before.
-        stages: the functions of the step.
-
-    Returns:
-        The advantage of each token, [P, G, T], and the rows to learn from, each field [B, T].
-
-    Raises:
-        ValueError: an advantage of a token to learn from is not finite.
-    """
-    _, rollout, reward = groups
-    compared = (rollout.mask, logp_old - logp_ref, logp_teacher - logp_old, energy)
-    mask, drift, gap, energy = (by_group(x, len(reward.value)) for x in compared)
-    value = stages.credit(reward, gains.kl * drift, mask)
-    scored = scored_rows(rollout, reward.valid, value, logp_old, logp_ref, logp_teacher)
-    weight = by_group(vmap(stages.energy_weight)(logp_old, scored), len(reward.value))
-    adv = vmap(stages.baseline)(value, weight.square() * energy, mask & reward.valid[..., None])
-    changed, share = stages.distillation(adv, gap, mask), stages.distillation_share(steps)
-    adv = changed if share == 1 else adv + share * (changed - adv)
-    keep = torch.stack([reward.valid, *(f(rollout, adv) for f in stages.filters)]).all(0)
-    batch = make_batch(rollout, keep, adv, logp_old, logp_ref, logp_teacher)
-    selected = stages.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
-    return adv, batch._replace(selected=selected)
+def learning_rows(
+    scored: ScoredStep, adv: Float[Tensor, "P G T"], algo: Algorithm, *, own_pass: bool, key: Tensor
+) -> Batch:
+    """The rows b = p * G + g to learn from: those that validity and filters leave, each field [B, T]."""
+    groups, rollout = scored.groups, scored.groups.rollout
+    keep = [scored.reward.valid, *(f(rollout, adv) for f in algo.filters)]
+    for x in keep[1:]:
+        check_tensor("step.Algorithm.filters", x, tuple(adv.shape[:2]), torch.bool)
+    old = rollout.logp_sampled if own_pass else scored.rows("logp_old")  # the update puts its own in that place
+    none = torch.full_like(old, torch.nan)  # of what no function declares: a loss that reads it is told so
+    ref, taught = (scored.rows(name) if name in scored.needs else none for name in ("logp_ref", "logp_teacher"))
+    batch = make_batch(rollout, torch.stack(keep).all(0), adv, old, ref, taught)
+    if algo.token_mask is None:
+        return batch
+    selected = algo.token_mask(batch, row_keys(groups, prng.fold_in(key, MARKING)))
+    check_tensor("step.Algorithm.token_mask", selected, tuple(batch.mask.shape), torch.bool)
+    return batch._replace(selected=selected)
 
 
 def groups_to_learn_from(batch: Batch, groups: int) -> Bool[Tensor, "P"]:
-    """Groups that have a token with an advantage among those that validity and filters left to learn from.
-
-    Args:
-        batch: all rows of the step, each field [B, T].
-        groups: number of groups, P.
-
-    Returns:
-        True for the groups with signal, [P].
-    """
+    """Whether each group has a token with an advantage among those that validity and filters left, [P]."""
     return by_group(batch.mask & (batch.adv != 0), groups).any(-1).any(-1)
 
 
-def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tensor, "P G"]:
-    """Each sample's advantage, which is that of its first sampled token.
+def term_minibatches(term: Term, parts: int) -> list[Term]:
+    """The term at each optimizer step of a pass."""
+    return [term._replace(batch=batch) for batch in minibatches(term.batch, parts)]
+
+
+def reweighed(policy: Policy, terms: Sequence[Term], algo: Algorithm, *, own_pass: bool) -> list[Term]:
+    """The terms of an optimizer step, the sampled groups weighed by what the policy says of them now."""
+    sampled, *others = terms
+    if algo.reweighting is None:
+        return [sampled, *others]
+    batch = sampled.batch
+    logp = (
+        batch.logp_old if own_pass else policy.logp(rows_as_rollout(batch))
+    )  # a group is whole before it is dealt out
+    batch = reweigh_groups(batch, logp, len(batch.mask) // algo.group_size, algo.reweighting)
+    return [sampled._replace(batch=batch), *others]
+
+
+def update(policy: Policy, terms: Sequence[Term], gains: Gains, *, own_pass: bool) -> metrics.UpdateResult:
+    """One optimizer step: the objective's gradient by the log-probs is a value, and goes back through the policy.
 
     Args:
-        adv: advantage of each token, [P, G, T].
-        groups: P problems, their samples and rewards.
+        policy: pi_theta, updated in place.
+        terms: the step minimises their sum; rows of the first are returned.
+        gains: the factors of the coefficients of the objectives.
+        own_pass: whether logp_old is what this update finds.
 
     Returns:
-        The advantage of each sample, [P, G].
+        The sum's value, statistics of its tokens, and the first term's rows as they were compared.
     """
-    return first_token(adv, by_group(groups.rollout.mask, len(adv)))
+    value, figures, sampled_figures = 0.0, [], []
+    batch, ratios = terms[0].batch, [terms[0].batch.adv.new_zeros(0)]
+    parts = [(term, count(term.batch), rows) for term in terms for rows in policy.split_rows(term.batch)]
+    policy.set_accumulation_steps(len(parts))
+    for term, totals, rows in parts:
+        micro = trim_rows(term.batch, rows)
+        scores, pullback = policy.vjp(micro)  # log pi_theta
+        if own_pass:
+            micro = micro._replace(logp_old=scores.logp.detach())
+        loss = partial(weighted_objective, term=term, totals=totals, gains=gains)
+        signal, (part, diagnostics) = grad_and_value(partial(loss, batch=micro), has_aux=True)(scores)
+        pullback(signal)  # theta.grad += J^T dlogp
+        value += float(part)  # the only wait for the device
+        check_declared(part, partial(loss, scores), micro)
+        tokens = metrics.of_tokens(scores, micro, diagnostics) if term.sampled else diagnostics
+        figures.append(metrics.diagnose(micro, tokens))
+        if term.sampled:
+            sampled_figures.append(metrics.mismatch(scores.logp - micro.logp_sampled, micro.mask))
+            ratios.append(tokens["ratio"].detach()[micro.mask].to(batch.adv.dtype))
+        if own_pass and term is terms[0]:
+            batch = batch._replace(logp_old=scatter_rows(batch.logp_old, rows, micro.mask, micro.logp_old))
+    merged = (metrics.merge_all(figures), metrics.merge_all(sampled_figures))
+    return metrics.UpdateResult(value, *merged, torch.cat(ratios), policy.update(), batch, len(parts))
 
 
-UNMOVED = Gains(kl=1.0, entropy=1.0)
-AT_THE_START = Carry(drawn=0, waiting=None, gains=UNMOVED)
+def weighted_objective(
+    scores: Scores, *, term: Term, batch: Batch, totals: Totals, gains: Gains
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
+    """weight * objective of a micro-batch, a scalar, and the objective's diagnostics of each token, [B, T]."""
+    result = term.objective(scores, batch, totals, gains)
+    value, diagnostics = result if isinstance(result, tuple) else (result, {})
+    check_tensor("step.Algorithm.objective", value, (), torch.float32)
+    return (value if term.weight == 1.0 else term.weight * value), diagnostics
+
+
+def check_declared(value: Tensor, loss: Callable[..., tuple[Tensor, dict[str, Tensor]]], micro: Batch) -> None:
+    """Raise ValueError when a loss is not a number because it reads what the algorithm does not declare."""
+    if not value.isnan():
+        return
+    for name in ("logp_ref", "logp_teacher"):
+        rows = getattr(micro, name)
+        if rows.isnan().all() and not loss(batch=micro._replace(**{name: torch.zeros_like(rows)}))[0].isnan():
+            raise undeclared(name)

@@ -1,11 +1,13 @@
 """Supervised tokens, which are given and not sampled: their cross entropy, what each weighs, and their share of a step.
 
-As the only component of a step they make a supervised stage; beside sampled ones a mixture (CHORD, arXiv:2508.11408).
+As the only term of a step they make a supervised stage; beside sampled ones (`step.Algorithm.beside`) a mixture (CHORD,
+arXiv:2508.11408; ECHO, arXiv:2605.24517).
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -13,14 +15,12 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import metrics
-from grpo_fn.algo.aggregation import token_mean
-from grpo_fn.algo.distillation import full_share
-from grpo_fn.algo.importance import no_correction
+from grpo_fn.algo.group_sampling import keep_all
 from grpo_fn.algo.metrics import UpdateResult
-from grpo_fn.algo.objective import Component, update_policy
-from grpo_fn.algo.step import Experience, Span, StepAlgorithm, Stream, without_demonstrations
-from grpo_fn.core.batch import check_rollout, count, given_batch
+from grpo_fn.algo.step import Experience, Objective, ScoredStep, Span, Stream, Term, update
+from grpo_fn.core.batch import check_rollout, given_batch, observed_tokens
 from grpo_fn.core.batch import minibatches as split_minibatches
+from grpo_fn.core.checks import check_divides, check_positive
 from grpo_fn.core.groups import by_group, outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Rollout, Sampler, Scores, Totals
@@ -36,11 +36,11 @@ EXAMPLES = {
 
 def cross_entropy(
     scores: Scores,
-    *,
     batch: Batch,
     totals: Totals,
     gains: Gains,
-    token_weight: Callable[[Tensor, Batch], Tensor],
+    *,
+    token_weight: Callable[[Tensor, Batch], Tensor] | None,
     loss_aggregation: Callable[[Batch, Totals], Tensor],
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
     """sum_bt w_bt phi_bt (-logp_bt): this micro-batch's share of the cross entropy of given tokens.
@@ -52,35 +52,20 @@ def cross_entropy(
         batch: the micro-batch, each field [B, T]; its mask says which tokens learn.
         totals: given tokens and rows of the whole optimizer step, the denominators in w.
         gains: not read.
-        token_weight: (logp [T], row) -> phi [T], what each token of a row weighs.
+        token_weight: (logp [T], row) -> phi [T], what each token of a row weighs; None: phi = 1, plain fine-tuning as
+            in TRL's `SFTTrainer`.
         loss_aggregation: (batch, totals) -> w [B, T].
 
     Returns:
         The objective, a scalar; and per token, [B, T] and detached, "nll" (-logp, nats) and "token_weight" (phi).
     """
     nll = -torch.where(batch.mask, scores.logp, 0.0)
-    phi = vmap(token_weight)(scores.logp, batch).detach()
+    phi = batch.mask.to(nll.dtype) if token_weight is None else vmap(token_weight)(scores.logp, batch).detach()
     objective = (loss_aggregation(batch, totals) * phi * nll).sum()
     return objective, {"nll": nll.detach(), "token_weight": phi}
 
 
 # -- what a given token weighs
-
-
-def every_token_alike(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
-    """phi = 1: plain supervised fine-tuning.
-
-    Use it when: there is no reason to trust some given tokens more than others.
-    Peers: TRL `SFTTrainer`, verl's SFT trainer.
-
-    Args:
-        logp: log-probs of the given tokens, in nats.
-        row: one row, whose fields are [T].
-
-    Returns:
-        The weight of each token, [T]; 0 where ~mask.
-    """
-    return row.mask.to(logp.dtype)
 
 
 def uncertain_tokens(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
@@ -103,21 +88,6 @@ def uncertain_tokens(logp: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]
 
 
 # -- their share mu of a step, as a function of the steps taken
-
-
-def sampled_alone(steps: int) -> float:
-    """mu = 0: given tokens have no share; where there are some, they are measured.
-
-    Use it when: there are no demonstrations.
-    Peers: none.
-
-    Args:
-        steps: steps taken before.
-
-    Returns:
-        mu, in [0, 1].
-    """
-    return 0.0
 
 
 def constant_share(steps: int, *, mu: float) -> float:
@@ -163,62 +133,134 @@ def decaying_share(steps: int, *, peak: float, valley: float, warmup: int, decay
     return valley + (peak - valley) * (1 + math.cos(math.pi * (steps - warmup) / decay)) / 2
 
 
-def nothing_given(problems: Sequence[Problem]) -> Rollout:
-    """No demonstrations: the problems of a run that samples have none.
+# -- terms beside the sampled tokens
+
+
+def demonstrations(scored: ScoredStep, *, objective: Objective, share: Callable[[int], float]) -> Term:
+    """mu times an objective of the step's demonstrations; the sampled tokens keep 1 - mu of the step.
+
+    CHORD (arXiv:2508.11408). Each objective is a mean over its own tokens.
+
+    Use it when: there are completions better than the policy's own.
+    Peers: Trinity-RFT `mix_chord`; ms-swift `chord_sft_dataset`.
 
     Args:
-        problems: those that were asked about.
+        scored: the step; its demonstrations are those of `train.train.demonstrations`.
+        objective: of given tokens: `cross_entropy`.
+        share: (steps taken before) -> mu, in [0, 1].
 
     Returns:
-        Nothing ever.
+        The term.
 
     Raises:
-        ValueError: always.
+        ValueError: mu is no share.
     """
-    raise ValueError(f"got {len(problems)} problems to read demonstrations of, wanted none in a run that samples")
+    mu = share(scored.steps)
+    if not 0 <= mu <= 1:
+        raise ValueError(f"supervised.demonstrations.share: got {mu} after {scored.steps} steps, expected 0 to 1")
+    return Term(given_batch(scored.demonstrations(scored.steps)), objective, mu, mu)
 
 
-# Fields of a StepAlgorithm that learns from sampled tokens alone, each counted once.
-SAMPLED_ONLY = {
-    "supervised": partial(cross_entropy, token_weight=every_token_alike, loss_aggregation=token_mean),
-    "supervised_share": sampled_alone,
-    "observation_coef": 0.0,
-    "given": nothing_given,
-    "demonstrations": without_demonstrations,
-    "energy_weight": no_correction,
-    "distillation_share": full_share,
-}
+demonstrations.NEEDS = frozenset({"demonstrations"})
+
+
+def observations(scored: ScoredStep, *, objective: Objective, coef: float) -> Term | None:
+    """coef times an objective of what environments wrote between turns, added to that of the sampled tokens.
+
+    ECHO (arXiv:2605.24517). Samples without a valid reward teach nothing. Each objective is a mean over its own tokens,
+    as in prime-rl's code.
+
+    Use it when: the policy should learn what its tools answer.
+    Peers: prime-rl.
+
+    Args:
+        scored: the step; its rows are episodes.
+        objective: of given tokens: `cross_entropy`.
+        coef: weight of the objective, at least 0.
+
+    Returns:
+        The term; None when no row has an observation.
+    """
+    rollout, valid = scored.groups.rollout, scored.reward.valid.flatten()[:, None]
+    rows = given_batch(rollout._replace(mask=observed_tokens(rollout.mask) & valid.to(rollout.mask.device)))
+
+    def named(scores: Scores, batch: Batch, totals: Totals, gains: Gains) -> tuple[Tensor, dict[str, Tensor]]:
+        value, diagnostics = objective(scores, batch, totals, gains)
+        return value, {"observation_nll": diagnostics["nll"]}  # apart from the demonstrations' nll
+
+    return Term(rows, named, coef) if rows.mask.any() else None
+
+
+observations.NEEDS = frozenset({"episodes"})
 
 
 # -- a step that has no others
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A supervised stage, in the place of `step.Algorithm`: it learns from given completions and samples nothing.
+
+    Raises:
+        ValueError: a number is below 1, or prompts do not split into whole minibatches.
+    """
+
+    objective: Objective  # of given tokens: cross_entropy
+    prompts: int  # a step, each with one completion
+    epochs: int = 1  # passes over the rows of a step
+    minibatches: int = 1  # optimizer steps in a pass
+    group_size: ClassVar[int] = 1
+    min_groups_with_signal: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_positive(epochs=self.epochs, minibatches=self.minibatches, prompts=self.prompts)
+        check_divides(self.prompts, self.minibatches)
+
+
 def supervised_step(
-    policy: Policy, sampler: Sampler, stream: Stream, carried: Carry, *, key: Tensor, algo: StepAlgorithm, span: Span
+    policy: Policy,
+    sampler: Sampler,
+    stream: Stream,
+    carried: Carry,
+    *,
+    algo: Stage,
+    given: Callable[[Sequence[Problem]], Rollout],
+    span: Span,
 ) -> tuple[Experience, Carry, dict[str, float]]:
     """One supervised step: read the next demonstrations of the stream, and update on their tokens.
 
-    In the place of `grpo_step`. Nothing is sampled and nothing scored; the sampler keeps its weights until an
-    evaluation loads others.
+    Nothing is sampled and nothing scored; the sampler keeps its weights until an evaluation loads others.
 
     Args:
         policy: pi_theta, updated in place.
-        sampler: not asked.
+        sampler: rests.
         stream: (first, count) -> problems first, ..., first + count - 1, each with its demonstration.
         carried: what the step before left; AT_THE_START for the first.
-        key: random key of the step, [2]; not used.
-        algo: the functions and numbers of the step; of its functions `given`, `objective` and what splits rows.
+        algo: the objective and the numbers of the step.
+        given: problems -> their demonstrations, one row each: tokens, and which of them to learn.
         span: name -> context manager that times a phase.
 
     Returns:
-        What the step learned from, what it leaves for the next one, and its metrics by name.
+        The experience of the step, what it leaves for the next one, and its metrics by name.
+
+    Raises:
+        ValueError: fields of the rows do not fit together.
     """
+
+    def read(first: int, count: int) -> Groups:
+        problems = tuple(stream(first, count))
+        rollout = given(problems)
+        check_rollout(rollout)
+        zeros = torch.zeros_like(rollout.logp_sampled[:, :1])
+        return Groups(problems, rollout, outcome_reward(zeros, torch.ones_like(zeros, dtype=torch.bool), {}))
+
     sampler.rest()  # the device is the trainer's
     with span("train"):
-        groups, _, carried, _ = algo.group_sampling(partial(next_demonstrations, stream, algo=algo), carried)
+        groups, _, carried, _ = keep_all(read, carried, algo.prompts)
         batch = given_batch(groups.rollout)
-        how = {"objective": algo.objective, "epochs": algo.epochs, "minibatches": algo.minibatches}
-        learned = learn_given(policy, batch, carried.gains, **how, split=algo.split, anchor=algo.anchor)
+        updates = {"epochs": algo.epochs, "minibatches": algo.minibatches}
+        own_pass = algo.epochs * algo.minibatches == 1 and not policy.dropout  # logp_old, for the record alone
+        learned = learn_given(policy, batch, algo.objective, carried.gains, **updates, own_pass=own_pass)
         batch = learned[0].batch if len(learned) == 1 else batch
     figures = {**metrics.summarise_updates(batch, learned, reference=False), "train/skipped_step": 0.0}
     adv = by_group(batch.adv, len(groups.problems))
@@ -226,55 +268,11 @@ def supervised_step(
 
 
 def learn_given(
-    policy: Policy,
-    batch: Batch,
-    gains: Gains,
-    *,
-    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]],
-    epochs: int,
-    minibatches: int,
-    split: Callable[[Batch], list[Tensor]],
-    anchor: Callable[[Batch, Tensor], Batch],
+    policy: Policy, batch: Batch, objective: Objective, gains: Gains, *, epochs: int, minibatches: int, own_pass: bool
 ) -> list[UpdateResult]:
-    """The updates of a supervised step: of a run's stage, and of the warm start of a tiny model.
-
-    Args:
-        policy: pi_theta, updated in place.
-        batch: rows of given tokens, each field [B, T].
-        gains: what the coefficients of the objective are multiplied with.
-        objective: as `cross_entropy`; scores, batch=, totals=, gains= -> loss and diagnostics.
-        epochs: passes over the rows.
-        minibatches: optimizer steps in a pass.
-        split: the rows of a batch's micro-batches, that fit the devices.
-        anchor: a micro-batch and its log-probs now -> what it is compared with.
-
-    Returns:
-        What each update did.
-    """
+    """The updates of a supervised step: of a run's stage, and of the warm start of a tiny model."""
     return [
-        update_policy(policy, [Component(mini, count(mini), objective, 1.0)], gains, split=split, anchor=anchor)
+        update(policy, [Term(mini, objective, 1.0)], gains, own_pass=own_pass)
         for _ in range(epochs)
         for mini in split_minibatches(batch, minibatches)
     ]
-
-
-def next_demonstrations(stream: Stream, first: int, problems: int, *, algo: StepAlgorithm) -> Groups:
-    """The next problems of the stream with their demonstrations, one row each; their rewards are 0 and not looked at.
-
-    Args:
-        stream: (first, count) -> problems first, ..., first + count - 1.
-        first: number of the first problem.
-        problems: number of problems, P.
-        algo: its `given` makes the rows.
-
-    Returns:
-        The P problems with one row each.
-
-    Raises:
-        ValueError: fields of the rows do not fit together.
-    """
-    asked = tuple(stream(first, problems))
-    rollout = algo.given(asked)
-    check_rollout(rollout)
-    nothing = torch.zeros_like(rollout.logp_sampled[:, :1])
-    return Groups(asked, rollout, outcome_reward(nothing, torch.ones_like(nothing, dtype=torch.bool), {}))

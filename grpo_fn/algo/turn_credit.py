@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo.credit import Advantage, over_tokens
+from grpo_fn.algo.step import ScoredStep
 from grpo_fn.core.types import Reward
 
 EXAMPLES = {"gamma": (0.95, 1.0), "state_weight": (1.0,)}  # knobs as tests try them
@@ -19,9 +20,7 @@ EXAMPLES = {"gamma": (0.95, 1.0), "state_weight": (1.0,)}  # knobs as tests try 
 _PAIRS = 1 << 20  # of turns that are compared at once: the memory of `by_state`
 
 
-def turn_returns(
-    reward: Reward, drift: Float[Tensor, "P G T"], mask: Bool[Tensor, "P G T"], *, advantage: Advantage, gamma: float
-) -> Float[Tensor, "P G T"]:
+def turn_returns(scored: ScoredStep, *, advantage: Advantage, gamma: float) -> Float[Tensor, "P G T"]:
     """A_gt = advantage(R_k)_g, R_gk = sum_{j >= k} gamma^(j - k) r_gj, k the turn of token t: the past does not count.
 
     Turns are compared with the turns of the same number in the group's other samples, those that got that far. Rewards
@@ -31,23 +30,23 @@ def turn_returns(
     Peers: SkyRL turn-level rewards; verifiers; ROLL step-wise REINFORCE.
 
     Args:
-        reward: rewards of the step; `turns` and `states` [P, G, K].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, and the rewards of their turns.
         advantage: (reward [G], valid [G]) -> [G], the advantages within one group.
         gamma: discount a turn, in [0, 1].
 
     Returns:
         The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
+    reward = scored.reward
     by_turn = vmap(vmap(advantage, in_dims=-1, out_dims=-1))
-    return turns_over_tokens(by_turn(discounted_returns(reward, gamma=gamma), turns_taken(reward)), mask)
+    return turns_over_tokens(by_turn(discounted_returns(reward, gamma=gamma), turns_taken(reward)), scored.mask)
+
+
+turn_returns.NEEDS = frozenset({"groups"})
 
 
 def group_in_group(
-    reward: Reward,
-    drift: Float[Tensor, "P G T"],
-    mask: Bool[Tensor, "P G T"],
+    scored: ScoredStep,
     *,
     advantage: Advantage,
     gamma: float,
@@ -64,9 +63,7 @@ def group_in_group(
     Peers: ROLL `gigpo`, with a weight for both terms; verl-agent.
 
     Args:
-        reward: rewards of the step; `value` and `valid` [P, G], `turns` and `states` [P, G, K].
-        drift: logp_old - logp_ref of each token, [P, G, T], in nats; not read.
-        mask: which tokens were sampled, [P, G, T].
+        scored: P prompts with G samples each, and the rewards of their turns.
         advantage: (reward [G], valid [G]) -> [G], the advantages within one group; also of turns in one state.
         gamma: discount a turn, in [0, 1].
         state_weight: w, weight of the comparison of turns.
@@ -74,9 +71,13 @@ def group_in_group(
     Returns:
         The advantage of each token, [P, G, T]; 0 where ~mask and for invalid samples.
     """
+    reward, mask = scored.reward, scored.mask
     samples = over_tokens(vmap(advantage)(reward.value, reward.valid), mask)
     turns = by_state(discounted_returns(reward, gamma=gamma), turns_taken(reward), reward.states, advantage)
     return samples + state_weight * turns_over_tokens(turns, mask)
+
+
+group_in_group.NEEDS = frozenset({"groups"})
 
 
 def discounted_returns(reward: Reward, *, gamma: float) -> Float[Tensor, "P G K"]:

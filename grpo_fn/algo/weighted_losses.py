@@ -70,6 +70,9 @@ def vespo(
     return -weight * adv * sampled_values(logp, row), loss_diagnostics(capped_exp(log_r).exp(), False, False)
 
 
+vespo.NEEDS = frozenset({"logp_sampled"})
+
+
 def dppo_kl(logp: Float[Tensor, "T"], row: Batch, *, delta: float, cap: float) -> Loss:
     """-sg[keep min(r, cap)] A logp; a token is kept until the binary KL of its probability has reached delta.
 
@@ -100,6 +103,9 @@ def dppo_kl(logp: Float[Tensor, "T"], row: Batch, *, delta: float, cap: float) -
     return -weight * adv * sampled_values(logp, row), loss_diagnostics(r, low, high)
 
 
+dppo_kl.NEEDS = frozenset({"logp_sampled"})
+
+
 def masked_reinforce(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: float) -> Loss:
     """-sg[r] A logp where 1 - low < r < 1 + high, else 0, whatever the sign of A.
 
@@ -122,6 +128,9 @@ def masked_reinforce(logp: Float[Tensor, "T"], row: Batch, *, low: float, high: 
     below, above = (adv != 0) & (r <= 1 - low), (adv != 0) & (r >= 1 + high)
     weight = torch.where(below | above, 0.0, r.detach())
     return -weight * adv * sampled_values(logp, row), loss_diagnostics(r, below, above)
+
+
+masked_reinforce.NEEDS = frozenset({"logp_sampled"})
 
 
 def dro(logp: Float[Tensor, "T"], row: Batch, *, beta: float) -> Loss:

@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.func import grad, vmap
 
-from grpo_fn.algo.step import Stages, compute_advantages
+from grpo_fn.algo.needs import needs
+from grpo_fn.algo.step import Algorithm, ScoredStep, advantages, learning_rows
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Gains, Groups, Scores, Totals
 
@@ -27,21 +28,22 @@ class View(NamedTuple):
 
 
 def view(
-    stages: Stages,
+    algo: Algorithm,
     groups: Groups,
     logp_old: Float[Tensor, "B T"],
     logp_ref: Float[Tensor, "B T"],
     logp_teacher: Float[Tensor, "B T"],
-    energy: Float[Tensor, "B T"],
+    energy: Float[Tensor, "B T"] | None,
     gains: Gains,
     key: Tensor,
     *,
     steps: int,
 ) -> View:
     """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch after `steps` others."""
-    given = groups, logp_old, logp_ref, logp_teacher, energy, gains
-    _, batch = compute_advantages(*given, key=key, steps=steps, stages=stages)
-    return View(stages.objective, batch, count(batch))
+    rows = {"logp_old": logp_old, "logp_ref": logp_ref, "logp_teacher": logp_teacher, "energy": energy}
+    scored = ScoredStep(groups, {}, needs([*vars(algo).values()]), gains, steps, results=rows)
+    batch = learning_rows(scored, advantages(scored, algo.credit), algo, own_pass=False, key=key)
+    return View(algo.objective, batch, count(batch))
 
 
 def signals(scores: Scores, views: Mapping[str, View], gains: Gains) -> Float[Tensor, "K B T"]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.core.groups import by_group
-from grpo_fn.core.types import Batch, Policy, Reward, Rollout, Totals
+from grpo_fn.core.types import Batch, Reward, Rollout, Totals
 
 LEAST_LOGP = math.log(torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps)  # -103.3 nats
 
@@ -234,40 +234,18 @@ def reweigh_groups(
     return batch._replace(adv=vmap(reweighting)(by_group(logp, groups), of_groups).flatten(0, 1))
 
 
-def without_energy(rollout: Rollout) -> Float[Tensor, "B T"]:
-    """No baseline reads the energy of a token.
-
-    Args:
-        rollout: the step's samples, B = P * G rows.
-
-    Returns:
-        Zeros, [B, T].
-    """
-    return torch.zeros_like(rollout.logp_sampled)
-
-
-def without_look(policy: Policy, batch: Batch) -> Float[Tensor, "B T"]:
-    """No reweighting reads what the policy says at an update.
-
-    Args:
-        policy: the policy that learns; not read.
-        batch: the rows of one optimizer step, each field [B, T].
-
-    Returns:
-        logp_old, [B, T], in nats.
-    """
-    return batch.logp_old
-
-
-def look_first(policy: Policy, batch: Batch) -> Float[Tensor, "B T"]:
-    """One more pass without gradients before each update, over all of its rows: a group is then whole.
-
-    Args:
-        policy: the policy that learns.
-        batch: the rows of one optimizer step, each field [B, T].
-
-    Returns:
-        Log-probs under the policy as it is, [B, T], in nats.
-    """
+def rows_as_rollout(batch: Batch) -> Rollout:
+    """Rows to learn from as a rollout that a policy can read; nothing of it is truncated, and it has no text."""
     empty = torch.zeros_like(batch.mask[:, 0])
-    return policy.logp(Rollout(batch.tokens, batch.mask, batch.logp_sampled, empty, ("",) * len(empty)))
+    return Rollout(batch.tokens, batch.mask, batch.logp_sampled, empty, ("",) * len(empty))
+
+
+def check_tensor(knob: str, x: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError unless what the function of a knob returned has this shape and kind of numbers."""
+    wanted = f"{'booleans' if dtype is torch.bool else 'floating-point numbers'} of shape {list(shape)}"
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{knob}: got a {type(x).__name__}, expected {wanted}")
+    if (x.dtype is torch.bool, x.is_floating_point()) != (dtype is torch.bool, dtype.is_floating_point):
+        raise ValueError(f"{knob}: got {str(x.dtype).removeprefix('torch.')}, expected {wanted}")
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{knob}: got shape {list(x.shape)}, expected {wanted}")

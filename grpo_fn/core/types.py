@@ -57,7 +57,9 @@ class Batch(NamedTuple):
     logp_sampled: Float[Tensor, "*B T"]
     logp_old: Float[Tensor, "*B T"]
     logp_ref: Float[Tensor, "*B T"]
-    logp_teacher: Float[Tensor, "*B T"]  # logp_old where there is no teacher
+    logp_teacher: Float[
+        Tensor, "*B T"
+    ]  # NaN where the algorithm does not declare it (see `algo.needs`); so is logp_ref
     adv: Float[Tensor, "*B T"]  # of each token; anything where ~mask
     selected: Bool[Tensor, "*B T"]  # tokens that the loss is to treat apart, if it does (see `algo.masking`)
     group_tokens: Int[Tensor, "*B T"]  # tokens to learn from in the row's whole group, the same for each of its tokens
@@ -120,6 +122,11 @@ Pullback = Callable[[Scores], None]
 class Policy(Protocol):
     """A model as algorithms see it: log-probs and their pullback, whatever is sharded, recomputed, adapted or fused."""
 
+    dropout: bool  # whether the pass that trains differs from one that does not
+
+    def split_rows(self, batch: Batch) -> list[Int[Tensor, "b"]]:
+        """The rows of micro-batches that fit the devices; see `batch.trim_rows`."""
+
     def vjp(self, batch: Batch) -> tuple[Scores, Pullback]:
         """Scores of the batch's tokens, and the map from their cotangent to accumulated parameter gradients."""
 
@@ -131,6 +138,9 @@ class Policy(Protocol):
 
     def reference(self, rollout: Rollout) -> Float[Tensor, "B T"] | None:
         """Log-probabilities under the frozen reference; None when the policy keeps none."""
+
+    def energy(self, rollout: Rollout) -> Float[Tensor, "B T"]:
+        """|d logp / d logits|^2 of each token, for the optimal token baseline."""
 
     def update(self) -> dict[str, float]:
         """Clip, take one optimizer step, clear the gradients; returns what it did."""

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad
 from transformers import PretrainedConfig
 
+from grpo_fn.algo.needs import PASSES, needs
 from grpo_fn.algo.step import from_trainer
+from grpo_fn.algo.supervised import Stage
 from grpo_fn.core import prng
 from grpo_fn.core.batch import count
 from grpo_fn.core.partials import function_and_knobs, uses_of
@@ -262,8 +264,12 @@ def name_groups(mode: CountingMode, asked: Asked) -> tuple[dict[str, int], dict[
 
 def score_passes(settings: Settings, checked: ValidatedPlan) -> int:
     """Passes without gradients over the step's rows: the trainer's own log-probs, the reference, teachers in place."""
-    old_logp = settings.algorithm.old_logp
-    own = getattr(old_logp, "func", old_logp) is from_trainer and not checked.own_pass
+    algo = settings.algorithm
+    if isinstance(algo, Stage):
+        return 0
+    read_early = needs(algo.credit) & {*PASSES} or algo.token_mask or algo.epochs * algo.minibatches > 1
+    dropout = settings.lora is not None and settings.lora.dropout > 0
+    own = algo.old_logp is from_trainer and bool(read_early or dropout)
     return own + checked.reference + len(checked.teachers)
 
 
@@ -274,7 +280,7 @@ def reads_entropy(settings: Settings) -> bool:
 
     def slope(scores: Scores) -> Tensor:
         batch = Batch(mask.long(), mask, logp, logp, logp, logp, torch.ones_like(logp), mask, mask.long())
-        return settings.algorithm.objective(scores, batch=batch, totals=count(batch), gains=Gains(1.0, 1.0))[0]
+        return settings.algorithm.objective(scores, batch, count(batch), Gains(1.0, 1.0))[0]
 
     return bool(grad(slope)(Scores(logp, -logp)).entropy.any())
 

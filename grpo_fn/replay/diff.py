@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
-from grpo_fn.algo.step import Experience, sample_advantages
+from grpo_fn.algo.metrics import sample_advantages
+from grpo_fn.algo.step import Experience
 from grpo_fn.analysis import compare_algorithms
 from grpo_fn.core import checksums
 from grpo_fn.core.checksums import QUANTITIES, differing_quantities

@@ -221,7 +221,7 @@ def replay_one_step(
         seen, carried, figures = take_step(run, step, carried, clock.span)
         line = step_checksums(run, step, seen, carried, noted)
     algo = run.algo
-    parts = micro_batch_rows(seen.batch, algo.split, epochs=algo.epochs, parts=algo.minibatches)
+    parts = micro_batch_rows(seen.batch, run.policy.split_rows, epochs=algo.epochs, parts=algo.minibatches)
     signal = signal_by_row(seen.batch, parts, noted.signals)
     return ReplayedStep(seen, figures, line, signal, chosen_kernels(run)), carried
 

@@ -71,8 +71,8 @@ def from_store(run: TrainingRun, stored: StoredRollout) -> Callable[[Explore, Ca
         # The stored text may have been edited.
         rollout = rollout._replace(text=tuple(run.tokenizer.batch_decode(sampled, skip_special_tokens=True)))
 
-    def collect(explore: Explore, carried: Carry) -> GroupBatch:
-        found = Groups(problems, rollout, run.algo.reward(problems, rollout))
+    def collect(explore: Explore, carried: Carry, prompts: int) -> GroupBatch:
+        found = Groups(problems, rollout, run.reward(problems, rollout))
         return GroupBatch(found, found, carried, {})
 
     return follow_groups(run.settings, run.task, collect)

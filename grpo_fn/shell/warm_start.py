@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.algo import aggregation, supervised
-from grpo_fn.algo.objective import compare_as_given
 from grpo_fn.algo.step import UNMOVED
 from grpo_fn.algo.supervised import learn_given
 from grpo_fn.core.batch import given_batch
@@ -25,9 +24,7 @@ from grpo_fn.shell.model.logprob_model import predicting_states, scatter_to_rows
 from grpo_fn.shell.policy import optimizer
 
 Segment = tuple[str, bool]  # text, and whether it is taught or only read
-CROSS_ENTROPY = partial(
-    supervised.cross_entropy, token_weight=supervised.every_token_alike, loss_aggregation=aggregation.token_mean
-)
+CROSS_ENTROPY = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=aggregation.token_mean)
 ADAMW = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
 FINAL = 0.1  # of the learning rate, at the end
 WARMUP_SHARE = 20  # one step in so many warms up
@@ -50,6 +47,8 @@ class PaddedPolicy:
         optimize: parameters -> their optimizer.
         schedule: update, from 0 -> multiplier of the learning rate.
     """
+
+    dropout = False
 
     def __init__(
         self,
@@ -86,6 +85,10 @@ class PaddedPolicy:
         """Log-probs of the rollout's tokens under the weights as they stand."""
         return self._scores(rollout.tokens, rollout.mask)[0]
 
+    def split_rows(self, batch: Batch) -> list[Int[Tensor, "B"]]:
+        """All rows as one micro-batch."""
+        return [torch.arange(len(batch.mask), device=batch.mask.device)]
+
     def reference(self, rollout: Rollout) -> None:
         """There is no reference."""
 
@@ -114,10 +117,9 @@ def train_supervised(
     device = next(model.parameters()).device
     decay = partial(optimizer.linear_decay, warmup=plan.steps // WARMUP_SHARE, total=plan.steps, final=FINAL)
     policy = PaddedPolicy(model, optimize=partial(optimizer.adamw, lr=plan.lr, **ADAMW), schedule=decay)
-    knobs = {"epochs": 1, "minibatches": 1, "split": in_one_piece, "anchor": compare_as_given}
     for step in range(plan.steps):
         batch = given_batch(tokenized_rows([next(rows) for _ in range(plan.rows)], tokenizer, device))
-        (learned,) = learn_given(policy, batch, UNMOVED, objective=CROSS_ENTROPY, **knobs)
+        (learned,) = learn_given(policy, batch, CROSS_ENTROPY, UNMOVED, epochs=1, minibatches=1, own_pass=False)
         if (step + 1) % 100 == 0 or step + 1 == plan.steps:
             report(f"[warm start] step {step + 1}/{plan.steps} loss {learned.objective:.3f}")
 
@@ -135,8 +137,3 @@ def tokenized_rows(
         shown.append(Demonstration(read, [taught for segment, taught in segments for _ in segment]))
     texts = ["".join(text for text, _ in row) for row in rows]
     return given_rows(shown, texts, pad=eos, device=device)
-
-
-def in_one_piece(batch: Batch) -> list[Int[Tensor, "B"]]:
-    """All rows of a batch as one micro-batch."""
-    return [torch.arange(len(batch.mask), device=batch.mask.device)]

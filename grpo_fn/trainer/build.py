@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
 from typing import NamedTuple
@@ -14,16 +14,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from grpo_fn.algo.objective import compare_as_given, compare_to_own_pass
-from grpo_fn.algo.step import (
-    StepAlgorithm,
-    StepKnobs,
-    from_sampler,
-    without_demonstrations,
-)
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
-from grpo_fn.core.batch import look_first, without_energy, without_look
 from grpo_fn.core.problem import Problem
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
@@ -45,9 +37,8 @@ from grpo_fn.trainer.checks.check_judges import check_judges_answer, with_record
 from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_environment import fitting_episodes
-from grpo_fn.trainer.checks.try_out import reads_energy, reads_logp
 from grpo_fn.trainer.checks.validate import ValidatedPlan
-from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun, follow_groups, looked_at
+from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun, looked_at, run_algorithm
 from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
 from grpo_fn.trainer.start_lines import StartReport, plan_lines, rank_line, sampler_line, settle_blocks
 from grpo_fn.trainer.state import check_steps, has_progress
@@ -100,6 +91,8 @@ def build(
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
     report(sampler_line(s, checked.config, world.device))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
+    encoding = {"demonstration": s.data.demonstration, "encode": s.data.encode_prompt}
+    given, shown = partial(given_rollout, tokenizer=tokenizer, device=world.device, **encoding), s.demonstrations
     asked = {"key": prng.fold_in(key, PROBING), "max_positions": positions(checked.config), "dtype": checked.dtype}
     probe = s.sampling.probe and partial(s.sampling.probe, **asked)
     with closing(sampler), pool, streaming, environment_workers:
@@ -119,7 +112,11 @@ def build(
             greedy=DataParallelSampler(sampler.for_evaluation(token_samplers.greedy), world),
             sampled=DataParallelSampler(sampler.for_evaluation(s.evaluation.token_sampler), world),
             tokenizer=tokenizer,
-            algo=step_algorithm(s, checked, policy, loaded, taught, streaming, world, tokenizer, task),
+            algo=run_algorithm(s, task),
+            reward=partial(streaming.round, reward=s.rewards.reward, world=world),
+            teacher=teacher_of_run(s.teacher, policy, loaded, taught, world),
+            given=given,
+            demonstrations=shown and partial(shown_rows, checked.shown, shown_key(s), shown.rows, given),
             task=task,
             evaluator=build_evaluator(s, spec, tokenizer, world, environments),
             pool=pool,
@@ -280,39 +277,6 @@ def build_evaluator(
     )
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
     return partial(open_evaluator, start, settings.rewards.pool, key, world)
-
-
-def step_algorithm(
-    settings: Settings,
-    checked: ValidatedPlan,
-    policy: FSDPPolicy,
-    loaded: LoadedModel,
-    taught: PreparedTeachers,
-    streaming: StreamingRewards,
-    world: World,
-    tokenizer: PreTrainedTokenizerBase,
-    task: Task,
-) -> StepAlgorithm:
-    """The algorithm section with what the run gives it."""
-    a, own_pass, shown = settings.algorithm, checked.own_pass, settings.demonstrations
-    knobs = {field.name: getattr(a, field.name) for field in fields(StepKnobs)}
-    knobs["group_sampling"] = follow_groups(settings, task, partial(a.group_sampling, prompts=a.prompts))
-    if own_pass:
-        knobs["old_logp"] = from_sampler
-    encoding = {"demonstration": settings.data.demonstration, "encode": settings.data.encode_prompt}
-    given = partial(given_rollout, tokenizer=tokenizer, device=world.device, **encoding)
-    show = shown and partial(shown_rows, checked.shown, shown_key(settings), shown.rows, given)
-    return StepAlgorithm(
-        **knobs,
-        teacher=teacher_of_run(settings.teacher, policy, loaded, taught, world),
-        energy=policy.energy if reads_energy(a.baseline) else without_energy,
-        look=look_first if reads_logp(a.reweighting) and not own_pass else without_look,
-        given=given,
-        demonstrations=show or without_demonstrations,
-        reward=partial(streaming.round, reward=settings.rewards.reward, world=world),
-        anchor=partial(compare_to_own_pass, reference=checked.reference) if own_pass else compare_as_given,
-        split=policy.split_rows,
-    )
 
 
 class PreparedModel(NamedTuple):

@@ -8,15 +8,17 @@ from dataclasses import replace
 from functools import partial
 from math import nan
 
+import torch
 from torch import Tensor
 
 from grpo_fn.algo import metrics
-from grpo_fn.algo.step import Experience, Span
+from grpo_fn.algo.step import Experience, Span, grpo_step
+from grpo_fn.algo.supervised import Stage, supervised_step
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import grader_names, summarise
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Carry, Policy, Rollout, RunState
+from grpo_fn.core.types import Carry, Rollout, RunState
 from grpo_fn.shell.checkpoint.async_saver import Retention
 from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.episodes.tape import recorded_episodes
@@ -26,7 +28,6 @@ from grpo_fn.shell.logging.stopwatch import ErrorContext
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
 from grpo_fn.trainer import async_eval
-from grpo_fn.trainer.checks.supervised_stage import is_supervised
 from grpo_fn.trainer.export import export_run
 from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
 from grpo_fn.trainer.recording import (
@@ -304,21 +305,27 @@ def environment_share(engine: dict[str, float], times: dict[str, float], *, ahea
 
 def take_step(run: TrainingRun, step: int, carried: Carry, span: Span) -> tuple[Experience, Carry, dict[str, float]]:
     """One step of the algorithm, with `loss/kl_start` where that is due; nothing of it is recorded."""
+    stream, algo = problem_stream(run, carried), run.algo
+    if isinstance(algo, Stage):
+        return supervised_step(run.policy, run.sampler, stream, carried, algo=algo, given=run.given, span=span)
     at_start: list[Tensor] = []
 
-    def old_logp(policy: Policy, rollout: Rollout) -> Tensor:
+    def keep_all_rows(rollout: Rollout, adv: Tensor) -> Tensor:
         at_start.append(run.policy.logp_under(run.start_model, rollout))  # the sampler rests now, which leaves memory
-        return run.algo.old_logp(policy, rollout)
+        return torch.ones(adv.shape[:2], dtype=torch.bool, device=adv.device)
 
     watched = is_due(step, run.settings.logging.start_kl_every)
-    experience, carried, figures = run.settings.algorithm.stage(
+    experience, carried, figures = grpo_step(
         run.policy,
         run.sampler,
-        problem_stream(run, carried),
+        stream,
         carried,
         key=prng.fold_in(run.key, SAMPLING),  # a problem's uid is its place in the stream: no step is needed
-        algo=replace(run.algo, old_logp=old_logp) if watched else run.algo,
+        algo=replace(algo, filters=[*algo.filters, keep_all_rows]) if watched else algo,
+        reward=run.reward,
         span=span,
+        teacher=run.teacher,
+        demonstrations=run.demonstrations,
     )
     return experience, carried, figures | (metrics.start_kl(experience.batch, *at_start) if watched else {})
 
@@ -332,7 +339,7 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
     """Measure the policy on the held-out problems; all that it answered goes to eval/step_N.jsonl."""
     how, key = run.settings.evaluation, prng.fold_in(run.key, EVALUATION)
     found = {}
-    if is_supervised(run.settings.algorithm):
+    if isinstance(run.algo, Stage):
         found = held_out_likelihood(run)
         run.sampler.load(run.policy)  # no step did
     judged = how.grade_answers(run.greedy, run.sampled, run.held_out, key=key, score=run.score)
@@ -343,7 +350,7 @@ def evaluate_policy(run: TrainingRun, step: int, loggers: RunLoggers) -> dict[st
 
 def held_out_likelihood(run: TrainingRun) -> dict[str, float]:
     """How likely the policy finds the held-out demonstrations: `eval/loss`, `eval/perplexity` and `eval/tokens`."""
-    given = run.algo.given(run.held_out)
+    given = run.given(run.held_out)
     return metrics.likelihood("eval/", metrics.stat(-run.policy.logp(given), given.mask))
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from grpo_fn.algo.step import Stages
+from grpo_fn.algo.needs import needs
+from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import freeze, load_config
 from grpo_fn.config.parse import GIN_FOLDER
-from grpo_fn.trainer.checks.try_out import reads_energy
-from grpo_fn.trainer.checks.validate import check_credit
+from grpo_fn.trainer.checks.algorithm import check_parts
 
 
 def preset_names() -> list[str]:
@@ -14,8 +14,8 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in (GIN_FOLDER / "algo").glob("*.gin"))
 
 
-def stages(config_files: Sequence[str], preset: str | None) -> Stages:
-    """The stages of a configuration, with a preset laid over it unless that is None."""
+def algorithm(config_files: Sequence[str], preset: str | None) -> Algorithm:
+    """The algorithm of a configuration, with a preset laid over it unless that is None."""
     over = [] if preset is None else [f"algo/{preset}.gin"]
     config = load_config([*config_files, *over], [])
     return freeze(config.root.knobs["algorithm"], {})
@@ -23,17 +23,17 @@ def stages(config_files: Sequence[str], preset: str | None) -> Stages:
 
 def fitting(
     config_files: Sequence[str], parts: Sequence[str], *, energy: bool
-) -> tuple[dict[str, Stages], dict[str, str]]:
-    """The stages of every preset laid over a configuration; and of those that want what the step does not have, why.
+) -> tuple[dict[str, Algorithm], dict[str, str]]:
+    """The algorithm of every preset laid over a configuration; and of those that want what the step does not have, why.
 
     That is parts of the reward other than `parts`, and the energies of tokens where `energy` says they are not there.
     """
     fit, refused = {}, {}
     for name in preset_names():
-        those = stages(config_files, name)
+        those = algorithm(config_files, name)
         try:
-            check_credit(those.credit, those.distillation, 2, parts)
-            if reads_energy(those.baseline) and not energy:
+            check_parts(those.credit, parts)
+            if "energy" in needs(those.credit) and not energy:
                 raise ValueError("got a step without the energies of its tokens, which the preset's baseline reads")
             fit[name] = those
         except ValueError as error:

@@ -10,7 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from grpo_fn.algo.step import Experience, Stages, groups_to_learn_from, sample_advantages
+from grpo_fn.algo.metrics import sample_advantages
+from grpo_fn.algo.needs import needs
+from grpo_fn.algo.step import Algorithm, Experience, groups_to_learn_from
 from grpo_fn.analysis import compare_algorithms, health, token_report
 from grpo_fn.analysis.evaluation import GradedAnswer
 from grpo_fn.analysis.html import token_page
@@ -31,7 +33,6 @@ from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
 from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.trainer import presets
-from grpo_fn.trainer.checks.try_out import reads_energy
 from grpo_fn.trainer.loggers import RunLoggers
 from grpo_fn.trainer.run import TrainingRun
 
@@ -63,20 +64,21 @@ def sample_rows(seen: Experience, count: int) -> list[Row]:
 
 
 def compare_presets(
-    config: Path, mine: Stages, seen: Experience, gains: Gains, key: Tensor, *, steps: int
+    config: Path, own: Algorithm, seen: Experience, gains: Gains, key: Tensor, *, steps: int
 ) -> tuple[list[Row], Float[Tensor, "K K"]]:
     """What every preset laid over a configuration would have made of the step, as the policy that sampled it saw it.
 
     Returns a table, and the cosines between the learning signals of the run, which comes first, and of the presets.
     """
-    energy = reads_energy(mine.baseline)
-    fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts], energy=energy)
-    looked = seen.batch.logp_old, seen.batch.logp_ref, seen.batch.logp_teacher, seen.energy
+    fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts], energy=seen.energy is not None)
+    old, declared = seen.batch.logp_old, needs([*vars(own).values()])
+    # A run without a reference or a teacher has no difference to one.
+    ref, teacher = (getattr(seen.batch, name) if name in declared else old for name in ("logp_ref", "logp_teacher"))
     views = {
-        name: compare_algorithms.view(stages, seen.groups, *looked, gains, key, steps=steps)
-        for name, stages in {"this run": mine, **fitting}.items()
+        name: compare_algorithms.view(algo, seen.groups, old, ref, teacher, seen.energy, gains, key, steps=steps)
+        for name, algo in {"this run": own, **fitting}.items()
     }
-    signal = compare_algorithms.signals(Scores(looked[0], torch.zeros_like(looked[0])), views, gains)
+    signal = compare_algorithms.signals(Scores(old, torch.zeros_like(old)), views, gains)
     cosine = compare_algorithms.cosines(signal)
     share = compare_algorithms.nonzero_share(signal, seen.groups.rollout.mask)
     figures = zip(views, cosine[0].tolist(), share.tolist(), strict=True)

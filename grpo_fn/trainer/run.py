@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.algo.curriculum import begin_curriculum, check_arrays, choose_uids, sample_and_follow
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
-from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, Stream
+from grpo_fn.algo.step import AT_THE_START, Algorithm, Stream
+from grpo_fn.algo.supervised import Stage
 from grpo_fn.config import Config
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem, Scorer
-from grpo_fn.core.types import Carry
+from grpo_fn.core.types import Carry, Groups, Reward, Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
@@ -29,7 +30,7 @@ from grpo_fn.trainer.sections import Settings
 
 DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING, SHOWING, CHOOSING = range(7)  # streams of the run's key
 
-SampleGroups = Callable[[Explore, Carry], GroupBatch]
+SampleGroups = Callable[[Explore, Carry, int], GroupBatch]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,11 @@ class TrainingRun:
     greedy: DataParallelSampler  # the same engine, for greedy answers
     sampled: DataParallelSampler  # the same engine, as the evaluation draws
     tokenizer: PreTrainedTokenizerBase
-    algo: StepAlgorithm
+    algo: Algorithm | Stage
+    reward: Callable[[Sequence[Problem], Rollout], Reward]
+    teacher: Callable[[Groups, Tensor], Tensor] | None  # log-probs of the sampled tokens under the teachers
+    given: Callable[[Sequence[Problem]], Rollout]  # demonstrations of problems, one row each
+    demonstrations: Callable[[int], Rollout] | None  # steps taken -> given rows beside the sampled ones
     task: Task
     # Starts an engine of its own for evaluations. None: the training's engine evaluates, and the training waits.
     evaluator: Callable[[], AbstractContextManager[AsyncEvaluator]] | None
@@ -137,11 +142,19 @@ def problem_stream(run: TrainingRun, carried: Carry) -> Stream:
 
 
 def follow_groups(settings: Settings, task: Task, group_sampling: SampleGroups) -> SampleGroups:
-    """How a step's groups are found, the curriculum's state moved on by them where there is one."""
+    """A group sampling that also moves the state of the run's curriculum, if it has one."""
     if settings.curriculum is None:
         return group_sampling
     knobs = {"curriculum": settings.curriculum, "labels": task.arms}
     return partial(sample_and_follow, group_sampling=group_sampling, **knobs)
+
+
+def run_algorithm(settings: Settings, task: Task) -> Algorithm | Stage:
+    """The algorithm of a run's settings, its groups followed by the curriculum."""
+    algo = settings.algorithm
+    if settings.curriculum is None:
+        return algo
+    return replace(algo, group_sampling=follow_groups(settings, task, algo.group_sampling))
 
 
 def looked_at(settings: Settings, task: Task) -> int:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.algo.curriculum import Curriculum
 from grpo_fn.algo.step import Algorithm
+from grpo_fn.algo.supervised import Stage
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import AnswerExtractor, GradedAnswer, check_sampled, evaluate, grader_names
 from grpo_fn.core.checks import check_positive
@@ -330,7 +331,7 @@ class Settings:
     episodes: Episodes | None
     curriculum: Curriculum | None
     rewards: Rewards
-    algorithm: Algorithm
+    algorithm: Algorithm | Stage
     policy: PolicyUpdate
     parallelism: Parallelism
     evaluation: Evaluation

@@ -459,10 +459,3 @@ def test_signs_stay_and_one_reweighting_does_not_change_the_next(rows):
     logp, group = rows
     once = group._replace(adv=advantage.label_weights(group.logp_old, group, tau=0.5))
     close(advantage.label_weights(logp, once, tau=0.5), advantage.label_weights(logp, group, tau=0.5))
-
-
-def test_as_credited_changes_nothing():
-    group = Batch(
-        *[torch.ones(2, 3, dtype=torch.bool)] * 2, *[torch.full((2, 3), float(i)) for i in range(5)], None, None
-    )
-    assert advantage.as_credited(torch.zeros(2, 3), group) is group.adv

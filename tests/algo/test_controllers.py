@@ -6,6 +6,7 @@ from catalogue import bound, each
 from hypothesis import given
 
 from grpo_fn.algo import controllers
+from grpo_fn.core.types import Gains
 
 ALL = bound(controllers, "gain", "measured")
 gains = st.floats(0.0, 2.0)  # what the example of `highest` allows
@@ -16,11 +17,6 @@ positive = st.floats(1e-3, 10.0)
 @given(gains, st.floats(0.0, 1e3))
 def test_a_gain_stays_finite_and_is_never_a_reward_for_the_other_side(f, gain, measured):
     assert 0 <= f(gain, measured) < float("inf")
-
-
-@given(gains, st.floats(0.0, 1e3))
-def test_fixed_is_fixed(gain, measured):
-    assert controllers.constant_gain(gain, measured) == gain
 
 
 @given(positive, positive, st.floats(0.0, 1e3), st.floats(0.0, 1.0), st.floats(0.0, 0.9))
@@ -63,3 +59,30 @@ def test_a_kl_controller_that_cannot_work_is_refused(knobs):
 def test_an_entropy_controller_that_cannot_work_is_refused(knobs):
     with pytest.raises(ValueError, match="step, highest: got"):
         controllers.adaptive_entropy(1.0, 0.1, **{"target": 0.1, "step": 0.1, "highest": 1.0, **knobs})
+
+
+# -- for step.Algorithm.control
+
+
+@pytest.mark.parametrize(("name", "factor"), [("loss/kl", 3.0), ("loss/approx_kl", 3.0)])
+@given(gains, gains, positive, positive)
+def test_the_gains_of_the_next_step_come_from_what_this_one_measured(name, factor, kl, entropy, measured, seen):
+    figures = {name: measured, "loss/entropy": seen}
+    both = {"kl_control": lambda gain, kl: gain + factor * kl, "entropy_control": lambda gain, h: gain + h}
+    found = controllers.next_gains(Gains(kl, entropy), figures, **both)
+    assert found == Gains(kl + factor * measured, entropy + seen)
+
+
+@given(gains, gains, positive)
+def test_a_gain_without_a_controller_stays(kl, entropy, measured):
+    figures = {"loss/kl": measured, "loss/entropy": measured}
+    none = {"kl_control": None, "entropy_control": None}
+    assert controllers.next_gains(Gains(kl, entropy), figures, **none) == Gains(kl, entropy)
+    one = {**none, "entropy_control": lambda gain, h: 0.0}
+    assert controllers.next_gains(Gains(kl, entropy), figures, **one) == Gains(kl, 0.0)
+
+
+@given(gains, gains)
+def test_the_gains_of_a_step_that_learned_nothing_stay(kl, entropy):
+    both = {"kl_control": lambda gain, kl: gain / 2, "entropy_control": lambda gain, h: gain / 2}
+    assert controllers.next_gains(Gains(kl, entropy), {"loss/objective": 0.0}, **both) == Gains(kl, entropy)

@@ -3,6 +3,7 @@
 import math
 import statistics
 from functools import partial
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -14,22 +15,30 @@ from strategies import masks, tensors
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from grpo_fn.algo import advantage, credit, turn_credit
+from grpo_fn.algo import advantage, credit, importance, turn_credit
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Reward
+from grpo_fn.testing.steps import scored_step
 
-ALL = {**bound(credit, "reward", "drift", "mask"), **bound(turn_credit, "reward", "drift", "mask")}
+ALL = {**bound(credit, "scored"), **bound(turn_credit, "scored")}
 WITH_BETA = {"outcome_minus_kl", "reward_to_go"}
-WHITENED = {"token_whitened", "row_whitened", "batch_scaled"}  # around one that looks at the drift
+AROUND_ONE = {"token_whitened", "row_whitened", "batch_scaled", "token_baseline"}  # that looks at the drift
 COSTLY = settings(max_examples=max(5, settings.default.max_examples // 4))  # of each function at each setting
 eighths = st.integers(-24, 24).map(lambda n: n / 8)  # sums of them are exact, in float32 too
 
-Step = tuple[Reward, Tensor, Tensor]  # reward, drift [P G T], mask [P G T]
+
+class Step(NamedTuple):
+    """What a credit is shown; all but the reward is [P, G, T]."""
+
+    reward: Reward
+    drift: Tensor
+    mask: Tensor
+    energy: Tensor
 
 
 @st.composite
 def steps(draw) -> Step:
-    """Rewards, drift and mask of P prompts with G samples of T tokens; rows without a token and invalid ones too.
+    """Rewards, drift, mask and energies of P prompts with G samples of T tokens; rows without a token and invalid ones too.
 
     Some are of episodes: up to three turns, not as many in each row as there are runs of tokens.
     """
@@ -46,31 +55,30 @@ def steps(draw) -> Step:
         turns = torch.where(there, draw(tensors((p, g, k), numbers)), 0.0)
         states = torch.where(there, draw(tensors((p, g, k), st.integers(0, 2))).long(), -1)
         reward = reward._replace(turns=turns, states=states)
-    return reward, draw(tensors((p, g, t), eighths)), draw(masks((p, g, t)))
+    drift, energy = (draw(tensors((p, g, t), numbers)) for numbers in (eighths, eighths.map(abs)))
+    return Step(reward, drift, draw(masks((p, g, t))), energy)
 
 
 def run(f, step: Step) -> Tensor:
-    return f(*step)
+    return f(scored_step(step.reward, step.mask, drift=step.drift, energy=step.energy))
 
 
 def counted(step: Step) -> Tensor:
-    return step[2] & step[0].valid[..., None]
+    return step.mask & step.reward.valid[..., None]
 
 
 def spoiled(step: Step, garbage: float) -> Step:
-    """Garbage in the drift where nothing was sampled, and in the rewards of samples that could not be scored."""
-    reward, drift, mask = step
+    """Garbage behind the mask of drift and energy, and in the rewards of samples that could not be scored."""
+    reward, drift, mask, energy = step
     value, *parts = (torch.where(reward.valid, x, garbage) for x in (reward.value, *reward.parts.values()))
     named = dict(zip(reward.parts, parts, strict=True))
     turns = torch.where(reward.valid[..., None], reward.turns, garbage)
     spoiled = reward._replace(value=value, parts=named, turns=turns)
-    return spoiled, torch.where(mask, drift, garbage), mask
+    return Step(spoiled, torch.where(mask, drift, garbage), mask, torch.where(mask, energy, garbage))
 
 
 def cast(step: Step, dtype: torch.dtype) -> Step:
-    reward, drift, mask = step
-    low = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, reward)
-    return low, drift.to(dtype), mask
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, step)
 
 
 def close(got: Tensor, wanted: Tensor, tol: float = 1e-9) -> None:
@@ -83,7 +91,8 @@ def outcomes(value, valid=None, length=None) -> Step:
     valid = torch.ones_like(value, dtype=torch.bool) if valid is None else torch.tensor(valid)
     length = torch.ones_like(value).int() if length is None else torch.tensor(length)
     mask = torch.arange(int(length.max())) < length[..., None]
-    return outcome_reward(value, valid, {"correct": value, "boxed": value}), torch.zeros(mask.shape), mask
+    nothing = torch.zeros(mask.shape)
+    return Step(outcome_reward(value, valid, {"correct": value, "boxed": value}), nothing, mask, nothing)
 
 
 # -- what holds for each of them
@@ -94,8 +103,8 @@ def outcomes(value, valid=None, length=None) -> Step:
 @given(steps())
 def test_every_sampled_token_of_a_valid_sample_gets_a_finite_advantage_and_the_rest_zero(f, step):
     adv = run(f, step)
-    assert adv.shape == step[2].shape
-    assert adv.dtype == step[0].value.dtype
+    assert adv.shape == step.mask.shape
+    assert adv.dtype == step.reward.value.dtype
     assert adv.isfinite().all()
     assert (adv[~counted(step)] == 0).all()
 
@@ -111,10 +120,9 @@ def test_what_was_not_sampled_or_not_scored_has_no_say(f, step, garbage):
 @COSTLY
 @given(steps(), st.randoms(use_true_random=False))
 def test_the_order_of_prompts_does_not_matter(f, step, random):
-    reward, drift, mask = step
-    order = list(range(len(drift)))
+    order = list(range(len(step.drift)))
     random.shuffle(order)
-    shuffled = tree_map_only(Tensor, lambda x: x[order], (reward, drift, mask))
+    shuffled = tree_map_only(Tensor, lambda x: x[order], step)
     close(run(f, shuffled), run(f, step)[order])
 
 
@@ -122,9 +130,9 @@ def test_the_order_of_prompts_does_not_matter(f, step, random):
 @COSTLY
 @given(steps(), st.integers(1, 3))
 def test_padding_columns_change_nothing(f, step, extra):
-    reward, drift, mask = step
-    wide = (torch.nn.functional.pad(x, (0, extra), value=v) for x, v in ((drift, math.nan), (mask, False)))
-    adv = run(f, (reward, *wide))
+    fill = {"drift": math.nan, "mask": False, "energy": math.nan}
+    wide = {name: torch.nn.functional.pad(getattr(step, name), (0, extra), value=v) for name, v in fill.items()}
+    adv = run(f, step._replace(**wide))
     close(adv[..., :-extra], run(f, step))
     assert (adv[..., -extra:] == 0).all()
 
@@ -142,12 +150,15 @@ def test_float32_gives_what_float64_gives(f, step):
 @COSTLY
 @given(steps(), st.floats(-100, 100, width=32))
 def test_a_step_of_equal_rewards_that_did_not_drift_is_exactly_zero_in_float32(f, step, value):
-    """But for reward_to_go by itself, which has no baseline: there each token has the reward."""
-    reward, drift, mask = cast(step, torch.float32)
-    equal = torch.full_like(reward.value, value)
-    step = outcome_reward(equal, reward.valid, dict.fromkeys(reward.parts, equal)), torch.zeros_like(drift), mask
-    wanted = torch.where(counted(step), value, 0.0) if f.func is credit.reward_to_go else torch.zeros_like(drift)
-    assert torch.equal(run(f, step), wanted)
+    """But for reward_to_go without a baseline, where each token has the reward: by itself, or in a column of its own."""
+    step = cast(step, torch.float32)
+    equal, nothing = torch.full_like(step.reward.value, value), torch.zeros_like(step.drift)
+    reward = outcome_reward(equal, step.reward.valid, dict.fromkeys(step.reward.parts, equal))
+    step = step._replace(reward=reward, drift=nothing)
+    alone = counted(step).sum(1, keepdim=True) == 1
+    bare = {credit.reward_to_go: torch.ones_like(alone), credit.token_baseline: alone}
+    kept = bare.get(f.func, torch.zeros_like(alone))
+    assert torch.equal(run(f, step), torch.where(counted(step) & kept, value, 0.0))
 
 
 @each(ALL)
@@ -162,17 +173,15 @@ def test_a_valid_reward_that_is_not_finite_shows(f, bad):
 @COSTLY
 @given(steps(), st.floats(-2, 2))
 def test_where_nothing_drifted_beta_does_not_matter(f, step, beta):
-    reward, drift, mask = step
-    still = reward, torch.zeros_like(drift), mask
+    still = step._replace(drift=torch.zeros_like(step.drift))
     assert torch.equal(run(partial(f, beta=beta), still), run(f, still))
 
 
-@each(ALL, only=set(dict.fromkeys(name.split("(")[0] for name in ALL)) - WITH_BETA - WHITENED)
+@each(ALL, only=set(dict.fromkeys(name.split("(")[0] for name in ALL)) - WITH_BETA - AROUND_ONE)
 @COSTLY
 @given(steps())
 def test_only_what_names_beta_looks_at_the_drift(f, step):
-    reward, drift, mask = step
-    assert torch.equal(run(f, (reward, drift + 1, mask)), run(f, step))
+    assert torch.equal(run(f, step._replace(drift=step.drift + 1)), run(f, step))
 
 
 # -- formulas
@@ -180,7 +189,7 @@ def test_only_what_names_beta_looks_at_the_drift(f, step):
 
 @given(steps(), st.sampled_from([0.0, 0.3, -1.0]))
 def test_the_kl_of_a_sample_is_a_part_of_its_reward(step, beta):
-    reward, drift, mask = step
+    reward, drift, mask, _ = step
     adv = run(partial(credit.outcome_minus_kl, advantage=advantage.leave_one_out, beta=beta), step)
     for p in range(len(drift)):
         value = [
@@ -192,7 +201,7 @@ def test_the_kl_of_a_sample_is_a_part_of_its_reward(step, beta):
 
 @given(steps(), st.sampled_from([0.0, 0.3, -1.0]))
 def test_reward_to_go_as_a_scalar_loop(step, beta):
-    reward, drift, mask = step
+    reward, drift, mask, _ = step
     adv = run(partial(credit.reward_to_go, beta=beta), step)
     for p, g, t in counted(step).nonzero().tolist():
         to_come = sum(drift[p, g, s].item() for s in range(t, drift.shape[2]) if mask[p, g, s])
@@ -201,7 +210,7 @@ def test_reward_to_go_as_a_scalar_loop(step, beta):
 
 @given(steps(), st.floats(-2, 2), st.floats(-2, 2))
 def test_parts_are_compared_one_by_one_and_then_weighed(step, a, b):
-    reward, _, mask = step
+    reward, _, mask, _ = step
     normalized = partial(advantage.group_normalized, eps=1e-4, ddof=1)
     adv = run(partial(credit.per_part, advantage=normalized, weights={"correct": a, "boxed": b}), step)
     for p in range(len(mask)):
@@ -214,7 +223,7 @@ def test_what_the_sum_of_rewards_hides_its_parts_show():
     normalized = partial(advantage.group_normalized, eps=0.0, ddof=1)
     correct, boxed = torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([[0.0, 0.0], [0.0, 1.0]])
     reward = outcome_reward(correct + boxed, torch.ones(2, 2, dtype=torch.bool), {"correct": correct, "boxed": boxed})
-    step = reward, torch.zeros(2, 2, 1), torch.ones(2, 2, 1, dtype=torch.bool)
+    step = Step(reward, torch.zeros(2, 2, 1), torch.ones(2, 2, 1, dtype=torch.bool), torch.zeros(2, 2, 1))
     half = math.sqrt(0.5)
     summed = run(partial(credit.outcome, advantage=normalized), step)[..., 0]
     apart = run(partial(credit.per_part, advantage=normalized, weights={"correct": 1.0, "boxed": 1.0}), step)[..., 0]
@@ -246,11 +255,11 @@ def test_row_whitened_standardises_the_rows_of_the_step(step, eps):
     inner = partial(credit.outcome, advantage=advantage.mean_centered)
     plain, adv = (run(f, step) for f in (inner, partial(credit.row_whitened, credit=inner, eps=eps)))
     rows = counted(step).any(-1)
-    numbers = [plain[p, g][step[2][p, g]][0].item() for p, g in rows.nonzero().tolist()]
+    numbers = [plain[p, g][step.mask[p, g]][0].item() for p, g in rows.nonzero().tolist()]
     if not numbers or statistics.pstdev(numbers) < 1e-6:
         return
     for (p, g), wanted in zip(rows.nonzero().tolist(), whitened(numbers, eps), strict=True):
-        assert adv[p, g][step[2][p, g]].tolist() == pytest.approx([wanted] * int(step[2][p, g].sum()), abs=1e-9)
+        assert adv[p, g][step.mask[p, g]].tolist() == pytest.approx([wanted] * int(step.mask[p, g].sum()), abs=1e-9)
 
 
 def test_a_long_row_weighs_more_among_tokens_and_not_among_rows():
@@ -300,7 +309,7 @@ def test_the_textbook_whitening_does_not():
 
 @given(steps())
 def test_the_length_baseline_as_a_scalar_loop(step):
-    reward, _, mask = step
+    reward, _, mask, _ = step
     got = run(credit.outcome_length_baseline, step)
     for p in range(mask.shape[0]):
         scored = [g for g in range(mask.shape[1]) if reward.valid[p, g]]
@@ -321,6 +330,27 @@ def test_a_long_rows_reward_counts_more_in_the_length_baseline():
 def test_batch_scaled_divides_by_the_std_of_all_rewards_of_the_step(step, eps):
     inner = partial(credit.outcome, advantage=advantage.mean_centered)
     got, plain = run(partial(credit.batch_scaled, credit=inner, eps=eps), step), run(inner, step)
-    values = step[0].value[step[0].valid].tolist()
+    values = step.reward.value[step.reward.valid].tolist()
     std = statistics.stdev(values) if len(values) > 1 else 0.0
     close(got, plain / (std + eps) if std else torch.zeros_like(plain), tol=1e-7)
+
+
+WEIGHTS = st.sampled_from([None, partial(importance.truncated_weight, cap=3.0)])
+
+
+@given(steps(), st.sampled_from([0.0, 0.3]), WEIGHTS)
+def test_the_token_baseline_is_a_baseline_of_each_group_around_another_credit(step, beta, weight):
+    """The rows of scored_step were sampled at logp_old, where every importance weight is 1."""
+    inner = partial(credit.reward_to_go, beta=beta)
+    got, value = run(partial(credit.token_baseline, credit=inner, energy_weight=weight), step), run(inner, step)
+    for p in range(len(value)):
+        close(got[p], advantage.optimal_token_baseline(value[p], step.energy[p], counted(step)[p]))
+
+
+@given(steps())
+def test_energies_count_with_the_square_of_their_weight(step):
+    """A weight of 1/2 of every second token is a quarter of its energy."""
+    half = torch.where(torch.arange(step.mask.shape[-1]) % 2 == 0, 0.5, 1.0)
+    around = partial(credit.token_baseline, credit=partial(credit.reward_to_go, beta=0.0))
+    got = run(partial(around, energy_weight=lambda logp, row: half.to(logp.dtype)), step)
+    close(got, run(partial(around, energy_weight=None), step._replace(energy=step.energy * half.square())))

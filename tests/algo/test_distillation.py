@@ -11,12 +11,21 @@ from hypothesis import given
 from strategies import masks, tensors
 from torch import Tensor
 
-from grpo_fn.algo import distillation
+from grpo_fn.algo import advantage, credit, distillation
+from grpo_fn.core.groups import outcome_reward
+from grpo_fn.testing.steps import scored_step
 
-ALL = bound(distillation, "adv", "gap", "mask")
+ALL = {name: f for name, f in bound(distillation, "scored").items() if f.keywords["credit"] is None}
 numbers = st.integers(-64, 64).map(lambda n: n / 32)
 
 Step = tuple[Tensor, Tensor, Tensor]  # advantage, gap, mask, [P G T] each
+
+
+def run(f, adv: Tensor, gap: Tensor, mask: Tensor, steps: int = 0) -> Tensor:
+    """The function around a credit that gives these advantages."""
+    everyone = torch.ones(adv.shape[:2], dtype=torch.bool)
+    reward = outcome_reward(torch.zeros(adv.shape[:2], dtype=adv.dtype), everyone, {})
+    return partial(f, credit=lambda scored: adv)(scored_step(reward, mask, teacher_gap=gap, steps=steps))
 
 
 @st.composite
@@ -31,7 +40,7 @@ def steps(draw) -> Step:
 @given(steps())
 def test_a_teacher_that_agrees_changes_nothing(f, step):
     adv, gap, mask = step
-    torch.testing.assert_close(f(adv, 0.0 * gap, mask), adv, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(run(f, adv, 0.0 * gap, mask), adv, rtol=1e-12, atol=0.0)
 
 
 @each(ALL)
@@ -39,29 +48,29 @@ def test_a_teacher_that_agrees_changes_nothing(f, step):
 @given(steps())
 def test_what_stands_behind_the_mask_has_no_say(f, garbage, step):
     adv, gap, mask = step
-    assert torch.equal(f(adv, torch.where(mask, gap, garbage), mask), f(adv, gap, mask))
+    assert torch.equal(run(f, adv, torch.where(mask, gap, garbage), mask), run(f, adv, gap, mask))
 
 
 @each(ALL)
 @given(steps())
 def test_nothing_is_given_to_tokens_that_were_not_sampled(f, step):
-    assert not f(*step)[~step[2]].any()
+    assert not run(f, *step)[~step[2]].any()
 
 
 @each(ALL)
 @given(steps())
 def test_a_row_is_alone_with_its_teacher(f, step):
-    alone = torch.stack([f(*(x[:, g : g + 1] for x in step))[:, 0] for g in range(step[0].shape[1])], 1)
-    torch.testing.assert_close(f(*step), alone, rtol=1e-12, atol=0.0)
+    alone = torch.stack([run(f, *(x[:, g : g + 1] for x in step))[:, 0] for g in range(step[0].shape[1])], 1)
+    torch.testing.assert_close(run(f, *step), alone, rtol=1e-12, atol=0.0)
 
 
 @each(ALL)
 @given(steps())
 def test_float32_is_near(f, step):
     adv, gap, mask = step
-    got = f(adv.float(), gap.float(), mask)
+    got = run(f, adv.float(), gap.float(), mask)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, f(*step).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, run(f, *step).float(), rtol=1e-5, atol=1e-5)
 
 
 SHARES = bound(distillation, "steps")
@@ -88,7 +97,7 @@ def test_the_share_rises_to_one_over_the_warmup_and_falls_to_nothing_over_the_de
 @given(steps())
 def test_a_token_that_the_teacher_likes_better_gains(f, step):
     adv, gap, mask = step
-    gained = f(adv, gap, mask) - adv
+    gained = run(f, adv, gap, mask) - adv
     torch.testing.assert_close(gained.sign(), torch.where(mask, gap, 0.0).sign())
 
 
@@ -96,7 +105,7 @@ def test_a_token_that_the_teacher_likes_better_gains(f, step):
 @given(steps())
 def test_reweighted_advantages_keep_their_sign_and_come_no_farther_than_the_clip(f, step):
     adv, _, _ = step
-    got, (lam, clip) = f(*step), (f.keywords["lam"], f.keywords["clip"])
+    got, (lam, clip) = run(f, *step), (f.keywords["lam"], f.keywords["clip"])
     assert torch.equal(got.sign(), adv.sign())
     assert ((got - adv).abs() <= lam * clip * adv.abs() + 1e-12).all()
 
@@ -105,18 +114,69 @@ def test_golden_early_gap():
     """|gap| 1, 2, 1 of 4 in all; gamma 0.5: weights 1.5, 1.375, 1.125, whatever is not sampled in between."""
     gap = torch.tensor([[[1.0, 9.0, -2.0, 1.0]]], dtype=torch.float64)
     mask = torch.tensor([[[True, False, True, True]]])
-    got = distillation.early_teacher_gap(torch.zeros_like(gap), gap, mask, coef=2.0, gamma=0.5)
+    early = partial(distillation.early_teacher_gap, share=None, coef=2.0, gamma=0.5)
+    got = run(early, torch.zeros_like(gap), gap, mask)
     torch.testing.assert_close(got, torch.tensor([[[3.0, 0.0, -5.5, 2.25]]], dtype=torch.float64))
 
 
 @given(steps())
 def test_without_more_weight_for_early_tokens_it_is_the_gap(step):
-    early = distillation.early_teacher_gap(*step, coef=0.7, gamma=0.0)
-    torch.testing.assert_close(early, distillation.teacher_gap(*step, coef=0.7))
+    early, plain = (
+        partial(f, share=None, coef=0.7, **knobs)
+        for f, knobs in ((distillation.early_teacher_gap, {"gamma": 0.0}), (distillation.teacher_gap, {}))
+    )
+    torch.testing.assert_close(run(early, *step), run(plain, *step))
 
 
 def test_golden_reweighted():
     """A = -2 and a token twice as likely under the teacher: exp(-log 2) = 0.5, clipped to 0.8; half of it counts."""
     adv, gap = torch.tensor([[[-2.0, 2.0]]]).double(), torch.full((1, 1, 2), 2.0).double().log()
-    got = distillation.teacher_reweighted(adv, gap, torch.ones(1, 1, 2, dtype=torch.bool), lam=0.5, clip=0.2)
+    f = partial(distillation.teacher_reweighted, share=None, lam=0.5, clip=0.2)
+    got = run(f, adv, gap, torch.ones(1, 1, 2, dtype=torch.bool))
     torch.testing.assert_close(got, torch.tensor([[[-1.8, 2.2]]]).double())
+
+
+# -- around a credit, and for a share of the step
+
+
+@each(ALL)
+@given(steps())
+def test_without_a_credit_the_advantages_are_zeros(f, step):
+    """As after the credit of zeros that stood here before: on-policy distillation alone."""
+    _, gap, mask = step
+    alone = f(scored_step(outcome_reward(torch.ones(gap.shape[:2]).double(), mask.any(-1), {}), mask, teacher_gap=gap))
+    assert torch.equal(alone, run(f, torch.zeros_like(gap), gap, mask))
+
+
+@each(ALL)
+@given(steps(), st.integers(0, 12))
+def test_a_share_takes_that_much_of_what_the_teacher_changes(f, step, taken):
+    adv, gap, mask = step
+    share = partial(distillation.linear_share, warmup=4, decay=6)
+    wanted = adv + share(taken) * (run(f, *step) - adv)
+    torch.testing.assert_close(run(partial(f, share=share), adv, gap, mask, taken), wanted, rtol=1e-12, atol=1e-12)
+
+
+@each(ALL)
+@given(steps())
+def test_a_share_of_one_changes_no_bit(f, step):
+    assert torch.equal(run(partial(f, share=lambda taken: 1.0), *step), run(f, *step))
+
+
+@each(ALL)
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_beyond_0_and_1_is_refused(f, share):
+    step = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.ones(1, 1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=f"share: got {share} after 7 steps, expected a share, 0 to 1"):
+        run(partial(f, share=lambda taken: share), *step, steps=7)
+
+
+@given(steps(), st.sampled_from([0.0, 0.5, 1.0]))
+def test_the_credit_of_rewards_is_the_advantage_that_the_teacher_changes(step, coef):
+    _, gap, mask = step
+    value = torch.arange(gap[..., 0].numel()).double().view(gap.shape[:2])
+    scored = scored_step(outcome_reward(value, torch.ones_like(value, dtype=torch.bool), {}), mask, teacher_gap=gap)
+    inner = partial(credit.outcome, advantage=advantage.leave_one_out)
+    got = distillation.teacher_gap(scored, credit=inner, share=None, coef=coef)
+    torch.testing.assert_close(got, inner(scored) + coef * torch.where(mask, gap, 0.0))
+    assert scored.figures == {"teacher/share": 1.0}

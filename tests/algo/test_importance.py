@@ -18,6 +18,13 @@ from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.types import Batch
 
 ALL = corrections()
+
+
+def ones(logp: Tensor, row: Batch) -> Tensor:
+    """The sampler is taken for pi_old."""
+    return torch.ones_like(logp)
+
+
 # Also knobs at the edges of what is allowed.
 EDGES = {
     "truncated_weight(cap=1)": partial(importance.truncated_weight, cap=1.0),
@@ -47,14 +54,12 @@ EDGES = {
             (rejection.k3_divergence, rejection.row_sum),
         )
     },
-    "outlier_row(low=0.1,high=10)": partial(rejection.outlier_row, weight=importance.no_correction, low=0.1, high=10.0),
+    "outlier_row(low=0.1,high=10)": partial(rejection.outlier_row, weight=ones, low=0.1, high=10.0),
 }
 EVERY = {**ALL, **EDGES}
-BY_TOKEN = {"no_correction", "truncated_weight", "masked_weight"}
 BY_THE_SAMPLER = {"truncated_weight", "masked_weight", "sequence_truncated_weight", "sequence_masked_weight"}
-IGNORE_THE_POLICY = {"no_correction", *BY_THE_SAMPLER}
 # Those with a scalar loop in `reference` below.
-LOOPED = {*IGNORE_THE_POLICY, "off_policy_sequence_mask", "weight_and_mask", "rejected_row", "outlier_row"}
+LOOPED = {*BY_THE_SAMPLER, "off_policy_sequence_mask", "weight_and_mask", "rejected_row", "outlier_row"}
 COSTLY = settings(max_examples=quarter())
 FAR = st.sampled_from([0.5, 3.0, 20.0])
 
@@ -165,7 +170,7 @@ def test_a_weight_is_within_its_knobs(f, row):
         assert ((weight == 0) | (weight == 1)).all()
 
 
-@each(ALL, only=IGNORE_THE_POLICY)
+@each(ALL, only=BY_THE_SAMPLER)
 @COSTLY
 @given(loss_rows(drift=3.0), st.floats(-5, 5))
 def test_a_weight_by_the_sampler_stays_the_same_from_update_to_update(f, row, moved):
@@ -216,7 +221,7 @@ def reference(name: str, knobs: dict, log_w: list[float], behind: list[float], a
     weights = []
     for t in range(count):
         w = math.exp(log_w[t])
-        if name == "no_correction":
+        if name == "ones":
             weights.append(1.0)
         elif name == "truncated_weight":
             weights.append(w if w <= knobs["cap"] else knobs["cap"])
@@ -276,7 +281,6 @@ def test_formulas_as_scalar_loops(f, row):
 @pytest.mark.parametrize(
     ("f", "row", "wanted"),
     [
-        (importance.no_correction, example([2.0, -2.0]), [1.0, 1.0]),
         (partial(importance.truncated_weight, cap=2.0), example([math.log(1.5), 1.0, -1.0]), [1.5, 2.0, math.exp(-1)]),
         (
             partial(importance.masked_weight, low=0.5, high=5.0),
@@ -346,8 +350,8 @@ def test_weight_and_mask_with_nothing_on_one_side_is_the_other(row):
         partial(importance.truncated_weight, cap=2.0),
         partial(importance.off_policy_sequence_mask, delta=0.2),
     )
-    exactly(importance.weight_and_mask(*row, weight=weight, mask=importance.no_correction), weight(*row))
-    exactly(importance.weight_and_mask(*row, weight=importance.no_correction, mask=mask), mask(*row))
+    exactly(importance.weight_and_mask(*row, weight=weight, mask=ones), weight(*row))
+    exactly(importance.weight_and_mask(*row, weight=ones, mask=mask), mask(*row))
     exactly(importance.weight_and_mask(*row, weight=weight, mask=mask), weight(*row) * mask(*row))
 
 
@@ -400,18 +404,10 @@ def test_masked_is_the_expectation_over_the_tokens_it_keeps(seed, vocabulary, ap
     exactly((sampled * w * f).sum(), (old * f)[kept].sum())
 
 
-@given(seeds, st.integers(2, 9))
-def test_without_a_correction_the_expectation_is_the_samplers(seed, vocabulary):
-    f, sampled, old, batch = every_token(seed, vocabulary, 1.0)
-    w = vmap(importance.no_correction)(batch.logp_old, batch)[:, 0]
-    exactly((sampled * w * f).sum(), (sampled * f).sum())
-    assert ((sampled - old) * f).sum().abs() > 0
-
-
 # -- rows that are left out
 
 
-WHOLE = partial(rejection.rejected_row, weight=importance.no_correction)
+WHOLE = partial(rejection.rejected_row, weight=ones)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +434,7 @@ def test_a_row_is_left_out_just_beyond_its_divergence(divergence, reduction, val
 
 @pytest.mark.parametrize(("log_w", "kept"), [([0.0, 4.0], 1.0), ([0.0, 5.0], 0.0), ([-9.0, 0.0], 1.0), ([-10.0], 0.0)])
 def test_one_outlier_takes_its_row_along(log_w, kept):
-    f = partial(rejection.outlier_row, weight=importance.no_correction, low=1e-4, high=100.0)
+    f = partial(rejection.outlier_row, weight=ones, low=1e-4, high=100.0)
     assert f(*example(log_w)).tolist() == [kept] * len(log_w)
 
 
@@ -480,7 +476,7 @@ def test_a_row_that_is_kept_has_the_weight_it_would_have(row):
             for low, high in ((0.1, 1.0), (-1.0, -0.1), (math.nan, 1.0))
         ),
         (
-            partial(rejection.outlier_row, weight=importance.no_correction, low=1.1, high=2.0),
+            partial(rejection.outlier_row, weight=ones, low=1.1, high=2.0),
             "low, high: got 1.1 and 2.0, wanted 0 <= low <= 1 <= high",
         ),
     ],

@@ -127,11 +127,6 @@ def test_a_share_that_is_none_is_refused(share):
         masking.kl_cov_tokens(wide(1, 2, 0), keys(1), share=share)
 
 
-@given(steps())
-def test_nothing_marks_nothing(step):
-    assert not masking.no_tokens(*step).any()
-
-
 # -- the second moment
 
 

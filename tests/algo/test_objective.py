@@ -12,15 +12,15 @@ from catalogue import AROUND_THE_SAMPLER, bound, corrections, token_losses
 from hypothesis import given
 from torch.func import grad_and_value, vmap
 
-from grpo_fn.algo import aggregation, importance, kl, losses, objective
+from grpo_fn.algo import aggregation, kl, losses, objective
 from grpo_fn.core.batch import tokens_of_group
 from grpo_fn.core.types import Batch, Gains, Scores
 
 LOSSES = token_losses()
-CORRECTIONS = corrections()
+CORRECTIONS = {"None": None, **corrections()}
 KLS = bound(kl, "logp", "row")
 WEIGHTS = bound(aggregation, "batch", "totals")
-DIAGNOSTICS = {"ratio", "clip_low", "clip_high", "correction"}
+DIAGNOSTICS = {"ratio", "clip_low", "clip_high"}
 
 
 def composed(loss: str, c: str, k: str, w: str, beta: float, bonus: float) -> partial:
@@ -65,7 +65,8 @@ def test_the_objective_is_a_sum_over_rows_also_when_b_equals_t(f, data):
     wanted = 0.0
     for b, x in enumerate(logp):
         row = one_row(batch, b)
-        token = f.keywords["importance_correction"](x, row) * f.keywords["token_loss"](x, row)[0]
+        correction = f.keywords["importance_correction"]
+        token = f.keywords["token_loss"](x, row)[0] * (1.0 if correction is None else correction(x, row))
         token = token + f.keywords["beta"] * f.keywords["kl"](x, row)
         token = token - f.keywords["entropy_bonus"] * torch.where(row.mask, scores(x).entropy, 0.0)
         wanted += sum((w * t).item() for w, t in zip(weight[b], token, strict=True))
@@ -114,10 +115,9 @@ def test_without_beta_the_reference_may_hold_anything(f, data, garbage):
 
 
 @given(objectives, batches())
-def test_without_a_bonus_entropy_is_read_and_not_optimised(f, data):
-    signal, (_, aux) = signals(partial(f, entropy_bonus=0.0), *data)
+def test_without_a_bonus_entropy_is_not_optimised(f, data):
+    signal, _ = signals(partial(f, entropy_bonus=0.0), *data)
     assert (signal.entropy == 0).all()
-    assert torch.equal(aux["entropy"], scores(data[0]).entropy)
 
 
 @given(objectives, batches(), st.floats(0.01, 2), st.floats(0.01, 3))
@@ -143,9 +143,9 @@ def test_diagnostics_are_per_token_and_detached(f, data):
     logp, batch = data
     leaf = logp.clone().requires_grad_()
     _, aux = f(scores(leaf), batch=batch, totals=totals(batch), gains=UNMOVED)
-    assert set(aux) == {*DIAGNOSTICS, "kl", "entropy"}
+    weighed = f.keywords["importance_correction"] is not None
+    assert set(aux) == DIAGNOSTICS | ({"correction"} if weighed else set())
     assert all(x.shape == logp.shape and not x.requires_grad for x in aux.values())
-    exactly(aux["kl"], vmap(kl.k3)(logp, batch))
 
 
 @given(objectives, batches(drift=3.0))
@@ -154,11 +154,14 @@ def test_a_correction_weighs_the_token_loss_and_nothing_else(f, data):
     whole, (_, seen) = signals(f, *data)
     rest, _ = signals(partial(f, token_loss=silent), *data)
     exactly(whole.entropy, rest.entropy)
+    if f.keywords["importance_correction"] is None:
+        assert "correction" not in seen
+        return
     c = vmap(f.keywords["importance_correction"])(*data)
     assert torch.equal(seen["correction"], c)
     if f.keywords["token_loss"].func in (losses.sequence_ratio, losses.gmpo):
         return  # there a token's loss is moved by the whole row
-    own, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, importance_correction=importance.no_correction), *data)
+    own, _ = signals(partial(f, beta=0.0, entropy_bonus=0.0, importance_correction=None), *data)
     exactly(whole.logp, c * own.logp + rest.logp)
 
 
@@ -172,10 +175,51 @@ def silent(logp, row):
 def test_without_a_correction_nothing_asks_the_sampler_unless_the_loss_does(f, data, garbage):
     if f.keywords["token_loss"].func.__name__ in AROUND_THE_SAMPLER:
         return
-    f = partial(f, importance_correction=importance.no_correction)
+    f = partial(f, importance_correction=None)
     logp, batch = data
     blind = learn(f, logp, batch._replace(logp_sampled=torch.full_like(logp, garbage)))
     assert all(torch.equal(a, b) for a, b in zip(blind[:2], learn(f, logp, batch)[:2], strict=True))
+
+
+@given(objectives, batches())
+def test_without_a_correction_the_bits_are_those_of_a_weight_of_one(f, data):
+    none, one = (signals(partial(f, importance_correction=c), *data) for c in (None, ones))
+    assert torch.equal(none[0].logp, one[0].logp)
+    assert torch.equal(none[0].entropy, one[0].entropy)
+    assert torch.equal(none[1][0], one[1][0])
+
+
+def ones(logp, row):
+    """The sampler is taken for pi_old."""
+    return torch.ones_like(logp)
+
+
+@given(objectives, batches())
+def test_a_token_loss_may_return_the_loss_alone(f, data):
+    loss = f.keywords["token_loss"]
+    bare = partial(f, token_loss=lambda logp, row: loss(logp, row)[0], importance_correction=None)
+    (got, (value, aux)), (wanted, (same, _)) = (
+        signals(bare, *data),
+        signals(partial(f, importance_correction=None), *data),
+    )
+    assert torch.equal(got.logp, wanted.logp)
+    assert torch.equal(value, same)
+    assert aux == {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda logp, row: logp.sum(), r"got shape \[2\], expected floating-point numbers of shape \[2, 3\]"),
+        (lambda logp, row: row.mask, r"got bool, expected floating-point numbers of shape \[2, 3\]"),
+    ],
+)
+def test_a_token_loss_of_another_shape_or_kind_is_refused_by_name(loss, message):
+    logp, mask = -torch.ones(2, 3).double(), torch.ones(2, 3, dtype=torch.bool)
+    batch = Batch(mask.long(), mask, *(logp,) * 5, ~mask, tokens_of_group(mask, 2))
+    f = composed(next(iter(LOSSES)), "None", next(iter(KLS)), next(iter(WEIGHTS)), 0.0, 0.0)
+    with pytest.raises(ValueError, match=r"objective\.policy_objective\.token_loss: " + message):
+        f(scores(logp), batch, totals(batch), UNMOVED, token_loss=loss)
 
 
 @given(objectives, batches())
@@ -222,7 +266,7 @@ def test_grpo_golden_step():
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        importance_correction=importance.no_correction,
+        importance_correction=None,
         kl=kl.k3,
         loss_aggregation=aggregation.sequence_mean,
         beta=0.04,

@@ -12,14 +12,14 @@ from hypothesis import given
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, importance, kl, losses, objective
+from grpo_fn.algo import aggregation, kl, losses, objective
+from grpo_fn.algo.needs import needs
 from grpo_fn.core.types import Batch
-from grpo_fn.trainer.checks.validate import reads_teacher
 
 POLICY = partial(
     objective.policy_objective,
     token_loss=losses.reinforce,
-    importance_correction=importance.no_correction,
+    importance_correction=None,
     kl=kl.k3_ratio,
     loss_aggregation=aggregation.sequence_mean,
     beta=0.0,
@@ -69,7 +69,7 @@ def test_its_micro_batches_add_up(data, draw):
     torch.testing.assert_close(sum(v for _, v in parts), value, rtol=1e-12, atol=1e-12)
 
 
-def test_that_an_objective_reads_a_teacher_is_found_by_asking_it():
-    assert reads_teacher(composed(0.1))
-    assert not reads_teacher(POLICY)
-    assert not reads_teacher(composed(0.0))
+def test_the_divergence_declares_the_teacher_and_no_reference():
+    assert needs(composed(0.1)) == {"logp_teacher", "fresh_samples"}
+    assert needs(POLICY) == {"fresh_samples"}
+    assert needs(partial(composed(0.1), objective=partial(POLICY, beta=0.1))) >= {"logp_teacher", "logp_ref"}

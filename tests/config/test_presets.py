@@ -8,25 +8,24 @@ from pathlib import Path
 
 import pytest
 from catalogue import KNOWN_PRESETS, public
-from test_gin_files import header, uncalled
+from test_gin_files import header
 
 from grpo_fn import train
-from grpo_fn.algo import advantage, aggregation, importance, kl, losses, masking, weighted_losses
+from grpo_fn.algo import advantage, aggregation, kl, losses, masking, objective, weighted_losses
 from grpo_fn.algo import masking as filters
-from grpo_fn.config import freeze, load_config, parse_gin
+from grpo_fn.algo.step import Algorithm
+from grpo_fn.config import load_config, parse_gin
+from grpo_fn.config.freeze import canonical_text
 from grpo_fn.config.nodes import Bindings, Node
+from grpo_fn.config.parse import GIN_FOLDER
 from grpo_fn.config.resolve import fill_macros, resolve
 from grpo_fn.run import main
-from grpo_fn.trainer.checks.validate import check_credit, uses_reference
 
 PROJECT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (PROJECT / "gin" / "algo").glob("*.gin"))
-ALGORITHM = {
-    *("group_sampling", "credit", "baseline", "distillation", "reweighting"),
-    *("filters", "token_mask", "objective"),
-}
-OBJECTIVE = {"token_loss", "kl", "loss_aggregation", "beta", "entropy_bonus"}
-WITH_A_REFERENCE = {"grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+# Knobs of step.Algorithm and of its objective that belong to the run: no preset may switch them off.
+OF_THE_RUN = {"prompts", "group_size", "epochs", "minibatches", "min_groups_with_signal", "old_logp", "control"}
+BASE_LINES = 150
 # What is there to be composed and in none of the presets.
 SPARE = {
     advantage: {"leave_one_out_normalized", "leave_one_out_others_std"},
@@ -52,21 +51,16 @@ NEEDS = {
     "chord": (DEMONSTRATIONS, "wanted some: --gin_file task/demonstrations.gin"),
     **dict.fromkeys(["opd", "mopd", "iw_opd", "rlsd"], (TEACHER, "wanted one: --gin_file scale/teacher.gin")),
     "sdft": (SELF_TEACHER, "wanted one: --gin_file scale/teacher.gin"),
-    "echo": (EPISODES, "wanted 0.0, or train.train.episodes = @sections.Episodes()"),
+    "echo": (EPISODES, "wanted @sections.Episodes(), or step.Algorithm.beside without @supervised.observations"),
     "sdpo": (SIBLING_TEACHER, "wanted one: --gin_file scale/teacher.gin"),
 }
 each_preset = pytest.mark.parametrize("name", PRESETS)
 
 
 @cache
-def algorithm(name: str) -> dict:
-    """The stages that the run file and this preset on top resolve to."""
-    return stages(load_config(["run/arithmetic.gin", f"algo/{name}.gin"], []).root)
-
-
-def stages(root: Node) -> dict:
-    """Those of an algorithm, of a resolved root."""
-    return {stage: uncalled(root.knobs["algorithm"].knobs[stage]) for stage in sorted(ALGORITHM)}
+def algorithm(name: str) -> Node:
+    """The algorithm that the run file and this preset on top resolve to."""
+    return load_config(["run/arithmetic.gin", f"algo/{name}.gin"], []).root.knobs["algorithm"]
 
 
 read = cache(lambda *files: parse_gin(files, []))  # its bindings are for looking at
@@ -102,56 +96,81 @@ def test_a_preset_opens_with_its_paper_and_what_it_takes_from_it(name):
     assert re.search("From the (paper|code|documentation):", text)
 
 
-@each_preset
-def test_a_preset_binds_every_stage(name):
-    """Or what was laid under it would show through."""
-    bound = {
-        (target.__name__, knob)
-        for (_, target), knobs in parse_gin([f"algo/{name}.gin"], []).knobs.items()
-        for knob in knobs
-    }
-    wanted = {("Algorithm", stage) for stage in ALGORITHM} | {("policy_objective", knob) for knob in OBJECTIVE}
-    assert wanted <= bound, f"not bound: {sorted(wanted - bound)}"
+def bound_for(function: Callable, bindings: Bindings) -> dict[str, object]:
+    """The knobs of a function that files bind, in no scope."""
+    return bindings.knobs.get(("", function), {})
 
 
-@each_preset
-def test_a_preset_leaves_it_to_the_run_how_its_sampler_is_corrected(name):
+def test_what_all_presets_share_binds_every_knob_of_an_algorithm_but_those_of_the_run() -> None:
+    """Or what was laid under a preset would show through."""
+    shared = read("algorithm.gin")
+    assert bound_for(Algorithm, shared).keys() == {knob.name for knob in fields(Algorithm)} - OF_THE_RUN
+    of_objective = {"kl", "beta", "entropy_bonus"}
+    assert bound_for(objective.policy_objective, shared).keys() == of_objective
+    for name in PRESETS:
+        knobs = bound_for(objective.policy_objective, read(f"algo/{name}.gin")).keys()
+        assert knobs == of_objective | {"token_loss", "loss_aggregation"}, name  # the run says importance_correction
+
+
+def test_a_preset_includes_what_all_share_and_binds_nothing_to_the_value_that_it_has_there(tmp_path: Path) -> None:
+    shared = read("algorithm.gin").knobs
+    for name in PRESETS:
+        text = (GIN_FOLDER / "algo" / f"{name}.gin").read_text()
+        assert text.count('\ninclude "') == text.count('\ninclude "algorithm.gin"\n') == 1, name
+        (tmp_path / f"{name}.gin").write_text(text.replace('include "algorithm.gin"\n', ""))
+        alone = parse_gin([str(tmp_path / f"{name}.gin")], []).knobs
+        again = [
+            f"{target.__name__}.{knob}"
+            for (scope, target), knobs in alone.items()
+            for knob, value in knobs.items()
+            if knob in (there := shared.get((scope, target), {})) and there[knob] == value
+        ]
+        assert not again, f"{name}: {again}"
+
+
+def test_base_gin_fits_a_few_screens() -> None:
+    assert len((GIN_FOLDER / "base.gin").read_text().splitlines()) <= BASE_LINES
+
+
+def test_a_preset_leaves_it_to_the_run_how_its_sampler_is_corrected() -> None:
     """That belongs to the engine that samples: laid over a run, a preset must not switch it off."""
-    bound = parse_gin([f"algo/{name}.gin"], []).knobs
-    assert not any(
-        target.__name__ == "policy_objective" and "importance_correction" in knobs
-        for (_, target), knobs in bound.items()
-    )
-    assert importance.no_correction in named(algorithm(name)["objective"])
+    engine = ["run/arithmetic.gin", "engine/async_one_step.gin"]
+    knobs = load_config(engine, []).root.knobs["algorithm"].knobs
+    for name in PRESETS:
+        laid = load_config([*engine, f"algo/{name}.gin"], []).root.knobs["algorithm"].knobs
+        assert laid["old_logp"] == knobs["old_logp"], name
+        assert innermost(laid["objective"]).knobs["importance_correction"] == innermost(knobs["objective"]).knobs[
+            "importance_correction"
+        ], name
 
 
-@pytest.mark.parametrize("below", PRESETS)
-@each_preset
-def test_a_preset_over_another_is_the_preset_alone(name, below):
-    laid = over(below, name)
-    fill_macros(laid, train.MACROS)
-    assert stages(resolve(laid, train.train, {}, ["algorithm"])) == algorithm(name)
+def innermost(objective: Node) -> Node:
+    """The objective of sampled tokens, without what is added to it."""
+    return innermost(objective.knobs["objective"]) if "objective" in objective.knobs else objective
 
 
-@pytest.mark.parametrize(("below", "name"), [*zip(PRESETS, PRESETS[1:] + PRESETS[:1], strict=True)])
-def test_one_file_over_another_binds_what_both_bind_knob_by_knob(below, name):
+def test_a_preset_over_another_is_the_preset_alone() -> None:
+    differ = []
+    for name in PRESETS:
+        alone = canonical_text(algorithm(name))
+        for below in PRESETS:
+            laid = over(below, name)
+            fill_macros(laid, train.MACROS)
+            text = canonical_text(resolve(laid, train.train, {}, ["algorithm"]).knobs["algorithm"])
+            differ += [f"{name} over {below}"] * (text != alone)
+    assert not differ
+
+
+def test_one_file_over_another_binds_what_both_bind_knob_by_knob() -> None:
     """So what is laid over another in these tests is what the program reads."""
-    files = ["run/arithmetic.gin", f"algo/{below}.gin", f"algo/{name}.gin"]
-    assert over(below, name) == parse_gin(files, [])
-    assert stages(load_config(files, []).root) == algorithm(name)
+    for below, name in zip(PRESETS, PRESETS[1:] + PRESETS[:1], strict=True):
+        files = ["run/arithmetic.gin", f"algo/{below}.gin", f"algo/{name}.gin"]
+        assert over(below, name) == parse_gin(files, [])
+        assert load_config(files, []).root.knobs["algorithm"] == algorithm(name)
 
 
-def test_no_two_presets_are_the_same():
-    seen = [algorithm(name) for name in PRESETS]
-    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
-
-
-@each_preset
-def test_a_preset_keeps_a_reference_only_if_it_looks_at_it_and_compares_groups_of_more_than_one(name):
-    stages = freeze(algorithm(name), {})
-    parts = ("correct", "boxed")
-    assert uses_reference(stages["objective"], stages["credit"], parts) == (name in WITH_A_REFERENCE)
-    check_credit(stages["credit"], stages["distillation"], 16, parts)
+def test_no_two_presets_are_the_same() -> None:
+    assert len({canonical_text(algorithm(name)) for name in PRESETS}) == len(PRESETS)
 
 
 @each_preset
@@ -169,7 +188,7 @@ def test_a_preset_is_ready_to_run(name, capsys, tmp_path):
 
 def test_what_no_preset_uses_is_known():
     """A function without a preset is one that no run has trained with."""
-    used = set().union(*(named(stage) for name in PRESETS for stage in algorithm(name).values()))
+    used = set().union(*(named(algorithm(name)) for name in PRESETS))
     for module, spare in SPARE.items():
         assert {name for name, f in public(module).items() if f not in used} - SPARE_HELPERS == spare
 

@@ -28,6 +28,7 @@ from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, Rollout, Scores
 
 LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, importance, kl))
+CORRECTIONS["None"] = None
 WEIGHTS = bound(aggregation, "batch", "totals")
 objectives = st.builds(
     lambda loss, c, k, w, beta: partial(

@@ -6,11 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gin_pages
 import pytest
-
-from grpo_fn.train import train
-from grpo_fn.trainer import sections
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -73,33 +69,6 @@ def test_the_search_finds_a_name_by_each_of_its_parts_and_whole(name: str) -> No
     assert parts == re.findall(r"[A-Za-z0-9]+", name)
     words = [word for page in DOCS.rglob("*.md") for word in re.split(separator, page.read_text())]
     assert any(words[i : i + len(parts)] == parts for i in range(len(words)))
-
-
-def test_pages_that_are_generated_are_what_the_code_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gin_pages.main(["--check"]) == 0, capsys.readouterr().out
-
-
-def test_a_knob_is_described_by_its_comment_and_by_its_line_under_args() -> None:
-    by_comment = {knob.name: knob for knob in gin_pages.knobs(sections.Compute)}
-    assert by_comment["logits_chunk_elements"] == (
-        "logits_chunk_elements",
-        "int",
-        "most logits that live at once in the head; fewer where the device is small",
-    )
-    by_line = {knob.name: knob.meaning for knob in gin_pages.knobs(train)}
-    assert by_line["seed"] == "of everything random."
-    assert gin_pages.knobs(sections.Health)[0].type == "Sequence[health.Rule]"
-
-
-def test_a_page_that_is_old_is_named_and_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gin_pages, "PAGES", tmp_path)
-    (tmp_path / "knobs.md").write_text("old")
-    assert gin_pages.main(["--check"]) == 1
-    assert capsys.readouterr().out.count("run python tools/tables/gin_pages.py") == 2
-    assert gin_pages.main([]) == 0
-    assert (tmp_path / "knobs.md").read_text() == (DOCS / "configuration" / "knobs.md").read_text()
 
 
 def test_every_page_is_in_the_site() -> None:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Literal, get_args, get_origin
 
 import pytest
+import torch
 
 from grpo_fn.algo import (
     advantage,
@@ -29,6 +30,7 @@ from grpo_fn.algo import (
     turn_credit,
     weighted_losses,
 )
+from grpo_fn.core.types import Batch
 
 # Every kind of function: its module, its positional parameters, and some that must be found.
 KINDS = [
@@ -40,21 +42,21 @@ KINDS = [
             *("leave_one_out_others_std", "pass_at_k", "max_rl", "rewards_as_labels"),
         },
     ),
-    (advantage, ("value", "energy", "mask"), {"no_baseline", "optimal_token_baseline"}),
-    (advantage, ("logp", "group"), {"as_credited", "label_weights"}),
+    (advantage, ("value", "energy", "mask"), {"optimal_token_baseline"}),
+    (advantage, ("logp", "group"), {"label_weights"}),
     (
         credit,
-        ("reward", "drift", "mask"),
+        ("scored",),
         {
-            *("outcome", "outcome_minus_kl", "outcome_length_baseline", "reward_to_go", "per_part", "no_rewards"),
+            *("outcome", "outcome_minus_kl", "outcome_length_baseline", "reward_to_go", "per_part", "token_baseline"),
             *("token_whitened", "row_whitened", "batch_scaled"),
         },
     ),
-    (turn_credit, ("reward", "drift", "mask"), {"turn_returns", "group_in_group"}),
-    (distillation, ("adv", "gap", "mask"), {"no_teacher", "teacher_gap", "early_teacher_gap", "teacher_reweighted"}),
-    (distillation, ("steps",), {"full_share", "linear_share"}),
+    (turn_credit, ("scored",), {"turn_returns", "group_in_group"}),
+    (distillation, ("scored",), {"teacher_gap", "early_teacher_gap", "teacher_reweighted"}),
+    (distillation, ("steps",), {"linear_share"}),
     (masking, ("rollout", "adv"), {"drop_truncated", "drop_incomparable", "drop_zero_advantage"}),
-    (masking, ("batch", "key"), {"no_tokens", "clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),
+    (masking, ("batch", "key"), {"clip_cov_tokens", "kl_cov_tokens", "second_moment_tokens"}),
     (kl, ("logp", "row"), {"k1_ratio", "k2", "k3", "k3_ratio"}),
     (
         losses,
@@ -69,13 +71,14 @@ KINDS = [
         importance,
         ("logp", "row"),
         {
-            *("no_correction", "truncated_weight", "masked_weight", "sequence_truncated_weight"),
+            *("truncated_weight", "masked_weight", "sequence_truncated_weight"),
             *("sequence_masked_weight", "off_policy_sequence_mask", "weight_and_mask"),
         },
     ),
     (rejection, ("logp", "row"), {"rejected_row", "outlier_row"}),
-    (supervised, ("logp", "row"), {"every_token_alike", "uncertain_tokens"}),
-    (supervised, ("steps",), {"sampled_alone", "constant_share", "decaying_share"}),
+    (supervised, ("logp", "row"), {"uncertain_tokens"}),
+    (supervised, ("steps",), {"constant_share", "decaying_share"}),
+    (supervised, ("scored",), {"demonstrations", "observations"}),
     (
         aggregation,
         ("batch", "totals"),
@@ -84,9 +87,9 @@ KINDS = [
             *("sequence_mean_over_samples", "constant_length_over_samples"),
         },
     ),
-    (controllers, ("gain", "measured"), {"constant_gain", "adaptive_kl", "adaptive_entropy"}),
+    (controllers, ("gain", "measured"), {"adaptive_kl", "adaptive_entropy"}),
     (controllers, ("scale", "good_steps", "finite"), {"constant_loss_scale", "dynamic_loss_scale"}),
-    (group_sampling, ("explore", "carried"), {"keep_all", "dynamic"}),
+    (group_sampling, ("explore", "carried", "prompts"), {"keep_all", "dynamic"}),
 ]
 # Presets of gin/algo that have a line in docs/algorithms/catalogue.md and a loop in reference.py; a new one need not.
 KNOWN_PRESETS = {
@@ -114,6 +117,9 @@ BY_ANNOTATION: dict[object, tuple] = {
     bool: (False, True),
     credit.Advantage: (partial(advantage.group_normalized, eps=1e-4, ddof=1),),
     credit.Credit: (partial(credit.reward_to_go, beta=0.3),),
+    credit.Credit | None: (None, partial(credit.reward_to_go, beta=0.3)),
+    distillation.Share | None: (None,),
+    Callable[[torch.Tensor, Batch], torch.Tensor] | None: (None, partial(importance.truncated_weight, cap=3.0)),
     importance.Correction: (partial(importance.truncated_weight, cap=3.0),),
     Mapping[str, float]: ({"correct": 1.0, "boxed": 0.5},),
 }

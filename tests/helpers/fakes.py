@@ -1,9 +1,10 @@
 """Small stand-ins: causal language models of three kinds, a tokenizer, and a policy and sampler that are one table."""
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
+from batches import dealt
 from torch import Tensor, nn
 from transformers import (
     Gemma2Config,
@@ -92,11 +93,21 @@ LIMIT = 4  # tokens of a completion at most
 class TablePolicy:
     """Every token is drawn from softmax(table), whatever came before; plain gradient descent, float64.
 
-    `log` lists the calls in order; `reference_table` is what `reference` answers with, or None.
+    `log` lists the calls in order; `reference_table` is what `reference` answers with, or None; `cut` makes the rows of
+    micro-batches.
     """
 
-    def __init__(self, table: Tensor, *, lr: float, reference_table: Tensor | None) -> None:
-        self.table, self.lr, self.reference_table = table.double(), lr, reference_table
+    dropout = False
+
+    def __init__(
+        self,
+        table: Tensor,
+        *,
+        lr: float,
+        reference_table: Tensor | None,
+        cut: Callable[[Batch], list[Tensor]] = partial(dealt, micro_tokens=20, devices=1),
+    ) -> None:
+        self.table, self.lr, self.reference_table, self.split_rows = table.double(), lr, reference_table, cut
         self.grad = torch.zeros_like(self.table)
         self.log: list[str] = []
         self.seen: list[Batch] = []
@@ -126,6 +137,12 @@ class TablePolicy:
         if self.reference_table is None:
             return None
         return table_scores(self.reference_table, rollout.tokens, rollout.mask).logp
+
+    def energy(self, rollout: Rollout) -> Tensor:
+        """|onehot - p|^2, p the probabilities of the words."""
+        self.log.append("energy")
+        p = self.table.softmax(-1)
+        return torch.where(rollout.mask, 1 - 2 * p[rollout.tokens] + p.square().sum(), 0.0)
 
     def update(self) -> dict[str, float]:
         self.log.append("update")

@@ -7,7 +7,7 @@ import torch
 from fakes import tokenizer
 from torch import Tensor
 
-from grpo_fn.algo import aggregation, importance, kl, losses, objective
+from grpo_fn.algo import aggregation, kl, losses, objective
 from grpo_fn.algo.step import Experience
 from grpo_fn.analysis import token_report
 from grpo_fn.core import prng
@@ -20,7 +20,7 @@ UNMOVED = Gains(kl=1.0, entropy=1.0)
 CLIPPED = partial(
     objective.policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    importance_correction=importance.no_correction,
+    importance_correction=None,
     kl=kl.k3,
     loss_aggregation=aggregation.token_mean,
     beta=0.01,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +13,9 @@ from batches import dealt
 from strategies import tensors
 from torch import Tensor
 
-from grpo_fn.algo import controllers
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.group_sampling import GroupBatch
-from grpo_fn.algo.objective import compare_as_given
-from grpo_fn.algo.supervised import SAMPLED_ONLY
+from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import prng
 from grpo_fn.core.groups import outcome_reward, select_groups
@@ -26,28 +25,23 @@ from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Rollout, Scores
 PRESETS = sorted(path.stem for path in (Path(__file__).resolve().parents[2] / "gin" / "algo").glob("*.gin"))
 KEY = prng.key(11, device="cpu")
 PARTS = ("correct", "boxed")
-CHOSEN = ("credit", "baseline", "distillation", "reweighting", "filters", "token_mask", "objective")
-
-
-class Preset(NamedTuple):
-    """What a preset's gin file says over that of the embedded default."""
-
-    credit: Callable
-    baseline: Callable
-    distillation: Callable
-    reweighting: Callable
-    filters: Sequence[Callable]
-    token_mask: Callable
-    objective: Callable
-    max_new_tokens: int
 
 
 @cache
-def preset(name: str) -> Preset:
+def preset(name: str) -> Algorithm:
     """As a run would get it from `--gin_file run/arithmetic.gin --gin_file algo/NAME.gin`."""
-    knobs = load_config(["run/arithmetic.gin", f"algo/{name}.gin"], []).root.knobs
-    chosen = {k: knobs["algorithm"].knobs[k] for k in CHOSEN}
-    return Preset(**freeze(chosen, {}), max_new_tokens=knobs["sampling"].knobs["max_new_tokens"])
+    return freeze(sections(name)["algorithm"], {})
+
+
+def max_new_tokens(name: str) -> int:
+    """Tokens of a completion at most, in such a run."""
+    return sections(name)["sampling"].knobs["max_new_tokens"]
+
+
+@cache
+def sections(name: str) -> dict:
+    """The sections of such a run, by name."""
+    return load_config(["run/arithmetic.gin", f"algo/{name}.gin"], []).root.knobs
 
 
 class Step(NamedTuple):
@@ -119,11 +113,21 @@ def rich_step(seed: int, prompts: int, group_size: int = 6, width: int = 6) -> S
     return Step(Groups(problems, rollout, reward), logp, old, ref, teacher, between(0.0, 2.0, b, width))
 
 
-class TokenPolicy:
-    """Each row's logp is a parameter, found by the row's first token; plain gradient descent. Keeps every signal."""
+def whole(batch: Batch) -> list[Tensor]:
+    """All rows that sampled something in one micro-batch, cut by length."""
+    return dealt(batch, micro_tokens=10**6, devices=1)
 
-    def __init__(self, step: Step, lr: float) -> None:
-        self.logp_now, self.step, self.lr = step.logp.clone(), step, lr
+
+class TokenPolicy:
+    """Each row's logp is a parameter, known by the row's first token; plain gradient descent. Keeps every signal.
+
+    `logp` says what the policy is now, which is not the `logp_old` of the step: see `old_of`.
+    """
+
+    dropout = False
+
+    def __init__(self, step: Step, lr: float, cut: Callable[[Batch], list[Tensor]] = whole) -> None:
+        self.logp_now, self.step, self.lr, self.split_rows = step.logp.clone(), step, lr, cut
         self.grad = torch.zeros_like(step.logp)
         self.signals: list[Tensor] = []
 
@@ -140,10 +144,13 @@ class TokenPolicy:
         return Scores(logp, -logp), pullback
 
     def logp(self, rollout: Rollout) -> Tensor:
-        return self.step.logp_old[rollout.tokens[:, 0]]
+        return self.logp_now[rollout.tokens[:, 0]]
 
     def reference(self, rollout: Rollout) -> Tensor:
         return self.step.logp_ref[rollout.tokens[:, 0]]
+
+    def energy(self, rollout: Rollout) -> Tensor:
+        return self.step.energy[rollout.tokens[:, 0]]
 
     def update(self) -> dict[str, float]:
         self.signals.append(self.grad)
@@ -169,69 +176,50 @@ class Learned(NamedTuple):
 
 
 def learn(
-    how: Preset,
+    how: Algorithm,
     step: Step,
     *,
     only: Sequence[int] | None = None,
     lr: float = 0.0,
-    epochs: int = 1,
-    minibatches: int = 1,
     micro_tokens: int = 10**6,
     devices: int = 1,
     cut: Callable[..., list[Tensor]] = dealt,
     taken: int = 0,
-    **more: object,
+    **changes: object,
 ) -> Learned:
     """What grpo_step makes of the step's groups, or of the groups `only` in that order, after `taken` steps.
 
-    `more` goes over SAMPLED_ONLY.
+    `changes` are of the algorithm, which has one update and no given tokens unless they say so.
     """
     groups = step.groups if only is None else select_groups(step.groups, only)
-    algo = algorithm.StepAlgorithm(
-        **SAMPLED_ONLY | more,
-        group_sampling=partial(as_sampled, groups),
-        reward=unasked,
-        teacher=partial(taught, step),
-        credit=how.credit,
-        energy=partial(energies, step),
-        baseline=how.baseline,
-        distillation=how.distillation,
-        reweighting=how.reweighting,
-        look=now,
-        filters=how.filters,
-        token_mask=how.token_mask,
-        objective=how.objective,
-        old_logp=algorithm.from_trainer,
-        kl_control=controllers.constant_gain,
-        entropy_control=controllers.constant_gain,
-        group_size=groups.reward.value.shape[1],
-        epochs=epochs,
-        minibatches=minibatches,
-        split=partial(cut, micro_tokens=micro_tokens, devices=devices),
-        anchor=compare_as_given,
-        min_groups_with_signal=0,
-    )
-    policy = TokenPolicy(step, lr)
+    prompts, group_size = groups.reward.value.shape
+    numbers = {"prompts": prompts, "group_size": group_size, "epochs": 1, "minibatches": 1, "min_groups_with_signal": 0}
+    plain = {"group_sampling": partial(as_sampled, groups), "old_logp": partial(old_of, step), "beside": []}
+    policy = TokenPolicy(step, lr, partial(cut, micro_tokens=micro_tokens, devices=devices))
     _, _, figures = algorithm.grpo_step(
-        policy, policy, unasked, algorithm.AT_THE_START._replace(steps=taken), key=KEY, algo=algo, span=silent
+        policy,
+        policy,
+        unasked,
+        algorithm.AT_THE_START._replace(steps=taken),
+        key=KEY,
+        algo=replace(how, **numbers | plain | changes),
+        reward=unasked,
+        span=silent,
+        teacher=partial(taught, step),
     )
-    return Learned(torch.stack(policy.signals), figures["loss/objective"])
+    return Learned(torch.stack(policy.signals) if policy.signals else torch.zeros(0), figures["loss/objective"])
 
 
-def as_sampled(groups: Groups, explore: Callable, carried: Carry) -> GroupBatch:
+def as_sampled(groups: Groups, explore: Callable, carried: Carry, prompts: int) -> GroupBatch:
     return GroupBatch(groups, groups, carried, {})
+
+
+def old_of(step: Step, policy: TokenPolicy, rollout: Rollout) -> Tensor:
+    return step.logp_old[rollout.tokens[:, 0]]
 
 
 def taught(step: Step, groups: Groups, logp_old: Tensor) -> Tensor:
     return step.logp_teacher[groups.rollout.tokens[:, 0]]
-
-
-def now(policy: TokenPolicy, batch: Batch) -> Tensor:
-    return policy.logp_now[batch.tokens[:, 0]]
-
-
-def energies(step: Step, rollout: Rollout) -> Tensor:
-    return step.energy[rollout.tokens[:, 0]]
 
 
 def unasked(*args: object) -> None:

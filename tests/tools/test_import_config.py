@@ -25,10 +25,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn import run
-from grpo_fn.algo import credit, distillation
+from grpo_fn.algo import distillation
 from grpo_fn.config import freeze, load_config
 from grpo_fn.shell.model import tiny_model
-from grpo_fn.trainer.checks import validate
+from grpo_fn.trainer.checks.algorithm import check_sampler_logp
 
 CONFIGS = TESTS / "tools" / "configs"
 ROOT = TESTS.parent
@@ -221,22 +221,19 @@ def test_a_configuration_of_known_keys_can_be_launched_or_says_why_not(nemo: boo
         path.write_text(made.text("x"), encoding="utf-8")
         given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
         config = load_config([str(path)], given)
-    knobs = config.root.knobs["algorithm"].knobs
-    objective, old_logp = (freeze(knobs[name], {}) for name in ("objective", "old_logp"))
-    validate.check_correction(objective, old_logp)
-    validate.check_stale(objective, old_logp, config.root.knobs["sampling"].knobs["max_staleness"])
-    group = knobs["group_size"]
+    algorithm = freeze(config.root.knobs["algorithm"], {})
+    check_sampler_logp(algorithm, config.root.knobs["sampling"].knobs["max_staleness"])
     if nemo:
-        assert (knobs["prompts"], group) == tuple(
+        assert (algorithm.prompts, algorithm.group_size) == tuple(
             flat.get(key, value)
             for key, value in (("grpo.num_prompts_per_step", 32), ("grpo.num_generations_per_prompt", 16))
         )
         assert config.root.knobs["steps"] == flat["grpo.max_num_steps"]
     else:
         update = flat.get("per_device_train_batch_size", 8) * 2 * flat.get("gradient_accumulation_steps", 1)
-        rows = knobs["prompts"] * group / knobs["minibatches"]
+        rows = algorithm.prompts * algorithm.group_size / algorithm.minibatches
         assert rows == update or any("would split groups" in said for _, _, said in made.notes)
-        assert knobs["prompts"] % knobs["minibatches"] == 0
+        assert algorithm.prompts % algorithm.minibatches == 0
 
 
 ARITHMETIC = {  # a device, processes, accumulation, steps a generation, group: prompts, minibatches
@@ -486,9 +483,9 @@ def test_a_teacher_of_nemo_rl_is_carried_and_several_are_refused(tmp_path: Path)
     assert made.macros["TEACHER"] == "T/1"
     (tmp_path / "made.gin").write_text(made.text("x"))
     knobs = load_config([str(tmp_path / "made.gin")], ["MODEL=m", "DATA=m"]).root.knobs
-    algorithm = {name: freeze(knobs["algorithm"].knobs[name], {}) for name in ("credit", "distillation")}
-    assert algorithm["credit"] is credit.no_rewards
-    assert algorithm["distillation"].func is distillation.teacher_gap
+    credit = freeze(knobs["algorithm"], {}).credit
+    assert credit.func is distillation.teacher_gap
+    assert credit.keywords == {"credit": None, "share": None, "coef": 1.0}
     for changes in ({f"{teachers}.b": "T/2"}, {f"{teachers}.a": None, f"{teachers}.b": None}):
         with pytest.raises(ValueError, match=r"with adv_estimator opd, wanted one model"):
             import_nemo_rl.from_nemo_rl(nested(flat | changes))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, PreTrainedTokenizerBase, Qwen2Config
 
-from grpo_fn.algo import aggregation, controllers, importance, kl, losses
+from grpo_fn.algo import aggregation, controllers, kl, losses
 from grpo_fn.algo.objective import policy_objective
 from grpo_fn.algo.step import UNMOVED
 from grpo_fn.config import load_config
@@ -113,7 +113,7 @@ class Bench(NamedTuple):
 OBJECTIVE = partial(
     policy_objective,
     token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-    importance_correction=importance.no_correction,
+    importance_correction=None,
     kl=kl.k3,
     loss_aggregation=aggregation.token_mean,
     beta=0.0,

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from device_exact import OBJECTIVE, SPREAD, TEMPERATURE, asked, grads
-from device_parts import GB, KEY, Bench, built, distance, full_float32, problems, require, seconds
+from device_parts import GB, KEY, Bench, built, distance, full_float32, require, seconds
 from device_runner import Figure, LeftOut, Setting
 from device_shapes import MIDDLE, folder, sized
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo.step import AT_THE_START, UNMOVED, grpo_step
+from grpo_fn.algo.step import AT_THE_START, UNMOVED
 from grpo_fn.core import prng
 from grpo_fn.core.batch import count, trim_rows
 from grpo_fn.core.types import Batch
@@ -180,14 +180,9 @@ def build(setting: Setting, model: str, world: World, dtype: torch.dtype, **chan
 def rows_of_a_step(bench: Bench) -> list[list[int]]:
     """The tokens of every row of a whole GRPO step."""
     sampler = bench.sampler(prompt_tokens=5, new_tokens=8, max_rows=12)
-    experience, _, figures = grpo_step(
-        bench.policy,
-        sampler,
-        problems,
-        AT_THE_START,
-        key=prng.key(KEY, device="cpu"),
-        algo=bench.algo(4, 3),
-        span=bench.world.talking,
+    key = prng.key(KEY, device="cpu")
+    experience, _, figures = bench.step(
+        sampler, AT_THE_START, prompts=4, group_size=3, key=key, span=bench.world.talking
     )
     norm = figures["loss/grad_norm"]
     require(0 < norm < float("inf"), f"got a gradient norm of {norm}, wanted a finite one above 0")

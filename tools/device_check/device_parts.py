@@ -15,25 +15,12 @@ from device_shapes import EOS
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_fn.algo import (
-    advantage,
-    aggregation,
-    controllers,
-    credit,
-    distillation,
-    group_sampling,
-    importance,
-    kl,
-    losses,
-    masking,
-)
-from grpo_fn.algo import controllers as loss_scale
-from grpo_fn.algo.objective import compare_as_given, policy_objective
-from grpo_fn.algo.step import StepAlgorithm, from_sampler, without_teacher
-from grpo_fn.algo.supervised import SAMPLED_ONLY
+from grpo_fn.algo import advantage, aggregation, controllers, credit, kl, losses
+from grpo_fn.algo.objective import policy_objective
+from grpo_fn.algo.step import Algorithm, Experience, Span, grpo_step
 from grpo_fn.core import prng, sampling
-from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.problem import Completion, Problem
+from grpo_fn.core.types import Carry, Sampler
 from grpo_fn.rewards.combine import combine, score_serially
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.model.logprob_model import LogprobModel
@@ -82,7 +69,7 @@ def objective(beta: float, entropy_bonus: float) -> Callable[..., Any]:
     return partial(
         policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        importance_correction=importance.no_correction,
+        importance_correction=None,
         kl=kl.k3,
         loss_aggregation=aggregation.token_mean,
         beta=beta,
@@ -126,32 +113,18 @@ class Bench(NamedTuple):
             local(context, prompt_tokens=prompt_tokens, new_tokens=new_tokens, max_rows=max_rows), self.world
         )
 
-    def algo(self, prompts: int, group_size: int) -> StepAlgorithm:
-        """GRPO with one update a step, and a reward that rows of random tokens differ in."""
-        return StepAlgorithm(
-            **SAMPLED_ONLY,
-            group_sampling=partial(group_sampling.keep_all, prompts=prompts),
-            reward=partial(combine, parts=[even], weights=[1.0], score=score_serially),
-            credit=partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-4, ddof=1)),
-            baseline=advantage.no_baseline,
-            energy=without_energy,
-            distillation=distillation.no_teacher,
-            reweighting=advantage.as_credited,
-            look=without_look,
-            teacher=without_teacher,
-            filters=[],
-            token_mask=masking.no_tokens,
+    def step(
+        self, sampler: Sampler, carried: Carry, *, prompts: int, group_size: int, key: Tensor, span: Span
+    ) -> tuple[Experience, Carry, dict[str, float]]:
+        """A step of GRPO with one update, and a reward that rows of random tokens differ in."""
+        algo = Algorithm(
             objective=objective(0.0, 0.0),
-            old_logp=from_sampler,
-            anchor=compare_as_given,
-            kl_control=controllers.constant_gain,
-            entropy_control=controllers.constant_gain,
+            credit=partial(credit.outcome, advantage=partial(advantage.group_normalized, eps=1e-4, ddof=1)),
+            prompts=prompts,
             group_size=group_size,
-            epochs=1,
-            minibatches=1,
-            split=self.policy.split_rows,
-            min_groups_with_signal=1,
         )
+        reward = partial(combine, parts=[even], weights=[1.0], score=score_serially)
+        return grpo_step(self.policy, sampler, problems, carried, key=key, algo=algo, reward=reward, span=span)
 
 
 def built(
@@ -165,7 +138,7 @@ def built(
     logits_chunk_elements: int = 2**27,
     temperature: float = 1.0,
     lr: float = 1e-6,
-    scaling: Any = loss_scale.constant_loss_scale,
+    scaling: Any = controllers.constant_loss_scale,
     initial_scale: float = 1.0,
     world: World | None = None,
     **changed: Any,

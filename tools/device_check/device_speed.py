@@ -4,14 +4,13 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
-from device_parts import Bench, built, forget, most_held, require, seconds
+from device_parts import Bench, built, forget, most_held, objective, require, seconds
 from device_runner import Figure, Setting
 from device_shapes import QWEN_HALF, QWEN_LARGE, Shape, folder, sized
 
-from grpo_fn.algo.objective import Component, update_policy
-from grpo_fn.algo.step import UNMOVED
-from grpo_fn.core.batch import count
-from grpo_fn.core.types import Batch, Rollout
+from grpo_fn.algo.step import UNMOVED, Term, update
+from grpo_fn.core.batch import rows_as_rollout
+from grpo_fn.core.types import Batch
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.policy import memory_estimate
 
@@ -96,10 +95,11 @@ def train(setting: Setting, shape: Shape, *, goal: float | None, **changed: obje
     work = Work(2, 3, 4, 6) if setting.tiny else Work(4, 16, 128, 1024)
     micro_tokens = 8_192 + work.prompt
     bench = built(setting, folder(setting, shape), torch.bfloat16, micro_tokens=micro_tokens, **changed)
-    algo, batch = bench.algo(work.groups, work.size), made_up(setting, shape, work)
-    batch = batch._replace(logp_old=(logp := bench.policy.logp(rolled(batch))), logp_ref=logp, logp_sampled=logp)
-    learns = [Component(batch, count(batch), algo.objective, 1.0)]
-    step = partial(update_policy, bench.policy, learns, UNMOVED, split=algo.split, anchor=algo.anchor)
+    batch = made_up(setting, shape, work)
+    logp = bench.policy.logp(rows_as_rollout(batch))
+    batch = batch._replace(logp_old=logp, logp_ref=logp, logp_sampled=logp)
+    term = Term(batch, objective(0.0, 0.0), 1.0, sampled=True)
+    step = partial(update, bench.policy, [term], UNMOVED, own_pass=False)
     learned = step()  # compiles, makes the moments
     require(learned.update["loss/grad_norm"] > 0, "training: got no gradient")
     forget(setting.device)
@@ -150,15 +150,3 @@ def made_up(setting: Setting, shape: Shape, work: Work) -> Batch:
     nothing = torch.zeros(rows, width, device=setting.device)
     adv = torch.where(torch.arange(rows, device=setting.device) % 2 == 0, 1.0, -1.0)[:, None].expand(rows, width)
     return Batch(tokens, mask, nothing, nothing, nothing, nothing, adv, torch.zeros_like(mask), mask.long())
-
-
-def rolled(batch: Batch) -> Rollout:
-    """The rows as a sampler would bring them."""
-    rows = len(batch.mask)
-    return Rollout(
-        batch.tokens,
-        batch.mask,
-        batch.logp_sampled,
-        torch.ones(rows, dtype=torch.bool, device=batch.mask.device),
-        ("",) * rows,
-    )

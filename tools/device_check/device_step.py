@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from device_parts import KEY, Bench, built, forget, peak, problems, require, scale, wait
+from device_parts import KEY, Bench, built, forget, peak, require, scale, wait
 from device_runner import Figure, Setting
 from device_shapes import QWEN_HALF, folder, sized
 from transformers import AutoConfig
 
-from grpo_fn.algo.step import AT_THE_START, grpo_step
+from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng
 from grpo_fn.shell.model.blocks import compiled_on_cuda
 from grpo_fn.trainer.checks.device_plan import plan_blocks
@@ -66,14 +66,15 @@ class Steps(NamedTuple):
 def taken(bench: Bench, work: Work, device: str) -> Steps:
     """So many steps after one to warm up; raises AssertionError where one learned nothing."""
     sampler = bench.sampler(prompt_tokens=work.prompt, new_tokens=work.new, max_rows=work.prompts * work.size)
-    algo, carried, key = bench.algo(work.prompts, work.size), AT_THE_START, prng.key(KEY, device="cpu")
+    numbers, key = {"prompts": work.prompts, "group_size": work.size}, prng.key(KEY, device="cpu")
+    carried = AT_THE_START
     seconds, tokens, phases = [], [], Phases(device)
     for step in range(1 + work.steps):
         if step == 1:
             phases = Phases(device)
         begun = time.perf_counter()
-        experience, carried, figures = grpo_step(
-            bench.policy, sampler, problems, carried, key=prng.fold_in(key, step), algo=algo, span=phases.span
+        experience, carried, figures = bench.step(
+            sampler, carried, **numbers, key=prng.fold_in(key, step), span=phases.span
         )
         wait(device)
         seconds.append(time.perf_counter() - begun)

@@ -10,7 +10,7 @@ from device_parts import GB, KEY, Numbers, built, problems, random_prompt, requi
 from device_runner import Figure, LeftOut, Setting
 from device_shapes import QWEN_HALF, folder, sized
 
-from grpo_fn.algo.step import AT_THE_START, grpo_step
+from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng, sampling
 from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.interface import SamplerContext
@@ -38,15 +38,7 @@ def colocated(setting: Setting) -> list[Figure]:
         shallow = nap(sampler.engine)
         deep = freed(spread.rest)
         spread.load(bench.policy)
-        grpo_step(
-            bench.policy,
-            spread,
-            problems,
-            AT_THE_START,
-            key=key,
-            algo=bench.algo(4, SIZE),
-            span=lambda _: nullcontext(),
-        )
+        bench.step(spread, AT_THE_START, prompts=4, group_size=SIZE, key=key, span=lambda _: nullcontext())
         second = probe(spread, bench.policy, key=key, max_positions=PROMPT + 2 * NEW, dtype=torch.bfloat16)
     finally:
         spread.close()

@@ -5,7 +5,7 @@ that differs counts as named only where the repairs of the notes that were writt
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 
 from grpo_fn.algo.advantage import group_normalized
-from grpo_fn.algo.credit import outcome, row_whitened
+from grpo_fn.algo.credit import first_token, outcome, row_whitened
 from grpo_fn.algo.importance import log_ratio
 from grpo_fn.algo.kl import k3
-from grpo_fn.algo.step import UNMOVED, Algorithm, compute_advantages, from_trainer
+from grpo_fn.algo.needs import needs
+from grpo_fn.algo.step import UNMOVED, Algorithm, ScoredStep, advantages, from_trainer, learning_rows
 from grpo_fn.algo.weighted_losses import vespo
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import masked, prng
 from grpo_fn.core.batch import count
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Scores
+from grpo_fn.core.types import Batch, Groups, Rollout, Scores
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 
 Grads = dict[str, Tensor]
@@ -81,8 +82,7 @@ def imported(case: Case, draft: Draft, shared: Mapping[str, Any], model: nn.Modu
     path.write_text(draft.text("x"), encoding="utf-8")
     given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in draft.macros]
     root = load_config([str(path)], given).root
-    frozen = {name: freeze(knob, {}) for name, knob in root.knobs["algorithm"].knobs.items()}
-    algo = Algorithm(**{field.name: frozen[field.name] for field in fields(Algorithm)})
+    algo = freeze(root.knobs["algorithm"], {})
     policy = FunctionalPolicy(model, temperature=draft.knobs["sections.Sampling.temperature"])
     size = algo.prompts * algo.group_size
     tokens, mask, noise = (shared[name][:size] for name in ("tokens", "mask", "logps"))
@@ -166,9 +166,10 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
             Rollout(*(x[rows] for x in groups.rollout)),
             outcome_reward(groups.reward.value[piece], groups.reward.valid[piece], {}),
         )
-        old, ref = made.old[rows], made.ref[rows]
-        given = (part, old, ref, old, torch.zeros_like(old), UNMOVED)  # no baseline of an import reads an energy
-        adv, batch = compute_advantages(*given, key=prng.key(0, device="cpu"), steps=0, stages=algo)
+        passes = {"logp_old": made.old[rows], "logp_ref": made.ref[rows]}  # no credit of an import reads an energy
+        scored = ScoredStep(part, {}, needs([*vars(algo).values()]), results=passes)
+        adv = advantages(scored, algo.credit)
+        batch = learning_rows(scored, adv, algo, own_pass=False, key=prng.key(0, device="cpu"))
         if "unscored rows" in repairs:
             keep = torch.stack([torch.ones_like(part.reward.valid), *(f(part.rollout, adv) for f in algo.filters)])
             lost = ~part.reward.valid.flatten()[:, None]
@@ -178,11 +179,11 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
     return Batch(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def row_whitened_sample_std(reward: Reward, drift: Tensor, mask: Tensor, *, credit: Any) -> Tensor:
+def row_whitened_sample_std(scored: ScoredStep, *, credit: Any) -> Tensor:
     """TRL's last step of normalize_then_sum: as `credit.row_whitened`, n - 1 in the std and eps 1e-4."""
-    n = int(reward.valid.sum())
-    plain = row_whitened(reward, drift, mask, credit=credit, eps=0.0)
-    std = credit(reward, drift, mask).gather(-1, mask.int().argmax(-1, keepdim=True))[reward.valid].std(correction=0)
+    valid, n = scored.reward.valid, int(scored.reward.valid.sum())
+    plain = row_whitened(scored, credit=credit, eps=0.0)
+    std = first_token(credit(scored), scored.mask)[valid].std(correction=0)
     return plain * (std / (std * (n / (n - 1)) ** 0.5 + 1e-4))
 
 
@@ -215,7 +216,7 @@ def objective(made: Imported, batch: Batch, place: int, repairs: set[str]) -> Ca
     if by_device or "adaptive entropy" in repairs:
         knobs["entropy_bonus"] = 0.0
     correction = knobs["importance_correction"]
-    knobs["importance_correction"] = lambda logp, row: torch.where(row.selected, 0.0, correction(logp, row))
+    knobs["importance_correction"] = partial(outside_selected, correction=correction)
 
     def found(scores: Scores, *, batch: Batch, totals: Any, gains: Any) -> Any:
         chosen = batch.mask
@@ -231,6 +232,12 @@ def objective(made: Imported, batch: Batch, place: int, repairs: set[str]) -> Ca
         return value, seen
 
     return found
+
+
+def outside_selected(logp: Tensor, row: Batch, *, correction: Callable[..., Tensor] | None) -> Tensor:
+    """A correction where a token is not selected, else 0."""
+    weight = torch.ones_like(logp) if correction is None else correction(logp, row)
+    return torch.where(row.selected, 0.0, weight)
 
 
 def sampler_bounds(made: Imported) -> tuple[float, float]:

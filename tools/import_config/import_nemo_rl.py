@@ -272,8 +272,7 @@ def nemo_teacher(key: Reader, draft: Draft) -> None:
         )
     draft.includes.append("scale/teacher.gin")
     draft.macros["TEACHER"] = Text(named[0])
-    draft.knobs |= {"step.Algorithm.credit": "@credit.no_rewards", "distillation.teacher_gap.coef": 1.0}
-    draft.knobs["step.Algorithm.distillation"] = "@distillation.teacher_gap"
+    draft.knobs |= {"step.Algorithm.credit": "@distillation.teacher_gap", "distillation.teacher_gap.coef": 1.0}
 
 
 def nemo_whitened(draft: Draft, centered: bool) -> None:

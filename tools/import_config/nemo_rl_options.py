@@ -23,7 +23,7 @@ NEMO_LEFT = {
     r"policy\.generation\.(val_.*|port_range_.*|refit_.*|real_quant_.*|trtllm_.*|dynamo_.*|router.*)": (
         "evaluation is greedy; ports and weight sync are the engine's: docs/running/engines.md"
     ),
-    r"loss_fn\.truncated_importance_sampling.*": "nothing is corrected: @importance.no_correction",
+    r"loss_fn\.truncated_importance_sampling.*": "nothing is corrected: importance_correction = None",
     r"loss_fn\.kl_(input|output)_clamp_value": "x is capped before exp, its value is not",
     r"policy\.generation\.(top_p|top_k|stop_token_ids)": (
         "tokens are drawn from the whole distribution, to the tokenizer's and model's ends"

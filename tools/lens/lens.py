@@ -14,13 +14,13 @@ from markupsafe import Markup
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.algo.step import Experience
+from grpo_fn.algo.step import UNMOVED, Experience
 from grpo_fn.analysis import compare_algorithms, token_report
 from grpo_fn.analysis.html import page, token_page
 from grpo_fn.config import load_config
 from grpo_fn.core import prng
 from grpo_fn.core.groups import by_group
-from grpo_fn.core.types import Batch, Gains, Groups, Rollout, Scores
+from grpo_fn.core.types import Batch, Groups, Rollout, Scores
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.functional import FunctionalPolicy
@@ -31,7 +31,6 @@ from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, lo
 LARGEST = 2**29  # entries of the table of row gradients
 MICRO_TOKENS = 4096  # padded tokens in one forward pass: the logits are dense here
 SIGNAL_ROWS = 64  # on the page of the signal
-UNMOVED = Gains(kl=1.0, entropy=1.0)
 MINE = "this run"
 
 
@@ -60,7 +59,7 @@ def look(args: argparse.Namespace) -> Seen:
     """Read the step, score it, and ask every preset. Raises ValueError for what is not there or does not fit."""
     config, groups = stored(args.run, args.step)
     fitting, refused = presets.fitting([config], [*groups.reward.parts], energy=True)
-    algorithms = {MINE: presets.stages([config], None), **fitting}
+    algorithms = {MINE: presets.algorithm([config], None), **fitting}
     knobs = load_config([config], []).root.knobs
     temperature, seed = knobs["sampling"].knobs["temperature"], knobs["seed"]
     logp_old = groups.rollout.logp_sampled

@@ -25,8 +25,8 @@ rejected = {
 }
 near = partial(importance.sequence_masked_weight, low=0.5, high=2.0)
 # Bounds that leave out some of this world's rows; published ones are wider.
-CORRECTIONS: dict[str, Callable] = {
-    "`no_correction`": importance.no_correction,
+CORRECTIONS: dict[str, Callable | None] = {
+    "`None`": None,
     "`truncated_weight` without a cap": ratio,
     "`truncated_weight` 2": partial(importance.truncated_weight, cap=2.0),
     "`masked_weight` 0.5, 2": partial(importance.masked_weight, low=0.5, high=2.0),
@@ -41,8 +41,11 @@ CORRECTIONS: dict[str, Callable] = {
 }
 
 
-def corrected(correction: Callable) -> Callable:
+def corrected(correction: Callable | None) -> Callable:
     """REINFORCE whose tokens weigh as a correction says, where the old log-probs are the policy's own."""
+
+    if correction is None:
+        return losses.reinforce
 
     def loss(logp: Tensor, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         found, diagnostics = losses.reinforce(logp, row)

@@ -41,6 +41,7 @@ from torch.func import grad, vmap
 from grpo_fn.algo import advantage, aggregation, credit, distillation, kl, losses, masking
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, Rollout
+from grpo_fn.testing.steps import scored_step
 
 # The expected update in each of S worlds, or the gradient that it is held against: [S, PROMPTS, 1 + V, V].
 Signal = Callable[[World], Tensor]
@@ -136,10 +137,12 @@ def by_step(
     size: int,
     paid: float = 1.0,
     over: Callable = vmap,
-    baseline: Callable = advantage.no_baseline,
     weigh: Callable = row_sum,
 ) -> Signal:
-    """REINFORCE on steps of all prompts, with credit from `paid` times the reward, and a filter on samples."""
+    """REINFORCE on steps of all prompts, with credit from `paid` times the reward, and a filter on samples.
+
+    The reference is the teacher, too.
+    """
 
     def judged(w: World, drift: Tensor, energy: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         valid, written = torch.ones(step.shape, dtype=torch.bool), MASK[step]
@@ -147,7 +150,8 @@ def by_step(
         reward = outcome_reward(paid * graded, valid, {"graded": graded, "solved": solved})
         reward = with_turns(reward, paid * w.reward, ROWS, MASK, step)
         there = step[..., None].expand(written.shape)
-        adv = vmap(baseline)(assign(reward, drift.gather(1, there), written), energy.gather(1, there), written)
+        apart = drift.gather(1, there)
+        adv = assign(scored_step(reward, written, drift=apart, teacher_gap=-apart, energy=energy.gather(1, there)))
         return adv, valid if keeps is None else keeps(rollout(step.flatten()), adv)
 
     def signal(w: World) -> Tensor:
@@ -191,6 +195,7 @@ leave_one_out_normalized = partial(advantage.leave_one_out_normalized, eps=1e-4,
 leave_one_out_others_std = partial(advantage.leave_one_out_others_std, eps=1e-6)
 pass_at_2 = partial(advantage.pass_at_k, k=2, threshold=1.0)
 to_go = partial(credit.reward_to_go, beta=0.0)
+optimal_to_go = partial(credit.token_baseline, credit=to_go, energy_weight=None)
 compared = partial(credit.outcome, advantage=advantage.leave_one_out)
 OVER_SAMPLES = {
     "`constant_length_over_samples` 1": partial(aggregation.constant_length_over_samples, max_length=1),
@@ -257,11 +262,9 @@ def graded() -> dict[str, Signal]:
             partial(credit.batch_scaled, credit=compared, eps=1e-4), size=2, over=one_by_one
         ),
         "`outcome_length_baseline`, steps of 2 x 2": by_step(credit.outcome_length_baseline, size=2),
-        "`optimal_token_baseline` of `reward_to_go`, steps of 2 x 2": by_step(
-            to_go, size=2, baseline=advantage.optimal_token_baseline
-        ),
-        "`teacher_reweighted` of `leave_one_out`, steps of 2 x 2": distilled(
-            compared, partial(distillation.teacher_reweighted, lam=0.5, clip=0.2), size=2
+        "`optimal_token_baseline` of `reward_to_go`, steps of 2 x 2": by_step(optimal_to_go, size=2),
+        "`teacher_reweighted` of `leave_one_out`, steps of 2 x 2": by_step(
+            partial(distillation.teacher_reweighted, credit=compared, share=None, lam=0.5, clip=0.2), size=2
         ),
     }
 
@@ -348,18 +351,11 @@ def in_loss() -> dict[str, Signal]:
 
 
 def from_teacher() -> dict[str, Signal]:
-    early = partial(distillation.early_teacher_gap, coef=1.0, gamma=0.5)
+    alone = {"credit": None, "share": None, "coef": 1.0}
     return {
-        "`teacher_gap` of `no_rewards`": distilled(
-            credit.no_rewards, partial(distillation.teacher_gap, coef=1.0), size=1
-        ),
-        "`early_teacher_gap` of `no_rewards`": distilled(credit.no_rewards, early, size=1),
+        "`teacher_gap` alone": by_step(partial(distillation.teacher_gap, **alone), size=1),
+        "`early_teacher_gap` alone": by_step(partial(distillation.early_teacher_gap, **alone, gamma=0.5), size=1),
     }
-
-
-def distilled(assign: Callable, learn: Callable, *, size: int) -> Signal:
-    """REINFORCE on steps of all prompts; the reference is the teacher."""
-    return by_step(lambda reward, drift, mask: learn(assign(reward, drift, mask), -drift, mask), size=size)
 
 
 def in_reward() -> dict[str, Signal]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grpo_fn.algo import advantage, turn_credit
 from grpo_fn.core.types import Reward
+from grpo_fn.testing.steps import scored_step
 
 group_normalized = partial(advantage.group_normalized, eps=1e-4, ddof=1)
 
@@ -33,7 +34,7 @@ def between_turns(assign: Callable) -> Callable:
     def spread(x: Tensor) -> Tensor:
         return torch.stack([x, torch.zeros_like(x)], -1).flatten(-2)
 
-    return lambda reward, drift, mask: assign(reward, spread(drift), spread(mask))[..., ::2]
+    return lambda scored: assign(scored_step(scored.reward, spread(scored.mask)))[..., ::2]
 
 
 def rewards_alone(reward: Tensor, valid: Tensor) -> Tensor:

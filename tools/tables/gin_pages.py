@@ -3,7 +3,8 @@
 python tools/tables/gin_pages.py            rewrite both pages
 python tools/tables/gin_pages.py --check    exit 1 if a page is not what would be written
 
-A knob's type and meaning are those of the code: the annotation, and the comment beside it or its line under "Args:".
+A knob is what `knobs_of` lets a gin file bind and the program does not pass itself. Its type and meaning are those of
+the code: the annotation, and the comment beside it or its line under "Args:".
 """
 
 import argparse
@@ -14,28 +15,36 @@ import re
 import sys
 import textwrap
 import tokenize
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from pkgutil import iter_modules
+from typing import Any
 
 from grpo_fn.config import parse_gin
-from grpo_fn.config.nodes import Bindings, Macro, Reference, functions
+from grpo_fn.config.dump import expand_macros, gin_literal
+from grpo_fn.config.nodes import Reference, functions, nested_references
+from grpo_fn.config.resolve import gin_name, knobs_of, signature
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES, GIN = ROOT / "docs" / "configuration", ROOT / "gin"
-# What a file uses without a value of its own: a user gives it.
-GIVEN = {"MODEL": "'MODEL'", "DATA": "'DATA'", "DEMONSTRATIONS": "'DEMONSTRATIONS'"}
+# Packages of which a gin file may name any function that can stand in the place of one that our files name.
+CATALOGUE = ("algo", "environments", "rewards", "tasks")
+# Such functions that are the program's own: it wraps what a gin file names in them.
+INTERNAL = {"observation_objective", "prompt_length", "sample_and_follow", "weighted_objective"}
+Target = Callable[..., Any]
 KNOBS = """# Knobs
 
-Every knob that a gin file can bind: its type, its value in `gin/base.gin` where that binds it, and what it means.
-Written by `python tools/tables/gin_pages.py`; a test holds it against the code.
+Every knob that a gin file can bind: its type, its default, and what it means. The default is the value in
+`gin/base.gin`, or else in the code. Written by `python tools/tables/gin_pages.py`; a test holds it against the code.
 
     python -m grpo_fn.run --gin_file run/arithmetic.gin --gin_param 'sections.Sampling.temperature=0.8' --dry_run
 
-prints the plan with the value that every knob has then. A knob without a value in `base.gin` is bound by the file that
-names its function, or given by the program (a sampler's temperature). What a function computes is in its docstring;
-those of the algorithms are in [the catalogue](../algorithms/catalogue.md) with their papers, the files in
-[gin files](gin_files.md).
+prints the plan with the value that every knob has then. A knob without a default is bound by the file that names its
+function. A knob with a scope (`eval/`) is bound in that scope alone: elsewhere the program passes the value. What a
+function computes is in its docstring; those of the algorithms are in [the catalogue](../algorithms/catalogue.md) with
+their papers, the files in [gin files](gin_files.md).
 """
 FILES = """# Gin files
 
@@ -58,75 +67,88 @@ FOLDERS = {
 }
 
 
-class Knob(NamedTuple):
-    """A knob as the code has it."""
-
-    name: str
-    type: str
-    meaning: str
-
-
-def bindings_of(path: Path) -> Bindings:
-    """What a file and its includes bind."""
-    text = path.read_text(encoding="utf-8")
-    return parse_gin([str(path)], [f"{name}={value}" for name, value in GIVEN.items() if f"%{name}" in text])
+def kind(target: Target) -> Hashable:
+    """Functions of one kind take the same data, and return the same where the names of the data say little."""
+    if not inspect.isfunction(target):
+        return target
+    data = tuple(name for name, p in signature(target).items() if p.kind is not p.KEYWORD_ONLY)
+    return data, "" if len(data) > 1 else str(inspect.signature(target).return_annotation)
 
 
-def gin_name(target: Callable[..., Any]) -> str:
-    """`module.function`, as gin files write it."""
-    return f"{target.__module__.rpartition('.')[2]}.{target.__qualname__}"
+class Usage:
+    """What the gin files name, and what they and the program pass to it; by kind, a class being a kind of its own."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.base = parse_gin([str(GIN / "base.gin")], [])
+        self.selectors = {target: gin_name(target) for target in functions(self.base)}
+        self.targets: set[Target] = set()
+        self.calls: set[Target] = set()  # what some file names as `@f()`
+        self.arguments: dict[Hashable, set[str]] = defaultdict(set)  # keyword arguments that the program passes
+        self.scopes: dict[tuple[Hashable, str], set[str]] = defaultdict(set)  # in which some file binds a knob
+        for bindings in (parse_gin([str(path)], []) for path in paths):
+            self.targets.update(functions(bindings))
+            named = nested_references([*bindings.knobs.values(), bindings.macros])
+            self.calls |= {one.target for one in named if isinstance(one, Reference) and one.call}
+            for (scope, owner), values in bindings.knobs.items():
+                supplied = getattr(sys.modules[owner.__module__], "SUPPLIED", {}) | getattr(owner, "SUPPLIED", {})
+                for knob, value in values.items():
+                    self.scopes[kind(owner), knob].add(scope)
+                    if isinstance(value := expand_macros(value, bindings.macros), Reference):
+                        self.arguments[kind(value.target)].update(supplied.get(knob, ()))
+
+    def catalogue(self) -> set[Target]:
+        """All functions that a file names, and those of their modules and of CATALOGUE that could stand there."""
+        targets, kinds = {*self.targets}, {kind(target) for target in self.targets}
+        modules = {target.__module__ for target in self.targets}
+        for package in CATALOGUE:
+            modules |= {f"grpo_fn.{package}.{one.name}" for one in iter_modules([str(ROOT / "grpo_fn" / package)])}
+        for name in sorted(modules):
+            for one in filter(inspect.isfunction, vars(import_module(name)).values()):
+                own = one.__module__ == name and one.__name__[0] != "_" and one.__name__ not in INTERNAL
+                if own and kind(one) in kinds and self.arguments[kind(one)] <= {*knobs_of(one)}:
+                    targets.add(one)
+        return targets
+
+    def rows(self, target: Target) -> Iterator[str]:
+        """A row for every knob of a function. What the program passes is one only in a scope that some file binds."""
+        types, meanings = declarations(target)
+        for name in knobs_of(target):
+            parameter, scopes = signature(target)[name], self.scopes[kind(target), name]
+            # The caller of a class passes it data: what comes by position, where no file binds it.
+            data = parameter.kind is not parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+            passed = name in self.arguments[kind(target)] or (data and not scopes and target not in self.calls)
+            for scope in sorted(scopes) if passed else [""]:
+                value = self.base.knobs.get((scope, target), {}).get(name, parameter.default)
+                default = "" if value is parameter.empty else gin_literal(value, self.selectors).replace(", )", ",)")
+                whole = code(f"{scope}/{gin_name(target)}.{name}".lstrip("/"))
+                yield f"| {whole} | {code(types[name])} | {code(default)} | {cell(meanings[name])} |"
 
 
-def shown(value: Any) -> str:
-    """A bound value as gin writes it."""
-    match value:
-        case Reference():
-            scope = "".join(f"{name}/" for name in value.scope)
-            return f"@{scope}{gin_name(value.target)}{'()' if value.call else ''}"
-        case Macro():
-            return f"%{value.name}"
-        case list() | tuple():
-            inside = ", ".join(map(shown, value))
-            return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
-        case dict():
-            return f"{{{', '.join(f'{shown(k)}: {shown(v)}' for k, v in value.items())}}}"
-    return repr(value)
+def declarations(target: Target) -> tuple[dict[str, str], dict[str, str]]:
+    """The types and the meanings of the parameters of a function, or of the fields of a class and of its bases."""
+    types, meanings = {}, {}
+    bases = inspect.getmro(target)[1:] if inspect.isclass(target) else ()
+    for owner in [target, *(base for base in bases if base.__module__.startswith("grpo_fn."))]:
+        source = textwrap.dedent(inspect.getsource(owner))
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
+        lines = argument_lines(owner)
+        for node in ast.walk(ast.parse(source)):  # the outermost first: a field before a parameter of some method
+            name = node.arg if isinstance(node, ast.arg) else getattr(getattr(node, "target", None), "id", "")
+            if name and name not in types and (annotation := getattr(node, "annotation", None)):
+                above = comments.get(node.lineno - 1)
+                comment = comments.get(node.lineno) or (above if above and above.line.lstrip()[0] == "#" else None)
+                types[name] = ast.unparse(annotation)
+                meanings[name] = lines.get(name) or (comment.string.lstrip("# ") if comment else "")
+    return types, meanings
 
 
-def comments(source: str) -> Mapping[int, str]:
-    """The comment of each line that has one."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-
-
-def described(target: Callable[..., Any]) -> Mapping[str, str]:
+def argument_lines(target: Target) -> Mapping[str, str]:
     """The lines under "Args:" of a docstring, by name."""
-    _, found, rest = (inspect.getdoc(target) or "").partition("Args:\n")
-    block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0] if found else ""
+    _, label, rest = (inspect.getdoc(target) or "").partition("Args:\n")
+    block = re.split(r"\n(?=\S)", rest, maxsplit=1)[0] if label else ""
     entries = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {6,}.*)*)", block, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
-
-
-def knobs(target: Callable[..., Any]) -> list[Knob]:
-    """The keyword-only parameters of a function, or the fields of a section, in the order of the source."""
-    source = textwrap.dedent(inspect.getsource(target))
-    (node,) = ast.parse(source).body
-    said, args, lines = comments(source), described(target), source.splitlines()
-    found: list[tuple[str, ast.expr | None, int]] = []
-    if isinstance(node, ast.ClassDef):
-        init = next((f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"), None)
-        if init is None:
-            fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
-            found = [(one.target.id, one.annotation, one.lineno) for one in fields if not one.target.id.isupper()]
-        node = init
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        found = [(arg.arg, arg.annotation, arg.lineno) for arg in node.args.kwonlyargs]
-    made = []
-    for name, annotation, line in found:
-        alone = line - 1 in said and lines[line - 2].lstrip().startswith("#")  # a comment line above
-        meaning = args.get(name) or said.get(line) or (said[line - 1] if alone else "")
-        made.append(Knob(name, "" if annotation is None else ast.unparse(annotation), meaning))
-    return made
 
 
 def cell(text: str) -> str:
@@ -140,39 +162,22 @@ def code(text: str) -> str:
     return "`{}`".format(text.replace("|", r"\|")) if text else ""
 
 
-def first_line(target: Callable[..., Any]) -> str:
-    """Of a docstring."""
-    return (inspect.getdoc(target) or "").partition("\n")[0]
-
-
-def knob_sections(base: Bindings, targets: Sequence[Callable[..., Any]]) -> Iterator[str]:
-    """A heading, the docstring's first line and a table of knobs for every function that has some."""
-    for target in targets:
-        if not (found := knobs(target)):
-            continue
-        bound = base.knobs.get(("", target), {})
-        yield f"## {gin_name(target)}\n\n{cell(first_line(target))} (`{target.__module__}`)\n"
-        yield "| knob | type | in base.gin | |\n|---|---|---|---|"
-        for knob in found:
-            value = code(shown(bound[knob.name])) if knob.name in bound else ""
-            yield f"| `{gin_name(target)}.{knob.name}` | {code(knob.type)} | {value} | {cell(knob.meaning)} |"
-        yield ""
+def place(target: Target) -> tuple[object, ...]:
+    """Where a function stands on the page: the root, its sections, then everything else by module, as in the source."""
+    module = target.__module__
+    line = inspect.getsourcelines(target)[1]
+    return module != "grpo_fn.train", module != "grpo_fn.trainer.sections", module, line
 
 
 def knobs_page(paths: Sequence[Path]) -> str:
-    """docs/configuration/knobs.md: the root, its sections, then everything else by module."""
-    found = dict.fromkeys(target for path in paths for target in functions(bindings_of(path)))
-
-    def order(target: Callable[..., Any]) -> tuple[bool, bool, str, int]:
-        module = target.__module__
-        return (
-            module != "grpo_fn.train",
-            module != "grpo_fn.trainer.sections",
-            module,
-            inspect.getsourcelines(target)[1],
-        )
-
-    return "\n".join([KNOBS, *knob_sections(bindings_of(GIN / "base.gin"), sorted(found, key=order))]).rstrip() + "\n"
+    """docs/configuration/knobs.md: a heading, the docstring's first line and a table for every function with knobs."""
+    usage, parts = Usage(paths), [KNOBS]
+    for target in sorted(usage.catalogue(), key=place):
+        if rows := list(usage.rows(target)):
+            first_line = (inspect.getdoc(target) or "").partition("\n")[0]
+            parts += [f"## {gin_name(target)}\n\n{cell(first_line)} (`{target.__module__}`)\n"]
+            parts += ["| knob | type | default | meaning |\n|---|---|---|---|", *rows, ""]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def opening(path: Path) -> str:
@@ -206,12 +211,6 @@ def files_page(paths: Sequence[Path]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def pages() -> dict[Path, str]:
-    """Both pages as they would be written."""
-    paths = sorted(GIN.rglob("*.gin"))
-    return {PAGES / "knobs.md": knobs_page(paths), PAGES / "gin_files.md": files_page(paths)}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the pages, or say which are not what would be written."""
     parser = argparse.ArgumentParser(
@@ -219,15 +218,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page would change")
     check = parser.parse_args(argv).check
-    changed = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    for path in changed if check else ():
-        print(
-            f"docs/configuration/{path.name}: got another page than the code gives, run "
-            "python tools/tables/gin_pages.py"
-        )
-    for path in () if check else changed:
-        path.write_text(pages()[path], encoding="utf-8")
-    return int(check and bool(changed))
+    paths = sorted(GIN.rglob("*.gin"))
+    pages = {PAGES / "knobs.md": knobs_page(paths), PAGES / "gin_files.md": files_page(paths)}
+    old = [path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in old:
+        if check:
+            print(f"{path.name}: got another page than the code gives, run python tools/tables/gin_pages.py")
+        else:
+            path.write_text(pages[path], encoding="utf-8")
+    return int(check and bool(old))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.func import jacfwd, vmap
 
 from grpo_fn.algo import advantage, credit, losses
 from grpo_fn.core.groups import outcome_reward
+from grpo_fn.testing.steps import scored_step
 
 Weight = Callable[[Tensor, Tensor], Tensor]  # energy, written [7, 2] -> the weight of each token of each row
 RatioWeight = Callable[[Tensor, Tensor, Tensor], Tensor]  # with the ratio of each token, [7, 2]
@@ -66,10 +67,8 @@ def reinforce(logp: Tensor, row: object) -> Tensor:
 # -- what is measured
 
 
-def judged(
-    of_step: Callable, baseline: Callable, worth: str, w: tiny.World, prompts: list[int], step: Tensor
-) -> Tensor:
-    """By a credit and a baseline, [P, G, 2]."""
+def judged(of_step: Callable, worth: str, w: tiny.World, prompts: list[int], step: Tensor) -> Tensor:
+    """By a credit, [P, G, 2]."""
     of_rows, written = getattr(w, worth)[prompts], tiny.MASK[step]
     reward = outcome_reward(of_rows.gather(1, step), torch.ones(step.shape, dtype=torch.bool), {})
     reward = with_turns(reward, of_rows, tiny.ROWS, tiny.MASK, step)
@@ -77,7 +76,7 @@ def judged(
         torch.stack([table(p)[rows] for p, rows in zip(prompts, step, strict=True)])
         for table in (lambda p: tiny.logps(w.old[p]) - tiny.logps(w.ref[p]), lambda p: tiny.energies(w.old[p]))
     )
-    return vmap(baseline)(of_step(reward, drift, written), energy, written)
+    return of_step(scored_step(reward, written, drift=drift, energy=energy))
 
 
 def against_expectation(weigh: Weight, worth: str, w: tiny.World, prompts: list[int], step: Tensor) -> Tensor:
@@ -142,16 +141,15 @@ IN_STEPS: dict[str, Callable] = {
 SCALED = ("whitened", "batch_scaled")  # by moments of a step, which vmap cannot take
 
 
-def in_groups(of_step: Callable, worth: str, size: int, *, baseline: Callable = advantage.no_baseline) -> Estimator:
+def in_groups(of_step: Callable, worth: str, size: int) -> Estimator:
     """Each prompt's group is a step by itself."""
-    return Estimator(partial(judged, of_step, baseline, worth), [[p] for p in range(tiny.PROMPTS)], size)
+    return Estimator(partial(judged, of_step, worth), [[p] for p in range(tiny.PROMPTS)], size)
 
 
 def in_steps(name: str, of_step: Callable) -> Estimator:
     """Both prompts' groups of 2 are one step."""
     over = tiny.one_by_one if any(word in name for word in SCALED) else vmap
-    judge = partial(judged, of_step, advantage.no_baseline, "reward")
-    return Estimator(judge, [[*range(tiny.PROMPTS)]], 2, over)
+    return Estimator(partial(judged, of_step, "reward"), [[*range(tiny.PROMPTS)]], 2, over)
 
 
 def compared(compare: Callable) -> Callable:
@@ -165,9 +163,9 @@ def baselines(worth: str, size: int) -> dict[str, Estimator]:
         "`mean_centered`": compared(advantage.mean_centered),
         "`leave_one_out`": compared(advantage.leave_one_out),
         "`outcome_length_baseline`": credit.outcome_length_baseline,
+        OTB: bias.optimal_to_go,
     }
-    optimal = in_groups(bias.to_go, worth, size, baseline=advantage.optimal_token_baseline)
-    return {name: in_groups(of_step, worth, size) for name, of_step in found.items()} | {OTB: optimal}
+    return {name: in_groups(of_step, worth, size) for name, of_step in found.items()}
 
 
 def divided(worth: str) -> dict[str, Estimator]:

@@ -66,6 +66,7 @@ class FSDPPolicy:
         self.world = world
         self.reference_model = reference_model
         self.dropout_modules = [module for module in dropout_modules if getattr(module, "p", 0.0) > 0]
+        self.dropout = bool(self.dropout_modules)
         self.seed = seed
         mark_vocabulary(logprob_model)
         self.optimizer = optimizer(p for p in logprob_model.parameters() if p.requires_grad)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from grpo_fn.algo.curriculum import Curriculum, begin_curriculum, choose_uids, update_curriculum
+from grpo_fn.algo.supervised import Stage
 from grpo_fn.core import prng
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.tasks.task import Task
-from grpo_fn.trainer.checks.supervised_stage import is_supervised
 from grpo_fn.trainer.checks.try_out import shown_type
 from grpo_fn.trainer.sections import Settings
 
@@ -31,7 +31,7 @@ def check_curriculum_of_run(settings: Settings, task: Task, parts: Sequence[str]
         raise ValueError(
             f"{KNOB}: got {shown_type(curriculum)}{hint}, wanted None or a Curriculum: @curricula.learnability_bandit()"
         )
-    if is_supervised(settings.algorithm):
+    if isinstance(settings.algorithm, Stage):
         raise ValueError(f"{KNOB}: got one in a supervised stage, which samples nothing, wanted None")
     if settings.sampling.max_staleness:
         raise ValueError(

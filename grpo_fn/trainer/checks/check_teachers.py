@@ -1,11 +1,9 @@
 """What is asked about teachers before any weights are loaded: vocabulary, template, positions, keys, prompts."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import islice
 
-import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo_fn.core.partials import uses_of
@@ -84,62 +82,6 @@ def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: T
                 f"sections.Teacher.key: got {found!r} for the problem {problem.prompt[:60]!r}, wanted one of "
                 f"{', '.join(map(repr, models))}, the keys of sections.Teacher.models"
             )
-
-
-def reads_gap(distillation: Callable[[Tensor, Tensor, Tensor], Tensor]) -> bool:
-    """Whether advantages move with the log-prob gap to the teacher.
-
-    Args:
-        distillation: (advantage [P, G, T], gap [P, G, T], mask [P, G, T]) -> [P, G, T].
-    """
-    adv = torch.tensor([[[1.0, 1.0], [-1.0, -1.0]]], dtype=torch.float64)
-    gap = torch.tensor([[[0.3, -0.1], [0.2, -0.7]]], dtype=torch.float64)
-    ask = partial(distillation, adv)
-    everything = torch.ones_like(adv, dtype=torch.bool)
-    return not torch.equal(ask(gap, everything), ask(0 * gap, everything))
-
-
-def check_distillation(
-    distillation: Callable[[Tensor, Tensor, Tensor], Tensor], teacher: object | None, *, also: bool
-) -> None:
-    """Raise ValueError for an algorithm that learns from a teacher in a run without one.
-
-    Args:
-        distillation: `step.Algorithm.distillation`.
-        teacher: `train.train.teacher`.
-        also: whether the objective looks at a teacher, too.
-    """
-    if teacher is None and (also or reads_gap(distillation)):
-        raise ValueError(
-            "train.train.teacher: got None with an algorithm that learns from a teacher, wanted one: "
-            "--gin_file scale/teacher.gin --gin_param TEACHER='FOLDER', the policy itself: --gin_file "
-            "scale/self_teacher.gin, or step.Algorithm.distillation = @distillation.no_teacher and an "
-            "objective without one"
-        )
-
-
-def check_distillation_share(
-    share: Callable[[int], float], distillation: Callable[[Tensor, Tensor, Tensor], Tensor], steps: int
-) -> None:
-    """Raise ValueError for a share of the teacher's part that is none, or where advantages have no such part.
-
-    Args:
-        share: `step.Algorithm.distillation_share`.
-        distillation: `step.Algorithm.distillation`.
-        steps: of the run.
-    """
-    shares = [share(step) for step in range(steps)]
-    if not all(0 <= one <= 1 for one in shares):
-        odd = next(step for step, one in enumerate(shares) if not 0 <= one <= 1)
-        raise ValueError(
-            f"step.Algorithm.distillation_share: got {shares[odd]} after {odd} steps, wanted a share, 0 to 1"
-        )
-    if any(one != 1 for one in shares) and not reads_gap(distillation):
-        raise ValueError(
-            "step.Algorithm.distillation_share: got one below 1 with a distillation that does not look at the teacher, "
-            "wanted step.Algorithm.distillation_share = @distillation.full_share, or "
-            "step.Algorithm.distillation = @distillation.teacher_gap"
-        )
 
 
 def open_teachers(
@@ -246,15 +188,8 @@ def check_teacher_prompts(
             )
 
 
-def find_teachers(
-    settings: Settings, own: PretrainedConfig, *, also: bool
-) -> dict[str, tuple[hf.ModelSource, PretrainedConfig]]:
-    """Those that are loaded, by key; `also`: the objective looks at one, too.
-
-    Raises ValueError for one that cannot read what the policy writes, or that is missing.
-    """
-    check_distillation(settings.algorithm.distillation, settings.teacher, also=also)
-    check_distillation_share(settings.algorithm.distillation_share, settings.algorithm.distillation, settings.steps)
+def find_teachers(settings: Settings, own: PretrainedConfig) -> dict[str, tuple[hf.ModelSource, PretrainedConfig]]:
+    """Those that are loaded, by key. Raises ValueError for one that cannot read what the policy writes."""
     if settings.teacher is None:
         return {}
     for teacher in settings.teacher.on_servers().values():

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.algo.step import without_teacher
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Groups
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -127,10 +126,10 @@ def longest_row(settings: Settings, checked: ValidatedPlan) -> int | None:
 
 def teacher_of_run(
     how: Teacher | None, policy: FSDPPolicy, loaded: LoadedModel, taught: PreparedTeachers, world: World
-) -> Callable[[Groups, Tensor], Tensor | None]:
+) -> Callable[[Groups, Tensor], Tensor] | None:
     """What a step asks for the teacher's log-probs."""
     if how is None:
-        return without_teacher
+        return None
     if how.relative_entropy:
         (policy.entropy_teacher,) = loaded.teachers.values()
     models = {**loaded.teachers, **{name: f(policy, loaded.reference_model) for name, f in how.of_policy().items()}}
