@@ -19,6 +19,7 @@ from itertools import chain, count
 from pathlib import Path
 from types import FrameType
 
+from grpo_fn.core.checks import FunctionMisfit
 from grpo_fn.core.display_text import escape_control
 
 EXIT_ERROR, EXIT_BAD_INPUT, EXIT_FULL, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 74, 130, 143  # 74: EX_IOERR
@@ -89,7 +90,7 @@ def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
 
     SIGINT (Ctrl-C) is 130 and SIGTERM 143; training notes both and saves instead, once it has begun. An error with
     notes is no bad input: they are put on what is raised once work has begun, and it keeps its traceback; a disk that
-    is full by then is one line with the notes all the same.
+    is full by then is one line with the notes all the same, and so is a function that does not fit its knob.
     """
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -98,7 +99,7 @@ def exit_code(work: Callable[[], int], *, interrupted: str) -> int:
             return work()
     except (ValueError, OSError) as error:
         full, notes = getattr(error, "errno", None) in FULL, getattr(error, "__notes__", [])
-        if notes and not full:
+        if notes and not full and not isinstance(error, FunctionMisfit):
             raise
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         text = "; ".join([str(error), *notes])

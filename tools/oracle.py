@@ -3,14 +3,14 @@
 python tools/oracle.py record FILE [--revision REV]
 python tools/oracle.py compare FILE [--strict] [--only NAME,NAME]
 
-`record` makes the runs of RUNS with the code and the gin files of a revision, in a worktree of its own (default: the
-working tree), and writes what they computed to FILE: the checksums and metrics of every step, and a hash of every final
-weight. `compare` makes them with the working tree and prints of each run 'identical' or the first quantity that differs,
-with its step and both values. Metrics that are new or gone are listed, and fail under --strict alone. What measures time
-or memory is left out. Exit code 0 when all runs agree, 1 when one differs or fails, 2 for bad input.
+`record` makes RUNS with the code and gin files of a revision, in a worktree of its own (default: the working tree), and
+writes what they computed to FILE: checksums and metrics of every step, and a hash of every final weight. `compare`
+makes them with the working tree and prints of each 'identical' or the first quantity that differs, with its step and
+both values. Metrics that are new or gone are listed, and fail under --strict alone; those of time and memory are left
+out. Exit code 0 when all runs agree, 1 when one differs or fails, 2 for bad input.
 
 Bits depend on torch, the processor and the threads: a FILE of another machine is refused. This file and the gin files
-and rewards of tools/oracle_runs serve every revision. All runs of one call share the tiny models that the first ones make.
+in tools/oracle_runs serve every revision. All runs of one call share the tiny models that the first ones make.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from multiprocessing import connection, forkserver
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 from safetensors import deserialize
@@ -37,125 +38,73 @@ from safetensors import deserialize
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "tools" / "oracle_runs"
 PARALLEL, THREADS = 2, 1  # runs at a time, threads of each process
-RUN_DEADLINE, GIT_DEADLINE = 180.0, 60.0  # seconds
+DEADLINE, RUN_DEADLINE, GIT_DEADLINE = 1200, 180, 60  # seconds of all runs, of a run and of a git command
 TAIL = 12  # last lines shown of a run that fails
 HOST = ("ranks", "device", "torch")  # fields of a checksum line that name the machine
 MACHINE, CLOCKS = ("time/", "system/"), ("_per_second", "_seconds")  # how metrics of the machine begin and end
-# Runs are forked from a server that has these modules of their tree.
-SERVER = multiprocessing.get_context("forkserver")
-PRELOADED = ["grpo_fn.train", "grpo_fn.trainer.loop", "transformers.models.qwen2.modeling_qwen2"]
-PRELOADED += ["torch.distributed.tensor", "torch.utils.tensorboard", "transformers.generation"]
-
-# Knobs that no preset binds, by the name that RUNS has for them: before the refactoring of grpo_fn/algo/step.py, and after.
-OLD_KNOBS = {
-    name: f"step.Algorithm.{name}"
-    for name in ("prompts", "group_size", "minibatches", "epochs", "old_logp", "kl_control")
+SERVER = multiprocessing.get_context("forkserver")  # forks the runs, with these modules of their tree
+SERVER.set_forkserver_preload(["grpo_fn.train", "grpo_fn.trainer.loop", "transformers.models.qwen2.modeling_qwen2"])
+# Bindings that RUNS has in braces, as trees need them whose grpo_fn/algo/step.py has StepKnobs, and as later ones do.
+OLD = {"adaptive_kl": "step.Algorithm.kl_control=@controllers.adaptive_kl"}
+NEW = {
+    "adaptive_kl": "step.Algorithm.control=@controllers.next_gains "
+    "controllers.next_gains.kl_control=@controllers.adaptive_kl",
 }
-NEW_KNOBS = OLD_KNOBS | {}  # FILL IN: each knob that has another name after the refactoring
-
-
-class RunSpec(NamedTuple):
-    """A run: gin files in order (those of tools/oracle_runs win over the tree's), bindings, and its ranks."""
-
-    files: tuple[str, ...]
-    params: tuple[str, ...] = ()
-    ranks: int = 1
-
-
-def words(*files: str, params: Sequence[str] = (), ranks: int = 1) -> RunSpec:
-    """A run on word problems, with rewards that a model without skill can get."""
-    sizes = ("MAX_NEW_TOKENS=12", "{prompts}=4", "{group_size}=4")
-    return RunSpec(("run/arithmetic.gin", "small.gin", "signal.gin", *files), (*sizes, *params), ranks)
-
-
-def episodes(name: str, *files: str) -> RunSpec:
-    """A run of episodes in an environment."""
-    return RunSpec((f"run/{name}.gin", "small.gin", *files), ("{prompts}=4", "{group_size}=4"))
-
-
-DEMONSTRATIONS = "demonstrations.jsonl"  # of prompts and right completions, where the runs start
-ADAPTIVE = [f"controllers.adaptive_kl.{knob}" for knob in ("target=0.5", "rate=0.1", "limit=0.9")]
+# A run is gin files in order, those of tools/oracle_runs before the tree's, and bindings; ranks=N starts torchrun.
+SIZES = "step.Algorithm.prompts=4 step.Algorithm.group_size=4"
+WORDS = "run/arithmetic.gin small.gin signal.gin MAX_NEW_TOKENS=12"  # whose rewards even a poor model gets
+TRAINER = "step.Algorithm.old_logp=@step.from_trainer"
+KL = "controllers.adaptive_kl.target=0.5 controllers.adaptive_kl.rate=0.1 controllers.adaptive_kl.limit=0.9"
+PAIRS = "demonstrations.jsonl"  # a file in the runs' current folder
 RUNS = {
-    "arithmetic": RunSpec(("run/arithmetic.gin", "small.gin"), ("STEPS=10", "{prompts}=8", "{group_size}=8")),
-    "calculator": episodes("calculator"),
-    "maze": episodes("maze"),
-    "ranks": words("algo/grpo.gin", "scale/full_shard.gin", "scale/bf16.gin", ranks=2),
-    "echo": episodes("calculator", "algo/echo.gin"),
-    "grpo": words("algo/grpo.gin", params=("{minibatches}=2", "{epochs}=2")),
-    "dapo": words("algo/dapo.gin", params=("combine.combine.weights=[1.0, 0.0]",)),
-    "gspo": words("algo/gspo.gin", params=("{old_logp}=@step.from_trainer", "{minibatches}=2")),
-    "otb": words("algo/otb.gin"),
-    "real": words("algo/real.gin", params=("{minibatches}=2",)),
-    "lora": words("algo/grpo.gin", "scale/lora.gin"),
-    "opd": words("algo/opd.gin", "teacher.gin"),
-    "rlsd": words("algo/rlsd.gin", "scale/self_teacher.gin"),
-    "sdpo": words("algo/sdpo.gin", "scale/sibling_teacher.gin"),
-    "sft": words(
-        *("run/sft.gin", "small.gin"),
-        params=(f"DATA='{DEMONSTRATIONS}'", "HELD_OUT=8", "{prompts}=8", "{group_size}=1"),
-    ),
-    "chord": words(
-        *("algo/chord.gin", "task/demonstrations.gin"),
-        params=(f"DEMONSTRATIONS='{DEMONSTRATIONS}'", "DEMONSTRATION_ROWS=4", "STEPS=4"),
-    ),
-    "async": words("algo/grpo.gin", "async.gin", params=("STEPS=4",)),
-    "fp16": words("algo/dr_grpo.gin", "scale/fp16.gin", params=("sections.PolicyUpdate.initial_scale=1048576.0", "STEPS=5")),
-    "adaptive_kl": words("algo/grpo.gin", params=("{kl_control}=@controllers.adaptive_kl", *ADAPTIVE, "STEPS=4")),
-    "own_pass": words(*("engine/async_one_step.gin", "scale/bf16.gin"), params=("sections.Sampling.max_staleness=0",)),
-    "curriculum": words("levels.gin", params=("STEPS=4",)),
+    "arithmetic": "run/arithmetic.gin small.gin STEPS=10 step.Algorithm.prompts=8 step.Algorithm.group_size=8",
+    "calculator": f"run/calculator.gin small.gin {SIZES}",
+    "maze": f"run/maze.gin small.gin {SIZES}",
+    "ranks": f"{WORDS} algo/grpo.gin scale/full_shard.gin scale/bf16.gin {SIZES} ranks=2",
+    "echo": f"run/calculator.gin small.gin algo/echo.gin {SIZES}",
+    "grpo": f"{WORDS} algo/grpo.gin {SIZES} step.Algorithm.minibatches=2 step.Algorithm.epochs=2",
+    "dapo": f"{WORDS} algo/dapo.gin {SIZES} combine.combine.weights=[1.0,0.0]",
+    "gspo": f"{WORDS} algo/gspo.gin {SIZES} {TRAINER} step.Algorithm.minibatches=2",
+    "otb": f"{WORDS} algo/otb.gin {SIZES}",
+    "real": f"{WORDS} algo/real.gin {SIZES} step.Algorithm.minibatches=2",
+    "lora": f"{WORDS} algo/grpo.gin scale/lora.gin {SIZES}",
+    "opd": f"{WORDS} algo/opd.gin teacher.gin {SIZES}",
+    "rlsd": f"{WORDS} algo/rlsd.gin scale/self_teacher.gin {SIZES}",
+    "sdpo": f"{WORDS} algo/sdpo.gin scale/sibling_teacher.gin {SIZES}",
+    "sft": f"{WORDS} run/sft.gin small.gin DATA='{PAIRS}' HELD_OUT=8 ROWS=8",
+    "chord": f"{WORDS} algo/chord.gin task/demonstrations.gin {SIZES} STEPS=4 "
+    f"DEMONSTRATIONS='{PAIRS}' DEMONSTRATION_ROWS=4",
+    "async": f"{WORDS} algo/grpo.gin async.gin {SIZES} STEPS=4",
+    "fp16": f"{WORDS} algo/dr_grpo.gin scale/fp16.gin {SIZES} STEPS=5 sections.PolicyUpdate.initial_scale=1048576.0",
+    "adaptive_kl": f"{WORDS} algo/grpo.gin {SIZES} STEPS=4 {{adaptive_kl}} {KL}",
+    "own_pass": f"{WORDS} engine/async_one_step.gin scale/bf16.gin {SIZES} sections.Sampling.max_staleness=0",
+    "curriculum": f"{WORDS} levels.gin {SIZES} STEPS=4",
 }
 
 
 # -- the runs
 
 
-def make_runs(names: Sequence[str], revision: str | None) -> dict[str, Any]:
+def make_runs(names: Sequence[str], revision: str | None) -> dict[str, dict[str, Any] | str]:
     """What each run computed, by name: its outcome, or a text that says how it failed."""
+    signal.signal(signal.SIGALRM, raise_timeout)
+    signal.alarm(DEADLINE)
     with tempfile.TemporaryDirectory(prefix="oracle-") as folder, code_of(revision, Path(folder)) as tree:
-        place = Path(folder)
-        pairs = (
-            {"prompt": f"What is {a}+{b}? ", "completion": f"\\boxed{{{a + b}}}"} for a in range(6) for b in range(6)
-        )
-        (tree / DEMONSTRATIONS).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-        start_server(tree)
+        texts = ((f"What is {a}+{b}? ", f"\\boxed{{{a + b}}}") for a in range(6) for b in range(6))
+        rows = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in texts]
+        (tree / PAIRS).write_text("\n".join(rows))
         try:
-            return dict(finished_runs(list(names), tree, place))
+            start_server(tree)
+            runs = dict(finished_runs(list(names), tree, Path(folder)))
         finally:
-            for process in psutil.Process().children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+            signal.alarm(0)
+            stop_children(os.getpid())
+    return {name: runs[name] for name in names}
 
 
-def finished_runs(waiting: list[str], tree: Path, place: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Start the runs, some at a time; the name and the outcome of each as it ends.
-
-    Of the runs that share a tiny model, one makes it before another starts.
-    """
-    active: dict[str, tuple[Any, float]] = {}
-    models: set[str] = set()
-    while waiting or active:
-        for name in waiting[:]:
-            busy = {RUNS[other].files[0] for other in active}
-            if len(active) < PARALLEL and (RUNS[name].files[0] in models or RUNS[name].files[0] not in busy):
-                process = SERVER.Process(target=run_in_child, args=(command_line(RUNS[name], tree), tree, place / name))
-                process.start()
-                active[name] = process, time.monotonic()
-                waiting.remove(name)
-        connection.wait([process.sentinel for process, _ in active.values()], timeout=1.0)
-        for name, (process, began) in [*active.items()]:
-            seconds = time.monotonic() - began
-            if process.exitcode is None and seconds < RUN_DEADLINE:
-                continue
-            del active[name]
-            models.add(RUNS[name].files[0])
-            print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
-            if process.exitcode == 0:
-                yield name, {"seconds": round(seconds, 1), **outcome(place / name)}
-                continue
-            end = f"no end within {RUN_DEADLINE:g} s" if process.exitcode is None else f"exit code {process.exitcode}"
-            process.kill()
-            lines = (place / f"{name}.out").read_text(errors="replace").splitlines()[-TAIL:]
-            yield name, "\n    ".join([end, *lines])
+def raise_timeout(*_: object) -> None:
+    """Raise TimeoutError: the runs together have a deadline."""
+    raise TimeoutError(f"the runs are not over after {DEADLINE} s")
 
 
 @contextmanager
@@ -183,45 +132,83 @@ def git(*words: str) -> str:
 
 
 def start_server(tree: Path) -> None:
-    """Start the server of runs: it has the tree's package before any other, and a home of its own for tiny models."""
+    """Start the server of runs, for which the tree's package comes before any other and HOME is beside the tree."""
     sys.path[:0] = (paths := [str(tree), str(OWN), str(tree / "tests")])
     before = dict(os.environ)
-    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "HOME": str(tree.parent), "CUDA_VISIBLE_DEVICES": ""}
-    os.environ |= {"OMP_NUM_THREADS": str(THREADS), "PYTHONSAFEPATH": "1"}  # the current folder is on no path
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "HOME": str(tree.parent)}
+    os.environ |= {"OMP_NUM_THREADS": str(THREADS), "CUDA_VISIBLE_DEVICES": ""}
     try:
-        SERVER.set_forkserver_preload(PRELOADED)
         forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-def command_line(spec: RunSpec, tree: Path) -> list[str]:
-    """The arguments of a run, from the word before grpo_fn.run's own; torchrun's come first when there are several ranks."""
-    old = "class StepKnobs" in (tree / "grpo_fn" / "algo" / "step.py").read_text()
-    params = [param.format(**(OLD_KNOBS if old else NEW_KNOBS)) for param in spec.params]
-    files = [str(OWN / file) if (OWN / file).exists() else file for file in spec.files]
-    flags = [part for file in files for part in ("--gin_file", file)]
-    flags += [part for param in params for part in ("--gin_param", param)]
-    launcher = ["--standalone", f"--nproc-per-node={spec.ranks}", "-m", "grpo_fn.run"]
-    return [*(launcher if spec.ranks > 1 else []), *flags]
+def stop_children(pid: int) -> None:
+    """SIGKILL to every process that a process started, its children's too, and wait for their ends."""
+    with suppress(psutil.NoSuchProcess):
+        children = psutil.Process(pid).children(recursive=True)
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=10)
 
 
-def run_in_child(argv: Sequence[str], tree: Path, run_dir: Path) -> None:
+def finished_runs(waiting: list[str], tree: Path, folder: Path) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Start the runs, some at a time; the name and the outcome of each as it ends.
+
+    Of the runs that share a tiny model, one makes it before another starts.
+    """
+    active: dict[str, tuple[Any, float]] = {}
+    models: set[str] = set()
+    while waiting or active:
+        for name in waiting[:]:
+            file, busy = RUNS[name].split()[0], {RUNS[other].split()[0] for other in active}
+            if len(active) < PARALLEL and (file in models or file not in busy):
+                process = SERVER.Process(target=run_in_child, args=(RUNS[name], tree, folder / name))
+                process.start()
+                active[name] = process, time.monotonic()
+                waiting.remove(name)
+        connection.wait([process.sentinel for process, _ in active.values()], timeout=1)
+        for name, (process, began) in [*active.items()]:
+            code, seconds = process.exitcode, round(time.monotonic() - began, 1)
+            if code is not None or seconds > RUN_DEADLINE:
+                del active[name]
+                models.add(RUNS[name].split()[0])
+                stop_children(process.pid)
+                process.kill()
+                print(f"{name}: {seconds} s", file=sys.stderr, flush=True)
+                end = f"no end within {RUN_DEADLINE} s" if code is None else f"exit code {code}"
+                lines = (folder / f"{name}.out").read_text(errors="replace").splitlines()[-TAIL:]
+                failure = "\n    ".join([end, *lines])
+                yield name, failure if code != 0 else {"seconds": seconds, **outcome(folder / name)}
+
+
+def run_in_child(spec: str, tree: Path, run_dir: Path) -> None:
     """Make one run in this process, which the server forked; what it prints goes to a file beside the run's folder."""
     with open(f"{run_dir}.out", "wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     os.chdir(tree)
-    import grpo_fn.run
     import torch
     from torch.distributed import run as torchrun
 
-    if Path(grpo_fn.run.__file__).parents[1] != tree:
-        sys.exit(f"got the package {grpo_fn.run.__file__}, wanted that of {tree}")
+    from grpo_fn import run
+
+    if Path(run.__file__).parents[1] != tree:
+        sys.exit(f"got the package {run.__file__}, wanted that of {tree}")
     torch.set_num_threads(THREADS)  # after a fork torch makes its threads anew
-    argv = [*argv, "--run_dir", str(run_dir)]
-    sys.exit(torchrun.main(argv) if argv[0] == "--standalone" else grpo_fn.run.main(argv))
+    bindings = OLD if "class StepKnobs" in (tree / "grpo_fn" / "algo" / "step.py").read_text() else NEW
+    parts, ranks, argv = spec.format(**bindings).split(), 1, ["--run_dir", str(run_dir)]
+    for part in parts:
+        if part.startswith("ranks="):
+            ranks = int(part.removeprefix("ranks="))
+        elif part.endswith(".gin"):
+            argv += ["--gin_file", str(OWN / part) if (OWN / part).exists() else part]
+        else:
+            argv += ["--gin_param", part]
+    launcher = ["--standalone", f"--nproc-per-node={ranks}", "-m", "grpo_fn.run"]
+    sys.exit(torchrun.main([*launcher, *argv]) if ranks > 1 else run.main(argv))
 
 
 # -- what a run computed
@@ -246,11 +233,11 @@ def is_computed(metric: str) -> bool:
     return not metric.startswith(MACHINE) and not metric.endswith(CLOCKS)
 
 
-def by_step(file: Path, keep: Any) -> dict[str, dict[str, Any]]:
+def by_step(file: Path, keep: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
     """The values of a file of JSON lines by step, those with a name to keep."""
     steps: dict[str, dict[str, Any]] = {}
     for row in map(json.loads, file.read_text().splitlines()):
-        steps.setdefault(str(row.pop("step")), {}).update({k: v for k, v in row.items() if keep(k)})
+        steps.setdefault(str(row.pop("step")), {}).update({name: x for name, x in row.items() if keep(name)})
     return steps
 
 
@@ -258,56 +245,51 @@ def by_step(file: Path, keep: Any) -> dict[str, dict[str, Any]]:
 
 
 def quantities(run: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """All values of a run by (step, name), in the order in which they are computed; the step of weights is 'end'."""
-    steps = sorted({*run["checksums"], *run["metrics"]}, key=int)
+    """All values of a run by (step, kind and name), in the order in which they are computed."""
     table: dict[tuple[str, str], Any] = {}
-    for step in steps:
-        table |= {(step, f"checksum of {name}"): x for name, x in run["checksums"].get(step, {}).items()}
-        table |= {(step, name): x for name, x in run["metrics"].get(step, {}).items()}
+    for step in sorted({*run["checksums"], *run["metrics"]}, key=int):
+        for kind in ("checksum", "metric"):
+            table |= {(step, f"{kind} {name}"): x for name, x in run[f"{kind}s"].get(step, {}).items()}
     return table | {("end", f"weight {name}"): x for name, x in run["weights"].items()}
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first quantity of both runs that differs, with both values; None when all are equal."""
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first quantity that differs, with both values, or 'identical'; a metric of one run alone does not count."""
     old, new = quantities(before), quantities(now)
-    for kind in ("checksums", "metrics"):
-        if before[kind].keys() != now[kind].keys():
-            return f"steps with {kind}: recorded {', '.join(before[kind])}; now {', '.join(now[kind])}"
-    for at in old:
-        if at in new and json.dumps(old[at]) != json.dumps(new[at]):  # as text, NaN equals itself and 0.0 is not -0.0
-            return f"step {at[0]}, {at[1]}: recorded {old[at]}, now {new[at]}"
-    return None
+    for step, name in old | new:
+        values = [json.dumps(table.get((step, name))) for table in (old, new)]  # as text, in which NaN equals NaN
+        alone = (step, name) not in old or (step, name) not in new
+        if values[0] != values[1] and not (alone and name.startswith("metric ")):
+            return f"step {step}, {name}: recorded {values[0]}, now {values[1]}"
+    return "identical"
 
 
-def changed_names(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each quantity that only one of two runs has, with the steps that have it."""
+def changed_metrics(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each metric that only one of two runs has, with the steps that have it."""
     old, new = quantities(before), quantities(now)
-    lines: dict[str, list[str]] = {}
-    for word, one, other in (("new", new, old), ("gone", old, new)):
-        for step, name in one:
-            if (step, name) not in other:
-                lines.setdefault(f"{word}: {name}", []).append(step)
-    return [f"{line} (step {', '.join(steps)})" for line, steps in lines.items()]
+    steps: dict[str, list[str]] = {}
+    for word, table, other in (("new", new, old), ("gone", old, new)):
+        for step, name in [at for at in table if at not in other and at[1].startswith("metric ")]:
+            steps.setdefault(f"{word}: {name}", []).append(step)
+    return [f"{line}, step {', '.join(at)}" for line, at in steps.items()]
 
 
-def compare_runs(recorded: Mapping[str, Any], now: Mapping[str, Any], *, strict: bool) -> tuple[list[str], bool]:
-    """The lines of a comparison, and whether the runs agree."""
+def compare_runs(recorded: Mapping[str, Any], runs: Mapping[str, Any], *, strict: bool) -> tuple[list[str], bool]:
+    """The lines of a comparison, and whether all runs agree."""
     lines, agree = [], True
-    for name, run in now.items():
-        if isinstance(run, str):
-            verdict, names = f"failed: {run}", []
-        else:
-            verdict, names = difference(recorded[name], run) or "identical", changed_names(recorded[name], run)
-        lines += [f"{name}: {verdict}", *(f"    {line}" for line in names)]
-        agree &= verdict == "identical" and not (strict and names)
+    for name, run in runs.items():
+        failed = isinstance(run, str)
+        verdict = f"failed: {run}" if failed else difference(recorded[name], run)
+        changes = [] if failed else changed_metrics(recorded[name], run)
+        lines += [f"{name}: {verdict}", *(f"    {line}" for line in changes)]
+        agree &= verdict == "identical" and not (strict and changes)
     return lines, agree
 
 
 def machine() -> dict[str, Any]:
     """What the bits of a run depend on beside its code."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(line.split(":", 1) for line in info.split("\n\n")[0].splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in fields.items()}
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     cpu = ", ".join(fields.get(name, "unknown") for name in ("model name", "cpu family", "model"))
     return {"torch": version("torch"), "cpu": cpu, "threads": THREADS}
 
@@ -316,26 +298,23 @@ def check_machine(record: Mapping[str, Any], here: Mapping[str, Any], file: Path
     """Raise ValueError for a record of another machine."""
     odd = [f"{name} {record.get(name)!r}, here {value!r}" for name, value in here.items() if record.get(name) != value]
     if odd:
-        raise ValueError(
-            f"{file} was recorded with {'; '.join(odd)}: record it here first: "
-            f"python tools/oracle.py record {file} --revision {record.get('revision')}"
-        )
+        command = f"python tools/oracle.py record {file} --revision {record.get('revision')}"
+        raise ValueError(f"{file} was recorded with {'; '.join(odd)}: record it here first: {command}")
 
 
 # -- the commands
 
 
-def record(file: Path, revision: str | None, names: Sequence[str]) -> int:
+def record(file: Path, names: Sequence[str], revision: str | None) -> int:
     """Make the runs of a revision and write what they computed."""
     dirty = "-dirty" if revision is None and git("status", "--porcelain", "--untracked-files=no") else ""
     label = git("rev-parse", "--verify", f"{revision or 'HEAD'}^{{commit}}") + dirty
     runs = make_runs(names, revision)
-    failed = [f"{name}: failed: {run}" for name, run in runs.items() if isinstance(run, str)]
-    if failed:
+    if failed := [f"{name}: failed: {run}" for name, run in runs.items() if isinstance(run, str)]:
         raise ValueError("\n".join([f"{file} is not written", *failed]))
     head = {**machine(), "cores": os.cpu_count(), "revision": label, "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
     file.write_text(json.dumps({**head, "runs": runs}, indent=1) + "\n")
-    print(f"{len(runs)} runs of {label[:12]}{dirty} are in {file}")
+    print(f"{len(runs)} runs of {label} are in {file}")
     return 0
 
 
@@ -343,9 +322,9 @@ def compare(file: Path, names: Sequence[str] | None, *, strict: bool) -> int:
     """Make the runs of the working tree and print how they compare with a record."""
     recorded = json.loads(file.read_text())
     check_machine(recorded, machine(), file)
-    names = names or [name for name in RUNS if name in recorded["runs"]]
-    if missing := [name for name in names if name not in recorded["runs"]]:
-        raise ValueError(f"got the runs {', '.join(missing)}, wanted some of {file}: {', '.join(recorded['runs'])}")
+    names = names or [*recorded["runs"]]
+    if missing := [name for name in names if name not in recorded["runs"] or name not in RUNS]:
+        raise ValueError(f"got the runs {', '.join(missing)}, wanted some that {file} and tools/oracle.py both have")
     lines, agree = compare_runs(recorded["runs"], make_runs(names, None), strict=strict)
     print("\n".join(lines))
     return 0 if agree else 1
@@ -372,9 +351,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := {*(names or [])} - {*RUNS}:
             raise ValueError(f"--only: got {', '.join(sorted(unknown))}, wanted some of {', '.join(RUNS)}")
         if args.command == "record":
-            return record(args.file, args.revision, names or [*RUNS])
+            return record(args.file, names or [*RUNS], args.revision)
         return compare(args.file, names, strict=args.strict)
-    except (ValueError, OSError, subprocess.TimeoutExpired) as error:
+    except (ValueError, OSError, EOFError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

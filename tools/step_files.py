@@ -3,9 +3,8 @@
 python tools/step_files.py               a table of files, and the totals in the last line
 python tools/step_files.py --functions   with the functions of each file
 
-It trains run/arithmetic.gin, made small, for two steps in a temporary folder, and records with `sys.setprofile` every
-function of grpo_fn that the main thread enters during the second `take_step` of grpo_fn.trainer.loop. Lambdas and
-comprehensions are no functions. What the run prints goes to stderr.
+It trains run/arithmetic.gin, made small, for two steps in a temporary folder, and records the functions of grpo_fn that
+the main thread enters during the second `take_step` of grpo_fn.trainer.loop. The run prints to stderr.
 """
 
 import argparse
@@ -31,7 +30,7 @@ class StepRecorder:
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
         self.function, self.prefix, self.calls = function, f"{folder}/", 0
-        self.entries: set[tuple[str, int, str]] = set()
+        self.entries = set[tuple[str, int, str]]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
@@ -69,21 +68,20 @@ def entries_of_a_step() -> tuple[Path, set[tuple[str, int, str]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and the totals."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=style)
     parser.add_argument("--functions", action="store_true", help="print the functions of each file, too")
-    shows_functions = parser.parse_args(argv).functions
+    verbose = parser.parse_args(argv).functions
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors; threads only wait for each other
     package, entries = entries_of_a_step()
-    functions: dict[Path, list[str]] = defaultdict(list)
+    functions = defaultdict[Path, list[str]](list)
     for file, _, name in sorted(entries):
         functions[Path(file)] += [] if name.endswith(">") else [name]
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in functions}
     print("functions  lines  file")
     for path, names in functions.items():
         print(f"{len(names):9}  {lines[path]:5}  {path.relative_to(package)}")
-        print("".join(f"{'':18}{name}\n" for name in names if shows_functions), end="")
+        print("".join(f"{'':18}{name}\n" for name in names if verbose), end="")
     print(f"files {len(lines)} functions {sum(map(len, functions.values()))} lines of files {sum(lines.values())}")
     return 0
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import advantage as of_group
-from grpo_fn.algo.step import ScoredStep
-from grpo_fn.core.batch import scored_rows
+from grpo_fn.algo.needs import ScoredStep
+from grpo_fn.core.batch import check_tensor, scored_rows
 from grpo_fn.core.types import Batch
 
 Advantage = Callable[[Tensor, Tensor], Tensor]  # one group: reward [G], valid [G] -> [G]
@@ -268,6 +268,7 @@ def over_tokens(adv: Float[Tensor, "P G"], mask: Bool[Tensor, "P G T"]) -> Float
     Returns:
         The advantage of each token, [P, G, T].
     """
+    check_tensor("advantage, taken over all groups by vmap", adv, tuple(mask.shape[:2]), torch.float32)
     return torch.where(mask, repeat(adv, "p g -> p g t", t=mask.shape[-1]), 0.0)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from grpo_fn.algo.credit import Credit, zero_outside_mask
-from grpo_fn.algo.step import ScoredStep, advantages
+from grpo_fn.algo.needs import ScoredStep, token_advantages
 
 EXAMPLES = {  # knobs as tests try them
     **{"coef": (1.0, 0.25), "gamma": (0.5, 0.0), "lam": (0.5, 1.0), "clip": (0.2, 0.5)},
@@ -41,7 +41,7 @@ def teacher_gap(
     Returns:
         The advantage of each token, [P, G, T]; as it was where ~mask.
     """
-    adv = advantages(scored, credit)
+    adv = token_advantages(scored, credit)
     return in_part(scored, adv, adv + coef * zero_outside_mask(scored.teacher_gap, scored.mask), share)
 
 
@@ -69,7 +69,7 @@ def early_teacher_gap(
     Returns:
         The advantage of each token, [P, G, T]; as it was where ~mask.
     """
-    adv, kept = advantages(scored, credit), zero_outside_mask(scored.teacher_gap, scored.mask)
+    adv, kept = token_advantages(scored, credit), zero_outside_mask(scored.teacher_gap, scored.mask)
     size = kept.abs()
     before = size.cumsum(-1) - size
     weight = 1.0 + gamma * (1.0 - before / size.sum(-1, keepdim=True).clamp(min=TINY))
@@ -101,7 +101,7 @@ def teacher_reweighted(
     Returns:
         The advantage of each token, [P, G, T]; as it was where ~mask.
     """
-    adv = advantages(scored, credit)
+    adv = token_advantages(scored, credit)
     weight = (adv.sign() * zero_outside_mask(scored.teacher_gap, scored.mask)).exp().clamp(1.0 - clip, 1.0 + clip)
     return in_part(scored, adv, adv * ((1.0 - lam) + lam * weight), share)
 

@@ -12,9 +12,10 @@ from torch.func import vmap
 
 from grpo_fn.algo import kl
 from grpo_fn.algo.importance import capped_exp, ratio
+from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.problem import LIMITS, Turn
-from grpo_fn.core.types import Batch, Gains, Groups, Reward, Rollout, Scores
+from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Scores
 
 
 class Stat(NamedTuple):
@@ -339,15 +340,13 @@ def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tens
     return adv.gather(-1, mask.int().argmax(-1, keepdim=True))[..., 0]
 
 
-def of_step(
+def step_metrics(
     batch: Batch,
     adv: Float[Tensor, "P G T"],
     groups: Groups,
     fresh: Groups,
     learned: list[UpdateResult],
-    taught: Float[Tensor, "B T"] | None,
-    gains: Gains,
-    needs: frozenset[str],
+    scored: ScoredStep,
 ) -> dict[str, float]:
     """All metrics of a GRPO step by name.
 
@@ -357,21 +356,21 @@ def of_step(
         groups: the P problems that the step learns from, their samples and rewards.
         fresh: all that was sampled in the step.
         learned: the step's updates, none of a refused step.
-        taught: log-probs under the teacher, [B, T], in nats; None without one.
-        gains: the factors of the coefficients in this step.
-        needs: that the algorithm declares.
+        scored: the step, with the teacher's log-probs if there is one, and the metrics that its functions add.
 
     Returns:
         The metrics by name.
     """
+    taught = scored.results.get("logp_teacher")
     teacher = {} if taught is None else teacher_metrics(taught - batch.logp_old, batch.mask, groups.rollout.mask)
     return {
+        **scored.figures,
         **rollout_metrics(fresh.rollout),
         **reward_metrics(fresh.reward),
         **of_advantage(sample_advantages(adv, groups), groups.reward.valid),
         **teacher,
         "train/skipped_step": float(not learned),
-        "loss/kl_coef_multiplier": gains.kl,
-        "loss/entropy_coef_multiplier": gains.entropy,
-        **summarise_updates(batch, learned, reference="logp_ref" in needs),
+        "loss/kl_coef_multiplier": scored.gains.kl,
+        "loss/entropy_coef_multiplier": scored.gains.entropy,
+        **summarise_updates(batch, learned, reference="logp_ref" in scored.needs),
     }

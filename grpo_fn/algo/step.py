@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.group_sampling import GroupBatch, keep_all
-from grpo_fn.algo.needs import PASSES, needs, undeclared
+from grpo_fn.algo.needs import ScoredStep, declaration_error, needs, token_advantages
 from grpo_fn.core import prng
 from grpo_fn.core.batch import (
     check_reward_shapes,
@@ -67,52 +67,6 @@ def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
         logp_old, [B, T], in nats.
     """
     return policy.logp(rollout)
-
-
-@dataclass(frozen=True)
-class ScoredStep:
-    """A sampled and scored step, as credits see it. A forward pass over its rows is made when one first reads it."""
-
-    groups: Groups
-    passes: Mapping[str, Callable[[], Tensor]]  # name -> log-probs or energies of the rows, [B, T]
-    needs: frozenset[str]  # that the algorithm declares; a credit reads logp_old and these
-    gains: Gains = UNMOVED
-    steps: int = 0  # taken before
-    demonstrations: Callable[[int], Rollout] | None = None  # steps taken before -> given rows
-    figures: dict[str, float] = field(default_factory=dict)  # metrics that functions of the step add
-    results: dict[str, Tensor] = field(default_factory=dict)  # of the passes that were made
-
-    def rows(self, name: str) -> Float[Tensor, "B T"]:
-        """logp_old, logp_ref, logp_teacher (nats) or energy of every token."""
-        if name in PASSES and name not in self.needs:
-            raise undeclared(name)
-        if name not in self.results:
-            self.results[name] = self.passes[name]()
-        return self.results[name]
-
-    def by_group(self, rows: Shaped[Tensor, "B T"]) -> Shaped[Tensor, "P G T"]:
-        """Row b = p * G + g to [p, g]."""
-        return by_group(rows, len(self.groups.reward.value))
-
-    @property
-    def reward(self) -> Reward:
-        """Rewards of the samples, [P, G]."""
-        return self.groups.reward
-
-    @property
-    def mask(self) -> Tensor:
-        """Which tokens were sampled, [P, G, T]."""
-        return self.by_group(self.groups.rollout.mask)
-
-    @property
-    def drift(self) -> Float[Tensor, "P G T"]:
-        """logp_old - logp_ref, times the gain of the KL: summed over a row the estimate k1 of its KL, in nats."""
-        return self.gains.kl * self.by_group(self.rows("logp_old") - self.rows("logp_ref"))
-
-    @property
-    def teacher_gap(self) -> Float[Tensor, "P G T"]:
-        """log pi_teacher - log pi_old, in nats."""
-        return self.by_group(self.rows("logp_teacher") - self.rows("logp_old"))
 
 
 class Term(NamedTuple):
@@ -177,8 +131,8 @@ def grpo_step(
     algo: Algorithm,
     reward: Callable[[Sequence[Problem], Rollout], Reward],
     span: Span,
-    teacher: Callable[[Groups, Tensor], Tensor] | None = None,
-    demonstrations: Callable[[int], Rollout] | None = None,
+    teacher: Callable[[Groups, Tensor], Tensor] | None,
+    demonstrations: Callable[[int], Rollout] | None,
 ) -> tuple[Experience, Carry, dict[str, float]]:
     """One GRPO step: sample, score, compute advantages, update, sync.
 
@@ -224,37 +178,27 @@ def grpo_step(
             "logp_teacher": lambda: teacher(groups, scored.rows("logp_old")),
         }
         scored = ScoredStep(groups, passes, needs([*vars(algo).values()]), carried.gains, carried.steps, demonstrations)
-        taught = None if teacher is None else passes["logp_teacher"]()
-        if taught is not None:
-            scored.results["logp_teacher"] = taught
-        adv = advantages(scored, algo.credit)  # A
+        if teacher is not None:  # what it says is measured, whether or not something is learned from it
+            scored.results["logp_teacher"] = passes["logp_teacher"]()
+        adv = token_advantages(scored, algo.credit)  # A
         own_pass = own_pass_suffices(policy, scored, algo)
         batch = learning_rows(scored, adv, algo, own_pass=own_pass, key=key)
         terms = [Term(batch, algo.objective, 1.0, sampled=True), *filter(None, (f(scored) for f in algo.beside))]
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
         terms[0] = terms[0]._replace(weight=(1.0 - sum(term.share for term in terms)) * enough)
         learned = [
-            update(policy, reweighed(policy, part, algo, own_pass=own_pass), carried.gains, own_pass=own_pass)
+            update(policy, reweigh_terms(policy, part, algo, own_pass=own_pass), carried.gains, own_pass=own_pass)
             for _ in range(algo.epochs if enough or len(terms) > 1 else 0)  # given rows are learned from all the same
             for part in zip(*(term_minibatches(term, algo.minibatches) for term in terms), strict=True)
         ]
         batch = learned[0].batch if len(learned) == 1 else batch
     with span("sync"):
         sampler.load(policy)  # pi_old <- pi_theta
-    figures |= scored.figures | metrics.of_step(batch, adv, groups, fresh, learned, taught, carried.gains, scored.needs)
+    figures |= metrics.step_metrics(batch, adv, groups, fresh, learned, scored)
     gains = carried.gains if algo.control is None else algo.control(carried.gains, figures)
     ratio = torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])
     experience = Experience(groups, adv, batch, ratio, scored.results.get("energy"))
     return experience, carried._replace(gains=gains, steps=carried.steps + 1), figures
-
-
-def advantages(scored: ScoredStep, credit: Callable[[ScoredStep], Tensor] | None) -> Float[Tensor, "P G T"]:
-    """The advantage of every token; zeros where no credit makes any: rewards are measured only."""
-    if credit is None:
-        return torch.zeros_like(scored.mask, dtype=scored.reward.value.dtype)
-    adv = credit(scored)
-    check_tensor("step.Algorithm.credit", adv, tuple(scored.mask.shape), torch.float32)
-    return adv
 
 
 def own_pass_suffices(policy: Policy, scored: ScoredStep, algo: Algorithm) -> bool:
@@ -276,7 +220,7 @@ def learning_rows(
     for x in keep[1:]:
         check_tensor("step.Algorithm.filters", x, tuple(adv.shape[:2]), torch.bool)
     old = rollout.logp_sampled if own_pass else scored.rows("logp_old")  # the update puts its own in that place
-    none = torch.full_like(old, torch.nan)  # of what no function declares: a loss that reads it is told so
+    none = torch.full_like(old, torch.nan)  # of what no function declares: a loss that reads it ends with an error
     ref, taught = (scored.rows(name) if name in scored.needs else none for name in ("logp_ref", "logp_teacher"))
     batch = make_batch(rollout, torch.stack(keep).all(0), adv, old, ref, taught)
     if algo.token_mask is None:
@@ -296,7 +240,7 @@ def term_minibatches(term: Term, parts: int) -> list[Term]:
     return [term._replace(batch=batch) for batch in minibatches(term.batch, parts)]
 
 
-def reweighed(policy: Policy, terms: Sequence[Term], algo: Algorithm, *, own_pass: bool) -> list[Term]:
+def reweigh_terms(policy: Policy, terms: Sequence[Term], algo: Algorithm, *, own_pass: bool) -> list[Term]:
     """The terms of an optimizer step, the sampled groups weighed by what the policy says of them now."""
     sampled, *others = terms
     if algo.reweighting is None:
@@ -360,7 +304,8 @@ def check_declared(value: Tensor, loss: Callable[..., tuple[Tensor, dict[str, Te
     """Raise ValueError when a loss is not a number because it reads what the algorithm does not declare."""
     if not value.isnan():
         return
-    for name in ("logp_ref", "logp_teacher"):
-        rows = getattr(micro, name)
-        if rows.isnan().all() and not loss(batch=micro._replace(**{name: torch.zeros_like(rows)}))[0].isnan():
-            raise undeclared(name)
+    absent = [name for name in ("logp_ref", "logp_teacher") if getattr(micro, name).isnan().all()]
+    zeros = {name: torch.zeros_like(micro.logp_old) for name in absent}
+    if zeros and not loss(batch=micro._replace(**zeros))[0].isnan():
+        others = {name: {k: x for k, x in zeros.items() if k != name} for name in absent}
+        raise declaration_error(next(name for name in absent if loss(batch=micro._replace(**others[name]))[0].isnan()))

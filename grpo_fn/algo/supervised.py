@@ -17,7 +17,8 @@ from torch.func import vmap
 from grpo_fn.algo import metrics
 from grpo_fn.algo.group_sampling import keep_all
 from grpo_fn.algo.metrics import UpdateResult
-from grpo_fn.algo.step import Experience, Objective, ScoredStep, Span, Stream, Term, update
+from grpo_fn.algo.needs import ScoredStep
+from grpo_fn.algo.step import Experience, Objective, Span, Stream, Term, update
 from grpo_fn.core.batch import check_rollout, given_batch, observed_tokens
 from grpo_fn.core.batch import minibatches as split_minibatches
 from grpo_fn.core.checks import check_divides, check_positive

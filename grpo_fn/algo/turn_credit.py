@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo.credit import Advantage, over_tokens
-from grpo_fn.algo.step import ScoredStep
+from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.core.types import Reward
 
 EXAMPLES = {"gamma": (0.95, 1.0), "state_weight": (1.0,)}  # knobs as tests try them

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.func import vmap
 
+from grpo_fn.core.checks import FunctionMisfit
 from grpo_fn.core.groups import by_group
 from grpo_fn.core.types import Batch, Reward, Rollout, Totals
 
@@ -241,11 +242,11 @@ def rows_as_rollout(batch: Batch) -> Rollout:
 
 
 def check_tensor(knob: str, x: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError unless what the function of a knob returned has this shape and kind of numbers."""
+    """Raise FunctionMisfit unless what the function of a knob returned has this shape and kind of numbers."""
     wanted = f"{'booleans' if dtype is torch.bool else 'floating-point numbers'} of shape {list(shape)}"
     if not isinstance(x, Tensor):
-        raise ValueError(f"{knob}: got a {type(x).__name__}, expected {wanted}")
+        raise FunctionMisfit(f"{knob}: got a {type(x).__name__}, expected {wanted}")
     if (x.dtype is torch.bool, x.is_floating_point()) != (dtype is torch.bool, dtype.is_floating_point):
-        raise ValueError(f"{knob}: got {str(x.dtype).removeprefix('torch.')}, expected {wanted}")
+        raise FunctionMisfit(f"{knob}: got {str(x.dtype).removeprefix('torch.')}, expected {wanted}")
     if tuple(x.shape) != shape:
-        raise ValueError(f"{knob}: got shape {list(x.shape)}, expected {wanted}")
+        raise FunctionMisfit(f"{knob}: got shape {list(x.shape)}, expected {wanted}")

@@ -1,6 +1,10 @@
 """Checks of numbers in a configuration, with messages that say got and wanted."""
 
 
+class FunctionMisfit(ValueError):
+    """A function of the configuration does not fit its knob: bad input, and one line, although a step has begun."""
+
+
 def check_positive(**numbers: int) -> None:
     """Raise ValueError naming the first number below 1."""
     for name, value in numbers.items():

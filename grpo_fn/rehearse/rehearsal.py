@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad
 from transformers import PretrainedConfig
 
-from grpo_fn.algo.needs import PASSES, needs
+from grpo_fn.algo.needs import needs
 from grpo_fn.algo.step import from_trainer
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.core import prng
@@ -267,9 +267,9 @@ def score_passes(settings: Settings, checked: ValidatedPlan) -> int:
     algo = settings.algorithm
     if isinstance(algo, Stage):
         return 0
-    read_early = needs(algo.credit) & {*PASSES} or algo.token_mask or algo.epochs * algo.minibatches > 1
+    read_early = settings.teacher or algo.token_mask or needs(algo.credit) & {"logp_ref", "trainer_logp"}
     dropout = settings.lora is not None and settings.lora.dropout > 0
-    own = algo.old_logp is from_trainer and bool(read_early or dropout)
+    own = algo.old_logp is from_trainer and bool(read_early or dropout or algo.epochs * algo.minibatches > 1)
     return own + checked.reference + len(checked.teachers)
 
 

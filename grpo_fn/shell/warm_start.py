@@ -89,6 +89,10 @@ class PaddedPolicy:
         """All rows as one micro-batch."""
         return [torch.arange(len(batch.mask), device=batch.mask.device)]
 
+    def energy(self, rollout: Rollout) -> Float[Tensor, "B T"]:
+        """A supervised stage has no baseline that reads energies."""
+        raise NotImplementedError
+
     def reference(self, rollout: Rollout) -> None:
         """There is no reference."""
 

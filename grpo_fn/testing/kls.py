@@ -1,18 +1,16 @@
 """What the objective expects of a KL estimator, `(logp [T], row) -> [T]`: one invariant, one function.
 
-Most of it is what it expects of a token loss: the loss of an estimator is its value, without diagnostics. An invariant
-takes that loss.
+Most of it is what it expects of a token loss, which may have no diagnostics either.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 from torch import Tensor
 
 from grpo_fn.core.types import Batch
 from grpo_fn.testing import losses
 from grpo_fn.testing.harness import check_claim, for_all
-from grpo_fn.testing.losses import Row, TokenLoss
+from grpo_fn.testing.losses import Row
 from grpo_fn.testing.strategies import loss_rows
 
 Estimator = Callable[[Tensor, Batch], Tensor]
@@ -30,26 +28,17 @@ def check_kl(kl: Estimator) -> None:
         AssertionError: an invariant does not hold, on the example that is shown.
     """
     for invariant in INVARIANTS:
-        invariant(as_loss(kl))
+        invariant(kl)
 
 
-def agreeing_policies_cost_exactly_nothing(f: TokenLoss) -> None:
+def agreeing_policies_cost_exactly_nothing(f: Estimator) -> None:
     """logp = logp_old = logp_ref gives 0 at every token."""
 
     def holds(drawn: Row) -> None:
-        cost, _ = f(*drawn)
+        cost = f(*drawn)
         check_claim(bool((cost == 0).all()), f"got {cost} between equal policies, wanted exactly 0")
 
     for_all(loss_rows(drift=0.0), holds)
-
-
-def as_loss(f: Estimator) -> TokenLoss:
-    """The estimator as a token loss that reports nothing."""
-    return partial(_unreported, f)
-
-
-def _unreported(f: Estimator, logp: Tensor, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    return f(logp, row), {}
 
 
 INVARIANTS = (

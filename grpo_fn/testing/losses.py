@@ -1,4 +1,4 @@
-"""What a step expects of a token loss, `(logp [T], row) -> ([T], diagnostics)`: one invariant, one function.
+"""What a step expects of a token loss, `(logp [T], row) -> [T]`, or that and diagnostics: one invariant, one function.
 
 An invariant takes the function, its knobs bound, and raises where it is broken. Rows are drawn in float64.
 """
@@ -16,7 +16,7 @@ from grpo_fn.testing.harness import assert_same, check_claim, for_all
 from grpo_fn.testing.strategies import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
 
 Row = tuple[Tensor, Batch]
-TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+TokenLoss = Callable[[Tensor, Batch], Tensor | tuple[Tensor, dict[str, Tensor]]]
 DIAGNOSTICS = {"ratio", "clip_low", "clip_high"}
 
 
@@ -24,7 +24,7 @@ def check_token_loss(loss: TokenLoss) -> None:
     """Check that every invariant of INVARIANTS holds for a token loss.
 
     Args:
-        loss: (logp [T], row) -> loss [T] and diagnostics, its knobs bound.
+        loss: (logp [T], row) -> loss [T], or that and diagnostics, [T] each; its knobs bound.
 
     Raises:
         AssertionError: an invariant does not hold, on the example that is shown.
@@ -33,21 +33,32 @@ def check_token_loss(loss: TokenLoss) -> None:
         invariant(loss)
 
 
+def in_full(f: TokenLoss) -> Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]:
+    """The function with its diagnostics, of which it may have none."""
+
+    def full(logp: Tensor, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        result = f(logp, row)
+        return result if isinstance(result, tuple) else (result, {})
+
+    return full
+
+
 def loss_gradient(f: TokenLoss, logp: Tensor, row: Batch) -> Tensor:
     """The gradient of a row's summed loss."""
-    return grad(lambda x: f(x, row)[0].sum())(logp)
+    return grad(lambda x: in_full(f)(x, row)[0].sum())(logp)
 
 
-def reports_the_same_diagnostics(f: TokenLoss) -> None:
-    """One finite number a token under each of their names; the two clips are 0 or 1, and not 1 at once."""
+def reports_known_diagnostics(f: TokenLoss) -> None:
+    """One finite number a token under each name, if any; the two clips are 0 or 1, and not 1 at once."""
 
     def holds(drawn: Row) -> None:
-        seen = f(*drawn)[1]
-        check_claim(set(seen) == DIAGNOSTICS, f"got diagnostics {sorted(seen)}, wanted {sorted(DIAGNOSTICS)}")
+        loss, seen = in_full(f)(*drawn)
+        check_claim(loss.shape == drawn[0].shape, f"got a loss of shape {tuple(loss.shape)}, wanted one number a token")
+        check_claim(set(seen) <= DIAGNOSTICS, f"got diagnostics {sorted(seen)}, wanted some of {sorted(DIAGNOSTICS)}")
         for name, x in seen.items():
             check_claim(x.shape == drawn[0].shape, f"got {name} of shape {tuple(x.shape)}, wanted one number a token")
             check_claim(bool(x.isfinite().all()), f"got {name} {x}, wanted finite numbers")
-        low, high = seen["clip_low"], seen["clip_high"]
+        low, high = (seen.get(name, torch.zeros_like(loss)) for name in ("clip_low", "clip_high"))
         check_claim({*low.tolist(), *high.tolist()} <= {0.0, 1.0}, f"got clips {low} and {high}, wanted 0 or 1")
         check_claim(not (low * high).any(), f"got clips {low} and {high}, wanted one of them at most")
 
@@ -59,14 +70,15 @@ def what_is_behind_the_mask_has_no_say(f: TokenLoss) -> None:
 
     def holds(example: tuple[Row, float]) -> None:
         drawn, garbage = example
-        (loss, seen), dirty, mask = f(*drawn), with_garbage(*drawn, garbage), drawn[1].mask
+        (loss, seen), dirty, mask = in_full(f)(*drawn), with_garbage(*drawn, garbage), drawn[1].mask
         gradient = loss_gradient(f, *drawn)
         check_claim(bool((loss[~mask] == 0).all()), f"got {loss}, wanted exactly 0 where not {mask}")
         check_claim(bool((gradient[~mask] == 0).all()), f"got a gradient {gradient}, wanted exactly 0 where not {mask}")
         there = f"with {garbage} behind the mask"
-        assert_same(f(*dirty)[0], loss, f"the loss {there}", tolerance=0.0)
+        again, figures = in_full(f)(*dirty)
+        assert_same(again, loss, f"the loss {there}", tolerance=0.0)
         assert_same(loss_gradient(f, *dirty), gradient, f"its gradient {there}", tolerance=0.0)
-        for name, x in f(*dirty)[1].items():
+        for name, x in figures.items():
             assert_same(x, seen[name], f"{name} {there}", tolerance=0.0)
 
     for_all(st.tuples(loss_rows(), st.sampled_from(GARBAGE)), holds)
@@ -77,8 +89,8 @@ def padding_changes_nothing(f: TokenLoss) -> None:
 
     def holds(example: tuple[Row, int]) -> None:
         drawn, extra = example
-        loss, seen = f(*with_padding(*drawn, extra))
-        alone, wanted = f(*drawn)
+        loss, seen = in_full(f)(*with_padding(*drawn, extra))
+        alone, wanted = in_full(f)(*drawn)
         check_claim(bool((loss[-extra:] == 0).all()), f"got {loss}, wanted exactly 0 in the last {extra}")
         assert_same(loss[:-extra], alone, f"the loss with {extra} columns of padding", tolerance=1e-12)
         for name, x in seen.items():
@@ -92,8 +104,8 @@ def rows_do_not_leak(f: TokenLoss) -> None:
 
     def holds(drawn: Row) -> None:
         logp, batch = drawn
-        alone = [f(x, one_row(batch, b)) for b, x in enumerate(logp)]
-        together, seen = vmap(f)(logp, batch)
+        alone = [in_full(f)(x, one_row(batch, b)) for b, x in enumerate(logp)]
+        together, seen = vmap(in_full(f))(logp, batch)
         assert_same(together, torch.stack([loss for loss, _ in alone]), "the loss vmapped over rows", tolerance=1e-12)
         for name, x in seen.items():
             wanted = torch.stack([found[name] for _, found in alone])
@@ -108,7 +120,7 @@ def reverse_and_forward_gradient_agree(f: TokenLoss) -> None:
     def holds(example: tuple[Row, int]) -> None:
         (logp, row), seed = example
         direction = torch.randn(len(logp), generator=torch.Generator().manual_seed(seed), dtype=logp.dtype)
-        _, forward = jvp(lambda x: f(x, row)[0].sum(), (logp,), (direction,))
+        _, forward = jvp(lambda x: in_full(f)(x, row)[0].sum(), (logp,), (direction,))
         found = (loss_gradient(f, logp, row) * direction).sum()
         assert_same(found, forward, "grad along a direction, and jvp", tolerance=1e-10)
 
@@ -123,7 +135,7 @@ def policies_worlds_apart_stay_finite(f: TokenLoss) -> None:
             there = torch.tensor([0.0, gap], dtype=dtype)
             for old, ref, logp in product((zero, there), (zero, there), (zero, there)):
                 row = Batch(zero.long(), mask, old, old, ref, ref, zero + adv, mask & selected, mask.long())
-                both = torch.stack([f(logp, row)[0], loss_gradient(f, logp, row)])
+                both = torch.stack([in_full(f)(logp, row)[0], loss_gradient(f, logp, row)])
                 finite = bool(both.isfinite().all())
                 check_claim(finite, f"got loss and gradient {both}, {gap:g} nats away, A = {adv:g}")
 
@@ -135,16 +147,16 @@ def float32_gives_what_float64_gives(f: TokenLoss) -> None:
         low = drawn[0].float()
         half = Batch(*(x.float() if x.is_floating_point() else x for x in drawn[1]))
         full = Batch(*(x.double() if x.is_floating_point() else x for x in half))  # the very same numbers
-        loss, seen = f(low, half)
+        loss, seen = in_full(f)(low, half)
         for name, x in {"loss": loss, **seen}.items():
             check_claim(x.dtype == torch.float32, f"got {name} in {x.dtype}, wanted torch.float32 as its input")
-        assert_same(loss.double(), f(low.double(), full)[0], "the loss in float32", tolerance=1e-4)
+        assert_same(loss.double(), in_full(f)(low.double(), full)[0], "the loss in float32", tolerance=1e-4)
 
     for_all(loss_rows(drift=3.0), holds)
 
 
 INVARIANTS = (
-    reports_the_same_diagnostics,
+    reports_known_diagnostics,
     what_is_behind_the_mask_has_no_say,
     padding_changes_nothing,
     rows_do_not_leak,

@@ -4,10 +4,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_fn.algo.needs import PASSES
-from grpo_fn.algo.step import ScoredStep
+from grpo_fn.algo.needs import PASSES, ScoredStep
 from grpo_fn.core.problem import Problem
-from grpo_fn.core.types import Groups, Reward, Rollout
+from grpo_fn.core.types import Gains, Groups, Reward, Rollout
 
 
 def scored_step(
@@ -40,4 +39,4 @@ def scored_step(
     rollout = Rollout(rows.long(), rows, zeros, torch.zeros_like(rows[:, 0]), ("",) * len(rows))
     problems = tuple(Problem(uid, "", "", {}) for uid in range(len(mask)))
     reads = {name: (lambda rows=x: rows) for name, x in passes.items()}
-    return ScoredStep(Groups(problems, rollout, reward), reads, frozenset(PASSES), steps=steps)
+    return ScoredStep(Groups(problems, rollout, reward), reads, frozenset(PASSES), Gains(1.0, 1.0), steps)

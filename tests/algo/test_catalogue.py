@@ -14,7 +14,17 @@ import catalogue_page as tables
 import pytest
 from catalogue import KINDS
 
-from grpo_fn.algo import controllers, credit, importance, losses, rejection, supervised, turn_credit, weighted_losses
+from grpo_fn.algo import (
+    controllers,
+    credit,
+    distillation,
+    importance,
+    losses,
+    rejection,
+    supervised,
+    turn_credit,
+    weighted_losses,
+)
 
 # What a module defines besides functions of a kind, for others to use.
 HELPERS = {
@@ -23,7 +33,8 @@ HELPERS = {
     turn_credit: {"discounted_returns", "turns_taken", "by_state", "turns_over_tokens"},
     importance: {"log_ratio", "capped_exp", "ratio"},
     losses: {"sampled_values", "loss_diagnostics"},
-    supervised: {"cross_entropy", "nothing_given", "supervised_step", "learn_given", "next_demonstrations"},
+    supervised: {"cross_entropy", "supervised_step", "learn_given"},
+    distillation: {"in_part"},
     weighted_losses: {"discounted_to_go"},
     rejection: {"k1_divergence", "k2_divergence", "k3_divergence", "row_sum", "row_mean", "row_max"},
 }

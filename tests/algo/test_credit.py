@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 @st.composite
 def steps(draw) -> Step:
-    """Rewards, drift, mask and energies of P prompts with G samples of T tokens; rows without a token and invalid ones too.
+    """What a credit is shown of P prompts with G samples of T tokens; rows without a token and invalid ones too.
 
     Some are of episodes: up to three turns, not as many in each row as there are runs of tokens.
     """
@@ -150,7 +150,7 @@ def test_float32_gives_what_float64_gives(f, step):
 @COSTLY
 @given(steps(), st.floats(-100, 100, width=32))
 def test_a_step_of_equal_rewards_that_did_not_drift_is_exactly_zero_in_float32(f, step, value):
-    """But for reward_to_go without a baseline, where each token has the reward: by itself, or in a column of its own."""
+    """But for reward_to_go without a baseline, where a token has the reward: by itself, or alone in its column."""
     step = cast(step, torch.float32)
     equal, nothing = torch.full_like(step.reward.value, value), torch.zeros_like(step.drift)
     reward = outcome_reward(equal, step.reward.valid, dict.fromkeys(step.reward.parts, equal))

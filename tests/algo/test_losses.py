@@ -66,6 +66,13 @@ def test_holds_what_every_token_loss_holds(f, invariant):
 @each(ALL)
 @COSTLY
 @given(loss_rows())
+def test_a_loss_of_the_package_reports_its_ratio_and_its_clips(f, row):
+    assert set(f(*row)[1]) == generic.DIAGNOSTICS
+
+
+@each(ALL)
+@COSTLY
+@given(loss_rows())
 def test_the_loss_of_a_clipped_token_is_moved_by_no_logp_except_through_a_penalty(f, row):
     """Row t of the Jacobian: in `sequence_ratio` a clipped token's logp still has a say in its neighbours' losses."""
     logp, row = row
@@ -445,3 +452,17 @@ def test_masked_ratio_is_the_ratio_to_the_sampler_without_the_marked_tokens(row)
 def test_knobs_that_break_the_formula_are_refused(f, complaint):
     with pytest.raises(ValueError, match=complaint):
         f(*example([0.0], 1.0))
+
+
+def test_a_loss_without_diagnostics_is_checked_as_one_with_them():
+    """The invariants of a user's own loss, that of `dro`: the loss alone, and with a leak from behind the mask."""
+
+    def alone(logp, row):
+        return weighted_losses.dro(logp, row, beta=3.0)[0]
+
+    with profile(max_examples=quarter()):
+        generic.check_token_loss(alone)
+        with pytest.raises(AssertionError):
+            generic.check_token_loss(lambda logp, row: alone(logp, row) + logp.sum())
+        with pytest.raises(AssertionError, match="got a loss of shape"):
+            generic.check_token_loss(lambda logp, row: alone(logp, row).sum())

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_fn.algo import losses, metrics
 from grpo_fn.algo.metrics import Stat, merge, merge_all, stat
 from grpo_fn.core.groups import outcome_reward
-from grpo_fn.core.types import Batch, Rollout
+from grpo_fn.core.types import Batch, Rollout, Scores
 
 values = st.integers(0, 6).flatmap(lambda n: tensors(n, finite_floats(1e4)))
 
@@ -161,6 +161,44 @@ def test_a_ratio_that_has_no_gradient_any_more_is_counted(dtype):
     assert torch.func.grad(lambda x: losses.clipped_ratio(x, row, clip_low=0.2, clip_high=0.2)[0][1])(logp)[1] == 0
     found = metrics.diagnose(row, {**seen, "correction": torch.ones_like(logp)})["ratio_capped"]
     assert float(found.mean) == pytest.approx(1 / 3)
+
+
+# -- what can be said of a token without its loss
+
+
+def rows(logp: float, old: float, ref: float, teacher: float = math.nan) -> tuple[Scores, Batch]:
+    """Two rows of which the last token is not sampled."""
+    one = torch.ones(2, 3, dtype=torch.float64)
+    mask = torch.tensor([[True, True, False]] * 2)
+    fields = (x * one for x in (old, old, ref, teacher, 1.0))
+    return Scores(logp * one, 0.5 * one), Batch(mask.long(), mask, *fields, ~mask, mask.long())
+
+
+def test_a_loss_that_says_nothing_has_figures_of_its_tokens():
+    """k3 of x = -0.5: exp(x) - x - 1."""
+    scores, batch = rows(logp=-1.0, old=-2.0, ref=-1.5)
+    figures = metrics.of_tokens(scores, batch, {})
+    wanted = {"ratio": math.e, "clip_low": 0.0, "clip_high": 0.0, "correction": 1.0, "entropy": 0.5}
+    assert figures.keys() == {*wanted, "kl"}
+    for name, value in {**wanted, "kl": math.exp(-0.5) - 0.5}.items():
+        assert figures[name][batch.mask].tolist() == pytest.approx([value] * 4), name
+    assert figures["ratio"][~batch.mask].tolist() == [1.0, 1.0]
+
+
+def test_what_a_loss_says_of_its_tokens_goes_before_that():
+    scores, batch = rows(logp=-1.0, old=-2.0, ref=-1.5)
+    said = {name: torch.full_like(scores.logp, 7.0) for name in ("ratio", "clip_low", "clip_high", "correction")}
+    figures = metrics.of_tokens(scores, batch, said)
+    assert all(torch.equal(figures[name], said[name]) for name in said)
+    assert all(
+        not x.requires_grad
+        for x in metrics.of_tokens(Scores(*(x.requires_grad_() for x in scores)), batch, {}).values()
+    )
+
+
+def test_without_a_reference_the_kl_is_one_to_the_old_policy():
+    scores, batch = rows(logp=-1.0, old=-2.0, ref=math.nan)
+    assert metrics.of_tokens(scores, batch, {})["kl"][batch.mask].tolist() == pytest.approx([math.exp(-1)] * 4)
 
 
 two_policies = st.integers(1, 6).flatmap(lambda n: st.tuples(*(tensors((3, n), st.floats(-6, 0)) for _ in range(2))))

@@ -4,6 +4,7 @@ Every rank of a step judges the whole of it first, so credit, marks and totals a
 dealt out. Then rows may go to any number of micro-batches, in any company and order: each token's signal is the same.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -78,7 +79,7 @@ def test_the_order_of_prompts_within_a_minibatch_changes_nothing(name, seed, min
 def test_tokens_are_marked_among_those_of_the_step(name, seed, micro_tokens, share):
     """The share of the papers is one token of any step that a test can hold."""
     how, step = preset(name), rich_step(seed, 3)
-    more = how._replace(token_mask=partial(how.token_mask, share=share))
+    more = replace(how, token_mask=partial(how.token_mask, share=share))
     exactly(learn(more, step, micro_tokens=micro_tokens), learn(more, step))
 
 

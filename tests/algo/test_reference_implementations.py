@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import hypothesis.strategies as st
@@ -11,11 +12,13 @@ import reference
 import torch
 from catalogue import KNOWN_PRESETS
 from hypothesis import assume, given, settings
-from steps import KEY, PRESETS, Learned, Preset, Step, learn, preset, rich_step, steps
+from steps import KEY, PRESETS, Learned, Step, learn, max_new_tokens, preset, rich_step, steps
 
 from grpo_fn.algo import distillation, importance
 from grpo_fn.algo import step as algorithm
+from grpo_fn.algo.step import Algorithm
 from grpo_fn.core import prng
+from grpo_fn.core.groups import row_keys
 
 LOOPED = [name for name in PRESETS if name in KNOWN_PRESETS or hasattr(reference, name)]
 SOME = settings(max_examples=max(5, settings.default.max_examples // 8))
@@ -34,7 +37,7 @@ def samples(step: Step) -> list[list[reference.Sample]]:
     """The step as plain numbers; the variables are (row, column)."""
     (problems, rollout, reward), logp, old, ref, teacher, energy = step
     size = reward.value.shape[1]
-    keys = algorithm.row_keys(step.groups, prng.fold_in(KEY, algorithm.MARKING))
+    keys = row_keys(step.groups, prng.fold_in(KEY, algorithm.MARKING))
     luck = prng.uniform(keys, logp.shape[1], dtype=torch.float64, low=0.0, high=1.0)
 
     def sample(p: int, g: int) -> reference.Sample:
@@ -53,10 +56,10 @@ def samples(step: Step) -> list[list[reference.Sample]]:
     return [[sample(p, g) for g in range(size)] for p in range(len(problems))]
 
 
-def agree(how: Preset, loop: Callable, step: Step, **more: object) -> Learned:
-    """To 1e-9, relative and absolute; `more` for the step beside the preset."""
+def agree(how: Algorithm, loop: Callable, step: Step, **more: object) -> Learned:
+    """To 1e-9, relative and absolute; `more` for `learn`."""
     try:
-        wanted = loop(samples(step), how.max_new_tokens)
+        wanted = loop(samples(step), max_new_tokens("grpo"))
     except reference.Undecided:
         assume(False)
     got = learn(how, step, **more)
@@ -105,7 +108,7 @@ def test_and_tokens_learn_in_such_steps(name):
 def test_the_cov_presets_for_larger_shares_of_tokens(name, seed, share):
     """The share of the papers is one token of any step that a test can hold."""
     how = preset(name)
-    more = how._replace(token_mask=partial(how.token_mask, share=share))
+    more = replace(how, token_mask=partial(how.token_mask, share=share))
     agree(more, partial(loop_of(name), share=share), rich_step(seed, 3))
 
 
@@ -113,7 +116,7 @@ def test_the_cov_presets_for_larger_shares_of_tokens(name, seed, share):
 @given(seed=st.integers(0, 2**32), beta=st.floats(0.01, 1.0))
 def test_rloo_with_the_kl_of_its_paper(seed, beta):
     how = preset("rloo")
-    paid = how._replace(credit=partial(how.credit, beta=beta))
+    paid = replace(how, credit=partial(how.credit, beta=beta))
     agree(paid, partial(reference.rloo, beta=beta), rich_step(seed, 3))
 
 
@@ -122,7 +125,7 @@ def test_rloo_with_the_kl_of_its_paper(seed, beta):
 @given(step=steps(st.integers(1, 3)), seed=st.integers(0, 2**32))
 def test_otb_with_importance_weights(step, seed, cap):
     """Also over micro-batches, as credit is the step's before rows are dealt out."""
-    more = {"energy_weight": partial(importance.truncated_weight, cap=cap)}
+    more = {"credit": partial(preset("otb").credit, energy_weight=partial(importance.truncated_weight, cap=cap))}
     agree(preset("otb"), partial(reference.otb, cap=cap), step, **more)
     whole = agree(preset("otb"), partial(reference.otb, cap=cap), rich_step(seed, 3), **more)
     dealt = learn(preset("otb"), rich_step(seed, 3), micro_tokens=7, devices=2, **more)
@@ -135,9 +138,9 @@ def test_rlsd_after_some_steps_of_its_schedule(taken):
     """The schedule of ms-swift's `_rlsd_effective_lambda`, written out: 0 to lam over 4 steps, to 0 over 10."""
     lam = 0.5 * taken / 4 if taken < 4 else 0.5 * max(1.0 - (taken - 4) / 10, 0.0)
     share = partial(distillation.linear_share, warmup=4, decay=10)
-    agree(preset("rlsd"), partial(reference.rlsd, lam=lam), rich_step(1, 3), distillation_share=share, taken=taken)
-    dealt = learn(preset("rlsd"), rich_step(1, 3), micro_tokens=7, devices=2, distillation_share=share, taken=taken)
-    whole = learn(preset("rlsd"), rich_step(1, 3), distillation_share=share, taken=taken)
+    more = {"credit": partial(preset("rlsd").credit, share=share), "taken": taken}
+    whole = agree(preset("rlsd"), partial(reference.rlsd, lam=lam), rich_step(1, 3), **more)
+    dealt = learn(preset("rlsd"), rich_step(1, 3), micro_tokens=7, devices=2, **more)
     torch.testing.assert_close(dealt.signals, whole.signals, rtol=1e-12, atol=1e-12)
 
 

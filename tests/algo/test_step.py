@@ -14,34 +14,23 @@ from fakes import LIMIT, PROMPT, WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 from torch import Tensor
 
-from grpo_fn.algo import (
-    aggregation,
-    controllers,
-    credit,
-    distillation,
-    group_sampling,
-    importance,
-    kl,
-    losses,
-    masking,
-    objective,
-)
-from grpo_fn.algo import masking as filters
-from grpo_fn.algo.advantage import as_credited, group_normalized, leave_one_out, mean_centered, no_baseline
-from grpo_fn.algo.objective import compare_as_given, compare_to_own_pass
+from grpo_fn.algo import aggregation, controllers, credit, group_sampling, importance, kl, losses, masking, objective
+from grpo_fn.algo.advantage import group_normalized, leave_one_out, mean_centered
+from grpo_fn.algo.metrics import sample_advantages
+from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.algo.step import (
     AT_THE_START,
+    UNMOVED,
+    Algorithm,
     Experience,
-    StepAlgorithm,
+    Term,
     from_sampler,
     from_trainer,
     grpo_step,
-    sample_advantages,
-    without_teacher,
+    own_pass_suffices,
 )
-from grpo_fn.algo.supervised import SAMPLED_ONLY
 from grpo_fn.core import prng
-from grpo_fn.core.batch import look_first, without_energy, without_look
+from grpo_fn.core.batch import given_batch
 from grpo_fn.core.groups import by_group, outcome_reward
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Carry, Gains, Policy, Reward, Rollout, Sampler
@@ -87,52 +76,39 @@ def outcome(advantage) -> partial:
     return partial(credit.outcome, advantage=advantage)
 
 
-def algo(
-    beta: float = 0.0, entropy_bonus: float = 0.0, parts: Sequence = (likes_two, likes_one), n: int = 3, **changes
-) -> StepAlgorithm:
+LIKES = (likes_two, likes_one)
+
+
+def score(*parts) -> partial:
+    """The sum of the parts, the second for half."""
+    return partial(combine, parts=parts, weights=[1.0, 0.5][: len(parts)], score=score_serially)
+
+
+def algo(beta: float = 0.0, entropy_bonus: float = 0.0, n: int = 3, **changes) -> Algorithm:
     f = partial(
         objective.policy_objective,
         token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-        importance_correction=importance.no_correction,
+        importance_correction=None,
         kl=kl.k3_ratio,
         loss_aggregation=aggregation.token_mean,
         beta=beta,
         entropy_bonus=entropy_bonus,
     )
-    reward = partial(combine, parts=parts, weights=[1.0, 0.5][: len(parts)], score=score_serially)
-    cut = {name: changes.pop(name, n) for name, n in {"micro_tokens": 20, "devices": 1}.items()}
-    numbers = {
-        "group_size": 4,
-        "epochs": 1,
-        "minibatches": 1,
-        "split": partial(dealt, **cut),
-        "anchor": compare_as_given,
-        "min_groups_with_signal": 0,
-    }
-    plain = {
-        "baseline": no_baseline,
-        "energy": without_energy,
-        "distillation": distillation.no_teacher,
-        "reweighting": as_credited,
-        "look": without_look,
-        "teacher": without_teacher,
-        "filters": [],
-        "token_mask": masking.no_tokens,
-        "kl_control": controllers.constant_gain,
-        "entropy_control": controllers.constant_gain,
-    }
-    drawn = {
-        "group_sampling": partial(group_sampling.keep_all, prompts=n),
-        "reward": reward,
-        "credit": outcome(mean_centered),
-    }
-    return StepAlgorithm(
-        **{**SAMPLED_ONLY, **numbers, **plain, **drawn, "objective": f, "old_logp": from_sampler, **changes}
-    )
+    numbers = {"prompts": n, "group_size": 4, "min_groups_with_signal": 0}
+    return Algorithm(**{**numbers, "objective": f, "credit": outcome(mean_centered), **changes})
 
 
-def pair(lr: float = 0.5, reference: Tensor | None = None, table: Tensor = TABLE) -> tuple[TablePolicy, TableSampler]:
-    policy = TablePolicy(table, lr=lr, reference_table=reference)
+def pair(
+    lr: float = 0.5,
+    reference: Tensor | None = None,
+    table: Tensor = TABLE,
+    micro_tokens: int = 20,
+    devices: int = 1,
+    dropout: bool = False,
+) -> tuple[TablePolicy, TableSampler]:
+    cut = partial(dealt, micro_tokens=micro_tokens, devices=devices)
+    policy = TablePolicy(table, lr=lr, reference_table=reference, cut=cut)
+    policy.dropout = dropout
     return policy, TableSampler(policy)
 
 
@@ -141,12 +117,20 @@ def stream(first: int, count: int) -> list[Problem]:
 
 
 def onwards(
-    policy, sampler, how: StepAlgorithm, carried: Carry, key: Tensor = KEY, span=lambda name: nullcontext()
+    policy,
+    sampler,
+    how: Algorithm,
+    carried: Carry,
+    key: Tensor = KEY,
+    span=lambda name: nullcontext(),
+    reward=None,
+    parts: Sequence = LIKES,
 ) -> tuple[Experience, Carry, dict[str, float]]:
-    return grpo_step(policy, sampler, stream, carried, key=key, algo=how, span=span)
+    run = {"reward": reward or score(*parts), "teacher": None, "demonstrations": None}
+    return grpo_step(policy, sampler, stream, carried, key=key, algo=how, span=span, **run)
 
 
-def step(policy, sampler, how: StepAlgorithm, **options) -> tuple[Experience, dict[str, float]]:
+def step(policy, sampler, how: Algorithm, **options) -> tuple[Experience, dict[str, float]]:
     """The first step."""
     experience, _, figures = onwards(policy, sampler, how, AT_THE_START, **options)
     return experience, figures
@@ -165,9 +149,9 @@ def test_the_fakes_speak_the_protocols():
     assert isinstance(pair()[1], Sampler)
 
 
-@pytest.mark.parametrize(("old_logp", "asked"), [(from_sampler, []), (from_trainer, ["logp"])])
-def test_a_step_samples_scores_trains_and_syncs(old_logp, asked):
-    policy, sampler = pair()
+@pytest.mark.parametrize(("old_logp", "passes"), [(from_sampler, []), (from_trainer, ["logp"])])
+def test_a_step_samples_scores_trains_and_syncs(old_logp, passes):
+    policy, sampler = pair(micro_tokens=10**6)
     log = policy.log
 
     @contextmanager
@@ -176,52 +160,69 @@ def test_a_step_samples_scores_trains_and_syncs(old_logp, asked):
         yield
         log.append(f"{name}>")
 
-    scored = algo().reward
-    how = algo(
-        old_logp=old_logp, micro_tokens=10**6, minibatches=3, reward=lambda *a: (log.append("reward"), scored(*a))[1]
-    )
-    step(policy, sampler, how, span=span)
+    def reward(*arguments) -> Reward:
+        log.append("reward")
+        return score(*LIKES)(*arguments)
+
+    step(policy, sampler, algo(old_logp=old_logp, minibatches=3), span=span, reward=reward)
     climb = ["vjp", "pullback", "update"]
     assert log == [
         *("<generate", "sample", "generate>", "<score", "reward", "score>", "rest"),
-        *("<train", *asked, "reference", *climb, *climb, *climb, "train>", "<sync", "load", "sync>"),
+        *("<train", *passes, *climb, *climb, *climb, "train>", "<sync", "load", "sync>"),
     ]
 
 
-def test_a_look_comes_before_each_update_and_sees_the_policy_as_it_is_then():
-    policy, sampler = pair()
-    seen = []
+def test_a_reweighting_is_shown_before_each_update_what_the_policy_says_then():
+    policy, sampler = pair(micro_tokens=10**6)
+    shown = []
 
     def noted(logp, group):
-        seen.append(logp)
+        shown.append(logp)
         return group.adv
 
-    how = algo(micro_tokens=10**6, minibatches=3, look=look_first, reweighting=noted, objective=algo().objective)
-    step(policy, sampler, how)
+    step(policy, sampler, algo(minibatches=3, reweighting=noted))
     climb = ["logp", "vjp", "pullback", "update"]
     assert [call for call in policy.log if call in climb] == climb * 3
-    assert len(seen) == 3
+    assert len(shown) == 3
 
 
-def test_energies_are_asked_for_once_of_the_samples():
-    policy, sampler = pair()
-    asked = []
-    how = algo(energy=lambda rollout: (asked.append(rollout), torch.ones_like(rollout.logp_sampled))[1])
-    experience, _ = step(policy, sampler, how)
-    assert [one.text for one in asked] == [experience.groups.rollout.text]
-    assert (experience.energy == 1).all()
+@pytest.mark.parametrize(("name", "call"), [("logp_ref", "reference"), ("energy", "energy")])
+def test_a_pass_is_made_once_however_often_a_credit_reads_it(name, call):
+    def reading(scored: ScoredStep) -> Tensor:
+        assert torch.equal(scored.rows(name), scored.rows(name))
+        return outcome(mean_centered)(scored)
+
+    reading.NEEDS = frozenset({name})
+    policy, sampler = pair(reference=torch.zeros(WORDS))
+    experience, _ = step(policy, sampler, algo(credit=reading))
+    assert policy.log.count(call) == 1
+    if name == "energy":
+        torch.testing.assert_close(experience.energy, policy_energy(experience.groups.rollout))
+
+
+def policy_energy(rollout: Rollout) -> Tensor:
+    """|d log p / d logits|^2 of each token, from the derivative."""
+    scores = torch.func.jacrev(lambda table: table.log_softmax(-1))(TABLE.double()).square().sum(-1)
+    return torch.where(rollout.mask, scores[rollout.tokens], 0.0)
+
+
+def test_a_pass_that_nothing_reads_is_not_made():
+    policy, sampler = pair(reference=torch.zeros(WORDS))
+    experience, _ = step(policy, sampler, algo())
+    assert {"reference", "energy", "logp"}.isdisjoint(policy.log)
+    assert experience.energy is None
 
 
 @COSTLY
 @given(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(1, 40))
 def test_every_epoch_takes_one_update_for_each_minibatch(epochs, minibatches, micro_tokens):
-    policy, sampler = pair()
+    policy, sampler = pair(micro_tokens=micro_tokens)
     seen: dict[int, set[tuple[float, ...]]] = defaultdict(set)  # the totals that each update was made with
-    how = algo(n=4, epochs=epochs, minibatches=minibatches, micro_tokens=micro_tokens)
+    how = algo(n=4, epochs=epochs, minibatches=minibatches)
 
-    def noted(scores, *, totals, **rest):
+    def noted(scores, batch, totals, gains):
         seen[len(policy.steps)].add(tuple(map(float, totals)))
-        return how.objective(scores, totals=totals, **rest)
+        return how.objective(scores, batch, totals, gains)
 
     experience, figures = step(policy, sampler, replace(how, objective=noted))
     assert len(policy.steps) == len(seen) == epochs * minibatches == figures["optimizer/step"]
@@ -252,8 +253,8 @@ def by_hand(table: Tensor, rollout: Rollout, adv: Tensor) -> Tensor:
 @COSTLY
 @given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
 def test_an_on_policy_step_climbs_the_policy_gradient(advantage, old_logp, seed, micro_tokens):
-    policy, sampler = pair()
-    how = algo(credit=outcome(advantage), old_logp=old_logp, micro_tokens=micro_tokens)
+    policy, sampler = pair(micro_tokens=micro_tokens)
+    how = algo(credit=outcome(advantage), old_logp=old_logp)
     experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
     _, rollout, reward = experience.groups
     groups = [advantage(v, ok) for v, ok in zip(reward.value, reward.valid, strict=True)]
@@ -273,7 +274,7 @@ def test_an_on_policy_step_climbs_the_policy_gradient(advantage, old_logp, seed,
 @pytest.mark.parametrize("advantage", [mean_centered, leave_one_out, partial(group_normalized, eps=1e-9, ddof=0)])
 def test_groups_of_equal_rewards_teach_nothing(advantage):
     policy, sampler = pair()
-    _, figures = step(policy, sampler, algo(parts=[constant], credit=outcome(advantage), epochs=2))
+    _, figures = step(policy, sampler, algo(credit=outcome(advantage), epochs=2), parts=[constant])
     assert all(not signal.logp.any() for signal in policy.signals)
     assert all(not gradient.any() for gradient in policy.steps)
     assert torch.equal(policy.table, TABLE.double())
@@ -295,8 +296,8 @@ def test_entropy_and_unsampled_tokens_get_no_signal():
 def test_the_size_of_micro_batches_does_not_matter(seed, one, other):
     results = []
     for micro_tokens, devices in (one, other):
-        policy, sampler = pair(reference=torch.zeros(WORDS))
-        how = algo(beta=0.1, epochs=2, minibatches=3, micro_tokens=micro_tokens, devices=devices)
+        policy, sampler = pair(reference=torch.zeros(WORDS), micro_tokens=micro_tokens, devices=devices)
+        how = algo(beta=0.1, epochs=2, minibatches=3)
         _, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
         assert figures.pop("system/micro_batches") == len(policy.seen)
         results.append((policy.table, figures))
@@ -307,8 +308,8 @@ def test_the_size_of_micro_batches_does_not_matter(seed, one, other):
 def test_micro_tokens_are_those_of_each_device():
     shown = []
     for devices in (1, 3):
-        policy, sampler = pair()
-        step(policy, sampler, algo(micro_tokens=1, devices=devices))
+        policy, sampler = pair(micro_tokens=1, devices=devices)
+        step(policy, sampler, algo())
         shown.append([len(micro.tokens) for micro in policy.seen])
     assert shown == [[1] * 12, [3] * 4]
 
@@ -322,38 +323,80 @@ def test_a_second_epoch_is_off_policy_against_the_same_old_policy():
     torch.testing.assert_close(first.logp_old, second.logp_old, rtol=0, atol=0, equal_nan=True)
 
 
+def own_forward_pass(policy: TablePolicy, rollout: Rollout) -> Tensor:
+    """As from_trainer, but a pass of its own whatever the step is."""
+    return policy.logp(rollout)
+
+
 @pytest.mark.parametrize("reference", [None, torch.linspace(-1, 1, WORDS)])
-@pytest.mark.parametrize("correct", [importance.no_correction, partial(importance.truncated_weight, cap=1.1)])
+@pytest.mark.parametrize("correct", [None, partial(importance.truncated_weight, cap=1.1)])
 @COSTLY
-@given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80), minimum=st.integers(0, 4))
-def test_one_update_finds_the_old_policy_in_its_own_pass(reference, correct, seed, micro_tokens, minimum):
-    beta = 0.0 if reference is None else 0.3
-    seen = []
-    for changes in (
-        {"old_logp": from_trainer, "anchor": compare_as_given},
-        {"old_logp": from_sampler, "anchor": partial(compare_to_own_pass, reference=reference is not None)},
-    ):
-        policy, sampler = pair(reference=reference)
+@given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80), minimum=st.integers(0, 3))
+def test_one_update_has_the_bits_of_a_pass_before_it(reference, correct, seed, micro_tokens, minimum):
+    """The trainer's logp_old is then the one of the update's own pass, and no other is made."""
+    results = []
+    for old_logp in (own_forward_pass, from_trainer):
+        policy, sampler = pair(reference=reference, micro_tokens=micro_tokens)
         sampler.table = sampler.table.roll(1)  # older weights: logp_sampled is not logp_old
-        how = with_correction(correct, beta=beta, micro_tokens=micro_tokens, min_groups_with_signal=minimum, **changes)
-        experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
-        seen.append((policy, experience, figures))
-    (one, wanted, first), (other, got, same) = seen
+        changes = {"beta": 0.0 if reference is None else 0.3, "min_groups_with_signal": minimum, "old_logp": old_logp}
+        experience, figures = step(
+            policy, sampler, with_correction(correct, **changes), key=prng.key(seed, device="cpu")
+        )
+        results.append((policy, experience, figures))
+    (one, explicit, wanted), (other, own, got) = results
     assert torch.equal(one.table, other.table)
-    assert first == same
+    assert wanted == got
     assert "logp" in one.log
     assert "logp" not in other.log
-    trained = not first["train/skipped_step"]
-    for name in ("logp_old", "logp_ref") if trained else ():
-        mask = wanted.batch.mask
-        assert torch.equal(getattr(got.batch, name)[mask], getattr(wanted.batch, name)[mask])
+    mask = explicit.batch.mask
+    if not wanted["train/skipped_step"]:
+        assert torch.equal(own.batch.logp_old[mask], explicit.batch.logp_old[mask])
+        assert torch.equal(own.batch.logp_ref[mask].nan_to_num(), explicit.batch.logp_ref[mask].nan_to_num())
 
 
-def test_without_a_reference_the_old_policy_stands_in():
+def reads_logp_old(scored: ScoredStep) -> Tensor:
+    return scored.by_group(scored.rows("logp_old")).nan_to_num()
+
+
+@pytest.mark.parametrize(
+    ("changes", "dropout"),
+    [
+        ({}, True),
+        ({"epochs": 2}, False),
+        ({"minibatches": 3}, False),
+        ({"token_mask": lambda batch, key: batch.mask & (batch.logp_old < -1.5)}, False),
+        ({"credit": reads_logp_old}, False),
+    ],
+    ids=["dropout", "epochs", "minibatches", "token_mask", "credit"],
+)
+def test_the_own_pass_of_an_update_stands_in_for_no_other_pass_than_its_own(changes, dropout):
+    """Where something reads logp_old before, where a second update follows, and where dropout says something else."""
+    results = []
+    for old_logp in (own_forward_pass, from_trainer):
+        policy, sampler = pair(dropout=dropout)
+        sampler.table = sampler.table.roll(1)
+        step(policy, sampler, algo(old_logp=old_logp, **changes))
+        results.append(policy)
+    assert results[0].log == results[1].log
+    assert results[1].log.count("logp") == 1
+    assert torch.equal(results[0].table, results[1].table)
+
+
+def test_the_own_pass_is_that_of_from_trainer_alone():
     policy, sampler = pair()
+    experience, _ = step(policy, sampler, algo())
+    scored = ScoredStep(experience.groups, {}, frozenset(), UNMOVED, 0)
+    assert not own_pass_suffices(policy, scored, algo())
+    assert not own_pass_suffices(policy, scored, algo(old_logp=own_forward_pass))
+    assert own_pass_suffices(policy, scored, algo(old_logp=from_trainer))
+
+
+@pytest.mark.parametrize("reference", [None, torch.zeros(WORDS)])
+def test_without_a_reader_there_is_no_reference_and_the_kl_is_one_to_the_old_policy(reference):
+    """Whether the policy keeps a reference or not."""
+    policy, sampler = pair(reference=reference)
     _, figures = step(policy, sampler, algo())
-    for micro in policy.seen:
-        torch.testing.assert_close(micro.logp_ref, micro.logp_old, rtol=0, atol=0, equal_nan=True)
+    assert all(micro.logp_ref.isnan().all() and micro.logp_teacher.isnan().all() for micro in policy.seen)
     assert figures["loss/approx_kl"] == pytest.approx(0.0, abs=1e-12)
     assert "loss/kl" not in figures
     assert figures["system/micro_batches"] == len(policy.seen)
@@ -363,7 +406,7 @@ def test_a_reference_pulls_the_policy_towards_itself():
     reference = torch.tensor([1.0, -1.0, 0.0, 0.5, 0.0, -0.5])
     policy, sampler = pair(reference=reference, lr=1.0)
     kls = [
-        step(policy, sampler, algo(beta=1.0, parts=[constant], n=8), key=prng.fold_in(KEY, i))[1]["loss/kl"]
+        step(policy, sampler, algo(beta=1.0, n=8), parts=[constant], key=prng.fold_in(KEY, i))[1]["loss/kl"]
         for i in range(30)
     ]
     assert kls[0] > 0.1
@@ -372,7 +415,7 @@ def test_a_reference_pulls_the_policy_towards_itself():
 
 def test_thirty_steps_find_out_what_pays():
     policy, sampler = pair(lr=4.0)
-    figures = [step(policy, sampler, algo(parts=[likes_two], n=8), key=prng.fold_in(KEY, i))[1] for i in range(30)]
+    figures = [step(policy, sampler, algo(n=8), parts=[likes_two], key=prng.fold_in(KEY, i))[1] for i in range(30)]
     assert figures[0]["reward/mean"] < 0.3
     assert figures[-1]["reward/mean"] > 0.9
     assert float(policy.table.softmax(-1)[2]) > 0.9
@@ -392,7 +435,7 @@ def test_a_step_reports_the_same_figures_every_time(beta):
 
 def test_a_step_in_which_nothing_could_be_scored_changes_nothing_and_says_so():
     policy, sampler = pair()
-    experience, figures = step(policy, sampler, algo(parts=[broken], minibatches=3))
+    experience, figures = step(policy, sampler, algo(minibatches=3), parts=[broken])
     assert torch.equal(policy.table, TABLE.double())
     assert "vjp" not in policy.log
     assert policy.log[-1] == "load"
@@ -409,7 +452,7 @@ def test_a_row_that_could_not_be_scored_does_not_affect_the_others():
         return None if completion.length == LIMIT else likes_two(problem, completion)
 
     policy, sampler = pair()
-    experience, _ = step(policy, sampler, algo(parts=[sometimes]))
+    experience, _ = step(policy, sampler, algo(), parts=[sometimes])
     _, rollout, reward = experience.groups
     valid = reward.valid.flatten()
     assert 0 < int(valid.sum()) < len(valid)
@@ -435,9 +478,9 @@ def test_the_experience_is_what_was_sampled_and_how_it_was_judged():
 @pytest.mark.parametrize("min_signal", [1, 3])
 def test_a_step_with_too_little_signal_is_refused_and_said(min_signal):
     policy, sampler = pair(reference=torch.zeros(WORDS))
-    how = algo(beta=1.0, entropy_bonus=1.0, parts=[constant], min_groups_with_signal=min_signal)
+    how = algo(beta=1.0, entropy_bonus=1.0, min_groups_with_signal=min_signal)
     before = policy.table.clone()
-    _, carried, figures = onwards(policy, sampler, how, AT_THE_START)
+    _, carried, figures = onwards(policy, sampler, how, AT_THE_START, parts=[constant])
     assert figures["train/skipped_step"] == 1.0
     assert torch.equal(policy.table, before)
     assert {"vjp", "update"}.isdisjoint(policy.log)
@@ -470,7 +513,7 @@ def test_signal_counts_after_filters(filters, trained):
 
 def test_a_sample_that_a_filter_leaves_out_stays_in_the_baseline():
     policy, sampler = pair()
-    experience, _ = step(policy, sampler, algo(filters=[filters.drop_truncated]))
+    experience, _ = step(policy, sampler, algo(filters=[masking.drop_truncated]))
     rollout, adv = experience.groups.rollout, row_adv(experience)
     assert rollout.truncated.any()
     assert adv.flatten()[rollout.truncated].any()
@@ -488,8 +531,8 @@ def test_marks_reach_the_loss_and_their_keys_are_the_rows_own():
 
     selected = []
     for n in (2, 3):
-        policy, sampler = pair()
-        step(policy, sampler, algo(n=n, token_mask=first_words, micro_tokens=10**6))
+        policy, sampler = pair(micro_tokens=10**6)
+        step(policy, sampler, algo(n=n, token_mask=first_words))
         (micro,) = policy.seen
         selected.append(int(micro.selected.sum()))
         assert 0 < selected[-1] < int(micro.mask.sum())
@@ -499,27 +542,28 @@ def test_marks_reach_the_loss_and_their_keys_are_the_rows_own():
 
 def test_an_entropy_bonus_alone_makes_the_policy_uniform():
     policy, sampler = pair(lr=1.0)
-    how = algo(entropy_bonus=1.0, parts=[constant], n=8)
-    entropy = [step(policy, sampler, how, key=prng.fold_in(KEY, i))[1]["loss/entropy"] for i in range(30)]
+    how = {"how": algo(entropy_bonus=1.0, n=8), "parts": [constant]}
+    entropy = [step(policy, sampler, **how, key=prng.fold_in(KEY, i))[1]["loss/entropy"] for i in range(30)]
     highest = float(torch.tensor(float(WORDS)).log())
     assert entropy[0] < highest - 0.02
     assert entropy[-1] == pytest.approx(highest, abs=1e-3)
 
 
 def test_controllers_are_asked_once_a_step_and_move_the_coefficients():
-    asked = []
+    calls = []
 
     def halving(gain: float, measured: float) -> float:
-        asked.append((gain, measured))
+        calls.append((gain, measured))
         return gain / 2
 
     reference = torch.tensor([1.0, -1.0, 0.0, 0.5, 0.0, -0.5])
-    how = algo(beta=1.0, parts=[constant], kl_control=halving)
+    control = partial(controllers.next_gains, kl_control=halving, entropy_control=None)
+    how = algo(beta=1.0, control=control)
     policy, sampler = pair(lr=0.0, reference=reference)
-    _, carried, figures = onwards(policy, sampler, how, AT_THE_START)
-    assert asked == [(1.0, figures["loss/kl"])]
+    _, carried, figures = onwards(policy, sampler, how, AT_THE_START, parts=[constant])
+    assert calls == [(1.0, figures["loss/kl"])]
     assert carried.gains == Gains(kl=0.5, entropy=1.0)
-    _, _, figures = onwards(policy, sampler, how, carried._replace(drawn=0))
+    _, _, figures = onwards(policy, sampler, how, carried._replace(drawn=0), parts=[constant])
     assert figures["loss/kl_coef_multiplier"] == 0.5
     torch.testing.assert_close(policy.steps[1], policy.steps[0] / 2)  # the same rows, half the penalty
 
@@ -545,16 +589,16 @@ def rarely(problem: Problem, completion: Completion) -> float:
     return float(completion.text.startswith("2 3"))
 
 
-def dynamic(**changes) -> StepAlgorithm:
-    numbers = {"prompts": 4, "max_gen_batches": 20, **changes}
-    return algo(parts=[rarely], group_sampling=partial(group_sampling.dynamic, **numbers), min_groups_with_signal=1)
+def dynamic(max_gen_batches: int = 20) -> Algorithm:
+    sampling = partial(group_sampling.dynamic, max_gen_batches=max_gen_batches)
+    return algo(n=4, group_sampling=sampling, min_groups_with_signal=1)
 
 
 def test_dynamic_sampling_learns_from_groups_with_signal_alone_and_wastes_none():
     policy, sampler = pair()
     carried, learned, drawn = AT_THE_START, [], 0
     for _ in range(4):
-        experience, carried, figures = onwards(policy, sampler, dynamic(), carried)
+        experience, carried, figures = onwards(policy, sampler, dynamic(), carried, parts=[rarely])
         assert (experience.adv != 0).any(-1).any(-1).all()
         learned += [p.uid - 10 for p in experience.groups.problems]
         drawn += int(figures["generation/batches"]) * 4
@@ -572,7 +616,7 @@ def test_dynamic_sampling_learns_from_groups_with_signal_alone_and_wastes_none()
 def test_without_enough_signal_the_step_is_filled_up():
     policy, sampler = pair()
     how = dynamic(max_gen_batches=1)
-    experience, carried, figures = onwards(policy, sampler, how, AT_THE_START)
+    experience, carried, figures = onwards(policy, sampler, how, AT_THE_START, parts=[rarely])
     assert len(experience.groups.problems) == 4
     assert figures["generation/zero_variance_fill"] == 4 - 4 * figures["generation/accepted"] > 0
     assert carried.waiting is None
@@ -592,7 +636,7 @@ def test_what_is_carried_is_all_that_dynamic_sampling_remembers(seed, cut):
             if i in stops:
                 table = policy.table
                 policy, sampler = pair(table=table)
-            _, carried, _ = onwards(policy, sampler, dynamic(), carried, key=key)
+            _, carried, _ = onwards(policy, sampler, dynamic(), carried, key=key, parts=[rarely])
         tables.append(policy.table)
     assert torch.equal(*tables)
 
@@ -602,8 +646,8 @@ def test_what_is_carried_is_all_that_dynamic_sampling_remembers(seed, cut):
 
 @pytest.mark.parametrize("old_logp", [from_sampler, from_trainer])
 def test_every_update_of_a_step_is_measured_against_the_policy_that_sampled(old_logp):
-    policy, sampler = pair(lr=5.0)
-    step(policy, sampler, algo(n=4, epochs=3, minibatches=2, micro_tokens=10**6, old_logp=old_logp))
+    policy, sampler = pair(lr=5.0, micro_tokens=10**6)
+    step(policy, sampler, algo(n=4, epochs=3, minibatches=2, old_logp=old_logp))
     logprobs = TABLE.double().log_softmax(-1)
     assert len(policy.seen) == 6
     for micro in policy.seen:
@@ -622,9 +666,9 @@ def apart(rollout: Rollout, rows: slice = slice(None)) -> Tensor:
     return (TABLE.double().log_softmax(-1) - OTHER.double().log_softmax(-1))[tokens]
 
 
-def stale() -> tuple[TablePolicy, TableSampler]:
+def stale(**cut) -> tuple[TablePolicy, TableSampler]:
     """A policy and a sampler that has other weights."""
-    policy, sampler = pair(lr=20.0)
+    policy, sampler = pair(lr=20.0, **cut)
     sampler.table = OTHER.double()
     return policy, sampler
 
@@ -633,8 +677,8 @@ def stale() -> tuple[TablePolicy, TableSampler]:
 @pytest.mark.parametrize("micro_tokens", [7, 10**6])
 def test_the_mismatch_is_the_samplers_and_not_the_policys_own_movement(old_logp, rows, micro_tokens):
     """Of every token where the trainer is asked before the first update, else of the first minibatch."""
-    policy, sampler = stale()
-    how = algo(n=4, epochs=3, minibatches=2, micro_tokens=micro_tokens, old_logp=old_logp)
+    policy, sampler = stale(micro_tokens=micro_tokens)
+    how = algo(n=4, epochs=3, minibatches=2, old_logp=old_logp)
     experience, figures = step(policy, sampler, how)
     assert figures["loss/ratio_max"] > 1.5  # it has moved far
     x = apart(experience.groups.rollout, rows)
@@ -664,13 +708,13 @@ def test_where_the_first_minibatch_has_nothing_to_show_no_mismatch_is_made_up():
 
     for old_logp, measured in ((from_sampler, False), (from_trainer, True)):
         policy, sampler = stale()
-        how = algo(n=4, minibatches=2, parts=[first_half_unscorable], old_logp=old_logp)
-        _, figures = step(policy, sampler, how)
+        how = algo(n=4, minibatches=2, old_logp=old_logp)
+        _, figures = step(policy, sampler, how, parts=[first_half_unscorable])
         assert ("loss/mismatch_kl" in figures) == measured
         assert "loss/correction_mean" in figures
 
 
-def with_correction(correct, **changes) -> StepAlgorithm:
+def with_correction(correct, **changes) -> Algorithm:
     how = algo(**{"old_logp": from_trainer, **changes})
     return replace(how, objective=partial(how.objective, importance_correction=correct))
 
@@ -678,9 +722,8 @@ def with_correction(correct, **changes) -> StepAlgorithm:
 @COSTLY
 @given(seed=st.integers(0, 99), micro_tokens=st.integers(1, 80))
 def test_a_step_on_anothers_samples_climbs_the_weighed_gradient(seed, micro_tokens):
-    policy, sampler = stale()
-    correct = partial(importance.truncated_weight, cap=1.2)
-    how = with_correction(correct, micro_tokens=micro_tokens)
+    policy, sampler = stale(micro_tokens=micro_tokens)
+    how = with_correction(partial(importance.truncated_weight, cap=1.2))
     experience, figures = step(policy, sampler, how, key=prng.key(seed, device="cpu"))
     rollout = experience.groups.rollout
     w = torch.zeros(rollout.mask.shape, dtype=torch.float64)
@@ -710,31 +753,30 @@ def test_what_a_mask_takes_away_is_counted_and_the_denominators_stay():
 
 def test_a_reward_laid_out_the_other_way_is_refused():
     def turned(asked: Sequence[Problem], rollout: Rollout) -> Reward:
-        good = algo().reward(asked, rollout)
+        good = score(*LIKES)(asked, rollout)
         return outcome_reward(good.value.T, good.valid.T, {name: x.T for name, x in good.parts.items()})
 
     policy, sampler = pair()
     with pytest.raises(ValueError, match=r"got reward value \(4, 3\), wanted problems by samples, \(3, 4\)"):
-        step(policy, sampler, algo(reward=turned))
+        step(policy, sampler, algo(), reward=turned)
     assert "update" not in policy.log
 
 
 def test_a_reward_that_is_not_finite_is_refused():
     policy, sampler = pair()
     with pytest.raises(ValueError, match="got advantages that are not finite"):
-        step(policy, sampler, algo(parts=[lambda problem, completion: float("inf")]))
+        step(policy, sampler, algo(), parts=[lambda problem, completion: float("inf")])
     assert "update" not in policy.log
 
 
-def test_a_credit_that_is_not_finite_is_refused_only_where_it_is_learned_from():
-    def odd(reward: Reward, drift: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask, torch.full_like(drift, torch.nan), 0.0)
+@pytest.mark.parametrize("mend", [True, False])
+def test_a_credit_that_is_not_finite_is_refused_only_where_it_is_learned_from(mend):
+    def odd(scored: ScoredStep) -> Tensor:
+        return torch.where(scored.mask, torch.nan, 0.0)
 
-    for mend in (lambda adv, energy, mask: torch.nan_to_num(adv), lambda adv, energy, mask: adv):
-        policy, sampler = pair()
-        broken = bool(mend(torch.tensor([torch.nan]), None, None).isnan())
-        with pytest.raises(ValueError, match="not finite") if broken else nullcontext():
-            step(policy, sampler, algo(credit=odd, baseline=mend))
+    policy, sampler = pair()
+    with nullcontext() if mend else pytest.raises(ValueError, match="not finite"):
+        step(policy, sampler, algo(credit=(lambda scored: odd(scored).nan_to_num()) if mend else odd))
 
 
 def test_a_sampler_that_returns_broken_rows_is_refused_before_anything_is_scored():
@@ -748,4 +790,101 @@ def test_a_sampler_that_returns_broken_rows_is_refused_before_anything_is_scored
     sampler.sample = silent
     with pytest.raises(ValueError, match="got row 0 without a sampled token"):
         step(policy, sampler, algo())
-    assert "reference" not in policy.log
+    assert policy.log[-1] == "sample"
+
+
+OTHER_SHAPE = {
+    "credit": (lambda scored: scored.reward.value, r"got shape \[3, 4\], expected floating-point .* \[3, 4, 6\]"),
+    "filters": ([lambda rollout, adv: adv != 0], r"got shape \[3, 4, 6\], expected booleans of shape \[3, 4\]"),
+    "token_mask": (lambda batch, key: batch.mask[0], r"got shape \[6\], expected booleans of shape \[12, 6\]"),
+    "objective": (
+        lambda scores, batch, totals, gains: scores.logp,
+        r"got shape \[.*\], expected float.* of shape \[\]",
+    ),
+}
+OTHER_KIND = {
+    "credit": (lambda scored: scored.mask, r"got bool, expected floating-point numbers of shape \[3, 4, 6\]"),
+    "filters": ([lambda rollout, adv: adv.sum(-1)], r"got float\d\d, expected booleans of shape \[3, 4\]"),
+    "token_mask": (lambda batch, key: batch.adv, r"got float\d\d, expected booleans of shape \[12, 6\]"),
+    "objective": (lambda scores, batch, totals, gains: 0.0, r"got a float, expected floating-point numbers of shape"),
+}
+
+
+@pytest.mark.parametrize("table", [OTHER_SHAPE, OTHER_KIND], ids=["shape", "kind"])
+@pytest.mark.parametrize("knob", OTHER_SHAPE)
+def test_a_function_that_returns_something_else_is_refused_before_the_first_update(knob, table):
+    function, message = table[knob]
+    policy, sampler = pair()
+    with pytest.raises(ValueError, match=rf"step\.Algorithm\.{knob}: {message}"):
+        step(policy, sampler, algo(**{knob: function}))
+    assert "update" not in policy.log
+
+
+# -- a stage that is not there, and the function that would change nothing in its place
+
+
+def zeros(scored: ScoredStep) -> Tensor:
+    return torch.zeros_like(scored.mask, dtype=torch.float64)
+
+
+NOTHING = {
+    "token_mask": lambda batch, key: torch.zeros_like(batch.mask),
+    "reweighting": lambda logp, group: group.adv,
+    "control": lambda gains, figures: gains,
+    "filters": [lambda rollout, adv: torch.ones(adv.shape[:2], dtype=torch.bool)],
+    "beside": [lambda scored: None],
+    "credit": zeros,
+}
+
+
+@pytest.mark.parametrize("knob", NOTHING)
+@pytest.mark.parametrize("old_logp", [from_sampler, from_trainer])
+def test_a_stage_that_is_not_there_is_one_that_changes_nothing(knob, old_logp):
+    """Bit for bit, over two epochs of two minibatches."""
+    results = []
+    for value in (NOTHING[knob], [] if knob in ("filters", "beside") else None):
+        policy, sampler = pair(reference=torch.zeros(WORDS), lr=5.0)
+        how = algo(beta=0.1, entropy_bonus=0.01, n=4, epochs=2, minibatches=2, old_logp=old_logp)
+        carried, figures = AT_THE_START, []
+        for _ in range(2):
+            experience, carried, found = onwards(policy, sampler, replace(how, **{knob: value}), carried)
+            figures.append((found, experience.adv.double(), carried.gains))
+        results.append((policy.table, figures))
+    (one, wanted), (other, got) = results
+    assert torch.equal(one, other)
+    for (a, adv, gains), (b, same, kept) in zip(wanted, got, strict=True):
+        assert a == b
+        assert torch.equal(adv, same)
+        assert gains == kept
+
+
+# -- terms beside the sampled rows
+
+
+def pull(scores, batch, totals, gains):
+    """A term of its own diagnostics: the mean log-prob of its rows."""
+    nll = -torch.where(batch.mask, scores.logp, 0.0)
+    return nll.sum() / totals.tokens, {"nll": nll.detach(), "token_weight": torch.ones_like(nll)}
+
+
+def test_a_term_beside_takes_its_share_from_the_sampled_rows_and_no_more():
+    tables = {}
+    for share in (0.0, 0.25):
+        policy, sampler = pair()
+
+        def beside(scored: ScoredStep, share=share) -> Term:
+            return Term(given_batch(scored.groups.rollout), pull, 0.0, share)
+
+        step(policy, sampler, algo(beside=[beside]))
+        tables[share] = policy.steps[0]
+    torch.testing.assert_close(tables[0.25], 0.75 * tables[0.0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("minimum", [0, 3])
+def test_a_step_without_signal_learns_from_its_terms_alone(minimum):
+    policy, sampler = pair()
+    how = algo(beta=0.0, beside=[lambda scored: Term(given_batch(scored.groups.rollout), pull, 1.0)])
+    _, figures = step(policy, sampler, replace(how, min_groups_with_signal=minimum), parts=[constant])
+    assert figures["train/skipped_step"] == 0.0
+    assert policy.steps[0].any()
+    assert {"sft/loss", "sft/tokens"} <= figures.keys()

@@ -1,6 +1,7 @@
-"""Given tokens: their cross entropy, what each weighs, their share of a step, and that no component dilutes another."""
+"""Given tokens: their cross entropy, what each weighs, their share of a step, and that no term dilutes another."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -10,25 +11,24 @@ import torch
 from batches import GARBAGE, UNMOVED, batches, dealt, scores, totals, with_garbage, with_padding
 from catalogue import bound
 from hypothesis import given, settings
-from steps import CHOSEN, KEY, TokenPolicy, as_sampled, preset, rich_step, silent, unasked
+from steps import KEY, Step, TokenPolicy, as_sampled, learn, old_of, preset, rich_step, silent, steps, unasked
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo import aggregation, controllers, supervised
+from grpo_fn.algo import aggregation, supervised
 from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.objective import Component, compare_as_given, update_policy
-from grpo_fn.core.batch import count, given_batch, without_energy, without_look
+from grpo_fn.algo.needs import ScoredStep, needs
+from grpo_fn.core.batch import given_batch, observed_tokens
+from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Rollout
+from grpo_fn.testing.steps import scored_step
 
-TOKEN_WEIGHTS = bound(supervised, "logp", "row")
+TOKEN_WEIGHTS = {"None": None, **bound(supervised, "logp", "row")}
 SHARES = bound(supervised, "steps")
 AGGREGATIONS = bound(aggregation, "batch", "totals")
-STAGES = [name for name in CHOSEN if name != "objective"]
 FEW = settings(max_examples=max(3, settings.default.max_examples // 6))
-PLAIN = partial(
-    supervised.cross_entropy, token_weight=supervised.every_token_alike, loss_aggregation=aggregation.token_mean
-)
+PLAIN = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=aggregation.token_mean)
 
 
 def composed(phi: str, weigh: str) -> partial:
@@ -38,7 +38,7 @@ def composed(phi: str, weigh: str) -> partial:
 objectives = st.builds(composed, st.sampled_from(sorted(TOKEN_WEIGHTS)), st.sampled_from(sorted(AGGREGATIONS)))
 
 
-def learn(f, logp: Tensor, batch: Batch, denominators=None) -> tuple[Tensor, Tensor]:
+def signal_of(f, logp: Tensor, batch: Batch, denominators=None) -> tuple[Tensor, Tensor]:
     """The learning signal on logp, and the objective's value."""
     loss = partial(f, batch=batch, totals=denominators or totals(batch), gains=UNMOVED)
     signal, (value, _) = grad_and_value(loss, has_aux=True)(scores(logp))
@@ -54,10 +54,10 @@ def exactly(got, wanted) -> None:
 
 
 def phi_of(name: str, logp: float) -> float:
-    return {"every_token_alike": 1.0, "uncertain_tokens": math.exp(logp) * (1 - math.exp(logp))}[name]
+    return {"None": 1.0, "uncertain_tokens()": math.exp(logp) * (1 - math.exp(logp))}[name]
 
 
-@pytest.mark.parametrize("phi", ["every_token_alike", "uncertain_tokens"])
+@pytest.mark.parametrize("phi", ["None", "uncertain_tokens()"])
 @given(batches(), st.sampled_from(["token_mean", "sequence_mean"]))
 def test_cross_entropy_is_the_scalar_loop(phi, data, weigh):
     """arXiv:2508.11408: -phi(p) log p of each token, phi a constant; a mean over tokens, or over rows of row means."""
@@ -70,7 +70,7 @@ def test_cross_entropy_is_the_scalar_loop(phi, data, weigh):
             w = 1 / tokens if weigh == "token_mean" else 1 / (filled * len(row))
             value -= w * phi_of(phi, logp[b, t].item()) * logp[b, t].item()
             slope[b, t] = -w * phi_of(phi, logp[b, t].item())
-    signal, found = learn(composed(f"{phi}()", f"{weigh}()"), logp, batch)
+    signal, found = signal_of(composed(phi, f"{weigh}()"), logp, batch)
     assert found.item() == pytest.approx(value, rel=1e-9, abs=1e-12)
     torch.testing.assert_close(signal, slope, rtol=1e-9, atol=1e-12)
 
@@ -79,25 +79,32 @@ def test_cross_entropy_is_the_scalar_loop(phi, data, weigh):
 def test_splitting_given_rows_into_micro_batches_changes_nothing(f, data, draw):
     logp, batch = data
     cuts = sorted({0, len(logp), *draw.draw(st.lists(st.integers(0, len(logp)), max_size=3))})
-    whole, value = learn(f, logp, batch)
-    parts = [learn(f, logp[a:b], Batch(*(x[a:b] for x in batch)), totals(batch)) for a, b in pairwise(cuts)]
+    whole, value = signal_of(f, logp, batch)
+    parts = [signal_of(f, logp[a:b], Batch(*(x[a:b] for x in batch)), totals(batch)) for a, b in pairwise(cuts)]
     exactly(torch.cat([signal for signal, _ in parts]), whole)
     exactly(sum(v for _, v in parts), value)
 
 
 @given(objectives, batches(), st.integers(1, 3), st.sampled_from(GARBAGE))
 def test_padding_and_garbage_behind_the_mask_change_nothing(f, data, extra, garbage):
-    signal, value = learn(f, *data)
-    wide, same = learn(f, *with_padding(*data, extra))
+    signal, value = signal_of(f, *data)
+    wide, same = signal_of(f, *with_padding(*data, extra))
     exactly(wide[:, :-extra], signal)
     exactly(same, value)
-    dirty, same = learn(f, *with_garbage(*data, garbage))
+    dirty, same = signal_of(f, *with_garbage(*data, garbage))
     assert torch.equal(dirty, signal)
     assert torch.equal(same, value)
     assert not signal[~data[1].mask].any()
 
 
-@pytest.mark.parametrize("phi", TOKEN_WEIGHTS.values(), ids=list(TOKEN_WEIGHTS))
+@given(batches(), st.sampled_from(sorted(AGGREGATIONS)))
+def test_without_a_token_weight_the_bits_are_those_of_a_weight_of_one(data, weigh):
+    ones = partial(composed("None", weigh), token_weight=lambda logp, row: row.mask.to(logp.dtype))
+    for got, wanted in zip(signal_of(composed("None", weigh), *data), signal_of(ones, *data), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("phi", [f for f in TOKEN_WEIGHTS.values() if f is not None])
 @given(batches())
 def test_a_token_weight_is_between_0_and_1_and_0_behind_the_mask(phi, data):
     logp, batch = data
@@ -121,7 +128,7 @@ def test_the_decaying_share_rises_along_a_line_and_falls_along_a_cosine(warmup, 
     assert mu(warmup + decay) == mu(10**9) == 0.05
 
 
-# -- components of a step
+# -- demonstrations beside sampled rows
 
 
 def shown(rows: int, width: int, first: int) -> Rollout:
@@ -144,45 +151,28 @@ class Mixed:
         self.sampled = len(sampled.logp)
         self.shown = shown(rows, sampled.logp.shape[1], self.sampled) if rows else None
 
-    def learn(
-        self,
-        mu: float,
-        *,
-        minibatches: int = 1,
-        micro_tokens: int = 10**6,
-        devices: int = 1,
-        enough: bool = True,
-        **changes,
-    ):
+    def learn(self, mu: float, *, micro_tokens: int = 10**6, devices: int = 1, **changes):
         """The signals of each update on every token, sampled rows first, and the figures."""
-        how = preset("chord")
-        stages = {name: getattr(how, name) for name in CHOSEN}
-        algo = algorithm.StepAlgorithm(
-            **{
-                **supervised.SAMPLED_ONLY,
-                **stages,
-                "group_sampling": partial(as_sampled, self.step.groups),
-                "reward": unasked,
-                "teacher": algorithm.without_teacher,
-                "energy": without_energy,
-                "look": without_look,
-                "old_logp": algorithm.from_trainer,
-                "kl_control": controllers.constant_gain,
-                "entropy_control": controllers.constant_gain,
-                "supervised_share": partial(supervised.constant_share, mu=mu),
-                "demonstrations": lambda steps: self.shown,
-                "group_size": 3,
-                "epochs": 1,
-                "minibatches": minibatches,
-                "split": partial(dealt, micro_tokens=micro_tokens, devices=devices),
-                "anchor": compare_as_given,
-                "min_groups_with_signal": 0 if enough else 10**6,
-                **changes,
-            }
-        )
-        policy = TokenPolicy(self.step, 0.0)
+        share = partial(supervised.constant_share, mu=mu)
+        term = partial(supervised.demonstrations, objective=PLAIN, share=share)
+        numbers = {"prompts": len(self.step.groups.problems), "group_size": 3, "epochs": 1, "min_groups_with_signal": 0}
+        stages = {
+            "group_sampling": partial(as_sampled, self.step.groups),
+            "old_logp": partial(old_of, self.step),
+            "beside": [] if self.shown is None else [term],
+        }
+        policy = TokenPolicy(self.step, 0.0, partial(dealt, micro_tokens=micro_tokens, devices=devices))
         _, carried, figures = algorithm.grpo_step(
-            policy, policy, unasked, algorithm.AT_THE_START, key=KEY, algo=algo, span=silent
+            policy,
+            policy,
+            unasked,
+            algorithm.AT_THE_START,
+            key=KEY,
+            algo=replace(preset("chord"), **numbers | stages | changes),
+            reward=unasked,
+            span=silent,
+            teacher=None,
+            demonstrations=lambda steps: self.shown,
         )
         assert carried.steps == 1
         return policy.signals, figures
@@ -212,7 +202,7 @@ def test_chord_is_the_sum_of_its_parts_each_over_its_own_tokens(seed, prompts, r
 
 @FEW
 @given(SEEDS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
-def test_rows_added_to_one_component_dilute_no_other(seed, prompts, rows, more):
+def test_rows_added_to_one_term_dilute_no_other(seed, prompts, rows, more):
     fewer, larger, longer = (
         Mixed(seed, prompts, rows),
         Mixed(seed, prompts, rows + more),
@@ -246,72 +236,152 @@ def test_given_rows_stay_out_of_the_figures_of_sampled_ones(seed, prompts, rows)
 
 
 def test_a_step_without_signal_learns_from_its_given_rows_alone():
-    mixed = Mixed(3, 2, 2)
-    (signal,), figures = mixed.learn(0.5, enough=False)
+    mixed, alone = Mixed(3, 2, 2), Mixed(3, 2, 0)
+    for each in (mixed, alone):  # one group of two has no signal, and two are needed
+        reward = each.step.groups.reward
+        value = torch.cat([torch.ones_like(reward.value[:1]), reward.value[1:]])
+        groups = each.step.groups._replace(reward=outcome_reward(value, reward.valid, reward.parts))
+        each.step = each.step._replace(groups=groups)
+    (signal,), figures = mixed.learn(0.5, min_groups_with_signal=2)
     assert not signal[: mixed.sampled].any()
     assert signal[mixed.sampled :].any()
     assert figures["train/skipped_step"] == 0.0
-    assert Mixed(3, 2, 0).learn(0.5, enough=False)[0] == []
+    assert alone.learn(0.5, min_groups_with_signal=2)[0] == []
+    assert mixed.learn(0.5, min_groups_with_signal=1)[0][0][: mixed.sampled].any()
 
 
-def test_a_component_alone_is_a_supervised_update():
-    batch = given_batch(shown(3, 4, 0))
-    policy = TokenPolicy(rich_step(1, 3, group_size=1, width=4), 0.0)
-    learns = [Component(batch, count(batch), PLAIN, 1.0)]
-    found = update_policy(
-        policy, learns, UNMOVED, split=partial(dealt, micro_tokens=5, devices=1), anchor=compare_as_given
-    )
-    exactly(policy.signals[0], -batch.mask.double() / batch.mask.sum())
-    assert found.ratio.numel() == 0
+def test_demonstrations_are_those_of_the_steps_before_and_their_share_is():
+    scored = replace(scored_step(*nothing_sampled(), steps=5), demonstrations=lambda steps: shown(steps, 4, 0))
+    mu = partial(supervised.decaying_share, peak=0.9, valley=0.1, warmup=10, decay=0)
+    term = supervised.demonstrations(scored, objective=PLAIN, share=mu)
+    assert len(term.batch.mask) == 5
+    assert (term.weight, term.share, term.sampled) == (0.45, 0.45, False)
+
+
+def nothing_sampled():
+    """Reward and mask of a group of one."""
+    mask = torch.ones(1, 1, 1, dtype=torch.bool)
+    return outcome_reward(torch.zeros(1, 1), mask[..., 0], {}), mask
+
+
+@pytest.mark.parametrize("mu", [-0.1, 1.5])
+def test_a_share_beyond_0_and_1_is_refused(mu):
+    scored = scored_step(*nothing_sampled(), steps=3)
+    with pytest.raises(
+        ValueError, match=rf"supervised\.demonstrations\.share: got {mu} after 3 steps, expected 0 to 1"
+    ):
+        supervised.demonstrations(scored, objective=PLAIN, share=partial(supervised.constant_share, mu=mu))
+
+
+def test_terms_declare_what_the_run_has_to_provide():
+    terms = [partial(supervised.demonstrations, share=float), partial(supervised.observations, coef=1.0)]
+    assert [needs(partial(term, objective=PLAIN)) for term in terms] == [{"demonstrations"}, {"episodes"}]
+
+
+# -- observations beside sampled rows: ECHO, arXiv:2605.24517
+
+COEF = 0.1
+
+
+def places_between(step: Step) -> list[tuple[int, int]]:
+    """(row, token) of what stands between two sampled tokens of a row whose reward is valid, by a loop."""
+    places = []
+    valid = step.groups.reward.valid.flatten().tolist()
+    for b, row in enumerate(step.groups.rollout.mask.tolist()):
+        sampled = [t for t, on in enumerate(row) if on]
+        places += [(b, t) for t in range(sampled[0], sampled[-1]) if not row[t] and valid[b]]
+    return places
+
+
+def observing(step: Step, **how) -> Tensor:
+    beside = [partial(supervised.observations, objective=PLAIN, coef=COEF)]
+    return learn(preset("echo"), step, beside=beside, **how).signals
+
+
+@FEW
+@given(steps(st.integers(1, 3)))
+def test_observations_add_their_cross_entropy_and_leave_sampled_tokens_alone(step: Step):
+    """L_GRPO + lambda L_Env, by a loop over the observed tokens."""
+    places = places_between(step)
+    wanted = learn(preset("echo"), step).signals
+    for b, t in places:
+        wanted[0, b, t] -= COEF / len(places)
+    torch.testing.assert_close(observing(step), wanted, rtol=1e-12, atol=1e-12)
+
+
+@FEW
+@given(steps(st.just(2)), st.integers(1, 20), st.sampled_from([1, 2]))
+def test_micro_batches_of_observations_add_up(step: Step, micro_tokens: int, minibatches: int):
+    parts = observing(step, minibatches=minibatches, micro_tokens=micro_tokens)
+    torch.testing.assert_close(parts, observing(step, minibatches=minibatches), rtol=1e-12, atol=1e-12)
+
+
+@given(steps(st.integers(1, 2)))
+def test_a_step_without_observations_has_no_such_term(step: Step):
+    groups = step.groups
+    scored = ScoredStep(groups, {}, frozenset(), UNMOVED, 0)
+    term = supervised.observations(scored, objective=PLAIN, coef=COEF)
+    assert (term is None) == (not places_between(step))
+    if term is not None:
+        assert sorted(map(tuple, term.batch.mask.nonzero().tolist())) == sorted(places_between(step))
+        assert (term.weight, term.share) == (COEF, 0.0)
+
+
+@given(steps(st.integers(1, 2)), st.integers(1, 3))
+def test_padding_and_prompts_are_no_observations(step: Step, extra: int):
+    mask = step.groups.rollout.mask
+    wide = torch.nn.functional.pad(mask, (extra, extra))
+    between = observed_tokens(wide)
+    assert torch.equal(between[:, extra:-extra], observed_tokens(mask))
+    assert not between[:, :extra].any()
+    assert not between[:, -extra:].any()
+    assert not (between & wide).any()
 
 
 # -- the supervised stage
 
 
+def test_a_supervised_update_is_a_mean_over_its_given_tokens():
+    batch = given_batch(shown(3, 4, 0))
+    cut = partial(dealt, micro_tokens=5, devices=1)
+    policy = TokenPolicy(rich_step(1, 3, group_size=1, width=4), 0.0, cut)
+    (learned,) = supervised.learn_given(policy, batch, PLAIN, UNMOVED, epochs=1, minibatches=1, own_pass=False)
+    exactly(policy.signals[0], -batch.mask.double() / batch.mask.sum())
+    assert learned.ratio.numel() == 0
+    assert learned.micro_batches == len(cut(batch)) > 1
+
+
 def test_a_supervised_step_reads_the_next_demonstrations_and_samples_nothing():
-    step = rich_step(1, 8, group_size=1, width=4)
-    policy = TokenPolicy(step, 0.0)
-    asked = []
+    policy = TokenPolicy(rich_step(1, 8, group_size=1, width=4), 0.0)
+    calls = []
 
     def stream(first: int, number: int) -> list[Problem]:
-        asked.append((first, number))
+        calls.append((first, number))
         return [Problem(i, "", "", {}) for i in range(first, first + number)]
 
-    algo = algorithm.StepAlgorithm(
-        **{
-            **supervised.SAMPLED_ONLY,
-            "given": lambda problems: shown(len(problems), 4, problems[0].uid),
-            "group_sampling": lambda explore, carried: algorithm.GroupBatch(
-                groups := explore(carried.drawn, 4), groups, carried._replace(drawn=carried.drawn + 4), {}
-            ),
-            "objective": PLAIN,
-            "epochs": 1,
-            "minibatches": 2,
-            "split": partial(dealt, micro_tokens=10**6, devices=1),
-            "anchor": compare_as_given,
-            "group_size": 1,
-            "min_groups_with_signal": 1,
-            **dict.fromkeys(["reward", "teacher", "energy", "look", "old_logp", *STAGES], unasked),
-            "filters": [],
-            "kl_control": controllers.constant_gain,
-            "entropy_control": controllers.constant_gain,
-        }
-    )
+    def given_of(problems) -> Rollout:
+        return shown(len(problems), 4, problems[0].uid)
+
+    algo = supervised.Stage(objective=PLAIN, prompts=4, minibatches=2)
     carried = algorithm.AT_THE_START
     for number in (1, 2):
-        seen, carried, figures = supervised.supervised_step(
-            policy, policy, stream, carried, key=KEY, algo=algo, span=silent
+        experience, carried, figures = supervised.supervised_step(
+            policy, policy, stream, carried, algo=algo, given=given_of, span=silent
         )
         assert (carried.drawn, carried.steps) == (4 * number, number)
-        assert seen.groups.reward.value.shape == (4, 1)
+        assert experience.groups.reward.value.shape == (4, 1)
         assert "reward/mean" not in figures
         assert figures["sft/loss"] == pytest.approx(figures["loss/objective"], rel=0.5)
-    assert asked == [(0, 4), (4, 4)]
+    assert calls == [(0, 4), (4, 4)]
     assert len(policy.signals) == 4  # two minibatches a step
     for signal in policy.signals:
         assert signal.sum() == pytest.approx(-1.0)  # each is a mean over its own tokens
 
 
-def test_a_run_that_samples_has_no_demonstrations_to_read():
-    with pytest.raises(ValueError, match="got 2 problems to read demonstrations of, wanted none"):
-        supervised.nothing_given([Problem(0, "", "", {})] * 2)
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [({"epochs": 0}, "epochs: got 0"), ({"prompts": 3, "minibatches": 2}, "prompts 3 do not split into 2 minibatches")],
+)
+def test_numbers_of_a_stage_that_do_not_fit_are_refused(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        supervised.Stage(objective=PLAIN, **{"prompts": 4, **numbers})

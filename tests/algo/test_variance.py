@@ -22,15 +22,14 @@ seeds = st.integers(0, 2**60)
 KINDS = (
     (advantage, ("reward", "valid")),
     (advantage, ("value", "energy", "mask")),
-    (credit, ("reward", "drift", "mask")),
-    (turn_credit, ("reward", "drift", "mask")),
+    (credit, ("scored",)),
+    (turn_credit, ("scored",)),
 )
 WITHOUT_A_LINE = {
-    "no_baseline": "what every line without one has",
     "outcome": "what every advantage of the table goes through",
     "outcome_minus_kl": "a KL is another objective",
     "per_part": "the sum of parts is another objective",
-    "no_rewards": "nothing is estimated",
+    "token_baseline": "what `optimal_token_baseline` goes through",
 }
 
 

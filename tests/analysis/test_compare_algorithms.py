@@ -13,33 +13,12 @@ from lens.row_gradients import influence, noise_scale, row_gradients
 from strategies import tensors
 from torch.func import grad
 
-from grpo_fn.algo import (
-    aggregation,
-    controllers,
-    credit,
-    distillation,
-    group_sampling,
-    importance,
-    kl,
-    losses,
-    masking,
-    objective,
-)
+from grpo_fn.algo import aggregation, credit, kl, losses, objective
 from grpo_fn.algo import masking as filters
-from grpo_fn.algo.advantage import as_credited, group_normalized, mean_centered, no_baseline
-from grpo_fn.algo.objective import compare_as_given
-from grpo_fn.algo.step import (
-    AT_THE_START,
-    Stages,
-    StepAlgorithm,
-    from_sampler,
-    grpo_step,
-    without_teacher,
-)
-from grpo_fn.algo.supervised import SAMPLED_ONLY
+from grpo_fn.algo.advantage import group_normalized, mean_centered
+from grpo_fn.algo.step import AT_THE_START, Algorithm, grpo_step
 from grpo_fn.analysis import compare_algorithms
 from grpo_fn.core import prng
-from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.types import Gains, Scores
 from grpo_fn.rewards.combine import combine, score_serially
 
@@ -48,29 +27,30 @@ TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
 KEY = prng.key(5, device="cpu")
 
 
-def stages(
+def algorithm(
     token_loss=losses.reinforce, advantage=mean_centered, loss_aggregation=aggregation.token_mean, **changes
-) -> Stages:
-    each = {
-        "token_loss": token_loss,
-        "importance_correction": importance.no_correction,
-        "kl": kl.k2,
-        "loss_aggregation": loss_aggregation,
-    }
-    f = partial(objective.policy_objective, **each, beta=0.1, entropy_bonus=0.0)
-    plain = {"credit": partial(credit.outcome, advantage=advantage), "filters": [], "token_mask": masking.no_tokens}
-    plain |= {"baseline": no_baseline, "distillation": distillation.no_teacher, "reweighting": as_credited}
-    plain |= {"energy_weight": importance.no_correction, "distillation_share": distillation.full_share}
-    return Stages(**{**plain, "objective": f, **changes})
+) -> Algorithm:
+    f = partial(
+        objective.policy_objective,
+        token_loss=token_loss,
+        importance_correction=None,
+        kl=kl.k2,
+        loss_aggregation=loss_aggregation,
+        beta=0.1,
+        entropy_bonus=0.0,
+    )
+    plain = {"objective": f, "credit": partial(credit.outcome, advantage=advantage)}
+    numbers = {"prompts": 3, "group_size": 4, "min_groups_with_signal": 0}
+    return Algorithm(**{**plain, **numbers, **changes})
 
 
 OTHERS = {
-    "plain": stages(),
-    "clipped": stages(partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2)),
-    "normalized": stages(
+    "plain": algorithm(),
+    "clipped": algorithm(partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2)),
+    "normalized": algorithm(
         advantage=partial(group_normalized, eps=1e-4, ddof=1), loss_aggregation=aggregation.sequence_mean
     ),
-    "finished": stages(filters=[filters.drop_truncated]),
+    "finished": algorithm(filters=[filters.drop_truncated]),
 }
 
 
@@ -78,26 +58,10 @@ def likes_two(problem, completion) -> float:
     return completion.text.split().count("2") / completion.length
 
 
-def one_step(mine: Stages):
-    """A policy, and what it saw in a step of `mine`."""
-    policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
-    algo = StepAlgorithm(
-        **SAMPLED_ONLY | vars(mine),
-        group_sampling=partial(group_sampling.keep_all, prompts=3),
-        reward=partial(combine, parts=[likes_two], weights=[1.0], score=score_serially),
-        teacher=without_teacher,
-        energy=without_energy,
-        look=without_look,
-        old_logp=from_sampler,
-        kl_control=controllers.constant_gain,
-        entropy_control=controllers.constant_gain,
-        group_size=4,
-        epochs=1,
-        minibatches=1,
-        split=partial(dealt, micro_tokens=10**6, devices=1),
-        anchor=compare_as_given,
-        min_groups_with_signal=0,
-    )
+def one_step(algo: Algorithm):
+    """A policy, and what it saw in a step of `algo`."""
+    cut = partial(dealt, micro_tokens=10**6, devices=1)
+    policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS), cut=cut)
     experience, _, _ = grpo_step(
         policy,
         TableSampler(policy),
@@ -105,7 +69,10 @@ def one_step(mine: Stages):
         AT_THE_START,
         key=KEY,
         algo=algo,
+        reward=partial(combine, parts=[likes_two], weights=[1.0], score=score_serially),
         span=lambda name: nullcontext(),
+        teacher=None,
+        demonstrations=None,
     )
     return policy, experience
 
@@ -114,9 +81,7 @@ def one_step(mine: Stages):
 def test_a_view_is_the_signal_that_a_step_sends_back(name):
     policy, seen = one_step(OTHERS[name])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
-    view = compare_algorithms.view(
-        OTHERS[name], seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY, steps=0
-    )
+    view = compare_algorithms.view(OTHERS[name], seen.groups, old, ref, old, None, UNMOVED, KEY, steps=0)
     scores = table_scores(TABLE.double(), view.batch.tokens, seen.groups.rollout.mask)
     (signal,) = compare_algorithms.signals(scores, {name: view}, UNMOVED)
     sent, shown = policy.signals[0].logp, policy.seen[0]
@@ -139,8 +104,8 @@ def test_one_vmapped_call_is_a_gradient_for_each_view():
     _, seen = one_step(OTHERS["plain"])
     old, ref = seen.batch.logp_old, seen.batch.logp_ref
     views = {
-        name: compare_algorithms.view(s, seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY, steps=0)
-        for name, s in OTHERS.items()
+        name: compare_algorithms.view(algo, seen.groups, old, ref, old, None, UNMOVED, KEY, steps=0)
+        for name, algo in OTHERS.items()
     }
     drift = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
     scores = Scores(torch.where(seen.groups.rollout.mask, old + drift, 0.0), torch.zeros_like(old))
@@ -194,9 +159,7 @@ def test_the_gradients_of_rows_add_up_to_the_steps():
         return table_scores(params["table"], tokens, mask).logp
 
     old, ref = batch.logp_old, batch.logp_ref
-    view = compare_algorithms.view(
-        OTHERS["clipped"], seen.groups, old, ref, old, torch.zeros_like(old), UNMOVED, KEY, steps=0
-    )
+    view = compare_algorithms.view(OTHERS["clipped"], seen.groups, old, ref, old, None, UNMOVED, KEY, steps=0)
     scores = table_scores(TABLE.double(), batch.tokens, batch.mask)
     (signal,) = compare_algorithms.signals(scores, {"": view}, UNMOVED)
     rows = row_gradients(logp, {"table": TABLE.double()}, batch, signal)

@@ -14,10 +14,11 @@ import torch
 from fakes import tokenizer
 from hypothesis import assume, given
 from signal_steps import CLIPPED, EPISODES, HOSTILE, UNMOVED, decode, looked_at, special, step
-from steps import CHOSEN, KEY, PRESETS, learn, preset, rich_step, steps
+from steps import KEY, PRESETS, Step, learn, preset, rich_step, steps
 
-from grpo_fn.algo.step import Experience, Stages, compute_advantages
-from grpo_fn.algo.supervised import SAMPLED_ONLY
+from grpo_fn.algo.needs import needs
+from grpo_fn.algo.needs import ScoredStep, token_advantages
+from grpo_fn.algo.step import Algorithm, Experience, learning_rows
 from grpo_fn.analysis import token_report
 from grpo_fn.analysis.html import escape, page, token_page
 from grpo_fn.analysis.html.token_page import SCRIPT
@@ -26,26 +27,17 @@ from grpo_fn.core.batch import reweigh_groups
 from grpo_fn.core.problem import Turn
 from grpo_fn.core.types import Scores
 
-WEIGHTS = ("energy_weight", "distillation_share")  # of a step, that no preset chooses
-
 # -- the figures
 
 
-def experience(how, taken) -> tuple[Experience, Scores]:
-    stages = Stages(**{name: getattr(how, name) for name in CHOSEN}, **{name: SAMPLED_ONLY[name] for name in WEIGHTS})
-    adv, batch = compute_advantages(
-        taken.groups,
-        taken.logp_old,
-        taken.logp_ref,
-        taken.logp_teacher,
-        taken.energy,
-        UNMOVED,
-        key=KEY,
-        steps=0,
-        stages=stages,
-    )
+def experience(how: Algorithm, taken: Step) -> tuple[Experience, Scores]:
+    rows = {name: getattr(taken, name) for name in ("logp_old", "logp_ref", "logp_teacher", "energy")}
+    scored = ScoredStep(taken.groups, {}, needs([*vars(how).values()]), UNMOVED, results=rows)
+    adv = token_advantages(scored, how.credit)
+    batch = learning_rows(scored, adv, how, own_pass=False, key=KEY)
     logp = torch.where(batch.mask, taken.logp, 0.0)
-    batch = reweigh_groups(batch, logp, len(adv), how.reweighting)
+    if how.reweighting is not None:
+        batch = reweigh_groups(batch, logp, len(adv), how.reweighting)
     return Experience(taken.groups, adv, batch), Scores(logp, -logp)
 
 

@@ -1,54 +1,58 @@
-"""Docstrings of what a user can name: Args, Returns and Raises, as the signature and the body have them."""
+"""Docstrings: one line for everything public; Args, Returns and Raises for what a user can name.
+
+Those are the functions and classes that a gin file of gin/ or experiments/ binds or names, and the functions of the
+catalogue. Their sections have the names of the signature and the errors of the body. Everywhere else one true line
+suffices, and a comment where the reason for something stands.
+"""
 
 import ast
 import importlib
 import inspect
-import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import grpo_fn
 from grpo_fn.config import parse_gin
 from grpo_fn.config.nodes import functions
 
 ROOT = Path(__file__).resolve().parents[2]
-GIVEN = {"MODEL": "'MODEL'", "DATA": "'DATA'"}  # macros that a user gives
-# Whose public functions are imported from other people's code and named in their gin files; but not what serves them.
-LIBRARY = ("grpo_fn.algo", "grpo_fn.rewards", "grpo_fn.environments", "grpo_fn.tasks", "grpo_fn.testing")
-INTERNAL = ("grpo_fn.algo.metrics", "grpo_fn.rewards.math.", "grpo_fn.tasks.rows")
-# How a first line does not begin: it is to say what the thing is, not to ask.
+CATALOGUE = ROOT / "docs" / "algorithms" / "catalogue.md"
+MACROS = {"MODEL": "'MODEL'", "DATA": "'DATA'", "DEMONSTRATIONS": "'DEMONSTRATIONS'"}  # a user binds these
+# How the first line of what a user can name does not begin: it says what the thing is, and does not ask.
 QUESTIONS = re.compile(r"(What|Where|Which|Whether|Who|Whose|How|When)\b")
 
-
-def gin_targets() -> set[Callable[..., Any]]:
-    """Everything that a gin file of ours binds or names."""
-    found: set[Callable[..., Any]] = set()
-    for path in sorted((ROOT / "gin").rglob("*.gin")):
-        text = path.read_text(encoding="utf-8")
-        found |= set(functions(parse_gin([str(path)], [f"{k}={v}" for k, v in GIVEN.items() if f"%{k}" in text])))
-    return {target for target in found if target.__module__.startswith("grpo_fn.")}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def library_targets() -> Iterator[Callable[..., Any]]:
-    """The public functions of the packages that others import."""
-    for module in pkgutil.walk_packages(grpo_fn.__path__, "grpo_fn."):
-        if module.name.startswith(LIBRARY) and not module.name.startswith(INTERNAL):
-            for name, value in vars(importlib.import_module(module.name)).items():
-                own = inspect.isfunction(value) and value.__module__ == module.name and not name.startswith("_")
-                if own and (name.startswith("check_") or not module.name.startswith("grpo_fn.testing")):
-                    yield value
+def gin_targets() -> Iterator[Callable[..., Any]]:
+    """Everything of ours that a gin file binds or names."""
+    with chdir(ROOT):
+        for path in sorted([*ROOT.glob("gin/**/*.gin"), *ROOT.glob("experiments/**/*.gin")]):
+            text = path.read_text(encoding="utf-8")
+            macros = [f"{name}={value}" for name, value in MACROS.items() if f"%{name}" in text]
+            targets = functions(parse_gin([str(path)], macros))
+            yield from (target for target in targets if target.__module__.startswith("grpo_fn."))
 
 
-TARGETS = sorted({*gin_targets(), *library_targets()}, key=lambda target: (target.__module__, target.__qualname__))
+def catalogue_targets() -> Iterator[Callable[..., Any]]:
+    """Every function that has a line of the catalogue; another test says when a line has no function any more."""
+    page = CATALOGUE.read_text(encoding="utf-8")
+    for module, table in re.findall(r"<!-- functions of (\w+) \(.*?-->(.*?)<!-- end -->", page, re.DOTALL):
+        members = vars(importlib.import_module(f"grpo_fn.algo.{module}"))
+        yield from (members[name] for name in re.findall(r"^\| `(\w+)", table, re.MULTILINE) if name in members)
 
 
-def parameters(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """The names that a caller gives."""
+IN_GIN, IN_CATALOGUE = {*gin_targets()}, {*catalogue_targets()}
+TARGETS = sorted(IN_GIN | IN_CATALOGUE, key=lambda target: (target.__module__, target.__qualname__))
+
+
+def parameters(node: ast.ClassDef | Function) -> list[str]:
+    """The names of what a caller passes."""
     if isinstance(node, ast.ClassDef):
         init = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
         if init is not None:
@@ -62,42 +66,114 @@ def parameters(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> l
     return [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
 
 
-def faults(target: Callable[..., Any]) -> list[str]:
-    """What is missing in the docstring of a function or class."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(target))).body
-    assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    text = inspect.getdoc(target) or ""
-    found = [] if not QUESTIONS.match(text) else ["a first line that says what the thing is, not a question word"]
+def faults(source: str) -> list[str]:
+    """What is missing or wrong in the docstring of a function or class."""
+    source = textwrap.dedent(source)
+    (node,) = ast.parse(source).body
+    assert isinstance(node, ast.ClassDef | Function)
+    text = ast.get_docstring(node) or ""
+    messages = [] if text else ["no docstring"]
+    messages += ["a first line that says what the thing is, not a question word"] if QUESTIONS.match(text) else []
     sections = dict(re.findall(r"^(Args|Returns|Yields|Raises|Attributes):\n((?: {4}.*\n?|\n)+)", text, re.MULTILINE))
     block = sections.get("Args", "") + sections.get("Attributes", "")
-    entries = set(re.findall(r"^ {4}([\w, ]+)(?: \([^)]*\))?: ", block, re.MULTILINE))
-    names = {name.strip() for entry in entries for name in entry.split(",")}
-    commented = set(re.findall(r"^ {4}(\w+)\b[^#\n]*:[^#\n]*#", inspect.getsource(target), re.MULTILINE))
-    wanted = parameters(node)
-    missing = [
-        name for name in wanted if name not in names and not (isinstance(node, ast.ClassDef) and name in commented)
-    ]
-    found += [f"Args: {', '.join(missing)}"] if missing else []
-    found += [f"no parameter {name}" for name in sorted(names - set(wanted) - {""}) if wanted]
+    entries = re.findall(r"^ {4}(\w[\w, ]*)(?: \([^)]*\))?: ", block, re.MULTILINE)
+    names = {name.strip() for entry in entries for name in entry.split(",")} - {""}
+    signature = parameters(node)
+    # A field of a class may have its line in a comment beside it.
+    comments = set(re.findall(r"^ {4}(\w+)\b[^#\n]*:[^#\n]*#", source, re.MULTILINE))
+    documented = names | comments if isinstance(node, ast.ClassDef) else names
+    missing = [name for name in signature if name not in documented]
+    messages += [f"Args: {', '.join(missing)}"] if missing else []
+    messages += [f"no parameter {name}" for name in sorted(names - {*signature}) if signature]
     if isinstance(node, ast.ClassDef):
-        return found
-    none = node.returns is None or ast.unparse(node.returns) in ("None", "NoReturn")
-    if not none and not sections.keys() & {"Returns", "Yields"}:
-        found.append("Returns")
-    raised = {
+        return messages
+    silent = node.returns is None or ast.unparse(node.returns) in ("None", "NoReturn")
+    messages += [] if silent or sections.keys() & {"Returns", "Yields"} else ["Returns"]
+    errors = {
         ast.unparse(one.exc.func if isinstance(one.exc, ast.Call) else one.exc)
         for one in ast.walk(node)
         if isinstance(one, ast.Raise) and one.exc is not None
     }
-    said = sections.get("Raises", "")
-    found += [f"Raises: {name}" for name in sorted(raised) if name[0].isupper() and name not in said]
-    return found
+    raises = sections.get("Raises", "")
+    return [*messages, *(f"Raises: {name}" for name in sorted(errors) if name[0].isupper() and name not in raises)]
+
+
+def definitions_without_docstring(source: str) -> list[str]:
+    """`line: name` of every public function and class of a module that has none, and of the module itself."""
+    tree = ast.parse(source)
+    nodes = [node for node in tree.body if isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_")]
+    messages = [f"{node.lineno}: {node.name}" for node in nodes if ast.get_docstring(node) is None]
+    return [*(["1: the module"] if tree.body and ast.get_docstring(tree) is None else []), *messages]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.__module__}.{target.__qualname__}")
 def test_what_a_user_can_name_has_args_returns_and_raises(target: Callable[..., Any]) -> None:
-    assert not faults(target)
+    assert not faults(inspect.getsource(target))
 
 
-def test_the_targets_are_those_of_the_package() -> None:
-    assert len(TARGETS) > 150
+def test_the_targets_are_those_of_the_gin_files_and_of_the_catalogue() -> None:
+    assert len(IN_GIN) > 100
+    assert len(IN_CATALOGUE) > 50
+
+
+def test_everything_public_has_a_docstring() -> None:
+    paths = sorted((ROOT / "grpo_fn").rglob("*.py"))
+    messages = [
+        f"{path.relative_to(ROOT)}:{message} has no docstring"
+        for path in paths
+        for message in definitions_without_docstring(path.read_text(encoding="utf-8"))
+    ]
+    assert not messages, "\n".join(messages)
+
+
+def test_the_entry_point_of_every_command_says_what_its_exit_code_is() -> None:
+    paths = [ROOT / "grpo_fn" / "run.py", *sorted((ROOT / "grpo_fn").glob("*/__main__.py"))]
+    for path in paths:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+        assert "exit code" in (ast.get_docstring(main) or ""), path
+
+
+GOOD = '''
+def clipped(x: Tensor, row: Row, *, eps: float) -> Tensor:
+    """min(r, 1 + eps).
+
+    Args:
+        x (nats): of a row.
+        row, eps: what it
+            is: and how much.
+
+    Returns:
+        [T].
+
+    Raises:
+        ValueError: if eps < 0.
+    """
+    if eps < 0:
+        raise ValueError(eps)
+'''
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "messages"),
+    [
+        ("", "", []),
+        ("min(r", "What min(r", ["a first line that says what the thing is, not a question word"]),
+        ("row, eps:", "row:", ["Args: eps"]),
+        ("row, eps:", "row, epsilon, eps:", ["no parameter epsilon"]),
+        ("Returns:", "Result:", ["Returns"]),
+        ("ValueError: if", "OSError: if", ["Raises: ValueError"]),
+    ],
+)
+def test_sections_are_held_against_the_signature_and_the_body(before: str, after: str, messages: list[str]) -> None:
+    assert faults(GOOD.replace(before, after, 1)) == messages
+
+
+def test_a_comment_documents_a_field() -> None:
+    assert faults('class C:\n    """Class."""\n\n    x: int  # of rows\n    y: int\n') == ["Args: y"]
+
+
+def test_what_is_public_at_the_top_of_a_module_needs_a_docstring() -> None:
+    source = "def f(): ...\n\n\ndef _g(): ...\n\n\nclass C:\n    def method(self): ...\n"
+    assert definitions_without_docstring(source) == ["1: the module", "1: f", "7: C"]
+    assert definitions_without_docstring('"""Module."""\n') == definitions_without_docstring("") == []

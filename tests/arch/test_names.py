@@ -114,6 +114,19 @@ def test_tests_tools_pages_and_gin_files_are_without_private_words() -> None:
     assert found.keys() >= MEANT.keys(), "an exception that is none any more"
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Test folders are no packages: of two modules of one name pytest imports one and refuses the other.
+
+    Those of the real vLLM are run by themselves.
+    """
+    places: dict[str, list[str]] = {}
+    for path in sorted(path for path in (ROOT / "tests").rglob("test_*.py") if path.parent != ROOT / "tests" / "vllm"):
+        places.setdefault(path.name, []).append(str(path.parent.relative_to(ROOT)))
+    doubled = [f"{name} is in {' and '.join(folders)}" for name, folders in places.items() if len(folders) > 1]
+    assert places
+    assert not doubled, "\n".join(doubled)
+
+
 @pytest.mark.parametrize("text", ["test_a_row_is_told_of", "_HEARD", "what\ncame of it", "nobodys_error", "Room for"])
 def test_a_private_word_is_found_in_names_and_texts(text: str) -> None:
     assert PLAIN.search(text)

@@ -37,6 +37,7 @@ SPARE = {
     weighted_losses: set(),
 }
 SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go"}
+SPARE_HELPERS |= {"optimal_token_baseline"}  # of credit.token_baseline
 # What a preset needs of the run file, as its header says.
 OWN_PASS = ["--gin_param", "step.Algorithm.old_logp = @step.from_trainer"]
 TEACHER = ["--gin_file", "scale/teacher.gin", "--gin_param", "TEACHER = @tiny_model.Recipe()"]
@@ -139,14 +140,12 @@ def test_a_preset_leaves_it_to_the_run_how_its_sampler_is_corrected() -> None:
     for name in PRESETS:
         laid = load_config([*engine, f"algo/{name}.gin"], []).root.knobs["algorithm"].knobs
         assert laid["old_logp"] == knobs["old_logp"], name
-        assert innermost(laid["objective"]).knobs["importance_correction"] == innermost(knobs["objective"]).knobs[
-            "importance_correction"
-        ], name
+        assert correction(laid["objective"]) == correction(knobs["objective"]), name
 
 
-def innermost(objective: Node) -> Node:
-    """The objective of sampled tokens, without what is added to it."""
-    return innermost(objective.knobs["objective"]) if "objective" in objective.knobs else objective
+def correction(node: Node) -> object:
+    """That of an objective, which may be within another."""
+    return correction(node.knobs["objective"]) if "objective" in node.knobs else node.knobs["importance_correction"]
 
 
 def test_a_preset_over_another_is_the_preset_alone() -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -18,11 +19,13 @@ from hypothesis import given, settings
 from strategies import masks, tensors
 from torch import Tensor
 from torch.func import grad
+from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo import advantage, aggregation, credit, kl
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, Reward, Totals
 from grpo_fn.testing.aggregations import masked_rows
+from grpo_fn.testing.steps import scored_step
 
 U = 2.0**-24  # 6e-8
 APART = 2e-6  # nats: a log-ratio carries an error of a few U, which cannot distinguish such neighbours
@@ -181,7 +184,7 @@ NESTED: dict[str, tuple] = {
 def credits() -> dict[str, partial]:
     """Every credit function at every combination of its knobs, as `catalogue.bound` does it for other modules."""
     found = {}
-    for name, f in functions(credit, "reward", "drift", "mask").items():
+    for name, f in functions(credit, "scored").items():
         knobs = signature(f)[1]
         tried = (NESTED.get(knob) or values_of(credit, name, f, knob) for knob in knobs)
         for number, values in enumerate(product(*tried)):
@@ -192,9 +195,18 @@ def credits() -> dict[str, partial]:
 CREDITS = credits()
 
 
+class Step(NamedTuple):
+    """What a credit is shown; all but the reward is [P, G, T]."""
+
+    reward: Reward
+    drift: Tensor
+    mask: Tensor
+    energy: Tensor
+
+
 @st.composite
-def float32_steps(draw, most: int = 4) -> tuple[Reward, Tensor, Tensor]:
-    """Reward with two parts, drift [P G T], mask [P G T]; multiples of 1/64, so that R - beta KL is exact in float32.
+def float32_steps(draw, most: int = 4) -> Step:
+    """Reward with two parts, drift, mask, energy; multiples of 1/64, so that R - beta KL is exact in float32.
 
     Otherwise that difference rounds to U |R|, whatever is done with it afterwards.
     """
@@ -202,26 +214,29 @@ def float32_steps(draw, most: int = 4) -> tuple[Reward, Tensor, Tensor]:
     number = st.integers(-128, 128).map(lambda n: n / 64)
     few = st.sampled_from(draw(st.lists(number, min_size=1, max_size=3)))
     value, correct, boxed = (draw(tensors((p, g), few)).float() for _ in range(3))
-    drift, mask = draw(tensors((p, g, t), number)).float(), draw(masks((p, g, t)))
-    return outcome_reward(value, draw(masks((p, g))), {"correct": correct, "boxed": boxed}), drift, mask
+    drift, energy = (draw(tensors((p, g, t), numbers)).float() for numbers in (number, number.map(abs)))
+    reward = outcome_reward(value, draw(masks((p, g))), {"correct": correct, "boxed": boxed})
+    return Step(reward, drift, draw(masks((p, g, t))), energy)
 
 
-def in_double(reward: Reward) -> Reward:
-    return outcome_reward(reward.value.double(), reward.valid, {name: x.double() for name, x in reward.parts.items()})
+def run(f: Callable, step: Step) -> Tensor:
+    return f(scored_step(step.reward, step.mask, drift=step.drift, energy=step.energy))
 
 
-def reach(f: partial, reward: Reward, drift: Tensor, mask: Tensor) -> float:
+def reach(f: partial, step: Step) -> float:
     """The largest number on the way to the result: what its rounding is a rounding of.
 
-    Parts that cancel leave the rounding of the parts; a whitened advantage is divided by the spread of what it
-    whitens, which may be far smaller than that itself.
+    Parts that cancel leave the rounding of the parts, and a value that a baseline is taken from that of the value; a
+    whitened advantage is divided by the spread of what it whitens, which may be far smaller than that itself.
     """
-    result = float(f(reward, drift, mask).abs().max())
+    result = float(run(f, step).abs().max())
     if "weights" in f.keywords:
         single = (partial(f, weights={name: w}) for name, w in f.keywords["weights"].items())
-        return sum(float(one(reward, drift, mask).abs().max()) for one in single)
+        return sum(float(run(one, step).abs().max()) for one in single)
     if "credit" in f.keywords:
-        values = f.keywords["credit"](reward, drift, mask)[mask & reward.valid[..., None]]
+        values = run(f.keywords["credit"], step)[step.mask & step.reward.valid[..., None]]
+        if f.func is credit.token_baseline:
+            return max([result, *values.abs().tolist()])
         gaps = values.sort().values.diff()
         if (gaps > 0).any():
             return result * (1 + float(values.abs().max() / gaps[gaps > 0].min()))
@@ -233,10 +248,10 @@ def reach(f: partial, reward: Reward, drift: Tensor, mask: Tensor) -> float:
 @given(float32_steps())
 def test_a_credit_is_off_by_a_rounding_for_each_token(f, step):
     """|float32 - float64| <= 8 n U `reach`, n the tokens of the step, where what is compared is exact in float32."""
-    reward, drift, mask = step
-    exact, got = f(in_double(reward), drift.double(), mask), f(reward, drift, mask)
+    double = tree_map_only(Tensor, doubled, step)
+    exact, got = run(f, double), run(f, step)
     assert got.dtype == torch.float32
-    slack = 8 * mask.numel() * U * reach(f, in_double(reward), drift.double(), mask)
+    slack = 8 * step.mask.numel() * U * reach(f, double)
     assert ((got.double() - exact).abs() <= slack).all(), (got.tolist(), exact.tolist())
 
 
@@ -244,11 +259,17 @@ def test_a_credit_is_off_by_a_rounding_for_each_token(f, step):
 @SOME
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(1, 3), st.integers(1, 64), st.data())
 def test_a_step_of_equal_rewards_gives_exactly_nothing(f, value, p, g, data):
-    """Any float32 as the reward, groups of any size, next to the reference policy. `reward_to_go` compares nothing."""
+    """Any float32 as the reward, groups of any size, next to the reference policy.
+
+    `reward_to_go` compares nothing, and `token_baseline` nothing where a row is the only one that is so long.
+    """
     if f.func is credit.reward_to_go:
         return
     valid = data.draw(masks((p, 1))).expand(p, g) | (torch.arange(g) % 3 == 0)
     same = torch.where(valid, torch.full((p, g), value, dtype=torch.float32), torch.nan)
     reward = outcome_reward(same, valid, {"correct": same, "boxed": same})
     mask = torch.arange(3) < 1 + torch.arange(p * g).view(p, g, 1) % 3
-    assert (f(reward, torch.zeros(p, g, 3), mask) == 0).all()
+    zeros, rows = torch.zeros(p, g, 3), (mask & valid[..., None]).sum(1, keepdim=True)
+    adv = run(f, Step(reward, zeros, mask, 1.0 + zeros))
+    alone = (rows == 1) & (f.func is credit.token_baseline)
+    assert not torch.where(alone, 0.0, adv).any()

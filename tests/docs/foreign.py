@@ -108,7 +108,7 @@ def wandb(argv: Sequence[str], place: Place, site: Site) -> None:
 def trackio(argv: Sequence[str], place: Place, site: Site) -> None:
     """The project is the one that a run goes to."""
     assert argv[1:3] == ["show", "--project"]
-    assert f'tracker.trackio.destination = "{argv[3]}:offline"' in (ROOT / "gin/base.gin").read_text(), argv
+    assert f'tracker.trackio.destination = "{argv[3]}:offline"' in (ROOT / "gin/logging.gin").read_text(), argv
 
 
 def touch(argv: Sequence[str], place: Place, site: Site) -> None:

@@ -29,7 +29,8 @@ sections.PolicyUpdate.optimizer sections.Evaluation.ks sections.Checkpoints.keep
 sections.Health.stop advantage.group_normalized.ddof advantage.leave_one_out_normalized.eps
 aggregation.constant_length.max_length losses.dual_clip.cap curricula.threshold_levels.review
 group_sampling.dynamic.max_gen_batches importance.sequence_masked_weight.low objective.policy_objective.beta
-rejection.outlier_row.weight sampling.nucleus.top_p format.answer_tags.tags length.cosine_length.verdict
+rejection.outlier_row.weight controllers.adaptive_kl.target objective.with_teacher_divergence.coef
+sampling.nucleus.top_p format.answer_tags.tags length.cosine_length.verdict
 wrappers.with_timeout.seconds combine.combine.weights judge.Judge.endpoint maze.environment.cost arms.rows.base
 mixture.arms.tasks readers.file.path privileged.with_feedback.template chat_template.tokenizer_template.observed
 hf.with_system.system optimizer.cosine_decay.final optimizer.muon.lr lora.LoRA.rank mesh.Parallelism.tp

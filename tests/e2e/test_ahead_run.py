@@ -60,9 +60,7 @@ def test_one_that_is_interrupted_learns_from_the_same_batches(cache: Path, ahead
 
 
 def test_nothing_that_corrects_is_refused_before_anything_starts(cache: Path, tmp_path: Path) -> None:
-    argv = arguments(
-        cache, tmp_path / "none", objective__policy_objective__importance_correction="@importance.no_correction"
-    )
+    argv = arguments(cache, tmp_path / "none", objective__policy_objective__importance_correction=None)
     assert finish(argv, tmp_path / "out") == 2
     assert "max_staleness: got 2 with an objective that does not ask" in (tmp_path / "out").read_text()
     assert not (tmp_path / "none" / "run").exists()

@@ -113,7 +113,7 @@ ECHO = (*EPISODES, "--gin_file", "algo/echo.gin")
 def test_what_environments_wrote_is_learned_alike_by_two_ranks(cache: Path, tmp_path: Path) -> None:
     """By a model that is spread over them: losses, gradients and weights, and of other ones than without it."""
     whole, plain = tmp_path / "whole", tmp_path / "plain"
-    for run, more in ((whole, {}), (plain, {"step__Algorithm__observation_coef": 0.0})):
+    for run, more in ((whole, {}), (plain, {"step__Algorithm__beside": []})):
         assert finish(command(cache, run, *ECHO, **more), run.with_suffix(".out")) == 0
     made = job(tmp_path, 2, command(cache, tmp_path / "run", *ECHO, "--gin_file", "scale/full_shard.gin"))
     assert made.code == 0, made.everything()

@@ -153,8 +153,8 @@ def test_bad_data_is_refused_with_its_row_before_a_run_folder_is_made(
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["step.Algorithm.group_size=2"], "group_size: got 2 in a supervised stage, wanted 1"),
-        (["step.Algorithm.minibatches=3"], "do not split into 3 minibatches"),
+        (["supervised.Stage.group_size=2"], "wanted one of objective, prompts, epochs, minibatches"),
+        (["supervised.Stage.minibatches=3"], "do not split into 3 minibatches"),
     ],
     ids=["groups", "minibatches"],
 )

@@ -88,6 +88,7 @@ def problem(uid: int, prompt: str) -> Problem:
 WORDS = 6  # the table's vocabulary; the last word ends a completion
 PROMPT = 2  # tokens of every prompt
 LIMIT = 4  # tokens of a completion at most
+CUT = partial(dealt, micro_tokens=20, devices=1)
 
 
 class TablePolicy:
@@ -105,7 +106,7 @@ class TablePolicy:
         *,
         lr: float,
         reference_table: Tensor | None,
-        cut: Callable[[Batch], list[Tensor]] = partial(dealt, micro_tokens=20, devices=1),
+        cut: Callable[[Batch], list[Tensor]] = CUT,
     ) -> None:
         self.table, self.lr, self.reference_table, self.split_rows = table.double(), lr, reference_table, cut
         self.grad = torch.zeros_like(self.table)

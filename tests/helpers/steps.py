@@ -206,6 +206,7 @@ def learn(
         reward=unasked,
         span=silent,
         teacher=partial(taught, step),
+        demonstrations=None,
     )
     return Learned(torch.stack(policy.signals) if policy.signals else torch.zeros(0), figures["loss/objective"])
 

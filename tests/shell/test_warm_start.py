@@ -7,18 +7,16 @@ from pathlib import Path
 import torch
 from fakes import qwen2_tied
 from policies import local
-from steps import CHOSEN, KEY, silent, unasked
+from steps import silent, unasked
 from torch import nn
 
-from grpo_fn.algo import controllers, supervised
-from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.objective import compare_as_given
+from grpo_fn.algo import supervised
+from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core.problem import COMPLETION, Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell import warm_start
 from grpo_fn.shell.model import demonstrations, hf, tiny_model, tiny_tool_model
 from grpo_fn.shell.policy import optimizer
-from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.source_hash import imported_sources
 
 BARE = tiny_model.byte_tokenizer(chat=False)
@@ -57,24 +55,6 @@ def given_of(problems: list[Problem]) -> Rollout:
     return demonstrations.given_rollout(problems, tokenizer=BARE, device=torch.device("cpu"), **how)
 
 
-def stage_of(policy: FSDPPolicy) -> algorithm.StepAlgorithm:
-    """The supervised stage as a run has it, ROWS rows a step."""
-    stages = [name for name in CHOSEN if name not in ("objective", "filters")]
-    return algorithm.StepAlgorithm(
-        **{
-            **supervised.SAMPLED_ONLY,
-            **dict.fromkeys(["reward", "teacher", "energy", "look", "old_logp", *stages], unasked),
-            **{"given": given_of, "objective": warm_start.CROSS_ENTROPY, "filters": []},
-            "group_sampling": lambda explore, carried: algorithm.GroupBatch(
-                groups := explore(carried.drawn, ROWS), groups, carried._replace(drawn=carried.drawn + ROWS), {}
-            ),
-            **{"epochs": 1, "minibatches": 1, "group_size": 1, "min_groups_with_signal": 1},
-            **{"split": policy.split_rows, "anchor": compare_as_given},
-            **dict.fromkeys(["kl_control", "entropy_control"], controllers.constant_gain),
-        }
-    )
-
-
 def test_a_warm_start_and_a_supervised_stage_give_the_same_weights_from_the_same_rows() -> None:
     """The stage as a run has it: its own rows from problems, `supervised_step`, and the policy of a run."""
     trained = model()
@@ -90,9 +70,10 @@ def test_a_warm_start_and_a_supervised_stage_give_the_same_weights_from_the_same
         shown = [(index, *pair(index)) for index in range(first, first + number)]
         return [Problem(index, asked, answer, {COMPLETION: answer}) for index, asked, answer in shown]
 
-    carried, algo = algorithm.AT_THE_START, stage_of(policy)
+    stage = supervised.Stage(objective=warm_start.CROSS_ENTROPY, prompts=ROWS)
+    carried, how = AT_THE_START, {"algo": stage, "given": given_of, "span": silent}
     for _ in range(STEPS):
-        _, carried, _ = supervised.supervised_step(policy, Idle(), stream, carried, key=KEY, algo=algo, span=silent)
+        _, carried, _ = supervised.supervised_step(policy, Idle(), stream, carried, **how)
     assert carried.drawn == STEPS * ROWS
     started = model().state_dict()
     for name, x in warm_started().state_dict().items():
@@ -147,6 +128,6 @@ def test_what_a_warm_start_runs_is_among_the_sources_of_each_recipe():
         warm_start.train_supervised(made, BARE, iter([[("1+1=", False), ("2", True)]]), plan, report=lambda _: None)
     finally:
         sys.setprofile(before)
-    assert {path.name for path in entered} > {"metrics.py", "objective.py", "supervised.py", "optimizer.py"}
+    assert {path.name for path in entered} > {"metrics.py", "step.py", "supervised.py", "optimizer.py"}
     for recipe in (tiny_model, tiny_tool_model):
         assert entered <= set(imported_sources([recipe.__name__]).values())

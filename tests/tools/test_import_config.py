@@ -397,8 +397,8 @@ def test_an_engine_and_a_correction_are_carried(nemo: bool, name: str, tmp_path:
     assert {knob: found.get(knob) for knob in bound} == bound
     (tmp_path / "made.gin").write_text(made.text("x"))
     given = [f"{macro}=m" for macro in ("MODEL", "DATA") if macro not in made.macros]
-    knobs = load_config([str(tmp_path / "made.gin")], given).root.knobs["algorithm"].knobs
-    validate.check_correction(*(freeze(knobs[knob], {}) for knob in ("objective", "old_logp")))
+    knobs = load_config([str(tmp_path / "made.gin")], given).root.knobs
+    check_sampler_logp(freeze(knobs["algorithm"], {}), knobs["sampling"].knobs["max_staleness"])
 
 
 # -- schedules

@@ -8,7 +8,7 @@ import pytest
 NEED = {
     **dict.fromkeys(("opd", "mopd", "iw_opd", "rlsd", "sdft", "sdpo"), "train.train.teacher: got None"),
     "chord": "train.train.demonstrations: got None",
-    "echo": "step.Algorithm.observation_coef: got 0.1 in a run without episodes",
+    "echo": "train.train.episodes: got None",
     "m2po": "wanted step.Algorithm.old_logp = @step.from_trainer",
 }
 

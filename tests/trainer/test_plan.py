@@ -6,94 +6,13 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 import torch
-from catalogue import AROUND_THE_SAMPLER, bound, corrections, each, token_losses
 from hypothesis import given
 
-from grpo_fn.algo import advantage, aggregation, credit, distillation, importance, kl, masking, objective
-from grpo_fn.algo.step import from_sampler, from_trainer
 from grpo_fn.core import checks, sampling
 from grpo_fn.shell.policy.memory import Memory, Part
 from grpo_fn.trainer import plan
 from grpo_fn.trainer.checks import validate
 from grpo_fn.trainer.plan import Plan
-
-LOSSES, CORRECTIONS, KLS = token_losses(), corrections(), bound(kl, "logp", "row")
-WEIGHTS = bound(aggregation, "batch", "totals")
-ADVANTAGES = bound(advantage, "reward", "valid")
-
-
-CENTERED = partial(credit.outcome, advantage=advantage.mean_centered)
-
-
-def composed(loss: str, penalty: str, weigh: str, beta: float) -> partial:
-    return partial(
-        objective.policy_objective,
-        token_loss=LOSSES[loss],
-        importance_correction=importance.no_correction,
-        kl=KLS[penalty],
-        loss_aggregation=WEIGHTS[weigh],
-        beta=beta,
-        entropy_bonus=0.01,
-    )
-
-
-@pytest.mark.parametrize("penalty", list(KLS))
-@given(loss=st.sampled_from(sorted(LOSSES)), weigh=st.sampled_from(sorted(WEIGHTS)), beta=st.floats(1e-9, 10))
-def test_a_reference_is_needed_exactly_when_beta_is_positive(penalty, loss, weigh, beta):
-    assert validate.uses_reference(composed(loss, penalty, weigh, beta), CENTERED, ())
-    assert not validate.uses_reference(composed(loss, penalty, weigh, 0.0), CENTERED, ())
-
-
-@given(beta=st.floats(1e-6, 10))
-def test_a_reference_is_needed_for_a_kl_in_the_reward(beta):
-    objective = composed(sorted(LOSSES)[0], sorted(KLS)[0], sorted(WEIGHTS)[0], 0.0)
-    leave_one_out = advantage.leave_one_out
-    for penalised in (
-        partial(credit.reward_to_go, beta=beta),
-        partial(credit.token_whitened, credit=partial(credit.reward_to_go, beta=beta), eps=1e-8),
-    ):
-        assert validate.uses_reference(objective, penalised, ())
-    assert not validate.uses_reference(objective, partial(credit.reward_to_go, beta=0.0), ())
-    within = partial(credit.outcome_minus_kl, advantage=leave_one_out, beta=beta)
-    assert validate.uses_reference(objective, within, ())
-
-
-# -- the pass before the update
-
-
-OUTCOME = partial(credit.outcome, advantage=advantage.mean_centered)
-TO_GO = partial(credit.reward_to_go, beta=0.1)
-KL_COV = partial(masking.kl_cov_tokens, share=0.01)
-CLIP_COV = partial(masking.clip_cov_tokens, low=1.0, high=5.0, share=0.01)
-FURTHEST = partial(masking.second_moment_tokens, limit=0.04)
-
-
-@pytest.mark.parametrize(
-    ("old_logp", "updates", "how", "mark", "found"),
-    [
-        (from_trainer, 1, OUTCOME, masking.no_tokens, True),
-        (partial(from_trainer), 1, OUTCOME, masking.no_tokens, True),
-        (from_trainer, 2, OUTCOME, masking.no_tokens, False),
-        (from_sampler, 1, OUTCOME, masking.no_tokens, False),
-        (from_trainer, 1, TO_GO, masking.no_tokens, False),
-        (from_trainer, 1, OUTCOME, KL_COV, False),
-        (from_trainer, 1, OUTCOME, CLIP_COV, False),
-        (from_trainer, 1, OUTCOME, FURTHEST, False),
-    ],
-)
-def test_an_update_finds_the_old_policy_itself_where_it_was_not_needed_before(old_logp, updates, how, mark, found):
-    assert validate.own_pass_suffices(old_logp, updates, how, distillation.no_teacher, mark, ()) is found
-
-
-@pytest.mark.parametrize("mark", [masking.no_tokens, KL_COV, CLIP_COV, FURTHEST])
-def test_a_selection_that_compares_the_sampler_with_itself_is_refused(mark):
-    validate.check_selection(mark, from_trainer)
-    if mark is not FURTHEST:
-        validate.check_selection(mark, from_sampler)
-        return
-    with pytest.raises(ValueError, match=r"^token_mask: got a selection by logp_old - logp_sampled .*from_trainer$"):
-        validate.check_selection(mark, partial(from_sampler))
-
 
 # -- what the sampler may do
 
@@ -179,104 +98,7 @@ def test_a_sampler_of_nan_is_refused():
         validate.check_full_support(broken, 1.0, False)
 
 
-# -- what stale samples ask of the objective
-
-WITHOUT_A_RATIO = {"reinforce"}
-
-
-def with_correction(loss: str, correct: str, beta: float = 0.3) -> partial:
-    return partial(composed(loss, "k1_ratio()", "token_mean()", beta), importance_correction=CORRECTIONS[correct])
-
-
-@pytest.mark.parametrize("loss", list(LOSSES))
-@pytest.mark.parametrize("correct", list(CORRECTIONS))
-def test_stale_samples_need_an_objective_that_asks_the_sampler(loss, correct):
-    """Through a ratio to the sampler, a correction, or the loss itself; a KL to the sampler is none of them."""
-    objective, name = with_correction(loss, correct), LOSSES[loss].func.__name__
-    corrects = CORRECTIONS[correct].func.__name__ != "no_correction"
-    by_the_mask = CORRECTIONS[correct].func.__name__ in BY_THE_POLICY
-    fine = {
-        from_sampler: name not in WITHOUT_A_RATIO or by_the_mask,
-        from_trainer: corrects or name in AROUND_THE_SAMPLER,
-    }
-    for old_logp, good in fine.items():
-        validate.check_stale(objective, old_logp, 0)
-        if good:
-            validate.check_stale(objective, old_logp, 3)
-            continue
-        with pytest.raises(
-            ValueError,
-            match=r"^max_staleness: got 3 .*from_trainer and .*importance_correction = @importance\.truncated_weight",
-        ):
-            validate.check_stale(objective, old_logp, 3)
-
-
-BY_THE_POLICY = {"off_policy_sequence_mask", "weight_and_mask"}  # these ask the policy as it is, whatever logp_old is
-
-
-@pytest.mark.parametrize("loss", list(LOSSES))
-@pytest.mark.parametrize("correct", list(CORRECTIONS))
-def test_a_correction_that_compares_the_sampler_with_itself_is_refused(loss, correct):
-    objective, name = with_correction(loss, correct), CORRECTIONS[correct].func.__name__
-    validate.check_correction(objective, from_trainer)
-    if name in {"no_correction", *BY_THE_POLICY}:
-        return validate.check_correction(objective, from_sampler)
-    with pytest.raises(ValueError, match=r"^importance_correction: got a correction by logp_old - logp_sampled"):
-        validate.check_correction(objective, from_sampler)
-    return None
-
-
-def test_an_objective_of_ones_own_that_knows_no_correction_is_none_of_its_business():
-    def own(scores, *, batch, totals, gains):
-        return (scores.logp * batch.adv).sum(), {}
-
-    validate.check_correction(own, from_sampler)
-    validate.check_stale(own, from_sampler, 0)
-    with pytest.raises(ValueError, match="max_staleness: got 1"):
-        validate.check_stale(own, from_sampler, 1)
-
-
-@each(ADVANTAGES)
-def test_a_group_of_one_has_nothing_to_compare_with(f):
-    validate.check_credit(partial(credit.outcome, advantage=f), distillation.no_teacher, 2, ())
-    with pytest.raises(ValueError, match="group_size: got 1 with an advantage that compares within a group"):
-        validate.check_credit(partial(credit.outcome, advantage=f), distillation.no_teacher, 1, ())
-
-
-def test_a_group_of_one_is_fine_where_the_batch_is_the_baseline():
-    validate.check_credit(partial(credit.reward_to_go, beta=0.0), distillation.no_teacher, 1, ())
-    validate.check_credit(
-        partial(credit.token_whitened, credit=partial(credit.reward_to_go, beta=0.0), eps=1e-8),
-        distillation.no_teacher,
-        1,
-        (),
-    )
-
-
-def test_a_group_of_one_is_fine_where_a_teacher_is_learned_from():
-    validate.check_credit(credit.no_rewards, partial(distillation.teacher_gap, coef=1.0), 1, ())
-
-
-def test_where_no_reward_is_learned_from_no_group_is_needed_and_no_signal_can_be_asked_for():
-    for size in (1, 4):
-        validate.check_credit(credit.no_rewards, distillation.no_teacher, size, ())
-    validate.check_signal_wanted(credit.no_rewards, distillation.no_teacher, 0, ())
-    validate.check_signal_wanted(credit.no_rewards, partial(distillation.teacher_gap, coef=1.0), 1, ())
-    validate.check_signal_wanted(CENTERED, distillation.no_teacher, 1, ())
-    with pytest.raises(ValueError, match="min_groups_with_signal: got 3 with advantages that are always 0"):
-        validate.check_signal_wanted(credit.no_rewards, distillation.no_teacher, 3, ())
-
-
-def test_advantages_by_a_teacher_need_the_old_policy_before_the_update():
-    how = partial(distillation.teacher_gap, coef=1.0)
-    assert not validate.own_pass_suffices(from_trainer, 1, OUTCOME, how, masking.no_tokens, ())
-
-
-def test_a_credit_that_weighs_a_part_that_there_is_not_is_refused():
-    weighs = partial(credit.per_part, advantage=advantage.mean_centered, weights={"correct": 1.0, "polite": 0.5})
-    validate.check_credit(weighs, distillation.no_teacher, 4, ["correct", "polite"])
-    with pytest.raises(ValueError, match=r"weights: got parts \['polite'\], wanted some of \['boxed', 'correct'\]"):
-        validate.check_credit(weighs, distillation.no_teacher, 4, ["correct", "boxed"])
+# -- numbers
 
 
 @given(st.integers(-3, 12), st.integers(1, 8))

@@ -12,7 +12,6 @@ from fakes import problem, tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2Config
 
-from grpo_fn.algo import distillation
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Groups, Rollout
 from grpo_fn.shell.model import hf
@@ -147,42 +146,6 @@ def test_the_first_token_that_differs_is_named(tmp_path: Path):
     other = AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ValueError, match=rf"whose tokenizer has .* as token {a}, wanted the policy's .*; 2 of \d+"):
         check_teachers.check_same_tokenizer("t", other, own)
-
-
-@pytest.mark.parametrize(
-    ("f", "reads"),
-    [
-        (distillation.no_teacher, False),
-        (partial(distillation.teacher_gap, coef=1.0), True),
-        (partial(distillation.teacher_gap, coef=0.0), False),
-        (partial(distillation.early_teacher_gap, coef=1.0, gamma=0.5), True),
-        (partial(distillation.teacher_reweighted, lam=0.5, clip=0.2), True),
-        (partial(distillation.teacher_reweighted, lam=0.0, clip=0.2), False),
-    ],
-)
-def test_an_algorithm_that_learns_from_a_teacher_wants_one(f, reads):
-    assert check_teachers.reads_gap(f) is reads
-    check_teachers.check_distillation(f, object(), also=True)
-    if reads:
-        with pytest.raises(ValueError, match=r"train\.train\.teacher: got None with an algorithm that learns from a"):
-            check_teachers.check_distillation(f, None, also=False)
-    else:
-        check_teachers.check_distillation(f, None, also=False)
-        with pytest.raises(ValueError, match="wanted one"):
-            check_teachers.check_distillation(f, None, also=True)
-
-
-WARMED = partial(distillation.linear_share, warmup=2, decay=0)
-REWEIGHTED = partial(distillation.teacher_reweighted, lam=0.5, clip=0.2)
-
-
-def test_a_share_of_the_teachers_part_is_one_and_has_something_to_be_of():
-    check_teachers.check_distillation_share(distillation.full_share, distillation.no_teacher, 10)
-    check_teachers.check_distillation_share(WARMED, REWEIGHTED, 10)
-    with pytest.raises(ValueError, match=r"distillation_share: got 1\.5 after 3 steps, wanted a share, 0 to 1"):
-        check_teachers.check_distillation_share(lambda steps: steps / 2, REWEIGHTED, 10)
-    with pytest.raises(ValueError, match=r"distillation_share: got one below 1 with a distillation that does not look"):
-        check_teachers.check_distillation_share(WARMED, distillation.no_teacher, 10)
 
 
 # -- other prompts

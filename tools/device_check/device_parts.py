@@ -124,7 +124,18 @@ class Bench(NamedTuple):
             group_size=group_size,
         )
         reward = partial(combine, parts=[even], weights=[1.0], score=score_serially)
-        return grpo_step(self.policy, sampler, problems, carried, key=key, algo=algo, reward=reward, span=span)
+        return grpo_step(
+            self.policy,
+            sampler,
+            problems,
+            carried,
+            key=key,
+            algo=algo,
+            reward=reward,
+            span=span,
+            teacher=None,
+            demonstrations=None,
+        )
 
 
 def built(

@@ -19,8 +19,8 @@ from grpo_fn.algo.advantage import group_normalized
 from grpo_fn.algo.credit import first_token, outcome, row_whitened
 from grpo_fn.algo.importance import log_ratio
 from grpo_fn.algo.kl import k3
-from grpo_fn.algo.needs import needs
-from grpo_fn.algo.step import UNMOVED, Algorithm, ScoredStep, advantages, from_trainer, learning_rows
+from grpo_fn.algo.needs import ScoredStep, needs, token_advantages
+from grpo_fn.algo.step import UNMOVED, Algorithm, from_trainer, learning_rows
 from grpo_fn.algo.weighted_losses import vespo
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import masked, prng
@@ -168,7 +168,7 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
         )
         passes = {"logp_old": made.old[rows], "logp_ref": made.ref[rows]}  # no credit of an import reads an energy
         scored = ScoredStep(part, {}, needs([*vars(algo).values()]), results=passes)
-        adv = advantages(scored, algo.credit)
+        adv = token_advantages(scored, algo.credit)
         batch = learning_rows(scored, adv, algo, own_pass=False, key=prng.key(0, device="cpu"))
         if "unscored rows" in repairs:
             keep = torch.stack([torch.ones_like(part.reward.valid), *(f(part.rollout, adv) for f in algo.filters)])

@@ -22,6 +22,8 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
+import catalogue_page
+
 from grpo_fn.config import parse_gin
 from grpo_fn.config.dump import expand_macros, gin_literal
 from grpo_fn.config.nodes import Reference, functions, nested_references
@@ -32,7 +34,7 @@ PAGES, GIN = ROOT / "docs" / "configuration", ROOT / "gin"
 # Packages of which a gin file may name any function that can stand in the place of one that our files name.
 CATALOGUE = ("algo", "environments", "rewards", "tasks")
 # Such functions that are the program's own: it wraps what a gin file names in them.
-INTERNAL = {"observation_objective", "prompt_length", "sample_and_follow", "weighted_objective"}
+INTERNAL = {"sample_and_follow", "weighted_objective"}
 Target = Callable[..., Any]
 KNOBS = """# Knobs
 
@@ -75,12 +77,18 @@ def kind(target: Target) -> Hashable:
     return data, "" if len(data) > 1 else str(inspect.signature(target).return_annotation)
 
 
+class Selectors(dict[Target, str]):
+    """The name of every function, as a value has it."""
+
+    def __missing__(self, target: Target) -> str:
+        return gin_name(target)
+
+
 class Usage:
     """What the gin files name, and what they and the program pass to it; by kind, a class being a kind of its own."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.base = parse_gin([str(GIN / "base.gin")], [])
-        self.selectors = {target: gin_name(target) for target in functions(self.base)}
         self.targets: set[Target] = set()
         self.calls: set[Target] = set()  # what some file names as `@f()`
         self.arguments: dict[Hashable, set[str]] = defaultdict(set)  # keyword arguments that the program passes
@@ -97,8 +105,11 @@ class Usage:
                         self.arguments[kind(value.target)].update(supplied.get(knob, ()))
 
     def catalogue(self) -> set[Target]:
-        """All functions that a file names, and those of their modules and of CATALOGUE that could stand there."""
+        """All functions that a file or the catalogue names, and those of their kinds in their modules or CATALOGUE."""
         targets, kinds = {*self.targets}, {kind(target) for target in self.targets}
+        for module, data in catalogue_page.TABLE.findall(catalogue_page.PAGE.read_text(encoding="utf-8")):
+            functions_of = catalogue_page.functions(import_module(f"grpo_fn.algo.{module}"), tuple(data.split(", ")))
+            targets.update(functions_of.values())
         modules = {target.__module__ for target in self.targets}
         for package in CATALOGUE:
             modules |= {f"grpo_fn.{package}.{one.name}" for one in iter_modules([str(ROOT / "grpo_fn" / package)])}
@@ -119,7 +130,8 @@ class Usage:
             passed = name in self.arguments[kind(target)] or (data and not scopes and target not in self.calls)
             for scope in sorted(scopes) if passed else [""]:
                 value = self.base.knobs.get((scope, target), {}).get(name, parameter.default)
-                default = "" if value is parameter.empty else gin_literal(value, self.selectors).replace(", )", ",)")
+                value = Reference(value, (), False) if inspect.isfunction(value) else value
+                default = "" if value is parameter.empty else gin_literal(value, Selectors()).replace(", )", ",)")
                 whole = code(f"{scope}/{gin_name(target)}.{name}".lstrip("/"))
                 yield f"| {whole} | {code(types[name])} | {code(default)} | {cell(meanings[name])} |"
 
@@ -164,8 +176,7 @@ def code(text: str) -> str:
 
 def place(target: Target) -> tuple[object, ...]:
     """Where a function stands on the page: the root, its sections, then everything else by module, as in the source."""
-    module = target.__module__
-    line = inspect.getsourcelines(target)[1]
+    module, (_, line) = target.__module__, inspect.getsourcelines(target)
     return module != "grpo_fn.train", module != "grpo_fn.trainer.sections", module, line
 
 

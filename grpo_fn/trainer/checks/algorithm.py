@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpo_fn.algo import credit as credits
-from grpo_fn.algo import supervised
+from grpo_fn.algo import distillation, supervised
 from grpo_fn.algo.needs import needs
 from grpo_fn.algo.step import Algorithm, from_sampler
 from grpo_fn.core.partials import describe_function, function_and_knobs, uses_of
@@ -22,8 +22,7 @@ ARGUMENTS = {
     **{"filters": ("rollout", "adv"), "token_mask": ("batch", "keys"), "reweighting": ("logp", "rows")},
     **{"control": ("gains", "figures"), "token_loss": ("logp", "row"), "kl": ("logp", "row")},
     **{"importance_correction": ("logp", "row"), "energy_weight": ("logp", "row"), "token_weight": ("logp", "row")},
-    **{"divergence": ("logp", "row"), "loss_aggregation": ("batch", "totals"), "share": ("steps",)},
-    "advantage": ("reward", "valid"),
+    **{"loss_aggregation": ("batch", "totals"), "share": ("steps",), "advantage": ("reward", "valid")},
 }
 
 
@@ -37,7 +36,7 @@ def check_algorithm(settings: Settings) -> None:
     for knob, value in functions_of(vars(algorithm), ""):
         check_signature(knob, value)
         if knob.endswith(".share"):
-            check_share(knob, value, steps)
+            check_step_share(knob, value, steps)
     if isinstance(algorithm, supervised.Stage):
         for name in ("teacher", "demonstrations"):
             if getattr(settings, name) is not None:
@@ -82,7 +81,7 @@ def check_signature(knob: str, function: Callable[..., Any]) -> None:
         ) from error
 
 
-def check_share(knob: str, share: Callable[[int], float], steps: int) -> None:
+def check_step_share(knob: str, share: Callable[[int], float], steps: int) -> None:
     """Raise ValueError for a share of a step that is none, at any step of the run."""
     for step in range(steps):
         if not 0 <= (value := share(step)) <= 1:
@@ -143,7 +142,9 @@ def check_sampler_logp(algorithm: Algorithm, max_staleness: int) -> None:
 def check_group_size(algorithm: Algorithm) -> None:
     """Raise ValueError for groups of one that are compared within, and for a signal that nothing can give."""
     declared = needs(algorithm.credit)
-    if algorithm.group_size == 1 and "groups" in declared and "logp_teacher" not in declared:
+    # A teacher's gap is a signal of its own, unless it only reweighs advantages.
+    gap = "logp_teacher" in declared and not any(uses_of(distillation.teacher_reweighted, algorithm.credit))
+    if algorithm.group_size == 1 and "groups" in declared and not gap:
         raise ValueError(
             "group_size: got 1 with an advantage that compares within a group (always 0), wanted 2 or more"
         )

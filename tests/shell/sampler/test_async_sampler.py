@@ -22,25 +22,9 @@ from crew import CPU, crew
 from fakes import WORDS, TablePolicy, TableSampler, problem
 from hypothesis import given, settings
 
-from grpo_fn.algo import (
-    advantage,
-    aggregation,
-    controllers,
-    credit,
-    distillation,
-    group_sampling,
-    importance,
-    kl,
-    losses,
-    masking,
-    objective,
-)
-from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.objective import compare_as_given
-from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, grpo_step
-from grpo_fn.algo.supervised import SAMPLED_ONLY
+from grpo_fn.algo import advantage, aggregation, credit, group_sampling, kl, losses, objective
+from grpo_fn.algo.step import AT_THE_START, Algorithm, grpo_step
 from grpo_fn.core import prng
-from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Groups, Reward, Rollout
@@ -400,45 +384,31 @@ def length_reward(problems: Sequence[Problem], rollout: Rollout) -> Reward:
 
 
 def train(world: World, gather: Any, max_staleness: int, steps: int, since: Trained) -> Trained:
-    algo = StepAlgorithm(
-        **SAMPLED_ONLY,
-        group_sampling=partial(gather, prompts=2),
-        reward=length_reward,
-        teacher=algorithm.without_teacher,
-        credit=partial(credit.outcome, advantage=advantage.mean_centered),
-        baseline=advantage.no_baseline,
-        energy=without_energy,
-        distillation=distillation.no_teacher,
-        reweighting=advantage.as_credited,
-        look=without_look,
-        filters=(),
-        token_mask=masking.no_tokens,
+    algo = Algorithm(
         objective=partial(
             objective.policy_objective,
             token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
-            importance_correction=importance.no_correction,
+            importance_correction=None,
             kl=kl.k3_ratio,
             loss_aggregation=aggregation.token_mean,
             beta=0.0,
             entropy_bonus=0.0,
         ),
-        old_logp=algorithm.from_sampler,
-        kl_control=controllers.constant_gain,
-        entropy_control=controllers.constant_gain,
+        credit=partial(credit.outcome, advantage=advantage.mean_centered),
+        group_sampling=gather,
+        prompts=2,
         group_size=3,
-        epochs=1,
-        minibatches=1,
-        split=partial(dealt, micro_tokens=100, devices=1),
-        anchor=compare_as_given,
         min_groups_with_signal=0,
     )
-    policy = TablePolicy(since.table, lr=0.5, reference_table=None)
+    cut = partial(dealt, micro_tokens=100, devices=1)
+    policy = TablePolicy(since.table, lr=0.5, reference_table=None, cut=cut)
     one = AsyncSampler(DataParallelSampler(Table(policy), world), asked, max_staleness=max_staleness, deadline=LONG)
     one.load(policy)
     one.refill(since.drained)
     carried, figures, learned = since.carried, [*since.figures], [*since.learned]
     for _ in range(steps):
-        seen, carried, step_figures = grpo_step(policy, one, asked, carried, key=KEY, algo=algo, span=nullcontext)
+        how = {"algo": algo, "reward": length_reward, "span": nullcontext, "teacher": None}
+        seen, carried, step_figures = grpo_step(policy, one, asked, carried, key=KEY, demonstrations=None, **how)
         own = one.figures()
         own.pop("generation/wait_seconds")
         step_figures.pop("optimizer/step")  # of the policy, which is a new one

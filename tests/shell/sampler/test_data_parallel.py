@@ -14,19 +14,15 @@ from crew import CPU, crew
 from e2e.test_ranks import APART, ROUNDED  # how far extremes over single tokens may be apart
 from fakes import MODELS, VOCABULARY, problem, tokenizer
 from hypothesis import given, settings
-from steps import Preset, preset
+from steps import preset
 from test_fsdp_ranks import Case, scale_of
 from transformers import AutoConfig
 
-from grpo_fn.algo import controllers, group_sampling
 from grpo_fn.algo import controllers as loss_scale
-from grpo_fn.algo import step as algorithm
-from grpo_fn.algo.objective import compare_as_given
-from grpo_fn.algo.step import AT_THE_START, StepAlgorithm, grpo_step
-from grpo_fn.algo.supervised import SAMPLED_ONLY
+from grpo_fn.algo import group_sampling
+from grpo_fn.algo.step import AT_THE_START, Algorithm, from_sampler, from_trainer, grpo_step
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
 from grpo_fn.core import prng, sampling
-from grpo_fn.core.batch import without_energy, without_look
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Groups
 from grpo_fn.rewards.combine import combine, score_serially
@@ -105,7 +101,7 @@ class Step(NamedTuple):
     adv: torch.Tensor
     batch: Any
     ratio: torch.Tensor
-    energy: torch.Tensor
+    energy: torch.Tensor | None
     figures: dict[str, float]
 
 
@@ -123,7 +119,7 @@ def unmoved(step: int) -> float:
     return 1.0
 
 
-def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> Run:
+def run(world: World, folder: Path, strategy: str, plan: Plan, how: Algorithm) -> Run:
     """So many steps and an evaluation, put together as `train` and `loop` do."""
     placing = ModelSpec(
         folder=str(folder),
@@ -157,35 +153,31 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Preset) -> R
     token_sampler = partial(plan.token_sampler, temperature=1.0)
     own = LocalSampler(placed.decoding(), tokenizer(), token_sampler, encode_prompt, NEW_TOKENS, (), 64)
     sampler, score = DataParallelSampler(own, world), spread_score(score_serially, world)
-    gather = partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else group_sampling.keep_all
-    algo = StepAlgorithm(
-        **SAMPLED_ONLY,
-        group_sampling=partial(gather, prompts=plan.prompts),
-        reward=partial(combine, parts=[letters, short], weights=[1.0, 0.5], score=score),
-        teacher=algorithm.without_teacher,
-        credit=how.credit,
-        energy=without_energy,
-        baseline=how.baseline,
-        distillation=how.distillation,
-        reweighting=how.reweighting,
-        look=without_look,
-        filters=how.filters,
-        token_mask=how.token_mask,
-        objective=how.objective,
-        old_logp=algorithm.from_trainer if plan.adapted else algorithm.from_sampler,
-        kl_control=controllers.constant_gain,
-        entropy_control=controllers.constant_gain,
+    algo = replace(
+        how,
+        group_sampling=partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else group_sampling.keep_all,
+        old_logp=from_trainer if plan.adapted else from_sampler,
+        prompts=plan.prompts,
         group_size=plan.group_size,
         epochs=plan.epochs,
         minibatches=plan.minibatches,
-        split=policy.split_rows,
-        anchor=compare_as_given,
-        min_groups_with_signal=1,
     )
+    reward = partial(combine, parts=[letters, short], weights=[1.0, 0.5], score=score)
     sampler.load(policy)
     carried, steps = AT_THE_START, []
     for _ in range(plan.steps):
-        seen, carried, figures = grpo_step(policy, sampler, asked, carried, key=KEY, algo=algo, span=silent)
+        seen, carried, figures = grpo_step(
+            policy,
+            sampler,
+            asked,
+            carried,
+            key=KEY,
+            algo=algo,
+            reward=reward,
+            span=silent,
+            teacher=None,
+            demonstrations=None,
+        )
         steps.append(Step(*seen, figures))
     greedy = DataParallelSampler(replace(own, token_sampler=sampling.greedy), world)
     judged = evaluate(greedy, sampler, HELD_OUT, key=KEY, judges=[short, letters], samples=2, answer=None, score=score)

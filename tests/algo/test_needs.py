@@ -1,0 +1,247 @@
+"""What a function of a user's own has to declare, and what a run says of one that reads more than it declares."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from fakes import WORDS, TablePolicy, TableSampler, problem
+from torch import Tensor
+
+from grpo_fn.algo import aggregation, credit, distillation, importance, kl, losses, objective
+from grpo_fn.algo.advantage import mean_centered
+from grpo_fn.algo.needs import ScoredStep, needs
+from grpo_fn.algo.step import AT_THE_START, Algorithm, Experience, grpo_step
+from grpo_fn.core import prng
+from grpo_fn.core.batch import rows_as_rollout
+from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.types import Batch, Groups, Reward, Rollout
+
+KEY = prng.key(3, device="cpu")
+TABLE = torch.tensor([0.3, -0.2, 0.0, 0.5, -0.4, 0.2])
+TEACHER = TABLE.flip(0)
+OUTCOME = partial(credit.outcome, advantage=mean_centered)
+POLICY = partial(
+    objective.policy_objective,
+    token_loss=partial(losses.clipped_ratio, clip_low=0.2, clip_high=0.2),
+    importance_correction=None,
+    kl=kl.k3,
+    loss_aggregation=aggregation.token_mean,
+    beta=0.0,
+    entropy_bonus=0.0,
+)
+PLAIN = Algorithm(objective=POLICY, credit=OUTCOME, prompts=3, group_size=4)
+
+
+def lengths(problems, rollout: Rollout) -> Reward:
+    value = rollout.mask.sum(-1).double().view(len(problems), -1)
+    return outcome_reward(value, torch.ones_like(value, dtype=torch.bool), {"length": value})
+
+
+def taught(groups: Groups, logp_old: Tensor) -> Tensor:
+    return TablePolicy(TEACHER, lr=0.0, reference_table=None).logp(groups.rollout)
+
+
+def run(algo: Algorithm) -> tuple[TablePolicy, Experience, dict[str, float]]:
+    """A step of a policy that keeps a reference, with a teacher."""
+    policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
+    return policy, *one_step(policy, algo, taught)
+
+
+def one_step(policy: TablePolicy, algo: Algorithm, teacher) -> tuple[Experience, dict[str, float]]:
+    experience, _, figures = grpo_step(
+        policy,
+        TableSampler(policy),
+        lambda first, count: [problem(i, "?") for i in range(first, first + count)],
+        AT_THE_START,
+        key=KEY,
+        algo=algo,
+        reward=lengths,
+        span=lambda name: nullcontext(),
+        teacher=teacher,
+        demonstrations=None,
+    )
+    return experience, figures
+
+
+def refused(algo: Algorithm, name: str) -> None:
+    """The step ends with the error that names what is not declared, and no update was taken."""
+    policy = TablePolicy(TABLE, lr=0.5, reference_table=torch.zeros(WORDS))
+    message = rf'reads {name} and does not declare it.*your_function\.NEEDS = frozenset\({{"{name}"}}\)'
+    with pytest.raises(ValueError, match=message):
+        one_step(policy, algo, None if name == "logp_teacher" else taught)
+    assert "update" not in policy.log
+
+
+# -- a credit
+
+
+def credit_of(name: str, *, declared: bool):
+    """A credit that adds what it reads to the outcome."""
+
+    def custom(scored: ScoredStep) -> Tensor:
+        read = scored.by_group(scored.rows(name))
+        return OUTCOME(scored) + torch.where(scored.mask, read, 0.0)
+
+    if declared:
+        custom.NEEDS = frozenset({name})
+    return custom
+
+
+def rows_of(experience: Experience, name: str) -> Tensor:
+    """What the credit should have read, [B, T]."""
+    rollout = rows_as_rollout(experience.batch)
+    table = {"logp_ref": torch.zeros(WORDS), "logp_teacher": TEACHER}.get(name)
+    if table is None:
+        return TablePolicy(TABLE, lr=0.0, reference_table=None).energy(rollout)
+    return TablePolicy(table, lr=0.0, reference_table=None).logp(rollout)
+
+
+@pytest.mark.parametrize("name", ["logp_ref", "logp_teacher", "energy"])
+def test_a_credit_reads_what_it_declares(name):
+    _, experience, _ = run(replace(PLAIN, credit=credit_of(name, declared=True)))
+    _, plain, _ = run(PLAIN)
+    mask = experience.batch.mask
+    added = (experience.batch.adv - plain.batch.adv)[mask]
+    torch.testing.assert_close(added, rows_of(experience, name)[mask].to(added.dtype), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["logp_ref", "logp_teacher", "energy"])
+def test_a_credit_that_reads_what_it_does_not_declare_is_refused(name):
+    refused(replace(PLAIN, credit=credit_of(name, declared=False)), name)
+
+
+@pytest.mark.parametrize(("name", "attribute"), [("logp_ref", "drift"), ("logp_teacher", "teacher_gap")])
+def test_a_difference_of_log_probs_is_read_as_they_are(name, attribute):
+    def custom(scored: ScoredStep) -> Tensor:
+        return torch.where(scored.mask, getattr(scored, attribute), 0.0)
+
+    refused(replace(PLAIN, credit=custom), name)
+
+
+def test_what_a_wrapped_credit_declares_is_declared_by_the_one_around_it():
+    around = partial(credit.token_whitened, credit=credit_of("logp_ref", declared=True), eps=1e-4)
+    run(replace(PLAIN, credit=around))
+    refused(replace(PLAIN, credit=partial(around, credit=credit_of("logp_ref", declared=False))), "logp_ref")
+
+
+# -- a token loss, a KL, an objective
+
+
+def loss_of(name: str, *, declared: bool):
+    """A token loss that pulls the policy to what it reads; it returns the loss alone."""
+
+    def custom(logp: Tensor, row: Batch) -> Tensor:
+        return torch.where(row.mask, (logp - getattr(row, name)) ** 2, 0.0)
+
+    if declared:
+        custom.NEEDS = frozenset({name})
+    return custom
+
+
+@pytest.mark.parametrize("knobs", [{}, {"beta": 0.1}], ids=["token_loss", "kl"])
+@pytest.mark.parametrize("name", ["logp_ref", "logp_teacher"])
+def test_a_loss_that_reads_what_it_does_not_declare_is_refused_before_an_update(name, knobs):
+    part = "kl" if knobs else "token_loss"
+    own, declaration_error = (loss_of(name, declared=declared) for declared in (True, False))
+    policy, _, _ = run(replace(PLAIN, objective=partial(POLICY, **{part: own}, **knobs)))
+    assert not policy.table.isnan().any()
+    refused(replace(PLAIN, objective=partial(POLICY, **{part: declaration_error}, **knobs)), name)
+
+
+def test_a_loss_that_reads_two_undeclared_policies_is_refused_for_the_first():
+    def custom(logp: Tensor, row: Batch) -> Tensor:
+        return torch.where(row.mask, logp - row.logp_ref - row.logp_teacher, 0.0)
+
+    refused(replace(PLAIN, objective=partial(POLICY, token_loss=custom)), "logp_ref")
+    custom.NEEDS = frozenset({"logp_ref"})
+    refused(replace(PLAIN, objective=partial(POLICY, token_loss=custom)), "logp_teacher")
+    custom.NEEDS = frozenset({"logp_ref", "logp_teacher"})
+    run(replace(PLAIN, objective=partial(POLICY, token_loss=custom)))
+
+
+@pytest.mark.parametrize("name", ["logp_ref", "logp_teacher"])
+def test_an_objective_that_reads_what_it_does_not_declare_is_refused_before_an_update(name):
+    def custom(scores, batch, totals, gains) -> Tensor:
+        return (torch.where(batch.mask, scores.logp - getattr(batch, name), 0.0) ** 2).sum() / totals.tokens
+
+    refused(replace(PLAIN, objective=custom), name)
+    custom.NEEDS = frozenset({name})
+    policy, _, _ = run(replace(PLAIN, objective=custom))
+    target = torch.zeros(WORDS) if name == "logp_ref" else TEACHER
+    assert (policy.table - target).norm() != (TABLE - target).norm()
+
+
+def test_a_loss_that_is_not_a_number_for_another_reason_is_not_called_undeclared():
+    def broken(logp: Tensor, row: Batch) -> Tensor:
+        return logp * torch.nan
+
+    policy, _, _ = run(replace(PLAIN, objective=partial(POLICY, token_loss=broken)))
+    assert policy.table.isnan().any()  # the health of a run looks after that
+
+
+# -- declarations
+
+
+def test_a_declaration_may_depend_on_the_knobs():
+    assert needs(partial(credit.reward_to_go, beta=0.0)) == frozenset()
+    assert needs(partial(credit.reward_to_go, beta=0.1)) == {"logp_ref"}
+    assert needs(partial(credit.outcome_minus_kl, advantage=mean_centered, beta=0.0)) == {"groups"}
+    assert needs(partial(POLICY, beta=0.0)) == frozenset()
+    assert needs(partial(POLICY, beta=0.1)) == {"logp_ref"}
+    assert needs(partial(POLICY, beta=0.1, kl=lambda logp, row: logp)) == frozenset()
+
+
+def test_a_kl_of_coefficient_0_needs_no_reference():
+    policy, _, figures = run(replace(PLAIN, credit=partial(credit.reward_to_go, beta=0.0)))
+    assert "reference" not in policy.log
+    assert "loss/approx_kl" in figures
+    policy, _, figures = run(replace(PLAIN, objective=partial(POLICY, beta=0.1)))
+    assert "reference" in policy.log
+    assert "loss/kl" in figures
+
+
+def test_needs_are_those_of_all_functions_at_any_depth():
+    taught = partial(distillation.teacher_gap, credit=OUTCOME, share=None, coef=1.0)
+    assert needs(taught) == {"logp_teacher", "groups"}
+    weighed = partial(POLICY, importance_correction=partial(importance.truncated_weight, cap=2.0))
+    assert needs([taught, {"objective": weighed}, None, 3]) == {"logp_teacher", "groups", "trainer_logp"}
+    assert needs(partial(credit.token_baseline, credit=taught, energy_weight=None)) == {
+        *("energy", "logp_teacher", "groups"),
+    }
+
+
+# -- a token loss of a user's own and the figures of a step
+
+
+def test_a_token_loss_may_return_the_loss_alone_and_the_step_has_its_figures():
+    def custom(logp: Tensor, row: Batch) -> Tensor:
+        return torch.where(row.mask, -row.adv * (logp - row.logp_old).exp(), 0.0)
+
+    policy, experience, figures = run(replace(PLAIN, objective=partial(POLICY, token_loss=custom), epochs=2))
+    wide = partial(losses.clipped_ratio, clip_low=1.0, clip_high=1e9)
+    same, _, wanted = run(replace(PLAIN, objective=partial(POLICY, token_loss=wide), epochs=2))
+    torch.testing.assert_close(policy.table, same.table, rtol=1e-9, atol=1e-12)
+    assert figures == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+    assert figures["loss/clip_low"] == figures["loss/clip_high"] == 0.0
+    assert figures["loss/correction_mean"] == 1.0
+    assert {"loss/approx_kl", "loss/entropy", "loss/ratio_mean", "loss/ratio_max"} <= figures.keys()
+    assert len(experience.ratio) == 2 * int(experience.batch.mask.sum())
+
+
+def test_the_diagnostics_of_a_token_loss_go_before_the_defaults():
+    def custom(logp: Tensor, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        ones = torch.ones_like(logp)
+        return torch.where(row.mask, -row.adv * logp, 0.0), {"ratio": 3 * ones, "clip_low": ones, "clip_high": 0 * ones}
+
+    _, _, figures = run(replace(PLAIN, objective=partial(POLICY, token_loss=custom)))
+    assert (figures["loss/ratio_mean"], figures["loss/clip_low"], figures["loss/clip_high"]) == (3.0, 1.0, 0.0)
+
+
+def test_a_teacher_that_nothing_reads_is_measured_and_not_learned_from():
+    policy, experience, figures = run(PLAIN)
+    assert experience.batch.logp_teacher.isnan().all()
+    gap = (TEACHER.double().log_softmax(-1) - TABLE.double().log_softmax(-1))[experience.batch.tokens]
+    assert figures["teacher/reverse_kl"] == pytest.approx(-float(gap[experience.batch.mask].mean()), abs=1e-6)
+    assert policy.steps

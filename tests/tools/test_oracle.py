@@ -1,0 +1,136 @@
+"""tools/oracle.py names the first quantity of a run that differs, and refuses the record of another machine."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from safetensors.torch import save_file
+
+HERE = {"torch": "2.13.0", "cpu": "a processor", "threads": 1}
+
+
+def step_rows(loss: float, seconds: float) -> list[dict[str, Any]]:
+    return [
+        {"step": n, "loss/objective": loss + n, "time/total": seconds, "generation/tokens_per_second": seconds}
+        for n in (1, 2)
+    ]
+
+
+def run_folder(folder: Path, loss: float = 0.5, seconds: float = 1.0, host: str = "cpu") -> Path:
+    """A run folder of two steps, as far as the tool reads it."""
+    (folder / "model").mkdir(parents=True)
+    checksums = [{"step": n, "tokens": f"a{n}", "weights": f"b{n}", "ranks": 1, "device": host} for n in (1, 2)]
+    for name, rows in (("digests", checksums), ("metrics", step_rows(loss, seconds))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_file({"head": torch.ones(2), "body": torch.zeros(3)}, folder / "model" / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> dict[str, Any]:
+    return oracle.outcome(run_folder(tmp_path / "run"))
+
+
+def verdict(before: Any, now: Any, *, strict: bool = False) -> tuple[list[str], bool]:
+    return oracle.compare_runs({"grpo": before}, {"grpo": now}, strict=strict)
+
+
+def test_a_run_that_only_took_longer_on_another_device_is_identical(run: dict[str, Any], tmp_path: Path) -> None:
+    other = oracle.outcome(run_folder(tmp_path / "other", seconds=9.0, host="cuda"))
+    assert verdict(run, other, strict=True) == (["grpo: identical"], True)
+    assert run["metrics"]["2"] == {"loss/objective": 2.5}
+    assert run["checksums"]["2"] == {"tokens": "a2", "weights": "b2"}
+    assert run["weights"].keys() == {"model/head", "model/body"}
+
+
+@pytest.mark.parametrize(
+    ("part", "step", "name", "line"),
+    [
+        ("checksums", "1", "weights", 'step 1, checksum weights: recorded "b1", now "x"'),
+        ("metrics", "2", "loss/objective", 'step 2, metric loss/objective: recorded 2.5, now "x"'),
+    ],
+)
+def test_the_first_quantity_that_differs_is_named(
+    run: dict[str, Any], part: str, step: str, name: str, line: str
+) -> None:
+    other = copy.deepcopy(run)
+    other["weights"]["model/head"] = "x"
+    assert verdict(run, other)[0][0].startswith('grpo: step end, weight model/head: recorded "')
+    other["checksums"]["2"]["weights"] = "x"  # comes after the metrics of step 1 and before those of step 2
+    other[part][step][name] = "x"
+    first = line if step == "1" else 'step 2, checksum weights: recorded "b2", now "x"'
+    assert verdict(run, other) == ([f"grpo: {first}"], False)
+    other["checksums"]["2"]["weights"], other["weights"] = "b2", run["weights"]
+    assert verdict(run, other) == ([f"grpo: {line}"], False)
+
+
+def test_metrics_that_are_new_or_gone_are_listed_and_fail_when_it_is_strict(run: dict[str, Any]) -> None:
+    other = copy.deepcopy(run)
+    for row in other["metrics"].values():
+        row["loss/kl"] = 0.0
+    del other["metrics"]["2"]["loss/objective"]
+    lines = ["grpo: identical", "    new: metric loss/kl, step 1, 2", "    gone: metric loss/objective, step 2"]
+    assert verdict(run, other) == (lines, True)
+    assert verdict(run, other, strict=True) == (lines, False)
+
+
+def test_a_weight_or_a_step_that_is_gone_is_a_difference(run: dict[str, Any]) -> None:
+    other = copy.deepcopy(run)
+    del other["weights"]["model/body"]
+    assert "now null" in verdict(run, other)[0][0]
+    del other["checksums"]["2"]
+    assert verdict(run, other) == (['grpo: step 2, checksum tokens: recorded "a2", now null'], False)
+
+
+def test_nan_equals_itself_and_minus_zero_is_not_zero(run: dict[str, Any]) -> None:
+    other = copy.deepcopy(run)
+    for table in (run, other):
+        table["metrics"]["1"]["loss/kl"] = float("nan")
+    assert verdict(run, other)[1]
+    run["metrics"]["1"]["loss/kl"], other["metrics"]["1"]["loss/kl"] = 0.0, -0.0
+    assert not verdict(run, other)[1]
+
+
+def test_a_run_that_fails_does_not_agree(run: dict[str, Any]) -> None:
+    assert verdict(run, "exit code 2\n    error") == (["grpo: failed: exit code 2\n    error"], False)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_record_of_another_machine_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setattr(oracle, "machine", lambda: HERE)
+    monkeypatch.setattr(oracle, "make_runs", lambda names, revision: pytest.fail("made runs"))
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps({**HERE, name: "another", "revision": "abc", "runs": {}}))
+    assert oracle.main(["compare", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert f"{name} 'another', here {HERE[name]!r}: record it here first: python tools/oracle.py record" in message
+    assert message.endswith("--revision abc\n")
+    assert message.count("\n") == 1
+
+
+def test_a_record_is_compared_with_the_runs_of_the_working_tree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, run: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(oracle, "make_runs", lambda names, revision: dict.fromkeys(names, run))
+    file = tmp_path / "record.json"
+    assert oracle.main(["record", str(file), "--only", "grpo,maze"]) == 0
+    assert {*json.loads(file.read_text())} == {"torch", "cpu", "threads", "cores", "revision", "date", "runs"}
+    capsys.readouterr()
+    assert oracle.main(["compare", str(file), "--only", "maze"]) == 0
+    assert capsys.readouterr().out == "maze: identical\n"
+    monkeypatch.setattr(oracle, "make_runs", lambda names, revision: dict.fromkeys(names, "exit code 2"))
+    assert oracle.main(["compare", str(file)]) == 1
+    assert oracle.main(["compare", str(file), "--only", "otb"]) == 2
+    assert oracle.main(["record", str(tmp_path / "none.json"), "--only", "maze"]) == 2
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_a_run_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert oracle.main(["record", str(tmp_path / "record.json"), "--only", "grpo,groop"]) == 2
+    assert "--only: got groop, wanted some of arithmetic, " in capsys.readouterr().err

@@ -1,0 +1,458 @@
+"""Functions that do not fit one another or the run are named before anything is loaded; those of our presets fit."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from catalogue import AROUND_THE_SAMPLER, bound, corrections, token_losses
+from e2e.running import command, finish
+from steps import PRESETS, preset
+
+from grpo_fn.algo import (
+    advantage,
+    aggregation,
+    credit,
+    distillation,
+    importance,
+    kl,
+    masking,
+    objective,
+    supervised,
+    turn_credit,
+)
+from grpo_fn.algo.needs import needs
+from grpo_fn.algo.step import Algorithm, from_sampler, from_trainer
+from grpo_fn.config import load_config
+from grpo_fn.tasks import arithmetic
+from grpo_fn.trainer import teachers
+from grpo_fn.trainer.checks.algorithm import check_algorithm, check_parts
+from grpo_fn.trainer.sections import Demonstrations, Settings, Teacher
+
+EPISODES = Path(__file__).resolve().parents[1] / "e2e" / "episodes.gin"
+# What every preset needs. At a7e8c7d trials with made-up rows found out the same; these answers were compared with
+# them, preset by preset: reference, teacher, energies, groups, demonstrations, episodes, and what stale samples ask.
+GROUPS = frozenset({"groups"})
+PRESET_NEEDS = {
+    **dict.fromkeys(["cispo", "clip_cov", "dapo", "dr_grpo", "dro", "fipo", "gdpo", "gigpo", "gmpo"], GROUPS),
+    **dict.fromkeys(["gspo", "kl_cov", "luspo", "max_rl", "pass_at_k", "prompt_mean", "sapo"], GROUPS),
+    **dict.fromkeys(["grpo", "reinforce_plus_plus_baseline"], GROUPS | {"logp_ref"}),
+    "reinforce_plus_plus": frozenset({"logp_ref"}),
+    **dict.fromkeys(["dppo", "dppo_kl", "glm5", "vespo"], GROUPS | {"logp_sampled"}),
+    "m2po": GROUPS | {"logp_sampled", "trainer_logp"},
+    **dict.fromkeys(["opo", "real", "rloo", "turn_returns"], GROUPS | {"fresh_samples"}),
+    "otb": frozenset({"energy", "fresh_samples"}),
+    **dict.fromkeys(["opd", "iw_opd"], frozenset({"logp_teacher", "fresh_samples"})),
+    "mopd": frozenset({"logp_teacher", "logp_sampled"}),
+    **dict.fromkeys(["sdft", "sdpo"], frozenset({"logp_teacher"})),
+    "rlsd": GROUPS | {"logp_teacher"},
+    "chord": GROUPS | {"demonstrations"},
+    "echo": GROUPS | {"episodes"},
+}
+TEACHER = Teacher(
+    models={"teacher": "a/folder"},
+    key=teachers.one_teacher,
+    prompt=None,
+    encode_prompt=None,
+    offload=False,
+    relative_entropy=False,
+)
+WORKED = {"max_value": 5, "operations": 3, "test_size": 8, "worked_share": 0.5}
+DEMONSTRATIONS = Demonstrations(task=partial(arithmetic.demonstration_task, **WORKED), rows=16)
+
+
+@cache
+def settings() -> Settings:
+    """Those of a run of episodes."""
+    return Settings(**load_config(["run/arithmetic.gin", str(EPISODES)], []).kwargs())
+
+
+def check(algorithm: Algorithm | supervised.Stage, *, max_staleness: int = 0, **changes: object) -> None:
+    """The checks of a run of six steps with this algorithm, without a teacher, demonstrations or episodes."""
+    sampling = replace(settings().sampling, max_staleness=max_staleness)
+    plain = {"steps": 6, "algorithm": algorithm, "sampling": sampling, "episodes": None}
+    check_algorithm(replace(settings(), **{**plain, **changes}))
+
+
+def refuse(value: Algorithm | supervised.Stage, text: str, **run: object) -> None:
+    """The checks of such a run end with this text."""
+    with pytest.raises(ValueError, match=text):
+        check(value, **run)
+
+
+def algorithm(name: str = "dr_grpo", **changes: object) -> Algorithm:
+    """A preset's, with other fields."""
+    return replace(preset(name), **changes)
+
+
+def with_knobs(function: partial, **knobs: object) -> partial:
+    """A function with other knobs."""
+    return partial(function.func, **{**function.keywords, **knobs})
+
+
+def of_objective(name: str = "dr_grpo", **knobs: object) -> Algorithm:
+    """A preset's, with other knobs of its objective."""
+    return algorithm(name, objective=with_knobs(preset(name).objective, **knobs))
+
+
+# -- the presets
+
+
+def test_presets_declare_what_trials_with_made_up_rows_found_out() -> None:
+    assert {name: needs([*vars(preset(name)).values()]) for name in PRESETS} == PRESET_NEEDS
+
+
+def test_every_preset_fits_a_run_that_provides_what_it_needs() -> None:
+    for name, declared in PRESET_NEEDS.items():
+        provided = {
+            "teacher": TEACHER if "logp_teacher" in declared else None,
+            "demonstrations": DEMONSTRATIONS if "demonstrations" in declared else None,
+            "episodes": settings().episodes if "episodes" in declared else None,
+        }
+        old_logp = from_trainer if "trainer_logp" in declared else from_sampler
+        check(algorithm(name, old_logp=old_logp), **provided)
+        check_parts(preset(name).credit, ["correct", "boxed"])
+
+
+@pytest.mark.parametrize("need", ["logp_teacher", "demonstrations", "episodes"])
+def test_a_preset_that_needs_what_the_run_has_not_is_refused_with_the_knob_that_provides_it(need: str) -> None:
+    knob = {"logp_teacher": "teacher"}.get(need, need)
+    for name, declared in PRESET_NEEDS.items():
+        if need in declared:
+            with pytest.raises(
+                ValueError, match=rf"^train\.train\.{knob}: got None with an algorithm that learns from"
+            ):
+                check(algorithm(name))
+
+
+# -- a reference, a teacher
+
+
+def composed(token_loss: Callable, penalty: Callable, loss_aggregation: Callable, beta: float) -> partial:
+    return partial(
+        objective.policy_objective,
+        token_loss=token_loss,
+        importance_correction=None,
+        kl=penalty,
+        loss_aggregation=loss_aggregation,
+        beta=beta,
+        entropy_bonus=0.01,
+    )
+
+
+def test_a_reference_is_needed_exactly_when_beta_is_positive() -> None:
+    for penalty in bound(kl, "logp", "row").values():
+        for token_loss in token_losses().values():
+            for beta in (0.0, 1e-9, 10.0):
+                value = composed(token_loss, penalty, aggregation.token_mean, beta)
+                assert ("logp_ref" in needs(value)) is (beta > 0)
+
+
+def test_a_reference_is_needed_for_a_kl_in_the_reward() -> None:
+    for beta in (0.0, 1e-6, 10.0):
+        to_go = partial(credit.reward_to_go, beta=beta)
+        for value in (
+            to_go,
+            partial(credit.token_whitened, credit=to_go, eps=1e-8),
+            partial(credit.outcome_minus_kl, advantage=advantage.leave_one_out, beta=beta),
+        ):
+            assert ("logp_ref" in needs(value)) is (beta > 0)
+
+
+def test_a_divergence_to_a_teacher_reads_the_teacher_and_no_reference() -> None:
+    taught = partial(
+        objective.with_teacher_divergence,
+        objective=preset("dr_grpo").objective,
+        divergence=kl.k3,
+        loss_aggregation=aggregation.token_mean,
+        coef=0.1,
+    )
+    assert needs(taught) == {"logp_teacher"}
+    with pytest.raises(ValueError, match=r"^train\.train\.teacher: got None"):
+        check(algorithm(objective=taught))
+    check(algorithm(objective=taught), teacher=TEACHER)
+
+
+# -- log-probs of the sampler and of the trainer
+
+BY_THE_POLICY = {"off_policy_sequence_mask"}  # asks the policy as it is, whatever logp_old is
+FURTHEST = partial(masking.second_moment_tokens, limit=0.04)
+REFUSED_TO_CORRECT = (
+    r"^step\.Algorithm\.old_logp: got @step\.from_sampler with a function that compares logp_old with the sampler's"
+)
+REFUSED_TO_BE_STALE = (
+    r"^max_staleness: got 3 .*from_trainer and .*importance_correction = @importance\.truncated_weight"
+)
+
+
+def test_a_correction_that_compares_the_sampler_with_itself_is_refused() -> None:
+    for value in corrections().values():
+        corrected = of_objective(importance_correction=value)
+        check(replace(corrected, old_logp=from_trainer))
+        if value.func.__name__ in BY_THE_POLICY:
+            check(corrected)
+        else:
+            refuse(corrected, REFUSED_TO_CORRECT)
+    check(of_objective(importance_correction=None))
+
+
+def test_a_selection_of_tokens_that_compares_the_sampler_with_itself_is_refused() -> None:
+    for old_logp in (from_sampler, partial(from_sampler)):
+        refuse(algorithm(token_mask=FURTHEST, old_logp=old_logp), REFUSED_TO_CORRECT)
+    check(algorithm(token_mask=FURTHEST, old_logp=from_trainer))
+    for value in (
+        partial(masking.kl_cov_tokens, share=0.01),
+        partial(masking.clip_cov_tokens, low=1.0, high=5.0, share=0.01),
+    ):
+        check(algorithm(token_mask=value))
+
+
+def test_weights_of_energies_that_compare_the_sampler_with_itself_are_refused() -> None:
+    weighed = with_knobs(preset("otb").credit, energy_weight=partial(importance.truncated_weight, cap=2.0))
+    refuse(algorithm("otb", credit=weighed), REFUSED_TO_CORRECT)
+    check(algorithm("otb", credit=weighed, old_logp=from_trainer))
+
+
+def test_stale_samples_need_an_objective_that_asks_the_sampler() -> None:
+    """Through a ratio to the sampler, a correction, or the loss itself; a KL to the reference is none of them."""
+    kinds = {value.func.__name__: value for value in corrections().values()}
+    for token_loss in token_losses().values():
+        name = token_loss.func.__name__
+        for correction in (None, *kinds.values()):
+            knobs = {"token_loss": token_loss, "importance_correction": correction, "beta": 0.3}
+            by_ratio = of_objective(**knobs)
+            by_trainer = replace(by_ratio, old_logp=from_trainer)
+            check(by_trainer, max_staleness=0)
+            if correction is not None or name in AROUND_THE_SAMPLER:
+                check(by_trainer, max_staleness=3)
+            else:
+                refuse(by_trainer, REFUSED_TO_BE_STALE, max_staleness=3)
+            if correction is None and name == "reinforce":
+                refuse(by_ratio, REFUSED_TO_BE_STALE, max_staleness=3)
+            elif correction is None or correction.func.__name__ in BY_THE_POLICY:
+                check(by_ratio, max_staleness=3)
+
+
+def test_a_function_of_ones_own_says_itself_that_its_samples_have_to_be_fresh() -> None:
+    def own(scores, batch, totals, gains):
+        return (scores.logp * batch.adv).sum()
+
+    check(algorithm(objective=own), max_staleness=1)
+    own.NEEDS = frozenset({"fresh_samples"})
+    check(algorithm(objective=own))
+    with pytest.raises(ValueError, match="max_staleness: got 1"):
+        check(algorithm(objective=own), max_staleness=1)
+
+
+# -- groups
+
+
+ONE = r"^group_size: got 1 with an advantage that compares within a group \(always 0\), wanted 2 or more"
+
+
+def test_a_group_of_one_has_nothing_to_compare_with() -> None:
+    for value in bound(advantage, "reward", "valid").values():
+        compared = algorithm(credit=partial(credit.outcome, advantage=value))
+        check(compared)
+        refuse(replace(compared, group_size=1), ONE)
+    center = advantage.mean_centered
+    for value in (
+        credit.outcome_length_baseline,
+        partial(credit.batch_scaled, credit=partial(credit.outcome, advantage=center), eps=1e-4),
+        partial(credit.per_part, advantage=center, weights={"correct": 1.0}),
+        partial(turn_credit.turn_returns, advantage=center, gamma=1.0),
+        partial(distillation.teacher_reweighted, credit=compared.credit, share=None, lam=0.5, clip=0.2),
+    ):
+        refuse(algorithm(credit=value, group_size=1), ONE, teacher=TEACHER)
+
+
+def test_a_group_of_one_is_fine_where_the_batch_is_the_baseline() -> None:
+    to_go = partial(credit.reward_to_go, beta=0.0)
+    for value in (to_go, partial(credit.token_whitened, credit=to_go, eps=1e-8)):
+        check(algorithm(credit=value, group_size=1))
+
+
+def test_a_group_of_one_is_fine_where_a_teachers_gap_is_learned_from() -> None:
+    for rewards in (None, preset("dr_grpo").credit):
+        for value in (
+            partial(distillation.teacher_gap, credit=rewards, share=None, coef=1.0),
+            partial(distillation.early_teacher_gap, credit=rewards, share=None, coef=1.0, gamma=0.5),
+        ):
+            check(algorithm(credit=value, group_size=1), teacher=TEACHER)
+
+
+def test_without_a_credit_no_group_is_needed_and_no_signal_can_be_asked_for() -> None:
+    for size in (1, 4):
+        check(algorithm(credit=None, group_size=size, min_groups_with_signal=0))
+    refuse(
+        algorithm(credit=None, min_groups_with_signal=3),
+        r"^step\.Algorithm\.min_groups_with_signal: got 3 with advantages that are always 0.*; wanted 0$",
+    )
+
+
+def test_a_credit_that_weighs_a_part_that_there_is_not_is_refused() -> None:
+    weighed = partial(credit.per_part, advantage=advantage.mean_centered, weights={"correct": 1.0, "polite": 0.5})
+    for value in (weighed, partial(credit.row_whitened, credit=weighed, eps=1e-4)):
+        check_parts(value, ["correct", "polite"])
+        with pytest.raises(ValueError, match=r"weights: got parts \['polite'\], wanted some of \['boxed', 'correct'\]"):
+            check_parts(value, ["correct", "boxed"])
+    with pytest.raises(ValueError, match=r"weights: got parts \[\], wanted some of \['correct'\]"):
+        check_parts(with_knobs(weighed, weights={}), ["correct"])
+    check_parts(None, ["correct"])
+    check_parts(preset("grpo").credit, [])
+
+
+# -- demonstrations, observations and shares
+
+
+def test_demonstrations_that_nothing_learns_from_and_rows_that_do_not_split_are_refused() -> None:
+    refuse(
+        algorithm(),
+        r"^train\.train\.demonstrations: got some with an algorithm that does not learn from them, wanted None, or",
+        demonstrations=DEMONSTRATIONS,
+    )
+    check(algorithm("chord", minibatches=4), demonstrations=DEMONSTRATIONS)
+    refuse(
+        algorithm("chord", minibatches=3),
+        r"^sections\.Demonstrations\.rows: got 16 for 3 minibatches, wanted a multiple",
+        demonstrations=DEMONSTRATIONS,
+    )
+
+
+def test_a_supervised_stage_has_neither_a_teacher_nor_other_demonstrations() -> None:
+    plain = partial(supervised.cross_entropy, token_weight=None, loss_aggregation=aggregation.token_mean)
+    stage = supervised.Stage(objective=plain, prompts=4)
+    check(stage)
+    for name, value in (("teacher", TEACHER), ("demonstrations", DEMONSTRATIONS)):
+        refuse(stage, rf"^train\.train\.{name}: got one in a supervised stage, wanted None", **{name: value})
+
+
+def share_of(value: Callable[[int], float]) -> dict[str, Algorithm]:
+    """Algorithms with this share of a step, by the knob it is in."""
+    gap = partial(distillation.teacher_gap, credit=None, share=value, coef=1.0)
+    reweighted = with_knobs(preset("rlsd").credit, share=value)
+    (term,) = preset("chord").beside
+    return {
+        "credit.share": algorithm("rlsd", credit=reweighted),
+        "credit.credit.share": algorithm(credit=partial(credit.token_whitened, credit=gap, eps=1e-8)),
+        "beside.share": algorithm("chord", beside=[with_knobs(term, share=value)]),
+    }
+
+
+@pytest.mark.parametrize("knob", ["credit.share", "credit.credit.share", "beside.share"])
+def test_a_share_of_a_step_is_one_at_every_step_of_the_run(knob: str) -> None:
+    provided = {"teacher": TEACHER, "demonstrations": DEMONSTRATIONS if knob == "beside.share" else None}
+    for value in (lambda steps: 0.0, lambda steps: 1.0, lambda steps: steps / 5):
+        check(share_of(value)[knob], **provided)
+    refuse(
+        share_of(lambda steps: steps / 2)[knob],
+        rf"^step\.Algorithm\.{re.escape(knob)}: got 1\.5 after 3 steps, wanted a share, 0 to 1$",
+        **provided,
+    )
+    for value in (-0.1, float("nan")):
+        refuse(share_of(lambda steps, value=value: value)[knob], rf"got {value} after 0 steps", **provided)
+
+
+@pytest.mark.parametrize("coef", [-0.1, float("nan"), float("inf")])
+def test_a_weight_of_observations_is_a_finite_number_of_at_least_0(coef: float) -> None:
+    (term,) = preset("echo").beside
+    episodes = settings().episodes
+    for value in (0.0, 0.1):
+        check(algorithm("echo", beside=[with_knobs(term, coef=value)]), episodes=episodes)
+    refuse(
+        algorithm("echo", beside=[with_knobs(term, coef=coef)]),
+        rf"^supervised\.observations\.coef: got {coef}, wanted a finite number of at least 0",
+        episodes=episodes,
+    )
+
+
+# -- functions of a user's own
+
+
+def takes_one(logp):
+    return logp
+
+
+def takes_three(logp, row, more):
+    return logp
+
+
+def takes_none():
+    return None
+
+
+def takes_a_knob(logp, row, *, knob):
+    return logp
+
+
+def takes_anything(*args):
+    return None
+
+
+BESIDE = partial(supervised.demonstrations, share=partial(supervised.constant_share, mu=0.1))
+WHITENED = partial(credit.token_whitened, eps=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("knob", "changes", "arguments"),
+    [
+        ("objective", lambda f: {"objective": f}, "scores, batch, totals, gains"),
+        ("objective.token_loss", lambda f: vars(of_objective(token_loss=f)), "logp, row"),
+        ("objective.loss_aggregation", lambda f: vars(of_objective(loss_aggregation=f)), "batch, totals"),
+        ("objective.importance_correction", lambda f: vars(of_objective(importance_correction=f)), "logp, row"),
+        ("objective.kl", lambda f: vars(of_objective(kl=f)), "logp, row"),
+        ("credit", lambda f: {"credit": f}, "scored"),
+        ("credit.advantage", lambda f: {"credit": partial(credit.outcome, advantage=f)}, "reward, valid"),
+        ("credit.credit", lambda f: {"credit": partial(WHITENED, credit=f)}, "scored"),
+        ("group_sampling", lambda f: {"group_sampling": f}, "explore, carried, prompts"),
+        ("old_logp", lambda f: {"old_logp": f}, "policy, rollout"),
+        ("filters", lambda f: {"filters": [masking.drop_truncated, f]}, "rollout, adv"),
+        ("token_mask", lambda f: {"token_mask": f}, "batch, keys"),
+        ("reweighting", lambda f: {"reweighting": f}, "logp, rows"),
+        ("beside", lambda f: {"beside": [f]}, "scored"),
+        ("beside.objective", lambda f: {"beside": [partial(BESIDE, objective=f)]}, "scores, batch, totals, gains"),
+        ("control", lambda f: {"control": f}, "gains, figures"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_named_by_its_knob_with_got_and_expected(
+    knob: str, changes: Callable[[Callable], dict[str, object]], arguments: str
+) -> None:
+    refuse(
+        algorithm(**changes(takes_none)),
+        rf"^step\.Algorithm\.{re.escape(knob)}: got \S*test_algorithm_checks\.takes_none\(\) "
+        rf"\(too many positional arguments\), expected a function of \({arguments}\)$",
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (takes_one, r"takes_one\(logp\) \(too many positional arguments\)"),
+        (takes_three, r"takes_three\(logp, row, more\) \(missing a required argument: 'more'\)"),
+        (takes_a_knob, r"takes_a_knob\(logp, row, \*, knob\) \(missing a required argument: 'knob'\)"),
+    ],
+)
+def test_what_cannot_be_bound_is_said(function: Callable, error: str) -> None:
+    refuse(of_objective(token_loss=function), rf"^step\.Algorithm\.objective\.token_loss: got \S*\.{error}, expected a")
+    check(of_objective(token_loss=partial(takes_a_knob, knob=1)))
+    for fitting in (takes_anything, torch.add):  # a builtin has no signature
+        check(of_objective(token_loss=fitting))
+
+
+def test_a_dry_run_ends_with_one_line_and_makes_nothing(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "over.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from grpo_fn.algo import objective\n"
+        "from trainer import test_algorithm_checks\n"
+        "objective.policy_objective.token_loss = @test_algorithm_checks.takes_one\n"
+    )
+    argv = command(cache, tmp_path / "run", "--gin_file", str(tmp_path / "over.gin"), "--dry_run")
+    assert finish(argv, tmp_path / "out") == 2
+    text = (tmp_path / "out").read_text()
+    assert "step.Algorithm.objective.token_loss: got trainer.test_algorithm_checks.takes_one(logp) (too many" in text
+    assert "expected a function of (logp, row)" in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "run").exists()
