@@ -7,7 +7,6 @@ arXiv:2508.11408; ECHO, arXiv:2605.24517).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -210,8 +209,8 @@ class Stage:
     prompts: int  # a step, each with one completion
     epochs: int = 1  # passes over the rows of a step
     minibatches: int = 1  # optimizer steps in a pass
-    group_size: ClassVar[int] = 1
-    min_groups_with_signal: ClassVar[int] = 0
+    group_size = 1  # of every stage, so that a loop need not ask which kind of algorithm it has
+    min_groups_with_signal = 0
 
     def __post_init__(self) -> None:
         check_positive(epochs=self.epochs, minibatches=self.minibatches, prompts=self.prompts)

@@ -138,7 +138,7 @@ def answer_only(problem: Problem) -> str:
     return rf"\boxed{{{problem.answer}}}"
 
 
-def demonstrations(task: Task, key: Tensor, *, worked_share: float) -> Iterator[tuple[str, str]]:
+def worked_solutions(task: Task, key: Tensor, *, worked_share: float) -> Iterator[tuple[str, str]]:
     """Endless (prompt, completion) pairs for a supervised warm start, from the training side alone.
 
     A share of them shows the working, the others state the answer alone; all are right.

@@ -111,6 +111,7 @@ def rollouts(draw: Draw, prompts: int | None = None, group_size: int | None = No
 
 
 def one_row(batch: Batch, b: int | slice) -> Batch:
+    """Row b of a batch, or several rows for a slice."""
     return Batch(*(x[b] for x in batch))
 
 
@@ -128,4 +129,5 @@ def with_padding(logp: Tensor, batch: Batch, extra: int) -> tuple[Tensor, Batch]
 
 
 def pad(x: Tensor, extra: int, value: float | int) -> Tensor:
+    """x with `extra` columns of `value` on the right."""
     return torch.nn.functional.pad(x, (0, extra), value=value)

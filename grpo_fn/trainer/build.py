@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.problem import Problem
+from grpo_fn.core.types import Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
@@ -87,12 +88,11 @@ def build(
     policy = build_policy(s, loaded, world, reference=checked.reference)
     streaming = StreamingRewards(pool := s.rewards.pool())
     context = replace(sampler_context(spec, world, loaded.decoding, streaming.on_completion), environments=environments)
-    token_sampler = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
-    start = partial(start_sampler, s.sampling.sampler, context, tokenizer, token_sampler, s.sampling, s.data)
+    draw = partial(s.sampling.token_sampler, temperature=s.sampling.temperature)
+    start = partial(start_sampler, s.sampling.sampler, context, tokenizer, draw, s.sampling, s.data)
     report(sampler_line(s, checked.config, world.device))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
-    encoding = {"demonstration": s.data.demonstration, "encode": s.data.encode_prompt}
-    given, shown = partial(given_rollout, tokenizer=tokenizer, device=world.device, **encoding), s.demonstrations
+    given, shown = demonstration_reader(s.data, tokenizer, world.device), s.demonstrations
     asked = {"key": prng.fold_in(key, PROBING), "max_positions": positions(checked.config), "dtype": checked.dtype}
     probe = s.sampling.probe and partial(s.sampling.probe, **asked)
     with closing(sampler), pool, streaming, environment_workers:
@@ -277,6 +277,14 @@ def build_evaluator(
     )
     key = prng.fold_in(prng.key(settings.seed, device="cpu"), EVALUATION)
     return partial(open_evaluator, start, settings.rewards.pool, key, world)
+
+
+def demonstration_reader(
+    data: Data, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> Callable[[Sequence[Problem]], Rollout]:
+    """Problems with demonstrations -> their rows, one each, on a device."""
+    encoding = {"demonstration": data.demonstration, "encode": data.encode_prompt}
+    return partial(given_rollout, tokenizer=tokenizer, device=device, **encoding)
 
 
 class PreparedModel(NamedTuple):

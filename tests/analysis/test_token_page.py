@@ -16,8 +16,7 @@ from hypothesis import assume, given
 from signal_steps import CLIPPED, EPISODES, HOSTILE, UNMOVED, decode, looked_at, special, step
 from steps import KEY, PRESETS, Step, learn, preset, rich_step, steps
 
-from grpo_fn.algo.needs import needs
-from grpo_fn.algo.needs import ScoredStep, token_advantages
+from grpo_fn.algo.needs import ScoredStep, needs, token_advantages
 from grpo_fn.algo.step import Algorithm, Experience, learning_rows
 from grpo_fn.analysis import token_report
 from grpo_fn.analysis.html import escape, page, token_page
@@ -32,7 +31,7 @@ from grpo_fn.core.types import Scores
 
 def experience(how: Algorithm, taken: Step) -> tuple[Experience, Scores]:
     rows = {name: getattr(taken, name) for name in ("logp_old", "logp_ref", "logp_teacher", "energy")}
-    scored = ScoredStep(taken.groups, {}, needs([*vars(how).values()]), UNMOVED, results=rows)
+    scored = ScoredStep(taken.groups, {}, needs([*vars(how).values()]), UNMOVED, steps=0, results=rows)
     adv = token_advantages(scored, how.credit)
     batch = learning_rows(scored, adv, how, own_pass=False, key=KEY)
     logp = torch.where(batch.mask, taken.logp, 0.0)

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "shell.sandbox": {"core"},
     "trainer": {*PURE, "shell", "config"},
     "train": {*PURE, "shell", "trainer"},
-    "command_line": {"core.display_text"},
+    "command_line": {"core.checks", "core.display_text"},
     "rehearse": {*PURE, "shell", "trainer"},
     "run": {"command_line", "config", "train", "rehearse"},
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},

@@ -250,7 +250,7 @@ def test_every_sentence_name_and_thing_is_used():
 def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed, share):
     task = make(4, 3, 20)
     held_out = {content(problem) for problem in task.test}
-    stream = arithmetic.demonstrations(task, key(seed), worked_share=share)
+    stream = arithmetic.worked_solutions(task, key(seed), worked_share=share)
     for problem in train_problems(task, key(seed), 0, 8):
         prompt, written = next(stream)
         completion = Completion(written, 1, False)
@@ -267,7 +267,7 @@ def test_demonstrations_are_right_well_formed_and_from_the_training_side(seed, s
 
 
 def test_the_share_of_worked_demonstrations_is_the_one_asked_for():
-    stream = arithmetic.demonstrations(make(4, 2, 5), key(3), worked_share=0.4)
+    stream = arithmetic.worked_solutions(make(4, 2, 5), key(3), worked_share=0.4)
     shown = sum("=" in next(stream)[1] for _ in range(2000)) / 2000
     assert abs(shown - 0.4) < 0.04
 

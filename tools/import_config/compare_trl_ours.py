@@ -167,7 +167,7 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
             outcome_reward(groups.reward.value[piece], groups.reward.valid[piece], {}),
         )
         passes = {"logp_old": made.old[rows], "logp_ref": made.ref[rows]}  # no credit of an import reads an energy
-        scored = ScoredStep(part, {}, needs([*vars(algo).values()]), results=passes)
+        scored = ScoredStep(part, {}, needs([*vars(algo).values()]), UNMOVED, 0, results=passes)
         adv = token_advantages(scored, algo.credit)
         batch = learning_rows(scored, adv, algo, own_pass=False, key=prng.key(0, device="cpu"))
         if "unscored rows" in repairs:

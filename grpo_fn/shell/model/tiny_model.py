@@ -149,7 +149,7 @@ def make_tiny_model(recipe: Recipe, path: Path, *, report: Callable[[str], None]
     key = prng.key(recipe.seed, device="cpu")
     tokenizer = train_tokenizer(arithmetic.corpus(task, prng.fold_in(key, 0), 4000), vocabulary=recipe.shape.vocabulary)
     model = random_model(recipe.shape, seed=recipe.seed, eos=tokenizer.eos_token_id)
-    shown = arithmetic.demonstrations(task, prng.fold_in(key, 1), worked_share=recipe.warm_start.worked_share)
+    shown = arithmetic.worked_solutions(task, prng.fold_in(key, 1), worked_share=recipe.warm_start.worked_share)
     pairs = (((prompt, False), (completion, True)) for prompt, completion in shown)
     warm_start.train_supervised(model, tokenizer, pairs, recipe.warm_start, report=report)
     hf.export(model, tokenizer, path)
