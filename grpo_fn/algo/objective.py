@@ -11,6 +11,7 @@ from grpo_fn.algo.needs import needs
 from grpo_fn.core.batch import check_tensor
 from grpo_fn.core.types import Batch, Gains, Scores, Totals
 
+Objective = Callable[[Scores, Batch, Totals, Gains], Tensor | tuple[Tensor, dict[str, Tensor]]]
 TokenLoss = Callable[[Tensor, Batch], Tensor | tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -70,13 +71,23 @@ def policy_objective(
 policy_objective.NEEDS = lambda knobs: needs([knob for name, knob in knobs.items() if name != "kl" or knobs["beta"]])
 
 
+def objective_value(
+    objective: Objective, scores: Scores, batch: Batch, totals: Totals, gains: Gains
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
+    """The value of an objective, and its diagnostics of each token; one of a user's own may have none."""
+    result = objective(scores, batch, totals, gains)
+    value, diagnostics = result if isinstance(result, tuple) else (result, {})
+    check_tensor("step.Algorithm.objective", value, (), torch.float32)
+    return value, diagnostics
+
+
 def with_teacher_divergence(
     scores: Scores,
     batch: Batch,
     totals: Totals,
     gains: Gains,
     *,
-    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    objective: Objective,
     divergence: Callable[[Tensor, Batch], Tensor],
     loss_aggregation: Callable[[Batch, Totals], Tensor],
     coef: float,
@@ -99,7 +110,7 @@ def with_teacher_divergence(
     Returns:
         The sum, a scalar, and the objective's diagnostics of each token, [B, T].
     """
-    value, diagnostics = objective(scores, batch, totals, gains)
+    value, diagnostics = objective_value(objective, scores, batch, totals, gains)
     apart = vmap(divergence)(scores.logp, batch._replace(logp_ref=batch.logp_teacher))
     return value + coef * (loss_aggregation(batch, totals) * apart).sum(), diagnostics
 

@@ -14,6 +14,7 @@ from torch.func import grad_and_value
 from grpo_fn.algo import metrics
 from grpo_fn.algo.group_sampling import GroupBatch, keep_all
 from grpo_fn.algo.needs import ScoredStep, declaration_error, needs, token_advantages
+from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.core import prng
 from grpo_fn.core.batch import (
     check_reward_shapes,
@@ -29,12 +30,12 @@ from grpo_fn.core.batch import (
 )
 from grpo_fn.core.checks import check_divides, check_positive, check_signal
 from grpo_fn.core.groups import by_group, row_keys
+from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals
 
 Stream = Callable[[int, int], Sequence[Problem]]  # problems first, ..., first + count - 1
 Span = Callable[[str], AbstractContextManager[object]]
-Objective = Callable[[Scores, Batch, Totals, Gains], tuple[Tensor, dict[str, Tensor]]]
 MARKING = -1  # a child of the step's key beside those of the problems, whose uids are not negative
 UNMOVED = Gains(kl=1.0, entropy=1.0)
 AT_THE_START = Carry(drawn=0, waiting=None, gains=UNMOVED)
@@ -208,7 +209,7 @@ def own_pass_suffices(policy: Policy, scored: ScoredStep, algo: Algorithm) -> bo
     dropout it says something else.
     """
     early = "logp_old" in scored.results or algo.token_mask is not None or policy.dropout
-    return algo.old_logp is from_trainer and algo.epochs * algo.minibatches == 1 and not early
+    return function_and_knobs(algo.old_logp)[0] is from_trainer and algo.epochs * algo.minibatches == 1 and not early
 
 
 def learning_rows(
@@ -294,9 +295,7 @@ def weighted_objective(
     scores: Scores, *, term: Term, batch: Batch, totals: Totals, gains: Gains
 ) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, "B T"]]]:
     """weight * objective of a micro-batch, a scalar, and the objective's diagnostics of each token, [B, T]."""
-    result = term.objective(scores, batch, totals, gains)
-    value, diagnostics = result if isinstance(result, tuple) else (result, {})
-    check_tensor("step.Algorithm.objective", value, (), torch.float32)
+    value, diagnostics = objective_value(term.objective, scores, batch, totals, gains)
     return (value if term.weight == 1.0 else term.weight * value), diagnostics
 
 

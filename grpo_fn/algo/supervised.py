@@ -17,7 +17,8 @@ from grpo_fn.algo import metrics
 from grpo_fn.algo.group_sampling import keep_all
 from grpo_fn.algo.metrics import UpdateResult
 from grpo_fn.algo.needs import ScoredStep
-from grpo_fn.algo.step import Experience, Objective, Span, Stream, Term, update
+from grpo_fn.algo.objective import Objective, objective_value
+from grpo_fn.algo.step import Experience, Span, Stream, Term, update
 from grpo_fn.core.batch import check_rollout, given_batch, observed_tokens
 from grpo_fn.core.batch import minibatches as split_minibatches
 from grpo_fn.core.checks import check_divides, check_positive
@@ -185,8 +186,8 @@ def observations(scored: ScoredStep, *, objective: Objective, coef: float) -> Te
     rows = given_batch(rollout._replace(mask=observed_tokens(rollout.mask) & valid.to(rollout.mask.device)))
 
     def named(scores: Scores, batch: Batch, totals: Totals, gains: Gains) -> tuple[Tensor, dict[str, Tensor]]:
-        value, diagnostics = objective(scores, batch, totals, gains)
-        return value, {"observation_nll": diagnostics["nll"]}  # apart from the demonstrations' nll
+        value, diagnostics = objective_value(objective, scores, batch, totals, gains)
+        return value, {"observation_nll": diagnostics["nll"]} if "nll" in diagnostics else {}
 
     return Term(rows, named, coef) if rows.mask.any() else None
 

@@ -4,7 +4,7 @@ A view is one algorithm's opinion of a step: its objective, with the batch and t
 and marks make of the same rollout. All views look at the same rows, `[B, T]`, and the same scores.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from grpo_fn.algo.needs import ScoredStep, needs, token_advantages
+from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.algo.step import Algorithm, learning_rows
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Gains, Groups, Scores, Totals
@@ -22,7 +23,7 @@ from grpo_fn.core.types import Batch, Gains, Groups, Scores, Totals
 class View(NamedTuple):
     """One algorithm's opinion of a step."""
 
-    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    objective: Objective
     batch: Batch
     totals: Totals
 
@@ -51,7 +52,9 @@ def signals(scores: Scores, views: Mapping[str, View], gains: Gains) -> Float[Te
 
     f(w) = sum_k w_k objective_k,   signal_k = grad_logp f(e_k)
     """
-    losses = [partial(v.objective, batch=v.batch, totals=v.totals, gains=gains) for v in views.values()]
+    losses = [
+        partial(objective_value, v.objective, batch=v.batch, totals=v.totals, gains=gains) for v in views.values()
+    ]
 
     def mixture(scores: Scores, w: Tensor) -> Tensor:
         return sum(share * loss(scores)[0] for share, loss in zip(w, losses, strict=True))

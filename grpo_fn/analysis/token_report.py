@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import metrics
+from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.algo.step import Experience
 from grpo_fn.analysis.html.heat_map import heat_map
 from grpo_fn.core.batch import count
@@ -23,7 +24,6 @@ from grpo_fn.core.batch import minibatches as parted
 from grpo_fn.core.problem import Turn
 from grpo_fn.core.types import Batch, Gains, Scores, Totals
 
-Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]  # Algorithm.objective
 Decode = Callable[[Sequence[int]], str]
 FRAGMENTS = 8  # tokens that may share one character before they are shown as they are; no character has more bytes
 
@@ -84,7 +84,7 @@ def signal_of(
     batch: Batch, scores: Scores, objective: Objective, totals: Totals, gains: Gains
 ) -> tuple[Scores, dict[str, Float[Tensor, "B T"]]]:
     """d objective / d scores, and the objective's diagnostics of every token, "logp" and "adv" among them."""
-    loss = partial(objective, batch=batch, totals=totals, gains=gains)
+    loss = partial(objective_value, objective, batch=batch, totals=totals, gains=gains)
     signal, (_, diagnostics) = grad_and_value(loss, has_aux=True)(scores)
     figures = metrics.of_tokens(scores, batch, diagnostics)
     return signal, {"logp": scores.logp, **figures, "adv": batch.adv}

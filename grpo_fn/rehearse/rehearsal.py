@@ -13,6 +13,7 @@ from torch.func import grad
 from transformers import PretrainedConfig
 
 from grpo_fn.algo.needs import needs
+from grpo_fn.algo.objective import objective_value
 from grpo_fn.algo.step import from_trainer
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.core import prng
@@ -280,7 +281,7 @@ def reads_entropy(settings: Settings) -> bool:
 
     def slope(scores: Scores) -> Tensor:
         batch = Batch(mask.long(), mask, logp, logp, logp, logp, torch.ones_like(logp), mask, mask.long())
-        return settings.algorithm.objective(scores, batch, count(batch), Gains(1.0, 1.0))[0]
+        return objective_value(settings.algorithm.objective, scores, batch, count(batch), Gains(1.0, 1.0))[0]
 
     return bool(grad(slope)(Scores(logp, -logp)).entropy.any())
 

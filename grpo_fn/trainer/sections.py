@@ -177,7 +177,7 @@ class Rewards:
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """Models that `step.Algorithm.distillation` learns from: one for all problems, or several."""
+    """Models that a credit of `algo.distillation` learns from: one for all problems, or several."""
 
     models: Mapping[str, TeacherModel]  # by key: folder or hub name, what makes one, the policy itself, vLLM servers
     key: TeacherKey  # problem -> which of them
@@ -221,7 +221,7 @@ class Teacher:
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """Given completions that `step.Algorithm.supervised` learns from beside the sampled ones."""
+    """Given completions that `supervised.demonstrations` learns from beside the sampled ones."""
 
     task: Callable[[], Task]  # makes the problems, each with a completion; the held-out ones are not used
     rows: int  # a step, dealt out to its minibatches

@@ -15,7 +15,7 @@ from grpo_fn.algo.step import Algorithm, from_sampler
 from grpo_fn.core.partials import describe_function, function_and_knobs, uses_of
 from grpo_fn.trainer.sections import Settings
 
-# Positional arguments of the function in a knob of this name, wherever in the algorithm the knob is.
+# Positional arguments of the function in a knob of this name, among the knobs of grpo_fn's own functions at any depth.
 ARGUMENTS = {
     **{"objective": ("scores", "batch", "totals", "gains"), "credit": ("scored",), "beside": ("scored",)},
     **{"group_sampling": ("explore", "carried", "prompts"), "old_logp": ("policy", "rollout")},
@@ -33,7 +33,8 @@ def check_algorithm(settings: Settings) -> None:
         settings: their algorithm, and the teacher, demonstrations, episodes and sampling that it is to work with.
     """
     algorithm, steps = settings.algorithm, settings.steps
-    for knob, value in functions_of(vars(algorithm), ""):
+    section = "supervised.Stage." if isinstance(algorithm, supervised.Stage) else "step.Algorithm."
+    for knob, value in functions_of(vars(algorithm), section):
         check_signature(knob, value)
         if knob.endswith(".share"):
             check_step_share(knob, value, steps)
@@ -55,12 +56,14 @@ def check_algorithm(settings: Settings) -> None:
 
 
 def functions_of(knobs: Any, path: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every function among some knobs, at any depth, with the knobs that lead to it."""
+    """Every function among some knobs, with the knobs that lead to it; also those in grpo_fn's own functions."""
     for name, value in knobs.items():
         for function in value if isinstance(value, list | tuple) else [value]:
             if callable(function):
                 yield f"{path}{name}", function
-                yield from functions_of(function_and_knobs(function)[1], f"{path}{name}.")
+                inner, inner_knobs = function_and_knobs(function)
+                if inner.__module__.startswith("grpo_fn."):  # a user's function has knobs of its own meaning
+                    yield from functions_of(inner_knobs, f"{path}{name}.")
 
 
 def check_signature(knob: str, function: Callable[..., Any]) -> None:
@@ -77,7 +80,7 @@ def check_signature(knob: str, function: Callable[..., Any]) -> None:
     except TypeError as error:
         name = describe_function(function_and_knobs(function)[0]).removesuffix("{}")
         raise ValueError(
-            f"step.Algorithm.{knob}: got {name}{signature} ({error}), expected a function of ({', '.join(names)})"
+            f"{knob}: got {name}{signature} ({error}), expected a function of ({', '.join(names)})"
         ) from error
 
 
@@ -85,7 +88,7 @@ def check_step_share(knob: str, share: Callable[[int], float], steps: int) -> No
     """Raise ValueError for a share of a step that is none, at any step of the run."""
     for step in range(steps):
         if not 0 <= (value := share(step)) <= 1:
-            raise ValueError(f"step.Algorithm.{knob}: got {value} after {step} steps, wanted a share, 0 to 1")
+            raise ValueError(f"{knob}: got {value} after {step} steps, wanted a share, 0 to 1")
 
 
 def check_provided(settings: Settings, declared: frozenset[str]) -> None:
@@ -126,8 +129,8 @@ def check_sampler_logp(algorithm: Algorithm, max_staleness: int) -> None:
     if itself and "trainer_logp" in declared:
         raise ValueError(
             "step.Algorithm.old_logp: got @step.from_sampler with a function that compares logp_old with the sampler's "
-            "log-probs, which are then the same (importance_correction, energy_weight or token_mask), so that it does "
-            "nothing: wanted step.Algorithm.old_logp = @step.from_trainer, or None in the place of that function"
+            "log-probs, which are then the same (importance_correction, energy_weight or token_mask), so that its "
+            "weights are all 1: wanted step.Algorithm.old_logp = @step.from_trainer, or None in that function's place"
         )
     corrects = "trainer_logp" in learned or "logp_sampled" in learned or (itself and "fresh_samples" not in learned)
     if max_staleness > 0 and not corrects:
