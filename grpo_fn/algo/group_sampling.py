@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from grpo_fn.core.groups import concat_groups, select_groups, with_signal
+from grpo_fn.core.batch import concat_groups, select_groups, with_signal
 from grpo_fn.core.types import Carry, Groups
 
 Explore = Callable[[int, int], Groups]

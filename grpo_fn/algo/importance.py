@@ -8,14 +8,14 @@ A weight is a constant to the gradient, finite, 1 where nothing was sampled, and
 logp_old is logp_sampled itself (step.from_sampler), w is 1 everywhere: take step.from_trainer.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
+from grpo_fn.algo.losses import capped_exp, log_ratio
 from grpo_fn.core import masked as over
 from grpo_fn.core.types import Batch
 
@@ -217,53 +217,3 @@ def _check_range(low: float, high: float) -> None:
         raise ValueError(
             f"low, high: got {low} and {high}, wanted 0 <= low <= 1 <= high, or samples of the policy itself are masked"
         )
-
-
-def log_ratio(
-    logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
-) -> Float[Tensor, "*B T"]:
-    """logp - base where `mask`, 0 elsewhere.
-
-    Whatever stands behind the mask, infinities and nan included, changes neither the value nor a gradient: the choice
-    is made before anything multiplies, so no 0 * inf arises on the way back.
-
-    Args:
-        logp: log-probs under the policy, [..., T], in nats.
-        base: log-probs under what it is compared with, [..., T], in nats.
-        mask: which tokens were sampled, [..., T].
-
-    Returns:
-        The log-ratios, [..., T], in nats.
-    """
-    return torch.where(mask, logp - base, 0.0)
-
-
-def capped_exp(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
-    """Log-ratios of at most half the largest exponent of their dtype (44 in float32, 354 in float64).
-
-    Beyond, `exp` overflows, and inf * 0 in a product with a zero advantage would be nan. Half of the range leaves space
-    for a product of two ratios. The gradient there is zero: one such token would outweigh all others together.
-
-    Args:
-        log_r: log-ratios, [..., T], in nats.
-
-    Returns:
-        The log-ratios clamped from above, [..., T], in nats.
-    """
-    return log_r.clamp(max=math.log(torch.finfo(log_r.dtype).max) / 2 - 1)
-
-
-def ratio(
-    logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
-) -> Float[Tensor, "*B T"]:
-    """r = exp(logp - base) where `mask`, 1 elsewhere; always finite for finite inputs.
-
-    Args:
-        logp: log-probs under the policy, [..., T], in nats.
-        base: log-probs under what it is compared with, [..., T], in nats.
-        mask: which tokens were sampled, [..., T].
-
-    Returns:
-        The ratios, [..., T], dimensionless.
-    """
-    return capped_exp(log_ratio(logp, base, mask)).exp()

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.algo.importance import capped_exp, log_ratio, ratio
+from grpo_fn.algo.losses import capped_exp, log_ratio, ratio
 from grpo_fn.core.types import Batch
 
 

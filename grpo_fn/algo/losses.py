@@ -10,11 +10,12 @@ gradient. On-policy every loss has the gradient of `reinforce`, -A grad logp; `s
 A is the same for all tokens of the row.
 """
 
+import math
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_fn.algo.importance import capped_exp, log_ratio, ratio
 from grpo_fn.core import masked
 from grpo_fn.core.types import Batch
 
@@ -364,3 +365,53 @@ def _adv(row: Batch) -> Float[Tensor, "T"]:
 def _row_mean(x: Float[Tensor, "T"], row: Batch) -> Float[Tensor, "T"]:
     """The mean over the sampled tokens, at each of them."""
     return sampled_values(masked.mean(x, row.mask, dim=-1), row)
+
+
+def log_ratio(
+    logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
+) -> Float[Tensor, "*B T"]:
+    """logp - base where `mask`, 0 elsewhere.
+
+    Whatever stands behind the mask, infinities and nan included, changes neither the value nor a gradient: the choice
+    is made before anything multiplies, so no 0 * inf arises on the way back.
+
+    Args:
+        logp: log-probs under the policy, [..., T], in nats.
+        base: log-probs under what it is compared with, [..., T], in nats.
+        mask: which tokens were sampled, [..., T].
+
+    Returns:
+        The log-ratios, [..., T], in nats.
+    """
+    return torch.where(mask, logp - base, 0.0)
+
+
+def capped_exp(log_r: Float[Tensor, "*B T"]) -> Float[Tensor, "*B T"]:
+    """Log-ratios of at most half the largest exponent of their dtype (44 in float32, 354 in float64).
+
+    Beyond, `exp` overflows, and inf * 0 in a product with a zero advantage would be nan. Half of the range leaves space
+    for a product of two ratios. The gradient there is zero: one such token would outweigh all others together.
+
+    Args:
+        log_r: log-ratios, [..., T], in nats.
+
+    Returns:
+        The log-ratios clamped from above, [..., T], in nats.
+    """
+    return log_r.clamp(max=math.log(torch.finfo(log_r.dtype).max) / 2 - 1)
+
+
+def ratio(
+    logp: Float[Tensor, "*B T"], base: Float[Tensor, "*B T"], mask: Bool[Tensor, "*B T"]
+) -> Float[Tensor, "*B T"]:
+    """r = exp(logp - base) where `mask`, 1 elsewhere; always finite for finite inputs.
+
+    Args:
+        logp: log-probs under the policy, [..., T], in nats.
+        base: log-probs under what it is compared with, [..., T], in nats.
+        mask: which tokens were sampled, [..., T].
+
+    Returns:
+        The ratios, [..., T], dimensionless.
+    """
+    return capped_exp(log_ratio(logp, base, mask)).exp()

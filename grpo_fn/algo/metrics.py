@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import kl
-from grpo_fn.algo.importance import capped_exp, ratio
+from grpo_fn.algo.losses import capped_exp, ratio
 from grpo_fn.algo.needs import ScoredStep
-from grpo_fn.core.groups import by_group
+from grpo_fn.core.batch import by_group
 from grpo_fn.core.problem import LIMITS, Turn
 from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Scores
 

@@ -23,9 +23,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from grpo_fn.core.batch import check_tensor
+from grpo_fn.core.batch import by_group, check_tensor
 from grpo_fn.core.checks import FunctionMisfit
-from grpo_fn.core.groups import by_group
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.types import Gains, Groups, Reward, Rollout
 

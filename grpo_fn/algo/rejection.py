@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_fn.algo.importance import Correction, capped_exp, log_ratio, truncated_weight
+from grpo_fn.algo.importance import Correction, truncated_weight
+from grpo_fn.algo.losses import capped_exp, log_ratio
 from grpo_fn.core import masked
 from grpo_fn.core.types import Batch
 

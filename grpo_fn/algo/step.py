@@ -17,6 +17,7 @@ from grpo_fn.algo.needs import ScoredStep, declaration_error, needs, token_advan
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.core import prng
 from grpo_fn.core.batch import (
+    by_group,
     check_reward_shapes,
     check_rollout,
     check_tensor,
@@ -24,12 +25,12 @@ from grpo_fn.core.batch import (
     make_batch,
     minibatches,
     reweigh_groups,
+    row_keys,
     rows_as_rollout,
     scatter_rows,
     trim_rows,
 )
 from grpo_fn.core.checks import check_divides, check_positive, check_signal
-from grpo_fn.core.groups import by_group, row_keys
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Reward, Rollout, Sampler, Scores, Totals

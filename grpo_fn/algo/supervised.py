@@ -19,10 +19,9 @@ from grpo_fn.algo.metrics import UpdateResult
 from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.algo.step import Experience, Span, Stream, Term, update
-from grpo_fn.core.batch import check_rollout, given_batch, observed_tokens
+from grpo_fn.core.batch import by_group, check_rollout, given_batch, observed_tokens, outcome_reward
 from grpo_fn.core.batch import minibatches as split_minibatches
 from grpo_fn.core.checks import check_divides, check_positive
-from grpo_fn.core.groups import by_group, outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Gains, Groups, Policy, Rollout, Sampler, Scores, Totals
 

@@ -12,8 +12,16 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.algo.importance import capped_exp, log_ratio, ratio
-from grpo_fn.algo.losses import Loss, clipped_ratio, dual_clip, loss_diagnostics, sampled_values
+from grpo_fn.algo.losses import (
+    Loss,
+    capped_exp,
+    clipped_ratio,
+    dual_clip,
+    log_ratio,
+    loss_diagnostics,
+    ratio,
+    sampled_values,
+)
 from grpo_fn.core.types import Batch
 
 EXAMPLES = {  # knobs as tests try them

@@ -1,17 +1,268 @@
 """From a rollout to rows to learn from, and from rows to micro-batches. What comes from samplers is checked here."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.func import vmap
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 
+from grpo_fn.core import prng
 from grpo_fn.core.checks import FunctionMisfit
-from grpo_fn.core.groups import by_group
-from grpo_fn.core.types import Batch, Reward, Rollout, Totals
+from grpo_fn.core.problem import Problem, Turn
+from grpo_fn.core.types import Batch, Groups, Reward, Rollout, Totals
+
+# -- putting groups together and taking them apart: P prompts with G samples each, whatever the widths of their rows
+
+
+def concat_groups(parts: Sequence[Groups]) -> Groups:
+    """All groups in the order of the parts, padded on the right to the widest rows, where the last part's tensors are.
+
+    Wants at least one part.
+    """
+    device = parts[-1].rollout.tokens.device
+    parts = [tree_map_only(torch.Tensor, lambda x: x.to(device), part) for part in parts]
+    return Groups(
+        tuple(problem for part in parts for problem in part.problems),
+        concat_rollouts([part.rollout for part in parts]),
+        concat_rewards([part.reward for part in parts]),
+    )
+
+
+def concat_rewards(rewards: Sequence[Reward]) -> Reward:
+    """The groups of all rewards in their order, padded to the most turns. Wants at least one reward."""
+    most = max(r.turns.shape[-1] for r in rewards)
+    return Reward(
+        torch.cat([r.value for r in rewards]),
+        torch.cat([r.valid for r in rewards]),
+        {name: torch.cat([r.parts[name] for r in rewards]) for name in rewards[0].parts},
+        torch.cat([pad(r.turns, (0, most - r.turns.shape[-1])) for r in rewards]),
+        torch.cat([pad(r.states, (0, most - r.states.shape[-1]), value=-1) for r in rewards]),
+    )
+
+
+def unpack_reward(fields: Sequence[Any]) -> Reward:
+    """The reward of its fields, one after the other; also of those that were stored when there were no turns."""
+    return Reward(*fields) if len(fields) > 3 else outcome_reward(*fields)
+
+
+def outcome_reward(
+    value: Float[Tensor, "P G"], valid: Bool[Tensor, "P G"], parts: dict[str, Float[Tensor, "P G"]]
+) -> Reward:
+    """The reward of samples without turns: each is one turn, worth its value, and a prompt's all begin in one state."""
+    prompt = torch.arange(len(value), device=value.device)[:, None]
+    return Reward(value, valid, parts, value[..., None], prompt.expand(value.shape)[..., None])
+
+
+def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """The rows of all parts in their order, padded on the right to the widest. Wants at least one part."""
+    width = max(part.tokens.shape[1] for part in parts)
+    rollouts = [pad_rollout(part, width) for part in parts]
+    return Rollout(
+        *(torch.cat(field) for field in zip(*(r[:4] for r in rollouts), strict=True)),
+        tuple(text for r in rollouts for text in r.text),
+        tuple(turns for r in rollouts for turns in r.turns),
+    )
+
+
+def select_groups(groups: Groups, chosen: Sequence[int]) -> Groups:
+    """The groups with these numbers, in this order."""
+    rollout, reward = groups.rollout, groups.reward
+    size = len(rollout.text) // len(groups.problems)
+    rows = [p * size + g for p in chosen for g in range(size)]
+    return Groups(
+        tuple(groups.problems[p] for p in chosen),
+        select_rows(rollout, rows),
+        tree_map_only(torch.Tensor, lambda x: x[list(chosen)], reward),
+    )
+
+
+def select_rows(rollout: Rollout, rows: Sequence[int]) -> Rollout:
+    """The rows with these numbers, in this order."""
+    text, turns = (tuple(column[b] for b in rows if column) for column in (rollout.text, rollout.turns))
+    return Rollout(*(field[list(rows)] for field in rollout[:4]), text, turns)
+
+
+def pack_rollout(rollout: Rollout) -> list[Any]:
+    """The rollout as containers of numbers, strings and tensors, for a checkpoint."""
+    return [*rollout[:4], list(rollout.text), [[list(turn) for turn in turns] for turns in rollout.turns]]
+
+
+def unpack_rollout(fields: Sequence[Any]) -> Rollout:
+    """The inverse of `pack_rollout`; also of rollouts that were packed when there were no turns."""
+    turns = fields[5] if len(fields) > 5 else ()
+    return Rollout(*fields[:4], tuple(fields[4]), tuple(tuple(Turn(*turn) for turn in row) for row in turns))
+
+
+def with_signal(reward: Reward) -> Bool[Tensor, "P"]:
+    """Which groups hold two valid samples of different reward; in the others there is nothing to compare."""
+    highest = torch.where(reward.valid, reward.value, -torch.inf).amax(-1)
+    lowest = torch.where(reward.valid, reward.value, torch.inf).amin(-1)
+    return highest > lowest
+
+
+def by_group(rows: Shaped[Tensor, "B T"], groups: int) -> Shaped[Tensor, "P G T"]:
+    """Row b = p * G + g to [p, g]."""
+    return rearrange(rows, "(p g) t -> p g t", p=groups)
+
+
+def pad_rollout(rollout: Rollout, width: int) -> Rollout:
+    """The rollout with padding on the right up to `width` columns."""
+    extra = (0, width - rollout.tokens.shape[1])
+    tokens, mask, logp = (pad(field, extra) for field in rollout[:3])
+    return rollout._replace(tokens=tokens, mask=mask, logp_sampled=logp)
+
+
+def row_keys(groups: Groups, key: Tensor) -> Tensor:
+    """fold_in(key, uid, g) of every row, whatever batch the row is in.
+
+    Args:
+        groups: P problems, their samples and rewards.
+        key: random key, [2].
+
+    Returns:
+        One key a row, [B, 2].
+    """
+    size = groups.reward.value.shape[1]
+    uid = torch.tensor([problem.uid for problem in groups.problems]).repeat_interleave(size)
+    return prng.fold_in(key, uid, torch.arange(size).repeat(len(groups.problems))).to(groups.rollout.tokens.device)
+
+
+# -- rows without their padding: which tokens of a row are read, and which rows read the same prompt
+
+
+class Spans(NamedTuple):
+    """What of each row goes into the model: columns `start` to `end`; what is before, row `first` reads for it.
+
+    Of the row that is the first to read a prompt, `start` is 0. Of a row without a sampled token nothing is read.
+    """
+
+    start: Int[Tensor, "B"]
+    end: Int[Tensor, "B"]
+    first: Int[Tensor, "B"]
+
+
+Share = Callable[[Tensor, Tensor], Spans]
+
+
+def prompt_lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
+    """Columns before a row's first sampled token; 0 for a row without any."""
+    return torch.where(mask.any(-1), mask.int().argmax(-1), 0)
+
+
+def read_lengths(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B"]:
+    """Columns that predict anything, or are seen by one that does: those before the last sampled token."""
+    column = torch.arange(mask.shape[1], device=mask.device)
+    return (column * mask).amax(-1) if mask.shape[1] else mask.new_zeros(len(mask), dtype=torch.long)
+
+
+def share_prompts(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
+    """Every prompt is read once, by the first of the rows that begin with it.
+
+    (Liu et al. 2025, "Prefix Grouper", arXiv:2506.05433: gradients are those of reading it in every row.)
+    """
+    length, seen = prompt_lengths(mask), {}
+    # A row without a prompt has none like it: its own number stands for one.
+    prompts = [tuple(row[:n]) or b for b, (row, n) in enumerate(zip(tokens.tolist(), length.tolist(), strict=True))]
+    first = torch.tensor([seen.setdefault(prompt, b) for b, prompt in enumerate(prompts)], device=tokens.device)
+    row = torch.arange(len(tokens), device=tokens.device)
+    return Spans(torch.where(first == row, 0, length), read_lengths(mask), first)
+
+
+def each_reads_its_prompt(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Spans:
+    """Every row reads its own prompt."""
+    row = torch.arange(len(tokens), device=tokens.device)
+    return Spans(torch.zeros_like(row), read_lengths(mask), row)
+
+
+def visible_positions(spans: Spans, width: int) -> Int[Tensor, "B T"]:
+    """Where each row finds what it sees in the stream of all that is read, row after row.
+
+    A column that is not read points to where the row's first token is: there is something, and it is the row's own.
+    """
+    taken = spans.end - spans.start
+    begin = taken.cumsum(0) - taken
+    column = torch.arange(width, device=taken.device)
+    at = torch.where(
+        column < spans.start[:, None], begin[spans.first][:, None] + column, (begin - spans.start)[:, None] + column
+    )
+    return torch.where(column < spans.end[:, None], at, begin[spans.first][:, None])
+
+
+# -- micro-batches by what is read
+
+Load = list[int]  # rows of one device in one micro-batch
+
+
+class PromptPiece(NamedTuple):
+    """Rows that read one prompt."""
+
+    tokens: int  # read, the prompt once
+    rows: Load
+
+
+def by_reading(
+    tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], micro_tokens: int, devices: int, *, share: Share
+) -> list[Int[Tensor, "b"]]:
+    """The rows of micro-batches in which each of `devices` devices reads at most `micro_tokens` tokens.
+
+    A shared prompt is read once: rows that read one stay together, unless they are more than a device's budget or its
+    part of the whole. A row that is too long by itself is the only one of its device. Of each micro-batch rows
+    `rank::devices` are one device's; where that makes fewer rows than another has, -1 stands for a row that reads
+    nothing. Every row that has sampled something is in exactly one micro-batch. Raises ValueError for less than one
+    device.
+    """
+    if devices < 1:
+        raise ValueError(f"devices: got {devices}, wanted at least 1")
+    device, tokens, mask = mask.device, tokens.cpu(), mask.cpu()  # one copy, not three waits for each row
+    spans = share(tokens, mask)
+    limit = min(micro_tokens, -(-int((spans.end - spans.start).sum()) // devices))
+    loads = balance_pieces(prompt_pieces(mask, spans, limit), micro_tokens, devices)
+    turns = [zip_longest(*loads[i : i + devices], fillvalue=-1) for i in range(0, len(loads), devices)]
+    return [torch.tensor([row for turn in part for row in turn], device=device) for part in turns]
+
+
+def prompt_pieces(mask: Bool[Tensor, "B T"], spans: Spans, limit: int) -> list[PromptPiece]:
+    """Rows by the prompt they read, cut where they would read more than `limit` tokens together; most tokens first."""
+    prompt, made = prompt_lengths(mask), {}
+    for row in mask.any(-1).nonzero()[:, 0].tolist():
+        parts = made.setdefault(int(spans.first[row]), [])
+        begun, behind = int(prompt[row]), int(spans.end[row] - prompt[row])
+        if parts and parts[-1].tokens + behind <= limit:
+            parts[-1] = on_one_device(parts[-1], PromptPiece(behind, [row]))
+        else:
+            parts.append(PromptPiece(begun + behind, [row]))
+    return sorted((piece for parts in made.values() for piece in parts), key=lambda piece: (-piece.tokens, piece.rows))
+
+
+def balance_pieces(found: list[PromptPiece], capacity: int, devices: int) -> list[Load]:
+    """The pieces in as many loads as first fit makes of them, and a few empty ones to give every device as many.
+
+    Spread evenly over them where that leaves every load within the `capacity`; most tokens first.
+    """
+    fitted: list[PromptPiece] = []
+    for piece in found:
+        at = next((i for i, load in enumerate(fitted) if load.tokens + piece.tokens <= capacity), len(fitted))
+        fitted[at:] = [on_one_device(fitted[at], piece), *fitted[at + 1 :]] if at < len(fitted) else [piece]
+    fitted += [PromptPiece(0, [])] * (-len(fitted) % devices)
+    even = [PromptPiece(0, [])] * len(fitted)
+    for piece in found:
+        least = min(range(len(even)), key=lambda i: even[i].tokens)
+        even[least] = on_one_device(even[least], piece)
+    chosen = even if all(load.tokens <= capacity or load in found for load in even) else fitted
+    return [sorted(load.rows) for load in sorted(chosen, key=lambda load: -load.tokens)]
+
+
+def on_one_device(a: PromptPiece, b: PromptPiece) -> PromptPiece:
+    """Both on one device."""
+    return PromptPiece(a.tokens + b.tokens, [*a.rows, *b.rows])
+
 
 LEAST_LOGP = math.log(torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps)  # -103.3 nats
 
@@ -20,7 +271,7 @@ def check_rollout(rollout: Rollout) -> None:
     """Raise ValueError, saying got and wanted, unless the rollout's fields agree and each row sampled something.
 
     A sampled token is at least as likely as float32's smallest number: none below is ever drawn, so a log-prob below
-    LEAST_LOGP is not of what was sampled. Its ratio would end at the largest that `importance.capped_exp` lets through,
+    LEAST_LOGP is not of what was sampled. Its ratio would end at the largest that `losses.capped_exp` lets through,
     where the objective is huge and the gradient 0.
     """
     shape = rollout.tokens.shape
@@ -250,3 +501,9 @@ def check_tensor(knob: str, x: object, shape: tuple[int, ...], dtype: torch.dtyp
         raise FunctionMisfit(f"{knob}: got {str(x.dtype).removeprefix('torch.')}, expected {wanted}")
     if tuple(x.shape) != shape:
         raise FunctionMisfit(f"{knob}: got shape {list(x.shape)}, expected {wanted}")
+
+
+def sample_keys(key: Tensor, problems: Sequence[Problem], group_size: int) -> Tensor:
+    """fold_in(key, uid, g) of every row, `[B, 2]`."""
+    uid = torch.tensor([p.uid for p in problems], device=key.device).repeat_interleave(group_size)
+    return prng.fold_in(key, uid, torch.arange(group_size, device=key.device).repeat(len(problems)))

@@ -26,7 +26,7 @@ from grpo_fn.shell.atomic_io import check_space, write_bytes, write_json
 from grpo_fn.shell.logging import eval_store
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.attention_kernels.attention_backend import check_attention
+from grpo_fn.shell.model.attention import check_attention
 from grpo_fn.shell.sampler.interface import EngineSampler, SamplerContext
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 from grpo_fn.shell.world import alone, find_device

@@ -12,8 +12,7 @@ import torch
 
 from grpo_fn.rehearse.tracing.card_kernels import CardHeadKernels, head_kernels
 from grpo_fn.rehearse.tracing.counting import CountingMode, Work
-from grpo_fn.shell.model.head_chunk.plain_kernels import PlainKernels
-from grpo_fn.shell.model.logprob_head import linear_logp, linear_scores
+from grpo_fn.shell.model.logprob_model import PlainKernels, linear_logp, linear_scores
 
 COMPARED = "compared"  # a phase that is not reported
 HEAD, SPLIT_KV, JOINED = "fused head", "split-KV decoding", "joined projections"

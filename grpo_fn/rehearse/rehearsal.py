@@ -38,9 +38,9 @@ from grpo_fn.rehearse.tracing.counting import CountingMode
 from grpo_fn.rehearse.tracing.host_transfers import following_shards
 from grpo_fn.rehearse.tracing.live_storages import LiveStorages
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
+from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.blocks import compiles_decoding, eager
-from grpo_fn.shell.model.logprob_head import CARD_SHARE
+from grpo_fn.shell.model.logprob_model import CARD_SHARE
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, load_and_shard
 from grpo_fn.shell.sampler.local import local_sampler

@@ -14,13 +14,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from grpo_fn.core.packing import Share, by_reading
+from grpo_fn.core.batch import Share, by_reading
 from grpo_fn.rehearse.tracing.counting import CountingMode
 from grpo_fn.shell.model import load_weights
-from grpo_fn.shell.model.attention import HALVES, PackedAttention, bucketed_attention, install
-from grpo_fn.shell.model.attention_kernels.attention_backend import SCORES_IN_MEMORY, counted_attention
-from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec
-from grpo_fn.shell.model.attention_kernels.ragged_attention import varlen
+from grpo_fn.shell.model.attention import (
+    HALVES,
+    SCORES_IN_MEMORY,
+    AttentionSpec,
+    PackedAttention,
+    bucketed_attention,
+    counted_attention,
+    install,
+    varlen,
+)
 from grpo_fn.shell.model.logprob_model import LogprobModel, has_linear_head
 from grpo_fn.shell.model.packed_input import ModelInput, PackedInput, end_to_end, packing_unsupported_reason
 from grpo_fn.shell.policy.load_and_shard import ModelSpec

@@ -20,12 +20,12 @@ from grpo_fn.rehearse.tracing.host_transfers import local_bytes
 from grpo_fn.rehearse.tracing.model_parts import following_parts
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.sampler.local.continuous_batching import PREFILL
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager
 from grpo_fn.shell.sampler.local.decode_step import (
     LOOK,
     WRITTEN,
     DecodeEngine,
     DecodeShape,
+    Eager,
     Marks,
     TokenSampler,
     captured_sizes,

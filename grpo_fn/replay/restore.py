@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
-from grpo_fn.core.groups import pad_rollout
+from grpo_fn.core.batch import pad_rollout
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Groups, Rollout
 from grpo_fn.replay.diff import StoredRollout

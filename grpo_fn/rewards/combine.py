@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from einops import rearrange
 
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.partials import unwrap_reward
 from grpo_fn.core.problem import Completion, Problem, RewardFn, Scorer
 from grpo_fn.core.types import Reward, Rollout

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Completion, Problem, transcript
-from grpo_fn.rewards.wrappers import by_task, with_timeout
+from grpo_fn.rewards.wrappers import with_timeout
 
 ReadVerdict = Callable[[str, str], float | None]  # (answer, mark) -> reward; None: it cannot be read
 
@@ -217,29 +217,6 @@ def marked_word(answer: str, mark: str, *, values: Mapping[str, float]) -> float
     worth = {word.lower(): float(value) for word, value in values.items()}
     words = {word.lower() for word in re.findall(_behind(mark) + r"([^\W\d_]+)", _conclusion(answer))}
     return worth.get(words.pop()) if len(words) == 1 else None
-
-
-def judge_of(fn: Any, problem: Problem) -> tuple[Judge, float] | None:
-    """The judge that a reward asks about a problem, and the seconds for its answer; None where it asks none.
-
-    Looks through `with_timeout` and the tables of `by_task`.
-
-    Args:
-        fn: a reward.
-        problem: the problem of the row.
-
-    Returns:
-        The judge and its seconds.
-    """
-    if isinstance(fn, Judge):
-        return fn, fn.batch_seconds
-    function, knobs = function_and_knobs(fn)
-    if function is with_timeout:
-        found = judge_of(knobs["reward"], problem)
-        return found and (found[0], min(found[1], knobs["seconds"]))
-    if function is by_task and (name := problem.meta.get("task")) in knobs["rewards"]:
-        return judge_of(knobs["rewards"][name], problem)
-    return None
 
 
 def judges_of(value: Any) -> Iterator[Judge]:

@@ -1,10 +1,7 @@
 """Rewards around rewards: a timeout for one of them, one reward for each task of a mixture."""
 
-import math
 from collections.abc import Awaitable, Mapping
-from typing import Any
 
-from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 
 
@@ -27,33 +24,6 @@ def with_timeout(
         What `reward` returns: its value, None, or an awaitable of it.
     """
     return reward(problem, completion)
-
-
-def seconds_of(fn: Any, default: float) -> float:
-    """The seconds that a row of this reward may take: those of `with_timeout`, the least where it is put around twice.
-
-    Looks through knobs and through every wrapper that calls what it wraps `reward`. The rewards of a `by_task` table
-    share one deadline, the longest of theirs.
-
-    Args:
-        fn: a reward, plain or with knobs and wrappers around it.
-        default: seconds where there is no `with_timeout`.
-
-    Returns:
-        Seconds of wall clock for one row.
-
-    Raises:
-        ValueError: for seconds that are not more than 0.
-    """
-    function, knobs = function_and_knobs(fn)
-    if function is by_task:
-        return max(seconds_of(reward, default) for reward in knobs["rewards"].values())
-    if function is with_timeout:
-        if not knobs["seconds"] > 0:
-            raise ValueError(f"wrappers.with_timeout seconds: got {knobs['seconds']}, wanted more than 0")
-        within = seconds_of(knobs["reward"], math.inf)
-        return min(knobs["seconds"], within)
-    return seconds_of(knobs["reward"], default) if "reward" in knobs else default
 
 
 def by_task(problem: Problem, completion: Completion, *, rewards: Mapping[str, RewardFn]) -> float | None:

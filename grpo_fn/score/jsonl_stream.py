@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from grpo_fn.core.json_lines import json_object
 from grpo_fn.core.problem import LIMITS, Completion, Problem, Turn, verdict_name
-from grpo_fn.shell.reward_workers.worker_handle import Outcome
+from grpo_fn.shell.reward_workers.reward_pool import Outcome
 
 PIECE = 2**16  # bytes read at once
 LONGEST_LINE = 2**26

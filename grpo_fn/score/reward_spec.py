@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from grpo_fn.config.function_knobs import bind_function
 from grpo_fn.core.problem import RewardFn
-from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE
+from grpo_fn.shell.reward_workers.reward_pool import RETURNED_NONE
 from grpo_fn.trainer.checks.requirements import check_sandboxes
 
 

@@ -16,8 +16,7 @@ from grpo_fn.core.display_text import escape_control
 from grpo_fn.core.problem import RewardFn, verdict_name
 from grpo_fn.score.jsonl_stream import Lines, annotate_row, parse_row
 from grpo_fn.score.reward_spec import known_reward, reward_of
-from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
-from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE, Outcome
+from grpo_fn.shell.reward_workers.reward_pool import RETURNED_NONE, Outcome, RewardError, RewardPool
 
 # In flight, read and not yet written: enough for the other workers while one row takes its time.
 MOST_ROWS = 4096

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from grpo_fn.core.checks import check_positive
 from grpo_fn.serve.endpoint import Endpoint, Served
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.attention_kernels.attention_backend import check_attention
+from grpo_fn.shell.model.attention import check_attention
 from grpo_fn.shell.sampler.interface import check_limits
 from grpo_fn.shell.serving.decode_service import DecodeService
 from grpo_fn.shell.serving.http_endpoint import JsonServer

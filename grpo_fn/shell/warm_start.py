@@ -19,8 +19,7 @@ from grpo_fn.algo.supervised import learn_given
 from grpo_fn.core.batch import given_batch
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model.demonstrations import Demonstration, given_rows
-from grpo_fn.shell.model.logprob_head import dense_scores
-from grpo_fn.shell.model.logprob_model import predicting_states, scatter_to_rows
+from grpo_fn.shell.model.logprob_model import dense_scores, predicting_states, scatter_to_rows
 from grpo_fn.shell.policy import optimizer
 
 Segment = tuple[str, bool]  # text, and whether it is taught or only read

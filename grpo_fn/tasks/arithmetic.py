@@ -15,8 +15,7 @@ from torch import Tensor
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import COMPLETION, Problem
-from grpo_fn.tasks.draws import block_uniforms
-from grpo_fn.tasks.task import FrozenKey, Task, frozen_key, generated_task
+from grpo_fn.tasks.task import FrozenKey, Task, block_uniforms, frozen_key, generated_task
 
 T = TypeVar("T")
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from grpo_fn.core import prng
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks.draws import block_uniforms, drawn_task
-from grpo_fn.tasks.task import Task, frozen_key
+from grpo_fn.tasks.task import Task, block_uniforms, drawn_task, frozen_key
 
 _STYLE = 1 << 32  # of the key's children: blocks of problems are numbered from 0 and never get this far
 _LEAST = 2  # of the numbers: a product with 1 is none

@@ -8,8 +8,7 @@ from functools import partial
 from math import cos, pi, prod
 
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks.draws import drawn_task
-from grpo_fn.tasks.task import Task
+from grpo_fn.tasks.task import Task, drawn_task
 
 Edge = tuple[tuple[int, int], tuple[int, int]]
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from grpo_fn.core.problem import Problem
-from grpo_fn.tasks.draws import drawn_task
-from grpo_fn.tasks.task import Task
+from grpo_fn.tasks.task import Task, drawn_task
 
 
 def task(*, max_value: int, numbers: int, test_size: int) -> Task:

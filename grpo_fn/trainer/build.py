@@ -21,14 +21,20 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.demonstrations import given_rollout, shown_rows
-from grpo_fn.shell.model.logprob_head import chunk_elements
+from grpo_fn.shell.model.logprob_model import chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
-from grpo_fn.shell.reward_workers.streaming import StreamingRewards
+from grpo_fn.shell.reward_workers.reward_pool import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, spread_score
-from grpo_fn.shell.sampler.interface import EngineSampler, OnCompletion, SamplerContext, positions
+from grpo_fn.shell.sampler.interface import (
+    DataParallelSampler,
+    EngineSampler,
+    OnCompletion,
+    SamplerContext,
+    positions,
+    spread_score,
+)
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
@@ -92,7 +98,6 @@ def build(
     start = partial(start_sampler, s.sampling.sampler, context, tokenizer, draw, s.sampling, s.data)
     report(sampler_line(s, checked.config, world.device))
     sampler = world.together(partial(start, max_rows=s.sampling.max_rows), what="starting the sampler")
-    given, shown = demonstration_reader(s.data, tokenizer, world.device), s.demonstrations
     asked = {"key": prng.fold_in(key, PROBING), "max_positions": positions(checked.config), "dtype": checked.dtype}
     probe = s.sampling.probe and partial(s.sampling.probe, **asked)
     with closing(sampler), pool, streaming, environment_workers:
@@ -115,8 +120,8 @@ def build(
             algo=run_algorithm(s, task),
             reward=partial(streaming.round, reward=s.rewards.reward, world=world),
             teacher=teacher_of_run(s.teacher, policy, loaded, taught, world),
-            given=given,
-            demonstrations=shown and partial(shown_rows, checked.shown, shown_key(s), shown.rows, given),
+            given=demonstration_reader(s.data, tokenizer, world.device),
+            demonstrations=beside_samples(s, checked, tokenizer, world.device),
             task=task,
             evaluator=build_evaluator(s, spec, tokenizer, world, environments),
             pool=pool,
@@ -285,6 +290,17 @@ def demonstration_reader(
     """Problems with demonstrations -> their rows, one each, on a device."""
     encoding = {"demonstration": data.demonstration, "encode": data.encode_prompt}
     return partial(given_rollout, tokenizer=tokenizer, device=device, **encoding)
+
+
+def beside_samples(
+    settings: Settings, checked: ValidatedPlan, tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> Callable[[int], Rollout] | None:
+    """Steps taken before -> the rows of demonstrations beside a step's samples; None in a run without any."""
+    shown = settings.demonstrations
+    if shown is None:
+        return None
+    given = demonstration_reader(settings.data, tokenizer, device)
+    return partial(shown_rows, checked.shown, shown_key(settings), shown.rows, given)
 
 
 class PreparedModel(NamedTuple):

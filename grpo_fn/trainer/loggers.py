@@ -13,8 +13,7 @@ from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.metrics_writer import MetricsWriter, NullLogger, rewind
 from grpo_fn.shell.logging.mirror_writer import MirrorWriter
-from grpo_fn.shell.logging.profiler import Profiler
-from grpo_fn.shell.logging.stopwatch import Stopwatch
+from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.background import Background

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from grpo_fn.algo import metrics
-from grpo_fn.algo.step import Experience, Span, grpo_step
+from grpo_fn.algo.curriculum import choose_uids
+from grpo_fn.algo.step import Experience, Span, Stream, grpo_step
 from grpo_fn.algo.supervised import Stage, supervised_step
 from grpo_fn.analysis import health
 from grpo_fn.analysis.evaluation import grader_names, summarise
@@ -24,29 +25,29 @@ from grpo_fn.shell.checkpoint.run_dir import LOCK, keep_lock, write_config
 from grpo_fn.shell.episodes.tape import recorded_episodes
 from grpo_fn.shell.logging import system_metrics, tensorboard_layout
 from grpo_fn.shell.logging.step_line import evaluation_line
-from grpo_fn.shell.logging.stopwatch import ErrorContext
+from grpo_fn.shell.logging.stopwatch import ErrorContext, is_due
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.process import EXIT_STOPPED, EXIT_UNHEALTHY, StopRequest
+from grpo_fn.tasks.task import train_problems
 from grpo_fn.trainer import async_eval
 from grpo_fn.trainer.export import export_run
 from grpo_fn.trainer.loggers import RunLoggers, lost_rows, open_loggers
 from grpo_fn.trainer.recording import (
     check_health,
     check_same_kernels,
-    is_due,
     record,
     record_evaluation,
     settle_kernels,
     step_checksums,
 )
 from grpo_fn.trainer.run import (
+    CHOOSING,
     DATA,
     EVALUATION,
     SAMPLING,
     TrainingRun,
     check_restored,
     first_carry,
-    problem_stream,
     resume_command,
 )
 from grpo_fn.trainer.state import BEST, Progress, packed_progress, read_history, restore
@@ -362,3 +363,17 @@ def save_checkpoint(run: TrainingRun, progress: Progress, loggers: RunLoggers) -
     how = run.settings.checkpoints
     kept = Retention(how.keep_last, how.keep_best, BEST, {**progress.scores}, [*progress.pending])
     loggers.saver.save(progress.state.step, tensors=run.policy.tensors(), blobs=blobs, meta=meta, keep=kept)
+
+
+def problem_stream(run: TrainingRun, carried: Carry) -> Stream:
+    """The problems of a step by number: those that the curriculum chooses, or the stream in its order."""
+    key, curriculum = prng.fold_in(run.key, DATA), run.settings.curriculum
+    if curriculum is None:
+        return partial(train_problems, run.task, key)
+    choosing = prng.fold_in(run.key, CHOOSING)
+
+    def stream(first: int, count: int) -> tuple[Problem, ...]:
+        uids = choose_uids(curriculum, carried.curriculum, choosing, carried.drawn, first, count)
+        return tuple(run.task.train(key, uid) for uid in uids)
+
+    return stream

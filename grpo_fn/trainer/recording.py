@@ -27,9 +27,10 @@ from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.kernel_record import append_kernels, recorded_kernels
 from grpo_fn.shell.logging.metrics_writer import NullLogger
+from grpo_fn.shell.logging.stopwatch import is_due
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import choose_kernel
-from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
+from grpo_fn.shell.model.logprob_model import choose_head_kernels
 from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.trainer import presets
@@ -301,8 +302,3 @@ def quote_loss(found: health.HealthFinding, losses: Sequence[str]) -> health.Hea
     if found.rule != health.invalid_high.__name__ or not losses:
         return found
     return found._replace(text=f"{found.text}. The first: {losses[0].splitlines()[0]}")
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps happens now; 0 is never."""
-    return every > 0 and step % every == 0

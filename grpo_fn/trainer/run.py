@@ -11,9 +11,9 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from grpo_fn.algo.curriculum import begin_curriculum, check_arrays, choose_uids, sample_and_follow
+from grpo_fn.algo.curriculum import begin_curriculum, check_arrays, sample_and_follow
 from grpo_fn.algo.group_sampling import Explore, GroupBatch
-from grpo_fn.algo.step import AT_THE_START, Algorithm, Stream
+from grpo_fn.algo.step import AT_THE_START, Algorithm
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.config import Config
 from grpo_fn.core import prng
@@ -22,10 +22,9 @@ from grpo_fn.core.types import Carry, Groups, Reward, Rollout
 from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, ReferenceModel
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
-from grpo_fn.shell.sampler.interface import EngineSampler, TrainingSampler
+from grpo_fn.shell.sampler.interface import DataParallelSampler, EngineSampler, TrainingSampler
 from grpo_fn.shell.world import World
-from grpo_fn.tasks.task import Task, train_problems
+from grpo_fn.tasks.task import Task
 from grpo_fn.trainer.sections import Settings
 
 DATA, SAMPLING, EVALUATION, ADAPTERS, PROBING, SHOWING, CHOOSING = range(7)  # streams of the run's key
@@ -125,20 +124,6 @@ def check_restored(run: TrainingRun, carried: Carry) -> Carry:
         return carried._replace(curriculum=wanted)
     check_arrays({"turns": got.turns, **got.arrays}, {"turns": wanted.turns, **wanted.arrays}, "checkpoint, curriculum")
     return carried
-
-
-def problem_stream(run: TrainingRun, carried: Carry) -> Stream:
-    """The problems of a step by number: those that the curriculum chooses, or the stream in its order."""
-    key, curriculum = prng.fold_in(run.key, DATA), run.settings.curriculum
-    if curriculum is None:
-        return partial(train_problems, run.task, key)
-    choosing = prng.fold_in(run.key, CHOOSING)
-
-    def stream(first: int, count: int) -> tuple[Problem, ...]:
-        uids = choose_uids(curriculum, carried.curriculum, choosing, carried.drawn, first, count)
-        return tuple(run.task.train(key, uid) for uid in uids)
-
-    return stream
 
 
 def follow_groups(settings: Settings, task: Task, group_sampling: SampleGroups) -> SampleGroups:

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model import blocks, hf
-from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
-from grpo_fn.shell.model.head_chunk.kernel_choice import choose_head_kernels
+from grpo_fn.shell.model.attention import attention_note
+from grpo_fn.shell.model.logprob_model import choose_head_kernels
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.world import World
 from grpo_fn.trainer.checks.device_plan import decoding_notes, plan_blocks, precision_notes

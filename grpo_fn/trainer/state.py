@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_fn.analysis import health
-from grpo_fn.core.groups import pack_rollout, unpack_reward, unpack_rollout
+from grpo_fn.core.batch import pack_rollout, unpack_reward, unpack_rollout
 from grpo_fn.core.json_lines import metrics_by_step, step_lines
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, CurriculumState, Gains, Groups, RunState

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.core.groups import select_groups
+from grpo_fn.core.batch import select_groups
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.reprompt import change_prompts, restore_places
 from grpo_fn.core.types import Groups, Rollout

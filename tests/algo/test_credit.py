@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo import advantage, credit, importance, turn_credit
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Reward
 from grpo_fn.testing.steps import scored_step
 

@@ -21,7 +21,7 @@ from grpo_fn.algo.group_sampling import GroupBatch
 from grpo_fn.algo.pass_rate_pool import pool_in_band
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Groups
 

@@ -12,7 +12,7 @@ from strategies import masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import advantage, credit, distillation
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.testing.steps import scored_step
 
 ALL = {name: f for name, f in bound(distillation, "scored").items() if f.keywords["credit"] is None}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_fn.algo import losses, metrics
 from grpo_fn.algo.metrics import Stat, merge, merge_all, stat
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Rollout, Scores
 
 values = st.integers(0, 6).flatmap(lambda n: tensors(n, finite_floats(1e4)))

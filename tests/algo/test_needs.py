@@ -14,8 +14,7 @@ from grpo_fn.algo.advantage import mean_centered
 from grpo_fn.algo.needs import ScoredStep, needs
 from grpo_fn.algo.step import AT_THE_START, Algorithm, Experience, grpo_step
 from grpo_fn.core import prng
-from grpo_fn.core.batch import rows_as_rollout
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward, rows_as_rollout
 from grpo_fn.core.types import Batch, Groups, Reward, Rollout
 
 KEY = prng.key(3, device="cpu")

@@ -18,7 +18,7 @@ from grpo_fn.algo import distillation, importance
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.core import prng
-from grpo_fn.core.groups import row_keys
+from grpo_fn.core.batch import row_keys
 
 LOOPED = [name for name in PRESETS if name in KNOWN_PRESETS or hasattr(reference, name)]
 SOME = settings(max_examples=max(5, settings.default.max_examples // 8))

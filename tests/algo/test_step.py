@@ -30,8 +30,7 @@ from grpo_fn.algo.step import (
     own_pass_suffices,
 )
 from grpo_fn.core import prng
-from grpo_fn.core.batch import given_batch
-from grpo_fn.core.groups import by_group, outcome_reward
+from grpo_fn.core.batch import by_group, given_batch, outcome_reward
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Carry, Gains, Policy, Reward, Rollout, Sampler
 from grpo_fn.rewards.combine import combine, score_serially

@@ -18,8 +18,7 @@ from torch.func import grad_and_value
 from grpo_fn.algo import aggregation, supervised
 from grpo_fn.algo import step as algorithm
 from grpo_fn.algo.needs import ScoredStep, needs
-from grpo_fn.core.batch import given_batch, observed_tokens
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import given_batch, observed_tokens, outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.testing.steps import scored_step

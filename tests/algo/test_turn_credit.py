@@ -10,7 +10,7 @@ from strategies import masks, tensors
 from torch import Tensor
 
 from grpo_fn.algo import advantage, credit, turn_credit
-from grpo_fn.core.groups import concat_rewards, outcome_reward
+from grpo_fn.core.batch import concat_rewards, outcome_reward
 from grpo_fn.core.types import Reward
 from grpo_fn.testing.steps import scored_step
 

@@ -35,7 +35,7 @@ from grpo_fn.algo import (
     turn_credit,
     weighted_losses,
 )
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Totals
 from grpo_fn.testing.steps import scored_step
 

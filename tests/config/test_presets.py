@@ -36,7 +36,7 @@ SPARE = {
     aggregation: {"constant_length_over_samples"},
     weighted_losses: set(),
 }
-SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go"}
+SPARE_HELPERS = {"sampled_values", "loss_diagnostics", "discounted_to_go", "log_ratio", "capped_exp", "ratio"}
 SPARE_HELPERS |= {"optimal_token_baseline"}  # of credit.token_baseline
 # What a preset needs of the run file, as its header says.
 OWN_PASS = ["--gin_param", "step.Algorithm.old_logp = @step.from_trainer"]

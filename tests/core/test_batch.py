@@ -22,9 +22,9 @@ from grpo_fn.core.batch import (
     lengths,
     make_batch,
     minibatches,
+    outcome_reward,
     tokens_of_group,
 )
-from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, Rollout, Scores
 
 LOSSES, CORRECTIONS, KLS = (bound(module, "logp", "row") for module in (losses, importance, kl))

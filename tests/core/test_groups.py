@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_fn.core.batch import concat_rollouts, outcome_reward, pack_rollout, select_rows, unpack_rollout
 from grpo_fn.core.checksums import rollout_checksums
-from grpo_fn.core.groups import concat_rollouts, outcome_reward, pack_rollout, select_rows, unpack_rollout
 from grpo_fn.core.problem import LIMITS, Problem, Turn, transcript
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import completions_of

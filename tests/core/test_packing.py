@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import aggregation, kl, losses, objective
-from grpo_fn.core.packing import each_reads_its_prompt, prompt_lengths, read_lengths, share_prompts, visible_positions
+from grpo_fn.core.batch import each_reads_its_prompt, prompt_lengths, read_lengths, share_prompts, visible_positions
 from grpo_fn.core.types import Batch, Scores
 
 SHARES = st.sampled_from([share_prompts, each_reads_its_prompt])

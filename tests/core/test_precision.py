@@ -22,7 +22,7 @@ from torch.func import grad
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo import advantage, aggregation, credit, kl
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Reward, Totals
 from grpo_fn.testing.aggregations import masked_rows
 from grpo_fn.testing.steps import scored_step

@@ -24,8 +24,8 @@ from grpo_fn.core.types import Batch
 from grpo_fn.shell import world
 from grpo_fn.shell.background_worker import BackgroundWorker
 from grpo_fn.shell.checkpoint import tensor_shards
-from grpo_fn.shell.model.logprob_head import linear_scores
-from grpo_fn.shell.sampler.local import cuda_graphs, decode_step, local_sampler
+from grpo_fn.shell.model.logprob_model import linear_scores
+from grpo_fn.shell.sampler.local import decode_step, local_sampler
 
 ASKED = Asking(2, 3, 14)
 LEAST = 4  # columns of the first shape, 64 in a run: rows of 14 tokens then meet several
@@ -39,7 +39,7 @@ def model_folder(setting: Setting) -> str:
 def small_shapes(model: torch.nn.Module) -> decode_step.DecodeEngine:
     """The engine of a CUDA device, with more shapes than it would have."""
     engine = decode_step.build_engine(model)
-    columns = partial(cuda_graphs.graph_size, least=LEAST)
+    columns = partial(decode_step.graph_size, least=LEAST)
     engine.sizes = engine.sizes._replace(columns=columns, steps=4)
     return engine
 
@@ -132,7 +132,7 @@ def the_same_gradients_again(setting: Setting) -> None:
 def one_side_stream(setting: Setting) -> None:
     """Captures share one stream."""
     before = fake.Stream.made
-    capture, x = cuda_graphs.CudaGraph(), torch.zeros(3, device="cuda")
+    capture, x = decode_step.CudaGraph(), torch.zeros(3, device="cuda")
     for _ in range(3):
         capture(lambda: x.add_(1.0))
     made = fake.Stream.made - before
@@ -150,8 +150,8 @@ def failed_capture(setting: Setting) -> None:
 
     before = torch.cuda.current_stream()
     try:
-        cuda_graphs.CudaGraph()(step)
-    except (RuntimeError, cuda_graphs.BrokenCapture):
+        decode_step.CudaGraph()(step)
+    except (RuntimeError, decode_step.BrokenCapture):
         pass
     else:
         raise AssertionError("got a graph of a step that waits")
@@ -167,7 +167,7 @@ def second_card(setting: Setting) -> None:
     try:
         there = world.join_world("cuda:1", deadline=1.0)
         x = torch.zeros(3, device=there.device)
-        replay = cuda_graphs.CudaGraph()(lambda: x.add_(1.0))
+        replay = decode_step.CudaGraph()(lambda: x.add_(1.0))
         was = fake.backend.on_host(x).clone()
         replay()
         require(bool((fake.backend.on_host(x) == was + 1.0).all()), "got a replay that does nothing")

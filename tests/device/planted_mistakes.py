@@ -26,9 +26,8 @@ from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
 from grpo_fn.shell.background_worker import BackgroundWorker  # noqa: E402
 from grpo_fn.shell.checkpoint import tensor_shards  # noqa: E402
-from grpo_fn.shell.model import logprob_head, packed_input  # noqa: E402
-from grpo_fn.shell.model.attention_kernels import attention_layout, ragged_attention  # noqa: E402
-from grpo_fn.shell.sampler.local import cuda_graphs, decode_step, kv_cache  # noqa: E402
+from grpo_fn.shell.model import attention, logprob_model, packed_input  # noqa: E402
+from grpo_fn.shell.sampler.local import decode_step, kv_cache  # noqa: E402
 
 Change = tuple[Any, str, Callable[[Any], Any]]  # where, which name, what was there to what is there now
 
@@ -141,13 +140,13 @@ MISTAKES = [
         "graphs of weights that have moved", trial.moved_weights, [(decode_step, "addresses", lambda _: lambda m: (0,))]
     ),
     Mistake("projections joined before the weights moved", trial.moved_weights, [(decode_step, "relink", idle)]),
-    Mistake("cu_seqlens of 64 bits", trial.packed, [(attention_layout.Layout, "ragged_rows", of_64_bits)]),
+    Mistake("cu_seqlens of 64 bits", trial.packed, [(attention.Layout, "ragged_rows", of_64_bits)]),
     Mistake(
         "flash attention that adds up in any order",
         trial.the_same_gradients_again,
-        [(ragged_attention, "strict_determinism", lambda _: nullcontext)],
+        [(attention, "strict_determinism", lambda _: nullcontext)],
     ),
-    Mistake("a stream for each capture", trial.one_side_stream, [(cuda_graphs.CudaGraph, "__call__", a_stream_each)]),
+    Mistake("a stream for each capture", trial.one_side_stream, [(decode_step.CudaGraph, "__call__", a_stream_each)]),
     Mistake("a failed capture's stream stays", trial.failed_capture, [(torch.cuda, "set_stream", idle)]),
     Mistake("the device is not set", trial.second_card, [(torch.cuda, "set_device", idle)]),
     Mistake(
@@ -167,7 +166,7 @@ MISTAKES = [
         [(decode_step, "keep_logits_in_float32", idle)],
     ),
     Mistake(
-        "logits rounded to bfloat16", trial.rounding, [(logprob_head, "_wide_products", lambda _: lambda x: False)]
+        "logits rounded to bfloat16", trial.rounding, [(logprob_model, "_wide_products", lambda _: lambda x: False)]
     ),
 ]
 

@@ -6,8 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from grpo_fn.core.batch import by_width, trim_rows
-from grpo_fn.core.packing import Share, by_reading, share_prompts
+from grpo_fn.core.batch import Share, by_reading, by_width, share_prompts, trim_rows
 from grpo_fn.core.types import Batch, Gains, Scores, Totals
 from grpo_fn.testing.strategies import GARBAGE, batches, loss_rows, one_row, with_garbage, with_padding
 

@@ -15,8 +15,7 @@ from test_local_sampler import CHOICES, KEY, completions, problems
 
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model.blocks import recompilations
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager
-from grpo_fn.shell.sampler.local.decode_step import compile_decode_parts
+from grpo_fn.shell.sampler.local.decode_step import Eager, compile_decode_parts
 from grpo_fn.shell.sampler.local.joined_projections import joined_model
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 

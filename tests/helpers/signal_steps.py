@@ -11,8 +11,7 @@ from grpo_fn.algo import aggregation, kl, losses, objective
 from grpo_fn.algo.step import Experience
 from grpo_fn.analysis import token_report
 from grpo_fn.core import prng
-from grpo_fn.core.batch import make_batch
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import make_batch, outcome_reward
 from grpo_fn.core.problem import Problem, Turn
 from grpo_fn.core.types import Gains, Groups, Rollout, Scores
 

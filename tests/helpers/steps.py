@@ -18,7 +18,7 @@ from grpo_fn.algo.group_sampling import GroupBatch
 from grpo_fn.algo.step import Algorithm
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import prng
-from grpo_fn.core.groups import outcome_reward, select_groups
+from grpo_fn.core.batch import outcome_reward, select_groups
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Carry, Groups, Pullback, Rollout, Scores
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from grpo_fn.core import sampling
-from grpo_fn.core.packing import share_prompts
+from grpo_fn.core.batch import share_prompts
 from grpo_fn.rehearse.changes import HEAD, HeadShape, count_heads, with_it, without_it
 from grpo_fn.rehearse.lone_rank import lone_rank
 from grpo_fn.rehearse.rehearsed_model import CardAttention
@@ -23,15 +23,12 @@ from grpo_fn.rehearse.tracing.counting import BLOCKS, CountingMode
 from grpo_fn.rehearse.tracing.host_transfers import following_shards
 from grpo_fn.rehearse.tracing.live_storages import LiveStorages
 from grpo_fn.rehearse.tracing.operators import ATTENTION, ELEMENTWISE, PRODUCTS
-from grpo_fn.shell.model.attention import install
-from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec
+from grpo_fn.shell.model.attention import AttentionSpec, install
 from grpo_fn.shell.model.packed_input import end_to_end
 from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, Ends
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, captured_sizes
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, Eager, Stops, captured_sizes
 from grpo_fn.shell.sampler.local.kv_cache import row_slots
 from grpo_fn.shell.sampler.local.split_kv import SPLIT
-from grpo_fn.shell.sampler.local.stop_strings import Stops
 
 N, D, V = 6, 8, 100  # of a head: tokens, width, vocabulary
 
@@ -162,13 +159,13 @@ def test_steps_and_looks_are_those_of_the_sampler(monkeypatch):
 
 
 def test_the_heads_kernels_are_given_back():
-    from grpo_fn.shell.model import logprob_head
+    from grpo_fn.shell.model import logprob_model
 
-    before = logprob_head.kernels_for
+    before = logprob_model.kernels_for
     with head_kernels(CardHeadKernels()):
-        assert isinstance(logprob_head.kernels_for(torch.empty(1)), CardHeadKernels)
-        assert not isinstance(logprob_head.kernels_for(torch.empty(1, dtype=torch.float64)), CardHeadKernels)
-    assert logprob_head.kernels_for is before
+        assert isinstance(logprob_model.kernels_for(torch.empty(1)), CardHeadKernels)
+        assert not isinstance(logprob_model.kernels_for(torch.empty(1, dtype=torch.float64)), CardHeadKernels)
+    assert logprob_model.kernels_for is before
 
 
 @pytest.mark.parametrize(("offloads", "size"), [(True, 1), (True, 2), (False, 2)])

@@ -25,7 +25,7 @@ from grpo_fn.rehearse.figures import figures as figures_of
 from grpo_fn.rehearse.rehearsal import Rehearsal
 from grpo_fn.rehearse.table import size
 from grpo_fn.shell.model import blocks
-from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
+from grpo_fn.shell.model.attention import attention_note
 
 BINDINGS = ["sections.Sampling.max_new_tokens=24", "sections.PolicyUpdate.micro_tokens=512"]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -20,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.core import checksums
-from grpo_fn.core.batch import by_width, minibatches, trim_rows
-from grpo_fn.core.packing import by_reading, share_prompts
+from grpo_fn.core.batch import by_reading, by_width, minibatches, share_prompts, trim_rows
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.replay import __main__
 from grpo_fn.replay import replay_step as again

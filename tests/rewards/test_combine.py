@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.algo.metrics import reward_metrics
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.problem import Completion, Problem, Turn
 from grpo_fn.core.types import Rollout
 from grpo_fn.rewards.combine import TAKEN, combine, part_names, score_serially, with_turns

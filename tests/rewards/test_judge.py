@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from grpo_fn.analysis.attacks import injected_verdicts
 from grpo_fn.core.problem import Completion, Problem, Turn
 from grpo_fn.rewards.combine import combine, part_names
-from grpo_fn.rewards.judge import Judge, judge_of, judges_of, marked_score, marked_word, without_chat_marks, word_of
+from grpo_fn.rewards.judge import Judge, judges_of, marked_score, marked_word, without_chat_marks, word_of
 from grpo_fn.rewards.math import correct
 from grpo_fn.rewards.wrappers import by_task, with_timeout
+from grpo_fn.shell.reward_workers.reward_pool import judge_of
 
 PROBLEM = Problem(3, "What is 2 + 3?", "5", {"task": "sums"})
 SCORE = partial(marked_score, low=0.0, high=10.0)

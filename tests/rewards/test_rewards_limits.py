@@ -10,7 +10,8 @@ from grpo_fn.config import load_config
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.combine import part_names
 from grpo_fn.rewards.math import correct
-from grpo_fn.rewards.wrappers import by_task, seconds_of, with_timeout
+from grpo_fn.rewards.wrappers import by_task, with_timeout
+from grpo_fn.shell.reward_workers.reward_pool import seconds_of
 
 
 def tenth(problem, completion, *, of):

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from grpo_fn.config import load_config
 from grpo_fn.shell.model import blocks
-from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
+from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.model.lora import LoRA
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.trainer import sections

@@ -12,7 +12,7 @@ from grpo_fn.replay.diff import RecordedStep, ReplayedStep, circumstances
 from grpo_fn.shell.logging.kernel_record import FILE, append_kernels, recorded_kernels
 from grpo_fn.shell.logging.metrics_writer import rewind
 from grpo_fn.shell.model.blocks import torch_compile
-from grpo_fn.shell.model.head_chunk.plain_kernels import PlainKernels
+from grpo_fn.shell.model.logprob_model import PlainKernels
 from grpo_fn.shell.sampler.local.decode_step import build_engine
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.trainer import recording

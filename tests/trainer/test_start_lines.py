@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2Config
 
 from grpo_fn.config import load_config
-from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
+from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.world import World, alone
 from grpo_fn.trainer import sections, start_lines
 from grpo_fn.trainer.checks.device_plan import BlockPlan, precision_notes

@@ -12,7 +12,7 @@ from fakes import problem, tokenizer
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2Config
 
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Groups, Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy import self_teachers

@@ -21,8 +21,7 @@ from fakes import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fn.core import prng
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
-from grpo_fn.shell.sampler.interface import SamplerContext, StaleEngine
+from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext, StaleEngine
 from grpo_fn.shell.sampler.weight_export import export_weights
 from grpo_fn.shell.vllm.vllm_sampler import colocated_sampler
 from grpo_fn.shell.world import World, join_world

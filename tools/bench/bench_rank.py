@@ -32,7 +32,7 @@ from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
+from grpo_fn.shell.sampler.interface import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World, join_world
 from grpo_fn.trainer.sections import Compute

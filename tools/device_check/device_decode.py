@@ -19,8 +19,7 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import install
 from grpo_fn.shell.sampler.interface import SamplerContext
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, Eager, GraphCache
 from grpo_fn.shell.sampler.local.joined_projections import joined_model
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 from grpo_fn.shell.world import alone, find_device

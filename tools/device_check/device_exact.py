@@ -26,7 +26,7 @@ from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import choose_kernel
-from grpo_fn.shell.model.logprob_head import dense_scores, linear_scores
+from grpo_fn.shell.model.logprob_model import dense_scores, linear_scores
 from grpo_fn.shell.model.packed_input import pack_rows, pack_shared_prompts, pad_rows
 from grpo_fn.shell.policy.fsdp import full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy

@@ -30,8 +30,7 @@ from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
-from grpo_fn.shell.sampler.interface import SamplerContext
+from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.world import World, alone, find_device
 

@@ -12,8 +12,7 @@ from device_shapes import QWEN_HALF, folder, sized
 
 from grpo_fn.algo.step import AT_THE_START
 from grpo_fn.core import prng, sampling
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
-from grpo_fn.shell.sampler.interface import SamplerContext
+from grpo_fn.shell.sampler.interface import DataParallelSampler, SamplerContext
 from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm import vllm_sampler
 from grpo_fn.shell.vllm.process_guards import check_installed

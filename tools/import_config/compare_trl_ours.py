@@ -17,15 +17,14 @@ from torch.func import grad_and_value
 
 from grpo_fn.algo.advantage import group_normalized
 from grpo_fn.algo.credit import first_token, outcome, row_whitened
-from grpo_fn.algo.importance import log_ratio
 from grpo_fn.algo.kl import k3
+from grpo_fn.algo.losses import log_ratio
 from grpo_fn.algo.needs import ScoredStep, needs, token_advantages
 from grpo_fn.algo.step import UNMOVED, Algorithm, from_trainer, learning_rows
 from grpo_fn.algo.weighted_losses import vespo
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import masked, prng
-from grpo_fn.core.batch import count
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import count, outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Groups, Rollout, Scores
 from grpo_fn.shell.policy.functional import FunctionalPolicy

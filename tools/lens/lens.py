@@ -19,7 +19,7 @@ from grpo_fn.analysis import compare_algorithms, token_report
 from grpo_fn.analysis.html import page, token_page
 from grpo_fn.config import load_config
 from grpo_fn.core import prng
-from grpo_fn.core.groups import by_group
+from grpo_fn.core.batch import by_group
 from grpo_fn.core.types import Batch, Groups, Rollout, Scores
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from grpo_fn.algo import advantage, aggregation, credit, distillation, kl, losses, masking
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.types import Batch, Rollout
 from grpo_fn.testing.steps import scored_step
 

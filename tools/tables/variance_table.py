@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import jacfwd, vmap
 
 from grpo_fn.algo import advantage, credit, losses
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.testing.steps import scored_step
 
 Weight = Callable[[Tensor, Tensor], Tensor]  # energy, written [7, 2] -> the weight of each token of each row

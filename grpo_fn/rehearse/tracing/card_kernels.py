@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from grpo_fn.rehearse.tracing.operators import ATTENTION, ELEMENTWISE, Cost
-from grpo_fn.shell.model import logprob_head
+from grpo_fn.shell.model import logprob_model
 from grpo_fn.shell.model.attention import HALVES
-from grpo_fn.shell.model.head_chunk.plain_kernels import ChunkKernels, ChunkStats, PlainKernels
+from grpo_fn.shell.model.logprob_model import ChunkKernels, ChunkStats, PlainKernels
 from grpo_fn.shell.sampler.local import float32_head, kv_cache
 from grpo_fn.shell.sampler.local.split_kv import OPERATOR, SPLIT
 
@@ -83,7 +83,7 @@ def _of_halves(x: Tensor) -> bool:
 def products_of_a_card() -> Iterator[None]:
     """Within it the head and decoding steps multiply as on CUDA: of halves the result is float32, nothing is cast."""
     modules = (
-        (logprob_head, "_wide_products"),
+        (logprob_model, "_wide_products"),
         (kv_cache, "products_in_float32"),
         (float32_head, "products_in_float32"),
     )
@@ -100,12 +100,12 @@ def products_of_a_card() -> Iterator[None]:
 @contextmanager
 def head_kernels(kernels: ChunkKernels) -> Iterator[None]:
     """Within it the head has these kernels; with float64, which Triton's do not take, torch's operations."""
-    before = logprob_head.kernels_for
-    logprob_head.kernels_for = lambda x: PlainKernels() if x.dtype is torch.float64 else kernels
+    before = logprob_model.kernels_for
+    logprob_model.kernels_for = lambda x: PlainKernels() if x.dtype is torch.float64 else kernels
     try:
         yield
     finally:
-        logprob_head.kernels_for = before
+        logprob_model.kernels_for = before
 
 
 # -- costs

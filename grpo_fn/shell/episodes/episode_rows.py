@@ -333,9 +333,3 @@ def as_unscorable(failure: Answer, called: bool) -> Answer:
         An answer without a reward.
     """
     return Answer(reward=None, done=True)
-
-
-def sample_keys(key: Tensor, problems: Sequence[Problem], group_size: int) -> Tensor:
-    """fold_in(key, uid, g) of every row, `[B, 2]`."""
-    uid = torch.tensor([p.uid for p in problems], device=key.device).repeat_interleave(group_size)
-    return prng.fold_in(key, uid, torch.arange(group_size, device=key.device).repeat(len(problems)))

@@ -12,9 +12,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_fn.core.batch import lengths
+from grpo_fn.core.batch import lengths, outcome_reward
 from grpo_fn.core.checksums import tape_digest
-from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.json_lines import json_rows
 from grpo_fn.core.problem import Problem, Turn
 from grpo_fn.core.types import Groups, Reward, Rollout

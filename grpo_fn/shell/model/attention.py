@@ -7,26 +7,523 @@ backward pass looks it up again.
 """
 
 import sys
-from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property, partial
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import AuxRequest
+from torch.nn.functional import dropout, embedding_bag, pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_fn.shell.model.attention_kernels.attention_backend import attention_name, held_to
-from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Layout
-from grpo_fn.shell.model.attention_kernels.ragged_attention import (
-    flash_attention,
-    flash_attention_3,
-    flash_varlen_function,
-    varlen,
-)
+from grpo_fn.core.batch import Spans
+
+# -- who sees whom in a stream of rows that lie end to end, some of which read a prompt that stands in another row
+
+
+Window = int | None  # keys that a query sees, itself included; None: all there are up to it
+
+
+class AttentionSpec(NamedTuple):
+    """What a layer asks of attention."""
+
+    window: Window
+    scale: float
+    dropout: float
+    cap: float | None  # of the scores
+    backend: str  # the name that the model was built with
+
+    @property
+    def eager(self) -> bool:
+        """Whether the model was built to have it written out."""
+        return self.backend == "eager"
+
+
+class Bucket(NamedTuple):
+    """Rows of similar length, padded to the longest among them.
+
+    A padded query is the row's last once more, a padded key its first: both are the row's own, so nothing odd in
+    another row gets here, and every query sees some key.
+    """
+
+    query: Int[Tensor, "b q"]  # into the stream
+    key: Int[Tensor, "b k"]
+    position: Int[Tensor, "b q"]  # of each query in its row: it sees keys 0 to there
+    real: Bool[Tensor, "b q"]  # queries that are no padding
+
+
+class RaggedLayout(NamedTuple):
+    """All rows end to end, as kernels for rows of unequal length take them; the queries are the stream as it is."""
+
+    key: Int[Tensor, "K"]  # into the stream
+    queries: Int[Tensor, "rows+1"]  # where each row's begin; where the last one's end
+    keys: Int[Tensor, "rows+1"]
+    longest: tuple[int, int]  # queries and keys
+
+
+class Readers(NamedTuple):
+    """Of every token of the stream, where among all rows' keys it is read: what the pullback of a gather adds up."""
+
+    place: Int[Tensor, "K"]  # into the keys, those that read the same token side by side, in the rows' order
+    begin: Int[Tensor, "N+1"]  # where each token's begin; where the last one's end
+
+
+class Layout:
+    """Made for one micro-batch and the same in all layers of the model. What a kernel needs is made when it asks.
+
+    `asked` lists the windows that attention asked for, layer by layer.
+    """
+
+    def __init__(self, spans: Spans, at: Int[Tensor, "B T"], *, device: torch.device) -> None:
+        self.spans, self.at, self.device = spans, at, device
+        self.asked: list[Window] = []
+        self._masks: dict[tuple[int, Window, torch.dtype], Tensor | None] = {}
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Rows by length; those that read their own prompt apart from those that begin behind it."""
+        made = [bucket(self.spans, self.at, rows) for rows in buckets_by_length(self.spans)]
+        self._back = bucket_positions(made).to(self.device)
+        return [Bucket(*(x.to(self.device) for x in one)) for one in made]
+
+    def stream_order(self, found: list[Float[Tensor, "_ _ H D"]]) -> Float[Tensor, "N H D"]:
+        """What was found for every query of every bucket, back in the stream's order."""
+        return torch.cat([x.flatten(0, 1) for x in found]).index_select(0, self._back)
+
+    def mask(self, number: int, window: Window, dtype: torch.dtype) -> Float[Tensor, "b 1 q k"] | None:
+        """What is added to the scores of that bucket: 0 where a query sees the key, -inf elsewhere.
+
+        None where that is what causal attention does by itself, because queries and keys are the same.
+        """
+        asked = (number, window, dtype)
+        if asked not in self._masks:
+            one = self.buckets[number]
+            plain = one.query.shape == one.key.shape and not bool(one.position[:, 0].any())
+            short = window is None or window >= one.key.shape[1]
+            self._masks[asked] = None if plain and short else additive_mask(one, window, dtype)
+        return self._masks[asked]
+
+    @cached_property
+    def ragged_rows(self) -> RaggedLayout:
+        """The same for kernels that need no padding: every row's keys, its prompt's included, one row after another."""
+        rows = (self.spans.end > self.spans.start).nonzero()[:, 0]
+        start, end = self.spans.start[rows], self.spans.end[rows]
+        key = self.at[rows][torch.arange(self.at.shape[1]) < end[:, None]].to(self.device)
+        queries, keys = (pad(n.cumsum(0), (1, 0)).int().to(self.device) for n in (end - start, end))
+        return RaggedLayout(key, queries, keys, (int((end - start).max()), int(end.max())))
+
+    @cached_property
+    def readers(self) -> Readers:
+        """Who reads which token, sorted once on the device for all layers, and without a wait."""
+        token, place = self.ragged_rows.key.sort(stable=True)
+        stream = int((self.spans.end - self.spans.start).clamp(min=0).sum())
+        return Readers(place, torch.searchsorted(token, torch.arange(stream + 1, device=token.device)))
+
+
+def buckets_by_length(spans: Spans) -> Iterator[Int[Tensor, "b"]]:
+    """Rows with something to read, in parts of which the longest is at most twice as long as the shortest."""
+    taken = spans.end - spans.start
+    for where in (spans.start == 0, spans.start > 0):
+        rows = (where & (taken > 0)).nonzero()[:, 0]
+        rows = rows[taken[rows].argsort(descending=True, stable=True)]
+        while len(rows):
+            many = int((2 * taken[rows] >= taken[rows[0]]).sum())
+            yield rows[:many]
+            rows = rows[many:]
+
+
+def bucket(spans: Spans, at: Int[Tensor, "B T"], rows: Int[Tensor, "b"]) -> Bucket:
+    """These rows, side by side."""
+    start, end = spans.start[rows, None], spans.end[rows, None]
+    column = start + torch.arange(int((end - start).max()))
+    last = torch.minimum(column, end - 1)
+    return Bucket(at[rows].gather(1, last), at[rows, : int(end.max())], last, column < end)
+
+
+def bucket_positions(buckets: list[Bucket]) -> Int[Tensor, "N"]:
+    """Where each token of the stream is among all queries of all buckets."""
+    query, real = (
+        torch.cat([x.flatten() for x in field]) for field in zip(*((b.query, b.real) for b in buckets), strict=True)
+    )
+    return real.nonzero()[:, 0][query[real].argsort()]
+
+
+def additive_mask(one: Bucket, window: Window, dtype: torch.dtype) -> Float[Tensor, "b 1 q k"]:
+    """Causal attention within a row, to the `window` last keys alone where there is one."""
+    key, query = torch.arange(one.key.shape[1], device=one.key.device), one.position[:, None, :, None]
+    unseen = (key > query) if window is None else (key > query) | (key <= query - window)
+    return torch.zeros(unseen.shape, dtype=dtype, device=unseen.device).masked_fill_(unseen, -torch.inf)
+
+
+# -- which kernels attend, by name: `sections.Compute.attention`
+
+
+KNOB = "sections.Compute.attention"
+LEAST_CUDNN = 90000  # torch's cuDNN attention asks for 9.0
+
+
+class AttentionBackend(NamedTuple):
+    """What a name stands for, and what it asks for."""
+
+    sdpa: SDPBackend | None = None  # that `scaled_dot_product_attention` is held to
+    module: str | None = None  # to be imported
+    install: str = ""  # how that module is had
+    halves: bool = False  # bfloat16 and float16 alone
+    least: tuple[int, int] | None = None  # compute capability of the card; None: any device
+    most: tuple[int, int] | None = None
+    repeats: bool = True  # whether its gradients are the same bits again under deterministic kernels
+
+
+FLASH_2 = "pip install --no-build-isolation 'grpo-fn[flash]'"
+FLASH_3 = "pip install --no-build-isolation ./hopper in a checkout of github.com/Dao-AILab/flash-attention"
+BACKENDS = {
+    "eager": AttentionBackend(),
+    "sdpa": AttentionBackend(),
+    "sdpa_math": AttentionBackend(SDPBackend.MATH),
+    "sdpa_flash": AttentionBackend(SDPBackend.FLASH_ATTENTION, halves=True, least=(8, 0), repeats=False),
+    "sdpa_efficient": AttentionBackend(SDPBackend.EFFICIENT_ATTENTION, least=(5, 0), repeats=False),
+    "sdpa_cudnn": AttentionBackend(SDPBackend.CUDNN_ATTENTION, halves=True, least=(8, 0), repeats=False),
+    "flash_attention_2": AttentionBackend(None, "flash_attn", FLASH_2, halves=True, least=(8, 0)),
+    "flash_attention_3": AttentionBackend(
+        None, "flash_attn_interface", FLASH_3, halves=True, least=(9, 0), most=(9, 9)
+    ),
+}
+# Transformers takes a name with "flash" in it for that of a package, and looks for it: ours goes by another name there.
+IN_TRANSFORMERS = {"sdpa_flash": "sdpa_fused"}
+HERE = {there: name for name, there in IN_TRANSFORMERS.items()}
+SCORES_IN_MEMORY = ("eager", "sdpa_math")  # written out operator by operator, the same on every device
+REPEATING = ", ".join(name for name, backend in BACKENDS.items() if backend.repeats)
+
+
+def transformers_name(name: str) -> str:
+    """The name by which transformers knows an attention.
+
+    Args:
+        name: `sections.Compute.attention`.
+    """
+    return IN_TRANSFORMERS.get(name, name)
+
+
+def attention_name(found: str) -> str:
+    """The name of an attention in `sections.Compute.attention`.
+
+    Args:
+        found: its name in transformers.
+    """
+    return HERE.get(found, found)
+
+
+def counted_attention(name: str) -> str:
+    """What stands in for an attention on any machine where memory and work alone are counted.
+
+    Args:
+        name: `sections.Compute.attention`.
+
+    Returns:
+        Itself where every device computes it: "eager" and "sdpa_math", which write scores out; else "sdpa", fused.
+    """
+    return name if name in SCORES_IN_MEMORY else "sdpa"
+
+
+def check_attention_choice(name: str, dtype: torch.dtype, *, deterministic: bool) -> None:
+    """Raise ValueError for an attention that no machine has, or that does not go with the rest of the configuration.
+
+    Args:
+        name: `sections.Compute.attention`.
+        dtype: that the model computes in.
+        deterministic: `sections.Compute.deterministic`.
+    """
+    backend = BACKENDS.get(name)
+    if backend is None:
+        raise ValueError(f"{KNOB}: got {name!r}, wanted one of {', '.join(BACKENDS)}")
+    if backend.halves and dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{KNOB}: got {name!r} in {str(dtype).removeprefix('torch.')}, wanted sections.Compute.dtype 'bfloat16' or "
+            "'float16' (scale/bf16.gin, scale/fp16.gin), or attention 'sdpa'"
+        )
+    if deterministic and not backend.repeats:
+        raise ValueError(
+            f"{KNOB}: got {name!r}, whose gradients are added up in any order, with sections.Compute.deterministic, "
+            f"wanted one of {REPEATING}"
+        )
+
+
+def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> None:
+    """Raise ValueError for an attention that is not to be had here, by its package, the card or torch's build.
+
+    Args:
+        name: `sections.Compute.attention`.
+        device: that the model computes on.
+        dtype: that it computes in.
+        deterministic: `sections.Compute.deterministic`.
+    """
+    check_attention_choice(name, dtype, deterministic=deterministic)
+    backend = BACKENDS[name]
+    if backend.module is not None and find_spec(backend.module) is None:
+        raise ValueError(
+            f"{KNOB}: got {name!r} without the module {backend.module}, wanted it installed ({backend.install}), or "
+            "attention 'sdpa'"
+        )
+    if backend.least is None:
+        return
+    wanted = f"compute capability {'.'.join(map(str, backend.least))}" + (" or later" if backend.most is None else "")
+    if device.type != "cuda":
+        raise ValueError(f"{KNOB}: got {name!r} on {device}, wanted a CUDA device of {wanted}, or attention 'sdpa'")
+    found = torch.cuda.get_device_capability(device)
+    if found < backend.least or (backend.most is not None and found > backend.most):
+        raise ValueError(
+            f"{KNOB}: got {name!r} on a card of compute capability {found[0]}.{found[1]}, wanted {wanted}, or "
+            "attention 'sdpa'"
+        )
+    if backend.sdpa is SDPBackend.CUDNN_ATTENTION and (version := torch.backends.cudnn.version() or 0) < LEAST_CUDNN:
+        raise ValueError(f"{KNOB}: got {name!r} with cuDNN {version}, wanted {LEAST_CUDNN} or later")
+
+
+def attention_note(name: str, dtype: torch.dtype, device: torch.device | None) -> list[str]:
+    """What attends to packed rows on a card: for the plan of a run.
+
+    Args:
+        name: `sections.Compute.attention`.
+        dtype: that the model computes in.
+        device: where; None for a card that is not here.
+
+    Returns:
+        One line; none on other devices.
+    """
+    if device is not None and device.type != "cuda":
+        return []
+    backend, how = BACKENDS[name], "padded buckets"
+    if name == "eager":
+        how += ", written out"
+    elif backend.sdpa is not None and name != "sdpa_flash":
+        how += f", by torch's {backend.sdpa.name}"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        how += ", by scaled_dot_product_attention"
+    elif name == "flash_attention_3":
+        how = "flash-attn 3's kernel for rows of unequal length"
+    elif name == "sdpa_flash":
+        how = "torch's flash kernel for rows of unequal length"
+    else:
+        how = "flash-attn's kernel for rows of unequal length where it imports, else torch's"
+    return [f"packed rows attend in {how} ({KNOB} = {name!r})"]
+
+
+@contextmanager
+def held_to(name: str) -> Iterator[None]:
+    """`scaled_dot_product_attention` held to what the name says; nothing changes where that leaves it to torch."""
+    backend = BACKENDS[name].sdpa if name in BACKENDS else None
+    if backend is None:
+        yield
+    else:
+        with sdpa_kernel(backend):
+            yield
+
+
+def _padded_rows(module: nn.Module, *streams: Tensor | None, backend: str, **how: Any) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls for padded rows: queries, keys, values, and a mask where there is one."""
+    with held_to(backend):
+        return sdpa_attention_forward(module, *streams, **how)
+
+
+# Transformers then takes these names as it takes its own.
+for _name, _backend in BACKENDS.items():
+    if _backend.sdpa is not None:
+        AttentionInterface.register(transformers_name(_name), partial(_padded_rows, backend=_name))
+        AttentionMaskInterface.register(transformers_name(_name), ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+# -- attention over rows of unequal length, in kernels that take them as they lie: halves on CUDA only
+
+
+WARNING = 1  # torch's number for deterministic algorithms with `warn_only`
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec
+) -> Float[Tensor, "N H E"]:
+    """The flash-attn package. A row's queries are the last of its keys, which is how it aligns a causal mask."""
+    rows = layout.ragged_rows
+    return flash_varlen_function()(
+        query,
+        *gather_keys_and_values(key, value, layout),
+        rows.queries,
+        rows.keys,
+        *rows.longest,
+        dropout_p=how.dropout,
+        softmax_scale=how.scale,
+        causal=True,
+        window_size=(-1 if how.window is None else how.window - 1, 0),
+        softcap=how.cap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def flash_attention_3(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec
+) -> Float[Tensor, "N H E"]:
+    """FlashAttention-3, of the module flash_attn_interface. Raises ValueError for dropout, which it lacks."""
+    from flash_attn_interface import flash_attn_varlen_func
+
+    if how.dropout:
+        raise ValueError(f"got attention with dropout {how.dropout} in flash_attention_3, wanted 0, or another kernel")
+    rows = layout.ragged_rows
+    return flash_attn_varlen_func(
+        query.contiguous(),
+        *gather_keys_and_values(key, value, layout),
+        rows.queries,
+        rows.keys,
+        *rows.longest,
+        softmax_scale=how.scale,
+        causal=True,
+        window_size=(-1 if how.window is None else how.window - 1, 0),
+        softcap=how.cap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@cache
+def flash_varlen_function() -> Callable[..., Tensor] | None:
+    """`flash_attn_varlen_func` of the flash-attn package; None, once with a warning, where it cannot be imported.
+
+    The name may be there without it: flash-attn 4 installs `flash_attn.cute` alone, and a wheel built for another
+    torch ends with an OSError.
+    """
+    if find_spec("flash_attn") is None:
+        return None
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except (ImportError, OSError) as error:
+        warnings.warn(
+            f"attention runs on torch's kernels, without flash-attn: {type(error).__name__}, {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return flash_attn_varlen_func
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: AttentionSpec) -> Float[Tensor, "N H E"]:
+    """The same kernels, as torch has them: without a cap. Raises ValueError for dropout, which they lack, too."""
+    if how.dropout:
+        raise ValueError(f"got attention with dropout {how.dropout} on rows of unequal length, wanted 0, or flash-attn")
+    rows, groups = layout.ragged_rows, query.shape[1] // key.shape[1]
+    k, v = gather_keys_and_values(key, value, layout)
+    # Before the flag came torch did not compare the heads, and the kernel below it is the same.
+    more = {"enable_gqa": True} if groups > 1 and has_gqa_flag() else {}
+    window = (-1 if how.window is None else how.window - 1, 0)
+    known = RaggedCall((rows.queries, rows.keys, *rows.longest), how.scale, window, more)
+    if torch.get_deterministic_debug_mode() == WARNING:
+        return RepeatableVarlen.apply(query.contiguous(), k, v, known)
+    return known(query.contiguous(), k, v)
+
+
+class RaggedCall(NamedTuple):
+    """What `varlen_attn` is called with besides queries, keys and values."""
+
+    lengths: tuple[Tensor, Tensor, int, int]
+    scale: float
+    window: tuple[int, int]
+    more: dict[str, bool]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **also: AuxRequest) -> Any:
+        """The output; with `return_aux`, what was asked for besides."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        how = {"scale": self.scale, "window_size": self.window, **self.more, **also}
+        return varlen_attn(query, key, value, *self.lengths, **how)
+
+
+class RepeatableVarlen(torch.autograd.Function):
+    """`varlen_attn` whose gradients are the same bits again under `use_deterministic_algorithms(True, warn_only=True)`.
+
+    With `warn_only` torch's kernel warns and adds up in any order all the same, though it has a deterministic way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, known: RaggedCall) -> Tensor:
+        """As the call says."""
+        out, lse = known(query, key, value, return_aux=AuxRequest(lse=True))
+        ctx.known = known
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Gradients of queries, keys and values, by the kernel's deterministic way."""
+        known: RaggedCall = ctx.known
+        seed = torch.zeros(2, dtype=torch.uint64, device=slope.device)  # of dropout, which there is none of
+        causal = known.window == (-1, 0)
+        with strict_determinism():
+            slopes = torch.ops.torch_attn._varlen_attn_backward(
+                slope, *ctx.saved_tensors, *known.lengths, causal, seed, known.scale, [*known.window]
+            )
+        return *slopes, None
+
+
+@contextmanager
+def strict_determinism() -> Iterator[None]:
+    """Deterministic kernels without `warn_only`, which some of torch's take for leave to use their others."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@cache
+def has_gqa_flag() -> bool:
+    """Whether torch takes fewer heads of keys than of queries only where a flag says so."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters  # from torch 2.12
+
+
+def gather_keys_and_values(
+    key: Float[Tensor, "N K D"], value: Float[Tensor, "N K E"], layout: Layout
+) -> tuple[Float[Tensor, "R K D"], Float[Tensor, "R K E"]]:
+    """The keys and values that the rows see, row after row, as views of one gather."""
+    both = torch.cat([key, value], -1)
+    readers = layout.readers if both.requires_grad else ()
+    found = GatherTokens.apply(both, layout.ragged_rows.key, *readers) if readers else both[layout.ragged_rows.key]
+    return found.split([key.shape[2], value.shape[2]], -1)
+
+
+class GatherTokens(torch.autograd.Function):
+    """A stream's entries at some places, with a pullback that sorts nothing: who reads each token is known.
+
+    Each token's sum is taken by one thread, in the rows' order and in float32 for halves: the same bits again.
+    """
+
+    @staticmethod
+    def forward(stream: Tensor, index: Tensor, place: Tensor, begin: Tensor) -> Tensor:
+        """The entries; `place` and `begin` are for the way back."""
+        return stream[index]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Keep what the way back needs."""
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
+        """Of every token, the sum over all that read it."""
+        place, begin = ctx.saved_tensors
+        total = embedding_bag(place, slope.flatten(1), begin, mode="sum", include_last_offset=True)
+        return total.unflatten(1, slope.shape[1:]), None, None, None
+
 
 OURS = "+rows"  # behind the name of what stood there before
 EAGER = "eager"

@@ -20,7 +20,7 @@ from transformers import (
 
 from grpo_fn.core.conversation import Conversation
 from grpo_fn.shell.atomic_io import flush_file, flush_tree
-from grpo_fn.shell.model.attention_kernels.attention_backend import transformers_name
+from grpo_fn.shell.model.attention import transformers_name
 
 # A prompt to the token ids that the completion follows: encode_prompt, with_system, bare_prompt.
 Encode = Callable[[PreTrainedTokenizerBase, str], list[int]]

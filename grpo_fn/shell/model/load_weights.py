@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from grpo_fn.shell.model.attention_kernels.attention_backend import transformers_name
+from grpo_fn.shell.model.attention import transformers_name
 
 WANTED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja"]
 UNWANTED = ["*/*", "consolidated*"]  # the same weights in other formats

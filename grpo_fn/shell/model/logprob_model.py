@@ -1,30 +1,507 @@
 """From token ids to log-probabilities and entropies of the sampled tokens: the module that is sharded and trained."""
 
+import os
+import warnings
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from grpo_fn.shell.model.attention import gather_tokens
-from grpo_fn.shell.model.head_chunk.relative_entropy import (
-    TeacherHead,
-    dense_taught_scores,
-    dense_teacher_head,
-    linear_taught_scores,
-    linear_teacher_head,
-)
-from grpo_fn.shell.model.logprob_head import (
-    dense_energy,
-    dense_logp,
-    dense_scores,
-    linear_energy,
-    linear_logp,
-    linear_scores,
-)
 from grpo_fn.shell.model.packed_input import InputPacking, probe, without_dropout
+
+# -- the reductions of a chunk of logits and its gradient by torch's operations: on any device, in any dtype
+
+
+class ChunkStats(NamedTuple):
+    """Of every row of logits, divided by the temperature: with `top` their largest, `total` = sum exp(z - top)."""
+
+    logp: Float[Tensor, "n"]  # of the row's target
+    entropy: Float[Tensor, "n"]
+    top: Float[Tensor, "n"]
+    total: Float[Tensor, "n"]
+
+    def rows(self, part: slice) -> "ChunkStats":
+        """Those of some rows."""
+        return ChunkStats(*(x[part] for x in self))
+
+
+@runtime_checkable
+class ChunkKernels(Protocol):
+    """What the head does with a chunk of logits. What `reduce` leaves in z is what `slope` takes where not fresh."""
+
+    def spare(self, buffer: Float[Tensor, "n V"]) -> Float[Tensor, "m V"]:
+        """Memory that `reduce` and `logp` write over, for chunks of at most that buffer's size."""
+
+    def reduce(
+        self, z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, spare: Tensor
+    ) -> ChunkStats:
+        """Statistics of softmax(z / temperature)."""
+
+    def logp(
+        self, z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, spare: Tensor
+    ) -> Float[Tensor, "n"]:
+        """The log-probabilities of `reduce`, bit for bit."""
+
+    def slope(
+        self,
+        z: Float[Tensor, "n V"],
+        target: Int[Tensor, "n"],
+        dlogp: Float[Tensor, "n"],
+        dentropy: Float[Tensor, "n"] | None,
+        stats: ChunkStats,
+        *,
+        temperature: float,
+        fresh: bool,
+        dtype: torch.dtype,
+    ) -> Float[Tensor, "n V"]:
+        """d(logp dlogp + entropy dentropy) / d(z / temperature) in that dtype; fresh logits may be written over."""
+
+
+class PlainKernels:
+    """The head's passes as torch's operations. Between `reduce` and `slope` z holds z / temperature - top."""
+
+    def spare(self, buffer: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+        """As much again."""
+        return torch.empty_like(buffer)
+
+    def reduce(
+        self, z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, spare: Tensor
+    ) -> ChunkStats:
+        """In four passes over z, in place."""
+        z = tempered_(z, temperature)
+        top = z.amax(-1)
+        p = torch.exp(z.sub_(top[:, None]), out=spare[: len(z)])
+        total = p.sum(-1)  # pairwise; a CPU's log_softmax adds 150k of them up in turn and is off by 2e-5
+        logs = total.log()
+        logp = z.gather(-1, target[:, None])[:, 0] - logs
+        return ChunkStats(logp, logs - p.mul_(z).sum(-1) / total, top, total)
+
+    def logp(
+        self, z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, spare: Tensor
+    ) -> Float[Tensor, "n"]:
+        """Without the passes that the entropy takes."""
+        z = tempered_(z, temperature)
+        total = torch.exp(z.sub_(z.amax(-1, keepdim=True)), out=spare[: len(z)]).sum(-1)
+        return z.gather(-1, target[:, None])[:, 0] - total.log()
+
+    def slope(
+        self,
+        z: Float[Tensor, "n V"],
+        target: Int[Tensor, "n"],
+        dlogp: Float[Tensor, "n"],
+        dentropy: Float[Tensor, "n"] | None,
+        stats: ChunkStats,
+        *,
+        temperature: float,
+        fresh: bool,
+        dtype: torch.dtype,
+    ) -> Float[Tensor, "n V"]:
+        """dlogp onehot - p (dlogp + dentropy (log p + entropy)), p = exp(z) / total; in place of a fresh z."""
+        if fresh:
+            z = tempered_(z, temperature).sub_(stats.top[:, None])
+        dlogp, entropy, total = dlogp[:, None], stats.entropy[:, None], stats.total[:, None]
+        if dentropy is None:
+            slope = (z.exp_() if fresh else z.exp()).mul_(-dlogp / total)
+        else:
+            dentropy = dentropy[:, None]
+            p = z.exp()
+            slope = (z.mul_(dentropy) if fresh else z * dentropy).add_(dentropy * (entropy - total.log()) + dlogp)
+            slope = p.mul_(slope).div_(-total)
+        return slope.scatter_add_(-1, target[:, None], dlogp).to(dtype)
+
+
+def tempered_(z: Tensor, temperature: float) -> Tensor:
+    """z / temperature, in place; by 1 that would be a pass for nothing."""
+    return z if temperature == 1.0 else z.div_(temperature)
+
+
+# -- which kernels the head computes with on a device, and why: Triton's where a trial is right, torch's elsewhere
+
+
+TRIAL = (3, 8211)  # rows and logits: two blocks and a part of a third
+TRIAL_ERROR = 1e-4  # nats, and of a signal of 1: three hundred times the rounding of float32
+
+
+class KernelChoice(NamedTuple):
+    """The head's kernels on a device, and in words which they are and why."""
+
+    kernels: ChunkKernels
+    text: str
+
+
+def kernels_for(hidden: Tensor) -> ChunkKernels:
+    """Those of the states' device; torch's for float64, for parts of a mesh, and under functorch, whose tensors have
+    no memory of their own.
+    """
+    plain = type(hidden) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
+    fits = plain and hidden.dtype is not torch.float64
+    return choose_head_kernels(hidden.device).kernels if fits else PlainKernels()
+
+
+@cache
+def choose_head_kernels(device: torch.device) -> KernelChoice:
+    """Triton's kernels on a CUDA device on which they give what torch's operations do; otherwise those.
+
+    Warns once (RuntimeWarning) where a CUDA device has to do without Triton's.
+
+    Args:
+        device: where the head computes.
+    """
+    if device.type != "cuda":
+        return KernelChoice(PlainKernels(), f"torch's operations (Triton has no kernels for {device.type})")
+    reason = why_no_triton(device)
+    if reason is None:
+        from grpo_fn.shell.model.head_chunk.triton_kernels import TritonKernels
+
+        return KernelChoice(TritonKernels(), "Triton's kernels")
+    warnings.warn(f"the head runs on torch's operations, not Triton's kernels: {reason}", RuntimeWarning, stacklevel=2)
+    return KernelChoice(PlainKernels(), f"torch's operations ({reason})")
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Triton's kernels are not used on that device; None where they are, after a trial.
+
+    Args:
+        device: a CUDA device.
+    """
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE is 1"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        from grpo_fn.shell.model.head_chunk.triton_kernels import TritonKernels
+
+        error = trial_error(TritonKernels(), device)
+    except Exception as error:  # a driver, a compiler or a version that it cannot work with: many kinds
+        lines = str(error).splitlines()
+        return f"{type(error).__name__}, {lines[0] if lines else 'without a word'}"
+    return None if error <= TRIAL_ERROR else f"in a trial they were {error:.1g} off"
+
+
+@torch.no_grad()
+def trial_error(kernels: ChunkKernels, device: torch.device) -> float:
+    """The largest difference from torch's operations over a few rows, of statistics and gradients; inf for a NaN.
+
+    Args:
+        kernels: what is tried.
+        device: where.
+    """
+    n, vocabulary = TRIAL
+    at = torch.arange(n * vocabulary, device=device, dtype=torch.float32)
+    logits = 4 * torch.sin(at * at).view(TRIAL)  # numbers without a generator, whose state a run depends on
+    target = torch.arange(n, device=device) * (vocabulary // n)
+    signals = (torch.linspace(-1, 1, n, device=device), torch.linspace(1, 0.5, n, device=device))
+    found = []
+    for one in (kernels, PlainKernels()):
+        z = logits.clone()
+        stats = one.reduce(z, target, temperature=0.7, spare=one.spare(z))
+        slope = one.slope(z, target, *signals, stats, temperature=0.7, fresh=False, dtype=torch.float32)
+        found.append((stats.logp, stats.entropy, slope))
+    return max(float((x - y).abs().max().nan_to_num(torch.inf)) for x, y in zip(*found, strict=True))
+
+
+# -- from hidden states to log-probability and entropy, without ever holding a `[B, T, V]` tensor
+
+
+CPU_CHUNK = 2**24  # logits: larger chunks leave its caches
+CARD_SHARE = 64  # of a card's memory a chunk in float32 takes one part in so many; there are three at once
+
+
+def chunk_elements(bound: int, device: torch.device) -> int:
+    """How many logits a chunk has on a device: as its memory allows, at most `bound`.
+
+    With few rows of a large vocabulary in a chunk a card spends its time on reading the weight and on adding its
+    gradient up, anew for each.
+
+    Args:
+        bound: most logits.
+        device: where the head computes.
+
+    Returns:
+        The number: a sixty-fourth of a card's memory in float32, 2^24 on a CPU, unless `bound` is less.
+    """
+    if device.type != "cuda":
+        return min(bound, CPU_CHUNK)
+    return min(bound, torch.cuda.get_device_properties(device).total_memory // (CARD_SHARE * torch.float32.itemsize))
+
+
+def token_chunks(n: int, vocabulary: int, elements: int) -> list[slice]:
+    """The tokens that go through the head together: as few chunks as the elements allow, about equal.
+
+    Args:
+        n: tokens.
+        vocabulary: logits of each.
+        elements: most logits in a chunk; one token at least.
+
+    Returns:
+        The chunks in order; without tokens an empty one.
+    """
+    most = max(1, elements // vocabulary)
+    rows = -(-n // -(-n // most)) if n else 1
+    return [slice(i, min(i + rows, n)) for i in range(0, max(n, 1), rows)]
+
+
+def _wide_products(halves: Tensor) -> bool:
+    """Whether there are products of such halves whose result is float32: on CUDA, where they round nothing."""
+    return halves.is_cuda and type(halves) is Tensor
+
+
+def _product(out: Float[Tensor, "n V"], hidden: Tensor, weight: Tensor, temperature: float) -> Float[Tensor, "n V"]:
+    """The chunk's logits, which `_left` is still to divide."""
+    # Everything after the product is in float32 or better: a bf16 log-softmax over 150k entries is off by 1e-2. So is
+    # the product's result where it can be (it is added up in float32 anyway): a logit of 20 in bf16 is off by 0.04.
+    if hidden.dtype == out.dtype:
+        return out.addmm_(hidden, weight.T, beta=0, alpha=1 / temperature)
+    if _wide_products(hidden):
+        return torch.ops.aten.mm.dtype_out(hidden, weight.T, out.dtype, out=out)
+    return out.copy_(hidden @ weight.T)
+
+
+def _left(hidden: Tensor, dtype: torch.dtype, temperature: float) -> float:
+    """What logits of that dtype are to be divided by: a product in the states' own dtype has done it."""
+    return 1.0 if hidden.dtype == dtype else temperature
+
+
+class LinearScores(torch.autograd.Function):
+    """Log-probability and entropy of tokens under softmax(hidden W^T / temperature), chunk by chunk.
+
+    With z = h W^T / tau - max, s = sum exp z and p = exp(z) / s: log p = z - log s, entropy = log s - sum p z,
+    d logp / dz = onehot - p, d entropy / dz_j = -p_j (log p_j + entropy).
+
+    The backward pass computes a chunk's logits again, except the last chunk's, which are kept: all there are when they
+    are few. Of `elements` float32 numbers there are two lots in the forward pass (one with Triton's kernels), one
+    between the passes, and in the backward pass two (the kept, and a chunk's), or three where the entropy has a
+    gradient, too. Halves add a chunk in their own dtype. Differentiable once.
+    """
+
+    @staticmethod
+    def forward(
+        hidden: Float[Tensor, "N D"],
+        weight: Float[Tensor, "V D"],
+        target: Int[Tensor, "N"],
+        temperature: float,
+        elements: int,
+        kernels: ChunkKernels,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        stats = ChunkStats(*(hidden.new_empty(len(target), dtype=dtype) for _ in ChunkStats._fields))
+        parts, left = token_chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
+        buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
+        spare = kernels.spare(buffer)
+        for part in parts:
+            z = _product(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+            for every, found in zip(stats, kernels.reduce(z, target[part], temperature=left, spare=spare), strict=True):
+                every[part] = found
+        return *stats, z
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        hidden, weight, target, ctx.temperature, ctx.elements, ctx.kernels = inputs
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(hidden, weight, target, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, dlogp: Tensor | None, dentropy: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, target, *saved, kept = ctx.saved_tensors
+        stats, left = ChunkStats(*saved), _left(hidden, kept.dtype, ctx.temperature)
+        dlogp = torch.zeros_like(stats.logp) if dlogp is None else dlogp / ctx.temperature
+        dentropy = None if dentropy is None else dentropy / ctx.temperature
+        dhidden = torch.empty_like(hidden)
+        trained = ctx.needs_input_grad[1]  # a head under adapters is not
+        dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if trained else None
+
+        def pull(part: slice, z: Tensor, *, fresh: bool) -> None:
+            at = (target[part], dlogp[part], None if dentropy is None else dentropy[part], stats.rows(part))
+            dz = ctx.kernels.slope(z, *at, temperature=left, fresh=fresh, dtype=weight.dtype)
+            dhidden[part] = (dz @ weight).to(hidden.dtype)
+            if dweight is not None and dweight.dtype == dz.dtype:
+                dweight.addmm_(dz.T, hidden[part])
+            elif dweight is not None and _wide_products(dz):  # added up in the product, not in a pass over [V, D] more
+                torch.ops.aten.addmm.dtype_out(dweight, dz.T, hidden[part], dweight.dtype, out=dweight)
+            elif dweight is not None:
+                dweight.add_(dz.T @ hidden[part])
+
+        *again, last = token_chunks(len(target), len(weight), ctx.elements)
+        pull(last, kept, fresh=False)
+        buffer = kept.new_empty(again[0].stop, len(weight)) if again else kept
+        for part in again:
+            pull(part, _product(buffer, hidden[part], weight, ctx.temperature), fresh=True)
+        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
+
+
+def linear_scores(
+    hidden: Float[Tensor, "N D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "N"],
+    *,
+    temperature: float,
+    elements: int,
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
+    """log p(target) and H(p) in nats, p = softmax(hidden W^T / temperature); about `elements` logits in a chunk."""
+    logp, entropy, *_ = LinearScores.apply(hidden, weight, target, temperature, elements, kernels_for(hidden))
+    return logp, entropy
+
+
+@torch.no_grad()
+def linear_logp(
+    hidden: Float[Tensor, "N D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "N"],
+    *,
+    temperature: float,
+    elements: int,
+) -> Float[Tensor, "N"]:
+    """The first of `linear_scores`, bit for bit, without the passes over the logits that the entropy takes."""
+    kernels = kernels_for(hidden)
+    logp = hidden.new_empty(len(target), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    parts, left = token_chunks(len(target), len(weight), elements), _left(hidden, logp.dtype, temperature)
+    buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=logp.dtype)
+    spare = kernels.spare(buffer)
+    for part in parts:
+        z = _product(buffer[: part.stop - part.start], hidden[part], weight, temperature)
+        logp[part] = kernels.logp(z, target[part], temperature=left, spare=spare)
+    return logp
+
+
+def dense_scores(
+    logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
+    """The same from materialised logits: for heads that are not a plain matrix product, and for the oracle."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logprobs = (wide / temperature).log_softmax(-1)
+    logp = logprobs.gather(-1, target[:, None])[:, 0]
+    return logp, -(logprobs.exp() * logprobs).sum(-1)
+
+
+def dense_logp(logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float) -> Float[Tensor, "N"]:
+    """The first of `dense_scores`."""
+    return dense_scores(logits, target, temperature=temperature)[0]
+
+
+@torch.no_grad()
+def linear_energy(
+    hidden: Float[Tensor, "N D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "N"],
+    *,
+    temperature: float,
+    elements: int,
+) -> Float[Tensor, "N"]:
+    """|d log p(target) / d logits|^2 = 1 - 2 p(target) + sum_v p_v^2, the logits divided by `temperature`; chunked.
+
+    It is added up as (1 - p(target))^2 and the squares of the others, neither a difference of nearly equal numbers.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    energy = hidden.new_empty(len(target), dtype=dtype)
+    parts, left = token_chunks(len(target), len(weight), elements), _left(hidden, dtype, temperature)
+    buffer = hidden.new_empty(parts[0].stop, len(weight), dtype=dtype)
+    for part in parts:
+        z = tempered_(_product(buffer[: part.stop - part.start], hidden[part], weight, temperature), left)
+        energy[part] = _energy_of(z.sub_(z.amax(-1, keepdim=True)).exp_(), target[part])
+    return energy
+
+
+@torch.no_grad()
+def dense_energy(logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float) -> Float[Tensor, "N"]:
+    """The same from materialised logits."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return _energy_of((wide - wide.amax(-1, keepdim=True)).exp_(), target)
+
+
+def _energy_of(weights: Float[Tensor, "n V"], target: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+    """Of tokens drawn in proportion to `weights`, which are written over."""
+    total = weights.sum(-1)
+    others = weights.scatter_(-1, target[:, None], 0.0)
+    return (others.sum(-1) / total).square() + others.div_(total[:, None]).square_().sum(-1)
+
+
+# -- the entropy of a policy relative to a teacher, -KL(policy || teacher), over the whole vocabulary at every token
+
+
+class TeacherHead(NamedTuple):
+    """What a teacher says at N places before it is multiplied out: logits are `states @ weight.T`, or `states`."""
+
+    states: Float[Tensor, "N D"]
+    weight: Float[Tensor, "V D"] | None
+
+
+def linear_teacher_head(
+    hidden: Float[Tensor, "N D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "N"],
+    *,
+    temperature: float,
+    elements: int,
+) -> TeacherHead:
+    """Of a head that is a matrix product; a copy of the matrix, which a sharded model takes back after its pass."""
+    return TeacherHead(hidden, weight.clone())
+
+
+def dense_teacher_head(logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float) -> TeacherHead:
+    """Of any other head."""
+    return TeacherHead(logits, None)
+
+
+def linear_taught_scores(
+    hidden: Float[Tensor, "N D"],
+    weight: Float[Tensor, "V D"],
+    target: Int[Tensor, "N"],
+    *,
+    temperature: float,
+    elements: int,
+    teacher: TeacherHead,
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
+    """log p(target), as `linear_scores` has it, and -KL(p || q) in nats, q the teacher's; chunk by chunk.
+
+    Both are softmax(logits / temperature), in the head's own chunks, whose logits are computed again in the backward
+    pass. log p comes from `linear_scores` and not from this product, so that it is what `linear_logp` has, bit for bit.
+    """
+
+    def of_chunk(hidden: Tensor, weight: Tensor, theirs: Tensor) -> Tensor:
+        return relative_entropy(hidden @ weight.T, teacher_logits(theirs, teacher.weight), temperature)
+
+    logp, _ = linear_scores(hidden, weight, target, temperature=temperature, elements=elements)
+    chunks = token_chunks(len(target), len(weight), elements)
+    found = [checkpoint(of_chunk, hidden[i], weight, teacher.states[i], use_reentrant=False) for i in chunks]
+    return logp, torch.cat(found)
+
+
+def dense_taught_scores(
+    logits: Float[Tensor, "N V"], target: Int[Tensor, "N"], *, temperature: float, teacher: TeacherHead
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
+    """The same from materialised logits."""
+    theirs = teacher_logits(*teacher)
+    return dense_scores(logits, target, temperature=temperature)[0], relative_entropy(logits, theirs, temperature)
+
+
+def teacher_logits(states: Float[Tensor, "n D"], weight: Float[Tensor, "V D"] | None) -> Float[Tensor, "n V"]:
+    """A teacher's logits at some of the places."""
+    return states if weight is None else states @ weight.T
+
+
+def relative_entropy(
+    logits: Float[Tensor, "n V"], theirs: Float[Tensor, "n W"], temperature: float
+) -> Float[Tensor, "n"]:
+    """-sum_v p_v (log p_v - log q_v), p and q softmax(logits / temperature); W >= V: rows that only a teacher has.
+
+    In float32 at least, whatever the logits are in.
+    """
+    logp, logq = (
+        (x.to(torch.promote_types(x.dtype, torch.float32)) / temperature).log_softmax(-1) for x in (logits, theirs)
+    )
+    return (logp.exp() * (logq[:, : logp.shape[1]] - logp)).sum(-1)
+
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from grpo_fn.core.batch import by_width
-from grpo_fn.core.packing import (
+from grpo_fn.core.batch import (
     Share,
     Spans,
     by_reading,
+    by_width,
     each_reads_its_prompt,
     read_lengths,
     share_prompts,

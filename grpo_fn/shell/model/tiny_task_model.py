@@ -17,7 +17,7 @@ from grpo_fn.shell.model import hf, tiny_model
 from grpo_fn.shell.model.tiny_model import Shape
 from grpo_fn.tasks import task as tasks
 from grpo_fn.tasks.arithmetic import answer_only
-from grpo_fn.tasks.draws import block_uniforms
+from grpo_fn.tasks.task import block_uniforms
 
 TEXTS = 2000  # that the tokenizer is trained on
 _STYLE = tasks.frozen_key(prng.key(20_261_125, device="cpu"))  # decides which problems are answered

@@ -19,8 +19,7 @@ from grpo_fn.core.checksums import combine_digests, hex_digest
 from grpo_fn.core.types import Batch, Pullback, Rollout, Scores
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.blocks import blocks
-from grpo_fn.shell.model.head_chunk.relative_entropy import TeacherHead
-from grpo_fn.shell.model.logprob_model import LogprobModel, check_rows
+from grpo_fn.shell.model.logprob_model import LogprobModel, TeacherHead, check_rows
 from grpo_fn.shell.policy.checksums import StepChecksums, block_digests, combine_ranks
 from grpo_fn.shell.policy.optimizer import load_moment, moment_value
 from grpo_fn.shell.policy.weight_average import WeightAverage

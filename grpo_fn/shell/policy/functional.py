@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fn.core.types import Batch, Pullback, Scores
-from grpo_fn.shell.model.logprob_head import dense_energy, dense_scores
-from grpo_fn.shell.model.logprob_model import check_rows, predicting_states, scatter_to_rows
+from grpo_fn.shell.model.logprob_model import check_rows, dense_energy, dense_scores, predicting_states, scatter_to_rows
 
 
 class FunctionalPolicy:

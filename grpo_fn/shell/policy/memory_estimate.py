@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from grpo_fn.shell.model import load_weights, lora
-from grpo_fn.shell.model.attention_kernels.attention_backend import SCORES_IN_MEMORY, counted_attention
+from grpo_fn.shell.model.attention import SCORES_IN_MEMORY, counted_attention
 from grpo_fn.shell.model.blocks import blocks
 from grpo_fn.shell.policy import tensor_parallel
 from grpo_fn.shell.policy.memory import (

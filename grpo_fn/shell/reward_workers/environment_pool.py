@@ -14,8 +14,7 @@ from typing import Any
 from grpo_fn.core.environment import Environment, Message, PlainData
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.shell.episodes.answers import Answer, EnvironmentCall, decode_answer
-from grpo_fn.shell.reward_workers.reward_pool import by_name
-from grpo_fn.shell.reward_workers.worker_handle import MALFORMED, PoolRow, WorkerHandle, WorkerLost, ready_among
+from grpo_fn.shell.reward_workers.reward_pool import MALFORMED, PoolRow, WorkerHandle, WorkerLost, by_name, ready_among
 
 NO_ROW = (Problem(-1, "", "", {}), Completion("", 0, False))
 

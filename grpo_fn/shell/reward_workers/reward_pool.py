@@ -4,33 +4,414 @@ The parent alone keeps the time. A worker answers row by row; one that is late, 
 killed and replaced, and only the row it was working on becomes None.
 """
 
+import asyncio
+import json
+import math
+import os
 import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import Lock
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from threading import Condition, Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from grpo_fn.core.display_text import escape_control
-from grpo_fn.core.partials import unwrap_reward
+from grpo_fn.core.partials import function_and_knobs, unwrap_reward
 from grpo_fn.core.problem import Completion, Problem, RewardFn
-from grpo_fn.rewards.judge import judge_of
-from grpo_fn.rewards.wrappers import seconds_of
-from grpo_fn.shell.reward_workers.judge_requests import JudgeRequests, JudgeUnreachable
-from grpo_fn.shell.reward_workers.worker_handle import (
-    MALFORMED,
-    RETURNED_NONE,
-    STARTUP_SECONDS,
-    Descriptor,
-    JudgeCost,
-    Loss,
-    Outcome,
-    PoolRow,
-    WorkerHandle,
-    WorkerLost,
-    ready_among,
+from grpo_fn.core.types import Reward, Rollout
+from grpo_fn.rewards.judge import Judge, JudgeQuestion
+from grpo_fn.rewards.wrappers import by_task, with_timeout
+from grpo_fn.shell.background_worker import BackgroundWorker
+from grpo_fn.shell.reward_workers.judge_record import JudgeAnswer, JudgeRecord, RecordedAnswer
+from grpo_fn.shell.reward_workers.worker import HEADER
+from grpo_fn.shell.sampler.interface import spread_score
+from grpo_fn.shell.world import World
+
+# -- A worker process as the pool sees it: the bytes on their way to and from it, and the rows that it still owes
+
+
+STARTUP_SECONDS = 60.0  # to start Python and import the reward function; not part of a row's deadline
+LONGEST_REPLY = 2**20
+RETURNED_NONE = "the reward returned None"
+MALFORMED = "worker sent a malformed reply"
+
+
+class Loss(NamedTuple):
+    """What a row was lost to."""
+
+    cause: str  # timeouts, worker_crashes, protocol_errors, exceptions or judge
+    reason: str
+    text: str  # for people
+
+
+class JudgeCost(NamedTuple):
+    """What the answer of a judge has cost when it was asked, and whether it was of use."""
+
+    requests: int
+    retries: int  # requests that were sent again
+    prompt_tokens: int
+    completion_tokens: int
+    failures: int  # 1: no answer came
+    unreadable: int  # 1: there is no verdict in the answer
+    seconds: float  # from its first request to its end
+
+
+class Outcome(NamedTuple):
+    """What became of a row. `reason` says why the value is None, or what a `ReasonedScore` says; else empty."""
+
+    value: float | None
+    reason: str
+    seconds: float  # wall clock
+    loss: Loss | None = None
+    cost: JudgeCost | None = None
+
+
+@dataclass(eq=False, slots=True)
+class PoolRow:
+    """A row on its way; equal rows share one."""
+
+    problem: Problem
+    completion: Completion
+    pickle: bytes
+    outcome: Outcome | None = None
+
+
+class WorkerLost(Exception):
+    """A worker is of no use any more: the counter it goes to, and why."""
+
+    def __init__(self, cause: str, reason: str) -> None:
+        super().__init__(cause, reason)
+        self.cause, self.reason = cause, reason
+
+
+@runtime_checkable
+class Descriptor(Protocol):
+    """Anything with a file descriptor."""
+
+    def fileno(self) -> int: ...
+
+
+class WorkerHandle:
+    """One process and the rows of the chunk that it is at."""
+
+    def __init__(self, memory_mb: int) -> None:
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_fn.shell.reward_workers.worker", str(memory_mb)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C is for the run; and its children die with it
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        os.set_blocking(self.stdin.fileno(), False)
+        self.outgoing, self.incoming = b"", b""
+        self.rows: deque[PoolRow] = deque()
+        self.place = 0  # of the next row within its chunk
+        self.importing = ""  # the package that the row it is at is importing
+        self.loading, self.proven = False, False  # a function now; any function ever
+        self.began, self.due = 0.0, 0.0  # when the row it is at began, at the earliest, and when it is late
+
+    def assign(self, payload: bytes, rows: Sequence[PoolRow]) -> None:
+        """Send a pickled function and the rows to call it with."""
+        body = pickle.dumps((payload, [row.pickle for row in rows]))
+        self.outgoing, self.rows, self.place = HEADER.pack(len(body)) + body, deque(rows), 0
+        self.loading = True
+        self.begin(STARTUP_SECONDS)
+        self.flush()
+
+    def begin(self, seconds: float) -> None:
+        """From now on it has so many seconds to say something."""
+        self.began = time.monotonic()
+        self.due = self.began + seconds
+
+    def settle(self, outcome: Outcome) -> None:
+        """The row it was at is done."""
+        self.rows.popleft().outcome = outcome
+        self.place, self.importing = self.place + 1, ""
+
+    def flush(self) -> None:
+        """Send what the pipe takes."""
+        try:
+            self.outgoing = self.outgoing[os.write(self.stdin.fileno(), self.outgoing) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.outgoing = b""  # the end of its standard output says the rest
+
+    def replies(self) -> Iterator[list[Any]]:
+        """The complete replies that have come in, one by one: those before a malformed one still count.
+
+        Raises WorkerLost at the end of the stream or for a malformed reply.
+        """
+        data = os.read(self.stdout.fileno(), 65536)
+        if not data:
+            raise WorkerLost("worker_crashes", self._ending())
+        self.incoming += data
+        while len(self.incoming) >= HEADER.size:
+            (size,) = HEADER.unpack_from(self.incoming)
+            if size > LONGEST_REPLY:
+                raise WorkerLost("protocol_errors", MALFORMED)
+            if len(self.incoming) < HEADER.size + size:
+                break
+            body, self.incoming = self.incoming[HEADER.size : HEADER.size + size], self.incoming[HEADER.size + size :]
+            try:
+                reply = json.loads(body)
+            except ValueError as error:
+                raise WorkerLost("protocol_errors", MALFORMED) from error
+            yield reply
+
+    def _ending(self) -> str:
+        """How the process ended, whose output has."""
+        try:
+            code = self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "worker died: it closed its output"
+        return f"worker died: killed by {signal.Signals(-code).name}" if code < 0 else f"worker died: exit code {code}"
+
+    def end(self, grace: float) -> None:
+        """Close its input, wait up to `grace` seconds for it to end, then kill it and whatever it started."""
+        self.stdin.close()
+        ready_among(reading=[self.stdout], writing=[], seconds=grace)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # not yet waited for, so the number is still its own
+        self.process.wait()
+        self.stdout.close()
+
+
+def ready_among(*, reading: Sequence[Descriptor], writing: Sequence[Descriptor], seconds: float) -> set[int]:
+    """The descriptors that can be read or written without waiting, as soon as there is one or after `seconds`."""
+    poll = select.poll()
+    for stream in reading:
+        poll.register(stream, select.POLLIN)
+    for stream in writing:
+        poll.register(stream, select.POLLOUT)
+    return {fd for fd, _ in poll.poll(None if math.isinf(seconds) else max(0.0, 1000 * seconds))}
+
+
+# -- rows that a judge scores: requests under way in a thread of their own, every answer on record before a row has it
+
+
+if TYPE_CHECKING:
+    import httpx2
+
+CLOSING = 5.0  # seconds for requests under way to be dropped
+UNREADABLE = "the judge's answer has no verdict that can be read"
+REPLAYED = (
+    "got a completion that the run has no judge's answer about, and a replay asks no server; wanted the completions "
+    "of the run, for instance with --use_stored_rollout"
 )
+
+
+class JudgeUnreachable(RuntimeError):
+    """A judge that answers nothing any more, or refuses all that it is asked."""
+
+
+class JudgedRow(NamedTuple):
+    """A row that waits for a judge."""
+
+    row: PoolRow
+    judge: Judge
+    question: JudgeQuestion
+
+
+class JudgeRequests:
+    """Questions to judges, for one thread that asks and takes. The thread with the connections starts with the first.
+
+    `record` says what has been answered before.
+    """
+
+    def __init__(self) -> None:
+        self.record = JudgeRecord(None, 0)
+        self._under_way: dict[str, list[JudgedRow]] = {}  # by digest: rows with one question wait together
+        self._requests: list[Future[None]] = []
+        self._answers: deque[tuple[str, JudgeAnswer]] = deque()
+        self._unanswered: dict[str, int] = {}  # by judge: questions in a row
+        self._held: list[RecordedAnswer] = []  # failures that are written once the judge is known to be there
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._reading, self._writing = -1, -1
+        self._clients: dict[tuple[str, str | None, int, float], tuple[httpx2.AsyncClient, asyncio.Semaphore]] = {}
+
+    def fileno(self) -> int:
+        """Can be read when there is something to `settle`; -1 while nothing was asked yet."""
+        return self._reading
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is waited for."""
+        return bool(self._under_way)
+
+    def ask(self, row: PoolRow, judge: Judge, seconds: float) -> None:
+        """Begin to ask about a row. One that is on record has its outcome at once.
+
+        Raises JudgeUnreachable where the record is all there is and does not have it, ValueError for a key that is
+        not set.
+        """
+        question = judge.question(row.problem, row.completion)
+        waiting = JudgedRow(row, judge, question)
+        if question.digest in self._under_way:
+            self._under_way[question.digest].append(waiting)
+        elif (known := self.record.find(question.digest, row.problem.uid)) is not None:
+            settle_row(waiting, known)
+        elif (same := self.record.find_elsewhere(question.digest)) is not None:
+            self._share(waiting, same)
+        elif self.record.read_only:
+            raise JudgeUnreachable(f"judge {judge.name}, problem {row.problem.uid}: {REPLAYED}")
+        else:
+            self._under_way[question.digest] = [waiting]
+            self._send(judge, question, seconds)
+
+    def settle(self) -> list[PoolRow]:
+        """Take in what was answered: put it on record and give the rows their outcomes; returns these rows.
+
+        Raises JudgeUnreachable once `max_failures` questions in a row were not answered, or for what no question gets
+        past.
+        """
+        with suppress(BlockingIOError):
+            os.read(self._reading, 4096)
+        settled: list[tuple[JudgedRow, JudgeAnswer]] = []
+        while self._answers:
+            digest, answer = self._answers.popleft()
+            first, *others = self._under_way.pop(digest, (None,))
+            if first is None:  # it was given up at that moment
+                continue
+            self._count_failures(first, answer)
+            entry = RecordedAnswer(digest, first.row.problem.uid, answer)
+            if answer.text is None:
+                self._held.append(entry)
+            else:
+                self.record.add([*self._held, entry])
+                self._held.clear()
+            settled.append((first, answer))
+            for other in others:
+                shared = answer if other.row.problem.uid == first.row.problem.uid else _free(answer)
+                if other.row.problem.uid != first.row.problem.uid:
+                    entry = RecordedAnswer(digest, other.row.problem.uid, shared)
+                    self._held.append(entry) if answer.text is None else self.record.add([entry])
+                settled.append((other, shared))
+        if not self._under_way and self._held:  # the step goes on with these rows as they are
+            self.record.add(self._held)
+            self._held.clear()
+        for waiting, answer in settled:
+            settle_row(waiting, answer)
+        return [waiting.row for waiting, _ in settled]
+
+    def cancel(self) -> None:
+        """Drop what is under way: it is not wanted any more."""
+        for request in self._requests:
+            request.cancel()
+        self._requests.clear()
+        self._under_way.clear()
+        self._answers.clear()
+        self._held.clear()
+
+    def close(self) -> None:
+        """Drop what is under way, hang up, and end the thread."""
+        self.cancel()
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_hang_up([one for one, _ in self._clients.values()]), loop).result(CLOSING)
+        loop.call_soon_threadsafe(loop.stop)
+        self._thread.join(CLOSING)
+        self._clients.clear()
+        for fd in (self._reading, self._writing):
+            os.close(fd)
+        self._reading, self._writing = -1, -1
+
+    def _share(self, waiting: JudgedRow, answer: JudgeAnswer) -> None:
+        """Give a row what was answered to its question elsewhere, on record under its own uid."""
+        free = _free(answer)
+        if not self.record.read_only:
+            self.record.add([RecordedAnswer(waiting.question.digest, waiting.row.problem.uid, free)])
+        settle_row(waiting, free)
+
+    def _count_failures(self, waiting: JudgedRow, answer: JudgeAnswer) -> None:
+        judge = waiting.judge
+        if answer.text is not None:
+            self._unanswered[judge.name] = 0
+            return
+        failures = self._unanswered[judge.name] = self._unanswered.get(judge.name, 0) + 1
+        if answer.fatal:
+            raise JudgeUnreachable(f"judge {judge.name}: {answer.failure}")
+        if failures >= judge.max_failures:
+            raise JudgeUnreachable(
+                f"judge {judge.name}: got no answer to {failures} questions in a row (judge.Judge.max_failures), the "
+                f"last: {answer.failure}; what was answered is on record, and the same command goes on from there"
+            )
+
+    def _send(self, judge: Judge, question: JudgeQuestion, seconds: float) -> None:
+        from grpo_fn.shell.reward_workers.judge_client import (
+            ask_judge,
+            open_client,
+        )  # the HTTP library is slow to import
+
+        if self._loop is None:
+            self._start()
+        how = (judge.endpoint, judge.api_key_variable, judge.concurrency, judge.request_seconds)
+        if how not in self._clients:  # a copy of a judge is the same one
+            self._clients[how] = (open_client(judge), asyncio.Semaphore(judge.concurrency))
+        client, slots = self._clients[how]
+
+        async def ask() -> None:
+            answer = await ask_judge(client, judge, question, slots, seconds)
+            self._answers.append((question.digest, answer))
+            with suppress(BlockingIOError):  # there is something to read already
+                os.write(self._writing, b"\0")
+
+        self._requests = [request for request in self._requests if not request.done()]
+        self._requests.append(asyncio.run_coroutine_threadsafe(ask(), self._loop))
+
+    def _start(self) -> None:
+        self._reading, self._writing = os.pipe()
+        for fd in (self._reading, self._writing):
+            os.set_blocking(fd, False)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
+        self._thread.start()
+
+
+def settle_row(waiting: JudgedRow, answer: JudgeAnswer) -> None:
+    """Give a row the verdict in an answer; None where there is none."""
+    row, judge, question = waiting
+    value = None if answer.text is None else judge.read(answer.text, question.mark)
+    reason = answer.failure or (UNREADABLE if value is None else "")
+    lost = f"judge {judge.name} gave no score to problem {row.problem.uid}: {reason}"
+    cost = JudgeCost(
+        requests=answer.requests,
+        retries=max(0, answer.requests - 1),
+        prompt_tokens=answer.prompt_tokens,
+        completion_tokens=answer.completion_tokens,
+        failures=int(answer.text is None),
+        unreadable=int(answer.text is not None and value is None),
+        seconds=answer.seconds,
+    )
+    row.outcome = Outcome(value, reason, answer.seconds, Loss("judge", reason, lost) if value is None else None, cost)
+
+
+def _free(answer: JudgeAnswer) -> JudgeAnswer:
+    """The answer, without what it has cost already."""
+    return answer._replace(requests=0, prompt_tokens=0, completion_tokens=0, seconds=0.0)
+
+
+async def _hang_up(clients: Sequence["httpx2.AsyncClient"]) -> None:
+    for client in clients:
+        await client.aclose()
+
 
 STILLBORN = 3  # fresh workers lost one after the other before their first row: starting more would not help
 CHUNK = 16  # rows sent at once, so that a worker does not wait for the parent after each
@@ -373,3 +754,252 @@ def by_name(fn: RewardFn) -> bytes:
 def _name(fn: Any) -> str:
     fn = unwrap_reward(fn)
     return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"
+
+
+# -- rewards of rows that have ended while others are still being decoded
+
+
+WORTH = 1e-3  # seconds of a row in a worker: below, handing rows over piecemeal costs what it saves
+MAX_BATCH = 128  # rows of one call to the pool: another caller of the pool waits for no more
+LOOK = 1.0  # seconds between two looks at whether the thread is there
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """What scores: a `reward_pool.RewardPool`."""
+
+    def judge(
+        self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion], **how: Callable
+    ) -> list[Outcome]: ...
+
+    def report(self, loss: Loss) -> None: ...
+
+    def charge(self, cost: JudgeCost) -> None: ...
+
+
+class StreamedRow(NamedTuple):
+    """What a row is known by. The uid is a problem's place in the stream, which only goes forward."""
+
+    uid: int
+    prompt: str
+    answer: str
+    completion: Completion
+
+
+Rows = Mapping[StreamedRow, Problem]
+
+
+def row_of(problem: Problem, completion: Completion) -> StreamedRow:
+    """The row by which it is known; equal ones are one."""
+    return StreamedRow(problem.uid, problem.prompt, problem.answer, completion)
+
+
+class StreamingRewards:
+    """The pool of a training, which scores rows as they end. A context manager, inside that of the pool.
+
+    `on_completion` is for samplers, in any thread; `round` for the step. `score` is a `grpo_fn.core.problem.Scorer`.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._scored = Condition()  # and the lock of all that follows
+        self._asked: set[bytes] = set()  # rewards that the last round asked about every row, as workers find them
+        self._rewards: dict[bytes, RewardFn] = {}  # those to begin with
+        self._ended: deque[tuple[Problem, Completion]] = deque()  # not looked at yet; while it has any, a job is due
+        self._found: dict[bytes, dict[StreamedRow, Outcome | None]] = {}  # by reward; None: being scored
+        self._over = -1  # the last uid that a round was about
+        self._worker: BackgroundWorker | None = None
+
+    def __enter__(self) -> "StreamingRewards":
+        self._worker = BackgroundWorker("early rewards", timeout=None, torch_threads=1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._scored:
+            worker, self._worker = self._worker, None
+        worker.shutdown(cancel_futures=True)
+
+    def on_completion(self, problem: Problem, completion: Completion) -> None:
+        """This completion has ended. Returns at once."""
+        with self._scored:
+            if self._worker is not None and self._rewards:
+                self._ended.append((problem, completion))
+                if len(self._ended) == 1:
+                    self._worker.submit(self._score_ended, self._worker.stopping.is_set, what="early rewards")
+
+    def round(
+        self, problems: Sequence[Problem], rollout: Rollout, *, reward: Callable[..., Reward], world: World
+    ) -> Reward:
+        """`reward` of the rollout, whose `score` is ours, shared with the other ranks.
+
+        Afterwards nothing is known any more of these problems, nor of any before them in the stream.
+        """
+        asked: dict[bytes, RewardFn] = {}
+        spread = spread_score(self.score, world)
+        last = max((problem.uid for problem in problems), default=self._over)
+
+        def score(fn: RewardFn, rows: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+            if len(completions) == len(rollout.text):
+                payload = by_name(fn)
+                asked[payload] = self._rewards.get(payload) or pickle.loads(payload)  # a copy: it may change
+            return spread(fn, rows, completions)
+
+        with self._scored:  # what has not been begun by now is done in one go
+            self._over = last
+            self._ended = deque(row for row in self._ended if row[0].uid > last)
+        try:
+            return reward(problems, rollout, score=score)
+        finally:
+            self._forget(last, asked)
+
+    def score(self, fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+        """`fn` of every row, in order, as the pool's own: rows that are known, or under way, are not scored again."""
+        payload, asked = by_name(fn), [row_of(*row) for row in zip(problems, completions, strict=True)]
+        rows = dict(zip(asked, problems, strict=True))
+        whole = False
+        while not whole:  # once, unless the thread gives up what it was at
+            if left := self._claimed(payload, rows):
+                self._settle(payload, left, partial(self._judged, fn))
+            whole = self._there(payload, rows)
+        for row in rows:
+            outcome = self._found[payload][row]
+            self._found[payload][row] = outcome._replace(loss=None, cost=None)  # they count now, and only once
+            if outcome.loss is not None:
+                self.pool.report(outcome.loss)
+            if outcome.cost is not None:
+                self.pool.charge(outcome.cost)
+        return [self._found[payload][row].value for row in asked]
+
+    def _judged(self, fn: RewardFn, *columns: Any) -> list[Outcome]:
+        """The pool reports losses and costs by itself."""
+        return [outcome._replace(loss=None, cost=None) for outcome in self.pool.judge(fn, *columns)]
+
+    # -- who is at which row
+
+    def _claimed(self, payload: bytes, rows: Rows) -> Rows:
+        """Claim the rows that no thread has scored or is scoring, and return them."""
+        with self._scored:
+            found = self._found.setdefault(payload, {})
+            left = {row: problem for row, problem in rows.items() if row not in found}
+            found.update(dict.fromkeys(left))
+            return left
+
+    def _settle(self, payload: bytes, rows: Rows, judge: Callable[..., list[Outcome]]) -> None:
+        """Score what was claimed. Where that raises, these rows are no longer claimed."""
+        known: dict[StreamedRow, Outcome] = {}
+        try:
+            known.update(zip(rows, judge([*rows.values()], [row.completion for row in rows]), strict=True))
+        finally:
+            with self._scored:
+                found = self._found.get(payload, {})
+                for row in rows.keys() & found.keys():  # without those that were forgotten meanwhile
+                    if row in known:
+                        found[row] = known[row]
+                    else:
+                        del found[row]
+                self._scored.notify_all()
+
+    def _there(self, payload: bytes, rows: Rows) -> bool:
+        """Wait until none of these is being scored, which is as long as the pool gives them; whether all are known."""
+        with self._scored:
+            found = self._found[payload]
+            while any(found.get(row, row) is None for row in rows):
+                self._scored.wait(LOOK)
+                if self._worker is None:
+                    raise RuntimeError("early rewards: got a thread that has ended, wanted the rewards of its rows")
+            return all(row in found for row in rows)
+
+    def _forget(self, last: int, rewards: dict[bytes, RewardFn]) -> None:
+        """All of the problems up to this one; those of the rewards that are worth it are begun with from now on."""
+        with self._scored:
+            again = {payload: fn for payload, fn in rewards.items() if payload in self._asked}
+            self._rewards = {payload: fn for payload, fn in again.items() if self._seconds(payload, last) >= WORTH}
+            self._asked = {*rewards}
+            self._found = {
+                payload: {row: outcome for row, outcome in self._found.get(payload, {}).items() if row.uid > last}
+                for payload in self._rewards
+            }
+            if not self._rewards:
+                self._ended.clear()
+
+    def _seconds(self, payload: bytes, last: int) -> float:
+        """The mean of what a row took, of the problems up to this one."""
+        found = self._found.get(payload, {}).items()
+        seconds = [outcome.seconds for row, outcome in found if row.uid <= last and outcome is not None]
+        return sum(seconds) / max(1, len(seconds))
+
+    # -- the thread
+
+    def _score_ended(self, should_stop: Callable[[], bool]) -> None:
+        """The rows that have ended, as long as there are any, by each reward."""
+        while (batch := self._batch()) and not should_stop():
+            for payload, fn in [*self._rewards.items()]:
+                if rows := self._early(payload, batch):
+                    judge = partial(self.pool.judge, fn, report=ignore_loss, should_stop=should_stop)
+                    try:
+                        self._settle(payload, rows, judge)
+                    except Exception:  # who asks for these rows finds out what is wrong with the reward
+                        with self._scored:
+                            self._rewards.pop(payload, None)
+
+    def _early(self, payload: bytes, batch: Rows) -> Rows:
+        """Claim the rows of the batch, without those that `round` has asked for or given up meanwhile."""
+        with self._scored:
+            batch = {row: problem for row, problem in batch.items() if row.uid > self._over}
+            return self._claimed(payload, batch) if payload in self._rewards else {}
+
+    def _batch(self) -> Rows:
+        """The next rows that have ended, at most MAX_BATCH."""
+        with self._scored:
+            rows = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
+        return {row_of(problem, completion): problem for problem, completion in rows}
+
+
+def seconds_of(fn: Any, default: float) -> float:
+    """The seconds that a row of this reward may take: those of `with_timeout`, the least where it is put around twice.
+
+    Looks through knobs and through every wrapper that calls what it wraps `reward`. The rewards of a `by_task` table
+    share one deadline, the longest of theirs.
+
+    Args:
+        fn: a reward, plain or with knobs and wrappers around it.
+        default: seconds where there is no `with_timeout`.
+
+    Returns:
+        Seconds of wall clock for one row.
+
+    Raises:
+        ValueError: for seconds that are not more than 0.
+    """
+    function, knobs = function_and_knobs(fn)
+    if function is by_task:
+        return max(seconds_of(reward, default) for reward in knobs["rewards"].values())
+    if function is with_timeout:
+        if not knobs["seconds"] > 0:
+            raise ValueError(f"wrappers.with_timeout seconds: got {knobs['seconds']}, wanted more than 0")
+        within = seconds_of(knobs["reward"], math.inf)
+        return min(knobs["seconds"], within)
+    return seconds_of(knobs["reward"], default) if "reward" in knobs else default
+
+
+def judge_of(fn: Any, problem: Problem) -> tuple[Judge, float] | None:
+    """The judge that a reward asks about a problem, and the seconds for its answer; None where it asks none.
+
+    Looks through `with_timeout` and the tables of `by_task`.
+
+    Args:
+        fn: a reward.
+        problem: the problem of the row.
+
+    Returns:
+        The judge and its seconds.
+    """
+    if isinstance(fn, Judge):
+        return fn, fn.batch_seconds
+    function, knobs = function_and_knobs(fn)
+    if function is with_timeout:
+        found = judge_of(knobs["reward"], problem)
+        return found and (found[0], min(found[1], knobs["seconds"]))
+    if function is by_task and (name := problem.meta.get("task")) in knobs["rewards"]:
+        return judge_of(knobs["rewards"][name], problem)
+    return None

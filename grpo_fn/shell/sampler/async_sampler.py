@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy, Rollout
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, engine_share, gather_rollouts
+from grpo_fn.shell.sampler.interface import DataParallelSampler, engine_share, gather_rollouts
 from grpo_fn.shell.sampler.pending import PendingBatch, pack_batch, request_key, start_sampling, unpack_batch
 from grpo_fn.shell.world import World
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from grpo_fn.core.groups import pack_rollout, unpack_rollout
+from grpo_fn.core.batch import pack_rollout, unpack_rollout
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
 from grpo_fn.shell.background_worker import BackgroundWorker

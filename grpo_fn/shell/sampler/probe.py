@@ -14,9 +14,8 @@ from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
 from grpo_fn.shell.sampler.draw_test import count_outside, p_value
-from grpo_fn.shell.sampler.interface import EngineRefused
+from grpo_fn.shell.sampler.interface import DataParallelSampler, EngineRefused
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 12 + 30 = 42. "
 OPEN = (

@@ -25,8 +25,8 @@ from grpo_fn.shell.model.token_scores import ScoredText, TokenScores, score_text
 from grpo_fn.shell.sampler.interface import positions
 from grpo_fn.shell.sampler.local import hf_cache_decode
 from grpo_fn.shell.sampler.local.continuous_batching import Ends
+from grpo_fn.shell.sampler.local.decode_step import Stops
 from grpo_fn.shell.sampler.local.local_sampler import SharedDecoder
-from grpo_fn.shell.sampler.local.stop_strings import Stops
 from grpo_fn.shell.serving.decode_session import DecodeSession, DrawnRow, QueuedRow, random_numbers
 
 SCORED_TOKENS = 8192  # that go through the model at once, if there is more than one text

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from grpo_fn.core.batch import sample_keys
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.episodes.episode_rows import Environments, sample_keys
+from grpo_fn.shell.episodes.episode_rows import Environments
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import Encode
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
-from grpo_fn.shell.sampler.data_parallel import rank_share
 from grpo_fn.shell.sampler.interface import (
     EngineCompletion,
     GenerationRequest,
@@ -38,6 +38,7 @@ from grpo_fn.shell.sampler.interface import (
     ignore_completion,
     never_stop,
     positions,
+    rank_share,
 )
 from grpo_fn.shell.sampler.local.local_sampler import TokenSampler
 from grpo_fn.shell.sampler.weight_export import FixedWeights, export_weights

@@ -7,7 +7,7 @@ import torch
 from grpo_fn.algo.curriculum import Curriculum, begin_curriculum, choose_uids, update_curriculum
 from grpo_fn.algo.supervised import Stage
 from grpo_fn.core import prng
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.tasks.task import Task
 from grpo_fn.trainer.checks.try_out import shown_type
 from grpo_fn.trainer.sections import Settings

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.shell.model import blocks, hf
-from grpo_fn.shell.model.logprob_head import chunk_elements
+from grpo_fn.shell.model.logprob_model import chunk_elements
 from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.sampler.local.joined_projections import joining_note

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from grpo_fn.core.partials import uses_of
-from grpo_fn.shell.model.attention_kernels.attention_backend import attention_note
+from grpo_fn.shell.model.attention import attention_note
 from grpo_fn.shell.policy import memory_estimate
 from grpo_fn.shell.policy.memory import Memory
 from grpo_fn.shell.sampler.local import local_sampler

@@ -9,8 +9,7 @@ import torch
 
 from grpo_fn.core.problem import Completion, Problem, RewardFn
 from grpo_fn.core.types import Reward, Rollout
-from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
-from grpo_fn.shell.reward_workers.worker_handle import Loss
+from grpo_fn.shell.reward_workers.reward_pool import Loss, RewardError, RewardPool
 from grpo_fn.trainer.checks.try_out import own_functions
 
 

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 
 from grpo_fn.algo.needs import needs
 from grpo_fn.core.checks import check_positive
-from grpo_fn.shell.logging import profiler
+from grpo_fn.shell.logging import stopwatch
 from grpo_fn.shell.model import hf
-from grpo_fn.shell.model.attention_kernels.attention_backend import check_attention, check_attention_choice
+from grpo_fn.shell.model.attention import check_attention, check_attention_choice
 from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate, self_teachers
 from grpo_fn.shell.world import find_device
@@ -53,7 +53,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     Raises ValueError naming what was got and wanted.
     """
     s, algorithm = settings, settings.algorithm
-    profiler.check_profile_steps(s.logging.profile_steps, s.steps)
+    stopwatch.check_profile_steps(s.logging.profile_steps, s.steps)
     check_sandboxes([s.rewards.reward, *s.evaluation.graders])
     judges_of_run(s)
     try_token_sampler(s.sampling.token_sampler, s.sampling.temperature)

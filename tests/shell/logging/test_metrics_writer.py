@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as BoardView
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Reward, Rollout
 from grpo_fn.shell.atomic_io import to_json

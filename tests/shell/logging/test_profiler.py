@@ -12,9 +12,8 @@ import torch
 from crew import CPU
 
 from grpo_fn.config import load_config
-from grpo_fn.shell.logging import profiler as profiling
-from grpo_fn.shell.logging.profiler import Profiler, check_profile_steps
-from grpo_fn.shell.logging.stopwatch import Stopwatch
+from grpo_fn.shell.logging import stopwatch as profiling
+from grpo_fn.shell.logging.stopwatch import Profiler, Stopwatch, check_profile_steps
 from grpo_fn.shell.world import World, alone
 
 # What torch-tb-profiler 0.4.3 takes for a trace: the worker's name, a number for the span, and this ending.

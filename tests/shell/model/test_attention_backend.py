@@ -9,8 +9,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_fn.shell.model import attention, packed_input
-from grpo_fn.shell.model.attention_kernels import attention_backend, ragged_attention
-from grpo_fn.shell.model.attention_kernels.attention_backend import (
+from grpo_fn.shell.model.attention import (
     BACKENDS,
     attention_name,
     attention_note,
@@ -55,7 +54,7 @@ def card(patch: pytest.MonkeyPatch, capability: tuple[int, int], *, cudnn: int =
     """A card of that capability in this machine."""
     patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     patch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    patch.setattr(attention_backend, "find_spec", lambda name: object() if packages else None)
+    patch.setattr(attention, "find_spec", lambda name: object() if packages else None)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +101,12 @@ def test_packed_rows_of_halves_on_a_card_go_where_the_name_says(monkeypatch, fla
     monkeypatch.setattr(attention, "flash_varlen_function", lambda: print if flash_attn else None)
     with FakeTensorMode():
         query = torch.empty(1, 2, 8, 8, dtype=HALF, device=CUDA)
-    default = ragged_attention.flash_attention if flash_attn else ragged_attention.varlen
+    default = attention.flash_attention if flash_attn else attention.varlen
     whole = {
         "sdpa": default,
         "flash_attention_2": default,
-        "flash_attention_3": ragged_attention.flash_attention_3,
-        "sdpa_flash": ragged_attention.varlen,
+        "flash_attention_3": attention.flash_attention_3,
+        "sdpa_flash": attention.varlen,
     }
     for name in BACKENDS:
         found = attention.choose_kernel(query, name, None)

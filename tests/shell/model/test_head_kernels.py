@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from test_logprob_head import dense, inputs, near, pulled
 from torch.func import vjp
 
-from grpo_fn.shell.model import logprob_head
-from grpo_fn.shell.model.head_chunk import kernel_choice
-from grpo_fn.shell.model.head_chunk.kernel_choice import (
+from grpo_fn.shell.model import logprob_model
+from grpo_fn.shell.model.logprob_model import (
     TRIAL_ERROR,
+    ChunkStats,
+    PlainKernels,
     choose_head_kernels,
     kernels_for,
+    linear_logp,
+    linear_scores,
     trial_error,
     why_no_triton,
 )
-from grpo_fn.shell.model.head_chunk.plain_kernels import ChunkStats, PlainKernels
-from grpo_fn.shell.model.logprob_head import linear_logp, linear_scores
 
 triton = pytest.importorskip("triton", reason="Triton's interpreter is not here: pip install triton")
 if not triton.knobs.runtime.interpret:
@@ -90,7 +91,7 @@ def test_the_gradient_is_that_of_torchs_operations(n, v, seed, tau, dtype, entro
 def test_a_head_of_these_kernels_is_the_dense_one(n, v, d, elements, tau, seed):
     hidden, weight, target, dlogp, dentropy = inputs(n, v, d, torch.float32, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprob_head, "kernels_for", lambda hidden: triton_kernels.TritonKernels())
+        patch.setattr(logprob_model, "kernels_for", lambda hidden: triton_kernels.TritonKernels())
         head = partial(linear_scores, target=target, temperature=tau, elements=elements)
         got = pulled(lambda h, w: head(h, w), hidden, weight, dlogp, dentropy)
         alone = linear_logp(hidden, weight, target, temperature=tau, elements=elements)
@@ -106,7 +107,7 @@ def test_states_in_halves_have_their_logits_and_gradients(monkeypatch, dtype):
     given_ = inputs(7, 53, 16, dtype)
     found = []
     for kernels in (triton_kernels.TritonKernels(), PlainKernels()):
-        monkeypatch.setattr(logprob_head, "kernels_for", lambda hidden, kernels=kernels: kernels)
+        monkeypatch.setattr(logprob_model, "kernels_for", lambda hidden, kernels=kernels: kernels)
         head = partial(linear_scores, target=given_[2], temperature=0.7, elements=3 * 53)
         found.append(pulled(lambda h, w, head=head: head(h, w), *given_[:2], *given_[3:]))
     near(found[0][0], found[1][0], 2e-6)
@@ -115,8 +116,8 @@ def test_states_in_halves_have_their_logits_and_gradients(monkeypatch, dtype):
 
 def test_functorch_has_torchs_operations_in_both_directions(monkeypatch):
     hidden, weight, target, *signals = inputs(6, 37, 3, torch.float32)
-    fast = kernel_choice.KernelChoice(triton_kernels.TritonKernels(), "")
-    monkeypatch.setattr(kernel_choice, "choose_head_kernels", lambda device: fast)
+    fast = logprob_model.KernelChoice(triton_kernels.TritonKernels(), "")
+    monkeypatch.setattr(logprob_model, "choose_head_kernels", lambda device: fast)
     head = partial(linear_scores, target=target, temperature=0.7, elements=2 * 37)
     out, pull = vjp(lambda h, w: head(h, w), hidden, weight)
     wanted, wanted_pull = vjp(lambda h, w: dense(h, w, target, 0.7), hidden, weight)
@@ -159,7 +160,7 @@ def test_a_cpu_has_torchs_operations_and_says_so():
 
 def test_tensors_of_64_bits_and_wrapped_ones_have_torchs_operations(monkeypatch):
     fast = triton_kernels.TritonKernels()
-    monkeypatch.setattr(kernel_choice, "choose_head_kernels", lambda device: kernel_choice.KernelChoice(fast, ""))
+    monkeypatch.setattr(logprob_model, "choose_head_kernels", lambda device: logprob_model.KernelChoice(fast, ""))
     assert kernels_for(torch.zeros(1)) is fast
     assert isinstance(kernels_for(torch.zeros(1, dtype=torch.float64)), PlainKernels)
     assert isinstance(kernels_for(torch.nn.Parameter(torch.zeros(1))), PlainKernels)
@@ -201,9 +202,9 @@ def test_the_trial_sees_wrong_numbers_and_none():
     ],
 )
 def test_why_a_card_has_torchs_operations_is_said_by_name_and_warned_of_once(monkeypatch, changed, reason):
-    monkeypatch.setattr(kernel_choice.os, "environ", {"TORCH_COMPILE_DISABLE": changed.get("env", "0")})
+    monkeypatch.setattr(logprob_model.os, "environ", {"TORCH_COMPILE_DISABLE": changed.get("env", "0")})
     if "found" in changed:
-        monkeypatch.setattr(kernel_choice, "find_spec", lambda name: None)
+        monkeypatch.setattr(logprob_model, "find_spec", lambda name: None)
     if "kernels" in changed:
         monkeypatch.setattr(triton_kernels, "TritonKernels", changed["kernels"])
 
@@ -212,7 +213,7 @@ def test_why_a_card_has_torchs_operations_is_said_by_name_and_warned_of_once(mon
             raise changed["raises"]
         return trial_error(kernels, torch.device("cpu"))
 
-    monkeypatch.setattr(kernel_choice, "trial_error", tried)
+    monkeypatch.setattr(logprob_model, "trial_error", tried)
     card = torch.device("cuda", 5)
     assert why_no_triton(card) == reason
     choose_head_kernels.cache_clear()
@@ -227,8 +228,8 @@ def test_why_a_card_has_torchs_operations_is_said_by_name_and_warned_of_once(mon
 
 
 def test_a_card_on_which_the_trial_is_right_has_tritons(monkeypatch):
-    monkeypatch.setattr(kernel_choice.os, "environ", {})
-    monkeypatch.setattr(kernel_choice, "trial_error", lambda kernels, device: 1e-6)
+    monkeypatch.setattr(logprob_model.os, "environ", {})
+    monkeypatch.setattr(logprob_model, "trial_error", lambda kernels, device: 1e-6)
     choose_head_kernels.cache_clear()
     choice = choose_head_kernels(torch.device("cuda", 6))
     assert isinstance(choice.kernels, triton_kernels.TritonKernels)

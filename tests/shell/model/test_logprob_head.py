@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_fn.shell.model import logprob_head
-from grpo_fn.shell.model.logprob_head import (
+from grpo_fn.shell.model import logprob_model
+from grpo_fn.shell.model.logprob_model import (
     CPU_CHUNK,
     chunk_elements,
     dense_energy,
@@ -267,7 +267,7 @@ def wide(monkeypatch):
 
     library.impl("mm.dtype_out", mm, "CPU")
     library.impl("addmm.dtype_out", addmm, "CPU")
-    monkeypatch.setattr(logprob_head, "_wide_products", lambda halves: True)
+    monkeypatch.setattr(logprob_model, "_wide_products", lambda halves: True)
     yield ran
     library._destroy()
 
@@ -285,7 +285,7 @@ def test_products_in_float32_take_the_rounding_of_the_logits_away(wide, elements
     for x, y in zip(got[0], exact[0], strict=True):
         torch.testing.assert_close(x.double(), y, rtol=0, atol=2e-5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprob_head, "_wide_products", lambda halves: False)
+        patch.setattr(logprob_model, "_wide_products", lambda halves: False)
         rounded = pulled(head, hidden, weight, dlogp, dentropy)
     for x, y, z in zip(got[0], rounded[0], exact[0], strict=True):
         assert (x.double() - z).abs().max() < 0.01 * (y.double() - z).abs().max()
@@ -294,7 +294,7 @@ def test_products_in_float32_take_the_rounding_of_the_logits_away(wide, elements
 
 
 def test_halves_on_a_cpu_and_parts_of_a_weight_have_no_such_products():
-    assert not logprob_head._wide_products(torch.zeros(2, dtype=torch.bfloat16))
+    assert not logprob_model._wide_products(torch.zeros(2, dtype=torch.bfloat16))
 
 
 # -- energies

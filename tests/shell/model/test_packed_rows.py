@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from grpo_fn.core import prng
-from grpo_fn.core.packing import each_reads_its_prompt, share_prompts
+from grpo_fn.core.batch import each_reads_its_prompt, share_prompts
 from grpo_fn.core.sampling import categorical
 from grpo_fn.shell.model import attention, blocks, lora, packed_input
-from grpo_fn.shell.model.attention_kernels import ragged_attention
-from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Layout
+from grpo_fn.shell.model.attention import AttentionSpec, Layout
 from grpo_fn.shell.model.logprob_model import LogprobModel
 
 V = 13
@@ -494,12 +493,12 @@ def test_kernels_for_unequal_rows_get_the_same_rows(kernel, of_torch, some, wind
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch)
-        patch.setattr(ragged_attention, "flash_varlen_function", lambda: as_flash_has_it)
+        patch.setattr(attention, "flash_varlen_function", lambda: as_flash_has_it)
         third = SimpleNamespace(flash_attn_varlen_func=as_flash_3_has_it)
         patch.setitem(sys.modules, "flash_attn_interface", third)
-        ragged_attention.has_gqa_flag.cache_clear()
-        got = getattr(ragged_attention, kernel)(q, k, v, layout, how)
-    ragged_attention.has_gqa_flag.cache_clear()
+        attention.has_gqa_flag.cache_clear()
+        got = getattr(attention, kernel)(q, k, v, layout, how)
+    attention.has_gqa_flag.cache_clear()
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
@@ -512,7 +511,7 @@ def test_keys_and_values_are_gathered_at_once_and_pulled_back_to_those_that_were
     made = partial(torch.randn, generator=g, dtype=torch.float64)
     apart, together = ([x.clone().requires_grad_() for x in found] for found in [(made(n, 2, 8), made(n, 2, 4))] * 2)
     wanted = [attention.gather_tokens(x, layout.ragged_rows.key) for x in apart]
-    got = ragged_attention.gather_keys_and_values(*together, layout)
+    got = attention.gather_keys_and_values(*together, layout)
     slopes = [made(x.shape) for x in wanted]
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -527,15 +526,15 @@ def test_keys_and_values_are_gathered_at_once_and_pulled_back_to_those_that_were
 def test_a_flash_attn_without_the_function_for_unequal_rows_is_left_out(monkeypatch, there):
     """flash-attn 4 installs `flash_attn.cute` in a package that has nothing else."""
     package = SimpleNamespace(flash_attn_varlen_func=as_flash_has_it) if there else SimpleNamespace()
-    monkeypatch.setattr(ragged_attention, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    ragged_attention.flash_varlen_function.cache_clear()
+    attention.flash_varlen_function.cache_clear()
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            found = [ragged_attention.flash_varlen_function() for _ in range(3)]
+            found = [attention.flash_varlen_function() for _ in range(3)]
     finally:
-        ragged_attention.flash_varlen_function.cache_clear()
+        attention.flash_varlen_function.cache_clear()
     assert found == [as_flash_has_it if there else None] * 3
     said = [str(one.message) for one in seen]
     assert len(said) == (0 if there else 1), "once"

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from grpo_fn.core.batch import given_batch
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.model.head_chunk.relative_entropy import (
+from grpo_fn.shell.model.logprob_model import (
     TeacherHead,
     dense_taught_scores,
+    linear_scores,
     linear_taught_scores,
 )
-from grpo_fn.shell.model.logprob_head import linear_scores
 
 V, TAU = 12, 0.7
 TOKENS = torch.arange(18).view(3, 6) * 5 % V

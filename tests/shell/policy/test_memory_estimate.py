@@ -15,8 +15,7 @@ from policies import DEFAULTS, local
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from grpo_fn.shell.model import blocks, lora
-from grpo_fn.shell.model.head_chunk import relative_entropy
+from grpo_fn.shell.model import blocks, logprob_model, lora
 from grpo_fn.shell.policy import memory, memory_estimate, optimizer
 from grpo_fn.shell.policy.memory import Arrangement, Passing
 from grpo_fn.shell.world import alone
@@ -135,8 +134,8 @@ def allocated_by_head(tokens: int, theirs: int, *, dtype: torch.dtype, trained: 
     hidden, weight = drawn[0].requires_grad_(), drawn[1].requires_grad_(trained)
     target, how = torch.arange(tokens) % rows, {"temperature": 0.7, "elements": elements}
     with memory_estimate.Alive() as alive:
-        teacher = relative_entropy.linear_teacher_head(drawn[2].clone(), drawn[3], target, **how)
-        logp, entropy = relative_entropy.linear_taught_scores(hidden, weight, target, **how, teacher=teacher)
+        teacher = logprob_model.linear_teacher_head(drawn[2].clone(), drawn[3], target, **how)
+        logp, entropy = logprob_model.linear_taught_scores(hidden, weight, target, **how, teacher=teacher)
         (logp + entropy).sum().backward()
     return alive.most
 

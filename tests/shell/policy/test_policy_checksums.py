@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from grpo_fn.core import checksums
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.checksums import (
     BITS,
     GAMMA,
@@ -28,7 +29,6 @@ from grpo_fn.core.checksums import (
     to_int64,
     total_digest,
 )
-from grpo_fn.core.groups import outcome_reward
 from grpo_fn.core.types import Batch, CurriculumState, Reward, Rollout, Scores
 from grpo_fn.shell.policy.checksums import (
     TensorBlock,

@@ -18,8 +18,7 @@ from grpo_fn.rewards.judge import Judge, marked_score
 from grpo_fn.rewards.wrappers import by_task, with_timeout
 from grpo_fn.shell.reward_workers.judge_client import check_endpoint
 from grpo_fn.shell.reward_workers.judge_record import JudgeAnswer, JudgeRecord, RecordedAnswer
-from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
-from grpo_fn.shell.reward_workers.worker_handle import Outcome
+from grpo_fn.shell.reward_workers.reward_pool import Outcome, RewardError, RewardPool
 
 TEXTS = ("one", "two", "three", "four", "five")
 

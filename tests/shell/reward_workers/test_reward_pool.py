@@ -35,9 +35,15 @@ from grpo_fn.core.display_text import CONTROL
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.math import correct
 from grpo_fn.rewards.wrappers import with_timeout
-from grpo_fn.shell.reward_workers.reward_pool import COMPLAINTS, RewardError, RewardJob, RewardPool
+from grpo_fn.shell.reward_workers.reward_pool import (
+    COMPLAINTS,
+    RETURNED_NONE,
+    Outcome,
+    RewardError,
+    RewardJob,
+    RewardPool,
+)
 from grpo_fn.shell.reward_workers.worker import check_reward_value
-from grpo_fn.shell.reward_workers.worker_handle import RETURNED_NONE, Outcome
 
 
 def asked(*texts, answer="42"):

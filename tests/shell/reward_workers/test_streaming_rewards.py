@@ -19,14 +19,21 @@ from pool_rewards import length_of_text, not_a_number, obeys, raises, scaled, ta
 from test_probe import KEY, model, sampler
 from test_probe import asked as probed
 
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.core.types import Reward, Rollout
-from grpo_fn.shell.reward_workers import streaming
-from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool, ScoringInterrupted, ignore_loss
-from grpo_fn.shell.reward_workers.streaming import StreamingRewards
-from grpo_fn.shell.reward_workers.worker_handle import JudgeCost, Loss, Outcome
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, rank_share
+from grpo_fn.shell.reward_workers import reward_pool
+from grpo_fn.shell.reward_workers.reward_pool import (
+    JudgeCost,
+    Loss,
+    Outcome,
+    RewardError,
+    RewardPool,
+    ScoringInterrupted,
+    StreamingRewards,
+    ignore_loss,
+)
+from grpo_fn.shell.sampler.interface import DataParallelSampler, rank_share
 from grpo_fn.shell.world import World, alone
 
 EXAMPLES = settings.default.max_examples
@@ -243,7 +250,7 @@ def test_a_dead_thread_is_reported() -> None:
     pool = Fake()
     with opened(pool) as one:
         known(one, [length_of_text])
-        one._claimed(next(iter(one._rewards)), {streaming.row_of(*row): row[0] for row in rows([1], "a")})
+        one._claimed(next(iter(one._rewards)), {reward_pool.row_of(*row): row[0] for row in rows([1], "a")})
     with pytest.raises(RuntimeError, match="thread that has ended"):
         step(one, [length_of_text], rows([1], "a"))
 
@@ -319,7 +326,7 @@ def test_the_time_of_decoding_is_not_waited_for_again(pool: RewardPool) -> None:
 def test_the_end_does_not_wait_for_rows_that_are_not_wanted(pool: RewardPool) -> None:
     with opened(pool) as one:
         known(one, [partial(takes, seconds=0.002)])
-        one._rewards = {streaming.by_name(obeys): obeys}
+        one._rewards = {reward_pool.by_name(obeys): obeys}
         one.on_completion(*rows([1], ["sleep"])[0])
         until(lambda: any(worker.rows for worker in pool._workers))
         began = time.monotonic()

@@ -25,13 +25,13 @@ from hypothesis import given, settings
 from grpo_fn.algo import advantage, aggregation, credit, group_sampling, kl, losses, objective
 from grpo_fn.algo.step import AT_THE_START, Algorithm, grpo_step
 from grpo_fn.core import prng
-from grpo_fn.core.groups import outcome_reward
+from grpo_fn.core.batch import outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Carry, Groups, Reward, Rollout
 from grpo_fn.shell.checkpoint import manifest
 from grpo_fn.shell.sampler import async_sampler
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler, check_staleness
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
+from grpo_fn.shell.sampler.interface import DataParallelSampler
 from grpo_fn.shell.world import Elsewhere, World, alone
 
 pytestmark = pytest.mark.xdist_group("ahead")

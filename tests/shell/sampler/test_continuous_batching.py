@@ -24,14 +24,19 @@ from grpo_fn.core.types import Rollout
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.reward_workers.reward_pool import ScoringInterrupted
 from grpo_fn.shell.sampler.local import continuous_batching, kv_cache
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager, GraphCache, Sizes, buffer_size, exact_size, graph_size
 from grpo_fn.shell.sampler.local.decode_step import (
     WRITTEN,
     Code,
     DecodeEngine,
+    Eager,
+    GraphCache,
+    Sizes,
+    buffer_size,
     captured_sizes,
     compile_decode_parts,
     decoding_unsupported_reason,
+    exact_size,
+    graph_size,
 )
 from grpo_fn.shell.sampler.local.kv_cache import row_slots
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder

@@ -33,7 +33,7 @@ from grpo_fn.shell.model.packed_input import pack_shared_prompts
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import ModelSpec, load_and_shard
 from grpo_fn.shell.policy.optimizer import adamw
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler, rank_share, spread_score
+from grpo_fn.shell.sampler.interface import DataParallelSampler, rank_share, spread_score
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.world import World, alone
 

@@ -20,8 +20,7 @@ from grpo_fn.shell.model.attention import install
 from grpo_fn.shell.model.blocks import blocks, full_checkpointing
 from grpo_fn.shell.model.lora import LoRA, attach
 from grpo_fn.shell.sampler.local import joined_projections
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, choose_joined_model
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, Eager, choose_joined_model
 from grpo_fn.shell.sampler.local.joined_projections import (
     JoinedLinear,
     joined_model,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from grpo_fn.core import prng, sampling
 from grpo_fn.shell.model.hf import bare_prompt
-from grpo_fn.shell.sampler.data_parallel import DataParallelSampler
+from grpo_fn.shell.sampler.interface import DataParallelSampler
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
 from grpo_fn.shell.sampler.probe import Mismatch, Probe
 from grpo_fn.shell.world import alone

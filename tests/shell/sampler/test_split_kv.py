@@ -20,11 +20,9 @@ from test_continuous_batching import CPU, SMALL, TEXTS, ending
 from test_local_sampler import KEY, completions, problems, sampler
 from torch import Tensor, nn
 
-from grpo_fn.shell.model.attention import install
-from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec
+from grpo_fn.shell.model.attention import AttentionSpec, install
 from grpo_fn.shell.sampler.local import decode_step, split_kv
-from grpo_fn.shell.sampler.local.cuda_graphs import Eager
-from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, decoding_difference
+from grpo_fn.shell.sampler.local.decode_step import WRITTEN, DecodeEngine, Eager, decoding_difference
 from grpo_fn.shell.sampler.local.kv_cache import DecodeAttention, KVCache, attend, row_slots
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler, SharedDecoder
 

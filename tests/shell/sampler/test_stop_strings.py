@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from grpo_fn.shell.sampler.local.stop_strings import Stops
+from grpo_fn.shell.sampler.local.decode_step import Stops
 
 COSTLY = settings(max_examples=max(10, settings.default.max_examples // 3))
 letters = "ab \né…"

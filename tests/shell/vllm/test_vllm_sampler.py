@@ -26,7 +26,6 @@ from grpo_fn.core.sampling import categorical, greedy
 from grpo_fn.rewards.combine import completions_of
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.hf import encode_prompt
-from grpo_fn.shell.sampler.data_parallel import rank_share
 from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.sampler.interface import (
     DueRequests,
@@ -37,6 +36,7 @@ from grpo_fn.shell.sampler.interface import (
     SamplerContext,
     StaleEngine,
     WeightReceipt,
+    rank_share,
     verify_receipt,
 )
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler

@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_fn.shell.model.head_chunk.plain_kernels import ChunkStats
+from grpo_fn.shell.model.logprob_model import ChunkStats
 
 BLOCK = 4096  # logits that a program has in its registers at once: 16 for each of its threads
 WARPS = 8

@@ -17,12 +17,13 @@ from grpo_fn.shell.sampler.local.decode_step import (
     Live,
     Marks,
     Need,
+    Stops,
     TokenSampler,
     draw,
     prefill_prompts,
+    token_table,
 )
 from grpo_fn.shell.sampler.local.kv_cache import LongRows, RowSlots, row_slots, shorter_columns
-from grpo_fn.shell.sampler.local.stop_strings import Stops, token_table
 
 PREFILL = 8192  # prompt tokens that go through the model at once, if there is more than one prompt
 REFILL = 4  # one slot in so many is free before others are filled: a prompt alone is read at the price of several

@@ -11,15 +11,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from grpo_fn.core.packing import Spans, visible_positions
+from grpo_fn.core.batch import Spans, visible_positions
 from grpo_fn.shell.model.attention import (
     HALVES,
+    AttentionSpec,
     PackedAttention,
     Phase,
+    Window,
     eager_attention,
     sdpa_attention,
 )
-from grpo_fn.shell.model.attention_kernels.attention_layout import AttentionSpec, Window
 from grpo_fn.shell.sampler.local.split_kv import SplitKV
 
 GATHERED = 3  # columns read of a row whose keys and values are gathered first: once more each, and written

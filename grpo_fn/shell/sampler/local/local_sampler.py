@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from grpo_fn.core import prng, sampling
+from grpo_fn.core.batch import sample_keys
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Rollout
-from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows, sample_keys
+from grpo_fn.shell.episodes.episode_rows import Environments, EpisodeRows
 from grpo_fn.shell.model.hf import Encode, stop_ids
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.sampler.interface import (
@@ -33,11 +34,11 @@ from grpo_fn.shell.sampler.local import hf_cache_decode
 from grpo_fn.shell.sampler.local.continuous_batching import ContinuousBatching, DecodedRows, Ended, Ends
 from grpo_fn.shell.sampler.local.decode_step import (
     DecodeEngine,
+    Stops,
     TokenSampler,
     build_engine,
     decoding_unsupported_reason,
 )
-from grpo_fn.shell.sampler.local.stop_strings import Stops
 from grpo_fn.shell.sampler.local.turn_batching import TurnBatching
 from grpo_fn.shell.sampler.weight_export import FixedWeights
 
