@@ -209,7 +209,10 @@ def test_a_step_moves_the_state_on_by_all_that_was_sampled_for_it():
     found = sample_and_follow(
         lambda first, count: fresh,
         AT_THE_START._replace(curriculum=state),
-        group_sampling=lambda explore, carried: GroupBatch(fresh, fresh, carried._replace(drawn=3), {"a": 1.0}),
+        3,
+        group_sampling=lambda explore, carried, prompts: GroupBatch(
+            fresh, fresh, carried._replace(drawn=prompts), {"a": 1.0}
+        ),
         curriculum=curriculum,
         labels=("easy", "hard"),
     )
