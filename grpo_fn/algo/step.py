@@ -189,7 +189,7 @@ def grpo_step(
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
         terms[0] = terms[0]._replace(weight=(1.0 - sum(term.share for term in terms)) * enough)
         learned = [
-            update(policy, reweigh_terms(policy, part, algo, own_pass=own_pass), carried.gains, own_pass=own_pass)
+            update(policy, reweigh_terms(policy, part, algo), carried.gains, own_pass=own_pass)
             for _ in range(algo.epochs if enough or len(terms) > 1 else 0)  # given rows are learned from all the same
             for part in zip(*(term_minibatches(term, algo.minibatches) for term in terms), strict=True)
         ]
@@ -206,10 +206,10 @@ def grpo_step(
 def own_pass_suffices(policy: Policy, scored: ScoredStep, algo: Algorithm) -> bool:
     """Whether the trainer's logp_old can be the one that the step's only update finds in its own pass.
 
-    It can where nothing reads it before, and where the pass that trains says the same as one that does not: with
+    It can if nothing reads logp_old before, and if the pass that trains says the same as one that does not: with
     dropout it says something else.
     """
-    early = "logp_old" in scored.results or algo.token_mask is not None or policy.dropout
+    early = "logp_old" in scored.results or algo.token_mask or algo.reweighting or policy.dropout
     return function_and_knobs(algo.old_logp)[0] is from_trainer and algo.epochs * algo.minibatches == 1 and not early
 
 
@@ -242,15 +242,13 @@ def term_minibatches(term: Term, parts: int) -> list[Term]:
     return [term._replace(batch=batch) for batch in minibatches(term.batch, parts)]
 
 
-def reweigh_terms(policy: Policy, terms: Sequence[Term], algo: Algorithm, *, own_pass: bool) -> list[Term]:
+def reweigh_terms(policy: Policy, terms: Sequence[Term], algo: Algorithm) -> list[Term]:
     """The terms of an optimizer step, the sampled groups weighed by what the policy says of them now."""
     sampled, *others = terms
     if algo.reweighting is None:
         return [sampled, *others]
     batch = sampled.batch
-    logp = (
-        batch.logp_old if own_pass else policy.logp(rows_as_rollout(batch))
-    )  # a group is whole before it is dealt out
+    logp = policy.logp(rows_as_rollout(batch))  # before the update, as a group is whole until it is dealt out
     batch = reweigh_groups(batch, logp, len(batch.mask) // algo.group_size, algo.reweighting)
     return [sampled._replace(batch=batch), *others]
 

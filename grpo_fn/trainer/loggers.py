@@ -19,7 +19,7 @@ from grpo_fn.shell.world import World
 from grpo_fn.trainer.background import Background
 from grpo_fn.trainer.run import AsyncEvaluator, TrainingRun
 
-JUDGE_METRICS = {  # by field of worker_handle.JudgeCost
+JUDGE_METRICS = {  # by field of reward_pool.JudgeCost
     **{name: f"judge/{name}" for name in ("requests", "retries", "prompt_tokens", "completion_tokens")},
     **{name: f"judge/{name}" for name in ("failures", "unreadable")},
     "seconds": "time/judge_requests",
