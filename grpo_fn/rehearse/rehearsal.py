@@ -268,9 +268,9 @@ def score_passes(settings: Settings, checked: ValidatedPlan) -> int:
     algo = settings.algorithm
     if isinstance(algo, Stage):
         return 0
-    read_early = settings.teacher or algo.token_mask or algo.reweighting or needs(algo.credit) & {"logp_ref", "trainer_logp"}
+    early = settings.teacher or algo.token_mask or algo.reweighting or needs(algo.credit) & {"logp_ref", "trainer_logp"}
     dropout = settings.lora is not None and settings.lora.dropout > 0
-    own = algo.old_logp is from_trainer and bool(read_early or dropout or algo.epochs * algo.minibatches > 1)
+    own = algo.old_logp is from_trainer and bool(early or dropout or algo.epochs * algo.minibatches > 1)
     return own + checked.reference + len(checked.teachers)
 
 
