@@ -1,5 +1,6 @@
 """One GRPO step (Shao et al. 2024, arXiv:2402.03300, Algorithm 1, lines 5 to 11) on one page."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -277,8 +278,10 @@ def update(policy: Policy, terms: Sequence[Term], gains: Gains, *, own_pass: boo
         loss = partial(weighted_objective, term=term, totals=totals, gains=gains)
         signal, (part, diagnostics) = grad_and_value(partial(loss, batch=micro), has_aux=True)(scores)
         pullback(signal)  # theta.grad += J^T dlogp
-        value += float(part)  # the only wait for the device
-        check_declared(part, partial(loss, scores), micro)
+        share = float(part)  # the only wait for the device
+        value += share
+        if math.isnan(share):
+            check_declared(partial(loss, scores), micro)
         tokens = metrics.of_tokens(scores, micro, diagnostics) if term.sampled else diagnostics
         figures.append(metrics.diagnose(micro, tokens))
         if term.sampled:
@@ -298,10 +301,8 @@ def weighted_objective(
     return (value if term.weight == 1.0 else term.weight * value), diagnostics
 
 
-def check_declared(value: Tensor, loss: Callable[..., tuple[Tensor, dict[str, Tensor]]], micro: Batch) -> None:
+def check_declared(loss: Callable[..., tuple[Tensor, dict[str, Tensor]]], micro: Batch) -> None:
     """Raise ValueError when a loss is not a number because it reads what the algorithm does not declare."""
-    if not value.isnan():
-        return
     absent = [name for name in ("logp_ref", "logp_teacher") if getattr(micro, name).isnan().all()]
     zeros = {name: torch.zeros_like(micro.logp_old) for name in absent}
     if zeros and not loss(batch=micro._replace(**zeros))[0].isnan():

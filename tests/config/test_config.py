@@ -379,7 +379,7 @@ def test_a_file_of_the_working_folder_does_not_take_the_place_of_one_of_ours(
         (
             "fm.root.size = 1",
             "main.gin:LINE: fm.root: got a binding for size, wanted one of steps, rate, objective, advantage, task, "
-            "extra; there is fm.task.size",
+            "extra; there is ",
         ),
         (
             "fm.shift.x = 1",
@@ -410,6 +410,11 @@ def test_every_mistake_is_one_line_that_names_it(line: str, wanted: str) -> None
     message = complaint(f"{RUN}{line}\n")
     assert message.startswith(wanted.replace("LINE", str(RUN.count("\n") + 1)))
     assert "\n" not in message
+
+
+def test_a_knob_of_another_function_is_pointed_at() -> None:
+    places = complaint(f"{RUN}fm.root.size = 1\n").partition("; there is ")[2].split(", ")
+    assert "fm.task.size" in places  # others are of functions that an earlier test has loaded
 
 
 @pytest.mark.parametrize(
