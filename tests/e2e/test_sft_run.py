@@ -24,7 +24,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Right solutions of word problems, as a file of prompts and completions."""
     path = tmp_path_factory.mktemp("data") / "demonstrations.jsonl"
     task = arithmetic.task(max_value=5, operations=3, test_size=16)
-    pairs = arithmetic.demonstrations(task, prng.key(5, device="cpu"), worked_share=0.0)
+    pairs = arithmetic.worked_solutions(task, prng.key(5, device="cpu"), worked_share=0.0)
     rows = [
         json.dumps({"prompt": prompt, "completion": text}) for (prompt, text), _ in zip(pairs, range(80), strict=False)
     ]
