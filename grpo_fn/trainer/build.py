@@ -25,7 +25,7 @@ from grpo_fn.shell.model.logprob_model import chunk_elements
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.process import keep_freed_memory, use_deterministic_kernels
-from grpo_fn.shell.reward_workers.reward_pool import StreamingRewards
+from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 from grpo_fn.shell.sampler.async_sampler import AsyncSampler
 from grpo_fn.shell.sampler.interface import (
     DataParallelSampler,

@@ -16,7 +16,7 @@ from e2e.test_ahead_run import AHEAD, IMPORTS
 from e2e.test_ranks import same_run
 
 from grpo_fn.replay.__main__ import main as replay
-from grpo_fn.shell.reward_workers.reward_pool import StreamingRewards
+from grpo_fn.shell.reward_workers.streaming import StreamingRewards
 
 EPISODES = ("--gin_file", str(TESTS / "e2e" / "episodes.gin"))
 

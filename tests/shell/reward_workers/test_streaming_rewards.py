@@ -30,9 +30,9 @@ from grpo_fn.shell.reward_workers.reward_pool import (
     RewardError,
     RewardPool,
     ScoringInterrupted,
-    StreamingRewards,
     ignore_loss,
 )
+from grpo_fn.shell.reward_workers.streaming import StreamingRewards, row_of
 from grpo_fn.shell.sampler.interface import DataParallelSampler, rank_share
 from grpo_fn.shell.world import World, alone
 
@@ -250,7 +250,7 @@ def test_a_dead_thread_is_reported() -> None:
     pool = Fake()
     with opened(pool) as one:
         known(one, [length_of_text])
-        one._claimed(next(iter(one._rewards)), {reward_pool.row_of(*row): row[0] for row in rows([1], "a")})
+        one._claimed(next(iter(one._rewards)), {row_of(*row): row[0] for row in rows([1], "a")})
     with pytest.raises(RuntimeError, match="thread that has ended"):
         step(one, [length_of_text], rows([1], "a"))
 
