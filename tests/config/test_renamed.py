@@ -89,7 +89,7 @@ KNOBS_SINCE = {
 }
 # Not bound since, with the values that they have by themselves; a coefficient that nothing controls has no controller.
 UNBOUND_SINCE = {
-    **{"algorithm.epochs": "1", "algorithm.minibatches": "1", "algorithm.min_groups_with_signal": "1"},
+    **{"algorithm.min_groups_with_signal": "1"},
     **{"algorithm.old_logp": "@step.from_sampler"},
     **{"algorithm.control.kl_control": "None", "algorithm.control.entropy_control": "None"},
 }
