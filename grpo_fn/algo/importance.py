@@ -1,4 +1,4 @@
-"""Importance ratios, and weights for samples of another policy: `(logp [T], row) -> weight [T]`, one row, vmapped.
+"""Weights for samples of another policy: `(logp [T], row) -> weight [T]`, one row, vmapped.
 
 The sampler is never quite the trainer: other kernels, another precision, or weights that are some updates old. With
 w = exp(logp_old - logp_sampled), an expectation over the sampler's tokens of w f is one over pi_old of f, the prefixes

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import kl
+from grpo_fn.algo.credit import first_token
 from grpo_fn.algo.losses import capped_exp, ratio
 from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.core.batch import by_group
@@ -336,8 +337,7 @@ def summarise_updates(batch: Batch, learned: list[UpdateResult], *, reference: b
 
 def sample_advantages(adv: Float[Tensor, "P G T"], groups: Groups) -> Float[Tensor, "P G"]:
     """Each sample's advantage, which is that of its first sampled token, [P, G]."""
-    mask = by_group(groups.rollout.mask, len(adv))
-    return adv.gather(-1, mask.int().argmax(-1, keepdim=True))[..., 0]
+    return first_token(adv, by_group(groups.rollout.mask, len(adv)))
 
 
 def step_metrics(

@@ -5,9 +5,9 @@ A run provides it before weights are loaded.
     logp_ref        log-probs under a frozen copy of the start model
     logp_teacher    log-probs under a teacher
     energy          |d logp / d logits|^2 of every sampled token, one more forward pass
-    logp_sampled    nothing: the function compares the policy with the sampler, so samples may be stale
+    logp_sampled    no provision: the function compares the policy with the sampler itself, so samples may be stale
     trainer_logp    logp_old from the trainer's own pass: the function compares it with the sampler's log-probs
-    fresh_samples   samples of the policy as it is: no ratio corrects for older ones
+    fresh_samples   samples of the current policy: no ratio corrects for those of an older one
     groups          two samples of a prompt or more: the function compares within a group
     demonstrations  given completions beside the sampled ones
     episodes        rows in which an environment answers
@@ -74,6 +74,10 @@ class ScoredStep:
             raise declaration_error(name)
         if name not in self.results:
             self.results[name] = self.passes[name]()
+        if self.results[name] is None:
+            raise ValueError(
+                f"got no {name} from the policy or the run, expected it: a function of the step declares it"
+            )
         return self.results[name]
 
     def by_group(self, rows: Shaped[Tensor, "B T"]) -> Shaped[Tensor, "P G T"]:

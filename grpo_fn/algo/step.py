@@ -178,9 +178,9 @@ def grpo_step(
             "logp_old": lambda: algo.old_logp(policy, groups.rollout),
             "logp_ref": lambda: policy.reference(groups.rollout),
             "energy": lambda: policy.energy(groups.rollout),
-            "logp_teacher": lambda: teacher(groups, scored.rows("logp_old")),
+            "logp_teacher": lambda: None if teacher is None else teacher(groups, scored.rows("logp_old")),
         }
-        scored = ScoredStep(groups, passes, needs([*vars(algo).values()]), carried.gains, carried.steps, demonstrations)
+        scored = ScoredStep(groups, passes, needs(vars(algo)), carried.gains, carried.steps, demonstrations)
         if teacher is not None:  # what it says is measured, whether or not something is learned from it
             scored.results["logp_teacher"] = passes["logp_teacher"]()
         adv = token_advantages(scored, algo.credit)  # A
@@ -189,10 +189,12 @@ def grpo_step(
         terms = [Term(batch, algo.objective, 1.0, sampled=True), *filter(None, (f(scored) for f in algo.beside))]
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
         terms[0] = terms[0]._replace(weight=(1.0 - sum(term.share for term in terms)) * enough)
+        batches = zip(*(minibatches(term.batch, algo.minibatches) for term in terms), strict=True)
+        updates = [[term._replace(batch=rows) for term, rows in zip(terms, parts, strict=True)] for parts in batches]
         learned = [
             update(policy, reweigh_terms(policy, part, algo), carried.gains, own_pass=own_pass)
             for _ in range(algo.epochs if enough or len(terms) > 1 else 0)  # given rows are learned from all the same
-            for part in zip(*(term_minibatches(term, algo.minibatches) for term in terms), strict=True)
+            for part in updates
         ]
         batch = learned[0].batch if len(learned) == 1 else batch
     with span("sync"):
@@ -236,11 +238,6 @@ def learning_rows(
 def groups_to_learn_from(batch: Batch, groups: int) -> Bool[Tensor, "P"]:
     """Whether each group has a token with an advantage among those that validity and filters left, [P]."""
     return by_group(batch.mask & (batch.adv != 0), groups).any(-1).any(-1)
-
-
-def term_minibatches(term: Term, parts: int) -> list[Term]:
-    """The term at each optimizer step of a pass."""
-    return [term._replace(batch=batch) for batch in minibatches(term.batch, parts)]
 
 
 def reweigh_terms(policy: Policy, terms: Sequence[Term], algo: Algorithm) -> list[Term]:

@@ -42,7 +42,7 @@ def view(
 ) -> View:
     """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch after `steps` others."""
     rows = {"logp_old": logp_old, "logp_ref": logp_ref, "logp_teacher": logp_teacher, "energy": energy}
-    scored = ScoredStep(groups, {}, needs([*vars(algo).values()]), gains, steps, results=rows)
+    scored = ScoredStep(groups, {}, needs(vars(algo)), gains, steps, results=rows)
     batch = learning_rows(scored, token_advantages(scored, algo.credit), algo, own_pass=False, key=key)
     return View(algo.objective, batch, count(batch))
 

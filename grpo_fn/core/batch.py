@@ -1,4 +1,8 @@
-"""From a rollout to rows to learn from, and from rows to micro-batches. What comes from samplers is checked here."""
+"""Groups of samples, the rows to learn from that they become, and the micro-batches of those rows.
+
+Groups are joined and taken apart whatever the widths of their rows; rows are packed without their padding, with a
+prompt that several of them share read once. The rollouts of samplers and the results of functions are checked.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -129,9 +133,7 @@ def row_keys(groups: Groups, key: Tensor) -> Tensor:
     Returns:
         One key a row, [B, 2].
     """
-    size = groups.reward.value.shape[1]
-    uid = torch.tensor([problem.uid for problem in groups.problems]).repeat_interleave(size)
-    return prng.fold_in(key, uid, torch.arange(size).repeat(len(groups.problems))).to(groups.rollout.tokens.device)
+    return sample_keys(key, groups.problems, groups.reward.value.shape[1]).to(groups.rollout.tokens.device)
 
 
 # -- rows without their padding: which tokens of a row are read, and which rows read the same prompt

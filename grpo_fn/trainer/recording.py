@@ -72,7 +72,7 @@ def compare_presets(
     Returns a table, and the cosines between the learning signals of the run, which comes first, and of the presets.
     """
     fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts], energy=seen.energy is not None)
-    old, declared = seen.batch.logp_old, needs([*vars(own).values()])
+    old, declared = seen.batch.logp_old, needs(vars(own))
     # A run without a reference or a teacher has no difference to one.
     ref, teacher = (getattr(seen.batch, name) if name in declared else old for name in ("logp_ref", "logp_teacher"))
     views = {

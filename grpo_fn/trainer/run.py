@@ -1,4 +1,4 @@
-"""TrainingRun: the pieces of a run, put together by `build`, used by the loop and by replay; which problems it asks."""
+"""TrainingRun: the pieces of a run, put together by `build`, used by the loop and by replay."""
 
 import os
 import shlex

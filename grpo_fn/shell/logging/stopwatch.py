@@ -1,4 +1,4 @@
-"""Wall-clock time by phase."""
+"""Wall-clock time by phase, when an interval of steps is over, and traces of chosen steps by torch.profiler."""
 
 import gzip
 import time
@@ -79,7 +79,7 @@ class ErrorContext(AbstractContextManager):
         return f"step {self.step}, phase {self.clock.phase}{rank}"
 
 
-# -- traces of chosen steps by torch.profiler, where TensorBoard finds them (torch-tb-profiler); Perfetto opens them,
+# -- traces of chosen steps by torch.profiler, where TensorBoard finds them (torch-tb-profiler); Perfetto opens them too
 
 
 QUICKLY = 3  # gzip's level: a trace shrinks to a twelfth or less at any

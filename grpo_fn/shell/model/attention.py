@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_fn.core.batch import Spans
 
-# -- who sees whom in a stream of rows that lie end to end, some of which read a prompt that stands in another row
+# -- layouts: which tokens see which when rows lie end to end and some share the prompt of another row
 
 
 Window = int | None  # keys that a query sees, itself included; None: all there are up to it

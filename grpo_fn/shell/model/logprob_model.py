@@ -1,4 +1,8 @@
-"""From token ids to log-probabilities and entropies of the sampled tokens: the module that is sharded and trained."""
+"""From token ids to log-probabilities and entropies of the sampled tokens: the module that is sharded and trained.
+
+The head comes first, with its kernels by torch's operations, the choice between them and Triton's, and the entropy
+relative to a teacher; `LogprobModel` is last.
+"""
 
 import os
 import warnings

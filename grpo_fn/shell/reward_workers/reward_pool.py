@@ -31,7 +31,7 @@ from grpo_fn.rewards.wrappers import by_task, with_timeout
 from grpo_fn.shell.reward_workers.judge_record import JudgeAnswer, JudgeRecord, RecordedAnswer
 from grpo_fn.shell.reward_workers.worker import HEADER
 
-# -- A worker process as the pool sees it: the bytes on their way to and from it, and the rows that it still owes
+# -- a worker process as the pool sees it: the bytes on their way to and from it, and the rows without an answer yet
 
 
 STARTUP_SECONDS = 60.0  # to start Python and import the reward function; not part of a row's deadline
@@ -196,7 +196,7 @@ def ready_among(*, reading: Sequence[Descriptor], writing: Sequence[Descriptor],
     return {fd for fd, _ in poll.poll(None if math.isinf(seconds) else max(0.0, 1000 * seconds))}
 
 
-# -- rows that a judge scores: requests under way in a thread of their own, every answer on record before a row has it
+# -- rows that a model judges: a thread makes the requests, and each answer is recorded before its row is scored
 
 
 if TYPE_CHECKING:

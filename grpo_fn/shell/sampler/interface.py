@@ -1,4 +1,7 @@
-"""The interface between samplers and inference engines: token ids and seeds in, token ids and log-probs out."""
+"""The interface between samplers and inference engines, and `DataParallelSampler`, which shares sampling among ranks.
+
+Token ids and seeds go in, token ids and log-probs come out.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -294,7 +297,7 @@ def context_limit(max_total_tokens: int | None, positions: int | None) -> int | 
     return min((n for n in (max_total_tokens, positions) if n is not None), default=None)
 
 
-# -- work that rows do not share, spread over the ranks: sampling and scoring. Every rank gets all of what was found
+# -- sampling and scoring spread over the ranks: each rank does its share of the rows and gets all results
 
 
 T = TypeVar("T")

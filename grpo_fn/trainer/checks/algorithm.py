@@ -46,7 +46,7 @@ def check_algorithm(settings: Settings) -> None:
                     "demonstrations of the stage"
                 )
         return
-    check_provided(settings, needs([*vars(algorithm).values()]))
+    check_provided(settings, needs(vars(algorithm)))
     check_sampler_logp(algorithm, settings.sampling.max_staleness)
     check_group_size(algorithm)
     for term in uses_of(supervised.observations, algorithm.beside):
@@ -124,7 +124,7 @@ def check_provided(settings: Settings, declared: frozenset[str]) -> None:
 
 def check_sampler_logp(algorithm: Algorithm, max_staleness: int) -> None:
     """Raise ValueError for functions that compare the sampler with itself, and for uncorrected stale samples."""
-    declared, learned = needs([*vars(algorithm).values()]), needs(algorithm.objective)
+    declared, learned = needs(vars(algorithm)), needs(algorithm.objective)
     itself = function_and_knobs(algorithm.old_logp)[0] is from_sampler
     if itself and "trainer_logp" in declared:
         raise ValueError(

@@ -1,14 +1,12 @@
 """A token sampler, called on a few logits before anything expensive starts, and the words for a function that fails."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_fn.core.partials import function_and_knobs
-
-T = TypeVar("T")
 
 
 def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> None:
@@ -19,19 +17,23 @@ def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> 
         temperature: that of the sampling.
     """
     logits, u = torch.linspace(-1, 1, 20).view(4, 5), torch.tensor([0.1, 0.4, 0.6, 0.9])
-
-    def problem(found: Any) -> str | None:
-        if not (isinstance(found, tuple) and len(found) == 2):
-            return shown_type(found)
-        return wrong_tensor(found[0], (4,), torch.long) or wrong_tensor(found[1], (4,), torch.float32)
-
-    _try(
-        "sections.Sampling.token_sampler",
-        token_sampler,
-        lambda: token_sampler(logits, u, temperature=temperature),
-        problem,
-        wanted="(token [B] of integers, logp [B] in nats) for (logits [B, V], u [B])",
-    )
+    names = [*own_functions(token_sampler)]
+    users = [name for name in names if not name.startswith("grpo_fn.")]
+    try:
+        draws = token_sampler(logits, u, temperature=temperature)
+        if isinstance(draws, tuple) and len(draws) == 2:
+            fault = wrong_tensor(draws[0], (4,), torch.long) or wrong_tensor(draws[1], (4,), torch.float32)
+        else:
+            fault = shown_type(draws)
+    except Exception as error:
+        if isinstance(error, ValueError) and not users:
+            raise  # grpo_fn's own say what they got and expected
+        fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    if fault is not None:
+        raise ValueError(
+            f"sections.Sampling.token_sampler: got {fault} from {', '.join(users or names[:1])} on a toy step, wanted "
+            "(token [B] of integers, logp [B] in nats) for (logits [B, V], u [B])"
+        )
 
 
 def wrong_tensor(found: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
@@ -59,16 +61,3 @@ def own_functions(value: Any) -> Iterator[str]:
         value = [*knobs.values()]
     for item in value if isinstance(value, list | tuple) else ():
         yield from own_functions(item)
-
-
-def _try(knob: str, function: Any, call: Callable[[], T], problem: Callable[[T], str | None], *, wanted: str) -> None:
-    names = [*own_functions(function)]
-    users = [name for name in names if not name.startswith("grpo_fn.")]
-    try:
-        got = problem(call())
-    except Exception as error:
-        if isinstance(error, ValueError) and not users:
-            raise  # ours say what they got and wanted
-        got = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-    if got is not None:
-        raise ValueError(f"{knob}: got {got} from {', '.join(users or names[:1])} on a toy step, wanted {wanted}")

@@ -72,7 +72,7 @@ def validate(settings: Settings) -> ValidatedPlan:
     parts, scored = reward_parts(s.rewards.reward, task.test[0])
     try_rewards("sections.Rewards.reward", scored, task.test[0], s.rewards.pool)
     try_rewards("sections.Evaluation.graders", s.evaluation.graders, task.test[0], s.rewards.pool)
-    declared = needs([*vars(algorithm).values()])
+    declared = needs(vars(algorithm))
     check_parts(getattr(algorithm, "credit", None), parts)
     check_curriculum_of_run(s, task, parts)
     reference = "logp_ref" in declared

@@ -1,4 +1,4 @@
-"""One token for every row, and all that a step reads and writes: buffers that stay where they are from call to call."""
+"""One token for every row: the buffers of a decoding step, its CUDA graphs, and the texts that end a completion."""
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
