@@ -1,13 +1,10 @@
-"""Controllers: coefficients that follow a measurement, and the loss scale of float16.
+"""Controllers: coefficients that follow a measurement.
 
-A coefficient controller is `(gain, measured) -> gain`, called once a step with what the step measured.
+A controller is `(gain, measured) -> gain`, called once a step with what the step measured.
 
 A gain multiplies a coefficient of the algorithm: beta of the KL, in the loss and in the credit, or entropy_bonus. It is
 1 in the first step. What is measured is `loss/kl` (k3, the mean over tokens, in nats) or `loss/entropy` (its mean over
 tokens, in nats).
-
-A loss scale is `(scale, good_steps, finite) -> (scale, good_steps)`, called after each attempted optimizer step. A
-scale that does not shrink after a step that was not finite says that scaling is not what broke it.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,56 +67,6 @@ def adaptive_entropy(gain: float, measured: float, *, target: float, step: float
     if step <= 0 or highest < 0:
         raise ValueError(f"step, highest: got {step}, {highest}, wanted step > 0 and highest >= 0")
     return min(highest, max(0.0, gain + (step if measured < target else -step)))
-
-
-def constant_loss_scale(scale: float, good_steps: int, finite: bool) -> tuple[float, int]:
-    """The scale as it is: for float32 and bfloat16, whose gradients need none.
-
-    Args:
-        scale: the factor on the loss at this step.
-        good_steps: finite steps in a row before this one.
-        finite: whether the gradient of this step was finite.
-
-    Returns:
-        The scale, and the finite steps in a row with this one.
-    """
-    return scale, good_steps + 1 if finite else 0
-
-
-def dynamic_loss_scale(
-    scale: float,
-    good_steps: int,
-    finite: bool,
-    *,
-    growth: float,
-    backoff: float,
-    interval: int,
-    low: float,
-    high: float,
-) -> tuple[float, int]:
-    """Times `backoff` after an overflow, times `growth` after `interval` finite steps in a row, within low .. high.
-
-    Micikevicius et al., Mixed Precision Training (arXiv:1710.03740), section 3.2, dynamic form. Powers of two for
-    growth and backoff change no bit of a gradient that neither overflows nor vanishes.
-
-    Args:
-        scale: the factor on the loss at this step.
-        good_steps: finite steps in a row before this one, since the scale last changed.
-        finite: whether the gradient of this step was finite.
-        growth: factor on the scale after `interval` finite steps in a row.
-        backoff: factor on the scale after a step that overflowed.
-        interval: finite steps in a row before the scale grows.
-        low: smallest scale.
-        high: largest scale.
-
-    Returns:
-        The scale of the next step, and the finite steps in a row since it last changed.
-    """
-    if not finite:
-        return max(low, scale * backoff), 0
-    if good_steps + 1 < interval:
-        return scale, good_steps + 1
-    return min(high, scale * growth), 0
 
 
 def next_gains(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.func import grad_and_value
 
 from grpo_fn.algo import metrics
 from grpo_fn.algo.group_sampling import GroupBatch, keep_all
-from grpo_fn.algo.needs import ScoredStep, declaration_error, needs, token_advantages
+from grpo_fn.algo.needs import ScoredStep, check_declared, needs, token_advantages
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.core import prng
 from grpo_fn.core.batch import (
@@ -59,7 +59,7 @@ def from_sampler(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
 def from_trainer(policy: Policy, rollout: Rollout) -> Float[Tensor, "B T"]:
     """logp_old from the trainer's own forward pass: no sampler mismatch in the ratio.
 
-    One more pass, unless the step has one update, whose own pass then gives it (`own_pass_suffices`).
+    One more pass, unless the step has one update, whose own pass then gives it (`Algorithm.own_pass_suffices`).
     The policy as it is before this step's first update: groups that waited a step count as its own.
 
     Args:
@@ -112,6 +112,17 @@ class Algorithm:
         )
         check_divides(self.prompts, self.minibatches)
         check_signal(self.min_groups_with_signal, self.prompts)
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """What its functions declare that they read."""
+        return needs(vars(self))
+
+    @cached_property
+    def own_pass_suffices(self) -> bool:
+        """Whether logp_old may be what the step's only update finds in its own pass, as no function reads it before."""
+        from_own_pass = function_and_knobs(self.old_logp)[0] is from_trainer and self.epochs * self.minibatches == 1
+        return from_own_pass and not (self.token_mask or self.reweighting)
 
 
 class Experience(NamedTuple):
@@ -180,11 +191,12 @@ def grpo_step(
             "energy": lambda: policy.energy(groups.rollout),
             "logp_teacher": lambda: None if teacher is None else teacher(groups, scored.rows("logp_old")),
         }
-        scored = ScoredStep(groups, passes, needs(vars(algo)), carried.gains, carried.steps, demonstrations)
+        scored = ScoredStep(groups, passes, algo.needs, carried.gains, carried.steps, demonstrations)
         if teacher is not None:  # what it says is measured, whether or not something is learned from it
             scored.results["logp_teacher"] = passes["logp_teacher"]()
         adv = token_advantages(scored, algo.credit)  # A
-        own_pass = own_pass_suffices(policy, scored, algo)
+        # With dropout, the pass that trains says something else than one that does not.
+        own_pass = algo.own_pass_suffices and "logp_old" not in scored.results and not policy.dropout
         batch = learning_rows(scored, adv, algo, own_pass=own_pass, key=key)
         terms = [Term(batch, algo.objective, 1.0, sampled=True), *filter(None, (f(scored) for f in algo.beside))]
         enough = int(groups_to_learn_from(batch, len(adv)).sum()) >= algo.min_groups_with_signal
@@ -204,16 +216,6 @@ def grpo_step(
     ratio = torch.cat([batch.adv.new_zeros(0), *(one.ratio for one in learned)])
     experience = Experience(groups, adv, batch, ratio, scored.results.get("energy"))
     return experience, carried._replace(gains=gains, steps=carried.steps + 1), figures
-
-
-def own_pass_suffices(policy: Policy, scored: ScoredStep, algo: Algorithm) -> bool:
-    """Whether the trainer's logp_old can be the one that the step's only update finds in its own pass.
-
-    It can if nothing reads logp_old before, and if the pass that trains says the same as one that does not: with
-    dropout it says something else.
-    """
-    early = "logp_old" in scored.results or algo.token_mask or algo.reweighting or policy.dropout
-    return function_and_knobs(algo.old_logp)[0] is from_trainer and algo.epochs * algo.minibatches == 1 and not early
 
 
 def learning_rows(
@@ -296,12 +298,3 @@ def weighted_objective(
     """weight * objective of a micro-batch, a scalar, and the objective's diagnostics of each token, [B, T]."""
     value, diagnostics = objective_value(term.objective, scores, batch, totals, gains)
     return (value if term.weight == 1.0 else term.weight * value), diagnostics
-
-
-def check_declared(loss: Callable[..., tuple[Tensor, dict[str, Tensor]]], micro: Batch) -> None:
-    """Raise ValueError when a loss is not a number because it reads what the algorithm does not declare."""
-    absent = [name for name in ("logp_ref", "logp_teacher") if getattr(micro, name).isnan().all()]
-    zeros = {name: torch.zeros_like(micro.logp_old) for name in absent}
-    if zeros and not loss(batch=micro._replace(**zeros))[0].isnan():
-        others = {name: {k: x for k, x in zeros.items() if k != name} for name in absent}
-        raise declaration_error(next(name for name in absent if loss(batch=micro._replace(**others[name]))[0].isnan()))

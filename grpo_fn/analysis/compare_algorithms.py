@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.func import grad, vmap
 
-from grpo_fn.algo.needs import ScoredStep, needs, token_advantages
+from grpo_fn.algo.needs import ScoredStep, token_advantages
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.algo.step import Algorithm, learning_rows
 from grpo_fn.core.batch import count
@@ -42,7 +42,7 @@ def view(
 ) -> View:
     """The algorithm's opinion of a scored rollout, as `grpo_step` forms it with one minibatch after `steps` others."""
     rows = {"logp_old": logp_old, "logp_ref": logp_ref, "logp_teacher": logp_teacher, "energy": energy}
-    scored = ScoredStep(groups, {}, needs(vars(algo)), gains, steps, results=rows)
+    scored = ScoredStep(groups, {}, algo.needs, gains, steps, results=rows)
     batch = learning_rows(scored, token_advantages(scored, algo.credit), algo, own_pass=False, key=key)
     return View(algo.objective, batch, count(batch))
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.metrics import sample_advantages
-from grpo_fn.algo.needs import needs
 from grpo_fn.algo.step import Algorithm, Experience, groups_to_learn_from
 from grpo_fn.analysis import compare_algorithms, health, token_report
 from grpo_fn.analysis.evaluation import GradedAnswer
@@ -72,7 +71,7 @@ def compare_presets(
     Returns a table, and the cosines between the learning signals of the run, which comes first, and of the presets.
     """
     fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts], energy=seen.energy is not None)
-    old, declared = seen.batch.logp_old, needs(vars(own))
+    old, declared = seen.batch.logp_old, own.needs
     # A run without a reference or a teacher has no difference to one.
     ref, teacher = (getattr(seen.batch, name) if name in declared else old for name in ("logp_ref", "logp_teacher"))
     views = {

@@ -238,7 +238,7 @@ class PolicyUpdate:
     min_micro_batches: int  # that an update accumulates, where it has rows enough
     optimizer: Optimizer  # (trainable parameters) -> torch optimizer
     schedule: Schedule  # update -> factor of the learning rate
-    loss_scale: LossScale  # (scale, good steps, finite) -> (scale, good steps), after each update
+    loss_scale: LossScale | None  # (scale, good steps, finite) -> (scale, good steps), after each update; None: fixed
     initial_scale: float  # loss scale of the first update; 1: none
     max_grad_norm: float  # gradients of a larger global L2 norm are scaled down to it
 

@@ -1,20 +1,18 @@
-"""Invariants of every rule for the loss scale, and of the dynamic one against a plain loop."""
+"""Invariants of the dynamic loss scale of float16, and its steps against a plain loop."""
 
 from functools import partial, reduce
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import given
 
-from grpo_fn.algo import controllers
+from grpo_fn.shell.policy import optimizer
 
 LOW, HIGH = 1.0, 2.0**24
-dynamic = partial(controllers.dynamic_loss_scale, growth=2.0, backoff=0.5, low=LOW, high=HIGH)
-RULES = {"constant": controllers.constant_loss_scale, "dynamic": partial(dynamic, interval=3)}
+dynamic = partial(optimizer.dynamic_loss_scale, growth=2.0, backoff=0.5, low=LOW, high=HIGH)
 powers = st.integers(0, 24).map((2.0).__pow__)
 good = st.integers(0, 2)
-every_rule = pytest.mark.parametrize("f", list(RULES.values()), ids=list(RULES))
+every_third = partial(dynamic, interval=3)
 
 
 def run(f, scale: float, steps: list[bool]) -> tuple[float, int]:
@@ -22,23 +20,16 @@ def run(f, scale: float, steps: list[bool]) -> tuple[float, int]:
     return reduce(lambda state, finite: f(*state, finite), steps, (scale, 0))
 
 
-@every_rule
 @given(powers, good, st.booleans())
-def test_an_overflow_never_raises_the_scale_and_a_finite_step_never_lowers_it(f, scale, steps, finite):
-    after, _ = f(scale, steps, finite)
+def test_an_overflow_never_raises_the_scale_and_a_finite_step_never_lowers_it(scale, steps, finite):
+    after, _ = every_third(scale, steps, finite)
     assert after >= scale if finite else after <= scale
 
 
-@every_rule
 @given(powers, good)
-def test_good_steps_count_what_was_finite_since_the_last_overflow(f, scale, steps):
-    assert f(scale, steps, False)[1] == 0
-    assert f(scale, steps, True)[1] in (steps + 1, 0)
-
-
-@given(powers, st.lists(st.booleans(), max_size=40))
-def test_a_constant_scale_is_constant(scale, steps):
-    assert run(controllers.constant_loss_scale, scale, steps)[0] == scale
+def test_good_steps_count_what_was_finite_since_the_last_overflow(scale, steps):
+    assert every_third(scale, steps, False)[1] == 0
+    assert every_third(scale, steps, True)[1] in (steps + 1, 0)
 
 
 @given(powers, st.lists(st.booleans(), max_size=60), st.integers(1, 5))

@@ -20,14 +20,12 @@ from grpo_fn.algo.metrics import sample_advantages
 from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.algo.step import (
     AT_THE_START,
-    UNMOVED,
     Algorithm,
     Experience,
     Term,
     from_sampler,
     from_trainer,
     grpo_step,
-    own_pass_suffices,
 )
 from grpo_fn.core import prng
 from grpo_fn.core.batch import by_group, given_batch, outcome_reward
@@ -382,12 +380,9 @@ def test_the_own_pass_of_an_update_stands_in_for_no_other_pass_than_its_own(chan
 
 
 def test_the_own_pass_is_that_of_from_trainer_alone():
-    policy, sampler = pair()
-    experience, _ = step(policy, sampler, algo())
-    scored = ScoredStep(experience.groups, {}, frozenset(), UNMOVED, 0)
-    assert not own_pass_suffices(policy, scored, algo())
-    assert not own_pass_suffices(policy, scored, algo(old_logp=own_forward_pass))
-    assert own_pass_suffices(policy, scored, algo(old_logp=from_trainer))
+    assert not algo().own_pass_suffices
+    assert not algo(old_logp=own_forward_pass).own_pass_suffices
+    assert algo(old_logp=from_trainer).own_pass_suffices
 
 
 @pytest.mark.parametrize("reference", [None, torch.zeros(WORDS)])

@@ -41,7 +41,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from grpo_fn.algo import controllers  # noqa: E402
 from grpo_fn.core import prng  # noqa: E402
 from grpo_fn.core.batch import trim_rows  # noqa: E402
 from grpo_fn.core.types import Batch, Pullback, Scores  # noqa: E402
@@ -132,7 +131,7 @@ def lone_policy(world: World, model: str, spread: Spread) -> FSDPPolicy:
         min_micro_batches=1,
         optimizer=spread.optimizer,
         schedule=partial(optimizer.constant, warmup=0),
-        loss_scale=controllers.constant_loss_scale,
+        loss_scale=None,
         initial_scale=1.0,
         max_grad_norm=1.0,
     )

@@ -88,7 +88,6 @@ KINDS = [
         },
     ),
     (controllers, ("gain", "measured"), {"adaptive_kl", "adaptive_entropy"}),
-    (controllers, ("scale", "good_steps", "finite"), {"constant_loss_scale", "dynamic_loss_scale"}),
     (group_sampling, ("explore", "carried", "prompts"), {"keep_all", "dynamic"}),
 ]
 # Presets of gin/algo that have a line in docs/algorithms/catalogue.md and a loop in reference.py; a new one need not.

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from grpo_fn.algo import controllers
 from grpo_fn.shell.model.logprob_model import LogprobModel
 from grpo_fn.shell.model.packed_input import InputPacking, pad_rows
 from grpo_fn.shell.policy.fsdp import FSDPPolicy
@@ -52,7 +51,7 @@ def local(
         "min_micro_batches": 1,
         "optimizer": partial(adamw, **DEFAULTS),
         "schedule": constantly,
-        "loss_scale": controllers.constant_loss_scale,
+        "loss_scale": None,
         "initial_scale": 1.0,
         "max_grad_norm": 1e9,
     }

@@ -14,7 +14,6 @@ import estimating_rank as rank
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo_fn.algo import controllers
 from grpo_fn.rehearse.lone_rank import lone_rank
 from grpo_fn.rehearse.rehearsed_model import ModelAnswers, RehearsedSpec, answered_logprob_model
 from grpo_fn.rehearse.rehearsed_rows import RowShape, rehearsed_batch, rehearsed_rollout
@@ -57,7 +56,7 @@ def update(world: World, spec: ModelSpec, mode: CountingMode) -> Taken:
         min_micro_batches=1,
         optimizer=rank.ADAMW,
         schedule=partial(optimizer.constant, warmup=0),
-        loss_scale=controllers.constant_loss_scale,
+        loss_scale=None,
         initial_scale=1.0,
         max_grad_norm=1.0,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, PreTrainedTokenizerBase, Qwen2Config
 
-from grpo_fn.algo import aggregation, controllers, kl, losses
+from grpo_fn.algo import aggregation, kl, losses
 from grpo_fn.algo.objective import policy_objective
 from grpo_fn.algo.step import UNMOVED
 from grpo_fn.config import load_config
@@ -159,7 +159,7 @@ def built(world: World, size: Size, *, model: Path, scale: str) -> Bench:
         min_micro_batches=1,
         optimizer=partial(optimizer.adamw, lr=1e-6, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0),
         schedule=partial(optimizer.constant, warmup=0),
-        loss_scale=controllers.constant_loss_scale,
+        loss_scale=None,
         initial_scale=1.0,
         max_grad_norm=1.0,
     )

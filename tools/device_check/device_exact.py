@@ -20,7 +20,6 @@ from device_shapes import MIDDLE, QWEN_HALF, folder, sized
 from torch import Tensor
 from torch.func import grad_and_value
 
-from grpo_fn.algo import controllers
 from grpo_fn.algo.step import UNMOVED
 from grpo_fn.core.batch import count
 from grpo_fn.core.types import Batch, Scores
@@ -28,6 +27,7 @@ from grpo_fn.shell.model import blocks, hf
 from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import dense_scores, linear_scores
 from grpo_fn.shell.model.packed_input import pack_rows, pack_shared_prompts, pad_rows
+from grpo_fn.shell.policy import optimizer
 from grpo_fn.shell.policy.fsdp import full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.shell.process import use_deterministic_kernels
@@ -225,7 +225,7 @@ def pulled(
 
 def float16(setting: Setting) -> list[Figure]:
     """Steps with the numbers of gin/scale/fp16.gin, until one is not skipped."""
-    scaling = partial(controllers.dynamic_loss_scale, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+    scaling = partial(optimizer.dynamic_loss_scale, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
     model = folder(setting, sized(setting, MIDDLE), spread=SPREAD, dtype=torch.float32)
     bench = built(setting, model, torch.float16, lr=1e-3, scaling=scaling, initial_scale=2.0**16)
     batch, _, _ = asked(setting, model)

@@ -15,7 +15,7 @@ from device_shapes import EOS
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grpo_fn.algo import advantage, aggregation, controllers, credit, kl, losses
+from grpo_fn.algo import advantage, aggregation, credit, kl, losses
 from grpo_fn.algo.objective import policy_objective
 from grpo_fn.algo.step import Algorithm, Experience, Span, grpo_step
 from grpo_fn.core import prng, sampling
@@ -148,7 +148,7 @@ def built(
     logits_chunk_elements: int = 2**27,
     temperature: float = 1.0,
     lr: float = 1e-6,
-    scaling: Any = controllers.constant_loss_scale,
+    scaling: Any = None,
     initial_scale: float = 1.0,
     world: World | None = None,
     **changed: Any,

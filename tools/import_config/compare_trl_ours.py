@@ -19,7 +19,7 @@ from grpo_fn.algo.advantage import group_normalized
 from grpo_fn.algo.credit import first_token, outcome, row_whitened
 from grpo_fn.algo.kl import k3
 from grpo_fn.algo.losses import log_ratio
-from grpo_fn.algo.needs import ScoredStep, needs, token_advantages
+from grpo_fn.algo.needs import ScoredStep, token_advantages
 from grpo_fn.algo.step import UNMOVED, Algorithm, from_trainer, learning_rows
 from grpo_fn.algo.weighted_losses import vespo
 from grpo_fn.config import freeze, load_config
@@ -166,7 +166,7 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
             outcome_reward(groups.reward.value[piece], groups.reward.valid[piece], {}),
         )
         passes = {"logp_old": made.old[rows], "logp_ref": made.ref[rows]}  # no credit of an import reads an energy
-        scored = ScoredStep(part, {}, needs([*vars(algo).values()]), UNMOVED, 0, results=passes)
+        scored = ScoredStep(part, {}, algo.needs, UNMOVED, 0, results=passes)
         adv = token_advantages(scored, algo.credit)
         batch = learning_rows(scored, adv, algo, own_pass=False, key=prng.key(0, device="cpu"))
         if "unscored rows" in repairs:

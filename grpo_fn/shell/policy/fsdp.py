@@ -57,7 +57,7 @@ class FSDPPolicy:
         min_micro_batches: int,
         optimizer: Optimizer,
         schedule: Schedule,
-        loss_scale: LossScale,
+        loss_scale: LossScale | None,
         initial_scale: float,
         max_grad_norm: float,
     ) -> None:
@@ -196,7 +196,10 @@ class FSDPPolicy:
         with self.world.talking("gradient norm"):
             norm = float(gradient_norm([p.grad for p in params])) / self.scale
         scale, finite = self.scale, isfinite(norm)
-        self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
+        if self.loss_scale is None:
+            self.good_steps = self.good_steps + 1 if finite else 0
+        else:
+            self.scale, self.good_steps = self.loss_scale(scale, self.good_steps, finite)
         if finite:
             clip_gradients_(params, min(1.0, self.max_grad_norm / (norm + 1e-6)) / scale)
             if self._noted is not None:

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, named from gin.
+"""Optimizers, learning-rate schedules and the loss scale of float16, named from gin.
 
 AdamW (Loshchilov and Hutter, arXiv:1711.05101, Algorithm 2), g the gradient at step t, p a weight:
 
@@ -277,6 +277,46 @@ def _like(moment: Tensor, local: Tensor) -> Tensor:
     mesh, placements = moment.device_mesh, moment.placements
     whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=moment.shape, stride=moment.stride())
     return whole.to(moment.device)  # from_local moves what is offloaded to the mesh's device
+
+
+# -- the loss scale of float16
+
+
+def dynamic_loss_scale(
+    scale: float,
+    good_steps: int,
+    finite: bool,
+    *,
+    growth: float,
+    backoff: float,
+    interval: int,
+    low: float,
+    high: float,
+) -> tuple[float, int]:
+    """Times `backoff` after an overflow, times `growth` after `interval` finite steps in a row, within low .. high.
+
+    Micikevicius et al., Mixed Precision Training (arXiv:1710.03740), section 3.2, dynamic form. Powers of two for
+    growth and backoff change no bit of a gradient that neither overflows nor vanishes. A scale that does not shrink
+    after a step that was not finite says that scaling is not what broke it.
+
+    Args:
+        scale: the factor on the loss at this step.
+        good_steps: finite steps in a row before this one, since the scale last changed.
+        finite: whether the gradient of this step was finite.
+        growth: factor on the scale after `interval` finite steps in a row.
+        backoff: factor on the scale after a step that overflowed.
+        interval: finite steps in a row before the scale grows.
+        low: smallest scale.
+        high: largest scale.
+
+    Returns:
+        The scale of the next step, and the finite steps in a row since it last changed.
+    """
+    if not finite:
+        return max(low, scale * backoff), 0
+    if good_steps + 1 < interval:
+        return scale, good_steps + 1
+    return min(high, scale * growth), 0
 
 
 # -- schedules

@@ -1,6 +1,7 @@
 """Whether the functions of an algorithm fit one another and the run, by their signatures and by what they declare.
 
-Nothing is called: shapes are checked on the first batch of the run (`algo.step`), before its update.
+Of the functions only `share` is called, at every step of the run: shapes are checked on the first batch (`algo.step`),
+before its update.
 """
 
 import inspect
@@ -46,7 +47,7 @@ def check_algorithm(settings: Settings) -> None:
                     "demonstrations of the stage"
                 )
         return
-    check_provided(settings, needs(vars(algorithm)))
+    check_provided(settings, algorithm.needs)
     check_sampler_logp(algorithm, settings.sampling.max_staleness)
     check_group_size(algorithm)
     for term in uses_of(supervised.observations, algorithm.beside):
@@ -124,7 +125,7 @@ def check_provided(settings: Settings, declared: frozenset[str]) -> None:
 
 def check_sampler_logp(algorithm: Algorithm, max_staleness: int) -> None:
     """Raise ValueError for functions that compare the sampler with itself, and for uncorrected stale samples."""
-    declared, learned = needs(vars(algorithm)), needs(algorithm.objective)
+    declared, learned = algorithm.needs, needs(algorithm.objective)
     itself = function_and_knobs(algorithm.old_logp)[0] is from_sampler
     if itself and "trainer_logp" in declared:
         raise ValueError(

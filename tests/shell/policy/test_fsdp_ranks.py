@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from grpo_fn.algo import controllers
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core import prng
 from grpo_fn.core.batch import count
@@ -52,7 +51,7 @@ from grpo_fn.shell.policy.fsdp import AVERAGE, WEIGHTS, FSDPPolicy, full_tensor
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 from grpo_fn.shell.policy.load_and_shard import LoadedModel, ModelSpec, load_and_shard
 from grpo_fn.shell.policy.mesh import Parallelism
-from grpo_fn.shell.policy.optimizer import adamw, muon
+from grpo_fn.shell.policy.optimizer import adamw, dynamic_loss_scale, muon
 from grpo_fn.shell.world import World
 
 pytestmark = pytest.mark.xdist_group("sharded")
@@ -68,7 +67,7 @@ ACTIVATIONS = {
 HOST = 2  # ranks of a host, as hybrid_shard.gin sees it
 STEP = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
 MUON = partial(muon, **STEP, eps=1e-8, momentum=0.95, ns_steps=5)
-DYNAMIC = partial(controllers.dynamic_loss_scale, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
+DYNAMIC = partial(dynamic_loss_scale, growth=2.0, backoff=0.5, interval=2000, low=1.0, high=2.0**24)
 
 
 class Meshed(Parallelism):
@@ -232,7 +231,7 @@ def policy_of(world: World, placed: LoadedModel, **knobs: Any) -> FSDPPolicy:
             "seed": 0,
             "initial_scale": 1.0,
         },
-        **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": controllers.constant_loss_scale},
+        **{"optimizer": partial(adamw, **STEP, eps=1e-8), "loss_scale": None},
     }
     own = {
         "world": world,

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_fn.algo import controllers
 from grpo_fn.rehearse.rehearsed_rows import rehearsed_batch, rehearsed_rollout, slopes
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.policy import load_and_shard, optimizer
@@ -51,7 +50,7 @@ def policy_in(folder, dtype: torch.dtype, checkpointing=blocks.no_checkpointing,
         min_micro_batches=1,
         optimizer=rank.ADAMW,
         schedule=partial(optimizer.constant, warmup=0),
-        loss_scale=controllers.constant_loss_scale,
+        loss_scale=None,
         initial_scale=1.0,
         max_grad_norm=1.0,
     )

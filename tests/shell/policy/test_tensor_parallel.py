@@ -60,7 +60,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from grpo_fn.algo import controllers
 from grpo_fn.core.batch import count, tokens_of_group
 from grpo_fn.core.types import Batch
 from grpo_fn.shell.checkpoint import store
@@ -246,7 +245,7 @@ def built(world: World, folder: str, case: Case, *, reference: bool = False, lim
         min_micro_batches=1,
         optimizer=partial(adamw, **STEP, eps=eps),
         schedule=unmoved,
-        loss_scale=controllers.constant_loss_scale,
+        loss_scale=None,
         initial_scale=1.0,
         max_grad_norm=limit,
     )

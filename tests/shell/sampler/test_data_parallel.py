@@ -18,7 +18,6 @@ from steps import preset
 from test_fsdp_ranks import Case, scale_of
 from transformers import AutoConfig
 
-from grpo_fn.algo import controllers as loss_scale
 from grpo_fn.algo import group_sampling
 from grpo_fn.algo.step import AT_THE_START, Algorithm, from_sampler, from_trainer, grpo_step
 from grpo_fn.analysis.evaluation import GradedAnswer, evaluate, summarise
@@ -146,7 +145,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Algorithm) -
         # Not as small an eps as usual: Adam would turn the rounding of tiny gradients into steps as long as others.
         optimizer=partial(adamw, lr=0.02, beta1=0.9, beta2=0.95, eps=1e-2, weight_decay=0.0),
         schedule=unmoved,
-        loss_scale=loss_scale.constant_loss_scale,
+        loss_scale=None,
         initial_scale=1.0,
         max_grad_norm=1.0,
     )
