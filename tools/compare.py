@@ -101,12 +101,12 @@ def compared(args: argparse.Namespace) -> list[str]:
 
 def read(path: Path, match: str) -> Run:
     """The newest evaluation there. Raises ValueError for a path without one and for rows that are none of ours."""
-    from grpo_fn.shell.logging import eval_store
+    from grpo_fn.shell.logging import rollout_store
 
     file = file_of(path)
     seen: Counter[tuple[str, str]] = Counter()
     rows: dict[Key, dict[str, Any]] = {}
-    for number, row in enumerate(eval_store.load_evaluation(file), start=1):
+    for number, row in enumerate(rollout_store.load_evaluation(file), start=1):
         if absent := [name for name in ("uid", "prompt", "answer", "scores", "text") if name not in row]:
             raise ValueError(f"{file}: got row {number} without {', '.join(absent)}, wanted rows of an evaluation")
         alike = (str(row["uid"]) if match == "uid" else row["prompt"], row["answer"])
@@ -119,13 +119,13 @@ def read(path: Path, match: str) -> Run:
 
 def file_of(path: Path) -> Path:
     """samples.jsonl of an evaluation's folder, or the newest file of a run's."""
-    from grpo_fn.shell.logging import eval_store
+    from grpo_fn.shell.logging import rollout_store
 
     if path.is_file():
         return path
     if (path / "samples.jsonl").is_file():
         return path / "samples.jsonl"
-    steps = eval_store.evaluation_steps(path / "eval") if (path / "eval").is_dir() else []
+    steps = rollout_store.evaluation_steps(path / "eval") if (path / "eval").is_dir() else []
     if not steps:
         raise ValueError(
             f"got {path}, wanted a folder with samples.jsonl, a run folder with evaluations, or a .jsonl file"

@@ -11,6 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from einops import repeat
 from jaxtyping import Float
 from torch import Tensor
 from torch.func import grad_and_value
@@ -18,7 +19,7 @@ from torch.func import grad_and_value
 from grpo_fn.algo import metrics
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.algo.step import Experience
-from grpo_fn.analysis.html.heat_map import heat_map
+from grpo_fn.analysis.html.page import diverging_color
 from grpo_fn.core.batch import count
 from grpo_fn.core.batch import minibatches as parted
 from grpo_fn.core.problem import Turn
@@ -267,3 +268,12 @@ def signal_strip(shown: TokenReport, *, columns: int, cell: int) -> Float[Tensor
     for value, line in zip(values, lines, strict=True):
         value[: len(line)] = torch.tensor([-(token.signal or 0.0) / unit for token in line]).nan_to_num(nan=0.0)
     return heat_map(values, cell=cell)
+
+
+# -- a picture of coloured squares, for TensorBoard
+
+
+def heat_map(values: Float[Tensor, "H W"], *, cell: int) -> Float[Tensor, "3 h w"]:
+    """The numbers as squares of `cell` pixels on their colours, for a picture; channels from 0 to 1."""
+    pixels = torch.tensor([[diverging_color(x) for x in row] for row in values.tolist()]) / 255
+    return repeat(pixels, "h w c -> c (h i) (w j)", i=cell, j=cell)

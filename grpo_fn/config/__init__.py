@@ -14,11 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_fn.config.dump import collect_hparams, dump
+from grpo_fn.config.dump import collect_hparams, dump, with_absolute_paths
 from grpo_fn.config.freeze import freeze, value_fingerprint
 from grpo_fn.config.nodes import Node
 from grpo_fn.config.parse import parse_gin
-from grpo_fn.config.paths import with_absolute_paths
 from grpo_fn.config.resolve import fill_macros, knobs_of, resolve
 
 __all__ = ["Config", "freeze", "load_config", "parse_gin", "value_fingerprint"]

@@ -3,9 +3,12 @@
 Not `gin.config_str`: that one sorts dictionaries (the order of rewards has a meaning) and silently drops infinities.
 """
 
+import glob
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from grpo_fn.config.nodes import Bindings, Macro, Reference, functions, used_macros
@@ -92,3 +95,38 @@ def gin_literal(value: Any, names: Names) -> str:
         case float():
             return repr(value).replace("inf", "1e999")  # gin has no name for infinity, but reads the overflow
     return repr(value)
+
+
+# -- relative paths in absolute form, so that a stored configuration means the same from any folder
+
+
+PATH_KNOBS = ("data", "folder", "model", "path")  # knobs of these names hold paths, or names of something elsewhere
+
+
+def with_absolute_paths(bindings: Bindings) -> Bindings:
+    """The bindings with every relative path of a path knob absolute, where it names what is there; macros followed.
+
+    What names nothing here stays: it is a hub's name, or a mistake that the knob's owner complains of.
+    """
+    macros = dict(bindings.macros)
+
+    def absolute(value: Any, inside: frozenset[str]) -> Any:
+        match value:
+            case Macro(name) if name in macros and name not in inside:
+                macros[name] = absolute(macros[name], inside | {name})
+            case str() if is_relative_path(value):
+                return os.path.abspath(value)
+        return value
+
+    knobs = {
+        key: {knob: absolute(value, frozenset()) if knob in PATH_KNOBS else value for knob, value in bound.items()}
+        for key, bound in bindings.knobs.items()
+    }
+    return replace(bindings, knobs=knobs, macros=macros)
+
+
+def is_relative_path(text: str) -> bool:
+    """Whether a text names a file or folder of the working folder, or with `*` or `?` some of them."""
+    if not text or os.path.isabs(text) or text.startswith("~"):
+        return False
+    return bool(glob.glob(text)) if glob.has_magic(text) else os.path.exists(text)

@@ -23,7 +23,7 @@ from grpo_fn.core import prng
 from grpo_fn.core import sampling as token_samplers
 from grpo_fn.core.problem import Problem, Scorer
 from grpo_fn.shell.atomic_io import check_space, write_bytes, write_json
-from grpo_fn.shell.logging import eval_store
+from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.stopwatch import Stopwatch
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.model.attention import check_attention
@@ -33,7 +33,7 @@ from grpo_fn.shell.world import alone, find_device
 from grpo_fn.tasks.task import held_out_only, sample_tests
 from grpo_fn.trainer.build import prepare_data, start_sampler
 from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
-from grpo_fn.trainer.checks.try_sources import try_task
+from grpo_fn.trainer.checks.try_out import try_task
 from grpo_fn.trainer.model_source import check_fits, load_located_model, locate
 from grpo_fn.trainer.run import EVALUATION
 from grpo_fn.trainer.sections import (
@@ -104,7 +104,7 @@ def measure(
     with note_on_error(f"evaluating {found.path}"), closing(greedy), environment_workers, rewards.pool() as pool:
         score = clock.span("score")(pool.score)  # its time is counted apart from that of the evaluation around it
         judged = clock.span("evaluate")(graded_answers)(greedy, problems, seed=seed, how=evaluation, score=score)
-    eval_store.write_evaluation_rows(request.out / SAMPLES, [one.row() for one in judged])
+    rollout_store.write_evaluation_rows(request.out / SAMPLES, [one.row() for one in judged])
     figures = {**summarise(judged, ks=evaluation.ks, by=evaluation.by), **clock.lap()}
     results = {
         "model": request.model,

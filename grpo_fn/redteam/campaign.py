@@ -18,7 +18,7 @@ from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import Problem, RewardFn
 from grpo_fn.redteam.targets import Attempt, Scores, Target, episode_target, text_scores, text_target, weighted_sum
 from grpo_fn.rewards.combine import combine, part_names
-from grpo_fn.score.reward_spec import RewardSpec, known_reward, reward_of
+from grpo_fn.score.scoring import RewardSpec, known_reward, reward_of
 from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
 from grpo_fn.tasks.task import Task, sample_tests
 from grpo_fn.trainer.checks.requirements import check_sandboxes

@@ -1,15 +1,22 @@
 """What a campaign attacks: texts that a reward scores, or scripts that are played against an environment first."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from grpo_fn.analysis.attacks import ATTACKS, token_estimate
-from grpo_fn.core.problem import Completion, Problem, RewardFn, transcript
-from grpo_fn.redteam.episode_attacks import EPISODE_ATTACKS, Script
-from grpo_fn.redteam.episode_play import calls_reader, play_scripts
-from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.core.environment import Message, PlainData
+from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.core.problem import Completion, Problem, RewardFn, Turn, transcript
+from grpo_fn.redteam.episode_attacks import EPISODE_ATTACKS, Script, Seen
+from grpo_fn.shell.episodes.answers import Answer
+from grpo_fn.shell.episodes.chat_format import MakeChatFormat
+from grpo_fn.shell.episodes.episode_rows import EnvironmentCaller, OnFailure
+from grpo_fn.shell.episodes.tool_calls import ReadCalls
+from grpo_fn.shell.reward_workers.reward_pool import RewardError, RewardPool
 from grpo_fn.trainer.sections import Episodes
 
 Scores = Callable[[Sequence[Problem], Sequence[str]], list[float]]
@@ -103,3 +110,106 @@ def _gold_scripts(problem: Problem) -> Sequence[Script]:
         lambda seen: problem.answer,
         lambda seen: words[min(len(seen.observations), len(words) - 1)],
     )
+
+
+# -- scripts played against an environment
+
+
+def calls_reader(chat_format: MakeChatFormat) -> ReadCalls:
+    """How a chat format reads tool calls in the text of a turn; no tokenizer is needed for it.
+
+    Raises ValueError for a format without the knob `read_calls`.
+    """
+    function, knobs = function_and_knobs(chat_format)
+    if "read_calls" not in knobs:
+        raise ValueError(
+            f"sections.Episodes.chat_format: got {function.__module__}.{function.__name__}, which reads calls from "
+            "tokens alone, wanted one with the knob read_calls: chat_template.tokenizer_template or chat_format.text"
+        )
+    return knobs["read_calls"]
+
+
+@dataclass
+class _Played:
+    """An episode under way."""
+
+    script: Script
+    seen: Seen
+    state: PlainData
+    state_hash: str
+    turns: list[Turn] = field(default_factory=list)
+    text: str = ""
+    done: bool = False
+
+    def completion(self) -> Completion:
+        """As a reward sees it; `max_turns` ended what is not done."""
+        length = sum(turn.length for turn in self.turns)
+        return Completion(self.text, length, not self.done, tuple(self.turns))
+
+
+def play_scripts(
+    caller: EnvironmentCaller,
+    problems: Sequence[Problem],
+    scripts: Sequence[Script],
+    *,
+    read_calls: ReadCalls,
+    on_failure: OnFailure,
+    max_turns: int,
+) -> list[Completion]:
+    """The episodes of scripts, one for each problem, all turns of a number together.
+
+    Args:
+        caller: calls the environment.
+        problems: the problems.
+        scripts: what is said about each.
+        read_calls: (text) -> content, calls, what is malformed.
+        on_failure: (failure, whether a tool was called) -> the answer that the episode gets.
+        max_turns: of an episode.
+
+    Returns:
+        The episodes, with lengths as `attacks.token_estimate` has them.
+
+    Raises:
+        RewardError: where the environment gives no beginning of an episode.
+    """
+    asked = [caller.start(problem, 0) for problem in problems]
+    rows = [
+        _opened(problem, script, future.result())
+        for problem, script, future in zip(problems, scripts, asked, strict=True)
+    ]
+    for turn in range(max_turns):
+        waiting = [_say(row, caller, read_calls, turn) for row in rows if not row.done]
+        for row, message, future in waiting:
+            _take_in(row, message, future.result(), on_failure)
+    return [row.completion() for row in rows]
+
+
+def _opened(problem: Problem, script: Script, found: Answer) -> _Played:
+    if found.failure:
+        raise RewardError(f"the environment, problem {problem.uid}: got no beginning: {found.failure}")
+    opening = "\n".join(message.content for message in found.messages)
+    return _Played(script, Seen(problem.prompt, opening, ()), found.state, found.state_hash)
+
+
+def _say(
+    row: _Played, caller: EnvironmentCaller, read_calls: ReadCalls, turn: int
+) -> tuple[_Played, Message, Future[Answer]]:
+    """The row's next turn, about which the environment is asked."""
+    text = row.script(row.seen)
+    content, calls, malformed = read_calls(text)
+    message = Message("assistant", content, "", calls, malformed)
+    row.text = content
+    row.turns.append(Turn(text, token_estimate(text), "", None, row.state_hash, len(calls), malformed))
+    return row, message, caller.step(row.state, message, turn + 1)
+
+
+def _take_in(row: _Played, message: Message, found: Answer, on_failure: OnFailure) -> None:
+    """The environment's answer to the row's last turn."""
+    answer = on_failure(found, bool(message.calls)) if found.failure else found
+    said = "\n".join(one.content for one in answer.messages)
+    last = row.turns[-1]
+    row.turns[-1] = last._replace(observation=said, reward=answer.reward, error=last.error or found.failure)
+    row.seen = row.seen._replace(observations=(*row.seen.observations, said))
+    row.done = answer.done
+    if not found.failure:
+        row.state, row.state_hash = answer.state, answer.state_hash

@@ -47,7 +47,7 @@ from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.shell.sampler.local.split_kv import ARCHITECTURE, split_kv_uncovered_reason
 from grpo_fn.trainer.build import build_policy, model_spec
 from grpo_fn.trainer.checks.device_plan import plan_blocks
-from grpo_fn.trainer.checks.validate import ValidatedPlan
+from grpo_fn.trainer.plan import ValidatedPlan
 from grpo_fn.trainer.sections import Settings
 
 ON_HOST = frozenset({"weights", "gradients", "optimizer state"})  # under offload

@@ -47,8 +47,9 @@ from grpo_fn.shell.logging.stopwatch import ErrorContext, Stopwatch
 from grpo_fn.shell.policy import checksums
 from grpo_fn.shell.world import Elsewhere, LostRank, World, join_world, leave_lost
 from grpo_fn.trainer.build import build
-from grpo_fn.trainer.checks.validate import ValidatedPlan, check_this_machine, validate
+from grpo_fn.trainer.checks.validate import check_this_machine, validate
 from grpo_fn.trainer.loop import take_step
+from grpo_fn.trainer.plan import ValidatedPlan
 from grpo_fn.trainer.recording import chosen_kernels, step_checksums, token_signals, write_signal_page
 from grpo_fn.trainer.run import RunRequest, TrainingRun, check_restored
 from grpo_fn.trainer.sections import Settings

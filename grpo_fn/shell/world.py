@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,7 +22,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.shell.background_worker import BackgroundWorker
-from grpo_fn.shell.thread_stacks import print_stacks
 
 T = TypeVar("T")
 
@@ -276,3 +276,17 @@ def _attempt(f: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return f(), None
     except Exception as error:
         return None, error
+
+
+# -- where the threads of a late process stand
+
+
+def print_stacks() -> None:
+    """Where every thread of this process stands, on standard error.
+
+    By a thread that holds Python's lock: `faulthandler`, which needs none, ended the process at frames of torch.compile
+    (torch 2.11, Python 3.12).
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        print(f"thread {names.get(ident, ident)}:", *traceback.format_stack(frame), file=sys.stderr, flush=True)

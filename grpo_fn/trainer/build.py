@@ -40,15 +40,15 @@ from grpo_fn.shell.world import World
 from grpo_fn.tasks import overlong
 from grpo_fn.tasks.task import Task, train_problems
 from grpo_fn.trainer.async_eval import open_evaluator
-from grpo_fn.trainer.checks.check_judges import check_judges_answer, with_record
-from grpo_fn.trainer.checks.prepare_teachers import PreparedTeachers, prepare_teachers, teacher_of_run
+from grpo_fn.trainer.checks.requirements import check_judges_answer, with_record
 from grpo_fn.trainer.checks.supervised_stage import look_at_demonstrations, shown_key
 from grpo_fn.trainer.checks.try_environment import fitting_episodes
-from grpo_fn.trainer.checks.validate import ValidatedPlan
+from grpo_fn.trainer.plan import ValidatedPlan
 from grpo_fn.trainer.run import ADAPTERS, DATA, EVALUATION, PROBING, RunRequest, TrainingRun, looked_at, run_algorithm
 from grpo_fn.trainer.sections import Data, Episodes, Sampling, Settings, open_environments
 from grpo_fn.trainer.start_lines import StartReport, plan_lines, rank_line, sampler_line, settle_blocks
 from grpo_fn.trainer.state import check_steps, has_progress
+from grpo_fn.trainer.teachers import PreparedTeachers, prepare_teachers, teacher_of_run
 
 BEGINNING = 8  # characters for each of the model's positions: twice as many tokens as fit, in most languages
 

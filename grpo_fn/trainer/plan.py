@@ -64,3 +64,19 @@ def kv_bytes_per_token(config: object, bytes_per_value: int) -> int:
     head = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv = getattr(config, "num_key_value_heads", None) or heads
     return 2 * config.num_hidden_layers * kv * head * bytes_per_value
+
+
+@dataclass(frozen=True)
+class ValidatedPlan:
+    """What validation found out about a run, for `build`."""
+
+    source: hf.ModelSource
+    config: PretrainedConfig
+    dtype: torch.dtype  # of the computation
+    task: Task
+    reference: bool  # whether objective or credit declare logp_ref
+    frozen: bool  # whether a frozen copy of the start model is kept, as that reference or to measure the KL to it
+    teachers: Mapping[str, tuple[hf.ModelSource, PretrainedConfig]]  # those that are loaded, by key
+    parts: Sequence[str]  # of the reward
+    shown: Task | None  # whose demonstrations are learned from beside the sampled completions
+    plan: Plan

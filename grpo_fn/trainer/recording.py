@@ -11,17 +11,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from grpo_fn.algo.metrics import sample_advantages
+from grpo_fn.algo.needs import needs
 from grpo_fn.algo.step import Algorithm, Experience, groups_to_learn_from
 from grpo_fn.analysis import compare_algorithms, health, token_report
 from grpo_fn.analysis.evaluation import GradedAnswer
 from grpo_fn.analysis.html import token_page
-from grpo_fn.analysis.html.heat_map import heat_map
+from grpo_fn.analysis.token_report import heat_map
+from grpo_fn.config import freeze, load_config
+from grpo_fn.config.parse import GIN_FOLDER
 from grpo_fn.core import checksums
 from grpo_fn.core.partials import function_and_knobs
 from grpo_fn.core.problem import transcript
 from grpo_fn.core.types import Carry, Gains, Scores
 from grpo_fn.shell.atomic_io import write_bytes
-from grpo_fn.shell.logging import eval_store, rollout_store
+from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.logging.async_writer import AsyncWriter
 from grpo_fn.shell.logging.console import Console
 from grpo_fn.shell.logging.kernel_record import append_kernels, recorded_kernels
@@ -32,7 +35,8 @@ from grpo_fn.shell.model.attention import choose_kernel
 from grpo_fn.shell.model.logprob_model import choose_head_kernels
 from grpo_fn.shell.policy.checksums import StepChecksums
 from grpo_fn.shell.sampler.local.local_sampler import LocalSampler
-from grpo_fn.trainer import presets
+from grpo_fn.trainer import recording
+from grpo_fn.trainer.checks.algorithm import check_parts
 from grpo_fn.trainer.loggers import RunLoggers
 from grpo_fn.trainer.run import TrainingRun
 
@@ -70,7 +74,7 @@ def compare_presets(
 
     Returns a table, and the cosines between the learning signals of the run, which comes first, and of the presets.
     """
-    fitting, refused = presets.fitting([str(config)], [*seen.groups.reward.parts], energy=seen.energy is not None)
+    fitting, refused = recording.fitting([str(config)], [*seen.groups.reward.parts], energy=seen.energy is not None)
     old, declared = seen.batch.logp_old, own.needs
     # A run without a reference or a teacher has no difference to one.
     ref, teacher = (getattr(seen.batch, name) if name in declared else old for name in ("logp_ref", "logp_teacher"))
@@ -269,7 +273,7 @@ def record_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> list
 
 def record_evaluation(run_dir: Path, step: int, judged: Sequence[GradedAnswer], rows: int, writer: AsyncWriter) -> None:
     """Everything that was answered to eval/step_N.jsonl, the first `rows` of it to TensorBoard."""
-    eval_store.store_evaluation(run_dir / "eval", step, [one.row() for one in judged])
+    rollout_store.store_evaluation(run_dir / "eval", step, [one.row() for one in judged])
     writer.table(step, "eval/samples", [one.display_fields() for one in judged[:rows]])
 
 
@@ -301,3 +305,38 @@ def quote_loss(found: health.HealthFinding, losses: Sequence[str]) -> health.Hea
     if found.rule != health.invalid_high.__name__ or not losses:
         return found
     return found._replace(text=f"{found.text}. The first: {losses[0].splitlines()[0]}")
+
+
+# -- every preset of gin/algo laid over a configuration
+
+
+def preset_names() -> list[str]:
+    """The presets there are."""
+    return sorted(path.stem for path in (GIN_FOLDER / "algo").glob("*.gin"))
+
+
+def algorithm(config_files: Sequence[str], preset: str | None) -> Algorithm:
+    """The algorithm of a configuration, with a preset laid over it unless that is None."""
+    over = [] if preset is None else [f"algo/{preset}.gin"]
+    config = load_config([*config_files, *over], [])
+    return freeze(config.root.knobs["algorithm"], {})
+
+
+def fitting(
+    config_files: Sequence[str], parts: Sequence[str], *, energy: bool
+) -> tuple[dict[str, Algorithm], dict[str, str]]:
+    """The algorithm of every preset laid over a configuration; and of those that want what the step does not have, why.
+
+    That is parts of the reward other than `parts`, and the energies of tokens where `energy` says they are not there.
+    """
+    fit, refused = {}, {}
+    for name in preset_names():
+        those = algorithm(config_files, name)
+        try:
+            check_parts(those.credit, parts)
+            if "energy" in needs(those.credit) and not energy:
+                raise ValueError("got a step without the energies of its tokens, which the preset's baseline reads")
+            fit[name] = those
+        except ValueError as error:
+            refused[name] = str(error)
+    return fit, refused

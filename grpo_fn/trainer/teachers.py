@@ -4,21 +4,32 @@ A teacher is another model, frozen; the policy itself (`self_teachers`); or a mo
 policy's prompt, or one that has more in it (`privileged`), before the same sampled tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from grpo_fn.core.batch import select_groups
+from grpo_fn.core.partials import uses_of
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.reprompt import change_prompts, restore_places
 from grpo_fn.core.types import Groups, Rollout
+from grpo_fn.shell.model import hf
+from grpo_fn.shell.policy.fsdp import FSDPPolicy
+from grpo_fn.shell.policy.load_and_shard import LoadedModel
+from grpo_fn.shell.policy.self_teachers import SelfTeacher
+from grpo_fn.shell.sampler.interface import positions
 from grpo_fn.shell.vllm.served_teacher import VllmTeacher
 from grpo_fn.shell.world import World
 from grpo_fn.tasks.privileged import PrivilegedPrompt, Sample
+from grpo_fn.trainer.plan import ValidatedPlan
+from grpo_fn.trainer.sections import Settings, Teacher
 
 TeacherKey = Callable[[Problem], str]
 TeacherLogp = Callable[[Rollout], Tensor]  # of one teacher: log-probs of the sampled tokens, [B T]
@@ -157,3 +168,313 @@ def stand_ins(size: int, parts: Sequence[str], text: str) -> list[Sample]:
 def ask_server(served: VllmTeacher, world: World, rollout: Rollout) -> Float[Tensor, "B T"]:
     """Log-probs of a rollout's tokens from vLLM servers, which one rank asks for all."""
     return world.agree_at_length(partial(served.logp, rollout), what="the teacher's log-probs from its servers")
+
+
+# -- checks before any weights are loaded: vocabulary, template, positions, keys, prompts
+
+
+COMPARED = 64  # prompts that both chat templates are laid over
+
+
+def check_teacher_shapes(
+    models: Mapping[str, PretrainedConfig], own: PretrainedConfig, max_total_tokens: int | None
+) -> None:
+    """Raise ValueError for a teacher that cannot read every token, or not as many of them, as the policy writes.
+
+    Args:
+        models: configuration of each teacher's model, by key.
+        own: that of the policy.
+        max_total_tokens: most tokens of a prompt and its completion; None: as many as the policy reads.
+    """
+    longest = positions(own) if max_total_tokens is None else max_total_tokens
+    for name, config in models.items():
+        theirs, ours = (one.get_text_config().vocab_size for one in (config, own))
+        if theirs < ours:
+            raise ValueError(
+                f"sections.Teacher.models: got {name!r} with {theirs} rows in its embedding, wanted at least the "
+                f"policy's {ours}, as the policy can sample each of them"
+            )
+        reach = positions(config)
+        if reach is not None and (longest is None or reach < longest):
+            raise ValueError(
+                f"sections.Teacher.models: got {name!r}, which reads {reach} positions, wanted "
+                f"{longest or 'no limit'}, or sections.Sampling.max_total_tokens = {reach}"
+            )
+
+
+def check_same_tokenizer(name: str, teacher: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError, naming the first difference, unless both have the same token for every id.
+
+    Args:
+        name: key of the teacher.
+        teacher: its tokenizer.
+        own: the policy's.
+    """
+    theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (teacher, own))
+    differing = sorted(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i))
+    if differing:
+        i = differing[0]
+        raise ValueError(
+            f"sections.Teacher.models: got {name!r} ({teacher.name_or_path}) whose tokenizer has "
+            f"{token_text(theirs.get(i))} as token {i}, wanted the policy's ({own.name_or_path}), which has "
+            f"{token_text(ours.get(i))}; {len(differing)} of {len(theirs.keys() | ours.keys())} tokens differ"
+        )
+
+
+def token_text(token: str | None) -> str:
+    """A token for people; None is one that is not there."""
+    return "nothing" if token is None else repr(token)
+
+
+def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: TeacherKey) -> None:
+    """Raise ValueError for a problem whose key names no teacher.
+
+    Args:
+        problems: those of the training.
+        models: teachers by key.
+        key: problem -> which teacher.
+    """
+    for problem in problems:
+        if (found := key(problem)) not in models:
+            raise ValueError(
+                f"sections.Teacher.key: got {found!r} for the problem {problem.prompt[:60]!r}, wanted one of "
+                f"{', '.join(map(repr, models))}, the keys of sections.Teacher.models"
+            )
+
+
+def open_teachers(
+    sources: Mapping[str, hf.ModelSource], own: PreTrainedTokenizerBase
+) -> dict[str, tuple[str, PreTrainedTokenizerBase]]:
+    """The folder of each teacher, made or found, and its tokenizer, which has proven to be the policy's.
+
+    Args:
+        sources: of the teachers' models, by key.
+        own: tokenizer of the policy.
+
+    Returns:
+        Folder and tokenizer by key.
+
+    Raises:
+        ValueError: a token differs.
+    """
+    folders = {name: source.folder() for name, source in sources.items()}
+    found = {name: (folder, hf.load_tokenizer(folder)) for name, folder in folders.items()}
+    for name, (_, theirs) in found.items():
+        check_same_tokenizer(name, theirs, own)
+    return found
+
+
+def template_difference(
+    name: str,
+    teacher: PreTrainedTokenizerBase,
+    own: PreTrainedTokenizerBase,
+    encode: hf.Encode,
+    prompts: Iterable[str],
+) -> str | None:
+    """Where a teacher's own chat template would give other tokens than the policy's, in words; None where it does not.
+
+    Args:
+        name: key of the teacher.
+        teacher: its tokenizer.
+        own: the policy's.
+        encode: (tokenizer, prompt) -> token ids.
+        prompts: of the problems; the first COMPARED are looked at.
+    """
+    for prompt in islice(prompts, COMPARED):
+        ours = encode(own, prompt)
+        try:
+            theirs = encode(teacher, prompt)
+        except ValueError as error:
+            return _said_of(name, f"that it cannot read {prompt[:60]!r} ({error})")
+        if theirs != ours:
+            at = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), None)
+            at = min(len(theirs), len(ours)) if at is None else at
+            got, wanted = (own.convert_ids_to_tokens(ids[at]) if at < len(ids) else None for ids in (theirs, ours))
+            found = f"{token_text(got)} as token {at} of {prompt[:60]!r}, the policy's {token_text(wanted)}"
+            return _said_of(name, found)
+    return None
+
+
+def _said_of(name: str, found: str) -> str:
+    return (
+        f"teacher {name!r}: its own chat template has {found}; it reads the policy's prompt, unless "
+        "sections.Teacher.encode_prompt = @hf.encode_prompt gives it its own"
+    )
+
+
+def check_teacher_prompts(
+    problems: Sequence[Problem],
+    prompt: PrivilegedPrompt | None,
+    encode: EncodePrompt,
+    *,
+    name: str,
+    size: int,
+    parts: Sequence[str],
+    max_new_tokens: int,
+    reach: int | None,
+) -> None:
+    """Raise ValueError for a problem whose privileged prompt is no text, or leaves no space for the completion.
+
+    What a prompt takes from another sample is counted as `max_new_tokens` tokens, as long as one may be.
+
+    Args:
+        problems: those of the training.
+        prompt: `sections.Teacher.prompt`; None: the problem's own.
+        encode: a prompt to token ids, of this teacher.
+        name: key of the teacher.
+        size: samples of each problem.
+        parts: names of the reward's parts.
+        max_new_tokens: most tokens of a completion.
+        reach: most tokens of a row that the teacher reads; None: no limit.
+    """
+    length = cache(lambda text: len(encode(text)))
+    plain, long = (stand_ins(size, parts, text) for text in ("x", "x x x x x x x x"))
+    for problem in problems:
+        tried = [problem.prompt if prompt is None else prompt(problem, one, 0) for one in (plain, long)]
+        if odd := [one for one in tried if not isinstance(one, str | None)]:
+            raise ValueError(
+                f"sections.Teacher.prompt: got a {type(odd[0]).__name__} for the problem {problem.prompt[:60]!r}, "
+                "wanted a prompt, or None for a sample that is not taught"
+            )
+        if tried[0] is None:
+            continue
+        needs = length(tried[0]) + max_new_tokens * (1 + (tried[0] != tried[1]))
+        if reach is not None and needs > reach:
+            raise ValueError(
+                f"sections.Teacher.prompt: got up to {needs} tokens of prompt and completion for the teacher {name!r} "
+                f"and the problem {problem.prompt[:60]!r}, wanted at most the {reach} positions that it reads"
+            )
+
+
+def find_teachers(settings: Settings, own: PretrainedConfig) -> dict[str, tuple[hf.ModelSource, PretrainedConfig]]:
+    """Those that are loaded, by key. Raises ValueError for one that cannot read what the policy writes."""
+    if settings.teacher is None:
+        return {}
+    for teacher in settings.teacher.on_servers().values():
+        teacher.check_temperature(settings.sampling.temperature)
+    found = {name: (source, source.config()) for name, source in settings.teacher.sources().items()}
+    shapes = {name: config for name, (_, config) in found.items()}
+    check_teacher_shapes(shapes, own, settings.sampling.max_total_tokens)
+    return found
+
+
+def uses_teacher(settings: Settings, kind: SelfTeacher) -> bool:
+    """Whether a teacher is the policy itself, in this way."""
+    return settings.teacher is not None and any(uses_of(kind, settings.teacher.of_policy()))
+
+
+# -- the teachers of a run
+
+
+class PreparedTeachers(NamedTuple):
+    """What is known of the teachers."""
+
+    folders: Mapping[str, str]  # of those that are loaded, by key
+    changes: Mapping[str, PromptChange]  # of those that read other prompts than the policy, by key
+    notes: Sequence[str]  # for people
+
+
+NO_TEACHERS = PreparedTeachers({}, {}, ())
+
+
+def prepare_teachers(
+    settings: Settings,
+    checked: ValidatedPlan,
+    drawn: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    main: bool,
+) -> PreparedTeachers:
+    """Find the teachers and look at all that they are to read.
+
+    Args:
+        settings: of the run.
+        checked: what validation found out.
+        drawn: the problems that are trained on.
+        tokenizer: the policy's.
+        main: whether this rank is the one that asks servers.
+
+    Returns:
+        Folders, prompts, and notes about templates.
+
+    Raises:
+        ValueError: a problem whose key names no teacher, a tokenizer or a server that does not agree with the policy,
+            or a prompt that leaves no space for the completion.
+    """
+    how = settings.teacher
+    if how is None:
+        return NO_TEACHERS
+    check_keys(drawn, how.models, how.key)
+    opened = open_teachers({name: source for name, (source, _) in checked.teachers.items()}, tokenizer)
+    if main:
+        vocabulary = checked.config.get_text_config().vocab_size
+        for name, served in how.on_servers().items():
+            served.check_server(name, tokenizer, vocabulary, longest_row(settings, checked))
+    changes = prompt_changes(how, settings, checked, {name: theirs for name, (_, theirs) in opened.items()}, tokenizer)
+    for name, change in changes.items():
+        check_teacher_prompts(
+            [problem for problem in drawn if how.key(problem) == name],
+            change.prompt,
+            change.encode,
+            name=name,
+            size=settings.algorithm.group_size,
+            parts=checked.parts,
+            max_new_tokens=settings.sampling.max_new_tokens,
+            reach=change.positions,
+        )
+    encode, prompts = settings.data.encode_prompt, [problem.prompt for problem in drawn]
+    differing = (
+        template_difference(name, theirs, tokenizer, encode, prompts)
+        for name, (_, theirs) in opened.items()
+        if how.encode_prompt is None
+    )
+    return PreparedTeachers({name: folder for name, (folder, _) in opened.items()}, changes, [*filter(None, differing)])
+
+
+def prompt_changes(
+    how: Teacher,
+    settings: Settings,
+    checked: ValidatedPlan,
+    tokenizers: Mapping[str, PreTrainedTokenizerBase],
+    own: PreTrainedTokenizerBase,
+) -> dict[str, PromptChange]:
+    """What each teacher reads; none where all of them read what the policy reads."""
+    if how.prompt is None and how.encode_prompt is None:
+        return {}
+    encode = how.encode_prompt or settings.data.encode_prompt
+    return {
+        name: PromptChange(
+            prompt=how.prompt,
+            encode=partial(encode, own if how.encode_prompt is None else tokenizers.get(name, own)),
+            positions=teacher_positions(name, how, checked),
+        )
+        for name in how.models
+    }
+
+
+def teacher_positions(name: str, how: Teacher, checked: ValidatedPlan) -> int | None:
+    """Most tokens that a teacher reads; None: no limit."""
+    if name in checked.teachers:
+        return positions(checked.teachers[name][1])
+    served = how.on_servers()
+    return served[name].max_model_len - 1 if name in served else positions(checked.config)
+
+
+def longest_row(settings: Settings, checked: ValidatedPlan) -> int | None:
+    """Most tokens of a row that the policy writes; None: no limit."""
+    longest = settings.sampling.max_total_tokens
+    return positions(checked.config) if longest is None else longest
+
+
+def teacher_of_run(
+    how: Teacher | None, policy: FSDPPolicy, loaded: LoadedModel, taught: PreparedTeachers, world: World
+) -> Callable[[Groups, Tensor], Tensor] | None:
+    """What a step asks for the teacher's log-probs."""
+    if how is None:
+        return None
+    if how.relative_entropy:
+        (policy.entropy_teacher,) = loaded.teachers.values()
+    models = {**loaded.teachers, **{name: f(policy, loaded.reference_model) for name, f in how.of_policy().items()}}
+    ask: dict[str, TeacherLogp] = {name: partial(policy.logp_under, model) for name, model in models.items()}
+    ask |= {name: partial(ask_server, served, world) for name, served in how.on_servers().items()}
+    return partial(teacher_logp, teachers=ask, changes=taught.changes, key=how.key)

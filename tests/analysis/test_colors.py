@@ -7,7 +7,7 @@ import pytest
 from signal_steps import looked_at, step
 
 from grpo_fn.analysis.html import page, token_page
-from grpo_fn.analysis.html.templates import source
+from grpo_fn.analysis.html.page import source
 
 ROOT = Path(__file__).resolve().parents[2]
 COLORS = ROOT / "grpo_fn" / "analysis" / "html" / "colors.css"

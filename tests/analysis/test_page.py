@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 
 from grpo_fn.analysis.html import page
-from grpo_fn.analysis.html.heat_map import heat_map
+from grpo_fn.analysis.token_report import heat_map
 from grpo_fn.core.display_text import CONTROL, escape_control
 
 VOID = {"meta", "br"}

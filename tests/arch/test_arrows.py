@@ -22,7 +22,6 @@ BASE = {
     "shell.atomic_io",
     "shell.background_worker",
     "shell.source_hash",
-    "shell.thread_stacks",
 }
 MAY_IMPORT = {
     "core": set(),

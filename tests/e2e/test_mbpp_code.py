@@ -10,7 +10,7 @@ from published import published
 from grpo_fn.config import load_config
 from grpo_fn.core.problem import Completion
 from grpo_fn.shell import sandbox
-from grpo_fn.shell.logging import eval_store
+from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import tiny_model
 
 SHORT = {
@@ -51,7 +51,7 @@ def test_a_run_on_programs_resumes_exactly_and_judges_every_time_alike(params: l
     rows = metrics(tmp_path / "whole")
     assert all(row["reward/invalid"] == row["reward/timeouts"] == 0 for row in rows[1:])
     assert all(0 <= row["eval/accuracy"] <= 1 for row in rows)
-    judged = [eval_store.load_evaluation(tmp_path / "whole" / "eval" / f"step_{n}.jsonl") for n in (0, 1)]
+    judged = [rollout_store.load_evaluation(tmp_path / "whole" / "eval" / f"step_{n}.jsonl") for n in (0, 1)]
     asked = [[(row["uid"], row["prompt"]) for row in part] for part in judged]
     assert asked[0] == asked[1]
     again = argv(params, tmp_path / "again")

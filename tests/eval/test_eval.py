@@ -22,7 +22,7 @@ from grpo_fn.config import freeze, load_config
 from grpo_fn.config.nodes import Node
 from grpo_fn.core.problem import Problem
 from grpo_fn.eval import __main__ as evaluation
-from grpo_fn.shell.logging import eval_store
+from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf, tiny_model
 from grpo_fn.tasks.task import Task, generated_task
 from grpo_fn.trainer.model_source import locate
@@ -72,9 +72,9 @@ def of_training(run: Path, step: int) -> dict[str, float]:
 
 
 def test_training_leaves_every_answer_it_was_measured_by(trained: Path) -> None:
-    assert eval_store.evaluation_steps(trained / "eval") == STEPS
+    assert rollout_store.evaluation_steps(trained / "eval") == STEPS
     for step in STEPS:
-        rows = eval_store.load_evaluation(trained / "eval" / f"step_{step}.jsonl")
+        rows = rollout_store.load_evaluation(trained / "eval" / f"step_{step}.jsonl")
         assert len(rows) == 16
         said = of_training(trained, step)
         assert said.keys() >= {"eval/accuracy", "eval/digits", "eval/pass@1", "eval/pass@3", "eval/maj@3"}
@@ -409,7 +409,7 @@ def test_math_by_level_and_subject_with_samples(random_model: Path, tmp_path: Pa
     flags = ["--gin_file", "eval/math500.gin", "--gin_file", "eval/samples.gin"]
     changes = {"DATA": published("math"), "EVAL_PROBLEMS": 30, "MAX_NEW_TOKENS": 4, "SAMPLES": 2, "KS": "(1, 2)"}
     results = measured(random_model, tmp_path / "out", *flags, **changes)
-    rows = eval_store.load_evaluation(tmp_path / "out" / "samples.jsonl")
+    rows = rollout_store.load_evaluation(tmp_path / "out" / "samples.jsonl")
     published_rows = [json.loads(line) for line in (published("math") / "math500.jsonl").read_text().splitlines()]
     places = [[row["answer"] for row in published_rows].index(row["answer"]) for row in rows]
     assert len({*places}) >= 25, "a few answers come twice"

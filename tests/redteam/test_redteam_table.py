@@ -9,7 +9,7 @@ import redteam_table
 
 from grpo_fn.redteam.__main__ import main
 from grpo_fn.rewards import code, episode, format, length, math, procedural
-from grpo_fn.score.reward_spec import known_reward
+from grpo_fn.score.scoring import known_reward
 from grpo_fn.tasks import procedural as procedural_task
 
 ENTRIES = [*redteam_table.entries(Path("/data"))]

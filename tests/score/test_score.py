@@ -23,8 +23,7 @@ from published import published
 
 from grpo_fn.core.problem import LIMITS, Completion, Problem, Turn, verdict_name
 from grpo_fn.score.jsonl_stream import PIECE, Lines, annotate_row, parse_row, verdict_names
-from grpo_fn.score.reward_spec import RewardSpec, reward_of
-from grpo_fn.score.scoring import EXIT_BROKEN_PIPE, MOST_BYTES, MOST_ROWS, score_lines
+from grpo_fn.score.scoring import EXIT_BROKEN_PIPE, MOST_BYTES, MOST_ROWS, RewardSpec, reward_of, score_lines
 from grpo_fn.shell.reward_workers.reward_pool import Outcome, RewardPool, ready_among
 
 MINE = '''

@@ -15,7 +15,7 @@ from hypothesis import given
 
 from grpo_fn.analysis.paired import mcnemar, paired_bootstrap, paired_difference
 from grpo_fn.analysis.statistics import wilson
-from grpo_fn.shell.logging import eval_store
+from grpo_fn.shell.logging import rollout_store
 
 TOOL = TESTS.parent / "tools" / "compare.py"
 
@@ -39,7 +39,7 @@ def row(uid: int, score: float | None, **changed: Any) -> dict[str, Any]:
 
 def evaluated(folder: Path, scores: list[float | None], **changed: Any) -> Path:
     folder.mkdir(parents=True)
-    eval_store.write_evaluation_rows(
+    rollout_store.write_evaluation_rows(
         folder / "samples.jsonl", [row(uid, score, **changed) for uid, score in enumerate(scores)]
     )
     return folder
@@ -166,8 +166,8 @@ def test_the_order_does_not_matter_and_problems_asked_twice_are_two(
 ) -> None:
     rows = [row(0, 1.0), row(1, 0.0), row(0, 0.0)]
     paths = [tmp_path / f"{name}.jsonl" for name in "ab"]
-    eval_store.write_evaluation_rows(paths[0], rows)
-    eval_store.write_evaluation_rows(paths[1], [rows[1], rows[0], rows[2]])
+    rollout_store.write_evaluation_rows(paths[0], rows)
+    rollout_store.write_evaluation_rows(paths[1], [rows[1], rows[0], rows[2]])
     lines = said(capsys, *paths).splitlines()
     assert lines[0] == "3 problems"
     assert cells(lines[5])[3:] == ["+0.000", "+0.000 to +0.000", "0", "0", "1"]
@@ -175,7 +175,7 @@ def test_the_order_does_not_matter_and_problems_asked_twice_are_two(
 
 def test_a_run_folder_stands_for_its_newest_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step, score in ((0, 0.0), (8, 0.0), (10, 1.0)):
-        eval_store.store_evaluation(tmp_path / "run" / "eval", step, [row(0, score)])
+        rollout_store.store_evaluation(tmp_path / "run" / "eval", step, [row(0, score)])
     lines = said(capsys, tmp_path / "run" / "eval" / "step_8.jsonl", tmp_path / "run").splitlines()
     assert [cells(line)[1] for line in lines[4:6]] == ["0.000", "1.000"]
 
@@ -243,12 +243,12 @@ json_values = st.recursive(
 @given(rows=st.lists(st.dictionaries(st.text(), json_values, max_size=4), max_size=4))
 def test_rows_come_back_as_they_were(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    eval_store.write_evaluation_rows(path, rows)
-    assert eval_store.load_evaluation(path) == rows
+    rollout_store.write_evaluation_rows(path, rows)
+    assert rollout_store.load_evaluation(path) == rows
     assert [*path.parent.iterdir()] == [path]
 
 
 def test_what_json_has_no_form_for_becomes_its_text(tmp_path: Path) -> None:
     odd = {"meta": {1: {3}, "tests": ("a", b"b"), "nan": float("nan")}}
-    eval_store.write_evaluation_rows(tmp_path / "x.jsonl", [odd])
+    rollout_store.write_evaluation_rows(tmp_path / "x.jsonl", [odd])
     assert json.loads((tmp_path / "x.jsonl").read_text()) == {"meta": {"1": "{3}", "tests": ["a", "b'b'"], "nan": None}}

@@ -11,7 +11,7 @@ from lens import lens
 from test_page import Reader
 
 from grpo_fn.shell.logging import rollout_store
-from grpo_fn.trainer import presets
+from grpo_fn.trainer import recording
 
 
 def test_every_preset_is_seen_in_a_stored_step(whole: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_every_preset_is_seen_in_a_stored_step(whole: Path, capsys: pytest.Captu
     assert tool.main([str(whole), "--step", "4", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     page = Reader(out.read_text())
-    for name in presets.preset_names():
+    for name in recording.preset_names():
         assert name in said
         assert any(name in text for text in page.texts)
     assert "gdpo: left out, weights: got parts ['boxed', 'correct']" in said  # this run has others

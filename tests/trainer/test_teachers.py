@@ -19,7 +19,6 @@ from grpo_fn.shell.policy import self_teachers
 from grpo_fn.shell.policy.weight_average import WeightAverage
 from grpo_fn.tasks import privileged
 from grpo_fn.trainer import teachers
-from grpo_fn.trainer.checks import check_teachers
 from grpo_fn.trainer.sections import Teacher, model_source
 from grpo_fn.trainer.teachers import PromptChange
 
@@ -96,10 +95,10 @@ def test_one_teacher_reads_everything_in_one_pass():
 
 def test_a_problem_without_a_teacher_is_refused():
     key = partial(teachers.teacher_of_field, name="task")
-    check_teachers.check_keys([of_task(0, "math")], {"math": ""}, key)
+    teachers.check_keys([of_task(0, "math")], {"math": ""}, key)
     for odd in (of_task(1, "code"), problem(2, "?")):
         with pytest.raises(ValueError, match=r"Teacher\.key: got '(code)?' for the problem '\?', wanted one of 'math'"):
-            check_teachers.check_keys([of_task(0, "math"), odd], {"math": ""}, key)
+            teachers.check_keys([of_task(0, "math"), odd], {"math": ""}, key)
 
 
 def test_a_section_without_models_is_refused():
@@ -127,16 +126,16 @@ def shaped(vocabulary: int, positions: int) -> Qwen2Config:
 def test_a_teacher_reads_all_that_the_policy_may_write(vocabulary, positions, total, complaint):
     models, own = {"t": shaped(vocabulary, positions)}, shaped(10, 64)
     if complaint is None:
-        check_teachers.check_teacher_shapes(models, own, total)
+        teachers.check_teacher_shapes(models, own, total)
         return
     with pytest.raises(ValueError, match=complaint):
-        check_teachers.check_teacher_shapes(models, own, total)
+        teachers.check_teacher_shapes(models, own, total)
 
 
 def test_the_first_token_that_differs_is_named(tmp_path: Path):
     own, folder = tokenizer(), tmp_path / "teacher"
     own.save_pretrained(folder)
-    check_teachers.check_same_tokenizer("t", AutoTokenizer.from_pretrained(folder), own)
+    teachers.check_same_tokenizer("t", AutoTokenizer.from_pretrained(folder), own)
     path = folder / "tokenizer.json"
     stored = json.loads(path.read_text())
     by_id = {i: token for token, i in stored["model"]["vocab"].items()}
@@ -145,7 +144,7 @@ def test_the_first_token_that_differs_is_named(tmp_path: Path):
     path.write_text(json.dumps(stored))
     other = AutoTokenizer.from_pretrained(folder)
     with pytest.raises(ValueError, match=rf"whose tokenizer has .* as token {a}, wanted the policy's .*; 2 of \d+"):
-        check_teachers.check_same_tokenizer("t", other, own)
+        teachers.check_same_tokenizer("t", other, own)
 
 
 # -- other prompts
@@ -237,7 +236,7 @@ def test_a_rate_that_is_none_is_refused(rate):
 
 def asked_about(prompt, reach: int | None) -> None:
     problems = [problem(0, "2+3?")._replace(answer="5")]
-    check_teachers.check_teacher_prompts(
+    teachers.check_teacher_prompts(
         problems, prompt, letters, name="t", size=2, parts=("right",), max_new_tokens=8, reach=reach
     )
 
@@ -266,9 +265,9 @@ def test_another_chat_template_is_noticed():
     own.chat_template = "Q: {{ messages[0]['content'] }} A:"
     other.chat_template = "Q: {{ messages[0]['content'] }} B:"
     none.chat_template = None
-    differs = partial(check_teachers.template_difference, "t", own=own, encode=hf.encode_prompt, prompts=["one", "two"])
+    differs = partial(teachers.template_difference, "t", own=own, encode=hf.encode_prompt, prompts=["one", "two"])
     assert differs(own) is None
-    assert check_teachers.template_difference("t", none, own, hf.bare_prompt, ["one"]) is None
+    assert teachers.template_difference("t", none, own, hf.bare_prompt, ["one"]) is None
     found = differs(other)
     assert "teacher 't': its own chat template has" in found
     assert "'B' as token" in found

@@ -14,7 +14,7 @@ from e2e.running import command, finish
 from grpo_fn.core.problem import Problem
 from grpo_fn.rewards import combine, format
 from grpo_fn.shell.reward_workers.reward_pool import RewardPool
-from grpo_fn.trainer.checks.try_rewards import reward_parts, try_rewards
+from grpo_fn.trainer.checks.try_out import reward_parts, try_rewards
 
 PROBLEM = Problem(7, "2 + 2 =", "4", {})
 

@@ -11,7 +11,7 @@ from torch import nn
 from grpo_fn.config import freeze, load_config
 from grpo_fn.core.problem import Problem
 from grpo_fn.tasks.task import Task, from_rows, held_out_only
-from grpo_fn.trainer.checks.try_sources import try_optimizer, try_schedule, try_task
+from grpo_fn.trainer.checks.try_out import try_optimizer, try_schedule, try_task
 from grpo_fn.trainer.sections import model_source
 
 ROWS = [Problem(uid, f"{uid} + 1", str(uid + 1), {}) for uid in range(4)]

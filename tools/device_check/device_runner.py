@@ -182,7 +182,7 @@ def attempted(check: Check, setting: Setting, *, stacks: bool = False) -> Outcom
 @contextmanager
 def stacks_after(seconds: float) -> Iterator[None]:
     """Print where every thread stands, unless the context is left before."""
-    from grpo_fn.shell.thread_stacks import print_stacks
+    from grpo_fn.shell.world import print_stacks
 
     timer = threading.Timer(seconds, print_stacks)
     timer.daemon = True

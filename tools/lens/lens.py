@@ -24,7 +24,7 @@ from grpo_fn.core.types import Batch, Groups, Rollout, Scores
 from grpo_fn.shell.logging import rollout_store
 from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.functional import FunctionalPolicy
-from grpo_fn.trainer import presets
+from grpo_fn.trainer import recording
 from grpo_fn.trainer.loop import SAMPLING
 from grpo_fn.trainer.model_source import check_fits, copy_checkpoint_weights, locate
 
@@ -58,8 +58,8 @@ class Seen(NamedTuple):
 def look(args: argparse.Namespace) -> Seen:
     """Read the step, score it, and ask every preset. Raises ValueError for what is not there or does not fit."""
     config, groups = stored(args.run, args.step)
-    fitting, refused = presets.fitting([config], [*groups.reward.parts], energy=True)
-    algorithms = {MINE: presets.algorithm([config], None), **fitting}
+    fitting, refused = recording.fitting([config], [*groups.reward.parts], energy=True)
+    algorithms = {MINE: recording.algorithm([config], None), **fitting}
     knobs = load_config([config], []).root.knobs
     temperature, seed = knobs["sampling"].knobs["temperature"], knobs["seed"]
     logp_old = groups.rollout.logp_sampled

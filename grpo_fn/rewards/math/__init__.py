@@ -1,10 +1,9 @@
 r"""Is the answer right? math-verify behind two functions with three verdicts: 1 right, 0 wrong, None unscorable.
 
-Which text is the answer is decided in `extract` and `boxes`, how it is spelt in `spelling`, `units` and
-`inequalities`, what is not worth reading in `screen`, and what has the same value in `equivalence` and `exact`. What
-goes into math-verify's parser is always one short answer in one `\boxed{}`: bare LaTeX parses
-wrongly there (`2\sqrt{6}` as 2), and its own search merges neighbouring boxes and takes a number in passing for the
-answer. No parsed answer is turned into text: that can take for ever.
+`extract` decides which text is the answer, `spelling` how it is spelt, `screen` what is not worth reading, and
+`equivalence` what has the same value. What goes into math-verify's parser is always one short answer in one `\boxed{}`:
+bare LaTeX parses wrongly there (`2\sqrt{6}` as 2), and its own search merges neighbouring boxes and takes a number in
+passing for the answer. No parsed answer is turned into text: that can take for ever.
 
 A model can still write what takes too long. math-verify's time-outs are signals and work in the main thread only, so
 they are off: text from a model is scored in processes that can be killed. The row is then unscorable.
@@ -26,12 +25,17 @@ from sympy import Basic, Expr, FiniteSet, Float, Integer, MatrixBase
 
 from grpo_fn.core.problem import Completion, Problem
 from grpo_fn.rewards.math import equivalence
-from grpo_fn.rewards.math.boxes import as_list, find_boxes
-from grpo_fn.rewards.math.extract import LONGEST_ANSWER, last_value, marked_answer, without_thoughts
-from grpo_fn.rewards.math.inequalities import same_kind
+from grpo_fn.rewards.math.equivalence import same_kind
+from grpo_fn.rewards.math.extract import (
+    LONGEST_ANSWER,
+    as_list,
+    find_boxes,
+    last_value,
+    marked_answer,
+    without_thoughts,
+)
 from grpo_fn.rewards.math.screen import is_costly, is_evasive, is_worked_out
-from grpo_fn.rewards.math.spelling import plain_answer
-from grpo_fn.rewards.math.units import unit_of, units_differ
+from grpo_fn.rewards.math.spelling import plain_answer, unit_of, units_differ
 
 # math-verify warns once per process that its time-outs are off; they are meant to be.
 parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True

@@ -3,20 +3,23 @@
 Numbers, and tuples, lists, intervals and matrices of them, are settled here. Two expressions whose values at a point
 differ are not equal, nor is an equation that fails where the gold's holds. math-verify would find that out by
 simplifying or solving, which can take for ever, and its way with numbers is 6 decimals: 1e-7 equals 2e-7. What numbers
-are the same is in `exact`.
+are the same `same_value` says.
 
 Everything here takes what the parser made of a text, and may raise whatever sympy raises.
 """
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from math_verify import verify
 from sympy.core.function import AppliedUndef
 
-from grpo_fn.rewards.math.exact import same_value, without_decimals
+from grpo_fn.rewards.math.spelling import DOUBLED_BACKSLASH
 
 _HUNDREDTH = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # how the parser reads a percent sign
 _POINTS = (sympy.Rational(7391, 10007), sympy.Rational(-13627, 10009))  # nowhere in particular
@@ -224,3 +227,245 @@ def _apart(gold: sympy.Expr, answer: sympy.Expr) -> bool:
     if not (gold.is_number and answer.is_number):
         return bool(gold.is_number)
     return bool(abs(gold - answer) > 1e-9 * max(abs(gold), abs(answer)) + 1e-12)
+
+
+# -- numbers, exactly, however large they are; a decimal may leave digits out
+
+
+FEWEST_PLACES = 6  # of a decimal that stands for a number that it is not
+MOST_BITS = 20_000  # of a number that is worked out as a fraction
+LARGEST_FACTORIAL = 500
+
+
+def same_value(gold: sympy.Expr, answer: sympy.Expr) -> bool:
+    """Test whether two numbers are the same.
+
+    Args:
+        gold: the number that is asked for.
+        answer: the number that is given.
+
+    Returns:
+        True iff they are, in the sense of this module.
+    """
+    if gold == answer:
+        return gold not in (sympy.nan, sympy.zoo)
+    wanted, given = _fraction(gold), _fraction(answer)
+    if wanted is not None and given is not None:
+        return wanted == given or _stands_for(gold, wanted, answer, given)
+    if not _agree(without_decimals(gold), without_decimals(answer)):
+        asked = gold if _is_decimal(gold) and not answer.has(sympy.Float) else None
+        return asked is not None and wanted is not None and _is_rounded(wanted, _places(asked), answer)
+    return True
+
+
+def without_decimals(value: sympy.Basic) -> sympy.Basic:
+    """The same with each decimal as the fraction that it says.
+
+    Args:
+        value: an expression.
+
+    Returns:
+        The expression without decimals.
+    """
+    return value.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in value.atoms(sympy.Float)})
+
+
+def _fraction(value: Any) -> Fraction | None:
+    """The value, of what is made of rational numbers, sums, products, powers and factorials; None of anything else."""
+    match value:
+        case sympy.Rational():
+            return Fraction(int(value.p), int(value.q))
+        case sympy.Float():
+            return Fraction(str(value)) if value.is_finite else None
+        case sympy.UnevaluatedExpr() | sympy.Abs():
+            inside = _fraction(value.args[0])
+            return inside if inside is None or not isinstance(value, sympy.Abs) else abs(inside)
+        case sympy.factorial():
+            size = _fraction(value.args[0])
+            whole = size is not None and size.denominator == 1 and 0 <= size <= LARGEST_FACTORIAL
+            return Fraction(math.factorial(int(size))) if size is not None and whole else None
+        case sympy.Pow():
+            return _power(_fraction(value.base), _fraction(value.exp))
+        case sympy.Add() | sympy.Mul():
+            return _combined([_fraction(part) for part in value.args], isinstance(value, sympy.Add))
+        case _:
+            return None
+
+
+def _combined(parts: list[Fraction | None], is_sum: bool) -> Fraction | None:
+    total = Fraction(0 if is_sum else 1)
+    for part in parts:
+        if part is None or _bits(part) + _bits(total) > MOST_BITS:
+            return None
+        total = total + part if is_sum else total * part
+    return total
+
+
+def _power(base: Fraction | None, exponent: Fraction | None) -> Fraction | None:
+    if base is None or exponent is None or exponent.denominator != 1 or (base == 0 and exponent <= 0):
+        return None
+    return base ** int(exponent) if _bits(base) * abs(exponent) <= MOST_BITS else None
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _agree(gold: sympy.Expr, answer: sympy.Expr) -> bool:
+    """The same to more digits than two different numbers of this size that people write down share."""
+    size = max(abs(gold.evalf(15)), abs(answer.evalf(15)))
+    if not size.is_finite or not size:
+        return size == 0
+    if 0 in (gold, answer):  # of what is 0 no digit can be known
+        return bool(gold.doit() == answer.doit())
+    digits = 60 + min(1000, max(0, int(sympy.log(size, 10).evalf(5))))
+    x, y = gold.evalf(digits), answer.evalf(digits)
+    return bool(x.is_finite and y.is_finite and abs(x - y) <= size * sympy.Float(10, digits) ** (10 - digits))
+
+
+def _is_decimal(value: sympy.Expr) -> bool:
+    return isinstance(value, sympy.Float)
+
+
+def _places(decimal: sympy.Float) -> int:
+    """Digits behind the point."""
+    size = Fraction(str(decimal))
+    places = 0
+    while (size * 10**places).denominator != 1:
+        places += 1
+    return places
+
+
+def _stands_for(gold: sympy.Expr, wanted: Fraction, answer: sympy.Expr, given: Fraction) -> bool:
+    """Is one of them, a decimal, the other one rounded or cut off?"""
+    decimals = sorted(
+        [
+            (_places(x), value, other)
+            for x, value, other in [(gold, wanted, given), (answer, given, wanted)]
+            if _is_decimal(x)
+        ],
+        key=lambda decimal: decimal[0],
+    )
+    if not decimals or (len(decimals) == 2 and decimals[0][0] == decimals[1][0]):
+        return False
+    places, value, other = decimals[0]
+    near = abs(value - other) * 1000 <= abs(other)
+    return near and places >= FEWEST_PLACES and _rounds_to(other, places, value)
+
+
+def _is_rounded(decimal: Fraction, places: int, exact: sympy.Expr) -> bool:
+    about = exact.evalf(places + 30)
+    return bool(about.is_real) and places >= FEWEST_PLACES and _rounds_to(Fraction(str(about)), places, decimal)
+
+
+def _rounds_to(exact: Fraction, places: int, decimal: Fraction) -> bool:
+    unit = Fraction(1, 10**places)
+    cut = unit * int(exact / unit)
+    return abs(exact - decimal) * 2 <= unit or decimal == cut
+
+
+# -- inequalities in one letter, as intervals: "1 < x \le 3" is (1, 3]
+
+
+_RELATION = re.compile(r"(\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt)(?![A-Za-z])|<=|>=|[<>≤≥])")
+_OPENS = {r"\lt": "<", r"\gt": ">", "<": "<", ">": ">"}
+_LETTER = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|lambda|mu|phi)")
+_BOUND = re.compile(r"[^=,;<>]+")
+_WORD = r"\\(?:text|mbox|mathrm)\s*\{{[\s,]*{0}[\s,]*\}}|\b{0}\b"
+_OR = re.compile(_WORD.format("or") + r"|\\(?:lor|vee|cup)(?![A-Za-z])|[∪∨]")
+_AND = re.compile(_WORD.format("and") + r"|\\(?:land|wedge|cap)(?![A-Za-z])|[∩∧]")
+_SURROUNDINGS = re.compile(r"\\?\$|\\(?:left|right|displaystyle|quad)(?![A-Za-z])|\\[,;:! ()\[\]]|~|[.\s]+\Z|\A\s+")
+_ABSOLUTE = re.compile(
+    rf"\A\s*\|\s*({_LETTER.pattern})\s*\|\s*(<=?|≤|\\(?:leq?|lt)(?![A-Za-z]))\s*([^\s=,;<>|+-]+)\s*\Z"
+)
+_INTERVAL = re.compile(r"\s*(?:[A-Za-z]\s*\\in\s*)?(?:\\left)?\s*[(\[]")
+
+
+class _Range(NamedTuple):
+    letter: str
+    low: str = ""  # with its bracket, "(1" or "[1"
+    high: str = ""
+
+
+def as_interval(answer: str) -> tuple[str, str] | None:
+    """The letter of an inequality and the set that it says; None for what is no such inequality.
+
+    Args:
+        answer: a short answer, as written.
+
+    Returns:
+        The letter, and the interval or union in LaTeX.
+    """
+    answer = re.sub(DOUBLED_BACKSLASH, r"\\", answer)
+    if not _RELATION.search(answer):
+        return None
+    text = _ABSOLUTE.sub(r"-\3 \2 \1 \2 \3", _SURROUNDINGS.sub(" ", answer))
+    ranges = [_intersection([_range(part) for part in _AND.split(side)]) for side in _OR.split(text)]
+    known = [found for found in ranges if found is not None]
+    if len(known) < len(ranges) or len({found.letter for found in known}) > 1:
+        return None
+    low, high = r"(-\infty", r"\infty)"
+    return known[0].letter, r" \cup ".join(f"{found.low or low}, {found.high or high}" for found in known)
+
+
+def same_kind(gold: str, answer: str) -> tuple[str, str]:
+    """Gold and answer, of which an inequality is an interval where the other one is one or says the same letter.
+
+    Args:
+        gold: the gold, as written.
+        answer: a short answer, as written.
+
+    Returns:
+        The two, as they can be compared.
+    """
+    wanted, given = as_interval(gold), as_interval(answer)
+    if wanted and given and wanted[0] == given[0]:
+        return wanted[1], given[1]
+    if wanted and not given and _INTERVAL.match(answer):
+        return wanted[1], answer
+    if given and not wanted and _INTERVAL.match(gold):
+        return gold, given[1]
+    return gold, answer
+
+
+def _range(text: str) -> _Range | None:
+    pieces = [piece.strip() for piece in _RELATION.split(text)]
+    sides, relations = pieces[::2], pieces[1::2]
+    if len(relations) not in (1, 2) or len({_goes_up(relation) for relation in relations}) > 1:
+        return None
+    if not _goes_up(relations[0]):
+        sides, relations = sides[::-1], relations[::-1]
+    if len(sides) == 2:
+        sides, relations = (
+            (["", *sides], ["", *relations]) if _LETTER.fullmatch(sides[0]) else ([*sides, ""], relations)
+        )
+    low, letter, high = sides
+    bounds = [bound for bound in (low, high) if bound]
+    if not _LETTER.fullmatch(letter) or not all(_is_bound(bound, letter) for bound in bounds):
+        return None
+    below = ("(" if relations[0] in _OPENS else "[") + low if low else ""
+    above = high + (")" if relations[-1] in _OPENS else "]") if high else ""
+    return _Range(letter, below, above)
+
+
+def _intersection(ranges: list[_Range | None]) -> _Range | None:
+    """One range, or two of the same letter of which one bounds it below and the other one above."""
+    match ranges:
+        case [only]:
+            return only
+        case [_Range(letter, low, "") as first, _Range(other, "", high)] if letter == other and low and high:
+            return first._replace(high=high)
+        case [_Range(letter, "", high) as first, _Range(other, low, "")] if letter == other and low and high:
+            return first._replace(low=low)
+        case _:
+            return None
+
+
+def _is_bound(text: str, letter: str) -> bool:
+    return (
+        _BOUND.fullmatch(text) is not None and not _LETTER.fullmatch(text) and letter not in re.findall(_LETTER, text)
+    )
+
+
+def _goes_up(relation: str) -> bool:
+    return relation[0] in "<≤" or relation.startswith((r"\le", r"\lt"))

@@ -39,7 +39,7 @@ class Arrangement(NamedTuple):
     offload_teachers: bool = False
     average: bool = False  # there is a moving average of what trains
     local_sampler: bool = True  # which needs whole weights in this process; an engine has its own
-    alone: bool = False  # one device: weights that lie there are cast and gradients added up in place (single_device)
+    alone: bool = False  # one device: weights that lie there are cast and gradients added up in place
 
 
 class Passing(NamedTuple):

@@ -3,18 +3,19 @@
 A few tokens are drawn for a fixed prompt, by each engine, and the policy says what it makes of them. An engine with old
 weights in a corner of it (a tied head, a cache of prefixes), another temperature or another model is found out here,
 whatever its checksums say. Then single tokens are drawn many times: one that leaves some out, with log-probs that are
-right, is found out by what it draws (draw_test.py).
+right, is found out by what it draws (`p_value`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Policy
-from grpo_fn.shell.sampler.draw_test import count_outside, p_value
 from grpo_fn.shell.sampler.interface import DataParallelSampler, EngineRefused
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 12 + 30 = 42. "
@@ -128,3 +129,47 @@ class Probe:
         while len(sampler.encode(sampler.tokenizer, text)) > most and len(text) > CUT:
             text = text[:-CUT]
         return text
+
+
+# -- whether tokens were drawn from the policy's distribution: an exact test on their log-probs
+
+
+class Outside(NamedTuple):
+    """Of some draws after one prompt: how many are a token that those before had not shown, and the chance of each."""
+
+    draws: int
+    seen: int
+    chance: float  # of each draw, by the policy
+
+
+def count_outside(tokens: Tensor, logp: Tensor) -> Outside:
+    """Of the second half of some draws after one prompt, those that are no token of the first half.
+
+    Args:
+        tokens: `[N]`, independent draws of one token each.
+        logp: `[N]`, the policy's log-probs of them.
+
+    Returns:
+        The count, and its chance under the policy.
+    """
+    half = len(tokens) // 2
+    known = dict(zip(tokens[:half].tolist(), logp[:half].double().exp().tolist(), strict=True))
+    outside = sum(token not in known for token in tokens[half:].tolist())
+    return Outside(len(tokens) - half, outside, min(max(1 - sum(known.values()), 0.0), 1.0))
+
+
+def p_value(found: Sequence[Outside]) -> float:
+    """How likely a total that is at least as far from what is expected is, two-sided; 1 at most.
+
+    The total of independent binomial counts, of which each has a chance of its own, enumerated.
+
+    Args:
+        found: a count for each prompt.
+    """
+    mass = [1.0]  # of 0, 1, 2, ... draws outside
+    for count in found:
+        for _ in range(count.draws):
+            stay, go = (1 - count.chance), count.chance
+            mass = [stay * a + go * b for a, b in zip([*mass, 0.0], [0.0, *mass], strict=True)]
+    total = sum(count.seen for count in found)
+    return min(1.0, 2 * min(sum(mass[: total + 1]), sum(mass[total:])))

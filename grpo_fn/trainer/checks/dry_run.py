@@ -14,7 +14,7 @@ from grpo_fn.trainer.checks.device_plan import (
     planned_device,
     precision_notes,
 )
-from grpo_fn.trainer.checks.validate import ValidatedPlan
+from grpo_fn.trainer.plan import ValidatedPlan
 from grpo_fn.trainer.sections import Settings
 
 

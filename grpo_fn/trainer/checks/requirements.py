@@ -1,10 +1,19 @@
-"""What rewards and engines need of the machine, found out before anything expensive starts."""
+"""Whether the machine has what rewards, judges and engines need, before anything expensive starts."""
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from grpo_fn.core.partials import uses_of
+from grpo_fn.rewards.judge import Judge, judges_of
 from grpo_fn.shell import sandbox
+from grpo_fn.shell.reward_workers.judge_client import check_endpoint
+from grpo_fn.shell.reward_workers.judge_record import JudgeRecord
+from grpo_fn.shell.reward_workers.reward_pool import RewardPool
+from grpo_fn.trainer.sections import Settings
 
 
 def check_sandboxes(rewards: Iterable[Any]) -> None:
@@ -25,3 +34,75 @@ def check_engines(samplers: Iterable[Any]) -> None:
         process_guards.check_installed("sampler")
     if any(uses_of(nccl_transfer.nccl, samplers)):
         nccl_transfer.check_here()
+
+
+# -- judges: each names its model before a run begins, and its answers go on record
+
+
+FOLDER = "judge"  # in the run folder
+
+
+def judges_of_run(settings: Settings) -> list[Judge]:
+    """The judges that a run asks.
+
+    Args:
+        settings: of the run.
+
+    Returns:
+        The judges, each once.
+
+    Raises:
+        ValueError: for one where it cannot be asked, and for two of one name.
+    """
+    found = {id(judge): judge for judge in judges_of([settings.rewards.reward, *settings.evaluation.graders])}
+    judges = [*found.values()]
+    names = [judge.name for judge in judges]
+    if len({*names}) != len(names):
+        raise ValueError(f"judge.Judge.name: got {', '.join(names)}, wanted a name of its own for each judge")
+    return judges
+
+
+def check_judges_answer(settings: Settings, run_dir: Path, *, main: bool) -> None:
+    """Look whether every judge is there and has its model, first of all; a run that has begun asks nothing.
+
+    Args:
+        settings: of the run.
+        run_dir: its folder; a record in there is that of a run that has begun.
+        main: whether this rank is the one that asks.
+
+    Raises:
+        ValueError: for a judge that does not answer, one without the model, and a key that is missing or refused.
+    """
+    if main and not (run_dir / FOLDER).is_dir():
+        for judge in judges_of_run(settings):
+            asyncio.run(check_endpoint(judge))
+
+
+def with_record(settings: Settings, run_dir: Path, rank: int) -> Settings:
+    """The settings, with pools whose judges have one record: that of the run.
+
+    Args:
+        settings: of the run.
+        run_dir: its folder.
+        rank: of this process.
+
+    Returns:
+        The settings; nothing of the record was read yet.
+    """
+    pool = partial(recorded_pool, settings.rewards.pool, JudgeRecord(run_dir / FOLDER, rank))
+    return replace(settings, rewards=replace(settings.rewards, pool=pool))
+
+
+def recorded_pool(make: Callable[[], RewardPool], record: JudgeRecord) -> RewardPool:
+    """A pool whose judges are on record.
+
+    Args:
+        make: makes the pool.
+        record: of the run.
+
+    Returns:
+        The pool.
+    """
+    pool = make()
+    pool.judges.record = record
+    return pool

@@ -1,12 +1,18 @@
-"""A token sampler, called on a few logits before anything expensive starts, and the words for a function that fails."""
+"""The functions of a configuration, each called once on something small before anything expensive starts."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from grpo_fn.core import prng
 from grpo_fn.core.partials import function_and_knobs
+from grpo_fn.core.problem import Completion, Problem, RewardFn
+from grpo_fn.core.types import Reward, Rollout
+from grpo_fn.shell.reward_workers.reward_pool import Loss, RewardError, RewardPool
+from grpo_fn.tasks.task import Task
 
 
 def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> None:
@@ -61,3 +67,149 @@ def own_functions(value: Any) -> Iterator[str]:
         value = [*knobs.values()]
     for item in value if isinstance(value, list | tuple) else ():
         yield from own_functions(item)
+
+
+# -- task, optimizer and schedule
+
+
+T = TypeVar("T")
+
+
+def try_task(make: Any) -> Task:
+    """The task that a configuration makes, with a first training problem that can be drawn.
+
+    Args:
+        make: `sections.Data.task`, () -> Task.
+
+    Returns:
+        The task.
+
+    Raises:
+        ValueError: when it cannot be called, returns no Task, or one whose problems are none.
+    """
+    wanted = "a function of no arguments that returns a grpo_fn.tasks.task.Task (from_rows makes one of a list)"
+    if not callable(make):
+        at = " (bound with (), which calls it too early?)" if isinstance(make, Task) else ""
+        raise ValueError(f"sections.Data.task: got {shown_type(make)}{at}, wanted {wanted}")
+    task = _called("sections.Data.task", make, make, wanted=wanted)
+    if not isinstance(task, Task):
+        raise ValueError(f"sections.Data.task: got {shown_type(task)} from {_name(make)}, wanted {wanted}")
+    found: list[Any] = list(task.test[:1])
+    if task.size:
+        draw = _called("sections.Data.task", make, lambda: task.train(prng.key(0, device="cpu"), 0), wanted="a Problem")
+        found.append(draw)
+    for one in found:
+        if not isinstance(one, Problem):
+            raise ValueError(
+                f"sections.Data.task: got {shown_type(one)} as a problem of {_name(make)}, wanted a Problem"
+            )
+    return task
+
+
+def try_optimizer(optimizer: Callable[..., Any]) -> None:
+    """Raise ValueError unless it makes a torch optimizer of parameters.
+
+    Args:
+        optimizer: `sections.PolicyUpdate.optimizer`, (parameters) -> torch.optim.Optimizer.
+    """
+    knob, wanted = "sections.PolicyUpdate.optimizer", "a torch.optim.Optimizer of the parameters that it is given"
+    made = _called(knob, optimizer, lambda: optimizer([nn.Parameter(torch.zeros(2, 2))]), wanted=wanted)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(f"{knob}: got {shown_type(made)} from {_name(optimizer)}, wanted {wanted}")
+
+
+def try_schedule(schedule: Callable[[int], Any], updates: int) -> None:
+    """Raise ValueError unless it gives a finite factor of at least 0 for the first and the last update.
+
+    Args:
+        schedule: `sections.PolicyUpdate.schedule`, update from 0 -> factor of the learning rate.
+        updates: optimizer steps of the run.
+    """
+    knob, wanted = "sections.PolicyUpdate.schedule", "a finite number of at least 0, the factor of the learning rate"
+    for update in (0, max(0, updates - 1)):
+        factor = _called(knob, schedule, lambda at=update: schedule(at), wanted=wanted)
+        number = not isinstance(factor, bool | Tensor) and isinstance(factor, int | float)
+        if not number or not isfinite(factor) or factor < 0:
+            got = repr(factor) if number else shown_type(factor)
+            raise ValueError(f"{knob}: got {got} from {_name(schedule)} at update {update}, wanted {wanted}")
+
+
+def _name(function: Any) -> str:
+    names = [*own_functions(function)]
+    return ", ".join([name for name in names if not name.startswith("grpo_fn.")] or names[:1])
+
+
+def _called(knob: str, function: Any, call: Callable[[], T], *, wanted: str) -> T:
+    try:
+        return call()
+    except (ValueError, OSError):
+        raise  # bad input of the function's own, which says what it got
+    except Exception as error:
+        text = str(error).strip()
+        got = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+        raise ValueError(f"{knob}: got {got} from {_name(function)}, wanted {wanted}") from error
+
+
+# -- rewards and graders, in a worker on two toy completions
+
+
+def reward_parts(reward: Callable[..., Reward], problem: Problem) -> tuple[list[str], list[RewardFn]]:
+    """The parts of a reward, found by calling it on two empty completions whose scores are all 0.
+
+    Args:
+        reward: (problems, rollout, *, score) -> Reward.
+        problem: any problem of the task.
+
+    Returns:
+        The names of the parts, and the functions that it asks to be scored.
+
+    Raises:
+        ValueError: when it returns no Reward.
+    """
+    mask = torch.tensor([[False, True], [False, True]])
+    rollout = Rollout(mask.long(), mask, torch.zeros(2, 2), ~mask[:, 1], ("", ""))
+    asked: list[RewardFn] = []
+
+    def score(fn: RewardFn, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float | None]:
+        asked.append(fn)
+        return [0.0] * len(completions)
+
+    found = reward((problem,), rollout, score=score)
+    if not isinstance(found, Reward):
+        raise ValueError(f"reward: got {type(found).__name__} from sections.Rewards.reward, wanted a core.types.Reward")
+    return [*found.parts], asked
+
+
+def try_rewards(knob: str, fns: Sequence[RewardFn], problem: Problem, make_pool: Callable[[], RewardPool]) -> None:
+    """Raise ValueError unless each function gives a number or None for the answer of a problem and for an empty text.
+
+    A row that is late or whose worker dies is no error here: the run loses such rows and goes on.
+
+    Args:
+        knob: what the functions are bound to, for the message.
+        fns: rewards or graders, (problem, completion) -> float, or None for what cannot be scored.
+        problem: any problem of the task.
+        make_pool: makes the pool of worker processes that the run scores with.
+
+    Raises:
+        ValueError: for a function that no worker can load, that returns something else, or that raises: on either text
+            where the pool stops on errors, on both where it does not.
+    """
+    texts = (Completion(problem.answer, 1, False), Completion("", 1, True))
+    for fn in fns:
+        names = [name for name in own_functions(fn) if not name.startswith("grpo_fn.")]
+        if not names:
+            continue
+        lost: list[Loss] = []
+        with make_pool() as pool:
+            try:
+                pool.judge(fn, [problem] * len(texts), texts, report=lost.append)
+            except RewardError as error:  # no worker could load it
+                raise ValueError(f"{knob}: {error}") from error
+        raised = [loss for loss in lost if loss.cause == "exceptions"]
+        if raised and (pool.stop_on_error or len(raised) == len(texts)):
+            reason = raised[0].reason
+            raise ValueError(
+                f"{knob}: {', '.join(names)}, called with problem {problem.uid} and a toy completion: {reason}"
+                + ("" if "wanted" in reason else "; wanted a finite number or None")
+            )

@@ -1,7 +1,6 @@
 """Validate a configuration before anything expensive starts: its sections, its data, and what its functions declare."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,34 +16,21 @@ from grpo_fn.shell.model.blocks import torch_compile
 from grpo_fn.shell.policy import memory_estimate, self_teachers
 from grpo_fn.shell.world import find_device
 from grpo_fn.tasks.task import Task, sample_tests
-from grpo_fn.trainer.checks.algorithm import check_algorithm, check_parts
-from grpo_fn.trainer.checks.check_curriculum import check_curriculum_of_run
-from grpo_fn.trainer.checks.check_judges import judges_of_run
-from grpo_fn.trainer.checks.check_teachers import find_teachers, uses_teacher
-from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes
-from grpo_fn.trainer.checks.try_out import try_token_sampler
-from grpo_fn.trainer.checks.try_rewards import reward_parts, try_rewards
-from grpo_fn.trainer.checks.try_sources import try_optimizer, try_schedule, try_task
-from grpo_fn.trainer.plan import Plan, kv_bytes_per_token
+from grpo_fn.trainer.checks.algorithm import check_algorithm, check_curriculum_of_run, check_parts
+from grpo_fn.trainer.checks.requirements import check_engines, check_sandboxes, judges_of_run
+from grpo_fn.trainer.checks.try_out import (
+    reward_parts,
+    try_optimizer,
+    try_rewards,
+    try_schedule,
+    try_task,
+    try_token_sampler,
+)
+from grpo_fn.trainer.plan import Plan, ValidatedPlan, kv_bytes_per_token
 from grpo_fn.trainer.sections import Settings, model_source
+from grpo_fn.trainer.teachers import find_teachers, uses_teacher
 
 TokenSampler = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class ValidatedPlan:
-    """What validation found out about a run, for `build`."""
-
-    source: hf.ModelSource
-    config: PretrainedConfig
-    dtype: torch.dtype  # of the computation
-    task: Task
-    reference: bool  # whether objective or credit declare logp_ref
-    frozen: bool  # whether a frozen copy of the start model is kept, as that reference or to measure the KL to it
-    teachers: Mapping[str, tuple[hf.ModelSource, PretrainedConfig]]  # those that are loaded, by key
-    parts: Sequence[str]  # of the reward
-    shown: Task | None  # whose demonstrations are learned from beside the sampled completions
-    plan: Plan
 
 
 def validate(settings: Settings) -> ValidatedPlan:

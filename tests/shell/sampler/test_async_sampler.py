@@ -712,7 +712,7 @@ def test_closing_abandons_what_is_under_way():
 
 HANGING = """
 import threading, torch
-from grpo_fn.shell.sampler.pending import start_sampling
+from grpo_fn.shell.sampler.async_sampler import start_sampling
 start_sampling(None, 0, threading.Event().wait, torch.device("cpu"))
 print("begun", flush=True)
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from grpo_fn.shell.sampler.draw_test import Outside, count_outside, p_value
+from grpo_fn.shell.sampler.probe import Outside, count_outside, p_value
 
 chances = st.floats(0.0, 1.0)
 

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from grpo_fn.shell.sandbox import seccomp as rules
+from grpo_fn.shell.sandbox import isolation as rules
 
 ALLOWED, EPERM, ENOSYS, KILLED = "allowed", "EPERM", "ENOSYS", "killed"
 SAID = {rules.ALLOW: ALLOWED, rules.FAIL | 1: EPERM, rules.FAIL | 38: ENOSYS, rules.KILL: KILLED}
