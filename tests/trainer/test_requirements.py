@@ -11,7 +11,7 @@ import torch
 from grpo_fn.eval import __main__ as evaluating
 from grpo_fn.run import main
 from grpo_fn.shell.sampler.local.local_sampler import local
-from grpo_fn.shell.vllm import nccl_transfer, vllm_sampler, vllm_servers, vllm_transfer
+from grpo_fn.shell.vllm import vllm_sampler, vllm_servers, vllm_transfer
 from grpo_fn.trainer.checks.requirements import check_engines
 
 INSTALL = r"error: sampler: got no vllm \(.*\), wanted it installed: pip install 'grpo-fn\[vllm\]'"
@@ -19,8 +19,13 @@ COLOCATED = ["--gin_file", "run/arithmetic_vllm.gin"]
 BESIDE = [*COLOCATED, "--gin_param", "sections.Sampling.sampler=@local_sampler.local"]
 BESIDE += ["--gin_param", "sections.Evaluation.async_sampler=@vllm_sampler.colocated_sampler"]
 SERVED = ["--gin_file", "run/arithmetic.gin", "--gin_file", "engine/vllm_dedicated.gin"]
-SERVED += ["--gin_param", "SERVERS=['http://127.0.0.1:9']", "--gin_param", "nccl_transfer.nccl.host='127.0.0.1'"]
-SERVED += ["--gin_param", "vllm_servers.DedicatedEngine.transfer=@nccl_transfer.nccl"]
+SERVED += [
+    "--gin_param",
+    "SERVERS=['http://127.0.0.1:9']",
+    "--gin_param",
+    "vllm_transfer.nccl_transfer.host='127.0.0.1'",
+]
+SERVED += ["--gin_param", "vllm_servers.DedicatedEngine.transfer=@vllm_transfer.nccl_transfer"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +56,7 @@ def test_so_does_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_weights_do_not_go_by_nccl_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([*SERVED, "--run_dir", str(tmp_path / "run")])
-    said = r"error: transfer: got nccl_transfer\.nccl without a GPU here, wanted vllm_transfer\.file_transfer"
+    said = r"error: transfer: got vllm_transfer\.nccl_transfer without a GPU here, wanted vllm_transfer\.file_transfer"
     refused(code, capsys.readouterr().err, tmp_path / "run", said)
 
 
@@ -78,4 +83,4 @@ def test_engines_that_need_neither_are_let_pass() -> None:
 
 
 def by_nccl() -> partial:
-    return partial(nccl_transfer.nccl, host="127.0.0.1", chunk_bytes=1, seconds=1.0)
+    return partial(vllm_transfer.nccl_transfer, host="127.0.0.1", chunk_bytes=1, seconds=1.0)

@@ -261,7 +261,7 @@ def test_an_update_that_broke_off_is_given_up_and_a_wrong_file_is_refused(proces
         transfer.close()
 
     # Who looks after the servers would find one amid an update, give that up and bring the newest weights itself.
-    swapping = servers._swapper.swapping
+    swapping = servers._updater.swapping
     servers._do(swapping.acquire())
     try:
         asyncio.run(half())

@@ -3,16 +3,17 @@
 import gc
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from grpo_fn.shell.model import hf
-from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint
+from grpo_fn.shell.model import hf, load_weights
+from grpo_fn.shell.sampler.fingerprint import NOTHING, Fingerprint, weight_fingerprint
 from grpo_fn.shell.sampler.interface import (
     DueRequests,
     EngineCompletion,
@@ -26,10 +27,68 @@ from grpo_fn.shell.sampler.interface import (
 )
 from grpo_fn.shell.sampler.weight_export import HEAD
 from grpo_fn.shell.vllm.engine_weights import WeightShare, engine_weights, has_head
-from grpo_fn.shell.vllm.incoming_weights import IncomingWeights, folder_weights
 from grpo_fn.shell.vllm.options import check_deadline
 from grpo_fn.shell.vllm.process_guards import group_of_one, import_vllm, restore_generators, restore_thread_count
 from grpo_fn.shell.world import LostRank
+
+# -- weights on their way into the engine, and those in the folder that it was opened with
+
+
+class IncomingWeights:
+    """Weights on their way into an engine: each is looked at as it passes."""
+
+    def __init__(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        *,
+        unwanted: Set[str],
+    ) -> None:
+        self.weights, self.dtype, self.unwanted = weights, dtype, unwanted
+        self.missing = dict(shapes)
+        self.wrong: str | None = None
+        self.sent = NOTHING
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """All up to the first wrong one: vLLM is in the middle of loading, and must come to an end of it."""
+        for name, tensor in self.weights:
+            wanted = self.missing.pop(name, None)
+            if wanted != tuple(tensor.shape):
+                self.wrong = f"got {name} of shape {tuple(tensor.shape)}, wanted {wanted or 'no more of that name'}"
+                return
+            given = tensor.detach().to(self.dtype) if tensor.is_floating_point() else tensor
+            self.sent += weight_fingerprint(given)
+            if name not in self.unwanted:
+                yield name, given
+
+    def check(self) -> None:
+        """Raise ValueError unless all came, and nothing else."""
+        if self.wrong is not None:
+            raise ValueError(f"push: {self.wrong}")
+        if self.missing:
+            few = ", ".join([*self.missing][: load_weights.SHOWN])
+            raise ValueError(f"push: got no {few} ({len(self.missing)} missing), wanted every weight of the model")
+
+
+def folder_weights(
+    folder: str, names: Set[str], *, tied: bool, dtype: torch.dtype, device: torch.device
+) -> Fingerprint | None:
+    """Of the weights of these names in a model folder, as an engine opens them; None where they cannot be read."""
+    try:
+        stored = load_weights.entries(load_weights.folder_of(folder))
+    except ValueError:
+        return None
+    total = NOTHING
+    for name in names:
+        if tied and name == HEAD and HEAD not in stored:
+            name = next((other for other in stored if other.endswith("embed_tokens.weight")), HEAD)
+        if name not in stored:
+            return None
+        with safe_open(stored[name].file, framework="pt", device="cpu") as opened:
+            total += weight_fingerprint(opened.get_tensor(name).to(device, dtype))
+    return total
+
 
 UNPUSHED = -1  # the version of the weights in the model folder
 COUNTED = ("requests", "tokens", "prompt_tokens", "cached_tokens", "generate_seconds", "push_seconds")

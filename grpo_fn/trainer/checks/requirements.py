@@ -27,13 +27,13 @@ def check_sandboxes(rewards: Iterable[Any]) -> None:
 
 def check_engines(samplers: Iterable[Any]) -> None:
     """Raise ValueError where what an engine of the samplers is made of is not here: vLLM, a GPU."""
-    from grpo_fn.shell.vllm import nccl_transfer, process_guards, vllm_sampler
+    from grpo_fn.shell.vllm import process_guards, vllm_sampler, vllm_transfer
 
     samplers = [*samplers]
     if any(uses_of(vllm_sampler.colocated_sampler, samplers)):
         process_guards.check_installed("sampler")
-    if any(uses_of(nccl_transfer.nccl, samplers)):
-        nccl_transfer.check_here()
+    if any(uses_of(vllm_transfer.nccl_transfer, samplers)):
+        vllm_transfer.check_here()
 
 
 # -- judges: each names its model before a run begins, and its answers go on record
