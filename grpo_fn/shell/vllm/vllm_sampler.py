@@ -252,9 +252,9 @@ def colocated_sampler(
     Raises:
         ValueError: before the engine is started, for what vLLM does not draw; where it does not open the model.
     """
-    asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
-    asked += (context.on_completion, max_total_tokens, context.environments)
-    check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)
+    check_request_options(
+        token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased
+    )
     how = arguments(
         context,
         tensor_parallel=tensor_parallel,
@@ -266,7 +266,22 @@ def colocated_sampler(
         detokenize=bool(stop),
     )
     engine = ColocatedEngine(context, how, deadline=generate_timeout)
-    return VllmSampler(engine, context, tokenizer, end_tokens(context, tokenizer), *asked)
+    return VllmSampler(
+        engine,
+        context,
+        tokenizer,
+        end_tokens(context, tokenizer),
+        token_sampler=token_sampler,
+        encode=encode,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        extra=extra,
+        on_completion=context.on_completion,
+        max_total_tokens=max_total_tokens,
+        environments=context.environments,
+    )
 
 
 def dedicated_sampler(
@@ -306,14 +321,28 @@ def dedicated_sampler(
     Raises:
         ValueError: for what vLLM does not draw, before there is an engine.
     """
-    asked = (token_sampler, encode, max_new_tokens, stop, max_rows, max_model_len, extra)
-    asked += (context.on_completion, max_total_tokens, context.environments)
-    check_asked(token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased)
-    made = engine(context.world, context.dtype)
-    return VllmSampler(made, context, tokenizer, end_tokens(context, tokenizer), *asked)
+    check_request_options(
+        token_sampler, stop, extra, max_new_tokens=max_new_tokens, max_rows=max_rows, allow_biased=allow_biased
+    )
+    return VllmSampler(
+        engine(context.world, context.dtype),
+        context,
+        tokenizer,
+        end_tokens(context, tokenizer),
+        token_sampler=token_sampler,
+        encode=encode,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        extra=extra,
+        on_completion=context.on_completion,
+        max_total_tokens=max_total_tokens,
+        environments=context.environments,
+    )
 
 
-def check_asked(
+def check_request_options(
     token_sampler: TokenSampler, stop: Sequence[str], extra: Mapping[str, Any], *, allow_biased: bool, **limits: int
 ) -> None:
     """Raise ValueError, before there is an engine, for what a sampler cannot ask one for, or training should not."""

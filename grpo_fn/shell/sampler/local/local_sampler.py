@@ -105,9 +105,18 @@ def local(
     Raises:
         ValueError: for limits below 1 and stop strings that would stop at once or letter by letter.
     """
-    asked = (token_sampler, encode, max_new_tokens, stop, max_rows, context.on_completion)
-    more = {"max_total_tokens": max_total_tokens, "environments": context.environments}
-    return LocalSampler(context.full_model(), tokenizer, *asked, **more)
+    return LocalSampler(
+        context.full_model(),
+        tokenizer,
+        token_sampler=token_sampler,
+        encode=encode,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        max_rows=max_rows,
+        on_completion=context.on_completion,
+        max_total_tokens=max_total_tokens,
+        environments=context.environments,
+    )
 
 
 @dataclass(frozen=True)
@@ -173,8 +182,7 @@ class LocalSampler:
     def for_evaluation(self, token_sampler: TokenSampler, check: Callable[[], None] = never_stop) -> "LocalSampler":
         """The same engine, drawing with `token_sampler`; `check` is called every few decode steps."""
         environments = self.environments and self.environments.without_tape()
-        how = {"token_sampler": token_sampler, "on_completion": None, "check": check, "environments": environments}
-        return replace(self, **how)
+        return replace(self, token_sampler=token_sampler, on_completion=None, check=check, environments=environments)
 
     @torch.no_grad()
     def sample(self, problems: Sequence[Problem], group_size: int, *, key: Tensor) -> Rollout:

@@ -7,16 +7,15 @@ fast environments answer. With `answer_steps` None rows go on as answers come, a
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_fn.shell.episodes.episode_rows import EpisodeRows, GoesOn
-from grpo_fn.shell.sampler.local.continuous_batching import PREFILL, ContinuousBatching, DecodedRows
-from grpo_fn.shell.sampler.local.decode_step import Live, draw, forward_step
+from grpo_fn.shell.sampler.local.continuous_batching import PREFILL, ContinuousBatching, DecodedRows, Ended, Ends
+from grpo_fn.shell.sampler.local.decode_step import DecodeEngine, Live, TokenSampler, draw, forward_step
 from grpo_fn.shell.sampler.local.kv_cache import ChunkAttention
 
 PADDING = 256  # tokens of padding that cost about as much as another pass through the model
@@ -44,8 +43,33 @@ def split_by_width(widths: Sequence[int], *, most: int, padding: int) -> Iterato
 class TurnBatching(ContinuousBatching):
     """One call: the episodes `rows`. `u` is as wide as a slot: where a row observes, its next numbers move behind."""
 
-    def __init__(self, *asked: Any, rows: EpisodeRows, **how: Any) -> None:
-        super().__init__(*asked, **how)
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        prompts: Sequence[list[int]],
+        u: Float[Tensor, "R N"],
+        limit: Int[Tensor, "R"],
+        *,
+        rows: EpisodeRows,
+        token_sampler: TokenSampler,
+        ends: Ends,
+        slots: int,
+        pad: int,
+        ended: Ended | None,
+        check: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            engine,
+            prompts,
+            u,
+            limit,
+            token_sampler=token_sampler,
+            ends=ends,
+            slots=slots,
+            pad=pad,
+            ended=ended,
+            check=check,
+        )
         self.rows, self.waited = rows, 0.0  # seconds in which nothing was decoded as answers were waited for
         self.begun, self.due = (torch.zeros(len(self.busy), dtype=torch.long) for _ in range(2))
         self.by_slot += [self.begun, self.due]  # where its turn begins, and the step at which its answer is waited for
