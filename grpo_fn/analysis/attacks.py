@@ -269,38 +269,17 @@ ATTACKS: Mapping[str, Attack] = {
 
 
 def prompt_numbers(text: str) -> list[str]:
-    """The numbers of a text as they are written, "0" where there are none.
-
-    Args:
-        text: a prompt, or what an environment said.
-
-    Returns:
-        At least one number.
-    """
+    """The numbers of a text as they are written, "0" where there are none."""
     return _NUMBER.findall(text) or ["0"]
 
 
 def token_estimate(text: str) -> int:
-    """About as many as a tokenizer has tokens: words and signs.
-
-    Args:
-        text: any.
-
-    Returns:
-        A number.
-    """
+    """About as many as a tokenizer has tokens: words and signs."""
     return len(_TOKEN.findall(text))
 
 
 def table_program(text: str) -> str:
-    """A program that knows the asserts of a text by heart, each `assert name(arguments) == value` in a line.
-
-    Args:
-        text: a prompt, or a conversation.
-
-    Returns:
-        The program in a code block; its function has the name of the first assert's.
-    """
+    """A program that knows the asserts of a text by heart, each `assert name(arguments) == value` in a line."""
     asserts = [found.groups() for found in _ASSERT.finditer(text)]
     name = asserts[0][0] if asserts else "solve"
     lines = "".join(f"    if args == ({given},): return {value}\n" for _, given, value in asserts)

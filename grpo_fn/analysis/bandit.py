@@ -16,28 +16,12 @@ class Arms(NamedTuple):
 
 
 def fresh_arms(count: int) -> Arms:
-    """Arms of which none has been pulled.
-
-    Args:
-        count: how many.
-
-    Returns:
-        The arms.
-    """
+    """Arms of which none has been pulled."""
     return Arms((0,) * count, (0.0,) * count)
 
 
 def record_pull(arms: Arms, arm: int, reward: float) -> Arms:
-    """The arms after one more pull.
-
-    Args:
-        arms: the arms before it.
-        arm: which one was pulled.
-        reward: what it paid.
-
-    Returns:
-        The arms after it.
-    """
+    """The arms after one more pull."""
     pulls, paid = list(arms.pulls), list(arms.paid)
     pulls[arm] += 1
     paid[arm] += reward
@@ -45,27 +29,12 @@ def record_pull(arms: Arms, arm: int, reward: float) -> Arms:
 
 
 def mean_paid(arms: Arms) -> list[float]:
-    """The mean reward of each arm; minus infinity for one that was never pulled.
-
-    Args:
-        arms: the arms.
-
-    Returns:
-        A mean for each arm.
-    """
+    """The mean reward of each arm; minus infinity for one that was never pulled."""
     return [paid / pulls if pulls else -math.inf for pulls, paid in zip(arms.pulls, arms.paid, strict=True)]
 
 
 def next_arm(arms: Arms, *, spread: float) -> int:
-    """The arm with the highest mean + spread * sqrt(2 ln n / n_j); one that was never pulled comes first.
-
-    Args:
-        arms: the arms, at least one.
-        spread: width of the range of rewards; UCB1 is stated for 1.
-
-    Returns:
-        The number of the arm, the lowest of equals.
-    """
+    """The arm with the highest mean + spread * sqrt(2 ln n / n_j); one that was never pulled comes first."""
     if 0 in arms.pulls:
         return arms.pulls.index(0)
     total = math.log(sum(arms.pulls))

@@ -14,35 +14,12 @@ def bind_function(name: str, knobs: Sequence[str], *, flag: str, short: Sequence
     """The function `module.function` with its knobs, each `KNOB=VALUE`; a later one beats an earlier.
 
     A value is a Python literal, or `@module.function`, whose own knobs are `KNOB.ITS_KNOB=VALUE`.
-
-    Args:
-        name: `module.function`.
-        knobs: its knobs.
-        flag: the flag that knobs are given with, for the errors.
-        short: short names that would have been understood, for the errors.
-
-    Returns:
-        The function, with its knobs.
-
-    Raises:
-        ValueError: for what is not there, does not fit, or is missing.
     """
     return _bound(name, dict(_knob(knob, flag) for knob in knobs), "", flag, short)
 
 
 def knob_names(name: str, *, short: Sequence[str]) -> set[str]:
-    """The parameters of a function that the command line names.
-
-    Args:
-        name: `module.function`.
-        short: short names that would have been understood, for the errors.
-
-    Returns:
-        Their names.
-
-    Raises:
-        ValueError: for what is not there.
-    """
+    """The parameters of a function that the command line names."""
     return set(signature(_function(name, short)))
 
 

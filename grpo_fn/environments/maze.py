@@ -74,30 +74,12 @@ def step(state: Mapping[str, PlainData], message: Message, key: int, *, cost: fl
 
 
 def open_ways(maze: Sequence[str], row: int, column: int) -> list[str]:
-    """The directions without a wall.
-
-    Args:
-        maze: the map, a text for each row, walled all around.
-        row: of the place, from 0.
-        column: of the place, from 0.
-
-    Returns:
-        Some of DIRECTIONS, in their order.
-    """
+    """The directions without a wall."""
     return [name for name, (down, right) in DIRECTIONS.items() if maze[row + down][column + right] != "#"]
 
 
 def exit_directions(maze: Sequence[str], row: int, column: int) -> list[str]:
-    """The directions in which the exit lies as the crow flies.
-
-    Args:
-        maze: the map, a text for each row.
-        row: of the place, from 0.
-        column: of the place, from 0.
-
-    Returns:
-        One or two of DIRECTIONS, in their order; none at the exit.
-    """
+    """The directions in which the exit lies as the crow flies."""
     exit_row, exit_column = _find(maze, "E")
     down, right = exit_row - row, exit_column - column
     lies = zip(DIRECTIONS, (down < 0, right > 0, down > 0, right < 0), strict=True)

@@ -21,18 +21,7 @@ _TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: 
 
 
 def tools_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
-    """The tools by the names that the policy calls them by: those of their functions.
-
-    Args:
-        tools: functions, their knobs bound.
-
-    Returns:
-        The tools by name, in their order.
-
-    Raises:
-        ValueError: for two tools of one name, an argument whose annotation has no JSON type, or that has no name of its
-            own (`*rest`).
-    """
+    """The tools by the names that the policy calls them by: those of their functions."""
     named: dict[str, Tool] = {}
     for tool in tools:
         name = function_and_knobs(tool)[0].__name__
@@ -74,14 +63,7 @@ def tool_schema(name: str, tool: Tool) -> dict[str, Any]:
 
 
 def describe_tools(tools: Mapping[str, Tool]) -> str:
-    """The tools' schemas, a line of JSON each, for a system message.
-
-    Args:
-        tools: the tools by name.
-
-    Returns:
-        As many lines as there are tools.
-    """
+    """The tools' schemas, a line of JSON each, for a system message."""
     return "\n".join(json.dumps(tool_schema(name, tool), ensure_ascii=False) for name, tool in tools.items())
 
 
@@ -89,27 +71,12 @@ def answer_calls(tools: Mapping[str, Tool], message: Message) -> tuple[Message, 
     """The observations of a message's tool calls, one for each call; one for what could not be read as a call.
 
     An unknown tool, arguments that do not fit and a ValueError of the tool are observations that begin with `error:`.
-
-    Args:
-        tools: the tools by name.
-        message: of the policy.
-
-    Returns:
-        Messages of the role "tool"; none where the message calls nothing.
     """
     return answer_each(message, answer=partial(_answer, tools))
 
 
 def answer_each(message: Message, *, answer: Callable[[ToolCall], str]) -> tuple[Message, ...]:
-    """The observations of a message's tool calls, wherever the tools are.
-
-    Args:
-        message: of the policy.
-        answer: the text that answers a call.
-
-    Returns:
-        Messages of the role "tool", one for each call and one for what could not be read as a call.
-    """
+    """The observations of a message's tool calls, wherever the tools are."""
     answers = tuple(Message("tool", answer(call), call.name) for call in message.calls)
     return (*answers, Message("tool", f"error: {message.malformed}")) if message.malformed else answers
 

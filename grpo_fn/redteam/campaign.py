@@ -106,21 +106,7 @@ def attack_named(
 
 
 def attack_run(request: AttackRequest, *, data: Data, rewards: Rewards, episodes: Episodes | None) -> Campaign:
-    """The campaign against the task, the reward and the environment of a run, with its own deadlines.
-
-    Args:
-        request: names and numbers.
-        data: its task.
-        rewards: a `combine.combine` of parts, and the pool that scores them.
-        episodes: its environment; None where a completion is one text.
-
-    Returns:
-        The campaign.
-
-    Raises:
-        ValueError: for another reward than a sum of parts, a chat format that reads no calls in text, and numbers that
-            cannot be used.
-    """
+    """The campaign against the task, the reward and the environment of a run, with its own deadlines."""
     function, knobs = function_and_knobs(rewards.reward)
     if function is not combine:
         raise ValueError(
@@ -143,23 +129,7 @@ def attack_task(
     pulls: int,
     episodes: Episodes | None = None,
 ) -> Campaign:
-    """The campaign against a weighted sum of rewards on held-out problems of a task: of every part and level, a share.
-
-    Args:
-        task: the task.
-        parts: the rewards.
-        weights: factor of each.
-        make_pool: makes the pool that scores.
-        problems: how many: half to search on, half to measure on.
-        pulls: how often an attempt is made again.
-        episodes: the environment; None where a completion is one text.
-
-    Returns:
-        The campaign, without names.
-
-    Raises:
-        ValueError: for fewer than two problems, negative pulls, and a reward that raises.
-    """
+    """The campaign against a weighted sum of rewards on held-out problems of a task, a share of each level."""
     held_out = sample_tests(task, problems).test
     if problems < 2 or len(held_out) < 2 or pulls < 0:
         raise ValueError(
@@ -176,16 +146,7 @@ def attack_task(
 
 
 def attack_problems(held_out: Sequence[Problem], scores: Scores, *, pulls: int) -> Campaign:
-    """`attack_target` with texts.
-
-    Args:
-        held_out: the problems, at least two.
-        scores: the reward of each text for its problem.
-        pulls: how often a text is tried again.
-
-    Returns:
-        The campaign, without names.
-    """
+    """`attack_target` with texts."""
     return attack_target(held_out, text_target(scores), pulls=pulls)
 
 
@@ -194,14 +155,6 @@ def attack_target(held_out: Sequence[Problem], target: Target, *, pulls: int) ->
 
     Every attempt is made on `ROWS` problems, then UCB1 says which is made again, on the next ones; the best attempt of
     each attack is measured.
-
-    Args:
-        held_out: the problems, at least two.
-        target: what is attacked.
-        pulls: how often an attempt is made again.
-
-    Returns:
-        The campaign, without names.
     """
     searched, fresh = held_out[::2], held_out[1::2]  # alike, where parts of a mixture stand one behind the other
     sizes = {name: len(attempts) for name, attempts in target.attempts(searched[0]).items()}
@@ -218,14 +171,7 @@ def attack_target(held_out: Sequence[Problem], target: Target, *, pulls: int) ->
 
 
 def report_attack(campaign: Campaign) -> str:
-    """The campaign as a table, best attack first, and what it comes to.
-
-    Args:
-        campaign: what was found.
-
-    Returns:
-        Lines of Markdown.
-    """
+    """The campaign as a table, best attack first, and what it comes to."""
     best = campaign.found[0]
     rows = [
         f"| {one.which.attack} | {one.score:.3f} | {shown_text(one.text, LONGEST_TEXT)} |" for one in campaign.found
@@ -244,15 +190,7 @@ def report_attack(campaign: Campaign) -> str:
 
 
 def shown_text(text: str, most: int) -> str:
-    """A text as the cell of a table: at most so many characters of it, and how many it has.
-
-    Args:
-        text: of an attack.
-        most: characters.
-
-    Returns:
-        Markdown in one line.
-    """
+    """A text as the cell of a table: at most so many characters of it, and how many it has."""
     shown = escape_control(text[:most]).replace("\n", r"\n").replace("|", r"\|").replace("`", "'")
     more = f" ... ({len(text)} characters)" if len(text) > most else ""
     return f"`{shown}`{more}" if text else "(empty)"

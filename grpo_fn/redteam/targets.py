@@ -156,22 +156,7 @@ def play_scripts(
     on_failure: OnFailure,
     max_turns: int,
 ) -> list[Completion]:
-    """The episodes of scripts, one for each problem, all turns of a number together.
-
-    Args:
-        caller: calls the environment.
-        problems: the problems.
-        scripts: what is said about each.
-        read_calls: (text) -> content, calls, what is malformed.
-        on_failure: (failure, whether a tool was called) -> the answer that the episode gets.
-        max_turns: of an episode.
-
-    Returns:
-        The episodes, with lengths as `attacks.token_estimate` has them.
-
-    Raises:
-        RewardError: where the environment gives no beginning of an episode.
-    """
+    """The episodes of scripts, one for each problem, all turns of a number together."""
     asked = [caller.start(problem, 0) for problem in problems]
     rows = [
         _opened(problem, script, future.result())

@@ -146,29 +146,13 @@ class Judge:
 
 
 def word_of(use: str, prompt: str, text: str) -> str:
-    """A word of letters that no text can hold of itself: it depends on all of it by SHA-256.
-
-    Args:
-        use: what the word begins with.
-        prompt: of the problem.
-        text: what is judged.
-
-    Returns:
-        `use`, a dash and twelve letters.
-    """
+    """A word of letters that no text can hold of itself: it depends on all of it by SHA-256."""
     digest = hashlib.sha256(json.dumps([use, prompt, text]).encode()).hexdigest()[:12]
     return f"{use}-" + digest.translate(str.maketrans("0123456789abcdef", "abcdefghijklmnop"))
 
 
 def without_chat_marks(text: str) -> str:
-    """The text with a space in every mark of chat templates, so that it ends no turn and begins none.
-
-    Args:
-        text: of a prompt or a completion.
-
-    Returns:
-        The text; `< |im_end|>` for `<|im_end|>`.
-    """
+    """The text with a space in every mark of chat templates, so that it ends no turn and begins none."""
     return _CONTROL.sub(lambda found: found.group() + " ", text)
 
 
@@ -220,18 +204,7 @@ def marked_word(answer: str, mark: str, *, values: Mapping[str, float]) -> float
 
 
 def judges_of(value: Any) -> Iterator[Judge]:
-    """Every judge in the value of a knob, at any depth.
-
-    Args:
-        value: rewards, graders, or what combines them.
-
-    Yields:
-        The judges.
-
-    Raises:
-        ValueError: for one in a place where it is not asked: among the knobs of another function than `with_timeout`,
-            `by_task` and those that combine parts.
-    """
+    """Every judge in the value of a knob, at any depth."""
     if isinstance(value, Judge):
         yield value
     function, knobs = function_and_knobs(value)

@@ -52,10 +52,6 @@ def use_deterministic_kernels(wanted: bool, device: str) -> None:
     Called before the first product on the device: cuBLAS reads its variable then. Attention over packed rows
     (`ragged_attention`) follows torch's switch. An operation that has no such kernel warns and runs all the same; so
     would the fused kernels of `scaled_dot_product_attention`, in whose place its products are taken on CUDA.
-
-    Args:
-        wanted: False takes back what True has set.
-        device: "cuda" or another kind of device; a CPU's fused kernel is the same again and stays.
     """
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

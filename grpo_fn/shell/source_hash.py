@@ -21,15 +21,6 @@ def hash_of_sources(names: Iterable[str]) -> str:
     """A hash of modules and of all that they import, within functions too, from their own top packages.
 
     Comments, docstrings and layout do not count. Other packages are left to their versions.
-
-    Args:
-        names: dotted names of modules.
-
-    Returns:
-        The hash, in hexadecimal: the same iff the modules and their statements are.
-
-    Raises:
-        ValueError: a module without a source file.
     """
     files = imported_sources(names)
     text = "".join(f"{name}\n{source_in(name, files[name]).statements}\n" for name in sorted(files))
@@ -37,17 +28,7 @@ def hash_of_sources(names: Iterable[str]) -> str:
 
 
 def imported_sources(names: Iterable[str]) -> dict[str, Path]:
-    """The files of modules and of what they import, over any number of imports, each from its top package.
-
-    Args:
-        names: dotted names of modules.
-
-    Returns:
-        File by dotted name.
-
-    Raises:
-        ValueError: a module of `names` without a source file.
-    """
+    """The files of modules and of what they import, over any number of imports, each from its top package."""
     files: dict[str, Path] = {}
     waiting = [*names]
     for name in waiting:
@@ -65,35 +46,20 @@ def imported_sources(names: Iterable[str]) -> dict[str, Path]:
 
 
 def source_in(name: str, file: Path) -> Source:
-    """What the file of a module imports and states.
-
-    Args:
-        name: dotted name of the module.
-        file: its source file.
-    """
+    """What the file of a module imports and states."""
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     return parse_source(file.read_text(encoding="utf-8"), package)
 
 
 @lru_cache(maxsize=512)
 def parse_source(text: str, package: str) -> Source:
-    """What a source text imports and states. A process parses a text once.
-
-    Args:
-        text: of the module.
-        package: that relative imports are relative to.
-    """
+    """What a source text imports and states. A process parses a text once."""
     tree = ast.parse(text)
     return Source(tuple(imported_names(tree, package)), statements_of(tree))
 
 
 def imported_names(tree: ast.Module, package: str) -> Iterator[str]:
-    """Dotted names that import statements mention, wherever they stand; what is imported from a module may be none.
-
-    Args:
-        tree: of the module.
-        package: that relative imports are relative to.
-    """
+    """Dotted names that import statements mention, wherever they stand; what is imported from a module may be none."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -223,15 +223,7 @@ def join_world(name: str, *, deadline: float) -> World:
 
 
 def backend_timeout(device: torch.device, deadline: float) -> timedelta:
-    """After which a collective of the device's backend fails: on NCCL later than this process has ended itself.
-
-    Args:
-        device: of the rank.
-        deadline: seconds that a rank waits for the others.
-
-    Returns:
-        The deadline; NCCL_GRACE more for a GPU.
-    """
+    """After which a collective of the device's backend fails: on NCCL later than this process has ended itself."""
     return timedelta(seconds=deadline + NCCL_GRACE * (device.type == "cuda"))
 
 

@@ -77,15 +77,7 @@ def task(*, max_value: int, operations: int, test_size: int) -> Task:
 
 @lru_cache(maxsize=4)
 def expression_contents(*, max_value: int, operations: int) -> tuple[Content, ...]:
-    """Every content with operands in 1..max_value that never goes below zero.
-
-    Args:
-        max_value: largest operand.
-        operations: changes in each content.
-
-    Returns:
-        The contents, in a fixed order.
-    """
+    """Every content with operands in 1..max_value that never goes below zero."""
     operands = range(1, max_value + 1)
     changes = product("+-", operands)
     every = (Content(start, tail) for start, tail in product(operands, product(changes, repeat=operations)))
@@ -96,16 +88,7 @@ def expression_contents(*, max_value: int, operations: int) -> tuple[Content, ..
 def split_contents(
     *, max_value: int, operations: int, test_size: int
 ) -> tuple[tuple[Content, ...], tuple[Content, ...]]:
-    """(held out, trained on): the contents in a fixed shuffled order, cut at `test_size`.
-
-    Args:
-        max_value: largest operand.
-        operations: changes in each content.
-        test_size: contents held out.
-
-    Returns:
-        The held-out contents and the others.
-    """
+    """(held out, trained on): the contents in a fixed shuffled order, cut at `test_size`."""
     every = expression_contents(max_value=max_value, operations=operations)
     shuffled = [every[i] for i in prng.permutation(_split_key(0), len(every)).tolist()]
     return tuple(shuffled[:test_size]), tuple(shuffled[test_size:])
@@ -141,14 +124,6 @@ def worked_solutions(task: Task, key: Tensor, *, worked_share: float) -> Iterato
     """Endless (prompt, completion) pairs for a supervised warm start, from the training side alone.
 
     A share of them shows the working, the others state the answer alone; all are right.
-
-    Args:
-        task: a task of this module.
-        key: key of the draws.
-        worked_share: probability that a completion shows the working, in [0, 1].
-
-    Returns:
-        The pairs, without end.
     """
     style = frozen_key(prng.fold_in(key, _STYLE))
     for index in count_from():
@@ -180,16 +155,7 @@ def demonstration_task(*, max_value: int, operations: int, test_size: int, worke
 
 
 def corpus(task: Task, key: Tensor, count: int) -> list[str]:
-    """`count` training prompts with both of their solutions, as text to train a tokenizer on.
-
-    Args:
-        task: a task of this module.
-        key: key of the draws.
-        count: training problems.
-
-    Returns:
-        `count` texts.
-    """
+    """`count` training prompts with both of their solutions, as text to train a tokenizer on."""
     problems = (task.train(key, index) for index in range(count))
     return [f"{problem.prompt} {worked_solution(problem)} {answer_only(problem)}" for problem in problems]
 

@@ -38,16 +38,7 @@ def task(*, max_value: int, test_size: int) -> Task:
 
 
 def tool_demonstrations(task: Task, key: Tensor, *, tool_share: float) -> Iterator[tuple[Problem, bool]]:
-    """Endless training problems for a supervised warm start, each with whether it is to be solved with the tool.
-
-    Args:
-        task: a task of this module.
-        key: key of the draws.
-        tool_share: probability that the tool is used, in [0, 1].
-
-    Returns:
-        The pairs, without end.
-    """
+    """Endless training problems for a supervised warm start, each with whether it is to be solved with the tool."""
     style = frozen_key(prng.fold_in(key, _STYLE))
     for index in count_from():
         yield task.train(key, index), block_uniforms(style, 1, index)[0] < tool_share

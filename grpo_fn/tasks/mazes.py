@@ -37,17 +37,7 @@ def task(*, side: int, show_map: bool, test_size: int) -> Task:
 
 
 def shortest_way(maze: Sequence[str]) -> list[str]:
-    """The directions from the start to the exit, a breadth-first search.
-
-    Args:
-        maze: the map.
-
-    Returns:
-        The directions, as many as there are moves.
-
-    Raises:
-        ValueError: where the exit cannot be reached.
-    """
+    """The directions from the start to the exit, a breadth-first search."""
     start = next((row, line.index("S")) for row, line in enumerate(maze) if "S" in line)
     ways: dict[tuple[int, int], list[str]] = {start: []}
     frontier = [start]

@@ -113,19 +113,7 @@ def with_feedback(problem: Problem, samples: Sequence[Sample], place: int, *, te
 
 
 def add_privileged(prompt: str, template: str, privileged: str) -> str | None:
-    """A prompt with a privileged text; of a Conversation its last message, the user's.
-
-    Args:
-        prompt: the problem's.
-        template: with {prompt} and {privileged}; other braces are doubled.
-        privileged: the text that the policy does not read.
-
-    Returns:
-        The prompt; None without a privileged text.
-
-    Raises:
-        ValueError: a template with other fields, or without {privileged}.
-    """
+    """A prompt with a privileged text; of a Conversation its last message, the user's."""
     try:
         tried = [template.format(prompt="", privileged=one) for one in ("a", "b")]
     except (KeyError, IndexError, ValueError, AttributeError) as error:

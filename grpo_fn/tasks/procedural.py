@@ -103,16 +103,7 @@ def kinds() -> list[str]:
 
 
 def check_kind(name: str, levels: Sequence[int], accept: Sequence[str]) -> None:
-    """Check that the library has a kind at all of the levels, and that it passes the audit or is accepted.
-
-    Args:
-        name: the library's name of the kind.
-        levels: levels of its curriculum, or DEFAULT_LEVEL.
-        accept: kinds that may fail the audit.
-
-    Raises:
-        ValueError: where it is not so.
-    """
+    """Check that the library has a kind at all of the levels, and that it passes the audit or is accepted."""
     if name not in kinds():
         raise ValueError(f"kind: got {name!r}, wanted one of {', '.join(kinds())}")
     if name in AUDIT_FAILURES and name not in accept:
@@ -126,18 +117,7 @@ def check_kind(name: str, levels: Sequence[int], accept: Sequence[str]) -> None:
 
 @lru_cache(maxsize=1024)
 def settings_of(name: str, level: int) -> Any:
-    """The library's configuration of a kind at a level.
-
-    Args:
-        name: the library's name of the kind.
-        level: of its curriculum, that level alone; DEFAULT_LEVEL for the library's own settings.
-
-    Returns:
-        An object of the kind's configuration class, of size 1.
-
-    Raises:
-        ValueError: for a level that the kind does not have, or at which its settings contradict one another.
-    """
+    """The library's configuration of a kind at a level."""
     factory = _library("factory")
     if level == DEFAULT_LEVEL:
         return factory.DATASETS[name][1](size=1)
@@ -160,19 +140,7 @@ def settings_of(name: str, level: int) -> Any:
 
 
 def make_entry(name: str, level: int, seed: int) -> dict[str, Any]:
-    """Item 0 of the library's dataset with this seed: `question`, `answer` and `metadata`.
-
-    Args:
-        name: the library's name of the kind.
-        level: of its curriculum, or DEFAULT_LEVEL.
-        seed: from 0 to 2^31 - 1.
-
-    Returns:
-        The entry.
-
-    Raises:
-        Exception: of any class, where the library fails to make it.
-    """
+    """Item 0 of the library's dataset with this seed: `question`, `answer` and `metadata`."""
     settings = settings_of(name, level)
     return _library("factory").DATASETS[name][0](config=type(settings)(**{**vars(settings), "seed": seed}))[0]
 

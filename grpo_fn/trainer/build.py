@@ -54,12 +54,7 @@ BEGINNING = 8  # characters for each of the model's positions: twice as many tok
 
 
 def prepare_process(device: torch.device, *, deterministic: bool) -> None:
-    """Set what holds for the whole process: no bars of transformers, which kernels, how memory is kept.
-
-    Args:
-        device: of this rank.
-        deterministic: whether kernels have to give the same bits again.
-    """
+    """Set what holds for the whole process: no bars of transformers, which kernels, how memory is kept."""
     disable_progress_bar()  # one a file: they would bury the lines of the run
     use_deterministic_kernels(deterministic, device.type)
     if device.type == "cpu":

@@ -184,11 +184,7 @@ def step_checksums(
 
 
 def chosen_kernels(run: TrainingRun) -> dict[str, str]:
-    """What was chosen on this rank's card, by trials and by what is installed; of decoding once it has an engine.
-
-    Returns:
-        Nothing on a CPU, where there is no choice.
-    """
+    """What was chosen on this rank's card, by trials and by what is installed; of decoding once it has an engine."""
     device = run.world.device
     if device.type != "cuda":
         return {}
@@ -208,16 +204,6 @@ def settle_kernels(run: TrainingRun, step: int) -> list[str]:
     """Choose all kernels on all ranks, compare and record them, before anything is decoded; every rank calls this.
 
     A local sampler finds out how it decodes as its first call would: nothing is held that the call would not hold.
-
-    Args:
-        run: its pieces; the sampler has its weights.
-        step: the first that is to be taken.
-
-    Returns:
-        Lines for the log, of `record_kernels`.
-
-    Raises:
-        RuntimeError: where two ranks have chosen different kernels.
     """
     if run.world.device.type != "cuda":
         return []
@@ -232,10 +218,6 @@ def check_same_kernels(run: TrainingRun, when: str) -> None:
     """Raise RuntimeError on all ranks where two of them compute with different kernels; every rank calls this.
 
     A rank that has no engine yet has no choice of that, and is not compared.
-
-    Args:
-        run: its pieces.
-        when: "before step 1", "after step 1".
     """
     if run.world.device.type != "cuda":
         return
@@ -251,16 +233,7 @@ def check_same_kernels(run: TrainingRun, when: str) -> None:
 
 
 def record_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> list[str]:
-    """Keep what a process computes with, on the main rank, and say where it is not what its run was taken with before.
-
-    Args:
-        run_dir: the run folder.
-        step: the first since the start of the process.
-        kernels: of `chosen_kernels`; none: nothing is kept or compared.
-
-    Returns:
-        A line for the log of a run that goes on with others, or none.
-    """
+    """Record the kernels of a process, on the main rank, and report where they differ from earlier ones of the run."""
     if not kernels:
         return []
     before = recorded_kernels(run_dir, step - 1)

@@ -25,15 +25,7 @@ StartReport = Callable[[str], None]
 
 
 def report_start(world: World, started: float) -> StartReport:
-    """Prints a line with the seconds since the start, on the main rank alone.
-
-    Args:
-        world: the ranks.
-        started: `time.perf_counter()` when the program began to work.
-
-    Returns:
-        A function of the line's text.
-    """
+    """Prints a line with the seconds since the start, on the main rank alone."""
 
     if not world.main:
         return no_report
@@ -52,28 +44,14 @@ def no_report(text: str) -> None:
 def settle_blocks(
     settings: Settings, config: PretrainedConfig, device: torch.device
 ) -> tuple[Settings, tuple[str, ...]]:
-    """The settings with `mesh.Parallelism.compile` as it is on the device; what a start says of it, and of attention.
-
-    Args:
-        settings: of the run.
-        config: of the model.
-        device: of this rank.
-    """
+    """The settings with `mesh.Parallelism.compile` as it is on the device; and lines on it and on attention."""
     found = plan_blocks(settings.parallelism, device, config=config, deterministic=settings.compute.deterministic)
     attends = attention_note(settings.compute.attention, hf.find_dtype(settings.compute.dtype), device)
     return replace(settings, parallelism=found.parallelism), (*found.notes, *attends)
 
 
 def rank_line(settings: Settings, world: World) -> str:
-    """This rank in one line: host, device with its memory, strategy, precision, attention, blocks, rows a step.
-
-    Args:
-        settings: of the run.
-        world: the ranks.
-
-    Returns:
-        Text of about 110 characters.
-    """
+    """This rank in one line: host, device with its memory, strategy, precision, attention, blocks, rows a step."""
     compute, algo, parallelism = settings.compute, settings.algorithm, settings.parallelism
     shape = parallelism.shape(world.size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     mesh = " x ".join(f"{name} {size}" for name, size in zip(("replicate", "shard", "tensor"), shape, strict=True))

@@ -80,18 +80,7 @@ def teacher_logp(
     changes: Mapping[str, PromptChange],
     key: TeacherKey,
 ) -> Float[Tensor, "B T"]:
-    """Log-probs of the sampled tokens, each row's under the teacher of its problem.
-
-    Args:
-        groups: P problems and their samples, B = P * G rows.
-        logp_old: log-probs under pi_old, [B, T], in nats.
-        teachers: for each key, rollout -> log-probs of its tokens, [B, T], in nats.
-        changes: other prompts, for the keys whose teachers do not read the policy's.
-        key: problem -> which teacher.
-
-    Returns:
-        Log-probs in nats, [B, T]: logp_old in rows that are not taught; 0 where nothing was sampled.
-    """
+    """Log-probs of the sampled tokens, each row's under the teacher of its problem."""
     size = groups.reward.value.shape[1]
     chosen = [key(problem) for problem in groups.problems]
     out = torch.zeros_like(groups.rollout.logp_sampled)
@@ -113,15 +102,6 @@ def logp_behind_prompts(
 
     A row is not taught where there is no prompt for it, or where prompt and completion are more tokens than the
     teacher reads.
-
-    Args:
-        groups: P problems and their samples, B = P * G rows.
-        logp_old: log-probs under pi_old, [B, T], in nats.
-        ask: rollout -> log-probs of its tokens, in nats.
-        change: the prompts.
-
-    Returns:
-        Log-probs in nats, [B, T]: logp_old in rows that are not taught; 0 where nothing was sampled.
     """
     rollout = groups.rollout
     out = torch.where(rollout.mask, logp_old, torch.zeros_like(logp_old))
@@ -179,13 +159,7 @@ COMPARED = 64  # prompts that both chat templates are laid over
 def check_teacher_shapes(
     models: Mapping[str, PretrainedConfig], own: PretrainedConfig, max_total_tokens: int | None
 ) -> None:
-    """Raise ValueError for a teacher that cannot read every token, or not as many of them, as the policy writes.
-
-    Args:
-        models: configuration of each teacher's model, by key.
-        own: that of the policy.
-        max_total_tokens: most tokens of a prompt and its completion; None: as many as the policy reads.
-    """
+    """Raise ValueError for a teacher that cannot read every token, or not as many of them, as the policy writes."""
     longest = positions(own) if max_total_tokens is None else max_total_tokens
     for name, config in models.items():
         theirs, ours = (one.get_text_config().vocab_size for one in (config, own))
@@ -203,13 +177,7 @@ def check_teacher_shapes(
 
 
 def check_same_tokenizer(name: str, teacher: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError, naming the first difference, unless both have the same token for every id.
-
-    Args:
-        name: key of the teacher.
-        teacher: its tokenizer.
-        own: the policy's.
-    """
+    """Raise ValueError, naming the first difference, unless both have the same token for every id."""
     theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (teacher, own))
     differing = sorted(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i))
     if differing:
@@ -227,13 +195,7 @@ def token_text(token: str | None) -> str:
 
 
 def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: TeacherKey) -> None:
-    """Raise ValueError for a problem whose key names no teacher.
-
-    Args:
-        problems: those of the training.
-        models: teachers by key.
-        key: problem -> which teacher.
-    """
+    """Raise ValueError for a problem whose key names no teacher."""
     for problem in problems:
         if (found := key(problem)) not in models:
             raise ValueError(
@@ -245,18 +207,7 @@ def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: T
 def open_teachers(
     sources: Mapping[str, hf.ModelSource], own: PreTrainedTokenizerBase
 ) -> dict[str, tuple[str, PreTrainedTokenizerBase]]:
-    """The folder of each teacher, made or found, and its tokenizer, which has proven to be the policy's.
-
-    Args:
-        sources: of the teachers' models, by key.
-        own: tokenizer of the policy.
-
-    Returns:
-        Folder and tokenizer by key.
-
-    Raises:
-        ValueError: a token differs.
-    """
+    """The folder of each teacher, made or found, and its tokenizer, which has proven to be the policy's."""
     folders = {name: source.folder() for name, source in sources.items()}
     found = {name: (folder, hf.load_tokenizer(folder)) for name, folder in folders.items()}
     for name, (_, theirs) in found.items():
@@ -271,15 +222,7 @@ def template_difference(
     encode: hf.Encode,
     prompts: Iterable[str],
 ) -> str | None:
-    """Where a teacher's own chat template would give other tokens than the policy's, in words; None where it does not.
-
-    Args:
-        name: key of the teacher.
-        teacher: its tokenizer.
-        own: the policy's.
-        encode: (tokenizer, prompt) -> token ids.
-        prompts: of the problems; the first COMPARED are looked at.
-    """
+    """How a teacher's own chat template would give other tokens than the policy's; None where it does not."""
     for prompt in islice(prompts, COMPARED):
         ours = encode(own, prompt)
         try:
@@ -316,16 +259,6 @@ def check_teacher_prompts(
     """Raise ValueError for a problem whose privileged prompt is no text, or leaves no space for the completion.
 
     What a prompt takes from another sample is counted as `max_new_tokens` tokens, as long as one may be.
-
-    Args:
-        problems: those of the training.
-        prompt: `sections.Teacher.prompt`; None: the problem's own.
-        encode: a prompt to token ids, of this teacher.
-        name: key of the teacher.
-        size: samples of each problem.
-        parts: names of the reward's parts.
-        max_new_tokens: most tokens of a completion.
-        reach: most tokens of a row that the teacher reads; None: no limit.
     """
     length = cache(lambda text: len(encode(text)))
     plain, long = (stand_ins(size, parts, text) for text in ("x", "x x x x x x x x"))
@@ -385,22 +318,7 @@ def prepare_teachers(
     *,
     main: bool,
 ) -> PreparedTeachers:
-    """Find the teachers and look at all that they are to read.
-
-    Args:
-        settings: of the run.
-        checked: what validation found out.
-        drawn: the problems that are trained on.
-        tokenizer: the policy's.
-        main: whether this rank is the one that asks servers.
-
-    Returns:
-        Folders, prompts, and notes about templates.
-
-    Raises:
-        ValueError: a problem whose key names no teacher, a tokenizer or a server that does not agree with the policy,
-            or a prompt that leaves no space for the completion.
-    """
+    """Find the teachers and look at all that they are to read."""
     how = settings.teacher
     if how is None:
         return NO_TEACHERS

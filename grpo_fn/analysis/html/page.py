@@ -79,16 +79,7 @@ def bars(names: Sequence[str], values: Sequence[float], *, digits: int) -> str:
 
 
 def colored_tokens(texts: Sequence[str], values: Sequence[float | None], *, unit: float) -> str:
-    """Sampled tokens on the colour of dlogp / unit: blue where it is negative, which pushes the token up, red above 0.
-
-    Args:
-        texts: of the tokens.
-        values: dlogp of each token, shown under the pointer; None for the prompt.
-        unit: the |dlogp| that has the full colour.
-
-    Returns:
-        HTML.
-    """
+    """Sampled tokens on the colour of dlogp / unit: blue below 0, which pushes the token up, red above."""
     return PIECES.tokens(texts, values, unit)
 
 

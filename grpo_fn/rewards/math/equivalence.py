@@ -238,15 +238,7 @@ LARGEST_FACTORIAL = 500
 
 
 def same_value(gold: sympy.Expr, answer: sympy.Expr) -> bool:
-    """Test whether two numbers are the same.
-
-    Args:
-        gold: the number that is asked for.
-        answer: the number that is given.
-
-    Returns:
-        True iff they are, in the sense of this module.
-    """
+    """Test whether two numbers are the same."""
     if gold == answer:
         return gold not in (sympy.nan, sympy.zoo)
     wanted, given = _fraction(gold), _fraction(answer)
@@ -259,14 +251,7 @@ def same_value(gold: sympy.Expr, answer: sympy.Expr) -> bool:
 
 
 def without_decimals(value: sympy.Basic) -> sympy.Basic:
-    """The same with each decimal as the fraction that it says.
-
-    Args:
-        value: an expression.
-
-    Returns:
-        The expression without decimals.
-    """
+    """The same with each decimal as the fraction that it says."""
     return value.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in value.atoms(sympy.Float)})
 
 
@@ -388,14 +373,7 @@ class _Range(NamedTuple):
 
 
 def as_interval(answer: str) -> tuple[str, str] | None:
-    """The letter of an inequality and the set that it says; None for what is no such inequality.
-
-    Args:
-        answer: a short answer, as written.
-
-    Returns:
-        The letter, and the interval or union in LaTeX.
-    """
+    """The letter of an inequality and the set that it says; None for what is no such inequality."""
     answer = re.sub(DOUBLED_BACKSLASH, r"\\", answer)
     if not _RELATION.search(answer):
         return None
@@ -409,15 +387,7 @@ def as_interval(answer: str) -> tuple[str, str] | None:
 
 
 def same_kind(gold: str, answer: str) -> tuple[str, str]:
-    """Gold and answer, of which an inequality is an interval where the other one is one or says the same letter.
-
-    Args:
-        gold: the gold, as written.
-        answer: a short answer, as written.
-
-    Returns:
-        The two, as they can be compared.
-    """
+    """Gold and answer, of which an inequality is an interval where the other one is one or says the same letter."""
     wanted, given = as_interval(gold), as_interval(answer)
     if wanted and given and wanted[0] == given[0]:
         return wanted[1], given[1]

@@ -47,12 +47,6 @@ def find_boxes(text: str) -> list[Box]:
     r"""The innermost boxes among the last `MOST_BOXES`, in order; one that never closes is last. Time is linear.
 
     `\boxed{{42}`, whose inner braces close and are all there is, holds 42.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The boxes.
     """
     mentions = deque(_MENTION.finditer(text), maxlen=MOST_BOXES)
     if not mentions:
@@ -85,13 +79,6 @@ def joined_parts(text: str, parts: Sequence[Box]) -> str | None:
     """The last part with those before it that a comma, a semicolon, "and" or "or" joins to it, as one list.
 
     The same part twice is one. A name before an equals sign is not part of the list.
-
-    Args:
-        text: the text that the parts are in.
-        parts: boxes or formulas, in order.
-
-    Returns:
-        The list, or the part that is alone; None without a part, and where the last one never closes.
     """
     if not parts or parts[-1].inside is None:
         return None
@@ -105,14 +92,7 @@ def joined_parts(text: str, parts: Sequence[Box]) -> str | None:
 
 
 def as_list(parts: Sequence[str]) -> str:
-    """Several answers as one list, each once and without its name.
-
-    Args:
-        parts: at least one answer, as written.
-
-    Returns:
-        The only one as it is, or several with commas between them.
-    """
+    """Several answers as one list, each once and without its name."""
     different = list(dict.fromkeys(part.strip() for part in parts))
     if len(different) == 1:
         return parts[-1]
@@ -151,14 +131,7 @@ _LINES = re.compile(r"\\begin\{(?!align|gather|split)")
 
 
 def without_thoughts(text: str) -> str:
-    """The text outside `<think>` and `</think>`: one that never closes goes to the end, one never opened began before.
-
-    Args:
-        text: text of a completion.
-
-    Returns:
-        What is left.
-    """
+    """The text outside `<think>` and `</think>`: one that never closes goes to the end."""
     kept, place, inside = [], 0, False
     for mark in _THOUGHT.finditer(text):
         if not mark[1] and not inside:
@@ -171,14 +144,7 @@ def without_thoughts(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """The text that is marked as the answer, as written; None where nothing is. Time is linear in the text.
-
-    Args:
-        text: text of a completion.
-
-    Returns:
-        The marked answer; "" where the last box never closes.
-    """
+    """The text that is marked as the answer, as written; None where nothing is. Time is linear in the text."""
     text = without_thoughts(text)
     if boxes := find_boxes(text):
         return _with_percent(text, boxes)
@@ -203,12 +169,6 @@ def last_value(text: str) -> str | None:
     A formula is `$...$`, `$$...$$`, `\(...\)`, `\[...\]` or an `align`, of which the last line counts, with those that
     are joined to it as boxes are. A letter alone, as in "where $x$ is the length", is none. Time is linear in the
     text: formulas are looked for in its last `TAIL` characters.
-
-    Args:
-        text: text of a completion.
-
-    Returns:
-        The formula without its signs, or the number.
     """
     text = latin_digits(without_thoughts(text)[-TAIL:])
     every = [_formula(found) for found in _FORMULA.finditer(text)]

@@ -32,12 +32,6 @@ def latin_digits(text: str) -> str:
     """The text with digits of every script as 0 to 9, and full-width signs and letters as those of ASCII.
 
     Superscript and circled digits are none. The length stays.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The same text in these letters.
     """
     return text if text.isascii() else "".join(map(_latin, text))
 
@@ -54,12 +48,6 @@ def plain_answer(answer: str) -> str:
     Mathematical signs beyond ASCII become LaTeX, digits of every script 0 to 9; 2 1/2 is a mixed fraction, 1.5e3 a
     power of ten, 1 000 and 1'000 are 1000, 3{,}5 is 3.5, "3 million dollars" 3000000; semicolons separate as commas
     do, and what is between them may have decimal commas.
-
-    Args:
-        answer: a short answer, as written.
-
-    Returns:
-        The same answer as the parser reads it best.
     """
     answer = latin_digits(answer)
     for pattern, by in _REWRITES:
@@ -189,14 +177,7 @@ _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3",
 
 
 def unit_of(answer: str) -> str:
-    """The unit that an answer ends with, or begins with if it is a currency; "" without a known one.
-
-    Args:
-        answer: a short answer, as written.
-
-    Returns:
-        The unit in one spelling: "cm", "cm 2" for an area, "mile / hour".
-    """
+    """The unit that an answer ends with, or begins with if it is a currency; "" without a known one."""
     if sign := _SIGN.search(answer):
         return _UNIT_SIGNS[sign[1] or sign[2]]
     if _DEGREE.search(answer):
@@ -211,15 +192,7 @@ def unit_of(answer: str) -> str:
 
 
 def units_differ(gold: str, answer: str) -> bool:
-    """Test whether both name a known unit, and not the same.
-
-    Args:
-        gold: the gold, as written.
-        answer: a short answer, as written.
-
-    Returns:
-        True iff the answer has another unit than the gold.
-    """
+    """Test whether both name a known unit, and not the same."""
     wanted, given = unit_of(gold), unit_of(answer)
     return bool(wanted and given and wanted != given)
 

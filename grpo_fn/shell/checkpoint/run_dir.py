@@ -116,13 +116,7 @@ def keep_lock(run_dir: Path) -> None:
 
 
 def check_run(run_dir: Path, *, config_text: str, fingerprint: str) -> None:
-    """Raise ValueError for a folder of something else, or of a run of another configuration; changes nothing.
-
-    Args:
-        run_dir: the run folder, which need not be there.
-        config_text: the resolved configuration.
-        fingerprint: of it; of the same run are two that share a part between slashes.
-    """
+    """Raise ValueError for a folder of something else, or of a run of another configuration; changes nothing."""
     _check_kind(run_dir)
     if (run_dir / MARKER).exists():
         _check_same(run_dir, config_text, fingerprint)

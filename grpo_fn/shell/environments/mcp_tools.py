@@ -131,15 +131,7 @@ class ToolServer:
 
 
 class Connection:
-    """A running server and its tools. Its messages are read in a thread of their own.
-
-    Args:
-        server: what is started.
-
-    Raises:
-        RuntimeError: where it does not start, or lists no tools, within the deadline; where a variable is not set.
-        ValueError: for two tools of one name.
-    """
+    """A running server and its tools. Its messages are read in a thread of their own."""
 
     def __init__(self, server: ToolServer) -> None:
         from anyio.from_thread import start_blocking_portal

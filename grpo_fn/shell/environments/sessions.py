@@ -47,12 +47,7 @@ ResetArguments = Callable[[Problem, int], Mapping[str, PlainData]]  # (problem, 
 
 
 class Sessions:
-    """Sessions of one kind, those at rest each with the state that it stands at. What is pickled are the knobs.
-
-    Args:
-        make: opens a session.
-        max_sessions: how many are kept; the one that has rested longest is closed for another.
-    """
+    """Sessions of one kind, those at rest each with the state that it stands at. What is pickled are the knobs."""
 
     def __init__(self, make: Callable[[], Session], max_sessions: int) -> None:
         self._make, self._max_sessions = make, max_sessions
@@ -113,22 +108,7 @@ def session_environment(
     max_turns: int,
     max_sessions: int,
 ) -> Environment:
-    """The environment of such sessions; not pure.
-
-    Args:
-        make: opens a session; found by name in workers.
-        read_action: the action in a message of the policy.
-        reset_arguments: what a session is reset with.
-        opening: what the policy reads first; `{prompt}` and `{observation}` in it are replaced.
-        max_turns: turns after which an episode ends.
-        max_sessions: sessions that a worker keeps open.
-
-    Returns:
-        The environment.
-
-    Raises:
-        ValueError: for numbers below 1.
-    """
+    """The environment of such sessions; not pure."""
     for name, value in (("max_turns", max_turns), ("max_sessions", max_sessions)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, wanted at least 1")

@@ -57,15 +57,7 @@ def qwen_xml(text: str) -> ReadTurn:
 
 
 def xml_calls(text: str, read_value: ReadValue) -> ReadTurn:
-    """Calls as `qwen_xml` reads them, with values as `read_value` reads them.
-
-    Args:
-        text: of a turn.
-        read_value: what an argument is, by the names of its tool and parameter.
-
-    Returns:
-        The text around the calls, the calls in order, and what is malformed.
-    """
+    """Calls as `qwen_xml` reads them, with values as `read_value` reads them."""
     return _between_marks(text, partial(_xml_call, read_value=read_value))
 
 

@@ -22,13 +22,6 @@ class Console(AbstractContextManager):
     """Lines for people, and the count of steps done. Everything is appended to `log_path` with the local time.
 
     A stream that takes no more (`| head`, a closed terminal, a full disk) is given up with a line in the log.
-
-    Args:
-        log_path: log.txt.
-        steps: steps of the run.
-        start: steps done before.
-        grader: the name of the grader that decides the accuracy.
-        stream: None for standard output.
     """
 
     def __init__(

@@ -10,30 +10,13 @@ FILE = "kernels.jsonl"
 
 
 def append_kernels(run_dir: Path, step: int, kernels: Mapping[str, str]) -> None:
-    """Add what was chosen, as of that step, and wait until it is on the disk.
-
-    Args:
-        run_dir: the run folder.
-        step: the first that the process takes.
-        kernels: by what each is for.
-    """
+    """Add what was chosen, as of that step, and wait until it is on the disk."""
     with open(run_dir / FILE, "ab") as file:
         file.write((to_json({"step": step, "kernels": dict(kernels)}) + "\n").encode("ascii"))
     flush_file(run_dir / FILE)
 
 
 def recorded_kernels(run_dir: Path, step: int) -> dict[str, str]:
-    """The kernels that a step was taken with.
-
-    Args:
-        run_dir: the run folder; the run may be going on.
-        step: of it.
-
-    Returns:
-        Those of the last start before the step or with it; empty on a CPU, and for a run of before there was a record.
-
-    Raises:
-        ValueError: for a line before the last that is no object with a step.
-    """
+    """The kernels that a step was taken with."""
     found = [line.row["kernels"] for line in step_lines(run_dir / FILE, torn_end=True) if line.step <= step]
     return found[-1] if found else {}

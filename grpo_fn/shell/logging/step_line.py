@@ -14,18 +14,7 @@ Metrics = Mapping[str, float | int]
 
 
 def step_line(step: int, steps: int, metrics: Metrics, eta: float | None) -> str:
-    """One step at a glance: reward, its parts, length, loss, rate, time left and seconds by phase, as far as they fit.
-
-    Args:
-        step: steps done, from 1.
-        steps: steps of the run.
-        metrics: of the step, by the names of metrics.jsonl; what it did not measure is left out.
-        eta: seconds that are left, None where that is not known.
-
-    Returns:
-        A line of at most LINE characters. Where it would be longer, seconds by phase, loss and then parts of the reward
-        go, the last first.
-    """
+    """One step in a line: reward, its parts, length, loss, rate, time left and seconds by phase."""
     head = f"step {step}/{steps}"
     rate = metrics.get("generation/tokens_per_second")
     lengths, parts, phases, loss = _lengths(metrics), [*_parts(metrics)], _phases(metrics), _loss(metrics)
@@ -41,15 +30,7 @@ def step_line(step: int, steps: int, metrics: Metrics, eta: float | None) -> str
 
 
 def evaluation_line(metrics: Metrics, grader: str) -> str:
-    """The held-out accuracy of a step, with the name of the grader that decides it and the 95 % interval.
-
-    Args:
-        metrics: of the step; with "eval/accuracy".
-        grader: the first of sections.Evaluation.graders.
-
-    Returns:
-        Text without the step.
-    """
+    """The held-out accuracy of a step, with the name of the grader that decides it and the 95 % interval."""
     low, high = metrics.get("eval/accuracy_low"), metrics.get("eval/accuracy_high")
     interval = "" if low is None or high is None else f" (95 %: {low:.3f} to {high:.3f})"
     loss = f", loss {format_number(metrics['eval/loss'], 3)}" if "eval/loss" in metrics else ""

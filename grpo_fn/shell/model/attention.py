@@ -207,43 +207,22 @@ REPEATING = ", ".join(name for name, backend in BACKENDS.items() if backend.repe
 
 
 def transformers_name(name: str) -> str:
-    """The name by which transformers knows an attention.
-
-    Args:
-        name: `sections.Compute.attention`.
-    """
+    """The name by which transformers knows an attention."""
     return IN_TRANSFORMERS.get(name, name)
 
 
 def attention_name(found: str) -> str:
-    """The name of an attention in `sections.Compute.attention`.
-
-    Args:
-        found: its name in transformers.
-    """
+    """The name of an attention in `sections.Compute.attention`."""
     return HERE.get(found, found)
 
 
 def counted_attention(name: str) -> str:
-    """What stands in for an attention on any machine where memory and work alone are counted.
-
-    Args:
-        name: `sections.Compute.attention`.
-
-    Returns:
-        Itself where every device computes it: "eager" and "sdpa_math", which write scores out; else "sdpa", fused.
-    """
+    """What stands in for an attention on any machine where memory and work alone are counted."""
     return name if name in SCORES_IN_MEMORY else "sdpa"
 
 
 def check_attention_choice(name: str, dtype: torch.dtype, *, deterministic: bool) -> None:
-    """Raise ValueError for an attention that no machine has, or that does not go with the rest of the configuration.
-
-    Args:
-        name: `sections.Compute.attention`.
-        dtype: that the model computes in.
-        deterministic: `sections.Compute.deterministic`.
-    """
+    """Raise ValueError for an attention that no machine has, or that does not go with the rest of the configuration."""
     backend = BACKENDS.get(name)
     if backend is None:
         raise ValueError(f"{KNOB}: got {name!r}, wanted one of {', '.join(BACKENDS)}")
@@ -260,14 +239,7 @@ def check_attention_choice(name: str, dtype: torch.dtype, *, deterministic: bool
 
 
 def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> None:
-    """Raise ValueError for an attention that is not to be had here, by its package, the card or torch's build.
-
-    Args:
-        name: `sections.Compute.attention`.
-        device: that the model computes on.
-        dtype: that it computes in.
-        deterministic: `sections.Compute.deterministic`.
-    """
+    """Raise ValueError for an attention that is not to be had here, by its package, the card or torch's build."""
     check_attention_choice(name, dtype, deterministic=deterministic)
     backend = BACKENDS[name]
     if backend.module is not None and find_spec(backend.module) is None:
@@ -291,16 +263,7 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, dete
 
 
 def attention_note(name: str, dtype: torch.dtype, device: torch.device | None) -> list[str]:
-    """What attends to packed rows on a card: for the plan of a run.
-
-    Args:
-        name: `sections.Compute.attention`.
-        dtype: that the model computes in.
-        device: where; None for a card that is not here.
-
-    Returns:
-        One line; none on other devices.
-    """
+    """What attends to packed rows on a card: for the plan of a run."""
     if device is not None and device.type != "cuda":
         return []
     backend, how = BACKENDS[name], "padded buckets"

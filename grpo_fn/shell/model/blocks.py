@@ -156,16 +156,7 @@ def compiled_on_cuda(block: nn.Module) -> None:
 def execution_on(
     device: torch.device, execute: Callable[[nn.Module], None], *, weights: int
 ) -> Callable[[nn.Module], None]:
-    """How blocks that are still on the meta device will run: `compiled_on_cuda` as what it is there.
-
-    Args:
-        device: where they will compute.
-        execute: what was chosen, such as `mesh.Parallelism.compile`.
-        weights: of the largest block.
-
-    Returns:
-        `torch_compile` in mode "default" or `eager` for `compiled_on_cuda`; any other choice as it is.
-    """
+    """How blocks that are still on the meta device will run: `compiled_on_cuda` as what it is there."""
     if function_and_knobs(execute)[0] is not compiled_on_cuda:
         return execute
     compiles = device.type == "cuda" and small_block_reason(weights) is None

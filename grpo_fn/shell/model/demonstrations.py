@@ -163,18 +163,7 @@ def given_rollout(
     encode: Encode,
     device: torch.device,
 ) -> Rollout:
-    """Demonstrations as rows like those of a sampler, padded on the right.
-
-    Args:
-        problems: P problems with completions, at least one.
-        tokenizer: the policy's.
-        demonstration: (tokenizer, problem, *, encode) -> the row of a problem.
-        encode: (tokenizer, prompt) -> token ids of a prompt.
-        device: where the tensors go.
-
-    Returns:
-        P rows whose mask is what to learn.
-    """
+    """Demonstrations as rows like those of a sampler, padded on the right."""
     rows = [demonstration(tokenizer, problem, encode=encode) for problem in problems]
     texts = [completion_text(problem) for problem in problems]
     return given_rows(rows, texts, pad=tokenizer.eos_token_id, device=device)
@@ -207,18 +196,7 @@ def given_rows(rows: Sequence[Demonstration], texts: Sequence[str], *, pad: int,
 def shown_rows(
     task: Task, key: Tensor, rows: int, given: Callable[[Sequence[Problem]], Rollout], steps: int
 ) -> Rollout:
-    """The demonstrations beside a step's samples: the next so many of their stream.
-
-    Args:
-        task: whose problems have completions.
-        key: key of the stream.
-        rows: a step.
-        given: problems -> their rows.
-        steps: steps taken before, which decides where in the stream the rows are.
-
-    Returns:
-        `rows` rows.
-    """
+    """The demonstrations beside a step's samples: the next so many of their stream."""
     return given(train_problems(task, key, steps * rows, rows))
 
 
@@ -230,15 +208,7 @@ def check_demonstrations(
     encode: Encode,
     most: int | None,
 ) -> None:
-    """Raise ValueError unless each problem's demonstration can be made, and is of at most so many tokens.
-
-    Args:
-        problems: those of the run, each looked at once.
-        tokenizer: the policy's.
-        demonstration: (tokenizer, problem, *, encode) -> the row of a problem.
-        encode: (tokenizer, prompt) -> token ids of a prompt.
-        most: tokens that a row may have; None: no limit.
-    """
+    """Raise ValueError unless each problem's demonstration can be made, and is of at most so many tokens."""
     for one in {(problem.prompt, problem.meta.get(COMPLETION)): problem for problem in problems}.values():
         length = len(demonstration(tokenizer, one, encode=encode).tokens)
         if most is not None and length > most:

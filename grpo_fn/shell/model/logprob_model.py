@@ -154,9 +154,6 @@ def choose_head_kernels(device: torch.device) -> KernelChoice:
     """Triton's kernels on a CUDA device on which they give what torch's operations do; otherwise those.
 
     Warns once (RuntimeWarning) where a CUDA device has to do without Triton's.
-
-    Args:
-        device: where the head computes.
     """
     if device.type != "cuda":
         return KernelChoice(PlainKernels(), f"torch's operations (Triton has no kernels for {device.type})")
@@ -170,11 +167,7 @@ def choose_head_kernels(device: torch.device) -> KernelChoice:
 
 
 def why_no_triton(device: torch.device) -> str | None:
-    """Why Triton's kernels are not used on that device; None where they are, after a trial.
-
-    Args:
-        device: a CUDA device.
-    """
+    """Why Triton's kernels are not used on that device; None where they are, after a trial."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is 1"
     if find_spec("triton") is None:
@@ -191,12 +184,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 @torch.no_grad()
 def trial_error(kernels: ChunkKernels, device: torch.device) -> float:
-    """The largest difference from torch's operations over a few rows, of statistics and gradients; inf for a NaN.
-
-    Args:
-        kernels: what is tried.
-        device: where.
-    """
+    """The largest difference from torch's operations over a few rows, of statistics and gradients; inf for a NaN."""
     n, vocabulary = TRIAL
     at = torch.arange(n * vocabulary, device=device, dtype=torch.float32)
     logits = 4 * torch.sin(at * at).view(TRIAL)  # numbers without a generator, whose state a run depends on
@@ -223,13 +211,6 @@ def chunk_elements(bound: int, device: torch.device) -> int:
 
     With few rows of a large vocabulary in a chunk a card spends its time on reading the weight and on adding its
     gradient up, anew for each.
-
-    Args:
-        bound: most logits.
-        device: where the head computes.
-
-    Returns:
-        The number: a sixty-fourth of a card's memory in float32, 2^24 on a CPU, unless `bound` is less.
     """
     if device.type != "cuda":
         return min(bound, CPU_CHUNK)
@@ -237,16 +218,7 @@ def chunk_elements(bound: int, device: torch.device) -> int:
 
 
 def token_chunks(n: int, vocabulary: int, elements: int) -> list[slice]:
-    """The tokens that go through the head together: as few chunks as the elements allow, about equal.
-
-    Args:
-        n: tokens.
-        vocabulary: logits of each.
-        elements: most logits in a chunk; one token at least.
-
-    Returns:
-        The chunks in order; without tokens an empty one.
-    """
+    """The tokens that go through the head together: as few chunks as the elements allow, about equal."""
     most = max(1, elements // vocabulary)
     rows = -(-n // -(-n // most)) if n else 1
     return [slice(i, min(i + rows, n)) for i in range(0, max(n, 1), rows)]

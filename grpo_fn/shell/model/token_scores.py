@@ -26,16 +26,7 @@ class TokenScores(NamedTuple):
 def score_texts(
     model: nn.Module, texts: Sequence[ScoredText], *, temperature: float, top: int, elements: int, linear: bool
 ) -> list[TokenScores]:
-    """Scores under softmax(logits / temperature), all texts in one pass, padded on the right.
-
-    Args:
-        model: a causal language model of Hugging Face, in evaluation mode.
-        texts: what is scored.
-        temperature: divides the logits.
-        top: how many of the likeliest tokens to name in each place; 0: none.
-        elements: logits that live at once in the head, about.
-        linear: whether the logits are `hidden @ W.T` (`logprob_model.has_linear_head`).
-    """
+    """Scores under softmax(logits / temperature), all texts in one pass, padded on the right."""
     device = next(model.parameters()).device
     width = max(len(text.ids) for text in texts)
     every = torch.tensor([[*text.ids] + [0] * (width - len(text.ids)) for text in texts], device=device)

@@ -201,11 +201,7 @@ def skip_copies(root: nn.Module) -> None:
 
 
 def trained_places(module: nn.Module) -> list[WeightPlace]:
-    """The weights that FSDP2 gathers with `module` and that train, a tied one once.
-
-    Args:
-        module: FSDP2 is applied to it; modules in it to which FSDP2 is applied have weights of their own.
-    """
+    """The weights that FSDP2 gathers with `module` and that train, a tied one once."""
     found: dict[int, WeightPlace] = {}
 
     def visit(owner: nn.Module) -> None:
@@ -243,17 +239,7 @@ def kept_tensor(itself: "weakref.ref[Tensor]") -> Tensor:
 def cast_weight(
     gathered: tuple[Tensor, ...], kept: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """The weight in the dtype that is computed in, as FSDP2 asks its extensions for it.
-
-    Args:
-        gathered: of nothing.
-        kept: the weight, in float32.
-        dtype: of the computation.
-        out: what computes, from the second time on; its storage has bytes again.
-
-    Returns:
-        The first time, the cast, and the tensors whose storage FSDP2 frees after use.
-    """
+    """The weight in the dtype that is computed in, as FSDP2 asks its extensions for it."""
     if out is None:
         made = torch.empty(kept.shape, dtype=dtype, device=kept.device).copy_(kept)
         return made, (made,)
@@ -272,12 +258,7 @@ def _take_gradients(places: list[WeightPlace], hooked: dict[int, Tensor], module
 
 
 def add_gradient(weight: nn.Parameter, cast: Tensor) -> None:
-    """Add the gradient of a weight's cast to that of the weight, in the weight's dtype; the cast has none any more.
-
-    Args:
-        weight: a DTensor over one rank.
-        cast: of that weight.
-    """
+    """Add the gradient of a weight's cast to that of the weight, in the weight's dtype; the cast has none any more."""
     gradient, cast.grad = cast.grad, None
     if weight.grad is None:
         found = gradient.to(weight.dtype)

@@ -156,21 +156,7 @@ def logit_bytes(
     trained: bool,
     teacher: tuple[int, int] | None,
 ) -> int:
-    """Of the head's backward pass: a chunk of logits several times over, and the gradient of a head that trains.
-
-    Args:
-        elements: logits in a chunk.
-        vocabulary: rows of the head's matrix.
-        hidden: its columns.
-        tokens: of a micro-batch.
-        width: bytes of a number in the dtype that is computed in.
-        trained: whether the head's matrix has a gradient; under adapters it has none.
-        teacher: rows and columns of the head of a teacher whose whole distribution is read, of which there is a copy,
-            beside its states of all tokens; None without one.
-
-    Returns:
-        Bytes.
-    """
+    """Of the head's backward pass: a chunk of logits several times over, and the gradient of a head that trains."""
     rows = min(max(1, elements // vocabulary), tokens)
     gradient = trained * vocabulary * hidden * (WIDE + width)
     if teacher is None:

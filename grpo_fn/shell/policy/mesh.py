@@ -79,12 +79,7 @@ class Parallelism:
 
 
 def set_group_timeout(group: dist.ProcessGroup, world: World) -> None:
-    """Give a group of some ranks the deadline of the world: torch makes those of a mesh with 30 minutes.
-
-    Args:
-        group: a group of the default backends.
-        world: the ranks of the run; of one rank alone nothing is waited for.
-    """
+    """Give a group of some ranks the deadline of the world: torch makes those of a mesh with 30 minutes."""
     if world.size > 1:
         dist.distributed_c10d._set_pg_timeout(backend_timeout(world.device, world.deadline), group)
 

@@ -9,15 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """e <- e + rate (theta - e) of tensors that are changed in place; each rank has the average of its own part.
-
-    Args:
-        live: the tensors, by name, as they lie on this rank.
-        rate: share of the new weights, above 0 and up to 1.
-
-    Raises:
-        ValueError: a rate that is none.
-    """
+    """e <- e + rate (theta - e) of tensors that are changed in place; each rank has the average of its own part."""
 
     def __init__(self, live: Mapping[str, Tensor], *, rate: float) -> None:
         if not 0.0 < rate <= 1.0:

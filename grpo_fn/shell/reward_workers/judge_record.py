@@ -42,10 +42,6 @@ class JudgeRecord:
 
     Nothing is read before the first question, and nothing is written before the first answer. Where `read_only`, as
     replay has it, nothing is asked or written.
-
-    Args:
-        folder: of the run's answers; None: they are kept in memory.
-        rank: of this process, whose file is written.
     """
 
     def __init__(self, folder: Path | None, rank: int) -> None:

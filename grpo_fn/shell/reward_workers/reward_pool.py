@@ -756,16 +756,6 @@ def seconds_of(fn: Any, default: float) -> float:
 
     Looks through knobs and through every wrapper that calls what it wraps `reward`. The rewards of a `by_task` table
     share one deadline, the longest of theirs.
-
-    Args:
-        fn: a reward, plain or with knobs and wrappers around it.
-        default: seconds where there is no `with_timeout`.
-
-    Returns:
-        Seconds of wall clock for one row.
-
-    Raises:
-        ValueError: for seconds that are not more than 0.
     """
     function, knobs = function_and_knobs(fn)
     if function is by_task:
@@ -782,13 +772,6 @@ def judge_of(fn: Any, problem: Problem) -> tuple[Judge, float] | None:
     """The judge that a reward asks about a problem, and the seconds for its answer; None where it asks none.
 
     Looks through `with_timeout` and the tables of `by_task`.
-
-    Args:
-        fn: a reward.
-        problem: the problem of the row.
-
-    Returns:
-        The judge and its seconds.
     """
     if isinstance(fn, Judge):
         return fn, fn.batch_seconds

@@ -143,15 +143,7 @@ class Outside(NamedTuple):
 
 
 def count_outside(tokens: Tensor, logp: Tensor) -> Outside:
-    """Of the second half of some draws after one prompt, those that are no token of the first half.
-
-    Args:
-        tokens: `[N]`, independent draws of one token each.
-        logp: `[N]`, the policy's log-probs of them.
-
-    Returns:
-        The count, and its chance under the policy.
-    """
+    """Of the second half of some draws after one prompt, those that are no token of the first half."""
     half = len(tokens) // 2
     known = dict(zip(tokens[:half].tolist(), logp[:half].double().exp().tolist(), strict=True))
     outside = sum(token not in known for token in tokens[half:].tolist())
@@ -162,9 +154,6 @@ def p_value(found: Sequence[Outside]) -> float:
     """How likely a total that is at least as far from what is expected is, two-sided; 1 at most.
 
     The total of independent binomial counts, of which each has a chance of its own, enumerated.
-
-    Args:
-        found: a count for each prompt.
     """
     mass = [1.0]  # of 0, 1, 2, ... draws outside
     for count in found:

@@ -71,12 +71,6 @@ class VllmTeacher:
         It is asked how many tokens it reads, for the text of every token of the policy's tokenizer, and for the
         log-prob of the policy's last id. Tokens that are the same text to both, as pieces of a character are, are not
         distinguished. Raises RuntimeError when no answer comes.
-
-        Args:
-            name: key of the teacher.
-            tokenizer: the policy's.
-            vocabulary: ids that the policy can sample.
-            longest: most tokens of a row of the policy; None: no limit.
         """
         if longest is None or longest + 1 > self.max_model_len:
             raise ValueError(

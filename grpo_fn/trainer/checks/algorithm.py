@@ -36,11 +36,7 @@ ARGUMENTS = {
 
 
 def check_algorithm(settings: Settings) -> None:
-    """Raise ValueError for functions of the algorithm that do not fit one another or the run.
-
-    Args:
-        settings: their algorithm, and the teacher, demonstrations, episodes and sampling that it is to work with.
-    """
+    """Raise ValueError for functions of the algorithm that do not fit one another or the run."""
     algorithm, steps = settings.algorithm, settings.steps
     section = "supervised.Stage." if isinstance(algorithm, supervised.Stage) else "step.Algorithm."
     for knob, value in functions_of(vars(algorithm), section):
@@ -168,12 +164,7 @@ def check_group_size(algorithm: Algorithm) -> None:
 
 
 def check_parts(credit: Callable[..., Any] | None, parts: Sequence[str]) -> None:
-    """Raise ValueError for a credit that weighs parts which the reward does not have.
-
-    Args:
-        credit: `step.Algorithm.credit`.
-        parts: names of the reward's parts.
-    """
+    """Raise ValueError for a credit that weighs parts which the reward does not have."""
     for use in uses_of(credits.per_part, credit):
         weights = function_and_knobs(use)[1].get("weights", {})
         unknown = sorted(weights.keys() - {*parts})
@@ -188,13 +179,7 @@ KNOB = "train.train.curriculum"
 
 
 def check_curriculum_of_run(settings: Settings, task: Task, parts: Sequence[str]) -> None:
-    """Raise ValueError for a curriculum that is none, or that task, sampler, stage or rewards do not fit.
-
-    Args:
-        settings: their curriculum, the prompts of a step, and what samples them.
-        task: the task, whose arms are chosen.
-        parts: names of the reward's parts.
-    """
+    """Raise ValueError for a curriculum that is none, or that task, sampler, stage or rewards do not fit."""
     curriculum = settings.curriculum
     if curriculum is None:
         return

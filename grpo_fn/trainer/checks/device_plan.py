@@ -17,42 +17,19 @@ from grpo_fn.shell.sampler.local.split_kv import split_kv_unsupported_reason
 
 
 def planned_device(name: str) -> torch.device | None:
-    """The device that a run would compute on; None for a card that is not here.
-
-    Args:
-        name: `sections.Compute.device`: "auto", or a device.
-
-    Returns:
-        The device, without a number for "auto".
-    """
+    """The device that a run would compute on; None for a card that is not here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return None if name.startswith("cuda") and not torch.cuda.is_available() else torch.device(name)
 
 
 def planned_chunk(bound: int, device: torch.device | None) -> int:
-    """Logits in a chunk of the head.
-
-    Args:
-        bound: most of them.
-        device: where the head computes; None for a card that is not here.
-
-    Returns:
-        As the device has them; all that the bound allows for a card that is not here.
-    """
+    """Logits in a chunk of the head."""
     return bound if device is None else chunk_elements(bound, device)
 
 
 def precision_notes(dtype: torch.dtype, device: torch.device | None) -> list[str]:
-    """A line for a run in float32 on a card: what it costs, and what to lay over it.
-
-    Args:
-        dtype: that the model computes in.
-        device: where; None for a card that is not here.
-
-    Returns:
-        One line, or none.
-    """
+    """A line for a run in float32 on a card: what it costs, and what to lay over it."""
     if dtype is not torch.float32 or (device is not None and device.type != "cuda"):
         return []
     return [
@@ -71,18 +48,7 @@ class BlockPlan(NamedTuple):
 def plan_blocks(
     parallelism: Parallelism, device: torch.device | None, *, config: PretrainedConfig, deterministic: bool
 ) -> BlockPlan:
-    """`blocks.compiled_on_cuda` made `torch_compile` or `eager`; any other choice stays as it is.
-
-    Args:
-        parallelism: of the run.
-        device: where it computes; None for a card that is not here, of which the configuration alone is known.
-        config: of the model.
-        deterministic: `sections.Compute.deterministic`.
-
-    Returns:
-        The same with the choice made. A line on CUDA, with the reason where blocks run as written; none on a CPU, and
-        none where the configuration has chosen.
-    """
+    """`blocks.compiled_on_cuda` made `torch_compile` or `eager`; any other choice stays as it is."""
     if function_and_knobs(parallelism.compile)[0] is not blocks.compiled_on_cuda:
         return BlockPlan(parallelism, ())
     if device is not None and device.type != "cuda":
@@ -100,12 +66,7 @@ def plan_blocks(
 
 
 def compile_refusal(parallelism: Parallelism, *, deterministic: bool) -> str | None:
-    """What in a configuration rules compiled blocks out by default; None where nothing does.
-
-    Args:
-        parallelism: of the run.
-        deterministic: `sections.Compute.deterministic`.
-    """
+    """What in a configuration rules compiled blocks out by default; None where nothing does."""
     if deterministic:
         return "sections.Compute.deterministic is True"
     if parallelism.tp > 1:
@@ -116,14 +77,7 @@ def compile_refusal(parallelism: Parallelism, *, deterministic: bool) -> str | N
 
 
 def decoding_note(device: torch.device | None) -> str:
-    """How the local sampler's steps attend on a device, and why not in the split-KV kernel where they do not.
-
-    Args:
-        device: where; None for a card that is not here.
-
-    Returns:
-        A line, which holds unless the kernel fails its trial on the card: a warning says so then.
-    """
+    """How the local sampler's steps attend on a device, and why not in the split-KV kernel where they do not."""
     if device is None:
         return "decoding attends in the split-KV kernel where Triton imports, else in matrix products"
     reason = split_kv_unsupported_reason(device)
@@ -131,30 +85,12 @@ def decoding_note(device: torch.device | None) -> str:
 
 
 def decoding_notes(config: PretrainedConfig, adapters: LoRA | None, device: torch.device | None) -> list[str]:
-    """What is known of the local sampler's steps on a device: `decoding_note`, and on a card `projection_notes`.
-
-    Args:
-        config: of the model.
-        adapters: of the run; None: all parameters train.
-        device: where; None for a card that is not here.
-
-    Returns:
-        One line, or two.
-    """
+    """What is known of the local sampler's steps on a device: `decoding_note`, and on a card `projection_notes`."""
     return [decoding_note(device), *projection_notes(config, adapters, device)]
 
 
 def projection_notes(config: PretrainedConfig, adapters: LoRA | None, device: torch.device | None) -> list[str]:
-    """Which projections the local sampler's steps have in one product on a card, and why not the others.
-
-    Args:
-        config: of the model.
-        adapters: of the run; None: all parameters train.
-        device: where; None for a card that is not here.
-
-    Returns:
-        A line, which holds unless a trial of the model fails: a warning says so then. None for other devices.
-    """
+    """Which projections the local sampler's steps have in one product on a card, and why not the others."""
     if device is not None and device.type != "cuda":
         return []
     model = hf.empty_model(config)

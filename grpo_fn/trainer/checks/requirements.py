@@ -43,17 +43,7 @@ FOLDER = "judge"  # in the run folder
 
 
 def judges_of_run(settings: Settings) -> list[Judge]:
-    """The judges that a run asks.
-
-    Args:
-        settings: of the run.
-
-    Returns:
-        The judges, each once.
-
-    Raises:
-        ValueError: for one where it cannot be asked, and for two of one name.
-    """
+    """The judges that a run asks."""
     found = {id(judge): judge for judge in judges_of([settings.rewards.reward, *settings.evaluation.graders])}
     judges = [*found.values()]
     names = [judge.name for judge in judges]
@@ -63,46 +53,20 @@ def judges_of_run(settings: Settings) -> list[Judge]:
 
 
 def check_judges_answer(settings: Settings, run_dir: Path, *, main: bool) -> None:
-    """Look whether every judge is there and has its model, first of all; a run that has begun asks nothing.
-
-    Args:
-        settings: of the run.
-        run_dir: its folder; a record in there is that of a run that has begun.
-        main: whether this rank is the one that asks.
-
-    Raises:
-        ValueError: for a judge that does not answer, one without the model, and a key that is missing or refused.
-    """
+    """Look whether every judge is there and has its model, first of all; a run that has begun asks nothing."""
     if main and not (run_dir / FOLDER).is_dir():
         for judge in judges_of_run(settings):
             asyncio.run(check_endpoint(judge))
 
 
 def with_record(settings: Settings, run_dir: Path, rank: int) -> Settings:
-    """The settings, with pools whose judges have one record: that of the run.
-
-    Args:
-        settings: of the run.
-        run_dir: its folder.
-        rank: of this process.
-
-    Returns:
-        The settings; nothing of the record was read yet.
-    """
+    """The settings, with pools whose judges have one record: that of the run."""
     pool = partial(recorded_pool, settings.rewards.pool, JudgeRecord(run_dir / FOLDER, rank))
     return replace(settings, rewards=replace(settings.rewards, pool=pool))
 
 
 def recorded_pool(make: Callable[[], RewardPool], record: JudgeRecord) -> RewardPool:
-    """A pool whose judges are on record.
-
-    Args:
-        make: makes the pool.
-        record: of the run.
-
-    Returns:
-        The pool.
-    """
+    """A pool whose judges are on record."""
     pool = make()
     pool.judges.record = record
     return pool

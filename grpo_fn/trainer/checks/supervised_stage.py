@@ -16,11 +16,7 @@ from grpo_fn.trainer.sections import Settings
 
 
 def shown_key(settings: Settings) -> Tensor:
-    """Key of the stream of demonstrations beside sampled completions.
-
-    Args:
-        settings: their seed.
-    """
+    """Key of the stream of demonstrations beside sampled completions."""
     return prng.fold_in(prng.key(settings.seed, device="cpu"), SHOWING)
 
 
@@ -32,16 +28,7 @@ def look_at_demonstrations(
     task: Task,
     config: PretrainedConfig,
 ) -> None:
-    """Raise ValueError for a demonstration of the run, or a held-out one, that cannot be made or is too long.
-
-    Args:
-        settings: of the run.
-        shown: the task of demonstrations beside sampled completions, if there is one.
-        drawn: training problems of the run, which have demonstrations in a supervised stage.
-        tokenizer: the policy's.
-        task: its held-out problems.
-        config: of the policy's model, whose positions are the limit.
-    """
+    """Raise ValueError for a demonstration of the run, or a held-out one, that cannot be made or is too long."""
     problems = [*drawn, *task.test] if isinstance(settings.algorithm, Stage) else []
     if shown is not None:
         draws = min(shown.size, settings.demonstrations.rows * settings.steps) if shown.rows else settings.steps

@@ -51,12 +51,6 @@ def check_openings(
 
     Others are found out when they are sampled, and those of environments that are not pure, as a replay is without
     their tools. One that cannot begin is no error here: the tape of a replay may say how it began.
-
-    Args:
-        episodes: the section; None does nothing.
-        problems: those of the run.
-        tokenizer: of the policy.
-        limit: most tokens of an opening.
     """
     if episodes is None or not episodes.environment.pure:
         return
@@ -83,24 +77,7 @@ def fitting_episodes(
     length: Length,
     limit: int,
 ) -> Task:
-    """The task without the episodes that `overlong_prompts` leaves out by the length of their openings.
-
-    Args:
-        rule: `sections.Data.overlong_prompts`. `overlong.refuse` looks at the openings of the longest prompts alone.
-        episodes: the section.
-        task: the task.
-        drawn: training problems of the run, of a task that makes them as they are drawn.
-        tokenizer: of the policy.
-        length: tokens of a problem's prompt; an environment that is not pure is not asked how it begins.
-        limit: most tokens of an opening.
-
-    Returns:
-        The task.
-
-    Raises:
-        ValueError: for openings over the limit as the rule says, and for a rule that leaves problems out with an
-            environment that is not pure.
-    """
+    """The task without the episodes that `overlong_prompts` leaves out by the length of their openings."""
     refuses = function_and_knobs(rule)[0] is overlong.refuse
     if not episodes.environment.pure:
         if drawn and not task.rows:

@@ -16,12 +16,7 @@ from grpo_fn.tasks.task import Task
 
 
 def try_token_sampler(token_sampler: Callable[..., Any], temperature: float) -> None:
-    """Raise ValueError unless the token sampler draws a token and its log-prob for every row.
-
-    Args:
-        token_sampler: (logits `[B, V]`, u `[B]`, *, temperature) -> (token `[B]`, logp `[B]`).
-        temperature: that of the sampling.
-    """
+    """Raise ValueError unless the token sampler draws a token and its log-prob for every row."""
     logits, u = torch.linspace(-1, 1, 20).view(4, 5), torch.tensor([0.1, 0.4, 0.6, 0.9])
     names = [*own_functions(token_sampler)]
     users = [name for name in names if not name.startswith("grpo_fn.")]
@@ -76,17 +71,7 @@ T = TypeVar("T")
 
 
 def try_task(make: Any) -> Task:
-    """The task that a configuration makes, with a first training problem that can be drawn.
-
-    Args:
-        make: `sections.Data.task`, () -> Task.
-
-    Returns:
-        The task.
-
-    Raises:
-        ValueError: when it cannot be called, returns no Task, or one whose problems are none.
-    """
+    """The task that a configuration makes, with a first training problem that can be drawn."""
     wanted = "a function of no arguments that returns a grpo_fn.tasks.task.Task (from_rows makes one of a list)"
     if not callable(make):
         at = " (bound with (), which calls it too early?)" if isinstance(make, Task) else ""
@@ -107,11 +92,7 @@ def try_task(make: Any) -> Task:
 
 
 def try_optimizer(optimizer: Callable[..., Any]) -> None:
-    """Raise ValueError unless it makes a torch optimizer of parameters.
-
-    Args:
-        optimizer: `sections.PolicyUpdate.optimizer`, (parameters) -> torch.optim.Optimizer.
-    """
+    """Raise ValueError unless it makes a torch optimizer of parameters."""
     knob, wanted = "sections.PolicyUpdate.optimizer", "a torch.optim.Optimizer of the parameters that it is given"
     made = _called(knob, optimizer, lambda: optimizer([nn.Parameter(torch.zeros(2, 2))]), wanted=wanted)
     if not isinstance(made, torch.optim.Optimizer):
@@ -119,12 +100,7 @@ def try_optimizer(optimizer: Callable[..., Any]) -> None:
 
 
 def try_schedule(schedule: Callable[[int], Any], updates: int) -> None:
-    """Raise ValueError unless it gives a finite factor of at least 0 for the first and the last update.
-
-    Args:
-        schedule: `sections.PolicyUpdate.schedule`, update from 0 -> factor of the learning rate.
-        updates: optimizer steps of the run.
-    """
+    """Raise ValueError unless it gives a finite factor of at least 0 for the first and the last update."""
     knob, wanted = "sections.PolicyUpdate.schedule", "a finite number of at least 0, the factor of the learning rate"
     for update in (0, max(0, updates - 1)):
         factor = _called(knob, schedule, lambda at=update: schedule(at), wanted=wanted)
@@ -154,18 +130,7 @@ def _called(knob: str, function: Any, call: Callable[[], T], *, wanted: str) -> 
 
 
 def reward_parts(reward: Callable[..., Reward], problem: Problem) -> tuple[list[str], list[RewardFn]]:
-    """The parts of a reward, found by calling it on two empty completions whose scores are all 0.
-
-    Args:
-        reward: (problems, rollout, *, score) -> Reward.
-        problem: any problem of the task.
-
-    Returns:
-        The names of the parts, and the functions that it asks to be scored.
-
-    Raises:
-        ValueError: when it returns no Reward.
-    """
+    """The parts of a reward, found by calling it on two empty completions whose scores are all 0."""
     mask = torch.tensor([[False, True], [False, True]])
     rollout = Rollout(mask.long(), mask, torch.zeros(2, 2), ~mask[:, 1], ("", ""))
     asked: list[RewardFn] = []
@@ -184,16 +149,6 @@ def try_rewards(knob: str, fns: Sequence[RewardFn], problem: Problem, make_pool:
     """Raise ValueError unless each function gives a number or None for the answer of a problem and for an empty text.
 
     A row that is late or whose worker dies is no error here: the run loses such rows and goes on.
-
-    Args:
-        knob: what the functions are bound to, for the message.
-        fns: rewards or graders, (problem, completion) -> float, or None for what cannot be scored.
-        problem: any problem of the task.
-        make_pool: makes the pool of worker processes that the run scores with.
-
-    Raises:
-        ValueError: for a function that no worker can load, that returns something else, or that raises: on either text
-            where the pool stops on errors, on both where it does not.
     """
     texts = (Completion(problem.answer, 1, False), Completion("", 1, True))
     for fn in fns:

@@ -105,12 +105,7 @@ def check_this_machine(settings: Settings) -> None:
 
 
 def check_deterministic(deterministic: bool, compile_block: Callable[[nn.Module], None]) -> None:
-    """Raise ValueError for deterministic kernels together with compiled blocks, whose code depends on what came before.
-
-    Args:
-        deterministic: `sections.Compute.deterministic`.
-        compile_block: `mesh.Parallelism.compile`, or a partial of it.
-    """
+    """Raise ValueError for deterministic kernels with compiled blocks, whose code depends on earlier calls."""
     if deterministic and torch_compile in (compile_block, getattr(compile_block, "func", None)):
         raise ValueError(
             "sections.Compute.deterministic: got True with compiled blocks, whose code is tuned to the sizes that it "

@@ -74,14 +74,7 @@ def slope_rows(
 
 
 def fused_reduce(z: Float[Tensor, "n V"], target: Int[Tensor, "n"], *, temperature: float, block: int) -> ChunkStats:
-    """The statistics of a chunk's softmax(z / temperature), z read once and left as it is.
-
-    Args:
-        z: logits in float32, contiguous.
-        target: of each row, from 0 to below V; NaN is what another has for a log-probability.
-        temperature: divides the logits.
-        block: logits that a program has at once, a power of two.
-    """
+    """The statistics of a chunk's softmax(z / temperature), z read once and left as it is."""
     n, vocabulary = z.shape
     stats = ChunkStats(*(z.new_empty(n) for _ in ChunkStats._fields))
     if n:
@@ -103,18 +96,7 @@ def fused_slope(
     out: Float[Tensor, "n V"],
     block: int,
 ) -> Float[Tensor, "n V"]:
-    """dlogp onehot - p (dlogp + dentropy (log p + entropy)), into `out`, which may be z: one read, one write.
-
-    Args:
-        z: logits in float32, contiguous.
-        target: of each row.
-        dlogp: signal of the log-probability, in float32.
-        dentropy: of the entropy; None: none.
-        stats: what `fused_reduce` found for these logits.
-        temperature: divides the logits; not the result.
-        out: where the result goes, rounded to its dtype; contiguous.
-        block: logits that a program has at once, a power of two.
-    """
+    """dlogp onehot - p (dlogp + dentropy (log p + entropy)), into `out`, which may be z: one read, one write."""
     n, vocabulary = z.shape
     if n:
         signals = (dlogp.contiguous(), dlogp if dentropy is None else dentropy.contiguous())

@@ -153,13 +153,7 @@ class CudaGraph:
         self.pool, self.side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def __call__(self, step: Step) -> Step:
-        """Capture the step, after two warm-ups on the side stream: kernels are chosen and libraries set up in them.
-
-        Raises:
-            UncapturableStep: the second warm-up waited for the device.
-            BrokenCapture: the capture failed, and this torch cannot go on after that.
-            RuntimeError: the capture failed.
-        """
+        """Capture the step, after two warm-ups on the side stream: kernels are chosen and libraries set up in them."""
         current = torch.cuda.current_stream()
         self.side.wait_stream(current)
         try:
@@ -502,12 +496,7 @@ def memory_budget(device: torch.device) -> float:
 
 
 def captured_sizes(*, split_kv: bool) -> Sizes:
-    """Which sizes captured steps have.
-
-    Args:
-        split_kv: they attend in the split-KV kernel. It looks at no column that a row does not see, so that shapes
-            differ by its splits alone.
-    """
+    """Which sizes captured steps have."""
     columns = partial(graph_size, least=SPLIT if split_kv else FEWEST_COLUMNS)
     return Sizes(partial(graph_size, least=FEWEST_ROWS), columns, buffer_size, LOOK)
 

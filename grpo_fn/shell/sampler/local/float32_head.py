@@ -11,11 +11,7 @@ from grpo_fn.shell.sampler.local.kv_cache import products_in_float32
 
 
 def keep_logits_in_float32(model: nn.Module) -> None:
-    """Have a head of halves give its product in float32, as the trainer's does: rounded, a logit of 20 is off by 0.04.
-
-    Args:
-        model: a causal language model on CUDA. A head that is no plain matrix product stays as it is.
-    """
+    """Make a head of halves give its product in float32, as the trainer's: rounded, a logit of 20 is off by 0.04."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.bias is None and products_in_float32(head.weight):
         head.forward = partial(linear_in_float32, head.weight)

@@ -74,11 +74,7 @@ class JoinedPart(nn.Module):
 
 
 def joined_parameters(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One buffer with the parameters' rows in it, of which they are views from now on.
-
-    Args:
-        parameters: of one dtype and device, equal in all sizes but the first.
-    """
+    """One buffer with the parameters' rows in it, of which they are views from now on."""
     whole = torch.cat([p.detach() for p in parameters])
     for p, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         p.data = part
@@ -126,11 +122,7 @@ def unjoinable_reason(found: Projections) -> str | None:
 
 
 def joined_model(model: nn.Module) -> nn.Module:
-    """The model for decoding steps: what can be one product is one; the model itself where nothing can.
-
-    Args:
-        model: a causal language model of Hugging Face, whole on one device. Its parameters stay the same objects.
-    """
+    """The model for decoding steps: what can be one product is one; the model itself where nothing can."""
     parts = {
         (id(found.holder), name): module
         for found, reason in projections(model)
@@ -161,22 +153,14 @@ def joined_modules(layers: Sequence[nn.Linear]) -> list[nn.Module]:
 
 
 def relink(model: nn.Module) -> None:
-    """Join the weights anew where they have moved since.
-
-    Args:
-        model: of `joined_model`.
-    """
+    """Join the weights anew where they have moved since."""
     for module in model.modules():
         if isinstance(module, JoinedLinear):
             module.link()
 
 
 def joining_note(model: nn.Module) -> str:
-    """What decoding steps have as one product, and why not the rest: a line.
-
-    Args:
-        model: as `projections` takes it.
-    """
+    """What decoding steps have as one product, and why not the rest: a line."""
     reasons: dict[str, dict[str | None, int]] = {}
     for found, reason in projections(model):
         counts = reasons.setdefault(" + ".join(found.names), {})

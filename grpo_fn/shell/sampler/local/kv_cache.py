@@ -169,14 +169,7 @@ class LongRows(NamedTuple):
 
 
 def shorter_columns(drawn: Int[Tensor, "n"]) -> int:
-    """Columns for all rows, if attention over them, and over all columns for the rows that have more, costs least.
-
-    Args:
-        drawn: columns that each row sees.
-
-    Returns:
-        The most of `drawn` where the rows are too even, or too few, for a second computation to pay.
-    """
+    """Columns for all rows, if attention over them, and over all columns for the rows that have more, costs least."""
     ordered = drawn.sort().values
     longer = torch.arange(len(drawn) - 1, -1, -1)
     cost = len(drawn) * ordered + GATHERED * longer * ordered[-1]

@@ -33,11 +33,7 @@ SplitKV = Callable[..., Float[Tensor, "n H E"]]
 
 
 def split_kv_attention(*given: Tensor | float | int | None) -> Float[Tensor, "n H E"]:
-    """Attention of a step's rows: scores in float32, softmax(cap tanh(q k^T scale / cap)) v.
-
-    Args:
-        given: as the schema of the operator above has it.
-    """
+    """Attention of a step's rows: scores in float32, softmax(cap tanh(q k^T scale / cap)) v."""
     return torch.ops.grpo_fn.split_kv_attention(*given)
 
 

@@ -22,13 +22,7 @@ PADDING = 256  # tokens of padding that cost about as much as another pass throu
 
 
 def split_by_width(widths: Sequence[int], *, most: int, padding: int) -> Iterator[slice]:
-    """Rows that go through the model together, padded to the widest.
-
-    Args:
-        widths: tokens of each row, ascending.
-        most: tokens that go through the model at once, if there is more than one row.
-        padding: most of these tokens that may be padding.
-    """
+    """Rows that go through the model together, padded to the widest."""
     first, tokens = 0, 0
     for i, width in enumerate(widths):
         whole = width * (i - first + 1)
