@@ -55,7 +55,7 @@ def sample_and_follow(
     carried: Carry,
     prompts: int,
     *,
-    group_sampling: Callable[[Explore, Carry, int], GroupBatch],
+    group_sampling: Callable[[Explore, Carry, int], GroupBatch] | None,
     curriculum: Curriculum,
     labels: Sequence[str],
 ) -> GroupBatch:
@@ -65,7 +65,7 @@ def sample_and_follow(
         explore: (first, count) -> groups, as in `algo.group_sampling`.
         carried: what the step before left, with the state of its curriculum.
         prompts: groups to learn from in a step.
-        group_sampling: which groups to learn from.
+        group_sampling: which groups to learn from; None: the next, whatever comes of them.
         curriculum: how arms are chosen.
         labels: of the arms, for the metrics.
 
@@ -75,7 +75,11 @@ def sample_and_follow(
     Raises:
         ValueError: where the curriculum returns what it must not.
     """
-    found = group_sampling(explore, carried, prompts)
+    if group_sampling is None:
+        groups = explore(carried.drawn, prompts)
+        found = GroupBatch(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
+    else:
+        found = group_sampling(explore, carried, prompts)
     before, uids = carried.curriculum, [problem.uid for problem in found.fresh.problems]
     rates = curriculum.pass_rate(found.fresh.reward)
     if rates.shape != (len(uids),):

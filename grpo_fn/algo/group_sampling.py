@@ -21,21 +21,6 @@ class GroupBatch(NamedTuple):
     figures: dict[str, float]
 
 
-def keep_all(explore: Explore, carried: Carry, prompts: int) -> GroupBatch:
-    """The next `prompts` problems, whatever comes of them.
-
-    Args:
-        explore: (first, count) -> groups: samples and scores problems first, ..., first + count - 1 of the stream.
-        carried: what the step before left: the place in the stream, and groups that wait.
-        prompts: groups to learn from in a step.
-
-    Returns:
-        `prompts` groups to learn from, all of them fresh, and the place in the stream moved on.
-    """
-    groups = explore(carried.drawn, prompts)
-    return GroupBatch(groups, groups, carried._replace(drawn=carried.drawn + prompts), {})
-
-
 def dynamic(explore: Explore, carried: Carry, prompts: int, *, max_gen_batches: int) -> GroupBatch:
     """Go on sampling, `prompts` problems at a time, until as many groups carry signal, at most `max_gen_batches` times.
 

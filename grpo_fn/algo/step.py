@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from grpo_fn.algo import metrics
-from grpo_fn.algo.group_sampling import GroupBatch, keep_all
+from grpo_fn.algo.group_sampling import GroupBatch
 from grpo_fn.algo.needs import ScoredStep, check_declared, needs, token_advantages
 from grpo_fn.algo.objective import Objective, objective_value
 from grpo_fn.core import prng
@@ -93,7 +93,7 @@ class Algorithm:
 
     objective: Objective  # (scores, batch, totals, gains) -> a micro-batch's share of the loss, and diagnostics
     credit: Callable[[ScoredStep], Tensor] | None  # the advantage of every token, [P G T]; None: rewards teach nothing
-    group_sampling: Callable[..., GroupBatch] = keep_all  # (explore, carried, prompts) -> which groups to learn from
+    group_sampling: Callable[..., GroupBatch] | None = None  # (explore, carried, prompts) -> groups; None: the next
     old_logp: Callable[[Policy, Rollout], Tensor] = from_sampler  # the ratio's denominator, [B T]
     filters: Sequence[Callable[[Rollout, Tensor], Tensor]] = ()  # which samples may learn, [P G]; all have to agree
     token_mask: Callable[[Batch, Tensor], Tensor] | None = None  # tokens that the loss treats apart, [B T]
@@ -182,7 +182,11 @@ def grpo_step(
             check_reward_shapes(rewards, count, algo.group_size)
         return Groups(problems, rollout, rewards)
 
-    groups, fresh, carried, figures = algo.group_sampling(explore, carried, algo.prompts)  # o ~ pi_old(. | q), r
+    if algo.group_sampling is None:  # the next problems, whatever comes of them
+        fresh = groups = explore(carried.drawn, algo.prompts)  # o ~ pi_old(. | q), r
+        carried, figures = carried._replace(drawn=carried.drawn + algo.prompts), {}
+    else:
+        groups, fresh, carried, figures = algo.group_sampling(explore, carried, algo.prompts)
     sampler.rest()  # the device is the trainer's now
     with span("train"):
         passes = {

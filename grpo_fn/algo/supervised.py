@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.func import vmap
 
 from grpo_fn.algo import metrics
-from grpo_fn.algo.group_sampling import keep_all
 from grpo_fn.algo.metrics import UpdateResult
 from grpo_fn.algo.needs import ScoredStep
 from grpo_fn.algo.objective import Objective, objective_value
@@ -247,16 +246,13 @@ def supervised_step(
         ValueError: fields of the rows do not fit together.
     """
 
-    def read(first: int, count: int) -> Groups:
-        problems = tuple(stream(first, count))
+    sampler.rest()  # the device is the trainer's
+    with span("train"):
+        problems = tuple(stream(carried.drawn, algo.prompts))
         rollout = given(problems)
         check_rollout(rollout)
         zeros = torch.zeros_like(rollout.logp_sampled[:, :1])
-        return Groups(problems, rollout, outcome_reward(zeros, torch.ones_like(zeros, dtype=torch.bool), {}))
-
-    sampler.rest()  # the device is the trainer's
-    with span("train"):
-        groups, _, carried, _ = keep_all(read, carried, algo.prompts)
+        groups = Groups(problems, rollout, outcome_reward(zeros, torch.ones_like(zeros, dtype=torch.bool), {}))
         batch = given_batch(groups.rollout)
         updates = {"epochs": algo.epochs, "minibatches": algo.minibatches}
         own_pass = algo.epochs * algo.minibatches == 1 and not policy.dropout  # logp_old, for the record alone
@@ -264,7 +260,8 @@ def supervised_step(
         batch = learned[0].batch if len(learned) == 1 else batch
     figures = {**metrics.summarise_updates(batch, learned, reference=False), "train/skipped_step": 0.0}
     adv = by_group(batch.adv, len(groups.problems))
-    return Experience(groups, adv, batch), carried._replace(steps=carried.steps + 1), figures
+    carried = carried._replace(drawn=carried.drawn + algo.prompts, steps=carried.steps + 1)
+    return Experience(groups, adv, batch), carried, figures
 
 
 def learn_given(

@@ -1,8 +1,14 @@
 """What a run would be, worked out and checked before anything expensive starts."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from transformers import PretrainedConfig
+
+from grpo_fn.shell.model import hf
 from grpo_fn.shell.policy.memory import GB, WIDE, Memory
+from grpo_fn.tasks.task import Task
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def check_restored(run: TrainingRun, carried: Carry) -> Carry:
     return carried
 
 
-def follow_groups(settings: Settings, task: Task, group_sampling: SampleGroups) -> SampleGroups:
+def follow_groups(settings: Settings, task: Task, group_sampling: SampleGroups | None) -> SampleGroups | None:
     """A group sampling that also moves the state of the run's curriculum, if it has one."""
     if settings.curriculum is None:
         return group_sampling

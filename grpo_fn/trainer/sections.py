@@ -43,7 +43,6 @@ from grpo_fn.shell.sampler.probe import Probe
 from grpo_fn.shell.vllm.served_teacher import VllmTeacher
 from grpo_fn.tasks.privileged import PrivilegedPrompt
 from grpo_fn.tasks.task import Task
-from grpo_fn.trainer.teachers import TeacherKey
 
 # What the program passes to a sampler factory besides the context and the tokenizer.
 TO_SAMPLER = ("token_sampler", "encode", "max_new_tokens", "max_total_tokens", "max_rows", "stop")
@@ -180,7 +179,7 @@ class Teacher:
     """Models that a credit of `algo.distillation` learns from: one for all problems, or several."""
 
     models: Mapping[str, TeacherModel]  # by key: folder or hub name, what makes one, the policy itself, vLLM servers
-    key: TeacherKey  # problem -> which of them
+    key: Callable[[Problem], str]  # problem -> which of them
     prompt: PrivilegedPrompt | None  # what they read in the place of the problem's prompt; None: that prompt
     encode_prompt: hf.Encode | None  # (tokenizer, prompt) -> ids, of each teacher's own; None: as the policy's are made
     offload: bool  # weights of loaded ones on the host, moved to the device when needed

@@ -31,7 +31,6 @@ from grpo_fn.tasks.privileged import PrivilegedPrompt, Sample
 from grpo_fn.trainer.plan import ValidatedPlan
 from grpo_fn.trainer.sections import Settings, Teacher
 
-TeacherKey = Callable[[Problem], str]
 TeacherLogp = Callable[[Rollout], Tensor]  # of one teacher: log-probs of the sampled tokens, [B T]
 EncodePrompt = Callable[[str], list[int]]
 
@@ -78,7 +77,7 @@ def teacher_logp(
     *,
     teachers: Mapping[str, TeacherLogp],
     changes: Mapping[str, PromptChange],
-    key: TeacherKey,
+    key: Callable[[Problem], str],
 ) -> Float[Tensor, "B T"]:
     """Log-probs of the sampled tokens, each row's under the teacher of its problem."""
     size = groups.reward.value.shape[1]
@@ -194,7 +193,7 @@ def token_text(token: str | None) -> str:
     return "nothing" if token is None else repr(token)
 
 
-def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: TeacherKey) -> None:
+def check_keys(problems: Sequence[Problem], models: Mapping[str, object], key: Callable[[Problem], str]) -> None:
     """Raise ValueError for a problem whose key names no teacher."""
     for problem in problems:
         if (found := key(problem)) not in models:

@@ -44,7 +44,6 @@ PASSED = {
     "sampling.categorical": ["temperature"],
     "sampling.nucleus": ["temperature"],
     "logprob_model.LogprobModel": ["model", "temperature", "logits_chunk_elements", "input_packing"],
-    "group_sampling.keep_all": ["prompts"],
     "group_sampling.dynamic": ["prompts"],
     "step.grpo_step": ["key"],
     "supervised.supervised_step": ["key"],

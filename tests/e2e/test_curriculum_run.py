@@ -23,7 +23,7 @@ FILE = str(SMALL.parent / "curriculum.gin")
 LEVELS: dict[str, Any] = {
     "sections__Data__task": "@mixture.arms",
     "train__train__curriculum": "@curricula.learnability_bandit()",
-    "step__Algorithm__group_sampling": "@group_sampling.keep_all",
+    "step__Algorithm__group_sampling": None,
 }
 
 

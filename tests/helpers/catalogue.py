@@ -88,7 +88,7 @@ KINDS = [
         },
     ),
     (controllers, ("gain", "measured"), {"adaptive_kl", "adaptive_entropy"}),
-    (group_sampling, ("explore", "carried", "prompts"), {"keep_all", "dynamic"}),
+    (group_sampling, ("explore", "carried", "prompts"), {"dynamic"}),
 ]
 # Presets of gin/algo that have a line in docs/algorithms/catalogue.md and a loop in reference.py; a new one need not.
 KNOWN_PRESETS = {

@@ -154,7 +154,7 @@ def run(world: World, folder: Path, strategy: str, plan: Plan, how: Algorithm) -
     sampler, score = DataParallelSampler(own, world), spread_score(score_serially, world)
     algo = replace(
         how,
-        group_sampling=partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else group_sampling.keep_all,
+        group_sampling=partial(group_sampling.dynamic, max_gen_batches=2) if plan.dynamic else None,
         old_logp=from_trainer if plan.adapted else from_sampler,
         prompts=plan.prompts,
         group_size=plan.group_size,
