@@ -94,7 +94,6 @@ def test_the_messages_that_are_explained_are_those_that_are_given() -> None:
 
 def test_the_knobs_and_files_that_are_named_exist() -> None:
     text = "\n".join(path.read_text() for path in sorted(DOCS.rglob("*.md"))) + (ROOT / "README.md").read_text()
-    text = text.replace((DOCS / "configuration" / "renamed.md").read_text(), "")
     missing = [
         name
         for name in re.findall(r"`((?:scale|algo|run|task|eval)/\w+\.gin)`", text)
