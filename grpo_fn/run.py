@@ -25,9 +25,6 @@ from grpo_fn.command_line import (
     launcher_command,
 )
 
-REHEARSED = {"card": "h100", "prompt_tokens": 128, "json": None}  # flags of a rehearsal alone, and their defaults
-MOST_REHEARSED = 1024  # ranks: tested up to here
-
 
 def flags() -> argparse.ArgumentParser:
     """The command line."""
@@ -45,21 +42,7 @@ def flags() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dry_run", action="store_true", help="print what the run would be, load no weights, and exit")
     parser.add_argument(
-        "--rehearse", action="store_true", help="one step on shapes alone: memory, work and time on a card; no weights"
-    )
-    parser.add_argument(
-        "--card", help="with --rehearse: the card that the time is for: h100 (default), a100, v100 or 8gb"
-    )
-    parser.add_argument(
-        "--prompt_tokens", type=int, metavar="N", help="with --rehearse: tokens of every prompt (default 128)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="with --rehearse: the figures, as one object, too")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with --dry_run or --rehearse: so many devices, without starting them",
+        "--ranks", type=int, default=1, metavar="N", help="with --dry_run: so many devices, without starting them"
     )
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="with --ranks: on so many hosts")
     parser.add_argument("--force", action="store_true", help="resume in a run folder that has another configuration")
@@ -84,20 +67,11 @@ def refused_flags(args: argparse.Namespace) -> str | None:
     """Why these flags do not go together, in one line; None where they do."""
     if args.ranks < 1 or args.hosts < 1 or args.ranks % args.hosts:
         return f"got --ranks {args.ranks} --hosts {args.hosts}, wanted as many ranks on every host, at least one"
-    if args.dry_run and args.rehearse:
-        return "got --dry_run --rehearse, wanted one of them; a rehearsal prints the dry run's estimate beside its own"
-    if args.ranks > 1 and not (args.dry_run or args.rehearse):
+    if args.ranks > 1 and not args.dry_run:
         return (
-            f"got --ranks {args.ranks}, wanted --dry_run or --rehearse with it; "
+            f"got --ranks {args.ranks}, wanted --dry_run with it; "
             "to train on several devices: torchrun --nproc-per-node N -m grpo_fn.run"
         )
-    for name in REHEARSED:
-        if getattr(args, name) is not None and not args.rehearse:
-            return f"got --{name} {getattr(args, name)}, wanted --rehearse with it"
-    if args.rehearse and args.ranks > MOST_REHEARSED:
-        return f"--ranks: got {args.ranks:,}, wanted at most {MOST_REHEARSED:,} with --rehearse"
-    if args.prompt_tokens is not None and args.prompt_tokens < 1:
-        return f"--prompt_tokens: got {args.prompt_tokens}, wanted at least 1"
     return None
 
 
@@ -123,18 +97,13 @@ def command_again(args: argparse.Namespace) -> str:
 
 def launch_training(args: argparse.Namespace) -> int:
     """The run's exit code; an engine that is refused is one line. Raises ValueError or OSError for bad input."""
-    if not (args.dry_run or args.rehearse) and os.environ.get("RANK", "0") == "0":
+    if not args.dry_run and os.environ.get("RANK", "0") == "0":
         with suppress(OSError, ValueError):  # a console that is gone ends no run
             print(f"reading {', '.join(args.gin_file)}; the run folder is {args.run_dir}", flush=True)
     from grpo_fn.config import load_config
 
     config = load_config(args.gin_file, args.gin_param)
     kwargs = config.kwargs()
-    if args.rehearse:
-        from grpo_fn.rehearse.command import rehearse_run
-
-        asked = {name: default if (x := getattr(args, name)) is None else x for name, default in REHEARSED.items()}
-        return rehearse_run(kwargs, ranks=args.ranks, hosts=args.hosts, **asked)
     from grpo_fn import train
 
     request = {name: getattr(args, name) for name in ("run_dir", "dry_run", "ranks", "hosts", "force")}

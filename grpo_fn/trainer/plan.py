@@ -65,8 +65,10 @@ class Plan:
 
 
 def kv_bytes_per_token(config: object, bytes_per_value: int) -> int:
-    """2 (key, value) x layers x KV heads x head size x bytes."""
-    heads = config.num_attention_heads
+    """2 (key, value) x layers x KV heads x head size x bytes; 0 of a model without attention."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0
     head = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv = getattr(config, "num_key_value_heads", None) or heads
     return 2 * config.num_hidden_layers * kv * head * bytes_per_value

@@ -3,7 +3,7 @@
 core < algo, rewards < environments, tasks < analysis are pure; shell is stateful and knows neither algo nor analysis,
 but for the warm start of its tiny models, which takes steps of the supervised stage; trainer puts both together; train,
 and the commands run, eval, serve, score, redteam, replay and doctor, come last. Nothing imports testing or a command,
-but redteam has the rewards of score, and run the rehearsal.
+but redteam has the rewards of score.
 """
 
 import ast
@@ -47,8 +47,7 @@ MAY_IMPORT = {
     "trainer": {*PURE, "shell", "config"},
     "train": {*PURE, "shell", "trainer"},
     "command_line": {"core.checks", "core.display_text"},
-    "rehearse": {*PURE, "shell", "trainer"},
-    "run": {"command_line", "config", "train", "rehearse"},
+    "run": {"command_line", "config", "train"},
     "eval": {"command_line", *PURE, "shell", "trainer", "config"},
     "serve": {"command_line", *PURE, "shell", "trainer", "config"},
     "score": {"command_line", "core", "shell", "trainer", "config"},

@@ -99,7 +99,7 @@ def ours(small: Callable[[list[str], Place], list[str]], codes: Sequence[int] = 
         begun = [*argv[:2], *(given if argv[2:] or argv[1] != "grpo_fn.doctor" else [])]
         done = well(forked(doing.start, begun, things=place.things, site=site), " ".join(begun), codes)
         assert done.out or site.out.name not in ("out0", "out1"), f"{' '.join(begun)} printed nothing"
-        if argv[1] == "grpo_fn.run" and not {"--dry_run", "--rehearse", "--help"} & {*begun}:
+        if argv[1] == "grpo_fn.run" and not {"--dry_run", "--help"} & {*begun}:
             finished(begun, place)
 
     return rule
@@ -264,8 +264,8 @@ def lm_eval_command(argv: Sequence[str], place: Place, site: Site) -> None:
 
 
 def small_run(argv: list[str], place: Place) -> list[str]:
-    """As small as the desk's; a rehearsal is of as many ranks as such a run has prompts."""
-    return [*desk.small_run(argv, place.things), *(["--ranks", "2"] if "--rehearse" in argv else [])]
+    """As small as the desk's."""
+    return desk.small_run(argv, place.things)
 
 
 MODULES = {

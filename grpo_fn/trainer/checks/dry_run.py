@@ -1,11 +1,22 @@
-"""What a dry run prints: the plan of a run on so many ranks, with the memory of one device."""
+"""A dry run's lines: the plan of a run on so many ranks, with one device's memory, traffic and time of a step.
 
-from dataclasses import replace
+Bytes are sums over the model's weights. Seconds are a coarse estimate: operations, bytes and launches at rates that
+were measured on one H100. Links between two cards were never measured: their rates are assumptions.
+"""
 
-from grpo_fn.core.partials import uses_of
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from grpo_fn.algo.step import Algorithm, from_trainer
+from grpo_fn.core.partials import function_and_knobs, uses_of
 from grpo_fn.shell.model.attention import attention_note
+from grpo_fn.shell.model.blocks import full_checkpointing, torch_compile
 from grpo_fn.shell.policy import memory_estimate
-from grpo_fn.shell.policy.memory import Memory
+from grpo_fn.shell.policy.memory import GB, WIDE, Memory, Weight
+from grpo_fn.shell.policy.mesh import Parallelism
 from grpo_fn.shell.sampler.local import local_sampler
 from grpo_fn.trainer.checks.device_plan import (
     decoding_notes,
@@ -17,25 +28,50 @@ from grpo_fn.trainer.checks.device_plan import (
 from grpo_fn.trainer.plan import ValidatedPlan
 from grpo_fn.trainer.sections import Settings
 
+# "H100": measured on one H100 80GB, 2026-11-26, torch 2.11; docs/running/run.md has the measurements.
+COMPILED_ACTIVATIONS = 0.65  # of those of blocks as written: H100, peaks of `train-1.5b-compiled` and of a whole run
+PRODUCTS = 783e12  # operations a second of bfloat16 products of 8192 x 8192: H100
+SINGLE_PRODUCTS = 50e12  # the same in float32: assumed
+TRAINING_SHARE = 0.335  # of PRODUCTS: H100, 0.313 in `step`, 0.333 in `train-1.5b-compiled`, 0.360 in a whole run
+LAUNCHING = 2.77e-3  # seconds of a pass of one block as written, however few its tokens: H100, `train-0.5b`
+DECODING_SHARE = 0.45  # of PRODUCTS, as rows are added to a decoding step: H100, decoding of 64 to 1,024 rows
+READING = 2.79e12  # bytes a second of weights, keys and values: H100, decoding of 128 to 3,968 columns
+LAUNCHES, OTHER_LAUNCHES = 14, 51  # of a decoding step for each block, and besides: H100, 387 of 24 blocks
+ADAPTED_LAUNCHES = 28  # for each block with adapters: H100, sampling in `memory`
+LAUNCH = 2.74e-6  # seconds of each: H100, what of a decoding step neither rows nor columns change
+AROUND = 1.14  # seconds of a call of the sampler over those of its decoding steps: H100, 609 and 535 ms
+NVLINK = 0.8 * 450e9  # bytes a second to a card of the same host: assumed
+NETWORK = 0.8 * 50e9  # bytes a second to a card of another host: assumed
+HOST_LINK = 0.8 * 64e9  # bytes a second between a card and its host's memory: assumed
+PROMPT_TOKENS = 128  # of every prompt: assumed
+
 
 def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hosts: int) -> list[str]:
-    """The plan of a run on so many ranks, evenly on so many hosts, with the memory of one device."""
+    """The plan of a run on so many ranks, evenly on so many hosts, with memory, traffic and time of one device."""
     mesh = settings.parallelism.shape(ranks, ranks // hosts)
     device = planned_device(settings.compute.device)
-    chunk = planned_chunk(settings.compute.logits_chunk_elements, device)
-    memory = estimated_memory(settings, checked, ranks=ranks, hosts=hosts, logits_chunk_elements=chunk)
+    blocks = plan_blocks(
+        settings.parallelism, device, config=checked.config, deterministic=settings.compute.deterministic
+    )
+    memory, unknown = None, []
+    try:
+        memory = estimated_memory(settings, checked, mesh=mesh, blocks=blocks.parallelism, device=device)
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:  # of the model's own code
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        unknown = [f"memory: not estimated, as {type(checked.config).__name__} was not passed without data ({reason})"]
     shape = "replicate {} x shard {} x tensor {}".format(*mesh)
     local = any(uses_of(local_sampler.local, [settings.sampling.sampler]))
     engine = (
         [] if local else ["  nor counted: the sampler's engine, which has a share of the device or devices of its own"]
     )
+    step, weights = device_step(settings, checked, mesh)
     return [
         *replace(checked.plan, ranks=ranks, arrangement=shape, memory=memory).lines(),
+        *unknown,
         *engine,
+        *step_lines(step, traffic(step, weights, settings.parallelism, on_host=ranks // hosts)),
         *(decoding_notes(checked.config, settings.lora, device) if local else []),
-        *plan_blocks(
-            settings.parallelism, device, config=checked.config, deterministic=settings.compute.deterministic
-        ).notes,
+        *blocks.notes,
         *precision_notes(checked.dtype, device),
         *attention_note(settings.compute.attention, checked.dtype, device),
         *checked.task.notes,
@@ -43,25 +79,18 @@ def dry_run_lines(settings: Settings, checked: ValidatedPlan, *, ranks: int, hos
 
 
 def estimated_memory(
-    settings: Settings, checked: ValidatedPlan, *, ranks: int, hosts: int, logits_chunk_elements: int
+    settings: Settings,
+    checked: ValidatedPlan,
+    *,
+    mesh: tuple[int, int, int],
+    blocks: Parallelism,
+    device: torch.device | None,
 ) -> Memory:
-    """What one device of so many holds, by sums over the model's weights.
-
-    Args:
-        settings: of the run.
-        checked: what `validate` found out.
-        ranks: devices, evenly on so many hosts.
-        hosts: of them.
-        logits_chunk_elements: logits in a chunk of the head.
-
-    Returns:
-        Its parts.
-    """
-    plan = replace(checked.plan, ranks=ranks)
-    mesh = settings.parallelism.shape(ranks, ranks // hosts)
+    """What one device of a mesh holds, its blocks being run as `blocks` says."""
+    replicate, shard, tensor = mesh
     local = any(uses_of(local_sampler.local, [settings.sampling.sampler]))
     relative = settings.teacher is not None and settings.teacher.relative_entropy
-    return memory_estimate.device_memory(
+    memory = memory_estimate.device_memory(
         checked.config,
         settings.lora,
         settings.parallelism,
@@ -76,7 +105,188 @@ def estimated_memory(
         average=checked.plan.average,
         micro_tokens=settings.policy.micro_tokens,
         width=settings.sampling.max_new_tokens,
-        logits_chunk_elements=logits_chunk_elements,
-        cache=plan.kv_bytes() if local else 0,
+        logits_chunk_elements=planned_chunk(settings.compute.logits_chunk_elements, device),
+        cache=replace(checked.plan, ranks=replicate * shard * tensor).kv_bytes() if local else 0,
         local_sampler=local,
     )
+    if not is_compiled(blocks):
+        return memory
+    kept = (
+        part._replace(bytes=round(COMPILED_ACTIVATIONS * part.bytes)) if part.name == "activations" else part
+        for part in memory.training
+    )
+    return memory._replace(training=tuple(kept))
+
+
+def is_compiled(blocks: Parallelism) -> bool:
+    """Whether torch compiles the blocks."""
+    return function_and_knobs(blocks.compile)[0] is torch_compile
+
+
+# -- a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceStep:
+    """One device's part of a step: a model, the rows that it samples, and the rows that it trains on."""
+
+    mesh: tuple[int, int, int]  # replicate, shard, tensor
+    blocks: int
+    block_weights: int  # of matrices, multiplied with every token
+    trained: int  # weights, of all devices together
+    head: tuple[int, int]  # vocabulary, hidden size
+    kv_bytes: int  # of a token
+    width: int  # bytes of a number in the dtype that is computed in
+    adapted: bool
+    compiled: bool
+    recomputed: bool  # the backward pass begins with a forward pass of each block
+    sampled_groups: int
+    trained_groups: int  # by the ranks that share every product together
+    group_size: int
+    prompt_tokens: int
+    new_tokens: int
+    max_rows: int  # sampled at once
+    frozen_passes: int  # over the trained rows, without a gradient
+    epochs: int
+    minibatches: int
+    micro_batches: int  # of all minibatches
+
+    def rate(self) -> float:
+        """Operations a second of large products."""
+        return PRODUCTS if self.width < WIDE else SINGLE_PRODUCTS
+
+    def tokens(self) -> int:
+        """Tokens that a pass over the trained rows reads: a prompt once for its group."""
+        return self.trained_groups * (self.prompt_tokens + self.group_size * self.new_tokens)
+
+    def operations(self) -> float:
+        """A forward pass over the trained rows: 2 a weight and token, 4 a block, hidden number and pair of tokens."""
+        vocabulary, hidden = self.head
+        prompt, sampled, new = self.prompt_tokens, self.group_size * self.new_tokens, self.new_tokens
+        pairs = prompt * (prompt + 1) / 2 + sampled * (prompt + (new + 1) / 2)
+        of_group = 2 * vocabulary * hidden * sampled + 4 * self.blocks * hidden * pairs
+        return (2 * self.block_weights * self.tokens() + self.trained_groups * of_group) / self.mesh[2]
+
+
+def device_step(
+    settings: Settings, checked: ValidatedPlan, mesh: tuple[int, int, int]
+) -> tuple[DeviceStep, list[Weight]]:
+    """What a card of a mesh does in a step, with the weights as it has them; completions are as long as they may be."""
+    how, plan, algorithm = settings.parallelism, checked.plan, settings.algorithm
+    replicate, shard, tensor = mesh
+    model = memory_estimate.meta_model(checked.config, settings.lora, settings.compute.attention)
+    samples, updates = isinstance(algorithm, Algorithm), plan.epochs * plan.minibatches
+    old_logp = samples and updates > 1 and function_and_knobs(algorithm.old_logp)[0] is from_trainer
+    card = plan_blocks(how, None, config=checked.config, deterministic=settings.compute.deterministic)
+    matrices = [w for w, matrix in memory_estimate.weights(model, 1, 1) if matrix and w.block is not None]
+    step = DeviceStep(
+        mesh=mesh,
+        blocks=len({w.block for w in matrices}),
+        block_weights=sum(w.whole for w in matrices),
+        trained=plan.trained,
+        head=memory_estimate.head_dimensions(checked.config),
+        kv_bytes=plan.kv_bytes_per_token,
+        width=checked.dtype.itemsize,
+        adapted=settings.lora is not None,
+        compiled=is_compiled(card.parallelism),
+        recomputed=function_and_knobs(how.activation_checkpointing)[0] is full_checkpointing,
+        sampled_groups=-(-plan.prompts // (replicate * shard * tensor)) if samples else 0,
+        trained_groups=-(-plan.prompts // (replicate * shard)),
+        group_size=plan.group_size,
+        prompt_tokens=PROMPT_TOKENS,
+        new_tokens=plan.max_new_tokens,
+        max_rows=plan.max_rows,
+        frozen_passes=checked.reference + old_logp,
+        epochs=plan.epochs,
+        minibatches=plan.minibatches,
+        micro_batches=0,
+    )
+    parts = -(-step.tokens() // (plan.minibatches * settings.policy.micro_tokens))
+    parts = plan.minibatches * max(parts, settings.policy.min_micro_batches)
+    return replace(step, micro_batches=parts), [w for w, _ in memory_estimate.weights(model, shard, tensor)]
+
+
+def sampling_seconds(step: DeviceStep) -> float:
+    """A decoding step launches kernels, reads weights, keys and values, and multiplies; a row takes one a token."""
+    rows = step.sampled_groups * step.group_size
+    at_once = min(rows, step.max_rows)
+    vocabulary, hidden = step.head
+    weights = step.block_weights + vocabulary * hidden
+    columns = at_once * (step.prompt_tokens / step.group_size + step.new_tokens / 2)  # a prompt is read once a group
+    launches = step.blocks * (ADAPTED_LAUNCHES if step.adapted else LAUNCHES) + OTHER_LAUNCHES
+    seconds = (
+        LAUNCH * launches
+        + (step.width * weights + step.kv_bytes * columns) / READING
+        + 2 * weights * at_once / (DECODING_SHARE * step.rate())
+    )
+    return AROUND * seconds * step.new_tokens * -(-rows // step.max_rows)
+
+
+def training_seconds(step: DeviceStep) -> float:
+    """A pass takes the time of its operations, or of its launches if blocks are as written; one back is two."""
+    passes = step.epochs * (3 + step.recomputed) + step.frozen_passes
+    frozen = step.epochs * step.adapted  # there is no gradient of the weights beside adapters
+    by_operations = (passes - frozen) * step.operations() / (TRAINING_SHARE * step.rate())
+    by_launches = passes * step.micro_batches * step.blocks * LAUNCHING
+    return by_operations if step.compiled else max(by_operations, by_launches)
+
+
+class Traffic(NamedTuple):
+    """Bytes that one device receives in a step, and how many a second."""
+
+    name: str
+    bytes: float
+    rate: float
+
+
+def traffic(step: DeviceStep, weights: Sequence[Weight], how: Parallelism, *, on_host: int) -> list[Traffic]:
+    """What FSDP2, tensor parallelism and the sampler's weights bring to a device; `on_host` are the ranks of a host.
+
+    A gather or a reduction brings what the device has not, a sum over n ranks 2 (n - 1) / n of its size. A block is
+    gathered for each pass, or once where it stays, the root once. Gradients are reduced in float32 in every
+    micro-batch, and summed over copies of the model in every update.
+    """
+    replicate, shard, tensor = step.mesh
+    gathers = step.epochs * (1 + how.reshard_after_forward) + step.frozen_passes
+    root_gathers, updates = step.epochs + step.frozen_passes, step.epochs * step.minibatches
+
+    def gathered(sizes: Sequence[tuple[Weight, int]]) -> int:
+        return sum(size * (root_gathers if w.block is None else gathers) for w, size in sizes)
+
+    near = [NVLINK if ranks <= on_host else NETWORK for ranks in (tensor, tensor * shard, tensor * shard * replicate)]
+    trained = [w for w in weights if w.trained]
+    kept, whole = sum(w.part for w in trained), sum(w.whole for w in trained)
+    sums = step.epochs * (7 + 2 * step.recomputed) + 2 * step.frozen_passes  # two a block, and on the way back five
+    summed = step.width * step.tokens() * step.head[1] * step.blocks * sums
+    micro, back = step.micro_batches, step.epochs * step.micro_batches
+    found = [
+        Traffic("weights, gathered", micro * step.width * gathered([(w, w.whole - w.part) for w in weights]), near[1]),
+        Traffic("gradients, reduced", back * WIDE * (whole - kept), near[1]),
+        Traffic("gradients, of other copies", updates * 2 * WIDE * kept * (replicate - 1) / replicate, near[2]),
+        Traffic("sums of shared products", summed * 2 * (tensor - 1) / tensor, near[0]),
+        Traffic("weights, for the sampler", bool(step.sampled_groups) * WIDE * (step.trained - kept), near[1]),
+        Traffic(
+            "between card and host",
+            how.offload * WIDE * (micro * gathered([(w, w.part) for w in weights]) + back * kept),
+            HOST_LINK,
+        ),
+    ]
+    return [one for one in found if one.bytes]
+
+
+def step_lines(step: DeviceStep, received: Sequence[Traffic]) -> list[str]:
+    """Bytes and seconds of a step, and what they are of."""
+    seconds = {
+        "sampling": sampling_seconds(step),
+        "training": training_seconds(step),
+        "links": sum(one.bytes / one.rate for one in received),
+    }
+    return [
+        "received by each device in a step, by the mesh:" + ("" if received else " nothing"),
+        *(f"  {one.name:<38}{one.bytes / GB:9.3f} GB, at {one.rate / GB:.0f} GB/s (assumed)" for one in received),
+        "time of a step, a coarse estimate calibrated on one H100 80GB:",
+        *(f"  {name:<38}{n:9.2f} s" for name, n in seconds.items()),
+        f"  {'one after another':<38}{sum(seconds.values()):9.2f} s",
+        f"  for prompts of {step.prompt_tokens} tokens (assumed) and completions of {step.new_tokens}; not counted: "
+        "rewards, environments, evaluation, checkpoints, teachers, an optimizer on the host, compiling",
+    ]

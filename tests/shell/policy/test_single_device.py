@@ -7,7 +7,6 @@ from functools import partial
 
 import estimating_rank as rank
 import pytest
-import rehearsing_rank
 import torch
 from fakes import VOCABULARY
 from families import FAMILIES
@@ -16,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_fn.rehearse.rehearsed_rows import rehearsed_batch, rehearsed_rollout, slopes
+from grpo_fn.core.batch import rows_as_rollout
+from grpo_fn.core.types import Batch, Scores
 from grpo_fn.shell.model import blocks
 from grpo_fn.shell.policy import load_and_shard, optimizer
 from grpo_fn.shell.policy.fsdp import FSDPPolicy, full_tensor
@@ -46,7 +46,7 @@ def policy_in(folder, dtype: torch.dtype, checkpointing=blocks.no_checkpointing,
         reference_model=loaded.reference_model,
         dropout_modules=[],
         seed=0,
-        micro_tokens=rehearsing_rank.MICRO_TOKENS,
+        micro_tokens=64,
         min_micro_batches=1,
         optimizer=rank.ADAMW,
         schedule=partial(optimizer.constant, warmup=0),
@@ -54,6 +54,15 @@ def policy_in(folder, dtype: torch.dtype, checkpointing=blocks.no_checkpointing,
         initial_scale=1.0,
         max_grad_norm=1.0,
     )
+
+
+def groups() -> Batch:
+    """Eight groups of two: prompts of 5 tokens, completions of 11."""
+    tokens = torch.zeros(16, 16, dtype=torch.long)
+    tokens[:, 0] = torch.arange(8).repeat_interleave(2)
+    mask = (torch.arange(16) >= 5).repeat(16, 1)
+    none = torch.zeros(tokens.shape)
+    return Batch(tokens, mask, none, none, none, none, none, torch.zeros_like(mask), torch.full(tokens.shape, 22))
 
 
 class Operators(TorchDispatchMode):
@@ -75,14 +84,13 @@ class Operators(TorchDispatchMode):
 
 def gradients(policy: FSDPPolicy, *, parts: int) -> list[dict[str, Tensor]]:
     """After each of so many micro-batches, all gradients."""
-    rollout = rehearsed_rollout(rehearsing_rank.SHAPE, VOCABULARY)
-    batch = rehearsed_batch(rollout, rehearsing_rank.SHAPE)
+    batch = groups()
     policy.set_accumulation_steps(parts)
     found = []
     for rows in policy.split_rows(batch)[:parts]:
         micro = type(batch)(*(x[rows] for x in batch))
         _, pullback = policy.vjp(micro)
-        pullback(slopes(micro.mask, entropy=True))
+        pullback(Scores(torch.ones(micro.mask.shape), torch.ones(micro.mask.shape)))
         found.append({name: full_tensor(x.grad).clone() for name, x in policy.named_tensors().items()})
     return found
 
@@ -170,7 +178,7 @@ def test_a_weight_that_is_replaced_is_found_out(folder):
 def test_on_one_device_a_frozen_copy_lies_whole_in_the_dtype_of_the_computation(folder):
     """Nothing is gathered or cast for it, and a pass under it is one under the weights that the policy began with."""
     policy = policy_in(folder, torch.bfloat16, reference=True)
-    rollout = rehearsed_rollout(rehearsing_rank.SHAPE, VOCABULARY)
+    rollout = rows_as_rollout(groups())
     with policy.reference_model() as frozen:
         assert not any(isinstance(module, FSDPModule) for module in frozen.modules())
         assert {x.dtype for x in frozen.parameters()} == {torch.bfloat16}
