@@ -16,7 +16,7 @@ TRL_PYTHON = TESTS.parent / ".venv-trl" / "bin" / "python"
 
 
 def test_there_are_enough_configurations_and_none_is_there_twice() -> None:
-    found = compare_trl_cases.cases()
+    found = compare_trl_cases.CASES
     assert len(found) > 200
     assert len({case.name for case in found}) == len(found)
     carried = [case for case in found if not isinstance(compare_trl.draft_of(case.config), str)]
@@ -28,7 +28,7 @@ def test_there_are_enough_configurations_and_none_is_there_twice() -> None:
 
 def test_every_repair_belongs_to_words_that_the_importer_writes() -> None:
     """A repair whose note is never written could never be called for; one that always is would hide differences."""
-    drafts = [compare_trl.draft_of(case.config) for case in compare_trl_cases.cases()]
+    drafts = [compare_trl.draft_of(case.config) for case in compare_trl_cases.CASES]
     called = [compare_trl_ours.called_for(draft) for draft in drafts if not isinstance(draft, str)]
     assert set.union(*called) == set(compare_trl_ours.REPAIRS)
     assert set.intersection(*called) == {"unscored rows"}
@@ -41,8 +41,8 @@ CASE = "loss_type=dapo, beta=0.1"
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """A configuration, its samples, and the gradients of one update of our own as those of TRL."""
     folder = tmp_path_factory.mktemp("compare")
-    model, shared = compare_trl.samples(folder)
-    (case,) = [case for case in compare_trl_cases.cases() if case.name == CASE]
+    model, shared = compare_trl_ours.samples(folder)
+    (case,) = [case for case in compare_trl_cases.CASES if case.name == CASE]
     made = compare_trl_ours.imported(case, compare_trl.draft_of(case.config), shared, model, folder)
     update = {"params": made.policy.params, "micro": [list(range(8)), list(range(8, 16))]}
     (grads,) = compare_trl_ours.gradients(made, [update], set())

@@ -7,13 +7,15 @@ that differs counts as named only where the repairs of the notes that were writt
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from compare_trl_cases import Case
+from compare_trl_cases import PLACE, Case
 from import_draft import Draft
 from torch import Tensor, nn
 from torch.func import grad_and_value
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_fn.algo.advantage import group_normalized
 from grpo_fn.algo.credit import first_token, outcome, row_whitened
@@ -27,8 +29,10 @@ from grpo_fn.core import masked, prng
 from grpo_fn.core.batch import count, outcome_reward
 from grpo_fn.core.problem import Problem
 from grpo_fn.core.types import Batch, Groups, Rollout, Scores
+from grpo_fn.shell.model import hf, tiny_model
 from grpo_fn.shell.policy.functional import FunctionalPolicy
 
+PROMPTS, GROUP, LONGEST, FIRST = 8, 4, 8, 100  # FIRST: the token that opens row 0; each row has its own
 Grads = dict[str, Tensor]
 Update = Mapping[str, Any]  # of TRL: "params", "grads", "micro"
 REPAIRS = {  # a repair, and the words of the note that calls for it
@@ -55,12 +59,56 @@ def called_for(draft: Draft) -> set[str]:
     return {name for name, words in REPAIRS.items() if words in text}
 
 
+def samples(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model in float64, and rows of every length with another engine's log-probs and rewards."""
+    draw = torch.Generator().manual_seed(0)
+    tokenizer = tiny_model.byte_tokenizer(chat=False)
+    end = tokenizer.eos_token_id
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=259,
+        **{"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32, "max_position_embeddings": 64},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True, "initializer_range": 0.3},
+        **{"bos_token_id": None, "eos_token_id": end, "pad_token_id": end},
+    )
+    model = Qwen2ForCausalLM(config).double().eval()
+    hf.export(model, tokenizer, folder / "model")
+    prompts = [f"p{number}:" for number in range(PROMPTS)]
+    prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    start, count = len(prompt_ids[0]), PROMPTS * GROUP
+    tokens = torch.full((count, start + LONGEST), end)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for b in range(count):
+        length = 2 + b * 5 % (LONGEST - 1)
+        ids = [FIRST + b, *torch.randint(0, 256, (length - 1,), generator=draw).tolist()]
+        ids = ids if length == LONGEST and b % 3 else [*ids[:-1], end]
+        tokens[b, : start + length] = torch.tensor([*prompt_ids[b // GROUP], *ids])
+        mask[b, start : start + length] = True
+    policy = FunctionalPolicy(model, temperature=1.0)
+    exact = scores_under(policy, policy.params, tokens, mask)
+    noise = 0.2 * torch.randn(exact.shape, generator=draw, dtype=torch.float64)
+    logps = (exact + noise).clamp(max=-1e-3).float().double()  # as another engine may have had them, of float32
+    rewards = [round(float(x), 3) for x in torch.rand(count, generator=draw)]
+    rewards[: 2 * GROUP] = [1.0, 0.0, 0.0, 1.0, *[0.5] * GROUP]  # in the second group nothing to learn from
+    reference = {name: p + 0.05 * torch.randn(p.shape, generator=draw) for name, p in model.state_dict().items()}
+    reference["lm_head.weight"] = reference["model.embed_tokens.weight"]
+    return model, {
+        **{"model": str(folder / "model"), "prompts": prompts, "prompt_ids": prompt_ids, "first_token": FIRST},
+        "rows": [
+            {"completion": t[m].tolist(), "logps": x[m].tolist()} for t, m, x in zip(tokens, mask, logps, strict=True)
+        ],
+        **{"tokens": tokens, "mask": mask, "logps": logps, "rewards": rewards},
+        "rewards_with_none": [None if b % 5 == 2 else value for b, value in enumerate(rewards)],
+        "truncated": torch.stack([row[keep][-1] != end for row, keep in zip(tokens, mask, strict=True)]),
+        "reference": {name: p.detach() for name, p in reference.items()},
+    }
+
+
 @dataclass(frozen=True)
 class Imported:
     """An imported configuration on the shared samples."""
 
     case: Case
-    draft: Draft
     algo: Algorithm
     policy: FunctionalPolicy
     groups: Groups
@@ -101,7 +149,6 @@ def imported(case: Case, draft: Draft, shared: Mapping[str, Any], model: nn.Modu
     rounds = case.config.get("steps_per_generation", accumulate)
     return Imported(
         case,
-        draft,
         algo,
         policy,
         Groups(problems, rollout, outcome_reward(value, valid, {})),
@@ -123,12 +170,8 @@ def gradients(made: Imported, updates: list[Update], repairs: set[str]) -> Itera
     batch = whole_batch(made, repairs)
     parts = made.algo.minibatches
     for number, update in enumerate(updates):
-        if repairs & {"own rows", "split groups"}:
-            rows = [torch.tensor(micro) for micro in update["micro"]]
-        else:
-            rows = [torch.arange(len(batch.mask)).chunk(parts)[number % parts]]
-            rows = list(rows[0].chunk(made.accumulate)) if parts == 1 and not repairs else rows
-        if repairs and parts == 1:
+        rows = torch.arange(len(batch.mask)).chunk(parts)[number % parts].chunk(made.accumulate if parts == 1 else 1)
+        if repairs & {"own rows", "split groups"} or (repairs and parts == 1):
             rows = [torch.tensor(micro) for micro in update["micro"]]
         mini = taken(batch, torch.cat(rows))
         made.policy.params = {name: update["params"][name] for name in made.policy.params}
@@ -136,10 +179,8 @@ def gradients(made: Imported, updates: list[Update], repairs: set[str]) -> Itera
         for place, own in enumerate(rows):
             micro = taken(batch, own)
             scores, pullback = made.policy.vjp(micro)
-            loss = objective(made, batch, place, repairs)
-            loss = partial(loss, batch=micro, totals=count(mini), gains=UNMOVED)
-            signal, _ = grad_and_value(loss, has_aux=True)(scores)
-            pullback(signal)
+            loss = partial(objective(made, batch, place, repairs), batch=micro, totals=count(mini), gains=UNMOVED)
+            pullback(grad_and_value(loss, has_aux=True)(scores)[0])
         yield made.policy.grads
 
 
@@ -153,13 +194,9 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
     if "normalised parts" in repairs and made.case.config.get("multi_objective_aggregation") == "normalize_then_sum":
         compare = partial(outcome, advantage=partial(group_normalized, eps=1e-4, ddof=1))
         algo = replace(algo, credit=partial(row_whitened_sample_std, credit=compare))
-    pieces = [slice(None)]
-    if "batch std" in repairs:
-        size = made.group_rows // algo.group_size
-        pieces = [slice(p, p + size) for p in range(0, len(groups.problems), size)]
-    found = []
-    for piece in pieces:
-        rows = slice(*(None if end is None else end * algo.group_size for end in (piece.start, piece.stop)))
+    size, pieces = made.group_rows // algo.group_size if "batch std" in repairs else len(groups.problems), []
+    for first in range(0, len(groups.problems), size):
+        piece, rows = (slice(first * n, (first + size) * n) for n in (1, algo.group_size))
         part = Groups(
             groups.problems[piece],
             Rollout(*(x[rows] for x in groups.rollout)),
@@ -174,8 +211,8 @@ def whole_batch(made: Imported, repairs: set[str]) -> Batch:
             lost = ~part.reward.valid.flatten()[:, None]
             mask = part.rollout.mask & keep.all(0).flatten()[:, None]
             batch = batch._replace(mask=mask, adv=torch.where(lost, 0.0, batch.adv))
-        found.append(batch)
-    return Batch(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        pieces.append(batch)
+    return Batch(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
 
 
 def row_whitened_sample_std(scored: ScoredStep, *, credit: Any) -> Tensor:
@@ -198,7 +235,9 @@ def objective(made: Imported, batch: Batch, place: int, repairs: set[str]) -> Ca
         knobs["loss_aggregation"] = lambda batch, totals: batch.mask / tokens
     if "row KL" in repairs:
         knobs["kl"] = row_kl
-    kind, bounds = config.get("vllm_importance_sampling_mode", "sequence_mask"), sampler_bounds(made)
+    low, high = config.get(f"{PLACE}clip_min"), config.get(f"{PLACE}cap", config.get(f"{PLACE}clip_max", 3.0))
+    bounds = (-torch.inf if low is None else low, torch.inf if high is None else high)
+    kind = config.get(f"{PLACE}mode", "sequence_mask")
     if repairs & {"row products", "lower bound"}:
         own = bounds if "lower bound" in repairs or kind.endswith("mask") else (-torch.inf, bounds[1])
         weight = partial(trl_weight, kind=kind, bounds=own, product="row products" in repairs)
@@ -206,7 +245,7 @@ def objective(made: Imported, batch: Batch, place: int, repairs: set[str]) -> Ca
         masks = getattr(base, "keywords", {}).get("mask")
         knobs["importance_correction"] = weight if masks is None else partial(product_of, weight=weight, mask=masks)
     if "vespo weights" in repairs:
-        corrected = config.get("vllm_importance_sampling_correction", True)
+        corrected = config.get(f"{PLACE}correction", True)
         weight = partial(trl_weight, kind=kind, bounds=bounds, product=True) if corrected else None
         knobs["token_loss"] = partial(trl_vespo, weight=weight, knobs=knobs["token_loss"].keywords)
     share = config.get("top_entropy_quantile", 1.0) if "entropy quantile" in repairs else 1.0
@@ -214,8 +253,7 @@ def objective(made: Imported, batch: Batch, place: int, repairs: set[str]) -> Ca
     by_device = "entropy means" in repairs or (share < 1 and bonus)
     if by_device or "adaptive entropy" in repairs:
         knobs["entropy_bonus"] = 0.0
-    correction = knobs["importance_correction"]
-    knobs["importance_correction"] = partial(outside_selected, correction=correction)
+    knobs["importance_correction"] = partial(outside_selected, correction=knobs["importance_correction"])
 
     def found(scores: Scores, *, batch: Batch, totals: Any, gains: Any) -> Any:
         chosen = batch.mask
@@ -237,13 +275,6 @@ def outside_selected(logp: Tensor, row: Batch, *, correction: Callable[..., Tens
     """A correction where a token is not selected, else 0."""
     weight = torch.ones_like(logp) if correction is None else correction(logp, row)
     return torch.where(row.selected, 0.0, weight)
-
-
-def sampler_bounds(made: Imported) -> tuple[float, float]:
-    config, place = made.case.config, "vllm_importance_sampling_"
-    low, high = config.get(f"{place}clip_min"), config.get(f"{place}clip_max", 3.0)
-    high = config.get(f"{place}cap", high)
-    return (-torch.inf if low is None else low, torch.inf if high is None else high)
 
 
 def trl_weight(logp: Tensor, row: Batch, *, kind: str, bounds: tuple[float, float], product: bool) -> Tensor:
@@ -275,10 +306,8 @@ def trl_vespo(logp: Tensor, row: Batch, *, weight: Any, knobs: Mapping[str, floa
     return vespo(logp, row._replace(logp_sampled=stand_in), **knobs)
 
 
-def distance(found: Grads, wanted: Grads) -> float:
-    """|found - wanted| / |wanted| over all parameters; 0 where both are 0."""
-    apart, size = (
-        sum(float((x**2).sum()) for x in values) ** 0.5
-        for values in ([found[n] - wanted[n] for n in wanted], list(wanted.values()))
-    )
-    return apart / size if size else apart
+def distance(ours: Grads, theirs: Grads) -> float:
+    """|ours - theirs| / |theirs| over all parameters; 0 where both are 0."""
+    gaps = [ours[name] - theirs[name] for name in theirs]
+    gap, size = (float(torch.cat([x.flatten() for x in values]).norm()) for values in (gaps, theirs.values()))
+    return gap / size if size else gap

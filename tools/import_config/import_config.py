@@ -10,58 +10,14 @@ docs/migrating/from_trl.md and docs/migrating/from_nemo_rl.md say the same in wo
 """
 
 import argparse
-import ast
-import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from import_draft import Draft
+from config_file import inherited
 from import_nemo_rl import from_nemo_rl
 from import_trl import from_trl
-from nemo_rl_yaml import inherited
-
-
-def read(path: Path) -> Mapping[str, Any]:
-    """The mapping in a JSON, YAML or Python file. Raises ValueError naming what was got instead."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"got {path}, which cannot be read ({error}), wanted a configuration") from error
-    config = parsed(text, path)
-    if not isinstance(config, Mapping) or not config:
-        raise ValueError(f"{path}: got {type(config).__name__}, wanted keys and values")
-    return config
-
-
-def parsed(text: str, path: Path) -> Any:
-    try:
-        if path.suffix == ".json":
-            return json.loads(text)
-        if path.suffix == ".py":
-            return python(text)
-        try:
-            import yaml
-        except ImportError as error:
-            raise ValueError(f"got {path} without PyYAML, wanted it (pip install pyyaml), or JSON") from error
-        return yaml.safe_load(text)
-    except ValueError as error:
-        raise ValueError(f"{path}: got {error}, wanted JSON, YAML or Python literals") from error
-    except Exception as error:  # YAML's own errors have no common ancestor but this
-        raise ValueError(f"{path}: got {' '.join(str(error).split())[:200]}, wanted JSON or YAML") from error
-
-
-def python(text: str) -> Any:
-    """A dict literal, or the keywords of a call, alone or assigned to a name."""
-    try:
-        body = ast.parse(text).body
-        value = next(node.value for node in reversed(body) if isinstance(node, ast.Expr | ast.Assign))
-        if isinstance(value, ast.Call):
-            return {word.arg: ast.literal_eval(word.value) for word in value.keywords}
-        return ast.literal_eval(value)
-    except (SyntaxError, StopIteration, RecursionError, TypeError) as error:
-        raise ValueError(f"no literals ({error})") from error
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -101,13 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"got --world {args.world} --rows {args.rows}, wanted numbers from 1")
         if args.out is not None and args.out.exists():
             raise ValueError(f"--out: got {args.out}, which exists; wanted a free name")
-        config = inherited(args.config, read)
-        kind = args.kind or kind_of(config)
-        made: dict[str, Callable[[], Draft]] = {
-            "nemo_rl": lambda: from_nemo_rl(config, args.rows),
-            "trl": lambda: from_trl(config, args.world, args.rows),
-        }
-        draft = made[kind]()
+        config = inherited(args.config)
+        if (args.kind or kind_of(config)) == "trl":
+            draft = from_trl(config, args.world, args.rows)
+        else:
+            draft = from_nemo_rl(config, args.rows)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,13 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "migrating" / "import_options.md"
 sys.path.insert(0, str(HERE.parent / "import_config"))
 
-from import_draft import DIFFERS, LEFT, UNKNOWN, Draft, fits  # noqa: E402
-from import_nemo_rl import from_nemo_rl  # noqa: E402
-from import_trl import from_trl  # noqa: E402
-from nemo_rl_options import NEMO_LEFT, NEMO_QUIET  # noqa: E402
-from trl_options import TRL_LEFT, TRL_QUIET  # noqa: E402
+from import_draft import DIFFERS, LEFT, UNKNOWN, Draft  # noqa: E402
+from import_nemo_rl import NEMO_RL, from_nemo_rl  # noqa: E402
+from import_trl import TRL, from_trl  # noqa: E402
+from peer_options import reason  # noqa: E402
 
 Flat = dict[str, Any]
-CARRIED, NAMED, REFUSED, LISTED, NOTHING = (
-    "carried",
-    "carried, with a difference",
-    "refused",
-    "not carried",
-    "no effect",
-)
+CARRIED, NAMED, REFUSED, LISTED = KINDS = ("carried", "carried, with a difference", "refused", "not carried")
 
 
 def trl_options() -> Flat:
@@ -129,28 +122,7 @@ NEMO_VALUES: dict[str, list[Any]] = {
     "data.dataset_name": ["OpenMathInstruct-2"],
     "data.train.dataset_name": ["OpenMathInstruct-2"],
 }
-NO_OWN: dict[str, str] = {}  # options that are read without a counterpart, and why
 GUESSES: list[Any] = [True, False, 3, 64, 0.5, 2.0]  # of a key whose default is unknown
-
-
-def nested(flat: Flat) -> dict[str, Any]:
-    """Mappings in mappings from dotted keys."""
-    whole: dict[str, Any] = {}
-    for key, value in flat.items():
-        *folders, last = key.split(".")
-        place = whole
-        for name in folders:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return whole
-
-
-def of_trl(flat: Flat) -> Draft:
-    return from_trl(flat, 1, 7473)
-
-
-def of_nemo(flat: Flat) -> Draft:
-    return from_nemo_rl(nested(flat), 100)
 
 
 def other_values(default: Any) -> list[Any]:
@@ -205,44 +177,40 @@ def row(
                 continue
             before, after = bound(plain), bound(made)
             changed = [knob for knob in after | before if after.get(knob) != before.get(knob)]
+            changed.sort(key=lambda knob: "@" not in after.get(knob, ""))  # what chooses a function, then its knobs
             knobs |= dict.fromkeys(changed)
             if changed or not why:
                 said |= {without_numbers(text): text for text in differences(name, made, plain)}
     own = [knob if knob.startswith("`") else f"`{knob}`" for knob in knobs]
     if not own and not said:
-        return [REFUSED, "", next(iter(refused))] if refused else [LISTED if why else NOTHING, "", why or NO_OWN[name]]
+        if not (why or refused):
+            raise ValueError(f"{name}: got no effect and no reason, wanted one of them")
+        return [REFUSED, "", next(iter(refused))] if refused else [LISTED, "", why or ""]
     shown = own[:4] + ([f"and {len(own) - 4} more"] if len(own) > 4 else [])
     return [NAMED if said else CARRIED, ", ".join(shown), "; ".join(list(said.values())[:3])]
 
 
-def reason(name: str, reasons: Mapping[str, str], quiet: list[str]) -> str | None:
-    """Why an option is not carried, as the importer says it."""
-    found = next((why for pattern, why in reasons.items() if fits(pattern, name)), None)
-    return found or ("about logging, files or processes" if any(fits(pattern, name) for pattern in quiet) else None)
-
-
 def tables() -> Iterator[str]:
     """The page."""
-    trl, nemo = trl_options(), nemo_keys()
     trl_rows = {
         name: row(
             name,
-            lambda flat: of_trl(TRL_BASE | flat),
+            lambda flat: from_trl(TRL_BASE | flat, 1, 7473),
             TRL_VALUES.get(name, other_values(default)),
             TRL_BESIDE,
-            reason(name, TRL_LEFT, TRL_QUIET),
+            reason(TRL, name),
         )
-        for name, default in trl.items()
+        for name, default in trl_options().items()
     }
     nemo_rows = {
         name: row(
             name,
-            lambda flat: of_nemo(NEMO_BASE | flat),
+            lambda flat: from_nemo_rl(NEMO_BASE | flat, 100),
             NEMO_VALUES.get(name, GUESSES),
             NEMO_BESIDE,
-            reason(name, NEMO_LEFT, NEMO_QUIET),
+            reason(NEMO_RL, name),
         )
-        for name in nemo
+        for name in nemo_keys()
     }
     yield from HEAD
     for title, rows in (("TRL 1.16: GRPOConfig", trl_rows), ("NeMo-RL, August 2026", nemo_rows)):
@@ -258,7 +226,6 @@ def tables() -> Iterator[str]:
         yield ""
 
 
-KINDS = (CARRIED, NAMED, REFUSED, LISTED, NOTHING)
 HEAD = [
     "# Every option that is imported",
     "",
