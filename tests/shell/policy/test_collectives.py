@@ -30,7 +30,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_fn.algo import controllers
 from grpo_fn.config import load_config
 from grpo_fn.config.parse import GIN_FOLDER, parse_gin
 from grpo_fn.core.batch import trim_rows
@@ -179,7 +178,7 @@ def trace(mesh: str, rank: int, folder: str, mistake: Callable[[FSDPPolicy], Non
         min_micro_batches=1,
         optimizer=bound["policy"].optimizer,
         schedule=partial(optimizer.constant, warmup=0),
-        loss_scale=controllers.constant_loss_scale,
+        loss_scale=None,
         initial_scale=1.0,
         max_grad_norm=1.0,
     )
