@@ -3,7 +3,7 @@
 // may wait for the device while a graph is captured, memory that was never written is NaN, and a replay launches what
 // was captured again, at the addresses of the capture. Launches, waits and bytes are counted for each of two devices.
 //
-// Not here: streams that overlap, races, rounding and speed of the device's own kernels.
+// Not here: streams that overlap, races, random numbers, rounding and speed of the device's own kernels.
 //
 // A build of torch with CUDA has kernels, hooks and an allocator of its own for this device type: they are replaced.
 #include <ATen/ATen.h>
@@ -24,7 +24,6 @@
 
 #include <array>
 #include <atomic>
-#include <bit>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -43,16 +42,7 @@ std::mutex mutex;
 
 // -- memory
 
-struct Bytes {
-  std::atomic<int64_t> now{0}, most{0};
-  void add(int64_t n) {
-    int64_t total = now += n, before = most.load();
-    while (total > before && !most.compare_exchange_weak(before, total)) {}
-  }
-};
-std::array<Bytes, DEVICES> bytes;
-constexpr int64_t ON_HOST = int64_t(1) << 32;  // bytes that a card's tensors may take of this machine's memory
-std::array<std::atomic<int64_t>, DEVICES> at_most{ON_HOST, ON_HOST};  // what lies there already stays
+std::array<std::atomic<int64_t>, DEVICES> allocated{};  // bytes
 std::array<std::atomic<bool>, DEVICES> used{};  // anything done there: on a card that is a context of half a gigabyte
 
 struct Header {
@@ -63,7 +53,7 @@ static_assert(sizeof(Header) == 64);
 void release(void* data) {
   if (data == nullptr) return;
   auto* header = static_cast<Header*>(data) - 1;
-  bytes[header->device].add(-header->size);
+  allocated[header->device] -= header->size;
   std::free(header);
 }
 
@@ -72,14 +62,11 @@ struct DeviceAllocator final : c10::Allocator {
     c10::Device device(TYPE, static_cast<c10::DeviceIndex>(current));
     used[current] = true;
     if (size == 0) return {nullptr, nullptr, &release, device};
-    TORCH_CHECK_WITH(OutOfMemoryError, bytes[current].now + static_cast<int64_t>(size) <= at_most[current],
-                     "CUDA out of memory. Tried to allocate ", size, " bytes with ", bytes[current].now.load(), " of ",
-                     at_most[current].load(), " allocated");
     auto* header = static_cast<Header*>(std::aligned_alloc(64, (size + 2 * sizeof(Header) - 1) / 64 * 64));
     TORCH_CHECK_WITH(OutOfMemoryError, header != nullptr, "the host has no ", size, " bytes for the device");
     *header = {static_cast<int64_t>(size), current, {}};
     std::memset(header + 1, 0xff, size);  // a NaN in every floating type, -1 in every integer
-    bytes[current].add(static_cast<int64_t>(size));
+    allocated[current] += static_cast<int64_t>(size);
     return {header + 1, header + 1, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -87,7 +74,7 @@ struct DeviceAllocator final : c10::Allocator {
 };
 DeviceAllocator device_allocator;
 
-std::map<void*, size_t> pinned;  // by address: bytes as the driver rounds them up
+std::map<void*, size_t> pinned;  // by address: bytes
 
 void unpin(void* data) {
   std::lock_guard<std::mutex> guard(mutex);
@@ -99,7 +86,7 @@ struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     auto* data = std::aligned_alloc(64, (size + 127) / 64 * 64);
     std::lock_guard<std::mutex> guard(mutex);
-    pinned[data] = std::bit_ceil(std::max<size_t>(size, 1));  // as CachingHostAllocator does
+    pinned[data] = std::max<size_t>(size, 1);
     return {data, data, &unpin, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
@@ -143,54 +130,6 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<TYPE> {
   void synchronizeDevice(const c10::DeviceIndex) const override {}
 };
 c10::impl::DeviceGuardImplRegistrar registrar(TYPE, new Guard());
-
-// -- random numbers: seed and offset, as a generator of CUDA has them
-
-struct Philox final : c10::GeneratorImpl {
-  uint64_t key, offset = 0;
-  Philox(int device, uint64_t seed)
-      : GeneratorImpl(c10::Device(TYPE, static_cast<c10::DeviceIndex>(device)), c10::DispatchKeySet(c10::DispatchKey::CUDA)),
-        key(seed) {}
-  void set_current_seed(uint64_t seed) override { key = seed, offset = 0; }
-  uint64_t current_seed() const override { return key; }
-  uint64_t seed() override { return set_current_seed(c10::detail::getNonDeterministicRandom(false)), key; }
-  void set_offset(uint64_t at) override { offset = at; }
-  uint64_t get_offset() const override { return offset; }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::empty({16}, at::kByte);
-    std::memcpy(state.mutable_data_ptr(), &key, 8);
-    std::memcpy(static_cast<char*>(state.mutable_data_ptr()) + 8, &offset, 8);
-    return state.getIntrusivePtr();
-  }
-  void set_state(const c10::TensorImpl& state) override {
-    TORCH_CHECK(state.numel() == 16, "RNG state is wrong size");
-    std::memcpy(&key, state.data(), 8);
-    std::memcpy(&offset, static_cast<const char*>(state.data()) + 8, 8);
-  }
-  Philox* clone_impl() const override {
-    auto* copy = new Philox(device().index(), key);
-    copy->offset = offset;
-    return copy;
-  }
-};
-
-const at::Generator& default_generator(int device) {
-  static std::array<at::Generator, DEVICES> all{at::make_generator<Philox>(0, 67280421310721ULL),
-                                                at::make_generator<Philox>(1, 67280421310721ULL)};
-  return all.at(device < 0 ? current : device);
-}
-
-uint32_t first_word(uint64_t offset, uint64_t thread, uint64_t key) {
-  std::array<uint32_t, 4> c{static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32),
-                            static_cast<uint32_t>(thread), static_cast<uint32_t>(thread >> 32)};
-  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85) {
-    uint64_t a = 0xD2511F53ULL * c[0], b = 0xCD9E8D57ULL * c[2];
-    c = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(b),
-         static_cast<uint32_t>(a >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(a)};
-  }
-  return c[0];
-}
 
 // -- what is counted, and what a capture forbids
 
@@ -287,30 +226,6 @@ int device_of(const std::string& name, const Stack& given) {
 
 // -- launching
 
-// Numbers drawn by the CPU's kernels: of a generator that is a function of ours.
-void replace_generators(Stack& stack, const std::string& name) {
-  for (IValue& value : stack)
-    if (value.isGenerator() && value.toGenerator().device().type() == TYPE) {
-      auto generator = value.toGenerator();
-      auto& ours = *static_cast<Philox*>(generator.unsafeGetGeneratorImpl());
-      value = at::make_generator<at::CPUGeneratorImpl>(ours.key * 1000003 + ours.offset++);
-    }
-}
-
-void run_uniform(Stack& stack) {  // (self, from, to, generator)
-  auto generator = stack[3].isGenerator() ? stack[3].toGenerator() : default_generator(-1);
-  auto& ours = *static_cast<Philox*>(generator.unsafeGetGeneratorImpl());
-  Tensor self = stack[0].toTensor();
-  auto drawn = at::empty({self.numel()}, at::kDouble);
-  auto* number = drawn.mutable_data_ptr<double>();
-  for (int64_t i = 0; i < self.numel(); ++i)
-    number[i] = std::min(0x1p-32 * first_word(ours.offset, i, ours.key) + 0x1p-33, 1.0 - 0x1p-24);
-  ours.offset += 4;
-  double low = stack[1].toDouble(), high = stack[2].toDouble();
-  self.copy_(drawn.mul_(high - low).add_(low).view(self.sizes()));
-  stack = {self};
-}
-
 Tensor wide(const IValue& value) { return value.toTensor().to(at::kFloat); }
 
 // Products of halves whose result is float32, which only CUDA has; the last argument may be the result's place.
@@ -322,7 +237,6 @@ Stack finish(const Tensor& found, const Stack& stack, size_t dtype) {
 }
 
 const std::map<std::string, std::function<void(Stack&)>> OWN{
-    {"aten::uniform_", run_uniform},
     {"aten::mm.dtype", [](Stack& s) { s = finish(at::mm(wide(s[0]), wide(s[1])), s, 2); }},
     {"aten::bmm.dtype", [](Stack& s) { s = finish(at::bmm(wide(s[0]), wide(s[1])), s, 2); }},
     {"aten::addmm.dtype", [](Stack& s) { s = finish(at::addmm(wide(s[0]), wide(s[1]), wide(s[2]), s[4].toScalar(), s[5].toScalar()), s, 3); }},
@@ -338,7 +252,6 @@ void launch(const c10::OperatorHandle& op, Stack& stack) {
   Inner now;
   auto own = OWN.find(full_name(op));
   if (own != OWN.end()) return own->second(stack);
-  replace_generators(stack, op.schema().name());
   at::native::cpu_fallback(op, &stack, false, c10::DispatchKey::CPU);
   for (IValue& found : stack)  // torch 2.11 leaves it where the first argument lies, which may be a number on the CPU
     if (found.isTensor() && found.toTensor().defined() && found.toTensor().is_cpu())
@@ -519,10 +432,8 @@ struct CUDAHooks final : CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   int getNumGPUs() const override { return fake::DEVICES; }
   Allocator* getPinnedMemoryAllocator() const override { return &fake::pinned_allocator; }
-  Generator getNewGenerator(DeviceIndex device) const override {
-    return make_generator<fake::Philox>(device < 0 ? fake::current : device, 67280421310721ULL);
-  }
-  const Generator& getDefaultGenerator(DeviceIndex device) const override { return fake::default_generator(device); }
+  Generator getNewGenerator(DeviceIndex) const override { return make_generator<CPUGeneratorImpl>(); }
+  const Generator& getDefaultGenerator(DeviceIndex) const override { return detail::getDefaultCPUGenerator(); }
   void deviceSynchronize(DeviceIndex) const override { fake::wait("synchronize", false); }
 };
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
@@ -563,17 +474,7 @@ PYBIND11_MODULE(fake_cuda_backend, m) {
   m.def("clear", [] { std::lock_guard<std::mutex> guard(mutex); launched.clear(), waited.clear(); });
   m.def("sync_debug_mode", [] { return sync_debug_mode; });
   m.def("set_sync_debug_mode", [](const std::string& mode) { sync_debug_mode = mode; });
-  m.def("allocated", [](int device) { return bytes.at(device).now.load(); });
-  m.def("most_allocated", [](int device) { return bytes.at(device).most.load(); });
-  m.def("allow", [](int device, int64_t most) { at_most.at(device) = std::min(most, ON_HOST); });
-  m.def("reset_most_allocated", [](int device) { bytes.at(device).most = bytes.at(device).now.load(); });
-  m.def("pinned_bytes", [] {
-    std::lock_guard<std::mutex> guard(mutex);
-    size_t total = 0;
-    for (auto [_, size] : pinned) total += size;
-    return total;
-  });
-  m.def("default_generator", [](int device) { return default_generator(device); });
+  m.def("allocated", [](int device) { return allocated.at(device).load(); });
   m.def("resize_storage", &resize_storage);
   m.def("on_host", &on_host);
 }

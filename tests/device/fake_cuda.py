@@ -11,7 +11,6 @@ import ctypes
 import importlib
 import itertools
 import os
-import subprocess
 import sys
 import threading
 import types
@@ -19,13 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-LIBRARY = "FAKE_CUDA_LIBRARY"  # the environment variable with the path that build_backend.py prints
+LIBRARY = "FAKE_CUDA_LIBRARY"  # the environment variable with the path of the C++ part
 if "torch" in sys.modules:
     raise ImportError("got torch imported before fake_cuda, wanted it after: it asks once which devices there are")
-if LIBRARY not in os.environ:
-    build = [sys.executable, str(HERE / "build_backend.py")]
-    os.environ[LIBRARY] = subprocess.run(build, capture_output=True, text=True, check=True, timeout=900).stdout.strip()
 ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
 sys.path.insert(0, str(Path(os.environ[LIBRARY]).parent))
 
@@ -43,7 +38,6 @@ MODES = ("default", "warn", "error")  # of torch.cuda.set_sync_debug_mode
 
 _local = threading.local()
 _number = itertools.count(1)
-_fraction = dict.fromkeys(range(backend.DEVICES), 1.0)
 
 
 def index_of(device: Any) -> int:
@@ -212,12 +206,6 @@ def properties(device: Any = None) -> types.SimpleNamespace:
     )
 
 
-def set_fraction(fraction: float, device: Any = None) -> None:
-    """Of a card's memory that this process may take; more is refused with `torch.OutOfMemoryError`."""
-    _fraction[index_of(device)] = fraction
-    backend.allow(index_of(device), int(fraction * MEMORY))
-
-
 def nothing() -> Any:
     """A function that does nothing, a new one each time: dynamo compares functions by identity."""
     return lambda *_, **__: None
@@ -238,18 +226,17 @@ PATCHES = {
     "is_current_stream_capturing": backend.is_capturing,
     "get_sync_debug_mode": lambda: MODES.index(backend.sync_debug_mode()),
     "set_sync_debug_mode": lambda mode: backend.set_sync_debug_mode(mode if isinstance(mode, str) else MODES[mode]),
-    "default_generators": tuple(backend.default_generator(device) for device in range(backend.DEVICES)),
+    "default_generators": tuple(torch.Generator() for _ in range(backend.DEVICES)),
 }
 MEMORY_PATCHES = {
     **{"empty_cache": nothing(), "ipc_collect": nothing(), "memory_stats": lambda device=None: {}},
-    "memory_allocated": lambda device=None: backend.allocated(index_of(device)),
-    "max_memory_allocated": lambda device=None: backend.most_allocated(index_of(device)),
-    "memory_reserved": lambda device=None: backend.allocated(index_of(device)),
-    "max_memory_reserved": lambda device=None: backend.most_allocated(index_of(device)),
-    "reset_peak_memory_stats": lambda device=None: backend.reset_most_allocated(index_of(device)),
+    **{"reset_peak_memory_stats": nothing(), "set_per_process_memory_fraction": nothing()},
+    **dict.fromkeys(
+        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+        lambda device=None: backend.allocated(index_of(device)),
+    ),
     "mem_get_info": lambda device=None: (MEMORY - backend.allocated(index_of(device)), MEMORY),
-    "set_per_process_memory_fraction": set_fraction,
-    "get_per_process_memory_fraction": lambda device=None: _fraction[index_of(device)],
+    "get_per_process_memory_fraction": lambda device=None: 1.0,
 }
 
 

@@ -4,9 +4,7 @@ Triton's have no CUDA here to be compiled for: our operators of it are run by th
 """
 
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -18,7 +16,6 @@ from grpo_fn.shell.sampler.local import split_kv
 
 LIBRARY = torch.library.Library("aten", "IMPL")
 HALVES = (torch.bfloat16, torch.float16)
-ANY_ORDER = "Flash Attention defaults to a non-deterministic algorithm."  # as torch says it
 
 
 def kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -50,32 +47,6 @@ def unfold(x: Tensor, dim: int, size: int, step: int) -> Tensor:
 # -- FlashAttention-2 over rows of unequal length, as torch's varlen_attn calls it
 
 
-class Row:
-    """One row's queries, keys and values in float32, `[H q D]` and `[H k D]`, and the weights between them."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: tuple[int, int]) -> None:
-        groups = q.shape[1] // k.shape[1]
-        self.q, self.k, self.v = (
-            x.float().transpose(0, 1) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
-        )
-        left, right = window
-        column = torch.arange(self.k.shape[1])
-        at = torch.arange(self.q.shape[1])[:, None] + self.k.shape[1] - self.q.shape[1]  # the last sees the last
-        seen = torch.ones(len(at), len(column), dtype=torch.bool)
-        if causal or right == 0:
-            seen &= column <= at
-        if left >= 0:
-            seen &= column >= at - left
-        scores = (self.q @ self.k.transpose(1, 2) * scale).masked_fill(~seen, -math.inf)
-        self.weights, self.lse = scores.softmax(-1), scores.logsumexp(-1)
-
-
-def spans(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Each row's queries and keys."""
-    q, k = cu_q.tolist(), cu_k.tolist()
-    return ((slice(a, b), slice(c, d)) for a, b, c, d in zip(q, q[1:], k, k[1:], strict=False))
-
-
 def check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     """Raise RuntimeError for what the kernel refuses."""
     if q.dtype not in HALVES or {q.dtype} != {k.dtype, v.dtype}:
@@ -84,10 +55,29 @@ def check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
         raise RuntimeError(f"cu_seqlens must have dtype int32, got {cu_q.dtype} and {cu_k.dtype}")
     if not all(x.is_cuda for x in (q, k, v, cu_q, cu_k)):
         raise RuntimeError("Input tensors must be on CUDA device")
-    if any(x.stride(-1) != 1 for x in (q, k, v)) or q.shape[-1] % 8:
-        raise RuntimeError("Input tensor must have contiguous last dimension, of a multiple of 8")
-    if q.shape[1] % k.shape[1]:
-        raise RuntimeError("Number of heads in key/value must divide number of heads in query")
+    if any(x.stride(-1) != 1 for x in (q, k, v)) or q.shape[-1] % 8 or q.shape[1] % k.shape[1]:
+        raise RuntimeError("Input tensor must have a contiguous last dimension of 8 n and heads that divide")
+
+
+class Rows:
+    """Queries, keys and values in float32, and each row's weights `[H q k]` between its queries and keys."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool, how: Any) -> None:
+        check(q, k, v, cu_q, cu_k)
+        groups = q.shape[1] // k.shape[1]
+        q, k, v, cu_q, cu_k = (backend.on_host(x) for x in (q, k, v, cu_q, cu_k))
+        self.scale = q.shape[-1] ** -0.5 if how.get("scale") is None else how["scale"]
+        self.q = q.float().transpose(0, 1)
+        self.k, self.v = (x.float().repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
+        left, right = how.get("window_size_left"), how.get("window_size_right")
+        self.rows = []
+        ends = (some.tolist() for cu in (cu_q, cu_k) for some in (cu[:-1], cu[1:]))
+        for a, b, c, d in zip(*ends, strict=True):
+            at = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)  # the last sees the last
+            seen = at >= 0 if causal or right is not None else torch.ones_like(at, dtype=torch.bool)
+            seen = seen if left is None or left < 0 else seen & (at <= left)
+            scores = self.q[:, a:b] @ self.k[:, c:d].transpose(1, 2) * self.scale
+            self.rows.append((slice(a, b), slice(c, d), scores.masked_fill(~seen, -math.inf).softmax(-1)))
 
 
 def one_launch(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,103 +86,48 @@ def one_launch(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
         backend.count_launch(f"aten::_{function.__name__}")
-        with inside_of_a_launch():
+        backend.enter_launch()
+        try:
             return function(*args, **kwargs)
+        finally:
+            backend.leave_launch()
 
     return counted
-
-
-@contextmanager
-def inside_of_a_launch() -> Iterator[None]:
-    """Nothing here is counted."""
-    backend.enter_launch()
-    try:
-        yield
-    finally:
-        backend.leave_launch()
-
-
-def on_host(*tensors: Tensor) -> list[Tensor]:
-    """The same memory as tensors of the CPU."""
-    return [backend.on_host(x) for x in tensors]
 
 
 @kernel("_flash_attention_forward")
 @one_launch
 def flash_attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp, two states of a generator, an empty mask."""
-    check(q, k, v, cu_q, cu_k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q), device=q.device)
-    q_, k_, v_, cu_q_, cu_k_, out_, lse_ = on_host(q, k, v, cu_q, cu_k, out, lse)
-    window = (window_size_left if window_size_left is not None else -1, -1 if window_size_right is None else 0)
-    for rows, keys in spans(cu_q_, cu_k_):
-        row = Row(q_[rows], k_[keys], v_[keys], causal, scale, window)
-        out_[rows], lse_[:, rows] = (row.weights @ row.v).transpose(0, 1).to(q.dtype), row.lse
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, dropout: float, causal: bool,
+    debug: bool, **how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output, a log-sum-exp that the backward pass below has no use for, two states of a generator, an empty mask."""
+    made = Rows(q, k, v, cu_q, cu_k, causal, how)
+    out, state = torch.empty_like(q), torch.zeros(2, dtype=torch.uint64, device=q.device)
+    for queries, keys, weights in made.rows:
+        backend.on_host(out)[queries] = (weights @ made.v[:, keys]).transpose(0, 1).to(q.dtype)
+    lse = torch.zeros(q.shape[1], len(q), device=q.device)
     return out, lse, state, state.clone(), torch.empty(0, device=q.device)
 
 
 @kernel("_flash_attention_backward")
 @one_launch
 def flash_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout: float,
-    causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int,
+    max_k: int, dropout: float, causal: bool, state: Tensor, unused: Tensor, **how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of queries, keys and values."""
-    check(q, k, v, cu_q, cu_k)
-    if torch.get_deterministic_debug_mode() == 1:  # with warn_only
-        warnings.warn(ANY_ORDER, UserWarning, stacklevel=2)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    window = (window_size_left if window_size_left is not None else -1, -1 if window_size_right is None else 0)
-    grad_, q_, k_, v_, cu_q_, cu_k_ = on_host(grad, q, k, v, cu_q, cu_k)
-    dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
-    for rows, keys in spans(cu_q_, cu_k_):
-        row = Row(q_[rows], k_[keys], v_[keys], causal, scale, window)
-        do = grad_[rows].float().transpose(0, 1)
-        dp = do @ row.v.transpose(1, 2)
-        ds = row.weights * (dp - (dp * row.weights).sum(-1, keepdim=True)) * scale
-        dq[rows] += (ds @ row.k).transpose(0, 1)
-        dk[keys] += by_key_head(ds.transpose(1, 2) @ row.q, k.shape[1])
-        dv[keys] += by_key_head(row.weights.transpose(1, 2) @ do, k.shape[1])
-    return tuple(g.to(x.dtype).to(x.device) for g, x in zip((dq, dk, dv), (q, k, v), strict=True))
-
-
-def by_key_head(x: Tensor, heads: int) -> Tensor:
-    """`[H k D]` of all query heads, summed over those that share a key head: `[k K D]`."""
-    return x.transpose(0, 1).unflatten(1, (heads, -1)).sum(2)
+    made = Rows(q, k, v, cu_q, cu_k, causal, how)
+    do = backend.on_host(grad).float().transpose(0, 1)
+    dq, dk, dv = (torch.zeros_like(x) for x in (made.q, made.k, made.v))
+    for queries, keys, weights in made.rows:
+        dp = do[:, queries] @ made.v[:, keys].transpose(1, 2)
+        ds = weights * (dp - (dp * weights).sum(-1, keepdim=True)) * made.scale
+        dq[:, queries] += ds @ made.k[:, keys]
+        dk[:, keys] += ds.transpose(1, 2) @ made.q[:, queries]
+        dv[:, keys] += weights.transpose(1, 2) @ do[:, queries]
+    by_head = [x.transpose(0, 1).unflatten(1, (like.shape[1], -1)).sum(2) for x, like in ((dq, q), (dk, k), (dv, v))]
+    return tuple(x.to(q.dtype).to(q.device) for x in by_head)
 
 
 # -- attention of a decoding step, as split_kv_triton.py computes it

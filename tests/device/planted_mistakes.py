@@ -1,33 +1,123 @@
-"""Does the rehearsal see mistakes that only a GPU would show? Each of these is planted, and its check has to fail.
+"""Small checks of the CUDA paths on the fake device, and mistakes that each has to see.
 
-python tests/device/planted_mistakes.py        # an object: what each check said without and with a mistake
+Prints an object: what each check said of the program as it is, and with a mistake; null where it passed.
 """
 
 import json
-import sys
+import os
 import tempfile
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from pathlib import Path
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools/device_check"), str(Path(__file__).parent)]
-
-import fake_cuda  # noqa: E402, F401 before torch
+import fake_cuda as fake
 
 # isort: split
-import device_on_trial as trial  # noqa: E402
-import torch  # noqa: E402
-from device_runner import Setting  # noqa: E402
-from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
+import device_step
+import torch
+from device_decode import SPREAD, Asking, context, drawn, sample, uncached
+from device_exact import rows
+from device_parts import built, local, problems, require
+from device_runner import Setting
+from device_shapes import TOY, folder
 
-from grpo_fn.shell.background_worker import BackgroundWorker  # noqa: E402
-from grpo_fn.shell.checkpoint import tensor_shards  # noqa: E402
-from grpo_fn.shell.model import attention, logprob_model, packed_input  # noqa: E402
-from grpo_fn.shell.sampler.local import decode_step, kv_cache  # noqa: E402
+from grpo_fn.core import prng
+from grpo_fn.shell.model import attention, packed_input
+from grpo_fn.shell.sampler.local import decode_step, kv_cache, local_sampler
+
+ASKED = Asking(2, 3, 14)
+WAITS = Counter(generate=48, score=5, train=118)  # for the device in a step of a toy, at most
+
+
+# -- checks
+
+
+def model_folder(setting: Setting) -> str:
+    """Of a toy whose rows end at different lengths."""
+    return folder(setting, TOY, spread=SPREAD, dtype=torch.float32)
+
+
+def small_shapes(model: torch.nn.Module) -> decode_step.DecodeEngine:
+    """The engine of a CUDA device, with more shapes than it would have: columns from 4, not from 64."""
+    engine = decode_step.build_engine(model)
+    engine.sizes = engine.sizes._replace(columns=partial(decode_step.graph_size, least=4), steps=4)
+    return engine
+
+
+def decoding(setting: Setting) -> None:
+    """Captured steps of several shapes and seatings, slots filled again: the tokens of an uncached forward pass."""
+    with patch.object(local_sampler, "build_engine", small_shapes), warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # by which the sampler says that it does without
+        found = drawn(setting, model_folder(setting), torch.float32, ASKED)
+    for name in ("same", "again", "without", "fewer"):
+        require(getattr(found, name) == 1.0, f"{name}: got {getattr(found, name):.3f} of the tokens, wanted all")
+    require(found.most < 1e-4, f"log-probs: got {found.most:.2g} nats from the uncached")
+    require(found.graphs > 2, f"graphs: got {found.graphs}, wanted several shapes")
+
+
+def decoding_in_products(setting: Setting) -> None:
+    """The same where the split-KV kernel cannot be had."""
+    with patch.object(decode_step, "choose_split_kv", lambda model: None):
+        decoding(setting)
+
+
+def other_seats(setting: Setting) -> None:
+    """Rows that sit elsewhere than at the capture, in steps of one shape: the log-probs of an uncached pass."""
+    whole = context(setting, model_folder(setting), torch.float32)
+    with patch.object(local_sampler, "build_engine", small_shapes):
+        captured = local(whole, prompt_tokens=5, new_tokens=10, max_rows=4)
+        for seed in range(3):
+            rollout = captured.sample(problems(0, 4), 3, key=prng.key(seed, device="cpu"))
+            logp = uncached(captured.model, rollout).log_softmax(-1).gather(-1, rollout.tokens[:, 1:, None])[..., 0]
+            apart = float((logp - rollout.logp_sampled[:, 1:])[rollout.mask[:, 1:]].abs().max())
+            require(apart < 1e-4, f"key {seed}: got log-probs {apart:.2g} nats from the uncached")
+
+
+def moved_weights(setting: Setting) -> None:
+    """Weights that have moved to other addresses are those that the next rows are drawn with."""
+    whole = context(setting, model_folder(setting), torch.float32)
+    make = partial(local, whole, prompt_tokens=5, new_tokens=ASKED.new, max_rows=6)
+    sampler, fresh = make(), make()
+    for _ in range(2):  # the second use of a shape is captured
+        sample(sampler, asking=ASKED)
+    require(len(sampler.held.engine.run.replays) > 0, "got no graphs")
+    kept = [p.data for p in sampler.model.parameters()]  # or the new ones might take their place
+    for p in sampler.model.parameters():
+        p.data = p.data * 2.0
+    for p in fresh.model.parameters():
+        p.data.mul_(2.0)
+    again, wanted = (sample(one, asking=ASKED) for one in (sampler, fresh))
+    require(len(kept) > 0 and torch.equal(again.tokens, wanted.tokens), "got rows of the weights as they were")
+
+
+def waits_of_a_step(setting: Setting) -> None:
+    """The second step of a toy in bfloat16 under FSDP2 waits for the device no more often than it has to."""
+    waits: Counter[str] = Counter()
+
+    class Waits(device_step.Phases):
+        def __init__(self, device: str) -> None:
+            super().__init__(device)
+            waits.clear()
+
+        @contextmanager
+        def span(self, name: str) -> Iterator[None]:
+            before = sum(fake.backend.waits().values())
+            yield
+            waits[name] += sum(fake.backend.waits().values()) - before
+
+    bench = built(setting, folder(setting, TOY), torch.bfloat16, micro_tokens=160)
+    with patch.object(device_step, "Phases", Waits):
+        device_step.taken(bench, device_step.Work(prompts=4, size=4, prompt=6, new=20, steps=1), "cuda")
+    over = waits - WAITS
+    require(bool(waits) and not over, f"waits: got {waits}, wanted at most {WAITS}")
+
+
+# -- mistakes
 
 Change = tuple[Any, str, Callable[[Any], Any]]  # where, which name, what was there to what is there now
 
@@ -38,35 +128,6 @@ class Mistake(NamedTuple):
     what: str
     check: Callable[[Setting], None]
     changes: list[Change]
-
-
-def a_wait_while_drawing(draw: Any) -> Any:
-    return lambda live, *rest: (int(live.drawn.max()), draw(live, *rest))[1]
-
-
-def seats_of_the_capture(set_row_slots: Any) -> Any:
-    return lambda engine, shape, found: None if shape in engine.tables else set_row_slots(engine, shape, found)
-
-
-def columns_of_the_capture(places: Any) -> Any:
-    def frozen(self: Any, heads: int) -> Any:
-        return places(self, heads) - (self.length - self.start).repeat_interleave(heads) + first[0]
-
-    first = [0]
-    return frozen
-
-
-def lengths_at_capture(operator: Any) -> Any:
-    def called(*given: Any) -> torch.Tensor:
-        known = given[8].data_ptr(), len(given[8])
-        if torch.cuda.is_current_stream_capturing():
-            given = (*given[:8], lengths.setdefault(known, given[8].detach()), *given[9:])
-        else:
-            lengths[known] = given[8].clone()
-        return operator(*given)
-
-    lengths: dict[tuple[int, int], torch.Tensor] = {}
-    return called
 
 
 def unwritten(of: Any) -> Any:
@@ -80,16 +141,12 @@ def unwritten(of: Any) -> Any:
     return fresh
 
 
+def seats_of_the_capture(set_row_slots: Any) -> Any:
+    return lambda engine, shape, found: None if shape in engine.tables else set_row_slots(engine, shape, found)
+
+
 def of_64_bits(ragged: Any) -> Any:
     return property(lambda self: (lambda rows: rows._replace(queries=rows.queries.long()))(ragged.func(self)))
-
-
-def a_stream_each(call: Any) -> Any:
-    def capture(self: Any, step: Any) -> Any:
-        self.side = torch.cuda.Stream()
-        return call(self, step)
-
-    return capture
 
 
 def a_wait_each_row(by_reading: Any) -> Any:
@@ -99,20 +156,8 @@ def a_wait_each_row(by_reading: Any) -> Any:
     )[1]
 
 
-def copying_ahead(init: Any) -> Any:
-    return lambda self, folder: FileSystemWriter.__init__(self, folder)
-
-
-def without_device(init: Any) -> Any:
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        with patch.object(torch.cuda, "is_initialized", lambda: False):
-            init(self, *args, **kwargs)
-
-    return made
-
-
-def on_the_cpu(mask: Any) -> Any:
-    return lambda self, *args: mask(self, *args).cpu()
+def a_wait_while_drawing(draw: Any) -> Any:
+    return lambda live, *rest: (int(live.drawn.max()), draw(live, *rest))[1]
 
 
 def idle(_: Any) -> Any:
@@ -120,58 +165,26 @@ def idle(_: Any) -> Any:
 
 
 MISTAKES = [
-    Mistake("a wait in a captured step", trial.decoding, [(decode_step, "draw", a_wait_while_drawing)]),
-    Mistake("a mask on the CPU", trial.decoding_in_products, [(kv_cache.DecodeAttention, "mask", on_the_cpu)]),
+    Mistake("a wait in a captured step", decoding, [(decode_step, "draw", a_wait_while_drawing)]),
+    Mistake(
+        "a mask on the CPU",
+        decoding_in_products,
+        [(kv_cache.DecodeAttention, "mask", lambda mask: lambda self, *args: mask(self, *args).cpu())],
+    ),
+    Mistake("memory that nothing has written", decoding_in_products, [(kv_cache.KVCache, "of", unwritten)]),
     Mistake(
         "seats that a replay does not see",
-        trial.other_seats,
+        other_seats,
         [(decode_step.DecodeEngine, "set_row_slots", seats_of_the_capture)],
     ),
-    Mistake(
-        "columns of the capture in every replay",
-        trial.decoding,
-        [(kv_cache.DecodeAttention, "places", columns_of_the_capture)],
-    ),
-    Mistake(
-        "lengths that a replay does not see", trial.decoding, [(decode_step, "split_kv_attention", lengths_at_capture)]
-    ),
-    Mistake("memory that nothing has written", trial.decoding_in_products, [(kv_cache.KVCache, "of", unwritten)]),
-    Mistake(
-        "graphs of weights that have moved", trial.moved_weights, [(decode_step, "addresses", lambda _: lambda m: (0,))]
-    ),
-    Mistake("projections joined before the weights moved", trial.moved_weights, [(decode_step, "relink", idle)]),
-    Mistake("cu_seqlens of 64 bits", trial.packed, [(attention.Layout, "ragged_rows", of_64_bits)]),
-    Mistake(
-        "flash attention that adds up in any order",
-        trial.the_same_gradients_again,
-        [(attention, "strict_determinism", lambda _: nullcontext)],
-    ),
-    Mistake("a stream for each capture", trial.one_side_stream, [(decode_step.CudaGraph, "__call__", a_stream_each)]),
-    Mistake("a failed capture's stream stays", trial.failed_capture, [(torch.cuda, "set_stream", idle)]),
-    Mistake("the device is not set", trial.second_card, [(torch.cuda, "set_device", idle)]),
-    Mistake(
-        "a saving thread that asks for a stream, and has no device",
-        trial.second_card,
-        [(tensor_shards._Writer, "__init__", copying_ahead), (BackgroundWorker, "__init__", without_device)],
-    ),
-    Mistake("a wait for each row", trial.cutting, [(packed_input, "by_reading", a_wait_each_row)]),
-    Mistake(
-        "graphs dropped in every step",
-        trial.kept_graphs,
-        [(decode_step.DecodeEngine, "free_bytes", lambda _: lambda *_: 0)],
-    ),
-    Mistake(
-        "sampled logits rounded to bfloat16",
-        trial.sampled_logits,
-        [(decode_step, "keep_logits_in_float32", idle)],
-    ),
-    Mistake(
-        "logits rounded to bfloat16", trial.rounding, [(logprob_model, "_wide_products", lambda _: lambda x: False)]
-    ),
+    Mistake("graphs of weights that have moved", moved_weights, [(decode_step, "addresses", lambda _: lambda m: (0,))]),
+    Mistake("projections joined before the weights moved", moved_weights, [(decode_step, "relink", idle)]),
+    Mistake("cu_seqlens of 64 bits", rows, [(attention.Layout, "ragged_rows", of_64_bits)]),
+    Mistake("a wait for each row", waits_of_a_step, [(packed_input, "by_reading", a_wait_each_row)]),
 ]
 
 
-def attempt(check: Callable[[Setting], None], setting: Setting, changes: list[Change]) -> str | None:
+def attempt(check: Callable[[Setting], Any], setting: Setting, changes: list[Change]) -> str | None:
     """What the check says of the changes; None when it passes."""
     with ExitStack() as stack:
         for where, name, change in changes:
@@ -185,18 +198,11 @@ def attempt(check: Callable[[Setting], None], setting: Setting, changes: list[Ch
     return None
 
 
-def main() -> None:
-    """Every check as it is, then with each mistake."""
+if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         setting = Setting(device="cuda", tiny=True, scratch=scratch)
-        clean = {check.__name__: attempt(check, setting, []) for check in trial.CHECKS}
+        clean = {check.__name__: attempt(check, setting, []) for check in dict.fromkeys(x.check for x in MISTAKES)}
         planted = {one.what: attempt(one.check, setting, one.changes) for one in MISTAKES}
     print(json.dumps({"clean": clean, "planted": planted}), flush=True)
-
-
-if __name__ == "__main__":
-    import os
-
-    main()
     os._exit(0)

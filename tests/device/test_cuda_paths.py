@@ -1,0 +1,58 @@
+"""The CUDA paths with real numbers and no GPU: a device that is as strict as CUDA about places, waits and memory.
+
+fake_cuda.cpp says what it is and what it cannot show.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_fn.config.parse import GIN_FOLDER
+
+pytestmark = pytest.mark.xdist_group("fake_device")  # which one process builds, and the others wait for
+EXACT = "gradients,rows,head,fp16,offload,compiled"
+OTHERS = "train-0.5b,train-1.5b,train-1.5b-compiled,decode,decode-0.5b,decode-1.5b,step"
+# Files of gin/scale that one rank cannot run, or not without an algorithm that learns from a teacher.
+LEFT_OUT = {"tensor_parallel", "teacher", "self_teacher", "sibling_teacher"}
+
+
+def test_the_checks_for_a_gpu_pass_on_the_fake_one(on_device) -> None:
+    found = on_device("whole_programs.py", "check", EXACT)
+    assert found["codes"] == {"check": 0}
+    for kernel in ("aten::_flash_attention_forward", "aten::_flash_attention_backward", "aten::mm.dtype"):
+        assert found["launches"][kernel] > 0, f"{kernel} is the path of CUDA alone, and was not taken"
+    assert found["devices"] == [0]
+
+
+@pytest.mark.slow
+def test_training_and_captured_decoding_pass_on_the_fake_one(on_device) -> None:
+    found = on_device("whole_programs.py", "check", OTHERS)
+    assert found["codes"] == {"check": 0}
+    assert found["replays"] > found["graphs"] > 0
+    assert found["launches"]["grpo_fn::split_kv_attention"] > 0
+
+
+def test_mistakes_that_only_a_gpu_would_show_are_seen(on_device) -> None:
+    found = on_device("planted_mistakes.py")
+    assert set(found["clean"].values()) == {None}, found["clean"]
+    assert len(found["planted"]) == 8
+    assert not [what for what, said in found["planted"].items() if said is None]
+
+
+@pytest.mark.slow
+def test_whole_runs_on_the_second_card_end_well_and_use_no_other(on_device, cache: Path, tmp_path: Path) -> None:
+    """Under each file of gin/scale: checkpoints, rewards and figures are made in threads, whose card is the first."""
+    small, listed = Path(__file__).resolve().parents[1] / "e2e" / "small.gin", tmp_path / "runs.json"
+    names = {path.stem for path in (GIN_FOLDER / "scale").glob("*.gin")} - LEFT_OUT
+    runs = {}
+    for name in sorted(names):
+        files = ["run/arithmetic.gin", str(small), "scale/bf16.gin", f"scale/{name}.gin"]
+        knobs = [f"tiny_model.Recipe.cache={str(cache)!r}", "STEPS=2", "sections.Compute.device='cuda:1'"]
+        laid = [word for file in files for word in ("--gin_file", file)]
+        laid += [word for knob in knobs for word in ("--gin_param", knob)]
+        runs[name] = [*laid, "--run_dir", str(tmp_path / name)]
+    listed.write_text(json.dumps(runs))
+    found = on_device("whole_programs.py", "runs", str(listed), seconds=1800)
+    assert found["codes"] == dict.fromkeys(runs, 0)
+    assert found["devices"] == [1]
